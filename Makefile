@@ -1,0 +1,30 @@
+# The front door. `make train` and `make test` set up what is missing, build, and run.
+PRESET ?= release
+BUILD  := build
+ifneq ($(PRESET),release)
+BUILD  := build-$(PRESET)
+endif
+PREFIX ?= /usr/local
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help setup build train test bench format lint install clean
+help:            ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+setup:           ## Install what the build needs (Debian packages, a virtual environment with torch)
+	@scripts/setup.sh
+build: setup     ## Build the library, the binary, the examples and the tests
+	@scripts/build.sh $(PRESET) $(JOBS)
+train: build     ## Train the MLP with 2 processes on the built-in digits
+	@$(BUILD)/bin/lockstep train --model mlp --dataset digits --devices 2
+test: build      ## Run all tests
+	@scripts/test.sh $(BUILD) $(JOBS)
+bench: build     ## Measure against Python and print the ratios
+	@scripts/bench.sh $(BUILD)
+format: setup    ## Format the C++ files with clang-format
+	@git ls-files '*.h' '*.cpp' | xargs clang-format -i
+lint: build      ## Check the C++ files with clang-format and clang-tidy
+	@scripts/lint.sh $(BUILD)
+install: build   ## Install the library and the binary: make install PREFIX=/usr/local
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+clean:           ## Remove the build folders
+	@rm -rf build build-debug build-asan build-tsan

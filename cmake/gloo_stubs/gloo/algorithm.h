@@ -1,0 +1,5 @@
+#pragma once
+// Declared by name only; see ../README.md.
+namespace gloo {
+class Algorithm;
+}

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace lockstep {
+
+/// Exit codes of our programs. A program that a signal ends exits with 128 + its number.
+inline constexpr int kExitSuccess = 0;
+inline constexpr int kExitFailure = 1;
+inline constexpr int kExitUsage = 2;
+
+/// The root of every exception that Lockstep throws.
+///
+/// `what()` says what happened, where (rank, file, operation) and what was expected; when there is
+/// something the user can do, a second line says it: "  hint: ...".
+class Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& message, const std::string& hint = {});
+  /// The exit code of a program that this error ends.
+  virtual int exit_code() const noexcept { return kExitFailure; }
+};
+
+/// A mistake in a flag, an option, a configuration file or the environment.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+  int exit_code() const noexcept override { return kExitUsage; }
+};
+
+/// A file or data that is missing, truncated, damaged, foreign or of another kind than expected.
+class DataError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A checkpoint that cannot be written, read or applied.
+class CheckpointError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// The operating system refused something: a full disk, a missing permission, no such folder.
+/// The message ends in strerror's text.
+class SystemError : public Error {
+ public:
+  SystemError(const std::string& message, int errno_value, const std::string& hint = {});
+  int errno_value() const noexcept { return errno_value_; }
+
+ private:
+  int errno_value_;
+};
+
+/// Anything that goes wrong between ranks.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A wait between ranks ran into its time-out.
+class TimeoutError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+/// A peer died or its connection was lost.
+class PeerLostError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+/// Two ranks called different collectives, or the same one with other shapes, dtypes or options.
+class MismatchError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+/// A loss or gradient that is NaN or infinite.
+class NumericError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A worker process failed. `exit_code()` is the worker's own, or 128 + N when signal N ended it.
+class WorkerError : public Error {
+ public:
+  WorkerError(const std::string& message, int exit_code) : Error(message), exit_code_(exit_code) {}
+  int exit_code() const noexcept override { return exit_code_; }
+
+ private:
+  int exit_code_;
+};
+
+/// The process was asked to stop by a signal and unwound in order.
+class InterruptedError : public Error {
+ public:
+  explicit InterruptedError(int signal_number);
+  int exit_code() const noexcept override { return 128 + signal_number_; }
+  int signal_number() const noexcept { return signal_number_; }
+
+ private:
+  int signal_number_;
+};
+
+/// The exit code for an exception that reached `main`: the error's own, else 1.
+int exit_code_of(const std::exception& error) noexcept;
+
+}  // namespace lockstep

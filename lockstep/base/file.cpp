@@ -1,0 +1,124 @@
+#include "lockstep/base/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+fs::path folder_of(const fs::path& file) {
+  const fs::path parent = file.parent_path();
+  return parent.empty() ? fs::path(".") : parent;
+}
+
+}  // namespace
+
+UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
+  if (this != &other) reset(other.release());
+  return *this;
+}
+
+int UniqueFd::release() {
+  const int fd = fd_;
+  fd_ = -1;
+  return fd;
+}
+
+void UniqueFd::reset(int fd) {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = fd;
+}
+
+TemporaryDirectory::TemporaryDirectory(const std::string& prefix) {
+  std::string pattern = (fs::temp_directory_path() / (prefix + ".XXXXXX")).string();
+  if (!::mkdtemp(pattern.data())) throw SystemError("cannot make folder " + pattern, errno);
+  path_ = pattern;
+}
+
+TemporaryDirectory::~TemporaryDirectory() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+std::string read_file(const fs::path& path) {
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw SystemError("cannot open " + path.string(), errno);
+  std::string content;
+  struct stat status{};
+  if (::fstat(fd.get(), &status) == 0) content.reserve(static_cast<size_t>(status.st_size) + 1);
+  char buffer[1 << 16];
+  while (true) {
+    const ssize_t n = ::read(fd.get(), buffer, sizeof buffer);
+    if (n == 0) return content;
+    if (n > 0) {
+      content.append(buffer, static_cast<size_t>(n));
+    } else if (errno != EINTR) {
+      throw SystemError("cannot read " + path.string(), errno);
+    }
+  }
+}
+
+void write_all(int fd, const void* data, size_t size, const fs::path& name) {
+  const char* next = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t n = ::write(fd, next, size);
+    if (n >= 0) {
+      next += n;
+      size -= static_cast<size_t>(n);
+    } else if (errno != EINTR) {
+      throw SystemError("cannot write " + name.string(), errno,
+                        errno == ENOSPC ? "free some space there or choose another folder" : "");
+    }
+  }
+}
+
+void fsync_path(const fs::path& path) {
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw SystemError("cannot open " + path.string(), errno);
+  if (::fsync(fd.get()) != 0) throw SystemError("cannot flush " + path.string(), errno);
+}
+
+AtomicFile::AtomicFile(fs::path target) : target_(std::move(target)) {
+  const std::string pattern = "." + target_.filename().string() + ".XXXXXX";
+  std::string aside = (folder_of(target_) / pattern).string();
+  fd_.reset(::mkostemp(aside.data(), O_CLOEXEC));
+  if (!fd_) {
+    throw SystemError("cannot write " + target_.string(), errno,
+                      "check that the folder exists and that you may write there");
+  }
+  aside_ = aside;
+  const mode_t mask = ::umask(0);
+  ::umask(mask);
+  ::fchmod(fd_.get(), 0666 & ~mask);
+}
+
+AtomicFile::~AtomicFile() {
+  if (!aside_.empty()) ::unlink(aside_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t size) { write_all(fd_.get(), data, size, target_); }
+
+void AtomicFile::commit() {
+  if (::fsync(fd_.get()) != 0) throw SystemError("cannot flush " + target_.string(), errno);
+  fd_.reset();
+  if (::rename(aside_.c_str(), target_.c_str()) != 0) {
+    throw SystemError("cannot rename " + aside_.string() + " to " + target_.string(), errno);
+  }
+  aside_.clear();
+  fsync_path(folder_of(target_));
+}
+
+void write_file_atomically(const fs::path& path, std::string_view content) {
+  AtomicFile file(path);
+  file.write(content);
+  file.commit();
+}
+
+}  // namespace lockstep

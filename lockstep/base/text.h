@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+/// A whole decimal number with nothing before or after it; none otherwise or when out of range.
+std::optional<int64_t> parse_int(std::string_view text);
+
+/// A decimal floating-point number with nothing before or after it; none otherwise.
+std::optional<double> parse_double(std::string_view text);
+
+std::string to_lower(std::string_view text);
+std::vector<std::string> split(std::string_view text, char separator);
+std::string join(const std::vector<std::string>& parts, std::string_view separator);
+
+/// The candidate nearest to a mistyped word by edit distance (Damerau-Levenshtein, adjacent swaps
+/// count one); none when no candidate is near enough to be what was meant.
+std::optional<std::string> nearest(std::string_view word,
+                                   const std::vector<std::string>& candidates);
+
+/// "unknown KIND 'WORD'; did you mean 'X'?" or, when nothing is near, "...; known: A, B, C".
+std::string unknown_word(std::string_view kind, std::string_view word,
+                         const std::vector<std::string>& candidates);
+
+/// "1.5 GB", "437 KB", "12 B": powers of 1000, at most one digit after the point.
+std::string human_bytes(uint64_t bytes);
+
+/// "2h05m", "3m07s", "12.3s", "450ms".
+std::string human_seconds(double seconds);
+
+}  // namespace lockstep

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/work.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace lockstep {
+
+/// How ranks' values become one; PyTorch's names. `avg` divides the sum by the group's size.
+enum class ReduceOp { sum, avg, product, min, max, band, bor, bxor };
+
+/// One send or receive of a batch; see ProcessGroup::batch_isend_irecv.
+struct P2POp {
+  enum class Kind { send, recv } kind;
+  at::Tensor tensor;
+  int peer;     ///< The other rank of the group.
+  int tag = 0;  ///< Gloo matches sends to receives by it.
+};
+
+/// Ranks that communicate. A handle; copies share the group. One thread at a time; all ranks of a
+/// group must make the same calls in the same order. Ranks in arguments are ranks of this group.
+///
+/// Tensors must be contiguous and on the backend's device. A synchronous call returns when the
+/// result is there; its `_async` twin returns at once with a Work. Every call throws MismatchError
+/// when ranks disagree (for the first collectives of a group, always at debug level `detail`),
+/// TimeoutError naming operation, sequence number, ranks and seconds, and PeerLostError.
+class ProcessGroup {
+ public:
+  class Impl;
+  ProcessGroup() = default;
+  explicit ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+  int rank() const;
+  int size() const;
+  /// "gloo", "nccl", ...
+  const std::string& backend() const;
+  /// The ranks of the default group that form this one, in this group's order.
+  const std::vector<int>& global_ranks() const;
+  std::chrono::milliseconds timeout() const;
+  void set_timeout(std::chrono::milliseconds timeout);
+
+  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  [[nodiscard]] Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  /// Several tensors of one dtype in one operation.
+  void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const;
+  /// The result lands in `tensor` of rank `dst`; what the others' tensors hold after is undefined.
+  void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
+  [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
+  void broadcast(at::Tensor& tensor, int src) const;
+  [[nodiscard]] Work broadcast_async(at::Tensor& tensor, int src) const;
+  /// `outputs` has one tensor a rank, each of `input`'s shape.
+  void all_gather(std::vector<at::Tensor>& outputs, const at::Tensor& input) const;
+  [[nodiscard]] Work all_gather_async(std::vector<at::Tensor>& outputs,
+                                      const at::Tensor& input) const;
+  /// `output` holds size() times `input`'s elements, in the order of ranks.
+  void all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const;
+  [[nodiscard]] Work all_gather_into_tensor_async(at::Tensor& output,
+                                                  const at::Tensor& input) const;
+  /// `outputs` has one tensor a rank on rank `dst` and is empty on the others.
+  void gather(std::vector<at::Tensor>& outputs, const at::Tensor& input, int dst) const;
+  [[nodiscard]] Work gather_async(std::vector<at::Tensor>& outputs, const at::Tensor& input,
+                                  int dst) const;
+  /// `inputs` has one tensor a rank on rank `src` and is empty on the others.
+  void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int src) const;
+  [[nodiscard]] Work scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
+                                   int src) const;
+  /// `inputs` has one tensor a rank; `output` gets the reduction of everyone's inputs[rank()].
+  void reduce_scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs,
+                      ReduceOp op = ReduceOp::sum) const;
+  [[nodiscard]] Work reduce_scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
+                                          ReduceOp op = ReduceOp::sum) const;
+  void reduce_scatter_tensor(at::Tensor& output, const at::Tensor& input,
+                             ReduceOp op = ReduceOp::sum) const;
+  [[nodiscard]] Work reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
+                                                 ReduceOp op = ReduceOp::sum) const;
+  /// Rank j's outputs[i] gets rank i's inputs[j].
+  void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const;
+  /// Cuts along dimension 0: by `input_splits`, into `output_splits`; both empty for even cuts.
+  void all_to_all_single(at::Tensor& output, const at::Tensor& input,
+                         const std::vector<int64_t>& output_splits = {},
+                         const std::vector<int64_t>& input_splits = {}) const;
+  [[nodiscard]] Work all_to_all_single_async(at::Tensor& output, const at::Tensor& input,
+                                             const std::vector<int64_t>& output_splits = {},
+                                             const std::vector<int64_t>& input_splits = {}) const;
+  void barrier() const;
+  [[nodiscard]] Work barrier_async() const;
+  /// A barrier over the store that throws TimeoutError naming every rank that did not come.
+  void monitored_barrier(std::chrono::milliseconds timeout) const;
+
+  void send(const at::Tensor& tensor, int dst, int tag = 0) const;
+  void recv(at::Tensor& tensor, int src, int tag = 0) const;
+  /// Receives from whoever sends first and returns that rank.
+  int recv_any(at::Tensor& tensor, int tag = 0) const;
+  [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
+  [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;
+  /// Starts all operations; safe in any order of them on the ranks.
+  [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
+
+  /// Objects travel as JSON (CBOR on the wire); their sizes may differ between ranks.
+  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;
+  std::vector<nlohmann::json> gather_object(const nlohmann::json& object, int dst) const;
+  nlohmann::json broadcast_object(const nlohmann::json& object, int src) const;
+  /// `objects` has one a rank on rank `src` and is ignored on the others.
+  nlohmann::json scatter_object(const std::vector<nlohmann::json>& objects, int src) const;
+
+  /// Every rank of this group calls; ranks of one color form a group, ordered by (key, rank). A
+  /// negative color joins none and gets a null handle.
+  ProcessGroup split(int color, int key = 0) const;
+
+  explicit operator bool() const { return impl_ != nullptr; }
+  /// The c10d group (its calls pass through our checks too), for code that speaks c10d.
+  c10d::ProcessGroup& native() const;
+  Impl& impl() const { return *impl_; }
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class Store;
+}
+
+namespace lockstep {
+
+/// A key-value store that all ranks share: how they meet and agree. A handle; copies share the
+/// store. Any thread may call; every waiting call gives up after the store's time-out with a
+/// TimeoutError that names the keys.
+class Store {
+ public:
+  Store() = default;
+  /// Wraps a c10d store (shared ownership by intrusive count, kept behind this interface).
+  explicit Store(std::shared_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value);
+  /// Waits until the key is set. Throws TimeoutError naming the key.
+  std::string get(const std::string& key);
+  /// Adds to the number under the key (0 when unset) and returns the sum. Atomic.
+  int64_t add(const std::string& key, int64_t amount);
+  /// Sets the key to `desired` if its value is `expected` (an empty `expected` also matches an unset
+  /// key) and returns the value that is then stored. Atomic.
+  std::string compare_set(const std::string& key, const std::string& expected,
+                          const std::string& desired);
+  void wait(const std::vector<std::string>& keys,
+            std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  bool check(const std::vector<std::string>& keys);
+  bool delete_key(const std::string& key);
+  int64_t num_keys();
+  std::chrono::milliseconds timeout() const;
+  void set_timeout(std::chrono::milliseconds timeout);
+
+  explicit operator bool() const { return store_ != nullptr; }
+  /// The c10d store, for code that speaks c10d.
+  const std::shared_ptr<c10d::Store>& native() const { return store_; }
+
+ private:
+  std::shared_ptr<c10d::Store> store_;
+};
+
+struct TcpStoreOptions {
+  std::string host = "127.0.0.1";  ///< The address of the process that listens.
+  uint16_t port = 0;               ///< 0: any free port, for the listener only; see `port` of it.
+  bool is_listener = false;        ///< True in the one process that holds the store.
+  int listen_fd = -1;  ///< A bound and listening socket to take over: no race for a free port.
+  /// Give up connecting, and by default waiting, after this long. Interactive work wants to hear of
+  /// a mistyped address soon; torchrun's own default is 10 minutes for the same wait.
+  std::chrono::milliseconds timeout{60'000};
+};
+
+/// Throws TimeoutError or CommError naming host and port: does not resolve, refuses, port taken.
+Store tcp_store(const TcpStoreOptions& options);
+/// The port that a store made by `tcp_store` listens on or is connected to.
+uint16_t tcp_store_port(const Store& store);
+/// A store in a file that all ranks can reach. `world_size` of -1: any number of users.
+Store file_store(const std::filesystem::path& path, int world_size = -1);
+/// A store within this process, for its threads.
+Store hash_store();
+/// A view of `store` in which every key is prefixed by `prefix` + "/".
+Store prefix_store(const std::string& prefix, const Store& store);
+
+}  // namespace lockstep

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace lockstep {
+
+namespace detail {
+class WorkState;
+}
+
+/// An asynchronous communication. A handle; copies share the operation. The tensors of the
+/// operation must not be touched until it is complete; the handle keeps them alive. Destroying the
+/// last handle neither waits nor cancels.
+class Work {
+ public:
+  Work() = default;
+  explicit Work(std::shared_ptr<detail::WorkState> state) : state_(std::move(state)) {}
+
+  /// Blocks until the operation is complete. Throws what it failed with (TimeoutError,
+  /// PeerLostError, MismatchError, ...). Without `timeout` the group's own holds.
+  void wait(std::optional<std::chrono::milliseconds> timeout = std::nullopt) const;
+  bool is_completed() const;
+  /// Runs `callback` once when the operation is complete, on the backend's thread (or at once, here,
+  /// when it is already): with null on success, else the error. Must not block or throw.
+  void then(std::function<void(std::exception_ptr)> callback) const;
+  /// The operation's output tensors. Call after `wait`.
+  std::vector<at::Tensor> result() const;
+  /// The sender's rank; for a receive from any rank, after `wait`.
+  int source_rank() const;
+
+ private:
+  std::shared_ptr<detail::WorkState> state_;
+};
+
+}  // namespace lockstep
