@@ -7,13 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/debug_level.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 
 namespace lockstep {
-
-/// How much is checked: `off`, `info` (the first collectives of a group), `detail` (every one).
-enum class DebugLevel { off, info, detail };
 
 struct InitOptions {
   /// gloo, nccl, or auto: nccl when every rank has a CUDA device of its own, else gloo.
