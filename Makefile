@@ -20,8 +20,9 @@ test: build      ## Run all tests
 	@scripts/test.sh $(BUILD) $(JOBS)
 bench: build     ## Measure against Python and print the ratios
 	@scripts/bench.sh $(BUILD)
-format: setup    ## Format the C++ files with clang-format
-	@git ls-files '*.h' '*.cpp' | xargs clang-format -i
+format:    ## Format the C++ files with clang-format
+	@scripts/setup.sh --dev
+	@git ls-files '*.h' '*.cpp' | grep -v gloo_stubs | xargs clang-format -i
 lint: build      ## Check the C++ files with clang-format and clang-tidy
 	@scripts/lint.sh $(BUILD)
 install: build   ## Install the library and the binary: make install PREFIX=/usr/local

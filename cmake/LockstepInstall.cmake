@@ -1,1 +1,31 @@
-# filled in below
+# `cmake --install` gives a package: the library, its headers, the binary, and what
+# find_package(Lockstep) needs.
+include(CMakePackageConfigHelpers)
+set(lockstep_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
+
+install(
+  TARGETS lockstep
+  EXPORT LockstepTargets
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(
+  EXPORT LockstepTargets
+  NAMESPACE Lockstep::
+  DESTINATION ${lockstep_cmake_dir})
+install(
+  DIRECTORY lockstep/
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep
+  FILES_MATCHING
+  PATTERN "*.h")
+if(LOCKSTEP_BUILD_TOOLS)
+  install(TARGETS lockstep_bin RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(TARGETS lockstep_cli LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
+
+configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
+                              INSTALL_DESTINATION ${lockstep_cmake_dir})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/LockstepConfigVersion.cmake
+                                 COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
+              ${PROJECT_BINARY_DIR}/LockstepConfigVersion.cmake cmake/FindLibTorch.cmake
+        DESTINATION ${lockstep_cmake_dir})
+install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Installs what the build needs: Debian packages (as root or with sudo), then, unless a
+# LibTorch of the user's own is found, a virtual environment .venv with torch. Quick
+# when there is nothing to do. `setup.sh --dev` adds the formatter and the linter.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+cd "$root"
+
+packages() {
+  cat scripts/packages.txt
+  [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
+}
+
+missing_packages() {
+  local installed
+  installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' 2>/dev/null | sed -n 's/^installed //p' | sort -u)
+  comm -13 <(printf '%s\n' "$installed") <(packages "$@" | sort -u)
+}
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then
+    "$@"
+  elif command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [ -t 0 ]; }; then
+    sudo "$@"
+  else
+    return 126
+  fi
+}
+
+install_packages() {
+  local missing
+  command -v dpkg-query >/dev/null || {
+    say "note: this is no Debian or Ubuntu; the build needs what scripts/packages.txt names"
+    return 0
+  }
+  missing=$(missing_packages "$@" | tr '\n' ' ')
+  [ -n "${missing// /}" ] || return 0
+  say "Installing Debian packages: $missing"
+  export DEBIAN_FRONTEND=noninteractive
+  local status=0
+  { as_root apt-get update -qq && as_root apt-get install -y -qq --no-install-recommends $missing >/dev/null; } ||
+    status=$?
+  [ "$status" != 126 ] ||
+    fail "packages are missing, and installing them needs root" \
+      "run:  sudo apt-get update && sudo apt-get install -y --no-install-recommends $missing" \
+      "then run this command again"
+  [ "$status" = 0 ] || fail "apt-get could not install: $missing" "its own message stands above"
+}
+
+# The tests compare with Python's torch; these two packages are all they need beside it.
+install_torch() {
+  local torch
+  torch=$(find_libtorch)
+  if [ -n "$torch" ] && [ "$torch" != "$(echo "$root"/.venv/lib*/python3*/site-packages/torch)" ]; then
+    return 0
+  fi
+  if [ -n "$torch" ] && [ -e .venv/.complete ]; then
+    return 0
+  fi
+  say "Making the virtual environment .venv with torch $torch_version (this downloads it once)"
+  [ -x .venv/bin/python3 ] || python3 -m venv .venv ||
+    fail "python3 -m venv .venv failed" "install python3-venv, remove .venv and run this again"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check "torch==$torch_version" numpy safetensors ||
+    fail "pip could not install torch $torch_version" "check the network, or set LOCKSTEP_TORCH to a LibTorch you have"
+  touch .venv/.complete
+}
+
+install_packages "$@"
+install_torch
