@@ -32,8 +32,9 @@ struct SpawnOptions {
 /// Returns true in the parent, after all workers ended with 0, and false at once in a worker (or
 /// when a launcher such as torchrun has already started this process as a rank). When a worker
 /// fails, the others get TERM, then KILL, and the first failure is rethrown here as a WorkerError
-/// with the rank, how it ended and its last lines of standard error. INT, TERM and HUP are forwarded
-/// and end in InterruptedError. No worker outlives this process, even when it is killed with -9.
+/// with the rank, how it ended and its last lines of standard error. INT, TERM and HUP are
+/// forwarded and end in InterruptedError. No worker outlives this process, even when it is killed
+/// with -9.
 bool spawn(int nprocs, const SpawnOptions& options = {});
 
 /// The same with the work in a function of the local rank: it runs in the worker, which then exits

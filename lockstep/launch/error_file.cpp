@@ -1,0 +1,80 @@
+#include "lockstep/launch/error_file.h"
+
+#include <ctime>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/launch/variables.h"
+
+namespace lockstep::launch {
+namespace {
+
+using nlohmann::json;
+
+int64_t timestamp_of(const json& info) {
+  const auto found = info.find("timestamp");
+  if (found == info.end()) return 0;
+  if (found->is_number()) return found->get<int64_t>();
+  return found->is_string() ? parse_int(found->get<std::string>()).value_or(0) : 0;
+}
+
+std::string text_of(const json& object, const char* key) {
+  const auto found = object.find(key);
+  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
+}
+
+}  // namespace
+
+void write_error_file(const std::exception& error) noexcept {
+  try {
+    const auto path = env_string(kErrorFileVariable);
+    if (!path || std::filesystem::exists(*path)) return;
+    const json report = {
+        {"message",
+         {{"message", error.what()},
+          {"errorCode", exit_code_of(error)},
+          {"extraInfo",
+           {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
+    // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
+    write_file_atomically(*path, report.dump(-1, ' ', false, json::error_handler_t::replace));
+  } catch (...) {
+    // The folder may be gone with the launcher; the worker's own exit code still tells.
+  }
+}
+
+std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (path.empty() || std::filesystem::file_size(path, ignored) == 0 || ignored) {
+    return std::nullopt;
+  }
+  try {
+    const auto root = json::parse(read_file(path));
+    if (!root.is_object() || !root.contains("message")) return std::nullopt;
+    const auto& message = root["message"];
+    ErrorReport report;
+    if (message.is_string()) {
+      report.message = message.get<std::string>();
+      report.timestamp = timestamp_of(root);
+    } else if (message.is_object()) {
+      report.message = text_of(message, "message");
+      const auto info = message.find("extraInfo");
+      if (info != message.end() && info->is_object()) {
+        report.callstack = text_of(*info, "py_callstack");
+        report.timestamp = timestamp_of(*info);
+      }
+    }
+    if (report.message.empty()) return std::nullopt;
+    return report;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+bool parent_reports_errors() {
+  return env_string(kSpawnVariable).has_value();
+}
+
+}  // namespace lockstep::launch

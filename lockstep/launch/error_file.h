@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+namespace lockstep::launch {
+
+/// What a worker says about its own failure, in the file that the launcher named to it by
+/// TORCHELASTIC_ERROR_FILE; the format is torch.distributed.elastic's, so either side may be
+/// Python.
+struct ErrorReport {
+  std::string message;    ///< "MismatchError: ..." or any text
+  std::string callstack;  ///< Python's; empty otherwise
+  int64_t timestamp = 0;  ///< seconds since 1970; 0 when the worker did not say
+};
+
+/// Writes the report of `error` to the file that TORCHELASTIC_ERROR_FILE names; nothing when it is
+/// unset, or already written (the first failure is the cause). Never throws: a worker that fails
+/// must still end with its own error.
+void write_error_file(const std::exception& error) noexcept;
+
+/// The report in `path`; none when the file is missing, empty or not of this format.
+std::optional<ErrorReport> read_error_file(const std::filesystem::path& path);
+
+/// True in a worker of `lockstep::spawn`: the parent reads the error file and prints the failure,
+/// so the worker itself stays silent about it and the user reads it once.
+bool parent_reports_errors();
+
+}  // namespace lockstep::launch

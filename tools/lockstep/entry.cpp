@@ -1,0 +1,75 @@
+#include "entry.h"
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
+
+#include "cli.h"
+#include "commands.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::tool {
+
+// Until the command's own file lands; a strong definition replaces it.
+#define LOCKSTEP_PENDING(name)                                                \
+  __attribute__((weak)) int name##_command(const std::vector<std::string>&) { \
+    throw UsageError("'lockstep " #name "' is not part of this build");       \
+  }
+LOCKSTEP_PENDING(train)
+LOCKSTEP_PENDING(eval)
+LOCKSTEP_PENDING(bench)
+LOCKSTEP_PENDING(env)
+#undef LOCKSTEP_PENDING
+
+namespace {
+
+struct Row {
+  const char* name;
+  Command command;
+};
+
+constexpr Row kCommands[] = {
+    {"train", train_command},
+    {"eval", eval_command},
+    {"bench", bench_command},
+    {"env", env_command},
+};
+
+}  // namespace
+}  // namespace lockstep::tool
+
+int lockstep_cli_main(int argc, char** argv) {
+  using namespace lockstep::tool;
+  const std::string name = argc > 1 ? argv[1] : "";
+  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
+  return run_guarded("lockstep " + name, [&] {
+    for (const auto& row : kCommands) {
+      if (name == row.name) return row.command(args);
+    }
+    throw lockstep::UsageError("unknown command '" + name + "'");
+  });
+}
+
+void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size) {
+  try {
+    c10d::TCPStoreOptions options;
+    options.isServer = true;
+    options.waitWorkers = false;
+    options.masterListenFd = listen_fd;
+    options.port = 0;
+    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    return new std::shared_ptr<void>(
+        std::make_shared<c10::intrusive_ptr<c10d::TCPStore>>(std::move(store)));
+  } catch (const std::exception& failure) {
+    std::snprintf(error, error_size, "%s", failure.what());
+    return nullptr;
+  }
+}
+
+void lockstep_cli_release_store(void* store) {
+  delete static_cast<std::shared_ptr<void>*>(store);
+}

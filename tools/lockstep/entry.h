@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstddef>
+
+/// What liblockstep_cli.so, which holds everything that needs LibTorch, offers to the thin binary
+/// that loads it. Nothing is thrown across.
+extern "C" {
+
+/// The subcommands other than `run`. argv[1] is the subcommand's name. Returns the exit code.
+int lockstep_cli_main(int argc, char** argv);
+
+/// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, until
+/// lockstep_cli_release_store. Null on failure, with the reason in `error`.
+void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);
+void lockstep_cli_release_store(void* store);
+
+}  // extern "C"

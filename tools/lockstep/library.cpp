@@ -1,0 +1,58 @@
+#include "library.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+#include <string>
+
+#include "entry.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::tool {
+namespace {
+
+constexpr const char* kLibrary = "liblockstep_cli.so";
+
+/// The library beside the binary: in the build tree in ../lib, installed in the library folder.
+/// Never unloaded: LibTorch's threads and registrations do not survive that.
+void* load_library() {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
+  std::string tried;
+  for (const auto& candidate :
+       {folder / ".." / "lib" / kLibrary, folder / ".." / LOCKSTEP_LIBDIR / kLibrary}) {
+    const auto path = candidate.lexically_normal();
+    tried += (tried.empty() ? "" : ", ") + path.string();
+    std::error_code ignored;
+    if (!fs::exists(path, ignored)) continue;
+    if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL)) return handle;
+    throw Error("cannot load " + path.string() + ": " + dlerror(),
+                "was LibTorch moved or updated since the build? Build again");
+  }
+  throw Error(std::string(kLibrary) + " is missing; looked for " + tried,
+              "the binary belongs into bin/ beside that lib/ folder");
+}
+
+template <class Function>
+Function* symbol(const char* name) {
+  void* library = load_library();
+  if (void* found = dlsym(library, name)) return reinterpret_cast<Function*>(found);
+  throw Error(std::string(kLibrary) + " is of another version than this binary: it lacks " + name);
+}
+
+}  // namespace
+
+int run_from_library(int argc, char** argv) {
+  return symbol<int(int, char**)>("lockstep_cli_main")(argc, argv);
+}
+
+std::shared_ptr<void> serve_store(int listen_fd) {
+  auto* host = symbol<void*(int, char*, size_t)>("lockstep_cli_host_store");
+  auto* release = symbol<void(void*)>("lockstep_cli_release_store");
+  char error[1024] = "";
+  void* store = host(listen_fd, error, sizeof error);
+  if (!store) throw CommError(std::string("cannot serve the store: ") + error);
+  return {store, release};
+}
+
+}  // namespace lockstep::tool
