@@ -1,0 +1,170 @@
+#include "lockstep/checkpoint/checkpoint.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/hash.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+using nlohmann::json;
+namespace {
+
+constexpr char kFormat[] = "lockstep-checkpoint";
+constexpr char kModelFile[] = "model.safetensors";
+constexpr char kStateFile[] = "state.safetensors";
+constexpr char kInfoFile[] = "state.json";
+
+struct Digest {
+  uint64_t bytes = 0;
+  std::string sha256;
+};
+
+/// Reads the file once in pieces: a checkpoint may be larger than the memory that is free.
+Digest digest_of(const fs::path& path) {
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw SystemError("cannot open " + path.string(), errno);
+  Hasher hasher(Hasher::Algorithm::sha256);
+  Digest digest;
+  std::vector<char> buffer(1 << 20);
+  while (true) {
+    const ssize_t n = ::read(fd.get(), buffer.data(), buffer.size());
+    if (n == 0) break;
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      throw SystemError("cannot read " + path.string(), errno);
+    }
+    hasher.update(buffer.data(), static_cast<size_t>(n));
+    digest.bytes += static_cast<uint64_t>(n);
+  }
+  digest.sha256 = hasher.finish();
+  return digest;
+}
+
+json described(const fs::path& path) {
+  const Digest digest = digest_of(path);
+  return {{"bytes", digest.bytes}, {"sha256", digest.sha256}};
+}
+
+json to_json(const CheckpointInfo& info) {
+  json values = json::object();
+  for (const auto& [name, value] : info.values) {
+    if (std::isfinite(value)) values[name] = value;
+  }
+  return {{"format", kFormat},          {"version", kCheckpointVersion},
+          {"step", info.step},          {"epoch", info.epoch},
+          {"batches", info.batches},    {"identity", info.identity},
+          {"values", std::move(values)}};
+}
+
+[[noreturn]] void damaged(const fs::path& folder, const std::string& what) {
+  throw DamagedCheckpointError("checkpoint " + folder.string() + " is damaged: " + what,
+                               "resume from an older one, or start anew with --resume none");
+}
+
+/// The hash of everything in state.json but the hash itself. nlohmann's objects are ordered by key,
+/// so that the text is the same when it is written again.
+std::string checksum_of(json document) {
+  document.erase("checksum");
+  return sha256_hex(document.dump());
+}
+
+json read_document(const fs::path& folder) {
+  const fs::path path = folder / kInfoFile;
+  if (!fs::exists(path)) damaged(folder, std::string(kInfoFile) + " is missing");
+  const json document = json::parse(read_file(path), nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object() || document.value("format", json()) != kFormat) {
+    damaged(folder, std::string(kInfoFile) + " is not the description of a Lockstep checkpoint");
+  }
+  const json version = document.value("version", json());
+  if (version != kCheckpointVersion) {
+    throw CheckpointError("checkpoint " + folder.string() + " has version " + version.dump() +
+                              " of the layout; this Lockstep reads version " +
+                              std::to_string(kCheckpointVersion),
+                          "read it with the Lockstep that wrote it");
+  }
+  if (document.value("checksum", json()) != checksum_of(document)) {
+    damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
+  }
+  return document;
+}
+
+void check_file(const fs::path& folder, const std::string& name, const json& expected) {
+  const fs::path path = folder / name;
+  if (!fs::exists(path)) damaged(folder, name + " is missing");
+  const uint64_t bytes = fs::file_size(path);
+  if (bytes != expected.at("bytes").get<uint64_t>()) {
+    damaged(folder, name + " has " + std::to_string(bytes) + " bytes in place of " +
+                        expected.at("bytes").dump());
+  }
+  const Digest digest = digest_of(path);
+  if (digest.sha256 != expected.at("sha256").get<std::string>()) {
+    damaged(folder, name + " has SHA-256 " + digest.sha256 + " in place of " +
+                        expected.at("sha256").get<std::string>());
+  }
+}
+
+}  // namespace
+
+void write_checkpoint(const fs::path& folder, const Checkpoint& checkpoint) {
+  save_safetensors(folder / kModelFile, checkpoint.model, {{"format", "pt"}});
+  save_safetensors(folder / kStateFile, checkpoint.state);
+  json document = to_json(checkpoint.info);
+  document["files"] = {{kModelFile, described(folder / kModelFile)},
+                       {kStateFile, described(folder / kStateFile)}};
+  document["checksum"] = checksum_of(document);
+  write_file_atomically(folder / kInfoFile, document.dump(2) + "\n");
+  fsync_path(folder);
+}
+
+Checkpoint read_checkpoint(const fs::path& folder) {
+  const json document = read_document(folder);
+  Checkpoint checkpoint;
+  try {
+    for (const auto* name : {kModelFile, kStateFile}) {
+      check_file(folder, name, document.at("files").at(name));
+    }
+    CheckpointInfo& info = checkpoint.info;
+    info.step = document.at("step").get<int64_t>();
+    info.epoch = document.at("epoch").get<int64_t>();
+    info.batches = document.at("batches").get<int64_t>();
+    document.at("identity").get_to(info.identity);
+    document.at("values").get_to(info.values);
+  } catch (const json::exception& error) {
+    damaged(folder, std::string(kInfoFile) + ": " + error.what());
+  }
+  checkpoint.model = load_safetensors(folder / kModelFile).tensors;
+  checkpoint.state = load_safetensors(folder / kStateFile).tensors;
+  return checkpoint;
+}
+
+void check_identity(const fs::path& folder, const std::map<std::string, std::string>& found,
+                    const std::map<std::string, std::string>& expected) {
+  std::set<std::string> keys;
+  for (const auto& [key, value] : found) keys.insert(key);
+  for (const auto& [key, value] : expected) keys.insert(key);
+  const auto value_of = [](const std::map<std::string, std::string>& map, const std::string& key) {
+    const auto place = map.find(key);
+    return place == map.end() ? std::string("none") : "'" + place->second + "'";
+  };
+  std::string differences;
+  for (const std::string& key : keys) {
+    const std::string before = value_of(found, key);
+    const std::string now = value_of(expected, key);
+    if (before == now) continue;
+    differences += (differences.empty() ? "" : "; ") + key + " " + before + " in the checkpoint, " +
+                   now + " in this run";
+  }
+  if (differences.empty()) return;
+  throw CheckpointError("checkpoint " + folder.string() + " is of another run: " + differences,
+                        "run with the checkpoint's settings, or use another --checkpoint-dir");
+}
+
+}  // namespace lockstep

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+
+#include "lockstep/base/error.h"
+#include "lockstep/data/safetensors.h"
+
+namespace lockstep {
+
+/// Where training goes on, and what the checkpoint belongs to.
+struct CheckpointInfo {
+  int64_t step = 0;     ///< Optimizer steps done.
+  int64_t epoch = 0;    ///< The epoch in which training goes on, from 0.
+  int64_t batches = 0;  ///< Batches of that epoch that each rank has already used.
+  /// What must be the same in the run that resumes: model, world_size, batch_size, ... Compared as
+  /// text by `check_identity`.
+  std::map<std::string, std::string> identity;
+  /// Numbers that callbacks keep ("early_stop.best"). Not finite ones are not stored.
+  std::map<std::string, double> values;
+};
+
+/// One state of a training run.
+struct Checkpoint {
+  CheckpointInfo info;
+  NamedTensors model;  ///< By the names of Python's state_dict.
+  NamedTensors state;  ///< "optimizer.*" and, per rank, "rank0.*".
+};
+
+/// A checkpoint whose files are missing, cut short or altered.
+class DamagedCheckpointError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
+/// The version of the layout that `write_checkpoint` writes and `read_checkpoint` understands.
+inline constexpr int kCheckpointVersion = 1;
+
+/// Writes model.safetensors, state.safetensors and state.json into an existing empty folder and
+/// flushes them and the folder to the disk. state.json holds the info, the size and SHA-256 of the
+/// two other files, and a SHA-256 of itself. Throws SystemError (a full disk, ...).
+void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& checkpoint);
+
+/// Reads what `write_checkpoint` wrote, after comparing sizes and hashes. Throws
+/// DamagedCheckpointError naming the file and what is wrong with it, and CheckpointError for
+/// another version of the layout, naming both.
+Checkpoint read_checkpoint(const std::filesystem::path& folder);
+
+/// Throws CheckpointError naming every key whose value differs, with both values. Keys that only
+/// one side has count as different.
+void check_identity(const std::filesystem::path& folder,
+                    const std::map<std::string, std::string>& found,
+                    const std::map<std::string, std::string>& expected);
+
+}  // namespace lockstep

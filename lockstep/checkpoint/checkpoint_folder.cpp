@@ -1,0 +1,160 @@
+#include "lockstep/checkpoint/checkpoint_folder.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr std::string_view kAsidePrefix = ".tmp-";
+constexpr std::string_view kStepPrefix = "step-";
+
+/// The step in "step-00001234"; none for any other name.
+std::optional<int64_t> step_of(const fs::path& folder) {
+  const std::string name = folder.filename().string();
+  if (!name.starts_with(kStepPrefix)) return std::nullopt;
+  const auto step = parse_int(name.substr(kStepPrefix.size()));
+  return step && *step >= 0 && checkpoint_name(*step) == name ? step : std::nullopt;
+}
+
+/// A folder under construction, removed with its content unless it has been moved away.
+class AsideFolder {
+ public:
+  AsideFolder(const fs::path& parent, const std::string& name) {
+    std::string pattern = (parent / (std::string(kAsidePrefix) + name + ".XXXXXX")).string();
+    if (!::mkdtemp(pattern.data())) throw SystemError("cannot make folder " + pattern, errno);
+    path_ = pattern;
+    fs::permissions(path_, fs::perms::owner_all | fs::perms::group_read | fs::perms::group_exec |
+                               fs::perms::others_read | fs::perms::others_exec);
+  }
+  ~AsideFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  AsideFolder(const AsideFolder&) = delete;
+  AsideFolder& operator=(const AsideFolder&) = delete;
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+}  // namespace
+
+std::string checkpoint_name(int64_t step) {
+  std::string digits = std::to_string(step);
+  if (digits.size() < 8) digits.insert(0, 8 - digits.size(), '0');
+  return std::string(kStepPrefix) + digits;
+}
+
+CheckpointFolder::CheckpointFolder(fs::path path, int64_t keep)
+    : path_(std::move(path)), keep_(keep) {}
+
+void CheckpointFolder::prepare() {
+  try {
+    fs::create_directories(path_);
+    for (const auto& entry : fs::directory_iterator(path_)) {
+      if (entry.path().filename().string().starts_with(kAsidePrefix)) fs::remove_all(entry.path());
+    }
+    AsideFolder probe(path_, "probe");
+    write_file_atomically(probe.path() / "probe", "can this be written?\n");
+  } catch (const std::exception& error) {
+    throw CheckpointError("cannot write checkpoints to " + path_.string() + ": " + error.what(),
+                          "choose a folder that you may write to with --checkpoint-dir");
+  }
+}
+
+fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
+  const fs::path target = path_ / checkpoint_name(checkpoint.info.step);
+  try {
+    fs::create_directories(path_);
+    AsideFolder aside(path_, target.filename().string());
+    write_checkpoint(aside.path(), checkpoint);
+    publish(aside.path(), target);
+    point_latest_at(target);
+    fsync_path(path_);
+  } catch (const std::exception& error) {
+    throw CheckpointError("cannot write checkpoint " + target.string() + ": " + error.what());
+  }
+  remove_old();
+  return target;
+}
+
+/// A folder of the same step (written before a resume) is replaced in one system call, so that
+/// there is no moment without either.
+void CheckpointFolder::publish(const fs::path& aside, const fs::path& target) {
+  if (!fs::exists(target)) {
+    fs::rename(aside, target);
+  } else if (::renameat2(AT_FDCWD, aside.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
+    if (errno != EINVAL && errno != ENOSYS) {
+      throw SystemError("cannot replace " + target.string(), errno);
+    }
+    // This file system cannot exchange; the older checkpoints stand in for a moment.
+    fs::remove_all(target);
+    fs::rename(aside, target);
+  }
+}
+
+void CheckpointFolder::point_latest_at(const fs::path& target) {
+  const fs::path link = path_ / (std::string(kAsidePrefix) + "latest");
+  fs::remove(link);
+  fs::create_directory_symlink(target.filename(), link);
+  fs::rename(link, path_ / "latest");
+}
+
+void CheckpointFolder::remove_old() {
+  if (keep_ <= 0) return;
+  const auto all = list();
+  for (size_t i = static_cast<size_t>(keep_); i < all.size(); ++i) {
+    // Renamed first: a reader must not find a checkpoint that is half removed.
+    const fs::path aside = path_ / (std::string(kAsidePrefix) + all[i].filename().string());
+    std::error_code error;
+    fs::remove_all(aside, error);
+    fs::rename(all[i], aside, error);
+    if (!error) fs::remove_all(aside, error);
+    if (error)
+      log_warning("cannot remove old checkpoint " + all[i].string() + ": " + error.message());
+  }
+}
+
+std::vector<fs::path> CheckpointFolder::list() const {
+  std::vector<std::pair<int64_t, fs::path>> found;
+  std::error_code missing;
+  for (const auto& entry : fs::directory_iterator(path_, missing)) {
+    const auto step = step_of(entry.path());
+    if (step && entry.is_directory()) found.emplace_back(*step, entry.path());
+  }
+  std::sort(found.rbegin(), found.rend());
+  std::vector<fs::path> folders;
+  for (auto& [step, folder] : found) folders.push_back(std::move(folder));
+  return folders;
+}
+
+std::optional<std::pair<fs::path, Checkpoint>> CheckpointFolder::read_newest() const {
+  const auto all = list();
+  if (all.empty()) return std::nullopt;
+  for (const fs::path& folder : all) {
+    try {
+      return std::pair{folder, read_checkpoint(folder)};
+    } catch (const DamagedCheckpointError& error) {
+      const std::string text = error.what();
+      log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
+    }
+  }
+  throw DamagedCheckpointError(
+      "every checkpoint in " + path_.string() + " is damaged (" + std::to_string(all.size()) + ")",
+      "start anew with --resume none and another --checkpoint-dir");
+}
+
+}  // namespace lockstep

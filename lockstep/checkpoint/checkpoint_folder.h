@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lockstep/checkpoint/checkpoint.h"
+
+namespace lockstep {
+
+/// A folder of checkpoints, one a sub-folder: `step-00001234`, and `latest`, a symbolic link to the
+/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed: whoever reads sees whole
+/// ones only, at any moment, also after a crash or a loss of power. One process writes at a time.
+class CheckpointFolder {
+ public:
+  /// Does not touch the disk. `keep` newest checkpoints stay when one is written; 0: all.
+  explicit CheckpointFolder(std::filesystem::path path, int64_t keep = 0);
+
+  /// Makes the folder where it is missing, removes what a killed writer left (`.tmp-*`), and writes
+  /// and removes a file to see that it can. Throws CheckpointError naming the folder: training for
+  /// hours and then failing to save loses them.
+  void prepare();
+
+  /// Writes, flushes and publishes one checkpoint, moves `latest`, and removes old ones. On failure
+  /// (a full disk) nothing of it stays, older checkpoints stay, and CheckpointError says what
+  /// happened. Returns its folder.
+  std::filesystem::path write(const Checkpoint& checkpoint);
+
+  /// Folders of checkpoints, the newest (highest step) first. Empty when there is no folder.
+  std::vector<std::filesystem::path> list() const;
+
+  /// The newest checkpoint that is whole; each damaged one on the way is named in a warning. None
+  /// when the folder has no checkpoint; throws DamagedCheckpointError when all are damaged.
+  std::optional<std::pair<std::filesystem::path, Checkpoint>> read_newest() const;
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  void publish(const std::filesystem::path& aside, const std::filesystem::path& target);
+  void point_latest_at(const std::filesystem::path& target);
+  void remove_old();
+
+  std::filesystem::path path_;
+  int64_t keep_;
+};
+
+/// "step-00001234".
+std::string checkpoint_name(int64_t step);
+
+}  // namespace lockstep

@@ -1,0 +1,115 @@
+#include "lockstep/checkpoint/checkpoint.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/randn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <limits>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/hash.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+class CheckpointFiles : public testing::Test {
+ protected:
+  void SetUp() override {
+    checkpoint_.info.step = 1234;
+    checkpoint_.info.epoch = 2;
+    checkpoint_.info.batches = 17;
+    checkpoint_.info.identity = {{"model", "mlp"}, {"world_size", "2"}};
+    checkpoint_.info.values = {{"early_stop.best", 0.1 + 0.2},
+                               {"unset", std::numeric_limits<double>::infinity()}};
+    checkpoint_.model = {{"0.weight", at::randn({3, 5})}, {"0.bias", at::randn({3})}};
+    checkpoint_.state = {{"optimizer.step", at::arange(1)}, {"rank0.rng", at::arange(9)}};
+    write_checkpoint(folder_.path(), checkpoint_);
+  }
+
+  std::string content(const char* name) { return read_file(folder_.path() / name); }
+  void put(const char* name, const std::string& text) {
+    std::ofstream(folder_.path() / name, std::ios::binary | std::ios::trunc) << text;
+  }
+  void expect_damaged(const std::string& what) {
+    EXPECT_THAT([&] { read_checkpoint(folder_.path()); },
+                ThrowsMessage<DamagedCheckpointError>(
+                    testing::AllOf(HasSubstr(folder_.path().string()), HasSubstr(what))));
+  }
+
+  TemporaryDirectory folder_;
+  Checkpoint checkpoint_;
+};
+
+TEST_F(CheckpointFiles, ComeBackAsTheyWere) {
+  const Checkpoint read = read_checkpoint(folder_.path());
+  EXPECT_EQ(read.info.step, 1234);
+  EXPECT_EQ(read.info.epoch, 2);
+  EXPECT_EQ(read.info.batches, 17);
+  EXPECT_EQ(read.info.identity, checkpoint_.info.identity);
+  EXPECT_EQ(read.info.values, (std::map<std::string, double>{{"early_stop.best", 0.1 + 0.2}}));
+  ASSERT_EQ(read.model.size(), 2u);
+  for (const auto& [name, tensor] : read.model) {
+    const auto same = [&](const auto& item) { return item.first == name; };
+    const auto wanted = std::find_if(checkpoint_.model.begin(), checkpoint_.model.end(), same);
+    ASSERT_NE(wanted, checkpoint_.model.end()) << name;
+    EXPECT_TRUE(at::equal(tensor, wanted->second)) << name;
+  }
+  EXPECT_EQ(read.state.size(), 2u);
+}
+
+TEST_F(CheckpointFiles, EveryFlippedByteIsNoticed) {
+  for (const char* name : {"model.safetensors", "state.safetensors", "state.json"}) {
+    const std::string good = content(name);
+    for (size_t at = 0; at < good.size(); at += 1 + good.size() / 40) {
+      std::string bad = good;
+      bad[at] ^= 0x04;
+      put(name, bad);
+      EXPECT_THROW(read_checkpoint(folder_.path()), CheckpointError) << name << " byte " << at;
+    }
+    put(name, good);
+  }
+  EXPECT_NO_THROW(read_checkpoint(folder_.path()));
+}
+
+TEST_F(CheckpointFiles, MissingOrTruncatedOnesAreNamed) {
+  fs::remove(folder_.path() / "state.safetensors");
+  expect_damaged("state.safetensors is missing");
+  fs::resize_file(folder_.path() / "model.safetensors", 10);
+  expect_damaged("model.safetensors has 10 bytes in place of");
+  put("state.json", "{");
+  expect_damaged("state.json is not the description");
+  fs::remove(folder_.path() / "state.json");
+  expect_damaged("state.json is missing");
+}
+
+TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
+  std::string text = content("state.json");
+  const std::string now = "\"version\": 1";
+  text.replace(text.find(now), now.size(), "\"version\": 2");
+  put("state.json", text);
+  EXPECT_THAT([&] { read_checkpoint(folder_.path()); },
+              ThrowsMessage<CheckpointError>(
+                  HasSubstr("has version 2 of the layout; this Lockstep reads version 1")));
+}
+
+TEST(CheckIdentity, NamesEveryDifferenceWithBothValues) {
+  EXPECT_NO_THROW(check_identity("d", {{"model", "mlp"}}, {{"model", "mlp"}}));
+  EXPECT_THAT(
+      [] {
+        check_identity("d", {{"model", "mlp"}, {"seed", "1"}, {"world_size", "2"}},
+                       {{"model", "convnet"}, {"seed", "1"}, {"world_size", "4"}});
+      },
+      ThrowsMessage<CheckpointError>(
+          HasSubstr("model 'mlp' in the checkpoint, 'convnet' in this run; world_size '2' in the "
+                    "checkpoint, '4' in this run")));
+}
+
+}  // namespace
+}  // namespace lockstep
