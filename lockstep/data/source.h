@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -31,13 +32,10 @@ class RowView {
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   const std::byte* operator[](int64_t i) const { return base_ + rows_[i] * row_bytes_; }
   int64_t row_bytes() const { return row_bytes_; }
-  /// The rows one after the other, as a new tensor [size(), ...].
-  at::Tensor gather() const;
-  /// The same into a contiguous tensor of the same row size.
+  /// Copies the rows one after the other into a contiguous tensor of size() rows of row_bytes().
   void gather_into(const at::Tensor& out) const;
 
  private:
-  const at::Tensor& source_;
   std::span<const int64_t> rows_;
   const std::byte* base_;
   int64_t row_bytes_;
