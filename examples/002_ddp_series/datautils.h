@@ -1,0 +1,52 @@
+// What the three programs of this folder share: the data set (the series' datautils.py), the flags,
+// and reading and writing a model.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <string>
+
+#include "examples/common/program.h"
+#include "lockstep/data/dataset.h"
+
+namespace series {
+
+/// `size` samples of 20 random numbers in [0, 1) each, with a random number as the target: what
+/// `[(torch.rand(20), torch.rand(1)) for _ in range(size)]` gives in Python. Seeded, so that all
+/// processes hold the same data, of which each sees its share.
+inline lockstep::TensorDataset make_train_dataset(int64_t size) {
+  lockstep::DatasetOptions options;
+  options.random_train = size;
+  return lockstep::load_dataset("random", options).train;
+}
+
+struct Args {
+  int total_epochs = 0;
+  int save_every = 0;
+  int64_t batch_size = 32;
+};
+
+/// The positional arguments and the flag of the series' scripts. `add_more` may add flags.
+template <class AddMore>
+Args read_args(int argc, char** argv, AddMore add_more) {
+  Args args;
+  CLI::App app("simple distributed training job");
+  app.add_option("total_epochs", args.total_epochs, "Total epochs to train the model")
+      ->required()
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("save_every", args.save_every, "How often to save a snapshot")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--batch_size", args.batch_size, "Input batch size on each device (default: 32)")
+      ->check(CLI::PositiveNumber);
+  add_more(app);
+  examples::parse(app, argc, argv);
+  return args;
+}
+
+inline Args read_args(int argc, char** argv) {
+  return read_args(argc, argv, [](CLI::App&) {});
+}
+
+}  // namespace series

@@ -1,0 +1,38 @@
+// A program of your own on several processes: an MLP on the built-in digits. `diff single.cpp
+// distributed.cpp` shows the lines that differ. `./distributed` starts two processes of itself;
+// `lockstep run --nproc-per-node 4 ./distributed` (or torchrun) as many as you like.
+// On two hosts: lockstep run --nnodes 2 --node-rank <0 or 1> --nproc-per-node 2
+//               --master-addr <IP of the first> --master-port 29500 ./distributed
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/linear.h>
+
+#include "lockstep/lockstep.h"
+
+int main() {
+  if (lockstep::spawn(2)) return 0;  // the parent: both processes are done
+  auto world = lockstep::init();
+  at::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
+                              torch::nn::Linear(128, 10));
+  auto optimizer =
+      lockstep::make_optimizer("sgd", model->parameters(), {.lr = 0.05, .momentum = 0.9});
+  lockstep::DistributedDataParallel ddp(model, world.group());
+
+  auto digits = lockstep::load_dataset("digits");
+  lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
+  lockstep::DistributedSampler sampler({digits.train.size(), world.rank(), world.size()});
+  lockstep::DataLoader loader(digits.train, sampler, transforms, {.batch_size = 64});
+
+  for (int64_t epoch = 0; epoch < 3; ++epoch) {
+    for (const auto& batch : loader.epoch(epoch)) {
+      auto loss = torch::nn::functional::cross_entropy(ddp.forward(batch.data), batch.target);
+      lockstep::zero_grad(model->parameters());
+      loss.backward();
+      optimizer->step();
+    }
+    auto predicted = model->forward(transforms(digits.test.data)).argmax(1);
+    auto accuracy = predicted.eq(digits.test.targets).to(at::kDouble).mean().item<double>();
+    lockstep::log_info("epoch " + std::to_string(epoch) + ": accuracy " + std::to_string(accuracy));
+  }
+}

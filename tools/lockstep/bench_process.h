@@ -1,0 +1,40 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace lockstep::tool {
+
+/// A program to run: an argv (argv[0] is looked up in PATH) and variables added to the environment;
+/// an empty value removes the variable.
+struct ProcessSpec {
+  std::vector<std::string> argv;
+  std::map<std::string, std::string> env;
+};
+
+struct ProcessResult {
+  int status = 0;          ///< The exit code, or 128 + the number of the signal that ended it.
+  std::string out;         ///< Standard output, whole.
+  std::string err;         ///< Standard error, whole.
+  double seconds = 0;      ///< From the start to the end of the process.
+  int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
+};
+
+/// Runs programs side by side to their ends and returns their results in the same order. When one
+/// fails or the time is up, the others get TERM and, two seconds later, KILL; a time-out throws
+/// TimeoutError naming the command. They get TERM too when this process dies. Results of programs
+/// that failed are returned, not thrown. Throws SystemError when one cannot be started.
+std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
+                                         std::chrono::milliseconds timeout);
+
+/// The same for one program.
+ProcessResult run_process(const ProcessSpec& spec, std::chrono::milliseconds timeout);
+
+/// Throws Error with the program's name, its status and its last lines of standard error unless it
+/// ended with 0.
+const ProcessResult& expect_success(const std::string& what, const ProcessResult& result);
+
+}  // namespace lockstep::tool

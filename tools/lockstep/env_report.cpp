@@ -1,0 +1,272 @@
+#include "env_report.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/utsname.h>
+#include <torch/headeronly/version.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <thread>
+
+#include "env_python.h"
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+extern char** environ;
+
+namespace lockstep::tool {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+/// The text after the colon of the first line of a /proc file that starts with `key`.
+std::string proc_field(const fs::path& file, const std::string& key) {
+  std::ifstream in(file);
+  for (std::string line; std::getline(in, line);) {
+    if (line.rfind(key, 0) != 0) continue;
+    const size_t colon = line.find(':');
+    const size_t begin = line.find_first_not_of(" \t", colon + 1);
+    return begin == std::string::npos ? std::string() : line.substr(begin);
+  }
+  return {};
+}
+
+/// Cores that this process may run on: what taskset and containers leave of the machine's.
+int usable_cores() {
+  cpu_set_t set;
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+/// Bytes of a /proc/meminfo line ("MemTotal:  16316412 kB").
+int64_t memory_bytes(const std::string& key) {
+  const auto words = split(proc_field("/proc/meminfo", key), ' ');
+  return parse_int(words.front()).value_or(0) * 1024;
+}
+
+Json cpu_report() {
+  utsname system{};
+  ::uname(&system);
+  std::string model = proc_field("/proc/cpuinfo", "model name");
+  if (model.empty()) model = system.machine;
+  return {{"model", model},
+          {"architecture", system.machine},
+          {"cores", static_cast<int>(std::thread::hardware_concurrency())},
+          {"usable_cores", usable_cores()},
+          {"capability", at::get_cpu_capability()},
+          {"memory_bytes", memory_bytes("MemTotal")},
+          {"available_bytes", memory_bytes("MemAvailable")},
+          {"system", std::string(system.sysname) + " " + system.release}};
+}
+
+/// NVIDIA GPUs that the driver shows, whatever LibTorch was built for.
+std::vector<std::string> driver_gpus() {
+  std::vector<std::string> models;
+  std::error_code ignored;
+  for (const auto& gpu : fs::directory_iterator("/proc/driver/nvidia/gpus", ignored)) {
+    models.push_back(proc_field(gpu.path() / "information", "Model"));
+  }
+  return models;
+}
+
+int cuda_devices() {
+  return at::hasCUDA() ? at::detail::getCUDAHooks().getNumGPUs() : 0;
+}
+
+bool libtorch_has_cuda() {
+  return fs::exists(libtorch_folder() / "lib" / "libtorch_cuda.so");
+}
+
+Json devices_report() {
+  Json devices = Json::array();
+  devices.push_back({{"device", "cpu"}, {"name", cpu_report()["model"]}, {"usable", true}});
+  const auto models = driver_gpus();
+  const int usable = cuda_devices();
+  for (int i = 0; i < std::max<int>(usable, static_cast<int>(models.size())); ++i) {
+    const std::string name = i < static_cast<int>(models.size()) ? models[i] : "NVIDIA GPU";
+    devices.push_back(
+        {{"device", "cuda:" + std::to_string(i)}, {"name", name}, {"usable", i < usable}});
+  }
+  return devices;
+}
+
+std::string address_text(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address->sa_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
+    ::inet_ntop(AF_INET, &v4->sin_addr, text, sizeof text);
+  } else if (address->sa_family == AF_INET6) {
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(address);
+    ::inet_ntop(AF_INET6, &v6->sin6_addr, text, sizeof text);
+  }
+  return text;
+}
+
+Json interfaces_report() {
+  Json interfaces = Json::array();
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return interfaces;
+  std::map<std::string, size_t> index;
+  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    const auto [known, is_new] = index.try_emplace(entry->ifa_name, interfaces.size());
+    if (is_new) {
+      interfaces.push_back({{"name", entry->ifa_name},
+                            {"up", (entry->ifa_flags & IFF_RUNNING) != 0},
+                            {"loopback", (entry->ifa_flags & IFF_LOOPBACK) != 0},
+                            {"addresses", Json::array()}});
+    }
+    const std::string text = entry->ifa_addr ? address_text(entry->ifa_addr) : std::string();
+    if (!text.empty()) interfaces[known->second]["addresses"].push_back(text);
+  }
+  ::freeifaddrs(list);
+  return interfaces;
+}
+
+/// The launchers' variables that are set, by name.
+Json launcher_report() {
+  static const std::vector<std::string> kExact = {
+      "RANK",       "LOCAL_RANK",       "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+      "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",  "ROLE_WORLD_SIZE",
+      "ROLE_NAME",  "OMP_NUM_THREADS"};
+  static const std::vector<std::string> kPrefixes = {"MASTER_", "TORCHELASTIC_", "SLURM_",
+                                                     "OMPI_",   "PMIX_",         "GLOO_",
+                                                     "NCCL_",   "LOCKSTEP_",     "CUDA_VISIBLE_"};
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    const std::string name = text.substr(0, equals);
+    bool wanted = std::find(kExact.begin(), kExact.end(), name) != kExact.end();
+    for (const auto& prefix : kPrefixes) wanted = wanted || name.rfind(prefix, 0) == 0;
+    if (wanted && equals != std::string::npos) variables[name] = text.substr(equals + 1);
+  }
+  std::string launcher = "none";
+  if (variables.count("OMPI_COMM_WORLD_RANK")) launcher = "openmpi";
+  if (variables.count("SLURM_PROCID")) launcher = "slurm";
+  if (variables.count("RANK") && variables.count("WORLD_SIZE")) {
+    launcher = variables.count("TORCHELASTIC_RUN_ID") ? "torchrun or lockstep run" : "environment";
+  }
+  return {{"name", launcher}, {"variables", variables}};
+}
+
+Json python_report(const std::optional<PythonFound>& python) {
+  if (!python) return nullptr;
+  return {{"path", python->path.string()},
+          {"version", python->version},
+          {"torch", python->torch_version},
+          {"torch_is_linked_one", python->linked_torch}};
+}
+
+/// MNIST's folder, where commands look by themselves; empty when there is none.
+std::string mnist_folder() {
+  std::vector<fs::path> candidates;
+  if (const auto chosen = env_string("LOCKSTEP_DATA_DIR")) candidates.emplace_back(*chosen);
+  candidates.emplace_back("data");
+  for (const auto& folder : candidates) {
+    for (const auto& inner : {folder / "mnist", folder / "MNIST" / "raw", folder}) {
+      for (const char* name : {"train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"}) {
+        if (fs::exists(inner / name)) return fs::absolute(inner).string();
+      }
+    }
+  }
+  return {};
+}
+
+Json item(const std::string& what, const std::string& means, const std::string& how) {
+  return {{"what", what}, {"means", means}, {"how", how}};
+}
+
+Json missing_report(const std::optional<PythonFound>& python) {
+  Json missing = Json::array();
+  const std::string setup = "run scripts/setup.sh, or set LOCKSTEP_PYTHON";
+  if (!driver_gpus().empty() && !libtorch_has_cuda()) {
+    missing.push_back(item("a LibTorch with CUDA", "the GPUs of this machine are not used",
+                           "set LOCKSTEP_TORCH to a CUDA build (PyPI's default Linux wheel is one) "
+                           "and build again"));
+  }
+  if (libtorch_has_cuda() && cuda_devices() == 0) {
+    missing.push_back(item("a CUDA device", "LibTorch is a CUDA build, but all runs on the CPU",
+                           "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"));
+  }
+  if (!libtorch_has_cuda()) {
+    missing.push_back(item("backend nccl", "LibTorch is a CPU build; ranks communicate by gloo",
+                           "set LOCKSTEP_TORCH to a CUDA build and build again"));
+  }
+  if (!python || python->torch_version.empty()) {
+    missing.push_back(item("Python with torch", "no `bench --compare-python`", setup));
+  } else if (!python->linked_torch) {
+    missing.push_back(item("a Python whose torch is the linked LibTorch",
+                           "comparisons with Python are between two versions", setup));
+  }
+  if (mnist_folder().empty()) {
+    missing.push_back(
+        item("MNIST", "`--dataset digits`, built in, needs no file",
+             "`lockstep train --dataset mnist` downloads it, or set LOCKSTEP_DATA_DIR "
+             "to the folder that holds mnist/"));
+  }
+  return missing;
+}
+
+std::string utc_now() {
+  char text[32];
+  const std::time_t now = std::time(nullptr);
+  std::tm utc{};
+  ::gmtime_r(&now, &utc);
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &utc);
+  return text;
+}
+
+}  // namespace
+
+Json environment_report() {
+  const auto python = find_python();
+  Json backends = {"gloo"};
+  Json report;
+  report["lockstep"] = {{"version", LOCKSTEP_VERSION},
+                        {"compiler", std::string("g++ ") + __VERSION__},
+                        {"built_with_libtorch", TORCH_VERSION}};
+  report["libtorch"] = {{"version", TORCH_VERSION},
+                        {"path", libtorch_folder().string()},
+                        {"cuda_build", libtorch_has_cuda()},
+                        {"threads", at::get_num_threads()}};
+  report["python"] = python_report(python);
+  report["backends"] = backends;
+  report["devices"] = devices_report();
+  report["cpu"] = cpu_report();
+  report["interfaces"] = interfaces_report();
+  report["launcher"] = launcher_report();
+  report["data"] = {{"mnist", mnist_folder()}};
+  report["missing"] = missing_report(python);
+  return report;
+}
+
+Json machine_context() {
+  const Json cpu = cpu_report();
+  double load[3] = {0, 0, 0};
+  ::getloadavg(load, 3);
+  return {{"cpu", cpu["model"]},
+          {"cores", cpu["cores"]},
+          {"usable_cores", cpu["usable_cores"]},
+          {"capability", cpu["capability"]},
+          {"memory_bytes", cpu["memory_bytes"]},
+          {"system", cpu["system"]},
+          {"lockstep", LOCKSTEP_VERSION},
+          {"libtorch", TORCH_VERSION},
+          {"load_average", load[0]},
+          {"date", utc_now()}};
+}
+
+}  // namespace lockstep::tool
