@@ -13,6 +13,8 @@ namespace lockstep {
 class Model : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
+  /// `input` is a batch, float32, first dimension the samples; images may be flat ([B, 784]) or not
+  /// ([B, 1, 28, 28]). Gives [B, outputs]. Throws UsageError naming the shape that does not fit.
   virtual at::Tensor forward(at::Tensor input) = 0;
 };
 
@@ -24,10 +26,24 @@ struct ModelInfo {
   bool regression = false;  ///< Mean squared error in place of cross-entropy.
 };
 
-/// mlp, convnet, linear, fashion-cnn, wide. Parameters are made in the order in which Python's
-/// modules make them, so that torch::manual_seed(S) just before gives Python's bits.
+/// Makes a model with fresh parameters, in the order in which Python's modules make them, so that
+/// torch::manual_seed(S) just before gives Python's bits. Parameter names are those of the Python
+/// twin's state_dict:
+///
+/// | name        | what                                                        | names           |
+/// |-------------|-------------------------------------------------------------|-----------------|
+/// | mlp         | Linear 784-128-64-10 with ReLU between                      | layers.{0,2,4}.*|
+/// | convnet     | seed 001's: two of conv 5x5 (16, 32), batch norm, ReLU,     | layer{1,2}.{0,1}|
+/// |             | pooling; Linear 1568-10                                     | .*, fc.*        |
+/// | linear      | Linear(20, 1) for mean squared error                        | weight, bias    |
+/// | fashion-cnn | conv 3x3 (32 padded, 64), batch norm, ReLU, pooling; Linear | layer{1,2}.{0,1}|
+/// |             | 600, 120, 10, dropout 0.25 before the second                | .*, fc{1,2,3}.* |
+/// | wide        | 6 x Linear(784, 784) with ReLU, Linear(784, 10)             | layers.{0,2,..} |
+///
+/// `layers.N` are the names of an nn.Sequential called `layers` whose odd members are ReLUs.
 /// Throws UsageError with the nearest name for an unknown one.
 std::shared_ptr<Model> make_model(const std::string& name);
+/// Throws like make_model.
 const ModelInfo& model_info(const std::string& name);
 std::vector<std::string> model_names();
 

@@ -4,68 +4,87 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace lockstep {
 
+/// Tensors with their names, in a fixed order.
+using OptimizerState = std::vector<std::pair<std::string, at::Tensor>>;
+
 struct OptimizerOptions {
-  double lr = 0.01;
-  double momentum = 0;      ///< sgd, rmsprop.
-  double weight_decay = 0;  ///< L2 added to the gradient; decoupled for adamw.
-  bool nesterov = false;    ///< sgd.
-  double dampening = 0;     ///< sgd.
-  double beta1 = 0.9;       ///< adam, adamw.
-  double beta2 = 0.999;     ///< adam, adamw.
-  double eps = 1e-8;        ///< adam, adamw, rmsprop (adagrad uses 1e-10, as PyTorch).
-  double alpha = 0.99;      ///< rmsprop.
-  bool amsgrad = false;     ///< adam, adamw.
-  double lr_decay = 0;      ///< adagrad.
+  double lr = 0.01;       ///< See default_learning_rate for what PyTorch takes.
+  double momentum = 0;    ///< sgd, rmsprop.
+  bool nesterov = false;  ///< sgd; needs momentum and no dampening.
+  double dampening = 0;   ///< sgd.
+  double beta1 = 0.9;     ///< adam, adamw.
+  double beta2 = 0.999;   ///< adam, adamw.
+  double alpha = 0.99;    ///< rmsprop.
+  bool amsgrad = false;   ///< adam, adamw.
+  bool centered = false;  ///< rmsprop.
+  double lr_decay = 0;    ///< adagrad.
+  /// L2 added to the gradient; for adamw decoupled. None is PyTorch's: 0, for adamw 0.01.
+  std::optional<double> weight_decay;
+  /// adam, adamw, rmsprop, adagrad. None is PyTorch's: 1e-8, for adagrad 1e-10.
+  std::optional<double> eps;
 };
 
 /// A step from gradients to parameters. One thread at a time.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  /// Updates every parameter that has a gradient.
+  /// Updates every parameter that has a gradient. Makes no autograd graph.
   virtual void step() = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
-  /// Everything needed to go on with the same bits: tensors by "NAME.parameter-index" and scalars as
-  /// one-element tensors.
-  virtual std::vector<std::pair<std::string, at::Tensor>> state() const = 0;
-  /// Throws CheckpointError naming what is missing or has another shape.
-  virtual void load_state(const std::vector<std::pair<std::string, at::Tensor>>& state) = 0;
+  /// Everything needed to go on with the same bits, except for the options: tensors by
+  /// "NAME.parameter-index" and counts as int64 tensors of one element. The tensors are the
+  /// optimizer's own: copy what must outlive the next step. A parameter that never had a gradient
+  /// has no entries.
+  virtual OptimizerState state() const = 0;
+  /// Replaces the state by a copy of what state() gave. Throws CheckpointError naming what is
+  /// missing, unknown or of another shape, and then changes nothing.
+  virtual void load_state(const OptimizerState& state) = 0;
   virtual const std::string& name() const = 0;
 };
 
 /// sgd (our own, with the bits of torch.optim.SGD and fused kernels where those give them), adam,
-/// adamw, rmsprop, adagrad (torch::optim's). Throws UsageError with the nearest name for an unknown
-/// one.
+/// adamw, rmsprop, adagrad (torch::optim's). Parameters that need no gradient are allowed. Throws
+/// UsageError for an unknown name (with the nearest), for no parameters and for options out of
+/// range.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           std::vector<at::Tensor> parameters,
                                           const OptimizerOptions& options);
 std::vector<std::string> optimizer_names();
+/// PyTorch's: 0.001 for sgd, adam and adamw, 0.01 for rmsprop and adagrad.
+double default_learning_rate(const std::string& name);
 
-/// Drops all gradients without detaching them, so that views of DDP's buckets stay valid.
+/// Drops all gradients without detaching them, so that views of DDP's buckets stay valid. The next
+/// backward then stores gradients instead of adding to zeros, which is also the fastest.
 void zero_grad(const std::vector<at::Tensor>& parameters);
 
 /// Scales the gradients so that their total 2-norm is at most `max_norm`; returns the norm before,
-/// with the bits of torch.nn.utils.clip_grad_norm_.
+/// with the bits of torch.nn.utils.clip_grad_norm_. A norm that is NaN or infinite is returned (and
+/// has spoilt the gradients, as in Python); 0 when there is no gradient.
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm);
 
 struct ScheduleOptions {
   std::string name = "constant";  ///< constant, step, cosine, linear.
-  int64_t warmup_steps = 0;       ///< The rate grows linearly from lr/warmup_steps to lr.
-  int64_t total_steps = 0;        ///< For cosine and linear: where the rate reaches `min_lr`.
-  int64_t step_size = 0;          ///< For step: every so many steps the rate is multiplied by gamma.
-  double gamma = 0.1;
-  double min_lr = 0;
+  /// The rate grows linearly over the first steps: lr/warmup_steps at step 0, lr at step
+  /// warmup_steps - 1. The schedule proper starts after them.
+  int64_t warmup_steps = 0;
+  int64_t total_steps = 0;  ///< cosine, linear: where the rate reaches `min_lr`, warm-up included.
+  int64_t step_size = 0;    ///< step: every so many steps the rate is multiplied by gamma.
+  double gamma = 0.1;       ///< step. PyTorch's default.
+  double min_lr = 0;        ///< cosine, linear: the rate at `total_steps` and after.
 };
 
 /// The learning rate at optimizer step `step` (from 0), for a base rate: a pure function, so that
-/// resuming needs no state. Throws UsageError for an unknown name or missing lengths.
+/// resuming needs no state. The closed forms of torch.optim.lr_scheduler's StepLR,
+/// CosineAnnealingLR and LinearLR (Python's own recurrences differ from those by rounding).
+/// Throws UsageError for an unknown name (with the nearest) and for missing or negative lengths.
 double scheduled_lr(const ScheduleOptions& options, double base_lr, int64_t step);
 std::vector<std::string> schedule_names();
 

@@ -1,0 +1,216 @@
+#include "lockstep/models/models.h"
+
+#include <ATen/Functions.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+
+#include <array>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+namespace nn = torch::nn;
+
+std::string shape_text(at::IntArrayRef sizes) {
+  std::vector<std::string> parts;
+  for (int64_t size : sizes) parts.push_back(std::to_string(size));
+  return "[" + join(parts, ", ") + "]";
+}
+
+[[noreturn]] void refuse_input(const char* model, const at::Tensor& input, const char* expected) {
+  throw UsageError(std::string("model ") + model + ": the input has shape " +
+                   shape_text(input.sizes()) + ", expected " + expected);
+}
+
+at::Tensor as_rows(const char* model, const at::Tensor& input, int64_t features,
+                   const char* expected) {
+  if (input.dim() == 2 && input.size(1) == features) return input;
+  if (input.dim() < 2 || input.numel() != input.size(0) * features) {
+    refuse_input(model, input, expected);
+  }
+  return input.flatten(1);
+}
+
+at::Tensor as_images(const char* model, const at::Tensor& input) {
+  if (input.dim() == 4 && input.size(1) == 1 && input.size(2) == 28 && input.size(3) == 28) {
+    return input;
+  }
+  if (input.dim() < 2 || input.numel() != input.size(0) * 784) {
+    refuse_input(model, input, "[batch, 1, 28, 28] or [batch, 784]");
+  }
+  return input.reshape({input.size(0), 1, 28, 28});
+}
+
+/// Holds children under the names that Python's nn.Sequential gives them; the owner calls them.
+class Children : public nn::Module {
+ public:
+  template <class Holder>
+  Holder add(int index, Holder child) {
+    return register_module(std::to_string(index), std::move(child));
+  }
+};
+
+/// Linear layers with ReLU between them, as nn.Sequential(Linear, ReLU, ..., Linear).
+class Perceptron : public Model {
+ public:
+  Perceptron(const char* name, const std::vector<int64_t>& widths) : Model(name), label_(name) {
+    auto children = std::make_shared<Children>();
+    register_module("layers", children);
+    for (size_t i = 0; i + 1 < widths.size(); ++i) {
+      layers_.push_back(
+          children->add(static_cast<int>(2 * i), nn::Linear(widths[i], widths[i + 1])));
+    }
+  }
+
+  at::Tensor forward(at::Tensor input) override {
+    at::Tensor x = as_rows(label_, input, 784, "[batch, 784] or [batch, 1, 28, 28]");
+    for (size_t i = 0; i + 1 < layers_.size(); ++i) x = at::relu(layers_[i]->forward(x));
+    return layers_.back()->forward(x);
+  }
+
+ private:
+  const char* label_;
+  std::vector<nn::Linear> layers_;
+};
+
+class LinearRegression : public Model {
+ public:
+  LinearRegression() : Model("linear") {
+    // A bare nn.Linear in Python: its tensors have no prefix. The layer draws the initial values.
+    nn::Linear layer(kFeatures, 1);
+    weight_ = register_parameter("weight", layer->weight.detach());
+    bias_ = register_parameter("bias", layer->bias.detach());
+  }
+
+  at::Tensor forward(at::Tensor input) override {
+    return at::linear(as_rows("linear", input, kFeatures, "[batch, 20]"), weight_, bias_);
+  }
+
+ private:
+  static constexpr int64_t kFeatures = 20;
+  at::Tensor weight_;
+  at::Tensor bias_;
+};
+
+/// Convolution, batch norm, ReLU and 2x2 pooling, as the nn.Sequential of seed 001.
+class ConvBlock : public Children {
+ public:
+  explicit ConvBlock(const nn::Conv2dOptions& options)
+      : conv_(add(0, nn::Conv2d(options))),
+        norm_(add(1, nn::BatchNorm2d(options.out_channels()))) {}
+
+  at::Tensor forward(const at::Tensor& x) {
+    return at::max_pool2d(at::relu(norm_->forward(conv_->forward(x))), {2, 2}, {2, 2});
+  }
+
+ private:
+  nn::Conv2d conv_;
+  nn::BatchNorm2d norm_;
+};
+
+class ConvNet : public Model {
+ public:
+  ConvNet()
+      : Model("convnet"),
+        layer1_(register_module("layer1", block(1, 16))),
+        layer2_(register_module("layer2", block(16, 32))),
+        fc_(register_module("fc", nn::Linear(7 * 7 * 32, 10))) {}
+
+  at::Tensor forward(at::Tensor input) override {
+    at::Tensor x = layer2_->forward(layer1_->forward(as_images("convnet", input)));
+    return fc_->forward(x.reshape({x.size(0), -1}));
+  }
+
+ private:
+  static std::shared_ptr<ConvBlock> block(int64_t in, int64_t out) {
+    return std::make_shared<ConvBlock>(nn::Conv2dOptions(in, out, 5).stride(1).padding(2));
+  }
+
+  std::shared_ptr<ConvBlock> layer1_;
+  std::shared_ptr<ConvBlock> layer2_;
+  nn::Linear fc_;
+};
+
+class FashionCnn : public Model {
+ public:
+  FashionCnn()
+      : Model("fashion-cnn"),
+        layer1_(register_module(
+            "layer1", std::make_shared<ConvBlock>(nn::Conv2dOptions(1, 32, 3).padding(1)))),
+        layer2_(
+            register_module("layer2", std::make_shared<ConvBlock>(nn::Conv2dOptions(32, 64, 3)))),
+        fc1_(register_module("fc1", nn::Linear(64 * 6 * 6, 600))),
+        drop_(register_module("drop", nn::Dropout(0.25))),
+        fc2_(register_module("fc2", nn::Linear(600, 120))),
+        fc3_(register_module("fc3", nn::Linear(120, 10))) {}
+
+  at::Tensor forward(at::Tensor input) override {
+    at::Tensor x = layer2_->forward(layer1_->forward(as_images("fashion-cnn", input)));
+    x = drop_->forward(fc1_->forward(x.flatten(1)));
+    return fc3_->forward(fc2_->forward(x));
+  }
+
+ private:
+  std::shared_ptr<ConvBlock> layer1_;
+  std::shared_ptr<ConvBlock> layer2_;
+  nn::Linear fc1_;
+  nn::Dropout drop_;
+  nn::Linear fc2_;
+  nn::Linear fc3_;
+};
+
+struct Entry {
+  ModelInfo info;
+  std::shared_ptr<Model> (*make)();
+};
+
+const std::vector<Entry>& entries() {
+  static const std::vector<Entry> all = {
+      {{"mlp", {784}, 10},
+       []() -> std::shared_ptr<Model> {
+         return std::make_shared<Perceptron>("mlp", std::vector<int64_t>{784, 128, 64, 10});
+       }},
+      {{"convnet", {1, 28, 28}, 10},
+       []() -> std::shared_ptr<Model> { return std::make_shared<ConvNet>(); }},
+      {{"linear", {20}, 1, true},
+       []() -> std::shared_ptr<Model> { return std::make_shared<LinearRegression>(); }},
+      {{"fashion-cnn", {1, 28, 28}, 10},
+       []() -> std::shared_ptr<Model> { return std::make_shared<FashionCnn>(); }},
+      {{"wide", {784}, 10},
+       []() -> std::shared_ptr<Model> {
+         return std::make_shared<Perceptron>(
+             "wide", std::vector<int64_t>{784, 784, 784, 784, 784, 784, 784, 10});
+       }},
+  };
+  return all;
+}
+
+const Entry& entry(const std::string& name) {
+  for (const Entry& candidate : entries()) {
+    if (candidate.info.name == name) return candidate;
+  }
+  throw UsageError(unknown_word("model", name, model_names()));
+}
+
+}  // namespace
+
+std::shared_ptr<Model> make_model(const std::string& name) {
+  return entry(name).make();
+}
+
+const ModelInfo& model_info(const std::string& name) {
+  return entry(name).info;
+}
+
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (const Entry& candidate : entries()) names.push_back(candidate.info.name);
+  return names;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,39 @@
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/optim/optim.h"
+
+namespace lockstep {
+
+double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {
+  const c10::AutoGradMode no_grad(false);
+  // One list a device and dtype, as LibTorch's list kernels want them.
+  std::vector<std::vector<at::Tensor>> groups;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    auto group = groups.begin();
+    while (group != groups.end() && (group->front().dtype() != gradient.dtype() ||
+                                     group->front().device() != gradient.device())) {
+      ++group;
+    }
+    if (group == groups.end()) group = groups.emplace(groups.end());
+    group->push_back(gradient);
+  }
+  if (groups.empty()) return 0;
+  const c10::Device first = groups.front().front().device();
+  std::vector<at::Tensor> norms;
+  for (const auto& group : groups) {
+    for (const at::Tensor& norm : at::_foreach_norm(group, 2.0)) norms.push_back(norm.to(first));
+  }
+  const at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2.0);
+  // Python's `max_norm / tensor` is a reciprocal and a product; so it is here, for the same bits.
+  const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+  for (auto& group : groups) at::_foreach_mul_(group, factor.to(group.front().device()));
+  return total.item<double>();
+}
+
+}  // namespace lockstep

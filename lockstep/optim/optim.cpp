@@ -1,0 +1,61 @@
+#include "lockstep/optim/optim.h"
+
+#include <cmath>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/torch_optimizer.h"
+
+namespace lockstep {
+namespace {
+
+void require(bool holds, const std::string& optimizer, const std::string& what, double value) {
+  if (!holds) throw UsageError(optimizer + ": " + what + ", got " + std::to_string(value));
+}
+
+void check_options(const std::string& name, const OptimizerOptions& o) {
+  const auto fraction = [](double value) { return value >= 0 && value < 1; };
+  require(o.lr >= 0 && std::isfinite(o.lr), name, "the learning rate must be 0 or more", o.lr);
+  require(o.momentum >= 0, name, "momentum must be 0 or more", o.momentum);
+  require(fraction(o.beta1), name, "beta1 must be in [0, 1)", o.beta1);
+  require(fraction(o.beta2), name, "beta2 must be in [0, 1)", o.beta2);
+  require(o.alpha >= 0, name, "alpha must be 0 or more", o.alpha);
+  require(o.lr_decay >= 0, name, "lr_decay must be 0 or more", o.lr_decay);
+  require(o.eps.value_or(0) >= 0, name, "eps must be 0 or more", o.eps.value_or(0));
+  require(o.weight_decay.value_or(0) >= 0, name, "weight decay must be 0 or more",
+          o.weight_decay.value_or(0));
+  if (o.nesterov && (o.momentum <= 0 || o.dampening != 0)) {
+    throw UsageError(name + ": nesterov needs a momentum above 0 and no dampening");
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> optimizer_names() {
+  return {"sgd", "adam", "adamw", "rmsprop", "adagrad"};
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
+                                          std::vector<at::Tensor> parameters,
+                                          const OptimizerOptions& options) {
+  default_learning_rate(name);  // Refuses an unknown name.
+  check_options(name, options);
+  if (parameters.empty()) throw UsageError(name + ": there are no parameters to optimize");
+  if (name == "sgd") return std::make_unique<Sgd>(std::move(parameters), options);
+  return make_torch_optimizer(name, std::move(parameters), options);
+}
+
+double default_learning_rate(const std::string& name) {
+  if (name == "sgd" || name == "adam" || name == "adamw") return 1e-3;
+  if (name == "rmsprop" || name == "adagrad") return 1e-2;
+  throw UsageError(unknown_word("optimizer", name, optimizer_names()));
+}
+
+void zero_grad(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) parameter.mutable_grad().reset();
+  }
+}
+
+}  // namespace lockstep
