@@ -6,7 +6,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,31 +19,55 @@ class Module;
 namespace lockstep {
 
 /// What is done to a bucket of gradients before or instead of the all-reduce; Python's names.
+/// `fp16_compress` and `bf16_compress` divide by the group's size, send half of the bytes and widen
+/// again. bf16 keeps float32's range at 8 bits of precision; fp16 has 11 bits, but overflows at
+/// 65504.
 enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
 
-/// The user's own hook: gets a bucket's flat gradients (one dimension), returns what they become on
-/// all ranks (the mean over ranks, for DDP's meaning). Runs on autograd's thread, once a bucket.
-using GradientHook = std::function<at::Tensor(const ProcessGroup& group, at::Tensor bucket)>;
+/// Gradients that are ready to be communicated: several parameters' in one flat buffer.
+struct GradientBucket {
+  at::Tensor gradients;                ///< One dimension; local, not divided. May be changed.
+  std::vector<at::Tensor> parameters;  ///< Whose gradients they are, in the buffer's order.
+  size_t index = 0;                    ///< In the order of reduction.
+  bool is_last = false;                ///< Of this backward.
+};
+
+/// The user's own hook: what a bucket's gradients become, of the same shape (for DDP's meaning, the
+/// mean over ranks). Called on the thread that runs backward, once a bucket, in the same order on
+/// all ranks.
+using GradientHook = std::function<at::Tensor(const ProcessGroup& group, GradientBucket& bucket)>;
+
+/// The same in two parts, so that communication overlaps with the rest of backward: the hook starts
+/// it and returns at once; what it returned is called at the end of backward for the result.
+using AsyncGradientHook =
+    std::function<std::function<at::Tensor()>(const ProcessGroup& group, GradientBucket& bucket)>;
 
 /// Python's DistributedDataParallel options, with its defaults unless a line says otherwise.
 struct DdpOptions {
-  double bucket_cap_mb = 25;            ///< Gradients per all-reduce, in MiB.
-  double first_bucket_mb = 1;           ///< A small first one starts communication early.
-  bool find_unused_parameters = false;  ///< Walk the graph for parameters without a gradient.
-  bool static_graph = false;            ///< The graph never changes: cheaper, allows re-entrance.
+  double bucket_cap_mb = 25;   ///< Gradients per all-reduce, in MiB.
+  double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
+  /// Walk the graph after each forward for parameters that get no gradient. Costs time each step.
+  bool find_unused_parameters = false;
+  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed.
+  bool static_graph = false;
   /// Gradients are views of the buckets, which saves a copy a step; Python's default is false.
   bool gradient_as_bucket_view = true;
   bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
+  /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
+  bool init_sync = true;
   CommHook comm_hook = CommHook::none;
-  GradientHook custom_hook;  ///< Wins over `comm_hook`.
+  GradientHook custom_hook;             ///< Wins over `comm_hook`.
+  AsyncGradientHook async_custom_hook;  ///< Wins over both.
+  /// Full names of parameters and buffers that are left alone: neither broadcast nor reduced.
+  std::vector<std::string> ignored;
 };
 
-/// What happened in the last steps.
+/// What a DistributedDataParallel has done so far.
 struct DdpStatistics {
-  int64_t iterations = 0;          ///< Synchronised backward passes.
-  int64_t parameters = 0;          ///< Elements with a gradient.
-  std::vector<int64_t> bucket_bytes;  ///< As they are now (they are rebuilt after the first step).
-  bool buckets_rebuilt = false;
+  int64_t iterations = 0;             ///< Forward passes outside of no_sync.
+  int64_t parameters = 0;             ///< Elements that get a gradient.
+  std::vector<int64_t> bucket_bytes;  ///< As they are now; empty where no communication is needed.
+  bool buckets_rebuilt = false;       ///< In the order in which gradients came; from step 2 on.
 };
 
 namespace detail {
@@ -57,46 +80,79 @@ class DdpCore {
   DdpCore(const DdpCore&) = delete;
   DdpCore& operator=(const DdpCore&) = delete;
 
+  /// False when there is nothing to do around forward: one rank and no hook that changes bits.
+  bool active() const { return active_; }
+  /// What an inactive one does in place of before_forward and after_forward.
+  void count_forward() { iterations_ += synchronizing_ ? 1 : 0; }
   void before_forward();
-  void after_forward(const std::vector<at::Tensor>& outputs);
+  /// True when `after_forward` must see the outputs: unused parameters, a static graph's first
+  /// step.
+  bool wants_outputs() const;
+  /// May replace the outputs by copies that autograd sees pass.
+  void after_forward(std::vector<at::Tensor>& outputs);
   bool synchronizing() const { return synchronizing_; }
   void set_synchronizing(bool on) { synchronizing_ = on; }
   DdpStatistics statistics() const;
   const ProcessGroup& group() const { return group_; }
 
  private:
-  struct Impl;
+  class Impl;
   ProcessGroup group_;
+  bool active_ = false;
   bool synchronizing_ = true;
+  int64_t iterations_ = 0;
+  int64_t elements_ = 0;
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace detail
 
-/// Data parallelism over processes, as torch.nn.parallel.DistributedDataParallel: every rank has the
-/// whole model and a share of each batch; gradients are averaged over ranks while backward runs (by
-/// c10d::Reducer: Li et al., "PyTorch Distributed", VLDB 2020).
+/// Data parallelism over processes, as torch.nn.parallel.DistributedDataParallel: every rank has
+/// the whole model and a share of each batch; gradients are averaged over ranks while backward runs
+/// (by c10d::Reducer: Li et al., "PyTorch Distributed", VLDB 2020).
 ///
-/// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. The constructor checks that
-/// all ranks have the same parameters (MismatchError names the first that differs), and broadcasts
-/// rank 0's parameters and buffers. The wrapper works on the module's own parameters: give those to
-/// the optimizer. One thread at a time. Outputs may be a tensor, a tuple, a vector, a map, or any
-/// type for which `lockstep::OutputTensors` is specialised.
+/// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder; forward may take any
+/// arguments and return a tensor, tuple, pair, array, vector, map, optional, or any type for which
+/// `lockstep::OutputTensors` is specialised.
 ///
-/// Reset gradients with `zero_grad(parameters)` of lockstep/optim, or Optimizer::zero_grad with
-/// `gradient_as_bucket_view = false`.
+/// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
+/// naming the first that differs), and broadcasts rank 0's parameters and buffers. The wrapper
+/// works on the module's own parameters: give those to the optimizer, and do not add, remove or
+/// freeze parameters afterwards. Throws UsageError when no parameter needs a gradient.
+///
+/// Every rank must make the same calls: forward broadcasts buffers also in evaluation (call the
+/// module itself to evaluate on one rank). A parameter that got no gradient in a backward makes the
+/// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
+/// set; a group of one rank without a hook communicates nothing and so does not notice. Failures
+/// between ranks leave backward as CommError.
+///
+/// Reset gradients with `zero_grad(parameters)` of lockstep/optim (or Optimizer::zero_grad of
+/// torch::optim with `gradient_as_bucket_view = false`). One thread at a time. Keep the process
+/// group alive as long as this.
 template <class ModulePtr>
 class DistributedDataParallel {
  public:
   DistributedDataParallel(ModulePtr module, const ProcessGroup& group,
                           const DdpOptions& options = {})
-      : module_(std::move(module)), core_(std::make_unique<detail::DdpCore>(*module_, group, options)) {}
+      : module_(std::move(module)),
+        core_(std::make_unique<detail::DdpCore>(*module_, group, options)) {}
 
   template <class... Args>
   auto forward(Args&&... args) {
+    if (!core_->active()) {
+      core_->count_forward();
+      return module_->forward(std::forward<Args>(args)...);
+    }
     core_->before_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
-    core_->after_forward(output_tensors(output));
+    std::vector<at::Tensor> tensors;
+    const bool pass = core_->wants_outputs();
+    if (pass) visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+    core_->after_forward(tensors);
+    if (pass) {
+      visit_tensors(
+          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
+    }
     return output;
   }
   template <class... Args>
@@ -104,9 +160,9 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// While the guard lives, backward only accumulates gradients locally; the first backward after it
-  /// averages the sum.
-  class NoSync {
+  /// While the guard lives, backward only accumulates gradients locally; the first backward after
+  /// it averages the sum. The forward must be inside too.
+  class [[nodiscard]] NoSync {
    public:
     explicit NoSync(detail::DdpCore& core) : core_(core), before_(core.synchronizing()) {
       core_.set_synchronizing(false);
@@ -119,10 +175,12 @@ class DistributedDataParallel {
     detail::DdpCore& core_;
     bool before_;
   };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*core_); }
+  NoSync no_sync() { return NoSync(*core_); }
 
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }
+  const auto& module() const { return *module_; }
+  const ProcessGroup& group() const { return core_->group(); }
   DdpStatistics statistics() const { return core_->statistics(); }
 
  private:

@@ -1,0 +1,121 @@
+#include "lockstep/parallel/module_state.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::detail {
+namespace {
+
+using Json = nlohmann::json;
+
+bool has_sparse_gradient(const torch::nn::Module& module) {
+  if (const auto* embedding = module.as<torch::nn::EmbeddingImpl>()) {
+    return embedding->options.sparse();
+  }
+  if (const auto* bag = module.as<torch::nn::EmbeddingBagImpl>()) return bag->options.sparse();
+  return false;
+}
+
+Json describe(const char* kind, const NamedTensor& item) {
+  const at::Tensor& tensor = item.tensor;
+  return {{"kind", kind},
+          {"name", item.name},
+          {"shape", tensor.sizes().vec()},
+          {"dtype", std::string(c10::toString(tensor.scalar_type()))},
+          {"strides", tensor.strides().vec()},
+          {"gradient", tensor.requires_grad()}};
+}
+
+Json describe(const ModuleState& state) {
+  Json list = Json::array();
+  for (const NamedTensor& item : state.parameters) list.push_back(describe("parameter", item));
+  for (const NamedTensor& item : state.buffers) list.push_back(describe("buffer", item));
+  return list;
+}
+
+std::string text_of(const Json& item, bool with_strides) {
+  if (item.is_null()) return "nothing";
+  std::string text = item["kind"].get<std::string>() + " '" + item["name"].get<std::string>() +
+                     "' " + item["dtype"].get<std::string>() + " " + item["shape"].dump();
+  if (with_strides) text += " strides " + item["strides"].dump();
+  if (item["kind"] == "parameter" && !item["gradient"].get<bool>()) text += " (frozen)";
+  return text;
+}
+
+}  // namespace
+
+ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored) {
+  ModuleState state;
+  std::set<std::string> skip(ignored.begin(), ignored.end()), unknown = skip;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  const auto take = [&](const std::string& name, const at::Tensor& tensor) {
+    unknown.erase(name);
+    return tensor.defined() && !skip.contains(name) &&
+           seen.insert(tensor.unsafeGetTensorImpl()).second;
+  };
+  for (const auto& entry : module.named_modules("", /*include_self=*/true)) {
+    const std::string prefix = entry.key().empty() ? "" : entry.key() + ".";
+    const bool sparse = has_sparse_gradient(*entry.value());
+    for (const auto& item : entry.value()->named_parameters(/*recurse=*/false)) {
+      if (!take(prefix + item.key(), item.value())) continue;
+      state.parameters.push_back({prefix + item.key(), item.value()});
+      if (item.value().requires_grad()) {
+        state.reduced.push_back({prefix + item.key(), item.value(), sparse});
+      }
+    }
+    for (const auto& item : entry.value()->named_buffers(/*recurse=*/false)) {
+      if (take(prefix + item.key(), item.value())) {
+        state.buffers.push_back({prefix + item.key(), item.value()});
+      }
+    }
+  }
+  if (!unknown.empty()) {
+    throw UsageError("DdpOptions::ignored names '" + *unknown.begin() +
+                     "', which is neither a parameter nor a buffer of the module");
+  }
+  if (state.reduced.empty()) {
+    throw UsageError("DistributedDataParallel: the module has no parameter that needs a gradient",
+                     "use the module as it is: there is nothing to average over ranks");
+  }
+  return state;
+}
+
+void check_same_state(const ModuleState& state, const ProcessGroup& group) {
+  const std::vector<Json> all = group.all_gather_object(describe(state));
+  const Json& first = all.front();
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const Json& other = all[rank];
+    for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
+      const Json a = i < first.size() ? first[i] : Json(), b = i < other.size() ? other[i] : Json();
+      if (a == b) continue;
+      const bool strides =
+          !a.is_null() && !b.is_null() && a["strides"] != b["strides"] && a["shape"] == b["shape"];
+      throw MismatchError(
+          "DistributedDataParallel: the ranks have different modules; the first "
+          "difference is at tensor " +
+              std::to_string(i) + ": rank 0 has " + text_of(a, strides) + ", rank " +
+              std::to_string(rank) + " has " + text_of(b, strides),
+          "make the same module, with the same options, on every rank");
+    }
+  }
+}
+
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group) {
+  if (tensors.empty()) return;
+  const c10::AutoGradMode no_grad(false);
+  constexpr size_t kBytesAtOnce = 250 * 1024 * 1024;  // Python's.
+  c10d::broadcast_coalesced(
+      c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group.native()),
+      tensors, kBytesAtOnce, /*rank=*/0);
+}
+
+}  // namespace lockstep::detail

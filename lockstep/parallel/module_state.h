@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/reducer.h"
+
+namespace lockstep::detail {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// What DistributedDataParallel works on, each tensor once, in Python's order.
+struct ModuleState {
+  std::vector<NamedTensor> parameters;    ///< All, also frozen ones.
+  std::vector<NamedTensor> buffers;       ///< Those that are defined.
+  std::vector<ReducedParameter> reduced;  ///< The parameters that get a gradient.
+};
+
+/// Leaves out what is named in `ignored`. Throws UsageError for an ignored name that the module
+/// does not have and for a module without a parameter that needs a gradient.
+ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored);
+
+/// Throws MismatchError on every rank, naming the first parameter or buffer that differs from rank
+/// 0's in name, shape, dtype, strides or in whether it needs a gradient. A collective.
+void check_same_state(const ModuleState& state, const ProcessGroup& group);
+
+/// Rank 0's values go to all ranks, in as few operations as possible. A collective.
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group);
+
+}  // namespace lockstep::detail
