@@ -26,7 +26,7 @@ struct InitOptions {
   std::chrono::milliseconds timeout{120'000};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.
-  std::string interface;
+  std::string interface = {};
   /// LOCKSTEP_DEBUG=off|info|detail (else TORCH_DISTRIBUTED_DEBUG) overrides this default.
   DebugLevel debug = DebugLevel::info;
 };

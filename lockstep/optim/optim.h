@@ -26,9 +26,9 @@ struct OptimizerOptions {
   bool centered = false;  ///< rmsprop.
   double lr_decay = 0;    ///< adagrad.
   /// L2 added to the gradient; for adamw decoupled. None is PyTorch's: 0, for adamw 0.01.
-  std::optional<double> weight_decay;
+  std::optional<double> weight_decay = {};
   /// adam, adamw, rmsprop, adagrad. None is PyTorch's: 1e-8, for adagrad 1e-10.
-  std::optional<double> eps;
+  std::optional<double> eps = {};
 };
 
 /// A step from gradients to parameters. One thread at a time.
