@@ -1,0 +1,28 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/group_context.h"
+
+namespace lockstep {
+
+/// How far a rank may look for the cause of a failure after it, at most.
+inline constexpr std::chrono::milliseconds kReportPatience{1000};
+
+/// Turns what a backend threw for `call` into TimeoutError or PeerLostError; other exceptions come
+/// back as they are. Tells the other ranks through the store that this one failed, and waits up to
+/// kReportPatience for their word: who has ended, who failed as well, who is silent. `peers` are
+/// the ranks that can be at fault (empty: all others); `timeout` is the one that applied.
+std::exception_ptr translate_failure(const std::exception_ptr& error, GroupContext& context,
+                                     const CallSummary& call, std::chrono::milliseconds timeout,
+                                     std::vector<int> peers = {});
+
+/// For a wait that its caller limited to `timeout`, while the operation goes on.
+std::exception_ptr short_wait_error(const GroupContext& context, const CallSummary& call,
+                                    std::chrono::milliseconds timeout);
+
+}  // namespace lockstep

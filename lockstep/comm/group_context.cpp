@@ -1,0 +1,124 @@
+#include "lockstep/comm/group_context.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/comm/process_identity.h"
+
+namespace lockstep {
+
+std::string announcement_key(int rank) {
+  return "here/" + std::to_string(rank);
+}
+std::string check_prefix(const std::string& group) {
+  return "lockstep_checks/" + group;
+}
+
+namespace {
+
+bool over_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  return dynamic_cast<c10d::TCPStore*>(bottom.get()) != nullptr;
+}
+
+RankNames names_or_numbers(RankNames names, int size) {
+  for (int rank = static_cast<int>(names.size()); rank < size; ++rank) names.push_back(rank);
+  return names;
+}
+
+}  // namespace
+
+GroupContext::GroupContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                           RankNames names, std::string group, std::chrono::milliseconds timeout)
+    : shared_store_(std::move(store)),
+      rank_(rank),
+      size_(size),
+      names_(names_or_numbers(std::move(names), size)),
+      group_(std::move(group)),
+      timeout_ms_(timeout.count()),
+      identities_(static_cast<size_t>(size)) {}
+
+GroupContext::~GroupContext() = default;
+
+c10d::Store& GroupContext::store() {
+  std::lock_guard lock(mutex_);
+  if (!store_) {
+    auto own = over_tcp(shared_store_) ? shared_store_->clone() : shared_store_;
+    store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
+  }
+  return *store_;
+}
+
+std::vector<int> GroupContext::others() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_) ranks.push_back(rank);
+  return ranks;
+}
+
+bool GroupContext::all_announced() {
+  std::vector<std::string> keys;
+  for (int rank : others()) keys.push_back(announcement_key(rank));
+  return store().check(keys);
+}
+
+std::vector<int> GroupContext::unannounced() {
+  std::vector<int> missing;
+  for (int rank : others())
+    if (!store().check({announcement_key(rank)})) missing.push_back(rank);
+  return missing;
+}
+
+void GroupContext::remember_identities() {
+  std::vector<std::string> keys;
+  for (int rank : others()) keys.push_back(announcement_key(rank));
+  auto& announcements = store();
+  std::vector<std::vector<uint8_t>> values;
+  if (announcements.hasExtendedApi()) {
+    values = announcements.multiGet(keys);
+  } else {
+    for (const auto& key : keys) values.push_back(announcements.get(key));
+  }
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < values.size(); ++i)
+    identities_[static_cast<size_t>(others()[i])].assign(values[i].begin(), values[i].end());
+}
+
+std::string GroupContext::identity_of(int rank) {
+  auto& known = identities_[static_cast<size_t>(rank)];
+  auto& keys = store();
+  std::lock_guard lock(mutex_);
+  if (known.empty() && keys.check({announcement_key(rank)}))
+    known = keys.get_to_str(announcement_key(rank));
+  return known;
+}
+
+std::vector<int> GroupContext::ended(const std::vector<int>& ranks) {
+  std::vector<int> result;
+  for (int rank : ranks) {
+    std::string identity;
+    try {
+      identity = identity_of(rank);
+    } catch (const std::exception&) {
+      std::lock_guard lock(mutex_);
+      identity = identities_[static_cast<size_t>(rank)];
+    }
+    if (process_state(identity) == ProcessState::ended) result.push_back(rank);
+  }
+  return result;
+}
+
+std::string GroupContext::name_with_process(int group_rank) {
+  std::string identity;
+  {
+    std::lock_guard lock(mutex_);
+    identity = identities_[static_cast<size_t>(group_rank)];
+  }
+  const int process = process_number(identity);
+  const std::string name = rank_list({group_rank}, names_);
+  return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
+}
+
+}  // namespace lockstep

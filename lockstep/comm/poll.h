@@ -1,0 +1,47 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace lockstep {
+
+/// The pauses of a loop that polls a store: none at first, as what is awaited mostly comes within
+/// some round trips, then growing with the time already waited, to at most 2 ms.
+class PollPause {
+ public:
+  using Clock = std::chrono::steady_clock;
+  std::chrono::microseconds next() {
+    constexpr std::chrono::microseconds kEager{200}, kShortest{50}, kLongest{2000};
+    const auto waited =
+        std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start_);
+    if (waited < kEager) return std::chrono::microseconds(0);
+    return std::clamp(waited / 20, kShortest, kLongest);
+  }
+  void sleep() {
+    const auto pause = next();
+    if (pause.count() > 0) std::this_thread::sleep_for(pause);
+  }
+
+ private:
+  Clock::time_point start_ = Clock::now();
+};
+
+/// True every so often, the first time after `every`.
+class Every {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit Every(std::chrono::milliseconds every) : every_(every), next_(Clock::now() + every) {}
+  bool due() {
+    const auto now = Clock::now();
+    if (now < next_) return false;
+    next_ = now + every_;
+    return true;
+  }
+
+ private:
+  std::chrono::milliseconds every_;
+  Clock::time_point next_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,174 @@
+#include "lockstep/comm/rank_checks.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/errors.h"
+#include "lockstep/comm/poll.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The number under "state": passed comparisons in the low 40 bits, mismatches among them above, and
+// one bit for a group in which a rank gave up.
+constexpr int64_t kMismatch = int64_t{1} << 40;
+constexpr int64_t kBroken = int64_t{1} << 62;
+int64_t passed(int64_t state) {
+  return state & (kMismatch - 1);
+}
+int64_t mismatches(int64_t state) {
+  return (state & (kBroken - 1)) >> 40;
+}
+
+constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
+constexpr std::chrono::milliseconds kLookForEnded{50};
+
+const char* kStateKey = "state";
+const char* kArrivedKey = "arrived";
+const char* kBrokenKey = "broken";
+constexpr char kLost = 'L';
+constexpr char kTimeout = 'T';
+
+std::string call_key(int rank) {
+  return "call/" + std::to_string(rank);
+}
+std::string verdict_key(int64_t comparison) {
+  return "verdict/" + std::to_string(comparison);
+}
+
+}  // namespace
+
+bool RankChecks::active() {
+  std::lock_guard lock(mutex_);
+  if (!active_) active_ = decide();
+  return *active_;
+}
+
+bool RankChecks::decide() {
+  if (context_.size() == 1) return false;
+  const auto deadline =
+      Clock::now() + (announced_ ? std::chrono::milliseconds(0) : kAnnouncementGrace);
+  bool all = context_.all_announced();
+  for (PollPause pause; !all && Clock::now() < deadline; all = context_.all_announced())
+    pause.sleep();
+  const std::string mine = all ? "on" : "off";
+  const std::string agreed = context_.store().compareSet("mode", "", mine);
+  if (agreed == "on") {
+    context_.remember_identities();
+    return true;
+  }
+  log_debug("group '" + context_.group() +
+            "' compares no calls: " + rank_list(context_.unannounced(), context_.names()) +
+            " did not announce itself (a Python process?)");
+  return false;
+}
+
+std::string RankChecks::called(const CallSignature& call) const {
+  return context_.me() + " called " + describe(call, context_.names()) + " as collective " +
+         std::to_string(call.sequence) + " of group '" + context_.group() + "'";
+}
+
+void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds timeout) {
+  std::lock_guard lock(mutex_);
+  auto& store = context_.store();
+  try {
+    store.set(call_key(context_.rank()), encode(call));
+    ++compared_;
+    const int64_t arrived = store.add(kArrivedKey, 1);
+    if (arrived == compared_ * context_.size()) {
+      throw_if_broken(judge(call));
+    } else {
+      await(call, timeout);
+    }
+  } catch (const std::exception& e) {
+    if (!is_store_lost(e)) throw;
+    throw PeerLostError(called(call) +
+                        ", and lost the store, which rank 0 or the launcher holds [" +
+                        failure_text(std::current_exception()) + "]");
+  }
+}
+
+int64_t RankChecks::judge(const CallSignature& mine) {
+  auto& store = context_.store();
+  std::vector<CallSignature> calls;
+  for (int rank = 0; rank < context_.size(); ++rank)
+    calls.push_back(rank == context_.rank() ? mine : decode(store.get_to_str(call_key(rank))));
+  const auto mismatch = find_mismatch(calls, context_.names(), context_.group());
+  if (!mismatch) return store.add(kStateKey, 1);
+  store.set(verdict_key(compared_), *mismatch);
+  store.add(kStateKey, 1 + kMismatch);
+  ++mismatches_;
+  throw MismatchError(*mismatch);
+}
+
+void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds timeout) {
+  auto& store = context_.store();
+  const auto deadline = Clock::now() + timeout;
+  Every look(kLookForEnded);
+  for (PollPause pause;; pause.sleep()) {
+    const int64_t state = store.add(kStateKey, 0);
+    if (passed(state) >= compared_) {
+      if (mismatches(state) == mismatches_) return;
+      ++mismatches_;
+      throw MismatchError(store.get_to_str(verdict_key(compared_)));
+    }
+    throw_if_broken(state);
+    const bool late = Clock::now() >= deadline;
+    if (!late && !look.due()) continue;
+    const auto ended = context_.ended(context_.others());
+    if (late || !ended.empty()) give_up(mine, timeout, ended);
+  }
+}
+
+void RankChecks::throw_if_broken(int64_t state) {
+  if ((state & kBroken) == 0) return;
+  const std::string stored = context_.store().get_to_str(kBrokenKey);
+  const std::string text = "group '" + context_.group() + "' has failed: " + stored.substr(1);
+  if (stored[0] == kLost) throw PeerLostError(text);
+  throw TimeoutError(text);
+}
+
+std::string RankChecks::who_is_missing(const CallSignature& mine) {
+  auto& store = context_.store();
+  std::vector<std::string> parts;
+  for (int rank : context_.others()) {
+    const std::string name = rank_list({rank}, context_.names());
+    if (!store.check({call_key(rank)})) {
+      parts.push_back(name + " did not come (it has called no collective yet)");
+      continue;
+    }
+    const CallSignature last = decode(store.get_to_str(call_key(rank)));
+    if (last.sequence >= mine.sequence) continue;
+    parts.push_back(name + " did not come (its last was " + describe(last, context_.names()) +
+                    ", collective " + std::to_string(last.sequence) + ")");
+  }
+  return join(parts, "; ");
+}
+
+void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
+                         const std::vector<int>& ended) {
+  const std::string missing = who_is_missing(mine);
+  if (!ended.empty()) {
+    std::vector<std::string> names;
+    for (int rank : ended) names.push_back(context_.name_with_process(rank));
+    const std::string text = called(mine) + ", but " + join(names, ", ") +
+                             (ended.size() == 1 ? " has ended: " : " have ended: ") + missing;
+    break_group(kLost, text);
+    throw PeerLostError(text, "look at what the lost rank printed last; it is the cause");
+  }
+  const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " + missing;
+  break_group(kTimeout, text);
+  throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
+}
+
+void RankChecks::break_group(char kind, const std::string& text) {
+  auto& store = context_.store();
+  const std::string mine = kind + text;
+  if (store.compareSet(kBrokenKey, "", mine) == mine) store.add(kStateKey, kBroken);
+}
+
+}  // namespace lockstep
