@@ -1,6 +1,7 @@
 #include "lockstep/checkpoint/checkpoint.h"
 
 #include <fcntl.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,6 +12,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
+#include "lockstep/base/log.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -117,6 +119,7 @@ void write_checkpoint(const fs::path& folder, const Checkpoint& checkpoint) {
   save_safetensors(folder / kModelFile, checkpoint.model, {{"format", "pt"}});
   save_safetensors(folder / kStateFile, checkpoint.state);
   json document = to_json(checkpoint.info);
+  document["libtorch"] = TORCH_VERSION;
   document["files"] = {{kModelFile, described(folder / kModelFile)},
                        {kStateFile, described(folder / kStateFile)}};
   document["checksum"] = checksum_of(document);
@@ -135,10 +138,15 @@ Checkpoint read_checkpoint(const fs::path& folder) {
     info.step = document.at("step").get<int64_t>();
     info.epoch = document.at("epoch").get<int64_t>();
     info.batches = document.at("batches").get<int64_t>();
+    info.libtorch = document.at("libtorch").get<std::string>();
     document.at("identity").get_to(info.identity);
     document.at("values").get_to(info.values);
   } catch (const json::exception& error) {
     damaged(folder, std::string(kInfoFile) + ": " + error.what());
+  }
+  if (checkpoint.info.libtorch != TORCH_VERSION) {
+    log_warning("checkpoint " + folder.string() + " was written with LibTorch " +
+                checkpoint.info.libtorch + "; this is " + TORCH_VERSION);
   }
   checkpoint.model = load_safetensors(folder / kModelFile).tensors;
   checkpoint.state = load_safetensors(folder / kStateFile).tensors;

@@ -18,6 +18,7 @@ struct CheckpointInfo {
   /// What must be the same in the run that resumes: model, world_size, batch_size, ... Compared as
   /// text by `check_identity`.
   std::map<std::string, std::string> identity;
+  std::string libtorch;  ///< The version that wrote it; filled in by `write_checkpoint`.
   /// Numbers that callbacks keep ("early_stop.best"). Not finite ones are not stored.
   std::map<std::string, double> values;
 };
@@ -45,7 +46,8 @@ void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& che
 
 /// Reads what `write_checkpoint` wrote, after comparing sizes and hashes. Throws
 /// DamagedCheckpointError naming the file and what is wrong with it, and CheckpointError for
-/// another version of the layout, naming both.
+/// another version of the layout, naming both. Another LibTorch is only warned of: it reads the same
+/// files, but may compute other last bits.
 Checkpoint read_checkpoint(const std::filesystem::path& folder);
 
 /// Throws CheckpointError naming every key whose value differs, with both values. Keys that only

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <filesystem>
+#include <limits>
+
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/train/callback.h"
+#include "lockstep/train/console.h"
+
+namespace lockstep {
+
+/// Saves checkpoints: every `every_n_steps` steps (0: never within an epoch), after each epoch, and
+/// when a signal ends the run. Add it on every rank, after the callbacks whose values it is to
+/// keep.
+class Checkpointer : public Callback {
+ public:
+  /// `console` must outlive it.
+  Checkpointer(CheckpointFolder folder, int64_t every_n_steps, Console& console)
+      : folder_(std::move(folder)), every_n_steps_(every_n_steps), console_(console) {}
+  void on_step(Trainer& trainer, const StepResult& result) override;
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
+  void on_interrupt(Trainer& trainer, int signal_number) override;
+
+ private:
+  CheckpointFolder folder_;
+  int64_t every_n_steps_;
+  Console& console_;
+};
+
+/// Ends the run when the test loss has not become lower for `patience` epochs. A loss that is NaN
+/// is not lower. Add it on every rank.
+class EarlyStop : public Callback {
+ public:
+  explicit EarlyStop(int64_t patience) : patience_(patience) {}
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override { observe(result.test); }
+  bool wants_to_stop() const override { return waited_ >= patience_; }
+  std::map<std::string, double> values() const override;
+  void load_values(const std::map<std::string, double>& values) override;
+
+  void observe(const Metrics& test);
+
+ private:
+  int64_t patience_;
+  int64_t waited_ = 0;
+  double best_ = std::numeric_limits<double>::infinity();
+};
+
+/// Writes the weights of the epoch with the lowest test loss to a safetensors file, on rank 0. Add
+/// it on every rank, so that a checkpoint keeps what the best was.
+class BestModel : public Callback {
+ public:
+  explicit BestModel(std::filesystem::path path) : path_(std::move(path)) {}
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
+  std::map<std::string, double> values() const override { return {{"best_model.loss", best_}}; }
+  void load_values(const std::map<std::string, double>& values) override;
+
+ private:
+  std::filesystem::path path_;
+  double best_ = std::numeric_limits<double>::infinity();
+};
+
+}  // namespace lockstep

@@ -1,0 +1,78 @@
+#include "lockstep/train/finite_check.h"
+
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+using nlohmann::json;
+
+FiniteCheck::FiniteCheck(OnNan policy, const ProcessGroup& group,
+                         std::vector<at::Tensor> parameters)
+    : policy_(policy), group_(group), parameters_(std::move(parameters)) {}
+
+void FiniteCheck::backward(const at::Tensor& loss, double loss_value) {
+  if (policy_ == OnNan::proceed || std::isfinite(loss_value)) {
+    loss.backward();
+    return;
+  }
+  if (!bad_loss_) bad_loss_ = loss_value;
+  loss.backward(at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
+}
+
+bool FiniteCheck::gradients_are_finite() const {
+  for (auto parameter = parameters_.rbegin(); parameter != parameters_.rend(); ++parameter) {
+    const at::Tensor& gradient = parameter->grad();
+    if (!gradient.defined()) continue;
+    // The sum of finite numbers may overflow: then, and only then, look at each of them.
+    const bool finite =
+        std::isfinite(gradient.sum().item<double>()) || at::isfinite(gradient).all().item<bool>();
+    if (!finite || policy_ == OnNan::stop) return finite;
+  }
+  return true;
+}
+
+std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
+  const json mine = bad_loss_ ? json(std::to_string(*bad_loss_)) : json();
+  const auto losses = group_.size() > 1 ? group_.all_gather_object(mine) : std::vector<json>{mine};
+  std::vector<std::string> bad;
+  for (size_t rank = 0; rank < losses.size(); ++rank) {
+    if (losses[rank].is_string()) {
+      bad.push_back(losses[rank].get<std::string>() + " on rank " + std::to_string(rank));
+    }
+  }
+  const std::string where =
+      " at step " + std::to_string(step) + " (epoch " + std::to_string(epoch + 1) + ")";
+  if (bad.empty()) return "a gradient is NaN or infinite" + where + "; the losses are finite";
+  return "the loss is " + join(bad, ", ") + where;
+}
+
+bool FiniteCheck::step_is_good(int64_t step, int64_t epoch) {
+  if (policy_ == OnNan::proceed) return true;
+  if (gradients_are_finite()) {
+    if (!bad_loss_) return true;
+    // The loss does not reach the gradients that were looked at, so the other ranks cannot know:
+    // this one must leave, and they notice that.
+    throw NumericError("the loss is " + std::to_string(*bad_loss_) + " on rank " +
+                       std::to_string(group_.rank()) + " at step " + std::to_string(step));
+  }
+  const std::string what = explain(step, epoch);
+  bad_loss_.reset();
+  if (policy_ == OnNan::stop) {
+    throw NumericError(what,
+                       "lower --lr, clip with --gradient-clip-val, look at the data, or go on "
+                       "without such steps by --on-nan skip");
+  }
+  ++skipped_;
+  if (group_.rank() == 0) log_warning(what + "; the step is skipped on all ranks");
+  return false;
+}
+
+}  // namespace lockstep

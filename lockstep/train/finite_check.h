@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/train/trainer_options.h"
+
+namespace lockstep {
+
+/// Notices a loss or gradient that is NaN or infinite, and lets all ranks decide alike without
+/// communication in the steps that are well.
+///
+/// A rank whose loss is not finite runs backward from NaN, so that DDP's all-reduce makes the
+/// gradients NaN on every rank; each rank then sees that in its own copy. Only after that do ranks
+/// talk, to name the one where it began. With `stop`, one gradient is looked at (the last
+/// parameter's, which every loss of a network reaches); with `skip` all of them.
+class FiniteCheck {
+ public:
+  FiniteCheck(OnNan policy, const ProcessGroup& group, std::vector<at::Tensor> parameters);
+
+  /// Runs backward. `loss_value` is the loss as a number, before any division for accumulation.
+  void backward(const at::Tensor& loss, double loss_value);
+
+  /// After the backward of a step's last batch: true when the step is to be made, false when it is
+  /// to be skipped on all ranks. Throws NumericError with `stop`, on all ranks.
+  bool step_is_good(int64_t step, int64_t epoch);
+
+  int64_t skipped() const { return skipped_; }
+
+ private:
+  bool gradients_are_finite() const;
+  std::string explain(int64_t step, int64_t epoch) const;
+
+  OnNan policy_;
+  ProcessGroup group_;
+  std::vector<at::Tensor> parameters_;
+  std::optional<double> bad_loss_;  ///< Of a batch of the step in progress, on this rank.
+  int64_t skipped_ = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "lockstep/train/results.h"
+
+namespace lockstep {
+
+enum class LossKind {
+  cross_entropy,  ///< Outputs [B, classes], targets int64 [B].
+  mean_squared,   ///< Outputs and targets [B, K], float32.
+};
+
+/// The mean over the batch, with a graph behind it: a tensor of no dimension.
+at::Tensor batch_loss(LossKind kind, const at::Tensor& output, const at::Tensor& target);
+
+/// The sum of the loss over the first `rows` rows, without a graph.
+double loss_sum(LossKind kind, const at::Tensor& output, const at::Tensor& target, int64_t rows);
+
+/// Adds the counts of the first `rows` rows of a batch to `sums`, and `mean_loss` over them as so
+/// many terms of the loss.
+void add_batch(MetricSums& sums, LossKind kind, double mean_loss, const at::Tensor& output,
+               const at::Tensor& target, int64_t rows);
+
+}  // namespace lockstep

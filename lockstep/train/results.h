@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace lockstep {
+
+/// Sums from which a mean loss and an accuracy come: exact over any number of batches and ranks,
+/// because counts are whole and each sample is added once.
+struct MetricSums {
+  double loss = 0;         ///< Sum of the loss over `loss_terms`.
+  int64_t loss_terms = 0;  ///< Samples; for mean squared error elements of the output.
+  int64_t correct = 0;     ///< Samples whose largest output is the target's; 0 for regression.
+  int64_t classified = 0;  ///< Samples that have a class; 0 for regression.
+  int64_t samples = 0;
+
+  void add(const MetricSums& other) {
+    loss += other.loss;
+    loss_terms += other.loss_terms;
+    correct += other.correct;
+    classified += other.classified;
+    samples += other.samples;
+  }
+  double mean_loss() const {
+    return loss_terms > 0 ? loss / static_cast<double>(loss_terms) : nan();
+  }
+  /// In [0, 1]; NaN for regression.
+  double accuracy() const {
+    return classified > 0 ? static_cast<double>(correct) / static_cast<double>(classified) : nan();
+  }
+
+ private:
+  static double nan() { return std::numeric_limits<double>::quiet_NaN(); }
+};
+
+/// A loss and an accuracy over all ranks. `accuracy` is NaN for regression.
+struct Metrics {
+  double loss = std::numeric_limits<double>::quiet_NaN();
+  double accuracy = std::numeric_limits<double>::quiet_NaN();
+  int64_t samples = 0;
+};
+
+/// Where training stands after an optimizer step.
+struct StepResult {
+  int64_t step = 0;         ///< Optimizer steps done in the whole run, from 1.
+  int64_t total_steps = 0;  ///< Those of the whole run, unless it stops early.
+  int64_t epoch = 0;        ///< From 0.
+  int64_t batches = 0;      ///< Batches of the epoch that this rank has used.
+  int64_t samples = 0;      ///< Of this step, over all ranks.
+  double lr = 0;            ///< The rate that the step was made with.
+  double seconds = 0;       ///< Since training began in this process.
+};
+
+/// Every `log_every_n_steps` steps.
+struct LogResult {
+  StepResult step;
+  Metrics metrics;           ///< Of the steps since the last one, over all ranks.
+  double samples_per_s = 0;  ///< Over all ranks, since the last one.
+};
+
+/// After each epoch and its evaluation.
+struct EpochResult {
+  int64_t epoch = 0;  ///< From 0.
+  int64_t max_epochs = 0;
+  int64_t step = 0;
+  Metrics train;  ///< Over all steps of the epoch, with the weights as they were at each step.
+  Metrics test;   ///< Of the held-out part, with the weights after the epoch.
+  double lr = 0;
+  double samples_per_s = 0;       ///< Of training, over all ranks.
+  double test_samples_per_s = 0;  ///< Of the evaluation.
+  double seconds = 0;             ///< Since training began in this process.
+};
+
+/// What became of a run.
+struct FitResult {
+  int64_t steps = 0;
+  int64_t epochs = 0;
+  Metrics test;  ///< The last evaluation.
+  bool stopped_early = false;
+  double seconds = 0;
+};
+
+}  // namespace lockstep

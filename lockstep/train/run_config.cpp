@@ -1,0 +1,291 @@
+#include "lockstep/train/run_config.h"
+
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <variant>
+#include <vector>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+
+namespace lockstep {
+namespace {
+
+using Field = std::variant<std::string RunConfig::*, bool RunConfig::*, int64_t RunConfig::*,
+                           uint64_t RunConfig::*, double RunConfig::*,
+                           std::optional<int64_t> RunConfig::*, std::optional<double> RunConfig::*>;
+
+struct Key {
+  const char* name;
+  Field field;
+};
+
+const std::vector<Key>& keys() {
+  using C = RunConfig;
+  static const std::vector<Key> all{
+      {"model", &C::model},
+      {"dataset", &C::dataset},
+      {"data-dir", &C::data_dir},
+      {"download", &C::download},
+      {"devices", &C::devices},
+      {"accelerator", &C::accelerator},
+      {"strategy", &C::strategy},
+      {"backend", &C::backend},
+      {"threads", &C::threads},
+      {"num-workers", &C::num_workers},
+      {"timeout", &C::timeout},
+      {"max-epochs", &C::max_epochs},
+      {"batch-size", &C::batch_size},
+      {"optimizer", &C::optimizer},
+      {"lr", &C::lr},
+      {"momentum", &C::momentum},
+      {"weight-decay", &C::weight_decay},
+      {"nesterov", &C::nesterov},
+      {"schedule", &C::schedule},
+      {"warmup-steps", &C::warmup_steps},
+      {"lr-step-size", &C::lr_step_size},
+      {"lr-gamma", &C::lr_gamma},
+      {"min-lr", &C::min_lr},
+      {"accumulate-grad-batches", &C::accumulate_grad_batches},
+      {"gradient-clip-val", &C::gradient_clip_val},
+      {"on-nan", &C::on_nan},
+      {"early-stop-patience", &C::early_stop_patience},
+      {"limit-train-batches", &C::limit_train_batches},
+      {"limit-test-batches", &C::limit_test_batches},
+      {"seed", &C::seed},
+      {"deterministic", &C::deterministic},
+      {"checkpoint-dir", &C::checkpoint_dir},
+      {"checkpoint-every", &C::checkpoint_every},
+      {"keep-checkpoints", &C::keep_checkpoints},
+      {"resume", &C::resume},
+      {"load-weights", &C::load_weights},
+      {"save-weights", &C::save_weights},
+      {"save-best", &C::save_best},
+      {"metrics-file", &C::metrics_file},
+      {"log-every-n-steps", &C::log_every_n_steps},
+      {"quiet", &C::quiet},
+  };
+  return all;
+}
+
+std::vector<std::string> key_names() {
+  std::vector<std::string> names;
+  for (const Key& key : keys()) names.emplace_back(key.name);
+  return names;
+}
+
+template <class T>
+struct Unwrapped {
+  using type = T;
+};
+template <class T>
+struct Unwrapped<std::optional<T>> {
+  using type = T;
+};
+
+template <class T>
+const char* expected_text() {
+  if constexpr (std::is_same_v<T, std::string>) return "a text in quotes";
+  if constexpr (std::is_same_v<T, bool>) return "true or false";
+  if constexpr (std::is_same_v<T, double>) return "a number";
+  if constexpr (std::is_same_v<T, uint64_t>) return "a whole number of at least 0";
+  return "a whole number";
+}
+
+template <class T>
+std::optional<T> value_of(const toml::node& node) {
+  if constexpr (std::is_same_v<T, double>) {
+    if (node.is_boolean()) return std::nullopt;
+    return node.value<double>();
+  } else if constexpr (std::is_same_v<T, uint64_t>) {
+    const auto value = node.value_exact<int64_t>();
+    if (!value || *value < 0) return std::nullopt;
+    return static_cast<uint64_t>(*value);
+  } else {
+    return node.value_exact<T>();
+  }
+}
+
+void set(RunConfig& config, const Key& key, const toml::node& node, const std::string& where) {
+  std::visit(
+      [&](auto member) {
+        using T = typename Unwrapped<std::decay_t<decltype(config.*member)>>::type;
+        const auto value = value_of<T>(node);
+        if (!value) throw UsageError(where + ": " + key.name + " must be " + expected_text<T>());
+        config.*member = *value;
+      },
+      key.field);
+}
+
+toml::table parsed(const std::filesystem::path& path) {
+  if (!std::filesystem::is_regular_file(path)) {
+    throw DataError("configuration file " + path.string() + " does not exist or is no file");
+  }
+  try {
+    return toml::parse_file(path.string());
+  } catch (const toml::parse_error& error) {
+    throw DataError("configuration file " + path.string() +
+                    " is no TOML: " + std::string(error.description()) + " (line " +
+                    std::to_string(error.source().begin.line) + ")");
+  }
+}
+
+/// TOML wants a point or an exponent in a number that is not whole; 17 digits keep every bit.
+std::string number_text(double value) {
+  std::ostringstream text;
+  text.precision(std::numeric_limits<double>::max_digits10);
+  text << value;
+  double shorter = 0;
+  for (int digits = 1; digits < 17; ++digits) {
+    std::ostringstream attempt;
+    attempt.precision(digits);
+    attempt << value;
+    shorter = std::stod(attempt.str());
+    if (shorter == value) {
+      text.str(attempt.str());
+      break;
+    }
+  }
+  std::string result = text.str();
+  if (result.find_first_of(".en") == std::string::npos) result += ".0";
+  return result;
+}
+
+std::string toml_text(const std::string& value) {
+  std::ostringstream text;
+  text << toml::value<std::string>(value);
+  return text.str();
+}
+std::string toml_text(bool value) {
+  return value ? "true" : "false";
+}
+std::string toml_text(int64_t value) {
+  return std::to_string(value);
+}
+std::string toml_text(uint64_t value) {
+  return std::to_string(value);
+}
+std::string toml_text(double value) {
+  return number_text(value);
+}
+template <class T>
+std::string toml_text(const std::optional<T>& value) {
+  return value ? toml_text(*value) : std::string();
+}
+
+void check_word(const char* flag, const std::string& word, const std::vector<std::string>& known) {
+  if (std::find(known.begin(), known.end(), word) != known.end()) return;
+  throw UsageError(std::string(flag) + ": " + unknown_word("value", word, known));
+}
+
+template <class T>
+void check_at_least(const char* flag, T value, T minimum) {
+  if (value >= minimum) return;
+  std::ostringstream text;
+  text << flag << " is " << value << "; it must be at least " << minimum;
+  throw UsageError(text.str());
+}
+
+void check_strategy(const std::string& strategy) {
+  static const std::vector<std::string> kLater{"fsdp", "zero", "dp", "pipeline", "tensor"};
+  if (std::find(kLater.begin(), kLater.end(), strategy) != kLater.end()) {
+    throw UsageError("--strategy " + strategy + " is not there yet", "use --strategy ddp");
+  }
+  check_word("--strategy", strategy, {"ddp"});
+}
+
+void check_ranges(const RunConfig& config) {
+  check_at_least<int64_t>("--devices", config.devices, 1);
+  check_at_least<int64_t>("--max-epochs", config.max_epochs, 0);
+  check_at_least<int64_t>("--batch-size", config.batch_size, 1);
+  check_at_least<int64_t>("--num-workers", config.num_workers, 0);
+  check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
+  check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
+  check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
+  check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
+  check_at_least<int64_t>("--early-stop-patience", config.early_stop_patience, 0);
+  check_at_least<int64_t>("--limit-train-batches", config.limit_train_batches.value_or(1), 1);
+  check_at_least<int64_t>("--limit-test-batches", config.limit_test_batches.value_or(1), 1);
+  check_at_least<int64_t>("--checkpoint-every", config.checkpoint_every, 0);
+  check_at_least<int64_t>("--keep-checkpoints", config.keep_checkpoints, 0);
+  check_at_least<int64_t>("--log-every-n-steps", config.log_every_n_steps, 1);
+  check_at_least("--lr", config.lr.value_or(0), 0.0);
+  check_at_least("--momentum", config.momentum.value_or(0), 0.0);
+  check_at_least("--weight-decay", config.weight_decay, 0.0);
+  check_at_least("--gradient-clip-val", config.gradient_clip_val, 0.0);
+  check_at_least("--min-lr", config.min_lr, 0.0);
+  if (config.timeout && !(*config.timeout > 0)) {
+    throw UsageError("--timeout must be more than 0 seconds");
+  }
+}
+
+void check_dataset(const std::string& name) {
+  if (!name.starts_with("file:")) check_word("--dataset", name, dataset_names());
+}
+
+}  // namespace
+
+double default_lr(const std::string& optimizer) {
+  if (optimizer == "sgd") return 0.05;
+  return optimizer == "adagrad" ? 0.01 : 0.001;
+}
+
+double default_momentum(const std::string& optimizer) {
+  return optimizer == "sgd" ? 0.9 : 0;
+}
+
+void read_config(const std::filesystem::path& path, RunConfig& config) {
+  const toml::table table = parsed(path);
+  for (const auto& [name, node] : table) {
+    std::string wanted(name.str());
+    std::replace(wanted.begin(), wanted.end(), '_', '-');
+    const std::string where = path.string() + ", line " + std::to_string(node.source().begin.line);
+    const auto same = [&](const Key& key) { return wanted == key.name; };
+    const auto key = std::find_if(keys().begin(), keys().end(), same);
+    if (key == keys().end()) {
+      throw UsageError(where + ": " + unknown_word("key", std::string(name.str()), key_names()));
+    }
+    set(config, *key, node, where);
+  }
+}
+
+std::string to_toml(const RunConfig& config) {
+  std::string text;
+  for (const Key& key : keys()) {
+    const std::string name = key.name;
+    if (name == "resume") continue;
+    const std::string value =
+        std::visit([&](auto member) { return toml_text(config.*member); }, key.field);
+    if (!value.empty()) text += name + " = " + value + "\n";
+  }
+  return text;
+}
+
+void check_config(const RunConfig& config) {
+  check_word("--model", config.model, model_names());
+  check_dataset(config.dataset);
+  check_word("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
+  check_strategy(config.strategy);
+  check_word("--optimizer", config.optimizer, optimizer_names());
+  check_word("--schedule", config.schedule, schedule_names());
+  check_word("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
+  check_ranges(config);
+  if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
+    throw UsageError("--checkpoint-every needs --checkpoint-dir");
+  }
+  if (config.resume == "auto" && config.checkpoint_dir.empty()) {
+    throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");
+  }
+  if (config.resume != "none" && !config.load_weights.empty()) {
+    throw UsageError("--resume and --load-weights exclude each other",
+                     "--load-weights starts anew from weights; --resume goes on with a run");
+  }
+}
+
+}  // namespace lockstep

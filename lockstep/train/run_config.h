@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+namespace lockstep {
+
+/// Everything that `lockstep train` can be told: one field a flag and a key of a configuration
+/// file, with the same name (max_epochs is --max-epochs).
+struct RunConfig {
+  // What is trained on what.
+  std::string model = "mlp";
+  std::string dataset = "digits";  ///< Needs neither a file nor the network.
+  std::string data_dir;            ///< Empty: LOCKSTEP_DATA_DIR, else "data".
+  bool download = false;           ///< A job must not reach out to the network unasked.
+
+  // Where.
+  int64_t devices = 1;
+  std::string accelerator = "auto";  ///< cuda when there is a device for every process, else cpu.
+  std::string strategy = "ddp";
+  std::string backend = "auto";
+  std::optional<int64_t> threads;  ///< Unset: OMP_NUM_THREADS; 1 with several processes, else all.
+  int64_t num_workers = 0;         ///< Gathering from memory costs less than handing over.
+  std::optional<double> timeout;   ///< Seconds; unset: LOCKSTEP_TIMEOUT, else 120.
+
+  // How.
+  int64_t max_epochs = 5;
+  int64_t batch_size = 64;  ///< Of each process, as in a PyTorch script.
+  std::string optimizer = "sgd";
+  std::optional<double> lr;        ///< Unset: `default_lr` of the optimizer.
+  std::optional<double> momentum;  ///< Unset: 0.9 for sgd, 0 for rmsprop.
+  double weight_decay = 0;
+  bool nesterov = false;
+  std::string schedule = "constant";
+  int64_t warmup_steps = 0;
+  int64_t lr_step_size = 1;  ///< Epochs, as users of StepLR count.
+  double lr_gamma = 0.1;     ///< As StepLR.
+  double min_lr = 0;
+  int64_t accumulate_grad_batches = 1;
+  double gradient_clip_val = 0;
+  std::string on_nan = "stop";
+  int64_t early_stop_patience = 0;  ///< Epochs; 0: never.
+  std::optional<int64_t> limit_train_batches;
+  std::optional<int64_t> limit_test_batches;
+  uint64_t seed = 0;
+  bool deterministic = false;
+
+  // What is kept.
+  std::string checkpoint_dir;
+  int64_t checkpoint_every = 0;  ///< Steps; 0: after each epoch only.
+  int64_t keep_checkpoints = 3;  ///< 0: all. Three survive two damaged ones and a full disk.
+  std::string resume = "none";   ///< Going on unasked would surprise who wants a new run.
+  std::string load_weights;
+  std::string save_weights;
+  std::string save_best;
+
+  // What is told.
+  std::string metrics_file;
+  int64_t log_every_n_steps = 50;
+  bool quiet = false;
+};
+
+/// sgd 0.05, rmsprop and adam and adamw 0.001, adagrad 0.01: PyTorch's defaults, but for sgd, whose
+/// 0.001 is meant to be set by the user.
+double default_lr(const std::string& optimizer);
+double default_momentum(const std::string& optimizer);
+
+/// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.
+/// Throws DataError when it cannot be read or is no TOML, UsageError for an unknown key (with the
+/// nearest one) or a value of another type, each with file and line.
+void read_config(const std::filesystem::path& path, RunConfig& config);
+
+/// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values and
+/// those that only say where this run stands (resume) are left out.
+std::string to_toml(const RunConfig& config);
+
+/// Checks what needs neither data nor devices: names, ranges, combinations. Throws UsageError
+/// naming the flag, with the nearest name for an unknown word.
+void check_config(const RunConfig& config);
+
+}  // namespace lockstep

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "lockstep/data/loader.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/train/finite_check.h"
+#include "lockstep/train/loss.h"
+#include "lockstep/train/results.h"
+#include "lockstep/train/trainer_options.h"
+
+namespace lockstep {
+
+/// What a training run works with. The model's parameters are already on `device` and belong to
+/// `optimizer`. The loaders must be made alike on all ranks.
+struct TrainTask {
+  std::shared_ptr<Model> model;
+  LossKind loss = LossKind::cross_entropy;
+  std::unique_ptr<Optimizer> optimizer;
+  std::unique_ptr<DataLoader> train;
+  std::unique_ptr<DataLoader> test;
+  c10::Device device = c10::kCPU;
+};
+
+/// Forward, backward, step, batch after batch: the inner loop of training, without anything that
+/// only watches. With several ranks the model is wrapped in DistributedDataParallel; a group of one
+/// does without, to the same bits. One thread; all ranks call alike.
+class StepLoop {
+ public:
+  /// Gets each step's result; false ends the epoch there. Called on every rank.
+  using AfterStep = std::function<bool(const StepResult&)>;
+
+  /// `task` must outlive the loop.
+  StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options);
+
+  /// Trains from batch `first_batch` of the epoch to its end; false when `after_step` ended it.
+  bool run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step);
+
+  /// One forward and backward on zeros, without a step: lets the Reducer find the order in which
+  /// gradients arrive, as it does in a run's first step. Without it a resumed run would sum its
+  /// first step's buckets in another order than the run that was not interrupted, which changes
+  /// last bits with three ranks or more. Changes buffers and uses random numbers: restore after it.
+  void warm_up_reducer();
+
+  int64_t step() const { return step_; }
+  void set_step(int64_t step) { step_ = step; }
+  int64_t batches_per_epoch() const;
+  int64_t steps_per_epoch() const;
+  int64_t total_steps() const { return steps_per_epoch() * options_.max_epochs; }
+  /// This rank's sums since the last call, over all batches.
+  MetricSums take_sums();
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+
+ private:
+  void accumulate(const Batch& batch, int64_t batches_of_step);
+  void forward_and_backward(const Batch& batch, int64_t batches_of_step);
+  void update(int64_t epoch);
+
+  TrainTask& task_;
+  ProcessGroup group_;
+  const TrainerOptions& options_;
+  std::vector<at::Tensor> parameters_;
+  std::unique_ptr<DistributedDataParallel<std::shared_ptr<Model>>> ddp_;
+  FiniteCheck finite_;
+  ScheduleOptions schedule_;
+  double base_lr_;
+  int64_t step_ = 0;
+  int64_t samples_of_step_ = 0;
+  MetricSums sums_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,203 @@
+#include "lockstep/train/trainer.h"
+
+#include <algorithm>
+
+#include "lockstep/base/error.h"
+#include "lockstep/checkpoint/collective.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/random_state.h"
+#include "lockstep/train/stop_signal.h"
+#include "lockstep/train/weights.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+const TrainerOptions& checked(const TrainerOptions& options) {
+  const auto at_least = [](const char* name, int64_t value, int64_t minimum) {
+    if (value >= minimum) return;
+    throw UsageError(std::string(name) + " is " + std::to_string(value) + "; it must be at least " +
+                     std::to_string(minimum));
+  };
+  at_least("max_epochs", options.max_epochs, 0);
+  at_least("accumulate_grad_batches", options.accumulate_grad_batches, 1);
+  at_least("limit_train_batches", options.limit_train_batches, 0);
+  at_least("limit_test_batches", options.limit_test_batches, 0);
+  at_least("log_every_n_steps", options.log_every_n_steps, 1);
+  if (!(options.gradient_clip_val >= 0)) throw UsageError("gradient_clip_val must not be negative");
+  return options;
+}
+
+}  // namespace
+
+Trainer::Trainer(const World& world, TrainTask task, TrainerOptions options)
+    : world_(world),
+      task_(std::move(task)),
+      options_(checked(options)),
+      loop_(task_, world.group(), options_),
+      start_(Clock::now()) {
+  options_.identity["world_size"] = std::to_string(world.size());
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::add_callback(std::shared_ptr<Callback> callback) {
+  callbacks_.push_back(std::move(callback));
+}
+
+FitResult Trainer::fit() {
+  const StopSignal signals;
+  agreement_ = std::make_unique<StopAgreement>(world_.group(), task_.device);
+  start_ = Clock::now();
+  if (!random_state_.empty()) set_random_state(random_state_, task_.device);
+  for (const auto& callback : callbacks_) callback->on_start(*this);
+  const auto look_for_signal = [&] { stop_requested_ = agreement_->now(signals.received()); };
+  try {
+    while (epoch_ < options_.max_epochs && !wants_to_stop()) {
+      epoch_start_ = log_start_ = seconds();
+      loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
+        after_step(result);
+        stop_requested_ = agreement_->after_step(signals.received());
+        return stop_requested_ == 0;
+      });
+      if (stop_requested_ == 0) look_for_signal();
+      if (stop_requested_ != 0) interrupt(stop_requested_);
+      finish_epoch();
+      look_for_signal();
+      if (stop_requested_ != 0) interrupt(stop_requested_);
+    }
+    if (test_.samples == 0) {
+      test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
+                       options_.limit_test_batches);
+    }
+  } catch (const CommError&) {
+    // The other ranks got the signal too, and one of them is gone already.
+    if (signals.received() != 0) throw InterruptedError(signals.received());
+    throw;
+  }
+  FitResult result;
+  result.steps = loop_.step();
+  result.epochs = epoch_;
+  result.test = test_;
+  result.stopped_early = epoch_ < options_.max_epochs;
+  result.seconds = seconds();
+  for (const auto& callback : callbacks_) callback->on_end(*this, result);
+  if (signals.received() != 0) throw InterruptedError(signals.received());
+  return result;
+}
+
+void Trainer::after_step(const StepResult& result) {
+  batches_ = result.batches;
+  last_step_ = result;
+  for (const auto& callback : callbacks_) callback->on_step(*this, result);
+  if (result.step % options_.log_every_n_steps == 0) log_step(result);
+}
+
+void Trainer::collect_sums() {
+  const MetricSums sums = loop_.take_sums();
+  log_sums_.add(sums);
+  epoch_sums_.add(sums);
+}
+
+void Trainer::log_step(const StepResult& result) {
+  collect_sums();
+  LogResult log;
+  log.step = result;
+  log.metrics =
+      metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(log_sums_, {})));
+  const double now = seconds();
+  log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
+  log_start_ = now;
+  for (const auto& callback : callbacks_) callback->on_log(*this, log);
+}
+
+void Trainer::finish_epoch() {
+  collect_sums();
+  if (log_sums_.samples > 0) log_step(last_step_);
+  EpochResult result;
+  result.epoch = epoch_;
+  result.max_epochs = options_.max_epochs;
+  result.step = loop_.step();
+  result.lr = task_.optimizer->lr();
+  const double trained = seconds();
+  result.train =
+      metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(epoch_sums_, {})));
+  const int64_t samples = result.train.samples - std::exchange(restored_samples_, 0);
+  result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
+  test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
+                   options_.limit_test_batches);
+  result.test = test_;
+  result.seconds = seconds();
+  result.test_samples_per_s =
+      static_cast<double>(test_.samples) / std::max(result.seconds - trained, 1e-9);
+  ++epoch_;
+  batches_ = 0;
+  for (const auto& callback : callbacks_) callback->on_epoch_end(*this, result);
+}
+
+bool Trainer::wants_to_stop() const {
+  return std::any_of(callbacks_.begin(), callbacks_.end(),
+                     [](const auto& callback) { return callback->wants_to_stop(); });
+}
+
+void Trainer::interrupt(int signal_number) {
+  for (const auto& callback : callbacks_) callback->on_interrupt(*this, signal_number);
+  throw InterruptedError(signal_number);
+}
+
+double Trainer::seconds() const {
+  return std::chrono::duration<double>(Clock::now() - start_).count();
+}
+
+void Trainer::save(CheckpointFolder& folder) {
+  collect_sums();
+  // The epoch's sums of all ranks become rank 0's after a resume.
+  const MetricSums sums = reduce_over_ranks(world_.group(), task_.device, epoch_sums_);
+  Checkpoint checkpoint;
+  checkpoint.info.step = loop_.step();
+  checkpoint.info.epoch = epoch_;
+  checkpoint.info.batches = batches_;
+  checkpoint.info.identity = options_.identity;
+  checkpoint.info.values = {{"epoch.loss", sums.loss},
+                            {"epoch.loss_terms", static_cast<double>(sums.loss_terms)},
+                            {"epoch.correct", static_cast<double>(sums.correct)},
+                            {"epoch.classified", static_cast<double>(sums.classified)},
+                            {"epoch.samples", static_cast<double>(sums.samples)}};
+  for (const auto& callback : callbacks_) checkpoint.info.values.merge(callback->values());
+  if (is_first_rank()) {
+    checkpoint.model = state_dict(*task_.model);
+    for (auto& [name, tensor] : checkpoint.model) tensor = tensor.detach();
+    for (const auto& [name, tensor] : task_.optimizer->state()) {
+      checkpoint.state.emplace_back("optimizer." + name, tensor);
+    }
+  }
+  save_checkpoint(world_.group(), folder, checkpoint, random_state(task_.device));
+}
+
+void Trainer::restore(const Checkpoint& checkpoint) {
+  loop_.warm_up_reducer();
+  load_state_dict(*task_.model, checkpoint.model, "the checkpoint's model.safetensors");
+  task_.optimizer->load_state(with_prefix_removed(checkpoint.state, "optimizer."));
+  random_state_ = state_of_rank(checkpoint, world_.rank());
+  const CheckpointInfo& info = checkpoint.info;
+  loop_.set_step(info.step);
+  epoch_ = info.epoch;
+  batches_ = info.batches;
+  const auto value = [&](const char* name) {
+    const auto found = info.values.find(name);
+    return found == info.values.end() ? 0.0 : found->second;
+  };
+  restored_samples_ = static_cast<int64_t>(value("epoch.samples"));
+  epoch_sums_ = {};
+  if (is_first_rank()) {
+    epoch_sums_.loss = value("epoch.loss");
+    epoch_sums_.loss_terms = static_cast<int64_t>(value("epoch.loss_terms"));
+    epoch_sums_.correct = static_cast<int64_t>(value("epoch.correct"));
+    epoch_sums_.classified = static_cast<int64_t>(value("epoch.classified"));
+    epoch_sums_.samples = static_cast<int64_t>(value("epoch.samples"));
+  }
+  for (const auto& callback : callbacks_) callback->load_values(info.values);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,45 @@
+#include <exception>
+
+#include "commands.h"
+#include "lockstep/base/error.h"
+#include "lockstep/launch/error_file.h"
+#include "lockstep/launch/spawn.h"
+#include "lockstep/train/run.h"
+#include "train_flags.h"
+
+namespace lockstep::tool {
+namespace {
+
+int eval_rank(const RunConfig& config) {
+  const InitOptions options = init_options(config);
+  const World world = init(options);
+  Console console(world.rank() == 0, config.quiet);
+  try {
+    run_evaluation(config, world, console);
+  } catch (const std::exception& error) {
+    launch::write_error_file(error);
+    throw;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int eval_command(const std::vector<std::string>& args) {
+  RunConfig config;
+  Cli cli("lockstep eval", "Tests saved weights on the held-out part of a data set.");
+  cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
+  add_model_and_data_flags(cli, config);
+  cli.option("--load-weights", config.load_weights,
+             "The weights: a safetensors file, also a checkpoint's model.safetensors", "FILE");
+  add_process_flags(cli, config);
+  if (!cli.parse(args)) return 0;
+  if (config.load_weights.empty()) {
+    throw UsageError("--load-weights is missing: the file whose weights to test");
+  }
+  check_config(config);
+  if (config.devices > 1 && spawn(static_cast<int>(config.devices))) return 0;
+  return eval_rank(config);
+}
+
+}  // namespace lockstep::tool

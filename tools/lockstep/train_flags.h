@@ -1,0 +1,23 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cli.h"
+#include "lockstep/train/run_config.h"
+
+namespace lockstep::tool {
+
+/// Flags that `train` and `eval` share: model, data set, processes. They write into `config`.
+void add_model_and_data_flags(Cli& cli, RunConfig& config);
+void add_process_flags(Cli& cli, RunConfig& config);
+
+/// Flags of `train` alone.
+void add_training_flags(Cli& cli, RunConfig& config);
+void add_output_flags(Cli& cli, RunConfig& config);
+
+/// The file that --config names in `args`; empty when there is none. Read before the flags, which
+/// win.
+std::string config_file_in(const std::vector<std::string>& args);
+
+}  // namespace lockstep::tool
