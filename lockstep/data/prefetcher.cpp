@@ -1,5 +1,6 @@
 #include "lockstep/data/prefetcher.h"
 
+#include <c10/util/ParallelGuard.h>
 #include <pthread.h>
 
 #include <csignal>
@@ -59,6 +60,8 @@ std::optional<int64_t> Prefetcher::claim() {
 }
 
 void Prefetcher::work(int worker) {
+  const c10::ParallelGuard one_thread(
+      true);  // no team of threads for each worker's tensor operations
   while (const std::optional<int64_t> batch = claim()) {
     Slot made;
     try {

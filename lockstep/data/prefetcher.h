@@ -15,7 +15,7 @@ namespace lockstep {
 
 /// Threads that make batches [first, last) ahead of the one who takes them, in order. At most
 /// `window` batches are ready or in the making at a time. All signals are blocked in the threads,
-/// so that they go to the program's own.
+/// so that they go to the program's own; LibTorch's operations run on the thread itself there.
 class Prefetcher {
  public:
   /// Makes batch number `batch`; called from the thread `worker` in [0, workers).

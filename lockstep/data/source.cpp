@@ -1,8 +1,12 @@
 #include "lockstep/data/source.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/max.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -109,6 +113,30 @@ void RowView::gather_into(const at::Tensor& out) const {
     return;
   }
   for (int64_t i = 0; i < size(); ++i) std::memcpy(to + i * row_bytes_, (*this)[i], row_bytes_);
+}
+
+TensorDataset read_all(SampleSource& source) {
+  constexpr int64_t kSamplesAtOnce = 1024;
+  const auto make = [&](const SampleSpec& spec) {
+    std::vector<int64_t> shape{source.size()};
+    shape.insert(shape.end(), spec.shape.begin(), spec.shape.end());
+    return at::empty(shape, spec.dtype);
+  };
+  TensorDataset dataset;
+  dataset.name = source.name();
+  dataset.data = make(source.data_spec());
+  dataset.targets = make(source.target_spec());
+  std::vector<int64_t> indices;
+  for (int64_t begin = 0; begin < source.size(); begin += kSamplesAtOnce) {
+    indices.resize(std::min(kSamplesAtOnce, source.size() - begin));
+    std::iota(indices.begin(), indices.end(), begin);
+    const auto count = static_cast<int64_t>(indices.size());
+    source.read(indices, dataset.data.narrow(0, begin, count),
+                dataset.targets.narrow(0, begin, count));
+  }
+  if (dataset.targets.scalar_type() == at::kLong && dataset.targets.dim() == 1)
+    dataset.num_classes = dataset.targets.max().item<int64_t>() + 1;
+  return dataset;
 }
 
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset) {

@@ -61,6 +61,10 @@ class SampleSource {
                     const at::Tensor& target) = 0;
 };
 
+/// All samples of a source in memory. `num_classes` is the largest target and one for int64 targets
+/// [N], else 0.
+TensorDataset read_all(SampleSource& source);
+
 /// A TensorDataset as a source. Shares its tensors. Throws DataError when they are not contiguous
 /// CPU tensors with one target a sample.
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset);

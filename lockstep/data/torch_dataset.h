@@ -1,0 +1,112 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/data/dataset.h"
+#include "lockstep/data/source.h"
+
+namespace lockstep {
+
+/// What a data set gave for a list of indices: one tensor each, or, when `stacked`, one for all
+/// with a leading dimension.
+struct Examples {
+  std::vector<at::Tensor> data;
+  std::vector<at::Tensor> target;
+  bool stacked = false;
+};
+
+/// A source that asks for examples one list at a time and copies them into the batch. Shapes and
+/// dtypes are those of sample 0.
+class ExampleSource : public SampleSource {
+ public:
+  std::string name() const override { return name_; }
+  int64_t size() const override { return size_; }
+  SampleSpec data_spec() const override { return data_spec_; }
+  SampleSpec target_spec() const override { return target_spec_; }
+  /// Throws DataError naming the sample whose shape or dtype is another than sample 0's.
+  void read(std::span<const int64_t> indices, const at::Tensor& data,
+            const at::Tensor& target) override;
+
+ protected:
+  explicit ExampleSource(std::string name) : name_(std::move(name)) {}
+  /// Reads sample 0. Throws DataError for a data set that has none.
+  void inspect(int64_t size);
+  virtual Examples fetch(const std::vector<size_t>& indices) = 0;
+
+ private:
+  std::string name_;
+  int64_t size_ = 0;
+  SampleSpec data_spec_;
+  SampleSpec target_spec_;
+};
+
+template <typename Dataset>
+class TorchDatasetSource : public ExampleSource {
+ public:
+  using Batch = typename Dataset::BatchType;
+  static constexpr bool kStacked = requires(Batch batch) { batch.data; };
+
+  static_assert(!std::is_same_v<typename Dataset::BatchRequestType, size_t>,
+                "a stream has no indices to sample from: give a data set with get(index)");
+  static_assert(!Dataset::is_stateful,
+                "a stateful data set yields its batches in an order of its own: give one with "
+                "get(index)");
+  static_assert(std::is_copy_constructible_v<Dataset>,
+                "each worker has a copy of the data set: make it copyable, or wrap it by "
+                "torch::data::datasets::make_shared_dataset");
+
+  TorchDatasetSource(Dataset dataset, std::string name)
+      : ExampleSource(std::move(name)), dataset_(std::move(dataset)) {
+    inspect(static_cast<int64_t>(dataset_.size().value_or(0)));
+  }
+  std::unique_ptr<SampleSource> clone() const override {
+    return std::make_unique<TorchDatasetSource>(*this);
+  }
+
+ protected:
+  Examples fetch(const std::vector<size_t>& indices) override {
+    auto batch = dataset_.get_batch(indices);
+    Examples examples;
+    if constexpr (kStacked) {
+      examples = {{std::move(batch.data)}, {std::move(batch.target)}, true};
+    } else {
+      for (auto& example : batch) {
+        examples.data.push_back(std::move(example.data));
+        examples.target.push_back(std::move(example.target));
+      }
+    }
+    return examples;
+  }
+
+ private:
+  Dataset dataset_;
+};
+
+/// Any `torch::data` data set with random access as a source for a DataLoader: a
+/// `Dataset<Self, Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read
+/// when a batch needs them, in the loader's threads; each thread has its own copy of the data set,
+/// as LibTorch's own loader does it.
+///
+///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
+template <typename Dataset>
+std::unique_ptr<SampleSource> torch_source(Dataset dataset, std::string name = "torch::data") {
+  return std::make_unique<TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
+}
+
+/// All samples of a `torch::data` data set, read once into memory: faster from the first epoch's
+/// end on where they fit.
+template <typename Dataset>
+TensorDataset load_torch_dataset(Dataset dataset, std::string name = "torch::data") {
+  return read_all(*torch_source(std::move(dataset), std::move(name)));
+}
+
+}  // namespace lockstep
