@@ -5,9 +5,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/comm/check_context.h"
 #include "lockstep/comm/checked_work.h"
 #include "lockstep/comm/failure_report.h"
-#include "lockstep/comm/group_context.h"
 #include "lockstep/comm/p2p_gate.h"
 #include "lockstep/comm/process_identity.h"
 #include "lockstep/comm/rank_checks.h"
@@ -73,12 +73,12 @@ class CheckedBackend final : public c10d::Backend {
         store_(std::move(store)),
         options_(std::move(options)),
         over_gloo_(inner_->getBackendName() == "gloo"),
-        limit_(comparison_limit()),
-        context_(std::make_shared<GroupContext>(store_, getRank(), getSize(), options_.global_ranks,
+        context_(std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
                                                 options_.group_name, options_.timeout)),
-        checks_(*context_, options_.announced),
-        gate_(context_, options_.debug == DebugLevel::detail ? -1 : options_.first_collectives) {
-    if (!options_.announced) announce_checks(*store_, getRank(), options_.group_name);
+        checks_(*context_, options_.announced, comparison_limit()),
+        gate_(context_, checks_) {
+    if (!options_.announced)
+      announce_checks(*store_, getRank(), options_.group_name, options_.debug);
   }
 
   const BackendPtr& inner() const { return inner_; }
@@ -361,7 +361,7 @@ class CheckedBackend final : public c10d::Backend {
   /// How many of the group's first collectives are compared.
   uint64_t comparison_limit() const {
     if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
-    if (options_.debug == DebugLevel::detail) return UINT64_MAX;
+    if (options_.debug == DebugLevel::detail) return RankChecks::kAll;
     return over_gloo_ ? static_cast<uint64_t>(std::max(0, options_.first_collectives)) : 0;
   }
 
@@ -373,7 +373,7 @@ class CheckedBackend final : public c10d::Backend {
   template <class Describe>
   void begin(CallSummary& call, Milliseconds timeout, Describe describe) {
     call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
-    if (call.sequence > limit_ || !checks_.active()) return;
+    if (!checks_.compares(call.sequence)) return;
     CallSignature signature;
     signature.operation = call.operation;
     signature.reduction = call.reduction;
@@ -414,8 +414,8 @@ class CheckedBackend final : public c10d::Backend {
           translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
     };
-    if (limit_ > 0 && over_gloo_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
-        checks_.active()) {
+    if (over_gloo_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
+        checks_.compares(1)) {
       if (auto held =
               gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated))
         return held;
@@ -444,8 +444,7 @@ class CheckedBackend final : public c10d::Backend {
   const StorePtr store_;
   const CheckedBackendOptions options_;
   const bool over_gloo_;
-  const uint64_t limit_;
-  const std::shared_ptr<GroupContext> context_;
+  const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
@@ -455,8 +454,11 @@ class CheckedBackend final : public c10d::Backend {
 
 }  // namespace
 
-void announce_checks(c10d::Store& store, int rank, const std::string& group_name) {
-  store.set(check_prefix(group_name) + "/" + announcement_key(rank), process_identity());
+void announce_checks(c10d::Store& store, int rank, const std::string& group_name,
+                     DebugLevel debug) {
+  const std::string prefix = check_prefix(group_name) + "/";
+  store.set(prefix + announcement_key(rank), process_identity());
+  if (debug == DebugLevel::off) RankChecks::switch_off(store, prefix);
 }
 
 BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackendOptions options) {

@@ -35,9 +35,11 @@ struct CheckedBackendOptions {
   bool announced = false;
 };
 
-/// Tells the group's other ranks that this one compares its calls. Costs one message to the store,
-/// without an answer. Called by make_checked_backend when options.announced is false.
-void announce_checks(c10d::Store& store, int rank, const std::string& group_name = "default");
+/// Tells the group's other ranks which process this one is and that it compares its calls; at
+/// `off`, that nobody is to compare. Costs one message to the store, without an answer (at `off`, a
+/// round trip). Called by make_checked_backend when options.announced is false.
+void announce_checks(c10d::Store& store, int rank, const std::string& group_name = "default",
+                     DebugLevel debug = DebugLevel::info);
 
 /// Decorates a backend:
 /// - Before a collective it compares over the store what the ranks call: sequence number,
@@ -52,8 +54,9 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   others report to the store; that takes up to a second, after the failure only.
 /// Errors of use (a wrong device, a wrong number of tensors) pass as they are.
 ///
-/// Where a rank did not announce itself nothing is compared, on no rank. A group of one compares
-/// nothing. Splitting it gives a decorated backend again. Threads: as the backend.
+/// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options
+/// compare as much as the one that makes the first call says. A group of one compares nothing.
+/// Splitting it gives a decorated backend again. Threads: as the backend.
 c10::intrusive_ptr<c10d::Backend> make_checked_backend(c10::intrusive_ptr<c10d::Backend> inner,
                                                        c10::intrusive_ptr<c10d::Store> store,
                                                        CheckedBackendOptions options = {});

@@ -14,7 +14,7 @@ using Future = c10::ivalue::Future;
 
 /// What a failure of the work is reported with; small enough to be copied into a callback.
 struct Report {
-  std::shared_ptr<GroupContext> context;
+  std::shared_ptr<CheckContext> context;
   CallSummary call;
   std::chrono::milliseconds timeout;
   int peer;
@@ -111,7 +111,7 @@ class CheckedWork final : public c10d::Work {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
-                                                 std::shared_ptr<GroupContext> context,
+                                                 std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
                                                  std::chrono::milliseconds timeout, int peer) {
   return c10::make_intrusive<CheckedWork>(std::move(inner),

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 
 namespace c10d {
 class Work;
@@ -17,7 +17,7 @@ namespace lockstep {
 /// Decorates a backend's work: wait, exception and future give our errors; all else passes. `peers`
 /// are the ranks that can be at fault for a failure (empty: all others of the group).
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
-                                                 std::shared_ptr<GroupContext> context,
+                                                 std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
                                                  std::chrono::milliseconds timeout, int peer = -1);
 

@@ -29,7 +29,7 @@ bool is_p2p(Operation operation) {
   return operation >= Operation::send;
 }
 
-std::string what_i_did(const GroupContext& context, const CallSummary& call) {
+std::string what_i_did(const CheckContext& context, const CallSummary& call) {
   std::string text = describe(call, context.names());
   if (is_p2p(call.operation) || call.sequence == 0)
     return text + " in group '" + context.group() + "'";
@@ -38,7 +38,7 @@ std::string what_i_did(const GroupContext& context, const CallSummary& call) {
 }
 
 /// One look at the store and the processes; true when the cause is known.
-bool look(GroupContext& context, const std::vector<int>& peers, Findings& findings) {
+bool look(CheckContext& context, const std::vector<int>& peers, Findings& findings) {
   findings.silent.clear();
   for (int rank : peers) {
     if (findings.words.count(rank)) continue;
@@ -52,7 +52,7 @@ bool look(GroupContext& context, const std::vector<int>& peers, Findings& findin
   return !findings.ended.empty() || findings.silent.empty();
 }
 
-Findings investigate(GroupContext& context, const CallSummary& call,
+Findings investigate(CheckContext& context, const CallSummary& call,
                      const std::vector<int>& peers) {
   Findings findings;
   findings.silent = peers;
@@ -72,14 +72,14 @@ Findings investigate(GroupContext& context, const CallSummary& call,
   return findings;
 }
 
-std::string name_ended(GroupContext& context, const std::vector<int>& ended) {
+std::string name_ended(CheckContext& context, const std::vector<int>& ended) {
   std::vector<std::string> parts;
   for (int rank : ended) parts.push_back(context.name_with_process(rank));
   return join(parts, ", ") + (ended.size() == 1 ? " has ended" : " have ended");
 }
 
 /// The sentences after the colon.
-std::string cause(GroupContext& context, const Findings& findings) {
+std::string cause(CheckContext& context, const Findings& findings) {
   if (!findings.ended.empty()) return name_ended(context, findings.ended);
   std::vector<std::string> parts;
   if (!findings.silent.empty())
@@ -95,7 +95,7 @@ std::string cause(GroupContext& context, const Findings& findings) {
 
 }  // namespace
 
-std::exception_ptr translate_failure(const std::exception_ptr& error, GroupContext& context,
+std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
                                      std::vector<int> peers) {
   const FailureKind kind = failure_kind(error);
@@ -117,7 +117,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, GroupConte
       "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));
 }
 
-std::exception_ptr short_wait_error(const GroupContext& context, const CallSummary& call,
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
                                     std::chrono::milliseconds timeout) {
   return std::make_exception_ptr(TimeoutError(context.me() + ": " + what_i_did(context, call) +
                                               " is not finished after " + seconds_text(timeout) +

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 
 namespace lockstep {
 
@@ -17,12 +17,12 @@ inline constexpr std::chrono::milliseconds kReportPatience{1000};
 /// back as they are. Tells the other ranks through the store that this one failed, and waits up to
 /// kReportPatience for their word: who has ended, who failed as well, who is silent. `peers` are
 /// the ranks that can be at fault (empty: all others); `timeout` is the one that applied.
-std::exception_ptr translate_failure(const std::exception_ptr& error, GroupContext& context,
+std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
                                      std::vector<int> peers = {});
 
 /// For a wait that its caller limited to `timeout`, while the operation goes on.
-std::exception_ptr short_wait_error(const GroupContext& context, const CallSummary& call,
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
                                     std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

@@ -280,6 +280,7 @@ void P2PGate::settle(Held& held, int peer, const std::string& other_key) {
 }
 
 void P2PGate::issue(Held& held, int peer) {
+  if (held.work->given_up()) return;
   try {
     held.work->issued(held.issue(held.tensors, peer), peer);
   } catch (...) {

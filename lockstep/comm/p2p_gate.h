@@ -17,8 +17,9 @@
 #include <vector>
 
 #include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 #include "lockstep/comm/pending_work.h"
+#include "lockstep/comm/rank_checks.h"
 
 namespace lockstep {
 
@@ -44,9 +45,9 @@ class P2PGate {
   using Issue = std::function<c10::intrusive_ptr<c10d::Work>(std::vector<at::Tensor>&, int peer)>;
   static constexpr int kAnyRank = -1;
 
-  /// `limit`: how many calls of a channel are compared; negative: all.
-  P2PGate(std::shared_ptr<GroupContext> context, int limit)
-      : context_(std::move(context)), limit_(limit) {}
+  /// `checks` says how many calls of a channel are compared; it must outlive the gate.
+  P2PGate(std::shared_ptr<CheckContext> context, RankChecks& checks)
+      : context_(std::move(context)), checks_(checks) {}
   ~P2PGate();
   P2PGate(const P2PGate&) = delete;
   P2PGate& operator=(const P2PGate&) = delete;
@@ -86,7 +87,7 @@ class P2PGate {
   };
   enum class Progress { none, done };
 
-  bool within_limit(int64_t index) const { return limit_ < 0 || index < limit_; }
+  bool within_limit(int64_t index) { return checks_.compares(static_cast<uint64_t>(index) + 1); }
   bool hold_send(int peer, int tag, Channel& channel);
   bool hold_recv(int tag, Channel& channel);
   bool hold_any(int tag);
@@ -107,8 +108,8 @@ class P2PGate {
   void issue(Held& held, int peer);
   void fail(Held& held, std::exception_ptr error);
 
-  const std::shared_ptr<GroupContext> context_;
-  const int limit_;
+  const std::shared_ptr<CheckContext> context_;
+  RankChecks& checks_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<Key, Channel> sends_;

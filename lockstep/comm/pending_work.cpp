@@ -1,10 +1,11 @@
 #include "lockstep/comm/pending_work.h"
 
+#include "lockstep/base/error.h"
 #include "lockstep/comm/failure_report.h"
 
 namespace lockstep {
 
-PendingWork::PendingWork(std::shared_ptr<GroupContext> context, const CallSummary& call,
+PendingWork::PendingWork(std::shared_ptr<CheckContext> context, const CallSummary& call,
                          c10d::OpType type)
     : c10d::Work(context->rank(), type), context_(std::move(context)), call_(call) {}
 
@@ -20,6 +21,7 @@ void PendingWork::issued(c10::intrusive_ptr<c10d::Work> inner, int peer) {
 void PendingWork::failed(std::exception_ptr error) {
   {
     std::lock_guard lock(mutex_);
+    if (exception_) return;
     exception_ = std::move(error);
   }
   settled_.notify_all();
@@ -79,7 +81,15 @@ bool PendingWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void PendingWork::abort() {
-  if (const auto work = inner()) work->abort();
+  if (const auto work = inner()) return work->abort();
+  failed(std::make_exception_ptr(CommError(context_->me() + ": " +
+                                           describe(call_, context_->names()) + " in group '" +
+                                           context_->group() + "' was given up before it began")));
+}
+
+bool PendingWork::given_up() const {
+  std::lock_guard lock(mutex_);
+  return exception_ != nullptr;
 }
 
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 
 namespace lockstep {
 
@@ -12,11 +12,13 @@ namespace lockstep {
 /// and the backend's own work is over.
 class PendingWork final : public c10d::Work {
  public:
-  PendingWork(std::shared_ptr<GroupContext> context, const CallSummary& call, c10d::OpType type);
+  PendingWork(std::shared_ptr<CheckContext> context, const CallSummary& call, c10d::OpType type);
 
   /// One of them, once, by the gate.
   void issued(c10::intrusive_ptr<c10d::Work> inner, int peer);
   void failed(std::exception_ptr error);
+  /// Aborted before it was issued: there is nothing to issue any more.
+  bool given_up() const;
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -30,7 +32,7 @@ class PendingWork final : public c10d::Work {
  private:
   c10::intrusive_ptr<c10d::Work> inner() const;
 
-  const std::shared_ptr<GroupContext> context_;
+  const std::shared_ptr<CheckContext> context_;
   const CallSummary call_;
   std::condition_variable settled_;
   c10::intrusive_ptr<c10d::Work> inner_;

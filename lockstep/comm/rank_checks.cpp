@@ -1,5 +1,6 @@
 #include "lockstep/comm/rank_checks.h"
 
+#include <cstdlib>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
@@ -27,6 +28,7 @@ int64_t mismatches(int64_t state) {
 constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
 constexpr std::chrono::milliseconds kLookForEnded{50};
 
+const char* kModeKey = "mode";
 const char* kStateKey = "state";
 const char* kArrivedKey = "arrived";
 const char* kBrokenKey = "broken";
@@ -42,29 +44,37 @@ std::string verdict_key(int64_t comparison) {
 
 }  // namespace
 
-bool RankChecks::active() {
-  std::lock_guard lock(mutex_);
-  if (!active_) active_ = decide();
-  return *active_;
+void RankChecks::switch_off(c10d::Store& store, const std::string& prefix) {
+  store.compareSet(prefix + kModeKey, "", "0");
 }
 
 bool RankChecks::decide() {
-  if (context_.size() == 1) return false;
+  std::lock_guard lock(mutex_);
+  if (!decided_) {
+    limit_ = context_.size() == 1 ? 0 : agree();
+    decided_ = true;
+  }
+  return true;
+}
+
+uint64_t RankChecks::agree() {
   const auto deadline =
       Clock::now() + (announced_ ? std::chrono::milliseconds(0) : kAnnouncementGrace);
   bool all = context_.all_announced();
   for (PollPause pause; !all && Clock::now() < deadline; all = context_.all_announced())
     pause.sleep();
-  const std::string mine = all ? "on" : "off";
-  const std::string agreed = context_.store().compareSet("mode", "", mine);
-  if (agreed == "on") {
+  const std::string mine = std::to_string(all ? limit_.load() : 0);
+  const std::string agreed = context_.store().compareSet(kModeKey, "", mine);
+  if (agreed != "0") {
     context_.remember_identities();
-    return true;
+    return std::strtoull(agreed.c_str(), nullptr, 10);
   }
-  log_debug("group '" + context_.group() +
-            "' compares no calls: " + rank_list(context_.unannounced(), context_.names()) +
-            " did not announce itself (a Python process?)");
-  return false;
+  const auto silent = context_.unannounced();
+  log_debug("group '" + context_.group() + "' compares no calls: " +
+            (silent.empty() ? std::string("one of its ranks is told not to")
+                            : rank_list(silent, context_.names()) +
+                                  " did not announce itself (a Python process?)"));
+  return 0;
 }
 
 std::string RankChecks::called(const CallSignature& call) const {

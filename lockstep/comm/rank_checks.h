@@ -1,13 +1,13 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 
 #include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 
 namespace lockstep {
 
@@ -17,12 +17,21 @@ namespace lockstep {
 /// round trips and some polls, whatever the size of the group, and leaves no keys behind.
 class RankChecks {
  public:
-  /// `announced`: CheckedBackendOptions::announced.
-  RankChecks(GroupContext& context, bool announced) : context_(context), announced_(announced) {}
+  /// `announced`: CheckedBackendOptions::announced. `limit`: how many of the first collectives this
+  /// rank would compare; 0 for none, kAll for all.
+  RankChecks(CheckContext& context, bool announced, uint64_t limit)
+      : context_(context), announced_(announced), limit_(limit) {}
+  static constexpr uint64_t kAll = UINT64_MAX;
 
-  /// Whether this group compares at all: all ranks have announced themselves. Decided by whoever
-  /// asks first, the same on all ranks.
-  bool active();
+  /// Whether the call of this number (from 1) is to be compared. The first one asks the store: it
+  /// needs that all ranks have announced themselves, and the rank that asks first decides for all.
+  bool compares(uint64_t number) {
+    return number <= limit_.load(std::memory_order_relaxed) && (decided_ || decide()) &&
+           number <= limit_.load(std::memory_order_relaxed);
+  }
+
+  /// Decides for all, before anyone asks, that nothing is compared.
+  static void switch_off(c10d::Store& store, const std::string& prefix);
 
   /// Blocks until all ranks have come with a call. Throws MismatchError, TimeoutError naming the
   /// ranks that did not come, PeerLostError naming those that ended. After the last two the group
@@ -31,6 +40,7 @@ class RankChecks {
 
  private:
   bool decide();
+  uint64_t agree();
   int64_t judge(const CallSignature& mine);
   void await(const CallSignature& mine, std::chrono::milliseconds timeout);
   /// Throws when `state` says that the group is broken.
@@ -41,10 +51,11 @@ class RankChecks {
   void break_group(char kind, const std::string& text);
   std::string called(const CallSignature& call) const;
 
-  GroupContext& context_;
+  CheckContext& context_;
   const bool announced_;
+  std::atomic<uint64_t> limit_;  ///< Ours, then the group's.
+  std::atomic<bool> decided_{false};
   std::mutex mutex_;
-  std::optional<bool> active_;
   int64_t compared_ = 0;    ///< Comparisons that this rank has entered.
   int64_t mismatches_ = 0;  ///< Of them, those that ended in a mismatch.
 };

@@ -1,4 +1,4 @@
-#include "lockstep/comm/group_context.h"
+#include "lockstep/comm/check_context.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -30,7 +30,7 @@ RankNames names_or_numbers(RankNames names, int size) {
 
 }  // namespace
 
-GroupContext::GroupContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
     : shared_store_(std::move(store)),
       rank_(rank),
@@ -40,9 +40,9 @@ GroupContext::GroupContext(c10::intrusive_ptr<c10d::Store> store, int rank, int 
       timeout_ms_(timeout.count()),
       identities_(static_cast<size_t>(size)) {}
 
-GroupContext::~GroupContext() = default;
+CheckContext::~CheckContext() = default;
 
-c10d::Store& GroupContext::store() {
+c10d::Store& CheckContext::store() {
   std::lock_guard lock(mutex_);
   if (!store_) {
     auto own = over_tcp(shared_store_) ? shared_store_->clone() : shared_store_;
@@ -51,27 +51,27 @@ c10d::Store& GroupContext::store() {
   return *store_;
 }
 
-std::vector<int> GroupContext::others() const {
+std::vector<int> CheckContext::others() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) ranks.push_back(rank);
   return ranks;
 }
 
-bool GroupContext::all_announced() {
+bool CheckContext::all_announced() {
   std::vector<std::string> keys;
   for (int rank : others()) keys.push_back(announcement_key(rank));
   return store().check(keys);
 }
 
-std::vector<int> GroupContext::unannounced() {
+std::vector<int> CheckContext::unannounced() {
   std::vector<int> missing;
   for (int rank : others())
     if (!store().check({announcement_key(rank)})) missing.push_back(rank);
   return missing;
 }
 
-void GroupContext::remember_identities() {
+void CheckContext::remember_identities() {
   std::vector<std::string> keys;
   for (int rank : others()) keys.push_back(announcement_key(rank));
   auto& announcements = store();
@@ -86,7 +86,7 @@ void GroupContext::remember_identities() {
     identities_[static_cast<size_t>(others()[i])].assign(values[i].begin(), values[i].end());
 }
 
-std::string GroupContext::identity_of(int rank) {
+std::string CheckContext::identity_of(int rank) {
   auto& known = identities_[static_cast<size_t>(rank)];
   auto& keys = store();
   std::lock_guard lock(mutex_);
@@ -95,7 +95,7 @@ std::string GroupContext::identity_of(int rank) {
   return known;
 }
 
-std::vector<int> GroupContext::ended(const std::vector<int>& ranks) {
+std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   std::vector<int> result;
   for (int rank : ranks) {
     std::string identity;
@@ -110,7 +110,7 @@ std::vector<int> GroupContext::ended(const std::vector<int>& ranks) {
   return result;
 }
 
-std::string GroupContext::name_with_process(int group_rank) {
+std::string CheckContext::name_with_process(int group_rank) {
   std::string identity;
   {
     std::lock_guard lock(mutex_);

@@ -20,11 +20,11 @@ namespace lockstep {
 
 /// What the checks, the works and the failure reports of one group share. Outlives the backend
 /// where a future still needs it, and holds no thread and no backend. Any thread may call.
-class GroupContext {
+class CheckContext {
  public:
-  GroupContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RankNames names,
+  CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RankNames names,
                std::string group, std::chrono::milliseconds timeout);
-  ~GroupContext();
+  ~CheckContext();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
