@@ -24,116 +24,145 @@ constexpr size_t kLargestPiece = 1u << 30;  // zlib counts in 32 bits
 
 }  // namespace
 
-struct ContentReader::Inflater {
+struct ContentReader::Input {
   UniqueFd fd;
-  uint64_t file_size = 0;
-  bool gzip = false;
-  bool member_done = false;  ///< The last member's checksum was right; another may follow.
-  std::vector<unsigned char> buffer = std::vector<unsigned char>(kBufferSize);
+  uint64_t position = 0;  ///< Of the next byte to take from the file.
+  uint64_t end = 0;
+  uint64_t packed_size = 0;
+  bool inflating = false;
+  bool stream_done = false;  ///< A deflate stream ended well; another gzip member may follow.
+  std::vector<unsigned char> buffer;
   z_stream
       stream{};  ///< next_in and avail_in are the unread part of `buffer`, for plain files too.
 
-  ~Inflater() {
-    if (gzip) ::inflateEnd(&stream);
+  ~Input() {
+    if (inflating) ::inflateEnd(&stream);
   }
 };
 
-ContentReader::ContentReader(fs::path path, bool inflate_gzip)
-    : path_(std::move(path)), inflater_(std::make_unique<Inflater>()) {
-  Inflater& in = *inflater_;
+ContentReader::ContentReader(fs::path path, ContentOptions options)
+    : path_(std::move(path)), options_(std::move(options)), input_(std::make_unique<Input>()) {
+  Input& in = *input_;
   in.fd.reset(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
   if (!in.fd) throw SystemError("cannot open " + path_.string(), errno);
   struct stat status {};
   if (::fstat(in.fd.get(), &status) != 0) {
     throw SystemError("cannot read " + path_.string(), errno);
   }
-  in.file_size = static_cast<uint64_t>(status.st_size);
-  fill();
-  const unsigned char* start = in.stream.next_in;
-  if (inflate_gzip && in.stream.avail_in >= 2 && start[0] == 0x1f && start[1] == 0x8b) {
-    if (::inflateInit2(&in.stream, 16 + MAX_WBITS) != Z_OK) {
-      throw Error("zlib cannot start to inflate " + path_.string());
-    }
-    in.gzip = true;
+  const auto file_size = static_cast<uint64_t>(status.st_size);
+  in.position = std::min(options_.begin, file_size);
+  const uint64_t left = file_size - in.position;
+  in.end = in.position + std::min(left, options_.size.value_or(left));
+  in.packed_size = in.end - in.position;
+  in.buffer.resize(kBufferSize);
+  using Packing = ContentOptions::Packing;
+  if (options_.packing == Packing::deflate) {
+    start_inflating(-MAX_WBITS);
+  } else if (options_.packing == Packing::detect_gzip && fill() >= 2 &&
+             in.stream.next_in[0] == 0x1f && in.stream.next_in[1] == 0x8b) {
+    constexpr int kGzipOnly = 16;
+    start_inflating(kGzipOnly + MAX_WBITS);
   }
 }
 
 ContentReader::~ContentReader() = default;
 
-bool ContentReader::compressed() const {
-  return inflater_->gzip;
+void ContentReader::start_inflating(int window_bits) {
+  if (::inflateInit2(&input_->stream, window_bits) != Z_OK) {
+    throw Error("zlib cannot start to inflate " + path_.string());
+  }
+  input_->inflating = true;
 }
 
-uint64_t ContentReader::size_limit() const {
-  const uint64_t size = inflater_->file_size;
-  return inflater_->gzip ? size * kDeflateRatio : size;
+bool ContentReader::compressed() const {
+  return input_->inflating;
+}
+
+uint64_t ContentReader::remaining_limit() const {
+  const Input& in = *input_;
+  if (in.inflating) return in.packed_size * kDeflateRatio;
+  return in.end - in.position + in.stream.avail_in;
 }
 
 void ContentReader::fail(uint64_t offset, const std::string& complaint,
                          const std::string& hint) const {
-  throw DataError(path_.string() + ", byte " + std::to_string(offset) +
-                      (compressed() ? " of the decompressed content: " : ": ") + complaint,
-                  hint);
+  const std::string member = options_.member.empty() ? "" : " (" + options_.member + " in it)";
+  const std::string unpacked = compressed() ? " of the decompressed content: " : ": ";
+  throw DataError(
+      path_.string() + member + ", byte " + std::to_string(offset) + unpacked + complaint, hint);
 }
 
-/// Refills the empty buffer; 0 at the end of the file.
-size_t ContentReader::fill() {
-  Inflater& in = *inflater_;
+/// Takes up to `size` bytes from the file at its position; 0 at the content's end.
+size_t ContentReader::read_file(unsigned char* out, size_t size) {
+  Input& in = *input_;
+  const auto wanted = static_cast<size_t>(std::min<uint64_t>(size, in.end - in.position));
   ssize_t n;
   do {
-    n = ::read(in.fd.get(), in.buffer.data(), in.buffer.size());
+    n = ::pread(in.fd.get(), out, wanted, static_cast<off_t>(in.position));
   } while (n < 0 && errno == EINTR);
   if (n < 0) throw SystemError("cannot read " + path_.string(), errno);
-  in.stream.next_in = in.buffer.data();
-  in.stream.avail_in = static_cast<uInt>(n);
+  in.position += static_cast<uint64_t>(n);
+  if (n == 0) in.end = in.position;  // the file has become shorter since it was opened
   return static_cast<size_t>(n);
 }
 
-size_t ContentReader::read_plain(char* out, size_t size) {
-  Inflater& in = *inflater_;
-  const size_t buffered = std::min<size_t>(size, in.stream.avail_in);
-  std::memcpy(out, in.stream.next_in, buffered);
-  in.stream.next_in += buffered;
-  in.stream.avail_in -= static_cast<uInt>(buffered);
-  size_t done = buffered;
+/// Refills the empty buffer; 0 at the end.
+size_t ContentReader::fill() {
+  Input& in = *input_;
+  const size_t n = read_file(in.buffer.data(), in.buffer.size());
+  in.stream.next_in = in.buffer.data();
+  in.stream.avail_in = static_cast<uInt>(n);
+  return n;
+}
+
+size_t ContentReader::read_plain(unsigned char* out, size_t size) {
+  Input& in = *input_;
+  size_t done = 0;
   while (done < size) {
-    const ssize_t n = ::read(in.fd.get(), out + done, std::min(size - done, kLargestPiece));
-    if (n == 0) break;
-    if (n > 0) {
-      done += static_cast<size_t>(n);
-    } else if (errno != EINTR) {
-      throw SystemError("cannot read " + path_.string(), errno);
+    if (in.stream.avail_in > 0) {
+      const size_t n = std::min<size_t>(size - done, in.stream.avail_in);
+      std::memcpy(out + done, in.stream.next_in, n);
+      in.stream.next_in += n;
+      in.stream.avail_in -= static_cast<uInt>(n);
+      done += n;
+    } else if (size - done >= in.buffer.size()) {
+      const size_t n = read_file(out + done, size - done);
+      if (n == 0) break;
+      done += n;
+    } else if (fill() == 0) {
+      break;
     }
   }
   return done;
 }
 
-size_t ContentReader::inflate_into(char* out, size_t size) {
-  Inflater& in = *inflater_;
+size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
+  Input& in = *input_;
   z_stream& stream = in.stream;
   size_t done = 0;
   while (done < size) {
+    if (in.stream_done && options_.packing == ContentOptions::Packing::deflate) break;
     if (stream.avail_in == 0 && fill() == 0) {
-      if (in.member_done) break;
-      fail(offset_ + done, "the gzip stream is truncated", "copy or download the file again");
+      if (in.stream_done) break;
+      fail(offset_ + done, "the compressed data ends here; expected more: the file is truncated",
+           "copy or download the file again");
     }
-    if (in.member_done) {
+    if (in.stream_done) {
       ::inflateReset(&stream);
-      in.member_done = false;
+      in.stream_done = false;
     }
     const size_t piece = std::min(size - done, kLargestPiece);
-    stream.next_out = reinterpret_cast<unsigned char*>(out + done);
+    stream.next_out = out + done;
     stream.avail_out = static_cast<uInt>(piece);
     const int result = ::inflate(&stream, Z_NO_FLUSH);
     done += piece - stream.avail_out;
     if (result == Z_STREAM_END) {
-      in.member_done = true;
+      in.stream_done = true;
     } else if (result == Z_MEM_ERROR) {
       throw Error("no memory to inflate " + path_.string());
     } else if (result != Z_OK && result != Z_BUF_ERROR) {
-      fail(offset_ + done,
-           std::string("the gzip stream is damaged (") +
-               (stream.msg ? stream.msg : "zlib gives no reason") + ")",
+      const std::string reason = stream.msg ? stream.msg : "zlib gives no reason";
+      fail(offset_ + done, "the compressed data is damaged (" + reason + ")",
            "copy or download the file again");
     }
   }
@@ -141,8 +170,9 @@ size_t ContentReader::inflate_into(char* out, size_t size) {
 }
 
 size_t ContentReader::read_some(void* out, size_t size) {
-  char* bytes = static_cast<char*>(out);
-  const size_t n = inflater_->gzip ? inflate_into(bytes, size) : read_plain(bytes, size);
+  auto* bytes = static_cast<unsigned char*>(out);
+  const size_t n = input_->inflating ? inflate_into(bytes, size) : read_plain(bytes, size);
+  if (options_.crc32) crc32_ = static_cast<uint32_t>(::crc32_z(crc32_, bytes, n));
   offset_ += n;
   return n;
 }
@@ -160,8 +190,10 @@ void ContentReader::read_exact(void* out, size_t size, std::string_view what) {
 void ContentReader::expect_end() {
   const uint64_t end = offset_;
   char extra;
-  if (read_some(&extra, 1) != 0) {
-    fail(end, "more bytes follow; expected the end of the file");
+  if (read_some(&extra, 1) != 0) fail(end, "more bytes follow; expected the end of the file");
+  if (options_.crc32 && crc32_ != *options_.crc32) {
+    fail(0, "the content's CRC-32 is not the archive's: the file is damaged",
+         "copy or download the file again");
   }
 }
 

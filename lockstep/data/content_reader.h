@@ -4,20 +4,34 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
 namespace lockstep {
 
-/// Reads the content of a file from front to back and inflates it on the way when it is gzip (told
-/// by its first bytes, not by its name), straight into the caller's memory. One thread at a time.
+/// Which bytes of a file make up the content and how they are packed.
+struct ContentOptions {
+  enum class Packing {
+    detect_gzip,  ///< gzip when the first two bytes say so (the name does not matter), else plain.
+    plain,        ///< As they are, whatever they start with.
+    deflate,      ///< Raw deflate, as in zip archives.
+  };
+  Packing packing = Packing::detect_gzip;
+  uint64_t begin = 0;                  ///< The first byte, counted from the start of the file.
+  std::optional<uint64_t> size = {};   ///< How many bytes; none: up to the end of the file.
+  std::optional<uint32_t> crc32 = {};  ///< Of the content; compared by expect_end().
+  std::string member = {};             ///< The name inside an archive, for messages.
+};
+
+/// Reads the content of a file from front to back and inflates it on the way, straight into the
+/// caller's memory. One thread at a time.
 ///
 /// Every complaint is a DataError that names the file, the offset in its (decompressed) content and
 /// what was expected there; only a file that cannot be opened or read is a SystemError.
 class ContentReader {
  public:
-  /// `inflate_gzip` false: the content is the file's bytes, whatever they start with.
-  explicit ContentReader(std::filesystem::path path, bool inflate_gzip = true);
+  explicit ContentReader(std::filesystem::path path, ContentOptions options = {});
   ~ContentReader();
   ContentReader(const ContentReader&) = delete;
   ContentReader& operator=(const ContentReader&) = delete;
@@ -26,32 +40,35 @@ class ContentReader {
   void read_exact(void* out, size_t size, std::string_view what);
   /// Reads up to `size` bytes; fewer only at the end.
   size_t read_some(void* out, size_t size);
-  /// Throws when there is content left. For gzip this is where the checksum of the last bytes is
-  /// known to be right.
+  /// Throws when there is content left or when the content's checksum (gzip's own or
+  /// ContentOptions::crc32) is another.
   void expect_end();
 
-  const std::filesystem::path& path() const { return path_; }
   bool compressed() const;
   /// The offset of the next byte in the content.
   uint64_t offset() const { return offset_; }
-  /// No content is longer than this: the file's size or, for gzip, what deflate can make of it at
-  /// most. Check a size from a header against it before memory is taken for it.
-  uint64_t size_limit() const;
+  /// No more content follows than this: what is left of the file or, for deflate, the most that
+  /// could be made of the whole file. Check a size from a header against it before memory is taken.
+  uint64_t remaining_limit() const;
 
   /// Throws DataError "PATH, byte OFFSET: COMPLAINT".
   [[noreturn]] void fail(uint64_t offset, const std::string& complaint,
                          const std::string& hint = {}) const;
 
  private:
-  struct Inflater;
+  struct Input;
 
+  void start_inflating(int window_bits);
+  size_t read_file(unsigned char* out, size_t size);
   size_t fill();
-  size_t read_plain(char* out, size_t size);
-  size_t inflate_into(char* out, size_t size);
+  size_t read_plain(unsigned char* out, size_t size);
+  size_t inflate_into(unsigned char* out, size_t size);
 
   std::filesystem::path path_;
-  std::unique_ptr<Inflater> inflater_;
+  ContentOptions options_;
+  std::unique_ptr<Input> input_;
   uint64_t offset_ = 0;
+  uint32_t crc32_ = 0;
 };
 
 }  // namespace lockstep

@@ -9,6 +9,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/data/digits.h"
 #include "lockstep/data/mnist.h"
+#include "lockstep/data/tensor_files.h"
 
 namespace lockstep {
 namespace {
@@ -75,6 +76,10 @@ DatasetSplits load_dataset(const std::string& name, const DatasetOptions& option
   if (name == "fashion-mnist") return load_mnist(fashion_mnist_source(), resolved);
   if (name == "digits") return load_digits(resolved);
   if (name == "random") return load_random(resolved);
+  constexpr std::string_view kFile = "file:";
+  if (name.starts_with(kFile)) {
+    return load_tensor_dataset(name.substr(kFile.size()), resolved.test_fraction);
+  }
   throw UsageError(unknown_word("data set", name, dataset_names()));
 }
 

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/data/download.h"
+
 namespace lockstep {
 
 /// Samples held in memory. Row i of `data` belongs to row i of `targets`. Both are contiguous CPU
@@ -50,6 +52,8 @@ struct DatasetOptions {
   /// How long a process waits for another one of this host that downloads the same files: a slow
   /// line takes minutes for MNIST's 12 MB.
   std::chrono::seconds lock_timeout{600};
+  /// Time-outs and tries of the download.
+  DownloadOptions transfer;
 };
 
 /// Loads a dataset by name:

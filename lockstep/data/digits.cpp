@@ -190,9 +190,10 @@ class Canvas {
     const int bottom = clamped(std::max(a.y, b.y) + reach + 1);
     for (int y = top; y <= bottom; ++y) {
       for (int x = left; x <= right; ++x) {
-        const double ink = std::clamp(reach - distance({double(x), double(y)}, a, b), 0.0, 1.0);
+        const double squared = squared_distance({double(x), double(y)}, a, b);
+        if (squared >= reach * reach) continue;
         double& pixel = ink_[static_cast<size_t>(y * kDigitSide + x)];
-        pixel = std::max(pixel, ink);
+        pixel = std::max(pixel, std::min(reach - std::sqrt(squared), 1.0));
       }
     }
   }
@@ -214,7 +215,7 @@ class Canvas {
     return static_cast<int>(std::clamp(std::floor(position), 0.0, kDigitSide - 1.0));
   }
 
-  static double distance(Point p, Point a, Point b) {
+  static double squared_distance(Point p, Point a, Point b) {
     const double dx = b.x - a.x;
     const double dy = b.y - a.y;
     const double length = dx * dx + dy * dy;
@@ -222,14 +223,14 @@ class Canvas {
     const double t = std::clamp(along, 0.0, 1.0);
     const double ex = p.x - a.x - t * dx;
     const double ey = p.y - a.y - t * dy;
-    return std::sqrt(ex * ex + ey * ey);
+    return ex * ex + ey * ey;
   }
 
   std::array<double, kDigitSide * kDigitSide> ink_{};
 };
 
 void draw_stroke(Canvas& canvas, const Stroke& stroke, double half_width) {
-  constexpr int kPieces = 5;
+  constexpr int kPieces = 4;
   const size_t last = stroke.size() - 1;
   for (size_t i = 0; i < last; ++i) {
     const Point before = stroke[i == 0 ? 0 : i - 1];
@@ -249,16 +250,14 @@ Glyph written(const Glyph& glyph, KeyedRandom& random) {
   const Affine affine = random_affine(random);
   Glyph result = glyph;
   for (Stroke& stroke : result) {
+    Point original;
     for (size_t i = 0; i < stroke.size(); ++i) {
-      const bool corner =
-          i > 0 && glyph[static_cast<size_t>(&stroke - result.data())][i - 1].x == stroke[i].x &&
-          glyph[static_cast<size_t>(&stroke - result.data())][i - 1].y == stroke[i].y;
-      if (corner) {
-        stroke[i] = stroke[i - 1];
-        continue;
-      }
-      stroke[i] = affine.apply({stroke[i].x + random.normal() * kVariation.point,
-                                stroke[i].y + random.normal() * kVariation.point});
+      const Point last = original;
+      original = stroke[i];
+      const bool corner = i > 0 && original.x == last.x && original.y == last.y;
+      stroke[i] = corner ? stroke[i - 1]
+                         : affine.apply({original.x + random.normal() * kVariation.point,
+                                         original.y + random.normal() * kVariation.point});
     }
   }
   return result;
@@ -282,13 +281,14 @@ void disturb(Canvas& canvas, const Glyph& glyph, double half_width, KeyedRandom&
 
 void develop(const Canvas& canvas, uint8_t* pixels, KeyedRandom& random) {
   const double pressure = random.uniform(165, 255);
+  constexpr double kNoiseStep = kVariation.noise / 127.5;
   uint64_t bits = 0;
   for (size_t i = 0; i < canvas.ink().size(); ++i) {
     if (i % 8 == 0) bits = random.next();
-    const double noise = (static_cast<double>(bits & 255) - 127.5) / 127.5 * kVariation.noise;
+    const double noise = (static_cast<double>(bits & 255) - 127.5) * kNoiseStep;
     bits >>= 8;
     const double value = pressure * canvas.ink()[i] + noise;
-    pixels[i] = static_cast<uint8_t>(std::lround(std::clamp(value, 0.0, 255.0)));
+    pixels[i] = static_cast<uint8_t>(std::clamp(value, 0.0, 255.0) + 0.5);
   }
 }
 

@@ -1,17 +1,14 @@
 #include "lockstep/data/idx.h"
 
-#include <ATen/ops/empty.h>
-
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <vector>
 
-#include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
-#include "lockstep/data/byte_order.h"
 #include "lockstep/data/content_reader.h"
+#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
 namespace {
@@ -44,34 +41,15 @@ at::ScalarType dtype_of(const ContentReader& file, const std::array<unsigned cha
       "images start with 00 00 08 03 and labels with 00 00 08 01");
 }
 
-std::vector<int64_t> read_shape(ContentReader& file, int dimensions) {
-  std::vector<int64_t> shape;
+std::vector<uint64_t> read_shape(ContentReader& file, int dimensions) {
+  std::vector<uint64_t> shape;
   for (int i = 0; i < dimensions; ++i) {
     std::array<unsigned char, 4> size;
     file.read_exact(size.data(), size.size(), "the header's sizes");
-    shape.push_back(static_cast<int64_t>(uint32_t{size[0]} << 24 | uint32_t{size[1]} << 16 |
-                                         uint32_t{size[2]} << 8 | uint32_t{size[3]}));
+    shape.push_back(uint32_t{size[0]} << 24 | uint32_t{size[1]} << 16 | uint32_t{size[2]} << 8 |
+                    uint32_t{size[3]});
   }
   return shape;
-}
-
-/// The number of bytes of the elements; refuses more than the file can hold before memory is taken.
-uint64_t checked_bytes(const ContentReader& file, const std::vector<int64_t>& shape,
-                       uint64_t item_size) {
-  uint64_t bytes = item_size;
-  std::string text;
-  bool overflow = false;
-  for (const int64_t size : shape) {
-    overflow |= __builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes);
-    text += (text.empty() ? "" : " x ") + std::to_string(size);
-  }
-  const uint64_t room = file.size_limit() - std::min(file.size_limit(), file.offset());
-  if (overflow || bytes > room) {
-    file.fail(4, "the header promises " + text + " elements of " + std::to_string(item_size) +
-                     " bytes, which the file is too short for (room for at most " +
-                     std::to_string(room) + " bytes): it is truncated or its header is damaged");
-  }
-  return bytes;
 }
 
 }  // namespace
@@ -85,14 +63,9 @@ at::Tensor load_idx(const std::filesystem::path& path) {
     file.fail(3, std::to_string(magic[3]) + " dimensions; expected 1 to " +
                      std::to_string(kMostDimensions));
   }
-  const std::vector<int64_t> shape = read_shape(file, magic[3]);
-  const uint64_t bytes = checked_bytes(file, shape, at::elementSize(dtype));
-  at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype));
-  file.read_exact(tensor.data_ptr(), bytes, "the elements");
+  const std::vector<uint64_t> shape = read_shape(file, magic[3]);
+  at::Tensor tensor = read_tensor(file, dtype, shape, std::endian::big, "the elements");
   file.expect_end();
-  if constexpr (std::endian::native == std::endian::little) {
-    swap_bytes(tensor.data_ptr(), static_cast<size_t>(tensor.numel()), at::elementSize(dtype));
-  }
   return tensor;
 }
 

@@ -3,8 +3,13 @@
 #include <algorithm>
 #include <optional>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
+#include "lockstep/data/content_reader.h"
+#include "lockstep/data/download.h"
+#include "lockstep/data/folder_lock.h"
 #include "lockstep/data/idx.h"
 
 namespace lockstep {
@@ -133,11 +138,99 @@ TensorDataset load_mnist_part(const std::string& name, const fs::path& images_pa
   return part;
 }
 
-DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
-  const Found found = find_files(options.data_dir, source);
-  if (found_count(found.paths) < found.paths.size()) {
-    throw_missing(options.data_dir, source, found);
+namespace {
+
+/// The base URLs to fetch from, each ending in a slash.
+std::vector<std::string> mirrors_of(const MnistLike& source, const DatasetOptions& options) {
+  std::string chosen = options.mirror;
+  if (chosen.empty()) chosen = env_string(source.mirror_variable).value_or("");
+  if (chosen.empty()) return source.mirrors;
+  if (!chosen.ends_with('/')) chosen += '/';
+  return {chosen};
+}
+
+std::string content_md5(const fs::path& path, ContentOptions::Packing packing) {
+  ContentReader file(path, {.packing = packing});
+  Hasher hasher(Hasher::Algorithm::md5);
+  std::vector<char> buffer(1 << 20);
+  while (const size_t n = file.read_some(buffer.data(), buffer.size())) {
+    hasher.update(buffer.data(), n);
   }
+  return hasher.finish();
+}
+
+/// Compares with the published checksum: of the content where it is known, so that another packing
+/// of the same content is as good, else of the gzip file.
+void verify(const fs::path& path, const MnistFile& expected) {
+  using Packing = ContentOptions::Packing;
+  const bool by_content = !expected.content_md5.empty();
+  const std::string& wanted = by_content ? expected.content_md5 : expected.gzip_md5;
+  const std::string found = content_md5(path, by_content ? Packing::detect_gzip : Packing::plain);
+  if (found == wanted) return;
+  throw DataError(path.string() + ": the MD5 of " +
+                  (by_content ? "the decompressed content" : "the file") + " is " + found +
+                  "; expected " + wanted + " for " + expected.name);
+}
+
+void fetch_missing(const MnistLike& source, const DatasetOptions& options, const Found& found) {
+  for (size_t i = 0; i < found.paths.size(); ++i) {
+    if (!found.paths[i].empty()) continue;
+    const MnistFile& file = source.files[i];
+    std::vector<std::string> urls;
+    for (const std::string& mirror : mirrors_of(source, options)) {
+      urls.push_back(mirror + file.name + ".gz");
+    }
+    download(
+        urls, found.folder / (file.name + ".gz"),
+        [&file](const fs::path& path) { verify(path, file); }, options.transfer);
+  }
+}
+
+/// Downloads what is missing, in one process of this host; the others wait for it.
+Found download_missing(const MnistLike& source, const DatasetOptions& options) {
+  const fs::path folder = find_files(options.data_dir, source).folder;
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
+  const auto filled = [&] {
+    return found_count(find_files(options.data_dir, source).paths) == source.files.size();
+  };
+  constexpr std::chrono::seconds kPatience{10};
+  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
+  const auto lock = FolderLock::acquire(
+      folder, filled,
+      {.timeout = options.lock_timeout,
+       .patience = first ? std::chrono::milliseconds(0) : std::chrono::milliseconds(kPatience)});
+  if (lock) fetch_missing(source, options, find_files(options.data_dir, source));
+  return find_files(options.data_dir, source);
+}
+
+/// Files of the same names make it easy to take one set for the other, which would train well and
+/// mean nothing.
+void refuse_other_set(const MnistLike& source, const Paths& paths) {
+  const MnistLike& other =
+      source.name == mnist_source().name ? fashion_mnist_source() : mnist_source();
+  const MnistFile& labels = other.files[3];
+  using Packing = ContentOptions::Packing;
+  const bool same_gzip = content_md5(paths[3], Packing::plain) == labels.gzip_md5;
+  const bool same_content = !labels.content_md5.empty() &&
+                            content_md5(paths[3], Packing::detect_gzip) == labels.content_md5;
+  if (same_gzip || same_content) {
+    throw DataError(paths[3].string() + ", byte 0: these are the labels of " + other.name +
+                        "; expected those of " + source.name,
+                    "name another folder or the data set " + other.name);
+  }
+}
+
+}  // namespace
+
+DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
+  Found found = find_files(options.data_dir, source);
+  if (found_count(found.paths) < found.paths.size()) {
+    if (!options.download) throw_missing(options.data_dir, source, found);
+    found = download_missing(source, options);
+  }
+  refuse_other_set(source, found.paths);
   return {load_mnist_part(source.name, found.paths[0], found.paths[1]),
           load_mnist_part(source.name, found.paths[2], found.paths[3])};
 }

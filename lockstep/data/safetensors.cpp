@@ -1,7 +1,5 @@
 #include "lockstep/data/safetensors.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -14,8 +12,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/byte_order.h"
 #include "lockstep/data/content_reader.h"
+#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
 namespace {
@@ -64,24 +62,11 @@ std::optional<std::string_view> name_of(at::ScalarType dtype) {
   return std::nullopt;
 }
 
-/// The bytes that one number has on the wire: both halves of a complex one are swapped alone.
-size_t swap_unit(at::ScalarType dtype) {
-  const size_t size = at::elementSize(dtype);
-  return dtype == kComplex.dtype ? size / 2 : size;
-}
-
-void make_little_endian(at::Tensor& tensor) {
-  if constexpr (std::endian::native == std::endian::big) {
-    const size_t unit = swap_unit(tensor.scalar_type());
-    swap_bytes(tensor.mutable_data_ptr(), tensor.nbytes() / unit, unit);
-  }
-}
-
 /// One tensor as the header describes it. Offsets count from the end of the header.
 struct Entry {
   std::string name;
   at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<int64_t> shape;
+  std::vector<uint64_t> shape;
   uint64_t begin = 0;
   uint64_t end = 0;
 };
@@ -89,7 +74,8 @@ struct Entry {
 /// Reads and checks the header of one file, then its tensors.
 class Reader {
  public:
-  explicit Reader(const std::filesystem::path& path) : file_(path, /*inflate_gzip=*/false) {}
+  explicit Reader(const std::filesystem::path& path)
+      : file_(path, {.packing = ContentOptions::Packing::plain}) {}
 
   SafetensorsFile read() {
     const Json header = read_header();
@@ -103,11 +89,9 @@ class Reader {
     }
     check_layout();
     for (const Entry& entry : entries_) {
-      at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
-      file_.read_exact(tensor.mutable_data_ptr(), entry.end - entry.begin,
-                       "tensor '" + entry.name + "'");
-      make_little_endian(tensor);
-      result.tensors.emplace_back(entry.name, std::move(tensor));
+      result.tensors.emplace_back(entry.name,
+                                  read_tensor(file_, entry.dtype, entry.shape, std::endian::little,
+                                              "tensor '" + entry.name + "'"));
     }
     file_.expect_end();
     return result;
@@ -119,7 +103,7 @@ class Reader {
     file_.read_exact(length_bytes.data(), length_bytes.size(), "the header's length");
     uint64_t length = 0;
     for (size_t i = 0; i < kLengthSize; ++i) length |= uint64_t{length_bytes[i]} << (8 * i);
-    const uint64_t room = file_.size_limit() - std::min(file_.size_limit(), kLengthSize);
+    const uint64_t room = file_.remaining_limit();
     if (length > kLargestHeader || length > room || length < 2) {
       file_.fail(0,
                  "a header of " + std::to_string(length) + " bytes; expected at least 2, at most " +
@@ -154,6 +138,8 @@ class Reader {
     } catch (const Json::parse_error& error) {
       file_.fail(kLengthSize + (error.byte > 0 ? error.byte - 1 : 0),
                  "the header is no valid JSON there; expected an object of tensors");
+    } catch (const Json::exception& error) {
+      file_.fail(kLengthSize, std::string("the header is no valid JSON: ") + error.what());
     }
   }
 
@@ -211,27 +197,12 @@ class Reader {
   }
 
   void check_shape(Entry& entry, const std::vector<uint64_t>& shape) const {
-    constexpr size_t kMostDimensions = 64;  // PyTorch's limit
-    if (shape.size() > kMostDimensions) {
-      fail_entry(entry.name, "has " + std::to_string(shape.size()) +
-                                 " dimensions; expected up to " + std::to_string(kMostDimensions));
-    }
-    // The product of the sizes without zeros must fit as well: PyTorch computes strides of it.
-    uint64_t product = at::elementSize(entry.dtype);
-    bool overflow = false;
-    bool empty = false;
-    for (const uint64_t size : shape) {
-      empty |= size == 0;
-      overflow |= __builtin_mul_overflow(product, std::max<uint64_t>(size, 1), &product);
-      entry.shape.push_back(static_cast<int64_t>(size));
-    }
-    if (overflow || product > static_cast<uint64_t>(INT64_MAX)) {
-      fail_entry(entry.name, "has a shape of too many elements for this machine");
-    }
-    const uint64_t bytes = empty ? 0 : product;
-    if (entry.end - entry.begin != bytes) {
+    const std::optional<uint64_t> bytes = bytes_of_shape(entry.dtype, shape);
+    if (!bytes) fail_entry(entry.name, "has a shape that is too large: " + shape_text(shape));
+    entry.shape = shape;
+    if (entry.end - entry.begin != *bytes) {
       fail_entry(entry.name, "has data_offsets of " + std::to_string(entry.end - entry.begin) +
-                                 " bytes; expected " + std::to_string(bytes) +
+                                 " bytes; expected " + std::to_string(*bytes) +
                                  " for its shape and dtype");
     }
   }
@@ -253,11 +224,12 @@ class Reader {
       next = entry.end;
     }
     const uint64_t expected = data_start_ + next;
-    if (file_.size_limit() != expected) {
-      file_.fail(std::min(expected, file_.size_limit()),
-                 "the file has " + std::to_string(file_.size_limit()) + " bytes; expected " +
+    const uint64_t size = data_start_ + file_.remaining_limit();
+    if (size != expected) {
+      file_.fail(std::min(expected, size),
+                 "the file has " + std::to_string(size) + " bytes; expected " +
                      std::to_string(expected) + " by its header",
-                 file_.size_limit() < expected ? "it is truncated" : "bytes were added at its end");
+                 size < expected ? "it is truncated" : "bytes were added at its end");
     }
   }
 
@@ -331,7 +303,7 @@ void save_safetensors(const std::filesystem::path& path, const NamedTensors& ten
     at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
     if constexpr (std::endian::native == std::endian::big) {
       plain = plain.clone();
-      make_little_endian(plain);
+      swap_bytes(plain);
     }
     file.write(plain.const_data_ptr(), plain.nbytes());
   }

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <memory>
+
+#include "lockstep/base/file.h"
+
+namespace lockstep {
+
+/// Lets one process of a host at a time fill a folder, while the others wait for it to be filled.
+/// The lock ends with its owner, however that ends; its file (".lockstep.lock") is removed then.
+class FolderLock {
+ public:
+  struct Options {
+    /// How long to wait in all.
+    std::chrono::milliseconds timeout{600'000};
+    /// How long to leave it to others even if the lock is free: ranks other than a host's first one
+    /// wait so that the first one does the work and shows the progress.
+    std::chrono::milliseconds patience{0};
+  };
+
+  /// Waits until `filled()` (then returns nothing) or until this process holds the lock.
+  /// Throws TimeoutError, SystemError (a read-only folder).
+  static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,
+                                             const std::function<bool()>& filled,
+                                             const Options& options);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  FolderLock(UniqueFd fd, std::filesystem::path path)
+      : fd_(std::move(fd)), path_(std::move(path)) {}
+  static std::unique_ptr<FolderLock> try_acquire(const std::filesystem::path& path);
+
+  UniqueFd fd_;
+  std::filesystem::path path_;
+};
+
+}  // namespace lockstep

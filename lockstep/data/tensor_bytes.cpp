@@ -1,0 +1,69 @@
+#include "lockstep/data/tensor_bytes.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+namespace lockstep {
+namespace {
+
+void check_booleans(const ContentReader& file, uint64_t start, const at::Tensor& tensor,
+                    const std::string& what) {
+  const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
+  const auto* end = bytes + tensor.nbytes();
+  const auto* wrong = std::find_if(bytes, end, [](unsigned char byte) { return byte > 1; });
+  if (wrong != end) {
+    file.fail(start + static_cast<uint64_t>(wrong - bytes),
+              what + " has the byte " + std::to_string(*wrong) + "; expected 0 or 1 for a boolean");
+  }
+}
+
+}  // namespace
+
+std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape) {
+  constexpr size_t kMostDimensions = 64;  // PyTorch's limit
+  uint64_t product = at::elementSize(dtype);
+  bool overflow = shape.size() > kMostDimensions;
+  for (const uint64_t size : shape) {
+    overflow |= __builtin_mul_overflow(product, std::max<uint64_t>(size, 1), &product);
+  }
+  if (overflow || product > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+  return std::count(shape.begin(), shape.end(), 0u) > 0 ? 0 : product;
+}
+
+std::string shape_text(const std::vector<uint64_t>& shape) {
+  std::string text;
+  for (const uint64_t size : shape) text += (text.empty() ? "" : " x ") + std::to_string(size);
+  return text.empty() ? "scalar" : text;
+}
+
+void swap_bytes(at::Tensor& tensor) {
+  const size_t unit = at::elementSize(c10::toRealValueType(tensor.scalar_type()));
+  if (unit == 1) return;
+  auto* bytes = static_cast<unsigned char*>(tensor.mutable_data_ptr());
+  for (auto* end = bytes + tensor.nbytes(); bytes != end; bytes += unit) {
+    std::reverse(bytes, bytes + unit);
+  }
+}
+
+at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
+                       const std::vector<uint64_t>& shape, std::endian order,
+                       const std::string& what) {
+  const uint64_t start = file.offset();
+  const std::optional<uint64_t> bytes = bytes_of_shape(dtype, shape);
+  if (!bytes || *bytes > file.remaining_limit()) {
+    file.fail(start, "the header promises " + shape_text(shape) + " elements of " +
+                         c10::toString(dtype) + " for " + what + " (" +
+                         (bytes ? std::to_string(*bytes) : std::string("over 2^63")) +
+                         " bytes), but at most " + std::to_string(file.remaining_limit()) +
+                         " bytes follow: the file is truncated or its header damaged");
+  }
+  at::Tensor tensor =
+      at::empty(std::vector<int64_t>(shape.begin(), shape.end()), at::TensorOptions().dtype(dtype));
+  file.read_exact(tensor.mutable_data_ptr(), *bytes, what);
+  if (order != std::endian::native) swap_bytes(tensor);
+  if (dtype == at::kBool) check_booleans(file, start, tensor, what);
+  return tensor;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/content_reader.h"
+
+namespace lockstep {
+
+/// Reads a contiguous CPU tensor of this dtype and shape whose elements are next in the file, in
+/// the given byte order. The file's remaining_limit() is checked before memory is taken, so a
+/// damaged header cannot ask for more than the file could hold. `what` names the tensor in
+/// messages. Throws DataError (see ContentReader), also for a boolean that is neither 0 nor 1.
+at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
+                       const std::vector<uint64_t>& shape, std::endian order,
+                       const std::string& what);
+
+/// The bytes of a tensor of this shape; none when it is too large for PyTorch, whose strides must
+/// fit into 63 bits even when a size is 0.
+std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape);
+
+/// Reverses the bytes of each number of a contiguous CPU tensor in place; complex elements are two.
+void swap_bytes(at::Tensor& tensor);
+
+/// "3 x 28 x 28", "scalar".
+std::string shape_text(const std::vector<uint64_t>& shape);
+
+}  // namespace lockstep

@@ -1,0 +1,177 @@
+#include "lockstep/data/zip.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr uint64_t kEndRecordSize = 22;
+constexpr uint64_t kLongestComment = 65535;
+constexpr uint64_t kZip64LocatorSize = 20;
+constexpr uint64_t kZip64RecordSize = 56;
+constexpr uint64_t kDirectoryEntrySize = 46;
+constexpr uint64_t kLocalHeaderSize = 30;
+constexpr uint32_t kSaturated32 = 0xffffffff;  // "see the zip64 field"
+constexpr uint16_t kSaturated16 = 0xffff;
+constexpr std::string_view kEndSignature("PK\x05\x06", 4);
+constexpr std::string_view kZip64LocatorSignature("PK\x06\x07", 4);
+constexpr std::string_view kZip64RecordSignature("PK\x06\x06", 4);
+constexpr std::string_view kDirectorySignature("PK\x01\x02", 4);
+constexpr std::string_view kLocalSignature("PK\x03\x04", 4);
+
+/// A little-endian number of `size` bytes; the caller has checked that they are there.
+uint64_t number(std::string_view bytes, size_t offset, size_t size) {
+  uint64_t value = 0;
+  for (size_t i = 0; i < size; ++i) {
+    value |= static_cast<uint64_t>(static_cast<unsigned char>(bytes[offset + i])) << (8 * i);
+  }
+  return value;
+}
+
+/// Replaces the saturated fields of a member by those of its zip64 extra field (4.5.3). False when
+/// one is missing.
+bool apply_zip64(ZipMember& member, std::string_view extra) {
+  constexpr uint64_t kZip64Tag = 1;
+  std::string_view fields;
+  while (extra.size() >= 4) {
+    const uint64_t tag = number(extra, 0, 2);
+    const uint64_t size = number(extra, 2, 2);
+    if (size > extra.size() - 4) return false;
+    if (tag == kZip64Tag) fields = extra.substr(4, size);
+    extra.remove_prefix(4 + size);
+  }
+  for (uint64_t* field : {&member.size, &member.packed_size, &member.header_offset}) {
+    if (*field != kSaturated32) continue;
+    if (fields.size() < 8) return false;
+    *field = number(fields, 0, 8);
+    fields.remove_prefix(8);
+  }
+  return true;
+}
+
+}  // namespace
+
+ZipArchive::ZipArchive(fs::path path) : path_(std::move(path)) {
+  std::error_code error;
+  file_size_ = fs::file_size(path_, error);
+  if (error) throw SystemError("cannot read " + path_.string(), error.value());
+  read_directory(find_directory());
+}
+
+std::string ZipArchive::bytes_at(uint64_t offset, uint64_t size, const std::string& what) const {
+  if (offset > file_size_ || size > file_size_ - offset) {
+    throw DataError(path_.string() + ", byte " + std::to_string(std::min(offset, file_size_)) +
+                    ": expected " + std::to_string(size) + " bytes of " + what + " at byte " +
+                    std::to_string(offset) + ", but the file has " + std::to_string(file_size_));
+  }
+  ContentReader reader(path_,
+                       {.packing = ContentOptions::Packing::plain, .begin = offset, .size = size});
+  std::string bytes(size, '\0');
+  reader.read_exact(bytes.data(), bytes.size(), what);
+  return bytes;
+}
+
+ZipArchive::Directory ZipArchive::find_directory() const {
+  const uint64_t tail_size = std::min(file_size_, kEndRecordSize + kLongestComment);
+  const uint64_t tail_start = file_size_ - tail_size;
+  const std::string tail = bytes_at(tail_start, tail_size, "the archive's end");
+  const size_t found = tail.rfind(kEndSignature);
+  if (found == std::string::npos || tail.size() - found < kEndRecordSize) {
+    throw DataError(path_.string() + ", byte " + std::to_string(file_size_) +
+                        ": the end of a zip archive was expected here and is not there",
+                    "the file is truncated or no zip (npz) file");
+  }
+  const uint64_t start = tail_start + found;
+  const uint64_t count = number(tail, found + 10, 2);
+  const Directory directory{
+      .offset = number(tail, found + 16, 4), .size = number(tail, found + 12, 4), .count = count};
+  const bool zip64 =
+      count == kSaturated16 || directory.size == kSaturated32 || directory.offset == kSaturated32;
+  return zip64 ? find_zip64_directory(start) : directory;
+}
+
+ZipArchive::Directory ZipArchive::find_zip64_directory(uint64_t end_record) const {
+  const uint64_t locator_start = end_record - std::min(end_record, kZip64LocatorSize);
+  const std::string locator = bytes_at(locator_start, kZip64LocatorSize, "the zip64 locator");
+  if (!locator.starts_with(kZip64LocatorSignature)) {
+    throw DataError(path_.string() + ", byte " + std::to_string(locator_start) +
+                    ": expected a zip64 locator (PK 06 07): the archive is damaged");
+  }
+  const uint64_t record_start = number(locator, 8, 8);
+  const std::string record = bytes_at(record_start, kZip64RecordSize, "the zip64 end record");
+  if (!record.starts_with(kZip64RecordSignature)) {
+    throw DataError(path_.string() + ", byte " + std::to_string(record_start) +
+                    ": expected a zip64 end record (PK 06 06): the archive is damaged");
+  }
+  return {.offset = number(record, 48, 8),
+          .size = number(record, 40, 8),
+          .count = number(record, 32, 8)};
+}
+
+void ZipArchive::read_directory(const Directory& directory) {
+  const std::string bytes = bytes_at(directory.offset, directory.size, "the archive's directory");
+  uint64_t position = 0;
+  for (uint64_t i = 0; i < directory.count; ++i) {
+    const auto fail = [&](const std::string& complaint) {
+      throw DataError(path_.string() + ", byte " + std::to_string(directory.offset + position) +
+                      ": " + complaint);
+    };
+    const std::string_view entry = std::string_view(bytes).substr(position);
+    if (entry.size() < kDirectoryEntrySize || !entry.starts_with(kDirectorySignature)) {
+      fail("expected entry " + std::to_string(i + 1) + " of " + std::to_string(directory.count) +
+           " of the archive's directory (PK 01 02): the archive is damaged");
+    }
+    const uint64_t flags = number(entry, 8, 2);
+    const uint64_t method = number(entry, 10, 2);
+    const uint64_t name_size = number(entry, 28, 2);
+    const uint64_t extra_size = number(entry, 30, 2);
+    const uint64_t comment_size = number(entry, 32, 2);
+    const uint64_t entry_size = kDirectoryEntrySize + name_size + extra_size + comment_size;
+    if (entry.size() < entry_size) fail("the archive's directory ends within this entry");
+    ZipMember member{.name = std::string(entry.substr(kDirectoryEntrySize, name_size)),
+                     .deflated = method == 8,
+                     .crc32 = static_cast<uint32_t>(number(entry, 16, 4)),
+                     .packed_size = number(entry, 20, 4),
+                     .size = number(entry, 24, 4),
+                     .header_offset = number(entry, 42, 4)};
+    if (flags & 1) fail("'" + member.name + "' is encrypted; expected a member without password");
+    if (method != 0 && method != 8) {
+      fail("'" + member.name + "' is packed by method " + std::to_string(method) +
+           "; expected 0 (stored) or 8 (deflated)");
+    }
+    if (!apply_zip64(member, entry.substr(kDirectoryEntrySize + name_size, extra_size))) {
+      fail("'" + member.name + "' lacks the sizes of its zip64 field: the archive is damaged");
+    }
+    members_.push_back(std::move(member));
+    position += entry_size;
+  }
+}
+
+std::unique_ptr<ContentReader> ZipArchive::open(const ZipMember& member) const {
+  const std::string what = "the header of '" + member.name + "'";
+  const std::string header = bytes_at(member.header_offset, kLocalHeaderSize, what);
+  if (!header.starts_with(kLocalSignature)) {
+    throw DataError(path_.string() + ", byte " + std::to_string(member.header_offset) +
+                    ": expected " + what + " (PK 03 04): the archive is damaged");
+  }
+  const uint64_t begin =
+      member.header_offset + kLocalHeaderSize + number(header, 26, 2) + number(header, 28, 2);
+  if (begin > file_size_ || member.packed_size > file_size_ - begin) {
+    throw DataError(path_.string() + ", byte " + std::to_string(std::min(begin, file_size_)) +
+                    ": expected the " + std::to_string(member.packed_size) + " bytes of '" +
+                    member.name + "', but the file ends at byte " + std::to_string(file_size_));
+  }
+  using Packing = ContentOptions::Packing;
+  return std::make_unique<ContentReader>(
+      path_, ContentOptions{.packing = member.deflated ? Packing::deflate : Packing::plain,
+                            .begin = begin,
+                            .size = member.packed_size,
+                            .crc32 = member.crc32,
+                            .member = member.name});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/content_reader.h"
+
+namespace lockstep {
+
+/// One file in a zip archive, as the archive's central directory has it.
+struct ZipMember {
+  std::string name;
+  bool deflated = false;  ///< Else stored as it is.
+  uint32_t crc32 = 0;
+  uint64_t packed_size = 0;
+  uint64_t size = 0;
+  uint64_t header_offset = 0;  ///< Of the local header in front of the member's bytes.
+};
+
+/// A zip archive, zip64 included, that is read member by member (PKWARE's APPNOTE 6.3.10, sections
+/// 4.3 and 4.5): what numpy.savez writes.
+/// Throws DataError naming the file, the offset and what was expected for an archive that is
+/// truncated, damaged, encrypted, split, or packed by other methods than "stored" and "deflated".
+class ZipArchive {
+ public:
+  explicit ZipArchive(std::filesystem::path path);
+
+  const std::vector<ZipMember>& members() const { return members_; }
+  /// A reader of the member's content, whose checksum expect_end() compares.
+  std::unique_ptr<ContentReader> open(const ZipMember& member) const;
+
+ private:
+  struct Directory {
+    uint64_t offset = 0;
+    uint64_t size = 0;
+    uint64_t count = 0;
+  };
+
+  std::string bytes_at(uint64_t offset, uint64_t size, const std::string& what) const;
+  Directory find_directory() const;
+  Directory find_zip64_directory(uint64_t end_record) const;
+  void read_directory(const Directory& directory);
+
+  std::filesystem::path path_;
+  uint64_t file_size_ = 0;
+  std::vector<ZipMember> members_;
+};
+
+}  // namespace lockstep
