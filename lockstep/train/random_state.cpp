@@ -21,7 +21,7 @@ std::vector<std::pair<std::string, c10::Device>> generators(c10::Device device) 
 NamedTensors random_state(c10::Device device) {
   NamedTensors state;
   for (const auto& [name, where] : generators(device)) {
-    const at::Generator& generator = at::globalContext().defaultGenerator(where);
+    at::Generator generator = at::globalContext().defaultGenerator(where);
     const std::lock_guard lock(generator.mutex());
     state.emplace_back(name, generator.get_state().clone());
   }
