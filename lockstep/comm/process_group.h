@@ -29,10 +29,12 @@ struct P2POp {
   int tag = 0;  ///< Gloo matches sends to receives by it.
 };
 
-/// Ranks that communicate. A handle; copies share the group. One thread at a time; all ranks of a
-/// group must make the same calls in the same order. Ranks in arguments are ranks of this group.
+/// Ranks that communicate. A handle; copies share the group, which the World closes: after that
+/// every call throws CommError. One thread at a time; all ranks of a group must make the same calls
+/// in the same order. Ranks in arguments are ranks of this group; one out of range, a tensor list
+/// of the wrong length or a tensor that is not contiguous is a UsageError, before anything is sent.
 ///
-/// Tensors must be contiguous and on the backend's device. A synchronous call returns when the
+/// Tensors must be on the backend's device. A synchronous call returns when the
 /// result is there; its `_async` twin returns at once with a Work. Every call throws MismatchError
 /// when ranks disagree (for the first collectives of a group, always at debug level `detail`),
 /// TimeoutError naming operation, sequence number, ranks and seconds, and PeerLostError.
@@ -55,6 +57,8 @@ class ProcessGroup {
   [[nodiscard]] Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
   /// Several tensors of one dtype in one operation.
   void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const;
+  [[nodiscard]] Work all_reduce_coalesced_async(std::vector<at::Tensor>& tensors,
+                                                ReduceOp op = ReduceOp::sum) const;
   /// The result lands in `tensor` of rank `dst`; what the others' tensors hold after is undefined.
   void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
@@ -87,6 +91,8 @@ class ProcessGroup {
                                                  ReduceOp op = ReduceOp::sum) const;
   /// Rank j's outputs[i] gets rank i's inputs[j].
   void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const;
+  [[nodiscard]] Work all_to_all_async(std::vector<at::Tensor>& outputs,
+                                      const std::vector<at::Tensor>& inputs) const;
   /// Cuts along dimension 0: by `input_splits`, into `output_splits`; both empty for even cuts.
   void all_to_all_single(at::Tensor& output, const at::Tensor& input,
                          const std::vector<int64_t>& output_splits = {},
@@ -105,7 +111,8 @@ class ProcessGroup {
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;
-  /// Starts all operations; safe in any order of them on the ranks.
+  /// Starts all operations; safe in any order of them on the ranks. One Work an operation, in their
+  /// order, or one for all where the backend groups them (NCCL): wait for all that come back.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
   /// Objects travel as JSON (CBOR on the wire); their sizes may differ between ranks.

@@ -15,8 +15,10 @@ class Store;
 namespace lockstep {
 
 /// A key-value store that all ranks share: how they meet and agree. A handle; copies share the
-/// store. Any thread may call; every waiting call gives up after the store's time-out with a
-/// TimeoutError that names the keys.
+/// store. Any thread may call, but a TCP store carries one request at a time, so a call waits for
+/// another thread's that waits; `clone` gives a connection of one's own. Every waiting call gives
+/// up after the store's time-out with a TimeoutError that names the keys; a store whose process is
+/// gone gives a PeerLostError.
 class Store {
  public:
   Store() = default;
@@ -26,19 +28,28 @@ class Store {
   void set(const std::string& key, const std::string& value);
   /// Waits until the key is set. Throws TimeoutError naming the key.
   std::string get(const std::string& key);
+  /// The values of all keys, in one request where the store can; waits until all are set.
+  std::vector<std::string> multi_get(const std::vector<std::string>& keys);
   /// Adds to the number under the key (0 when unset) and returns the sum. Atomic.
   int64_t add(const std::string& key, int64_t amount);
-  /// Sets the key to `desired` if its value is `expected` (an empty `expected` also matches an unset
-  /// key) and returns the value that is then stored. Atomic.
+  /// Sets the key to `desired` if its value is `expected` (an empty `expected` also matches an
+  /// unset key) and returns the value that is then stored: `desired` on success, else what is
+  /// there; when the key is unset and `expected` is not empty, `expected`, and nothing is stored.
+  /// Atomic.
   std::string compare_set(const std::string& key, const std::string& expected,
                           const std::string& desired);
   void wait(const std::vector<std::string>& keys,
             std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  /// True when all keys are set now.
   bool check(const std::vector<std::string>& keys);
+  /// True when the key was there. A file store marks it as deleted and keeps its record.
   bool delete_key(const std::string& key);
+  /// How many keys there are, those of c10d's own bookkeeping included.
   int64_t num_keys();
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
+  /// The same store over a connection of its own.
+  Store clone() const;
 
   explicit operator bool() const { return store_ != nullptr; }
   /// The c10d store, for code that speaks c10d.
@@ -50,9 +61,15 @@ class Store {
 
 struct TcpStoreOptions {
   std::string host = "127.0.0.1";  ///< The address of the process that listens.
-  uint16_t port = 0;               ///< 0: any free port, for the listener only; see `port` of it.
-  bool is_listener = false;        ///< True in the one process that holds the store.
+  uint16_t port = 0;         ///< 0: any free port, for the listener only; see `tcp_store_port`.
+  bool is_listener = false;  ///< True in the one process that holds the store.
+  /// The listener: accept connections on all interfaces, for a job on several hosts. False: on
+  /// `host`'s address only, which is loopback by default.
+  bool all_interfaces = false;
   int listen_fd = -1;  ///< A bound and listening socket to take over: no race for a free port.
+  /// How many processes will connect, for Python's rank 0, whose store waits until that many have
+  /// come; 0: nobody counts. The listener here never waits.
+  int world_size = 0;
   /// Give up connecting, and by default waiting, after this long. Interactive work wants to hear of
   /// a mistyped address soon; torchrun's own default is 10 minutes for the same wait.
   std::chrono::milliseconds timeout{60'000};
@@ -60,9 +77,11 @@ struct TcpStoreOptions {
 
 /// Throws TimeoutError or CommError naming host and port: does not resolve, refuses, port taken.
 Store tcp_store(const TcpStoreOptions& options);
-/// The port that a store made by `tcp_store` listens on or is connected to.
+/// The port that a store made by `tcp_store` (or a prefix of one) listens on or is connected to.
+/// Throws UsageError for any other store.
 uint16_t tcp_store_port(const Store& store);
-/// A store in a file that all ranks can reach. `world_size` of -1: any number of users.
+/// A store in a file that all ranks can reach, on one host or by a network file system that locks.
+/// `world_size` of -1: any number of users; else the last of that many removes the file.
 Store file_store(const std::filesystem::path& path, int world_size = -1);
 /// A store within this process, for its threads.
 Store hash_store();

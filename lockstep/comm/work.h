@@ -17,25 +17,29 @@ class WorkState;
 
 /// An asynchronous communication. A handle; copies share the operation. The tensors of the
 /// operation must not be touched until it is complete; the handle keeps them alive. Destroying the
-/// last handle neither waits nor cancels.
+/// last handle neither waits nor cancels. Any thread may call.
 class Work {
  public:
   Work() = default;
   explicit Work(std::shared_ptr<detail::WorkState> state) : state_(std::move(state)) {}
 
-  /// Blocks until the operation is complete. Throws what it failed with (TimeoutError,
-  /// PeerLostError, MismatchError, ...). Without `timeout` the group's own holds.
+  /// Blocks until the operation is complete; at once when it is. Throws what it failed with
+  /// (TimeoutError, PeerLostError, MismatchError, ...). Without `timeout` the group's own holds. On
+  /// CUDA it orders the current stream after the operation and does not block the host.
   void wait(std::optional<std::chrono::milliseconds> timeout = std::nullopt) const;
   bool is_completed() const;
-  /// Runs `callback` once when the operation is complete, on the backend's thread (or at once, here,
-  /// when it is already): with null on success, else the error. Must not block or throw.
+  /// Runs `callback` once when the operation is complete, on the backend's thread (or at once,
+  /// here, when it is already): with null on success, else the error. Must not block or throw.
   void then(std::function<void(std::exception_ptr)> callback) const;
   /// The operation's output tensors. Call after `wait`.
   std::vector<at::Tensor> result() const;
   /// The sender's rank; for a receive from any rank, after `wait`.
   int source_rank() const;
 
+  explicit operator bool() const { return state_ != nullptr; }
+
  private:
+  detail::WorkState& state() const;
   std::shared_ptr<detail::WorkState> state_;
 };
 

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,21 +20,21 @@ struct InitOptions {
   /// env://, tcp://host:port or file:///path; env:// reads torchrun's variables, else Slurm's, else
   /// Open MPI's, else makes a group of one.
   std::string init_method = "env://";
-  int rank = -1;        ///< For tcp:// and file://; -1: from the environment.
+  int rank = -1;        ///< -1: from the URL (tcp://host:port?rank=0&world_size=2) or environment.
   int world_size = -1;  ///< Likewise.
-  /// Every collective and the meeting itself give up after this long. PyTorch waits 30 minutes; a
-  /// person at a terminal wants to know sooner. LOCKSTEP_TIMEOUT (seconds) overrides this default.
-  std::chrono::milliseconds timeout{120'000};
+  /// Every collective and the meeting itself give up after this long. None: LOCKSTEP_TIMEOUT
+  /// (seconds), else two minutes. PyTorch waits 30; a person at a terminal wants to know sooner.
+  std::optional<std::chrono::milliseconds> timeout = {};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.
   std::string interface = {};
-  /// LOCKSTEP_DEBUG=off|info|detail (else TORCH_DISTRIBUTED_DEBUG) overrides this default.
-  DebugLevel debug = DebugLevel::info;
+  /// None: LOCKSTEP_DEBUG=off|info|detail, else TORCH_DISTRIBUTED_DEBUG, else info.
+  std::optional<DebugLevel> debug = {};
 };
 
-/// The processes of one job, as `init()` found them. Owns the default group and the store and closes
-/// them in order, on every rank, at `close()` or destruction: keep it alive until the last
-/// communication, and let it go before `main` ends. Movable, not copyable.
+/// The processes of one job, as `init()` found them. Owns the default group and the store and
+/// closes them in order, on every rank, at `close()` or destruction: keep it alive until the last
+/// communication, and let it go before `main` ends. Movable, not copyable. One thread at a time.
 class World {
  public:
   class Impl;
@@ -52,10 +53,14 @@ class World {
   /// cuda:<local_rank> with nccl, else cpu.
   c10::Device device() const;
   const ProcessGroup& group() const;
+  /// The job's store, under a prefix for the program's own keys.
   const Store& store() const;
-  /// Every rank calls with the same list; ranks not in it get a null handle.
+  /// Every rank calls with the same list; ranks not in it get a null handle. The group's ranks are
+  /// in ascending order, as PyTorch's. Python ranks that call new_group with the same list join.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
-  /// Waits for nobody: a rank that fails may close while the others are still at work. Idempotent.
+  /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
+  /// to 5 s for the others' last use of it, nobody else waits; when an exception unwinds, nobody
+  /// waits at all. What is in flight is finished first, or given up when unwinding. Idempotent.
   void close() noexcept;
 
  private:
@@ -63,8 +68,9 @@ class World {
 };
 
 /// Joins the job. Blocks until all ranks have come or the time-out passes. Throws UsageError for a
-/// bad environment or options (a rank out of range, launchers' variables that contradict each
-/// other), TimeoutError (who is missing, which address) and CommError. Once a process.
+/// bad environment or options (a rank out of range or given twice, launchers' variables that
+/// contradict each other), TimeoutError (who is missing, which address) and CommError. Once a
+/// process: a World that is closed may be followed by another only where its store is a new one.
 World init(const InitOptions& options = {});
 
 }  // namespace lockstep

@@ -1,0 +1,39 @@
+#include "lockstep/comm/backends/backend.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/backends/gloo/gloo.h"
+#include "lockstep/comm/backends/nccl/nccl.h"
+
+namespace lockstep {
+
+std::vector<BackendInfo> available_backends() {
+  return {nccl::info(), gloo::info()};
+}
+
+BackendInfo backend_info(const std::string& name) {
+  std::vector<std::string> names;
+  for (auto& info : available_backends()) {
+    if (info.name == name) return info;
+    names.push_back(info.name);
+  }
+  throw UsageError(unknown_word("backend", name, names));
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
+                                               const BackendOptions& options) {
+  const BackendInfo info = backend_info(name);
+  if (!info.available) {
+    throw UsageError("backend '" + name + "' cannot be used: " + info.reason, info.remedy);
+  }
+  return name == "nccl" ? nccl::make(options) : gloo::make(options);
+}
+
+void shut_down_backend(const std::string& name, c10d::Backend& backend, bool abort) {
+  if (name == "nccl") nccl::shut_down(backend, abort);
+  // Gloo has no shutdown of its own: its destructor drains the queue and joins the threads.
+}
+
+}  // namespace lockstep

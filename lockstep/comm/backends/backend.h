@@ -1,0 +1,52 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace lockstep {
+
+struct BackendOptions {
+  c10::intrusive_ptr<c10d::Store> store;  ///< The group's own prefix of the shared store.
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{120'000};  ///< Of forming the group and of each operation.
+  std::string interface;  ///< Gloo: the interface to listen on; empty: the one that has `address`.
+  std::string address = "127.0.0.1";  ///< Gloo: this host's address that the other ranks reach.
+  c10::Device device = c10::kCPU;     ///< NCCL: this rank's own CUDA device.
+  std::string group_name = "0";       ///< For traces.
+  std::vector<int> global_ranks;      ///< The group's ranks in the default group, for traces.
+};
+
+/// A backend of this build, and why it cannot be used here if so.
+struct BackendInfo {
+  std::string name;
+  bool available = false;
+  std::string reason;  ///< Why not; empty when available.
+  std::string remedy;  ///< What to do about it; empty when available.
+};
+
+/// Every backend that Lockstep knows, in the order in which they are preferred.
+std::vector<BackendInfo> available_backends();
+
+/// What `available_backends` says of one. Throws UsageError for an unknown name, with the nearest.
+BackendInfo backend_info(const std::string& name);
+
+/// Forms the group: blocks until all ranks have come. Throws UsageError for an unknown or absent
+/// backend (why, and what to do) and CommError for what goes wrong while connecting.
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
+                                               const BackendOptions& options);
+
+/// Ends a backend's threads and connections in order; `abort` gives up what is in flight. Blocking;
+/// for NCCL it must be called, on every rank in the same order, before `main` ends.
+void shut_down_backend(const std::string& name, c10d::Backend& backend, bool abort);
+
+}  // namespace lockstep

@@ -1,0 +1,41 @@
+#include "lockstep/comm/backends/gloo/gloo.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::gloo {
+namespace {
+
+std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& options) {
+  using Gloo = c10d::ProcessGroupGloo;
+  try {
+    if (!options.interface.empty()) return Gloo::createDeviceForInterface(options.interface);
+    return Gloo::createDeviceForHostname(options.address);
+  } catch (const std::exception& error) {
+    if (!options.interface.empty()) {
+      throw UsageError("gloo: no usable network interface '" + options.interface + "'",
+                       "`ip -brief address` lists them; set GLOO_SOCKET_IFNAME or the option "
+                       "`interface` to one, or leave both unset");
+    }
+    throw CommError("gloo: cannot use the address " + options.address + " of this host",
+                    "set GLOO_SOCKET_IFNAME to the interface that reaches the other hosts");
+  }
+}
+
+}  // namespace
+
+BackendInfo info() {
+  return {"gloo", true, {}, {}};
+}
+
+c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  gloo->devices.push_back(make_device(options));
+  gloo->group_name = options.group_name;
+  gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(options.store, options.rank, options.size,
+                                                     std::move(gloo));
+}
+
+}  // namespace lockstep::gloo

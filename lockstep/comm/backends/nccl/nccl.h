@@ -1,0 +1,13 @@
+#pragma once
+
+#include "lockstep/comm/backends/backend.h"
+
+/// nccl.cpp implements these where LibTorch has CUDA and the toolkit's and NCCL's headers were
+/// found when Lockstep was configured, nccl_absent.cpp everywhere else.
+namespace lockstep::nccl {
+
+BackendInfo info();
+c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
+void shut_down(c10d::Backend& backend, bool abort);
+
+}  // namespace lockstep::nccl

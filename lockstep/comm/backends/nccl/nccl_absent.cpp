@@ -1,0 +1,20 @@
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/backends/nccl/nccl.h"
+
+namespace lockstep::nccl {
+
+// The build system says what was missing when this build was configured.
+BackendInfo info() {
+  return {"nccl", false, LOCKSTEP_NCCL_ABSENT_REASON, LOCKSTEP_NCCL_ABSENT_REMEDY};
+}
+
+c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
+  throw UsageError("backend 'nccl' cannot be used: " LOCKSTEP_NCCL_ABSENT_REASON,
+                   LOCKSTEP_NCCL_ABSENT_REMEDY);
+}
+
+void shut_down(c10d::Backend& backend, bool abort) {}
+
+}  // namespace lockstep::nccl

@@ -1,0 +1,221 @@
+#include "lockstep/comm/group_impl.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/native_store.h"
+#include "lockstep/comm/translate.h"
+#if LOCKSTEP_HAS_CHECKS
+#include "lockstep/comm/checked_backend.h"
+#endif
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kAbortPatience{300};
+
+std::string member_key(const std::string& group, int rank) {
+  return "group/" + group + "/" + std::to_string(rank);
+}
+
+// The ranks of the group that have not come: neither announced as ours do nor, as Python's do not,
+// published an address for Gloo under their rank.
+std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
+                               const std::vector<int>& global_ranks, Store& backend_store) {
+  std::vector<int> missing;
+  for (size_t i = 0; i < global_ranks.size(); ++i) {
+    const bool announced = context.own_store.check({member_key(name, static_cast<int>(i))});
+    if (!announced && !backend_store.check({"rank_" + std::to_string(i)})) {
+      missing.push_back(global_ranks[i]);
+    }
+  }
+  return missing;
+}
+
+std::string rank_text(const std::vector<int>& ranks) {
+  std::vector<std::string> parts;
+  for (const int rank : ranks) parts.push_back(std::to_string(rank));
+  return (ranks.size() == 1 ? "rank " : "ranks ") + join(parts, ", ");
+}
+
+[[noreturn]] void throw_forming(GroupContext& context, const std::string& name,
+                                const std::vector<int>& global_ranks, Store& backend_store,
+                                const std::string& reason) {
+  std::vector<int> missing;
+  try {
+    missing = missing_ranks(context, name, global_ranks, backend_store);
+  } catch (const Error&) {
+    // The store is gone as well; the reason at hand must do.
+  }
+  const std::string what = "rank " + std::to_string(context.rank) + ": forming the group '" + name +
+                           "' of " + std::to_string(global_ranks.size()) + " ranks failed";
+  if (!missing.empty()) {
+    throw TimeoutError(what + ": " + rank_text(missing) + " did not come within " +
+                           human_seconds(static_cast<double>(context.timeout.count()) / 1000),
+                       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
+                       "WORLD_SIZE? A rank that failed has said why above");
+  }
+  throw CommError(what + ": " + reason);
+}
+
+c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context,
+                                              c10::intrusive_ptr<c10d::Backend> inner,
+                                              const c10::intrusive_ptr<c10d::Store>& store,
+                                              const std::string& name,
+                                              const std::vector<int>& global_ranks) {
+#if LOCKSTEP_HAS_CHECKS
+  CheckedBackendOptions options;
+  options.debug = context.debug;
+  options.global_ranks = global_ranks;
+  options.timeout = context.timeout;
+  options.group_name = name;
+  options.announced = true;
+  return make_checked_backend(std::move(inner), store, std::move(options));
+#else
+  return inner;
+#endif
+}
+
+c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
+  return c10d::ProcessGroup::strToBackendType(name);
+}
+
+// Lets a backend go on a thread of its own: Gloo's destructor waits for what is in flight, which on
+// a rank that has failed may take the whole time-out. If it is not done shortly it is left to the
+// end of the process.
+void release_impatiently(c10::intrusive_ptr<c10d::ProcessGroup> native,
+                         c10::intrusive_ptr<c10d::Backend> backend) {
+  struct Done {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool value = false;
+  };
+  auto done = std::make_shared<Done>();
+  std::thread([done, native = std::move(native), backend = std::move(backend)]() mutable {
+    native.reset();
+    backend.reset();
+    const std::lock_guard lock(done->mutex);
+    done->value = true;
+    done->changed.notify_all();
+  }).detach();
+  std::unique_lock lock(done->mutex);
+  done->changed.wait_for(lock, kAbortPatience, [&] { return done->value; });
+}
+
+}  // namespace
+
+ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name,
+                         std::vector<int> global_ranks, int rank, std::string backend)
+    : context(std::move(context)),
+      name(std::move(name)),
+      global_ranks(std::move(global_ranks)),
+      rank(rank),
+      size(static_cast<int>(this->global_ranks.size())),
+      backend_name(std::move(backend)),
+      timeout(this->context->timeout),
+      device_(backend_name == "nccl" ? this->context->device : c10::Device(c10::kCPU)),
+      waiters_(std::make_shared<detail::WaiterPool>()) {
+  // The nesting of Python's init_process_group and new_group, so that its ranks meet ours.
+  const std::string device_name = device_.is_cuda() ? "cuda" : "cpu";
+  auto group_store =
+      c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(this->context->store));
+  auto backend_store = c10::make_intrusive<c10d::PrefixStore>(device_name + "/", group_store);
+  auto check_store = native_store(prefix_store("check/" + this->name, this->context->own_store));
+#if LOCKSTEP_HAS_CHECKS
+  announce_checks(*check_store, rank, this->name, this->context->debug);
+#endif
+  BackendOptions options;
+  options.store = backend_store;
+  options.rank = rank;
+  options.size = size;
+  options.timeout = timeout;
+  options.interface = this->context->interface;
+  options.address = this->context->address;
+  options.device = device_;
+  options.group_name = this->name;
+  options.global_ranks = this->global_ranks;
+  try {
+    auto inner = make_backend(backend_name, options);
+    backend_ =
+        with_checks(*this->context, std::move(inner), check_store, this->name, this->global_ranks);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::Error& error) {
+    Store view = wrap_store(backend_store);
+    throw_forming(*this->context, this->name, this->global_ranks, view,
+                  error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    Store view = wrap_store(backend_store);
+    throw_forming(*this->context, this->name, this->global_ranks, view, error.what());
+  }
+  native_ = c10::make_intrusive<c10d::ProcessGroup>(group_store, rank, size);
+  native_->setDefaultBackend(backend_type(backend_name));
+  if (device_.is_cuda()) native_->setBoundDeviceId(device_);
+  native_->setBackend(device_.type(), backend_type(backend_name), backend_);
+  if (backend_name == "gloo") native_->setBackend(c10::kCUDA, backend_type("gloo"), backend_);
+  native_->setGroupName(this->name);
+}
+
+ProcessGroup::Impl::~Impl() {
+  close(std::uncaught_exceptions() > 0);
+}
+
+c10d::Backend& ProcessGroup::Impl::backend() const {
+  if (!backend_) throw CommError("group '" + name + "' is closed", "keep the World alive longer");
+  return *backend_;
+}
+
+c10d::ProcessGroup& ProcessGroup::Impl::native() const {
+  backend();
+  return *native_;
+}
+
+Work ProcessGroup::Impl::make_work(c10::intrusive_ptr<c10d::Work> work,
+                                   std::vector<at::Tensor> outputs,
+                                   std::vector<at::Tensor> kept_alive, bool p2p) const {
+  return Work(std::make_shared<detail::WorkState>(
+      std::move(work), std::move(outputs), std::move(kept_alive),
+      p2p && backend_name == "gloo" ? waiters_ : nullptr));
+}
+
+void ProcessGroup::Impl::close(bool abort) noexcept {
+  if (!backend_) return;
+  waiters_->close();
+  try {
+    shut_down_backend(backend_name, *backend_, abort);
+    if (abort) {
+      release_impatiently(std::move(native_), std::move(backend_));
+    }
+  } catch (const std::exception& error) {
+    log_warning("closing the group '" + name + "': " + error.what());
+  }
+  native_.reset();
+  backend_.reset();
+}
+
+std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,
+                                               const std::string& name,
+                                               const std::vector<int>& global_ranks,
+                                               const std::string& backend) {
+  const auto me = std::find(global_ranks.begin(), global_ranks.end(), context->rank);
+  if (me == global_ranks.end()) throw UsageError("form_group: this rank is not of the group");
+  const int rank = static_cast<int>(me - global_ranks.begin());
+  if (context->own_store.add(member_key(name, rank), 1) > 1) {
+    throw UsageError("rank " + std::to_string(context->rank) + " of group '" + name +
+                         "' was given to two processes (or the store still holds an earlier job)",
+                     "give each process a rank of its own; a file of file:// must be new for "
+                     "each job, and so must a port on which an old rank 0 may still listen");
+  }
+  auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);
+  const std::lock_guard lock(context->mutex);
+  context->groups.push_back(impl);
+  return impl;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "lockstep/comm/debug_level.h"
+#include "lockstep/comm/process_group.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/work_state.h"
+
+namespace lockstep {
+
+/// What all groups of one World share.
+struct GroupContext {
+  Store store;      ///< The prefix in which Python keeps its groups: "default_pg".
+  Store own_store;  ///< Our own keys, which Python ranks neither read nor write.
+  int rank = 0;     ///< In the default group.
+  int world_size = 1;
+  std::string backend;
+  std::string interface;
+  std::string address;  ///< This host's address that the other ranks reach.
+  c10::Device device = c10::kCPU;
+  std::chrono::milliseconds timeout{120'000};
+  DebugLevel debug = DebugLevel::info;
+  int next_group = 1;  ///< Python numbers its groups alike; 0 is the default group.
+
+  std::mutex mutex;
+  std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;  ///< In the order they were made.
+};
+
+class ProcessGroup::Impl {
+ public:
+  Impl(std::shared_ptr<GroupContext> context, std::string name, std::vector<int> global_ranks,
+       int rank, std::string backend);
+  ~Impl();
+
+  /// The backend with its checks. Throws CommError once the group is closed.
+  c10d::Backend& backend() const;
+  c10d::ProcessGroup& native() const;
+  /// Where tensors of this group's own messages live.
+  c10::Device device() const { return device_; }
+
+  /// The operation's handle. `p2p`: of the kind whose end Gloo tells only to who waits.
+  Work make_work(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
+                 std::vector<at::Tensor> kept_alive, bool p2p = false) const;
+
+  /// Ends the group. `abort`: this rank has failed, wait for nothing that is in flight. Idempotent.
+  void close(bool abort) noexcept;
+
+  const std::shared_ptr<GroupContext> context;
+  const std::string name;
+  const std::vector<int> global_ranks;
+  const int rank;
+  const int size;
+  const std::string backend_name;
+  std::chrono::milliseconds timeout;
+  int64_t barriers = 0;  ///< Monitored barriers so far.
+  int64_t splits = 0;
+
+ private:
+  c10::Device device_;
+  std::shared_ptr<detail::WaiterPool> waiters_;
+  c10::intrusive_ptr<c10d::ProcessGroup> native_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+/// Forms a group of `global_ranks`, of which this process is one; all of them call it with the same
+/// name. Blocks until all have come. Throws TimeoutError naming the missing ones.
+std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,
+                                               const std::string& name,
+                                               const std::vector<int>& global_ranks,
+                                               const std::string& backend);
+
+}  // namespace lockstep

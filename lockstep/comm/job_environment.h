@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// This process's place in its job, as the launcher's variables say it.
+struct JobEnvironment {
+  std::string launcher = "none";  ///< "torchrun", "lockstep", "slurm", "openmpi", "none"
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = -1;      ///< -1: not said.
+  int local_size = -1;      ///< -1: not said.
+  int node_rank = -1;       ///< -1: not said.
+  std::string master_addr;  ///< Empty: not needed (a group of one).
+  uint16_t master_port = 0;
+  /// The launcher serves the store at the master's address: rank 0 connects like all others.
+  bool agent_store = false;
+  /// All ranks are on this host, so listening sockets stay on loopback.
+  bool single_host = false;
+  int restart_count = 0;  ///< How often the launcher has started this job's ranks anew.
+};
+
+/// Looks up a variable; none when it is unset or empty.
+using Lookup = std::function<std::optional<std::string>(const std::string&)>;
+
+/// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else a group
+/// of one. What one launcher leaves out another may say; where two disagree about rank or size that
+/// is a UsageError naming the variables, unless RANK comes from torchrun or `lockstep run`, which
+/// may themselves run under the other, or LOCKSTEP_LAUNCHER=torchrun|slurm|openmpi says who is
+/// right. Throws UsageError too for a missing or malformed variable and a rank out of range.
+JobEnvironment read_job_environment(const Lookup& lookup);
+/// The same of this process's environment.
+JobEnvironment read_job_environment();
+
+/// "node[01-03,7],gpu-a" as node01, node02, node03, node7, gpu-a. Throws UsageError for a list that
+/// does not parse.
+std::vector<std::string> expand_slurm_nodelist(const std::string& list);
+
+}  // namespace lockstep

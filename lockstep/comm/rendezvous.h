@@ -1,0 +1,27 @@
+#pragma once
+
+#include <string>
+
+#include "lockstep/comm/job_environment.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/world.h"
+
+namespace lockstep {
+
+/// How the ranks of a job meet: who this process is, and by what they exchange addresses.
+struct Rendezvous {
+  JobEnvironment job;
+  enum class Kind { none, tcp, file } kind = Kind::none;
+  std::string path;  ///< Of the file.
+};
+
+/// Reads the init method, the options and the environment; connects to nothing. Throws UsageError.
+Rendezvous plan_rendezvous(const InitOptions& options, const Lookup& lookup);
+
+/// Makes or joins the store. Rank 0 listens, unless the launcher does. Throws as tcp_store does.
+Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout);
+
+/// True when this process is the one that holds the store for the others.
+bool holds_store(const Rendezvous& plan);
+
+}  // namespace lockstep

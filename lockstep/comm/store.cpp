@@ -1,0 +1,167 @@
+#include "lockstep/comm/store.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/native_store.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<uint8_t> bytes_of(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+
+std::string text_of(const std::vector<uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+std::string keys_text(const std::vector<std::string>& keys) {
+  constexpr size_t kShown = 8;
+  if (keys.size() <= kShown) return "'" + join(keys, "', '") + "'";
+  const std::vector<std::string> shown(keys.begin(), keys.begin() + kShown);
+  return "'" + join(shown, "', '") + "' and " + std::to_string(keys.size() - kShown) + " more";
+}
+
+// c10d reports a time-out by text only: DistStoreError or system_error, by the kind of store.
+bool says_timeout(const std::string& text) {
+  const std::string lower = to_lower(text);
+  return lower.find("timeout") != std::string::npos || lower.find("timed out") != std::string::npos;
+}
+
+[[noreturn]] void throw_ours(const char* operation, const std::vector<std::string>& keys,
+                             const std::string& reason, bool network,
+                             std::chrono::milliseconds timeout) {
+  const std::string what = std::string("store: ") + operation + " of " + keys_text(keys);
+  if (says_timeout(reason)) {
+    throw TimeoutError(what + ": nobody set it within " +
+                       human_seconds(static_cast<double>(timeout.count()) / 1000));
+  }
+  if (network) {
+    throw PeerLostError(what + ": lost the process that holds the store (" + reason + ")",
+                        "see the output of rank 0, or of the launcher, which hold it");
+  }
+  throw CommError(what + ": " + reason);
+}
+
+// Runs a call on the c10d store and turns its exceptions into ours.
+template <class F>
+auto guarded(const std::shared_ptr<c10d::Store>& store, const char* operation,
+             const std::vector<std::string>& keys, std::optional<std::chrono::milliseconds> timeout,
+             F&& call) {
+  if (!store) throw UsageError(std::string("store: ") + operation + " on an empty handle");
+  try {
+    return call(*store);
+  } catch (const c10::DistNetworkError& error) {
+    throw_ours(operation, keys, error.what_without_backtrace(), true,
+               timeout.value_or(store->getTimeout()));
+  } catch (const c10::Error& error) {
+    throw_ours(operation, keys, error.what_without_backtrace(), false,
+               timeout.value_or(store->getTimeout()));
+  } catch (const std::exception& error) {
+    throw_ours(operation, keys, error.what(), false, timeout.value_or(store->getTimeout()));
+  }
+}
+
+}  // namespace
+
+void Store::set(const std::string& key, const std::string& value) {
+  guarded(store_, "set", {key}, {}, [&](c10d::Store& s) { s.set(key, bytes_of(value)); });
+}
+
+std::string Store::get(const std::string& key) {
+  return guarded(store_, "get", {key}, {}, [&](c10d::Store& s) { return text_of(s.get(key)); });
+}
+
+std::vector<std::string> Store::multi_get(const std::vector<std::string>& keys) {
+  return guarded(store_, "multi_get", keys, {}, [&](c10d::Store& s) {
+    std::vector<std::string> values;
+    values.reserve(keys.size());
+    if (keys.size() > 1 && s.hasExtendedApi()) {
+      for (const auto& value : s.multiGet(keys)) values.push_back(text_of(value));
+    } else {
+      for (const auto& key : keys) values.push_back(text_of(s.get(key)));
+    }
+    return values;
+  });
+}
+
+int64_t Store::add(const std::string& key, int64_t amount) {
+  return guarded(store_, "add", {key}, {}, [&](c10d::Store& s) { return s.add(key, amount); });
+}
+
+std::string Store::compare_set(const std::string& key, const std::string& expected,
+                               const std::string& desired) {
+  return guarded(store_, "compare_set", {key}, {}, [&](c10d::Store& s) {
+    return text_of(s.compareSet(key, bytes_of(expected), bytes_of(desired)));
+  });
+}
+
+void Store::wait(const std::vector<std::string>& keys,
+                 std::optional<std::chrono::milliseconds> timeout) {
+  guarded(store_, "wait", keys, timeout,
+          [&](c10d::Store& s) { s.wait(keys, timeout.value_or(s.getTimeout())); });
+}
+
+bool Store::check(const std::vector<std::string>& keys) {
+  return guarded(store_, "check", keys, {}, [&](c10d::Store& s) { return s.check(keys); });
+}
+
+bool Store::delete_key(const std::string& key) {
+  return guarded(store_, "delete_key", {key}, {}, [&](c10d::Store& s) { return s.deleteKey(key); });
+}
+
+int64_t Store::num_keys() {
+  return guarded(store_, "num_keys", {}, {}, [](c10d::Store& s) { return s.getNumKeys(); });
+}
+
+std::chrono::milliseconds Store::timeout() const {
+  return guarded(store_, "timeout", {}, {}, [](c10d::Store& s) { return s.getTimeout(); });
+}
+
+void Store::set_timeout(std::chrono::milliseconds timeout) {
+  guarded(store_, "set_timeout", {}, {}, [&](c10d::Store& s) { s.setTimeout(timeout); });
+}
+
+Store Store::clone() const {
+  return guarded(store_, "clone", {}, {}, [](c10d::Store& s) { return wrap_store(s.clone()); });
+}
+
+c10::intrusive_ptr<c10d::Store> native_store(const Store& store) {
+  if (!store) throw UsageError("store: an empty handle has no c10d store");
+  return c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(store.native().get());
+}
+
+Store wrap_store(c10::intrusive_ptr<c10d::Store> store) {
+  c10d::Store* raw = store.get();
+  return Store(std::shared_ptr<c10d::Store>(raw, [owner = std::move(store)](c10d::Store*) {}));
+}
+
+Store file_store(const std::filesystem::path& path, int world_size) {
+  if (path.empty()) throw UsageError("file store: the path is empty");
+  const auto folder = std::filesystem::absolute(path).parent_path();
+  if (!std::filesystem::is_directory(folder)) {
+    throw UsageError("file store '" + path.string() + "': no folder '" + folder.string() + "'",
+                     "make it, or name a file in a folder that every rank can reach");
+  }
+  try {
+    return wrap_store(c10::make_intrusive<c10d::FileStore>(path.string(), world_size));
+  } catch (const std::exception& error) {
+    throw CommError("file store '" + path.string() + "': " + error.what());
+  }
+}
+
+Store hash_store() {
+  return wrap_store(c10::make_intrusive<c10d::HashStore>());
+}
+
+Store prefix_store(const std::string& prefix, const Store& store) {
+  return wrap_store(c10::make_intrusive<c10d::PrefixStore>(prefix, native_store(store)));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,84 @@
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/native_store.h"
+#include "lockstep/comm/socket.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/store_host.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+Store make_store(const std::string& host, const c10d::TCPStoreOptions& options) {
+  try {
+    return wrap_store(c10::make_intrusive<c10d::TCPStore>(host, options));
+  } catch (const c10::Error& error) {
+    throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " +
+                    error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " + error.what());
+  }
+}
+
+// The store's own process connects to it as well.
+Store listen_store(UniqueFd fd, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = bound_port(fd.get());
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  const std::string host = bound_host(fd.get());
+  options.masterListenFd = fd.release();
+  return make_store(host, options);
+}
+
+Store connect_store(const TcpStoreOptions& wanted) {
+  const auto deadline = Clock::now() + wanted.timeout;
+  wait_until_listening(wanted.host, wanted.port, wanted.timeout);
+  c10d::TCPStoreOptions options;
+  options.port = wanted.port;
+  options.waitWorkers = wanted.world_size > 0;
+  if (wanted.world_size > 0) options.numWorkers = static_cast<size_t>(wanted.world_size);
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+  options.timeout = std::max(milliseconds(1000), left);
+  Store store = make_store(wanted.host, options);
+  store.set_timeout(wanted.timeout);
+  return store;
+}
+
+}  // namespace
+
+Store tcp_store(const TcpStoreOptions& options) {
+  if (!options.is_listener) {
+    if (options.port == 0) throw UsageError("store at " + options.host + ": the port is missing");
+    return connect_store(options);
+  }
+  if (options.listen_fd >= 0) {
+    return listen_store(UniqueFd(options.listen_fd), options.timeout);
+  }
+  return listen_store(listen_on(options.all_interfaces ? "" : options.host, options.port),
+                      options.timeout);
+}
+
+uint16_t tcp_store_port(const Store& store) {
+  c10d::Store* native = store.native().get();
+  c10::intrusive_ptr<c10d::Store> inner;
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(native)) {
+    inner = prefixed->getUnderlyingNonPrefixStore();
+    native = inner.get();
+  }
+  auto* tcp = dynamic_cast<c10d::TCPStore*>(native);
+  if (!tcp) throw UsageError("tcp_store_port: not a TCP store");
+  return tcp->getPort();
+}
+
+std::shared_ptr<void> host_store(int listen_fd) {
+  // The host's own connection is never used; a minute is for the handshake with itself.
+  return listen_store(UniqueFd(listen_fd), milliseconds(60'000)).native();
+}
+
+}  // namespace lockstep

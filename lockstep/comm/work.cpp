@@ -1,0 +1,187 @@
+#include "lockstep/comm/work.h"
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <functional>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/translate.h"
+#include "lockstep/comm/work_state.h"
+
+namespace lockstep {
+namespace detail {
+
+struct WaiterPool::Waiter {
+  std::function<void()> abort;
+  std::atomic<bool> finished{false};
+  std::thread thread;
+};
+
+WaiterPool::WaiterPool() = default;
+WaiterPool::~WaiterPool() {
+  close();
+}
+
+void WaiterPool::start(std::function<void()> wait, std::function<void()> abort) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw CommError("the group of this operation is closed");
+  std::erase_if(waiters_, [](const std::unique_ptr<Waiter>& waiter) {
+    if (waiter->finished) waiter->thread.join();
+    return waiter->finished.load();
+  });
+  auto waiter = std::make_unique<Waiter>();
+  waiter->abort = std::move(abort);
+  waiter->thread = std::thread([raw = waiter.get(), wait = std::move(wait)] {
+    wait();
+    raw->finished = true;
+  });
+  waiters_.push_back(std::move(waiter));
+}
+
+void WaiterPool::close() noexcept {
+  std::vector<std::unique_ptr<Waiter>> waiters;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    waiters.swap(waiters_);
+  }
+  for (auto& waiter : waiters) {
+    if (!waiter->finished) waiter->abort();
+  }
+  for (auto& waiter : waiters) waiter->thread.join();
+}
+
+WorkState::WorkState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
+                     std::vector<at::Tensor> kept_alive, std::shared_ptr<WaiterPool> pool)
+    : work_(std::move(work)),
+      outputs_(std::move(outputs)),
+      kept_alive_(std::move(kept_alive)),
+      pool_(pool),
+      needs_waiter_(pool != nullptr) {}
+
+WorkState::~WorkState() = default;
+
+void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
+  if (!work_) return;
+  if (!needs_waiter_) {
+    translated([&] { work_->wait(timeout.value_or(kNoTimeout)); });
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  if (!claimed_) {
+    claimed_ = true;
+    lock.unlock();
+    run_wait(timeout);
+    lock.lock();
+  }
+  const auto is_done = [this] { return done_; };
+  if (!timeout) {
+    done_changed_.wait(lock, is_done);
+  } else if (!done_changed_.wait_for(lock, *timeout, is_done)) {
+    throw TimeoutError("the operation did not end within " + std::to_string(timeout->count()) +
+                       " ms");
+  }
+  if (error_) std::rethrow_exception(error_);
+}
+
+void WorkState::run_wait(std::optional<std::chrono::milliseconds> timeout) {
+  std::exception_ptr error;
+  try {
+    translated([&] { work_->wait(timeout.value_or(kNoTimeout)); });
+  } catch (...) {
+    error = std::current_exception();
+  }
+  finish(error);
+}
+
+void WorkState::finish(std::exception_ptr error) {
+  std::vector<std::function<void(std::exception_ptr)>> callbacks;
+  {
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = error;
+    callbacks.swap(callbacks_);
+  }
+  done_changed_.notify_all();
+  for (auto& callback : callbacks) callback(error);
+}
+
+void WorkState::start_waiter() {
+  if (claimed_) return;
+  const auto pool = pool_.lock();
+  if (!pool) throw CommError("the group of this operation is closed");
+  // Under the lock: the thread takes it only once the operation has ended.
+  pool->start([self = shared_from_this()] { self->run_wait(std::nullopt); },
+              [work = work_] {
+                try {
+                  work->abort();
+                } catch (const std::exception&) {
+                  // It ended meanwhile.
+                }
+              });
+  claimed_ = true;
+}
+
+bool WorkState::is_completed() {
+  if (!work_) return true;
+  if (!needs_waiter_) return work_->isCompleted();
+  const std::lock_guard lock(mutex_);
+  if (!done_) start_waiter();
+  return done_;
+}
+
+void WorkState::then(std::function<void(std::exception_ptr)> callback) {
+  if (!work_) return callback(nullptr);
+  if (!needs_waiter_) {
+    translated([&] {
+      return work_->getFuture();
+    })->addCallback([callback = std::move(callback)](c10::ivalue::Future& future) {
+      callback(future.hasError() ? translate(future.exception_ptr()) : nullptr);
+    });
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  if (done_) {
+    lock.unlock();
+    callback(error_);
+    return;
+  }
+  start_waiter();
+  callbacks_.push_back(std::move(callback));
+}
+
+int WorkState::source_rank() const {
+  if (!work_) throw UsageError("source_rank: this operation receives nothing");
+  return translated([&] { return work_->sourceRank(); });
+}
+
+}  // namespace detail
+
+detail::WorkState& Work::state() const {
+  if (!state_) throw UsageError("work: an empty handle");
+  return *state_;
+}
+
+void Work::wait(std::optional<std::chrono::milliseconds> timeout) const {
+  state().wait(timeout);
+}
+
+bool Work::is_completed() const {
+  return state().is_completed();
+}
+
+void Work::then(std::function<void(std::exception_ptr)> callback) const {
+  state().then(std::move(callback));
+}
+
+std::vector<at::Tensor> Work::result() const {
+  return state().outputs();
+}
+
+int Work::source_rank() const {
+  return state().source_rank();
+}
+
+}  // namespace lockstep

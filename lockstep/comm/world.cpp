@@ -1,0 +1,309 @@
+#include "lockstep/comm/world.h"
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <exception>
+#include <fstream>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/rendezvous.h"
+#include "lockstep/comm/socket.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kDefaultTimeout{120'000};
+constexpr milliseconds kFarewell{5'000};
+
+milliseconds timeout_of(const InitOptions& options) {
+  if (options.timeout) {
+    if (options.timeout->count() > 0) return *options.timeout;
+    throw UsageError("init: the time-out must be above 0");
+  }
+  const auto text = env_string("LOCKSTEP_TIMEOUT");
+  if (!text) return kDefaultTimeout;
+  const auto seconds = parse_double(*text);
+  if (!seconds || !(*seconds > 0) || *seconds > 1e7) {
+    throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text +
+                     "': expected seconds above 0");
+  }
+  return milliseconds(std::max<int64_t>(1, static_cast<int64_t>(*seconds * 1000)));
+}
+
+DebugLevel debug_of(const InitOptions& options) {
+  if (options.debug) return *options.debug;
+  if (const auto text = env_string("LOCKSTEP_DEBUG")) {
+    const std::string lower = to_lower(*text);
+    if (lower == "off") return DebugLevel::off;
+    if (lower == "info") return DebugLevel::info;
+    if (lower == "detail") return DebugLevel::detail;
+    throw UsageError("environment variable LOCKSTEP_DEBUG: " +
+                     unknown_word("level", *text, {"off", "info", "detail"}));
+  }
+  // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
+  const auto torch = env_string("TORCH_DISTRIBUTED_DEBUG");
+  return torch && to_lower(*torch) == "detail" ? DebugLevel::detail : DebugLevel::info;
+}
+
+std::string host_id() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return std::string(name) + "/" + boot;
+}
+
+// The address of this host that other hosts reach. Where the master's name means loopback here, as
+// Debian's own entry in /etc/hosts does, the route to any other address tells.
+std::string reachable_address(const JobEnvironment& job) {
+  if (job.single_host) return "127.0.0.1";
+  if (job.master_addr.empty()) {
+    const std::string outward = local_address_towards("192.0.2.1");
+    return outward.empty() ? "127.0.0.1" : outward;
+  }
+  const std::string address = local_address_towards(job.master_addr);
+  if (!address.empty() && !is_loopback_host(address)) return address;
+  const std::string outward = local_address_towards("192.0.2.1");
+  return outward.empty() ? "127.0.0.1" : outward;
+}
+
+int cuda_devices() {
+  return at::detail::getCUDAHooks().deviceCount();
+}
+
+// Fills in which of this host's ranks this one is where the launcher did not say: by the hosts that
+// the ranks have published. Ranks that publish none (Python's) count as of another host.
+void find_local_ranks(Store store, JobEnvironment& job) {
+  const std::string mine = host_id();
+  int local_rank = 0, local_size = 0, node = 0;
+  std::vector<std::string> hosts_before;
+  for (int rank = 0; rank < job.world_size; ++rank) {
+    const std::string key = "host/" + std::to_string(rank);
+    const std::string host = rank == job.rank ? mine : store.check({key}) ? store.get(key) : "";
+    if (host == mine) {
+      local_rank += rank < job.rank;
+      ++local_size;
+    }
+    const bool known =
+        std::find(hosts_before.begin(), hosts_before.end(), host) != hosts_before.end();
+    if (host == mine && local_size == 1) node = static_cast<int>(hosts_before.size());
+    if (!known) hosts_before.push_back(host);
+  }
+  job.local_rank = local_rank;
+  job.local_size = local_size;
+  if (job.node_rank < 0) job.node_rank = node;
+}
+
+void default_local_ranks(JobEnvironment& job) {
+  if (!job.single_host) return;
+  if (job.local_rank < 0) job.local_rank = job.rank;
+  if (job.local_size < 0) job.local_size = job.world_size;
+  if (job.node_rank < 0) job.node_rank = 0;
+}
+
+void wait_for_all(Store store, const std::string& what, int world_size) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < world_size; ++rank) keys.push_back(what + "/" + std::to_string(rank));
+  try {
+    store.wait(keys);
+  } catch (const TimeoutError&) {
+    std::vector<std::string> missing;
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (!store.check({keys[static_cast<size_t>(rank)]})) missing.push_back(std::to_string(rank));
+    }
+    throw TimeoutError("init: of " + std::to_string(world_size) +
+                           " ranks these did not come: " + join(missing, ", "),
+                       "Python ranks do not take part in choosing a backend: name it");
+  }
+}
+
+// Every rank votes, so that all choose alike even where some hosts have fewer devices.
+std::string choose_backend(const std::string& wanted, Store store, const JobEnvironment& job) {
+  if (wanted != "auto") {
+    backend_info(wanted);
+    return wanted;
+  }
+  const bool mine = backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
+  if (job.world_size == 1) return mine ? "nccl" : "gloo";
+  store.set("vote/" + std::to_string(job.rank), mine ? "nccl" : "gloo");
+  if (!mine) return "gloo";
+  wait_for_all(store, "vote", job.world_size);
+  for (int rank = 0; rank < job.world_size; ++rank) {
+    if (store.get("vote/" + std::to_string(rank)) != "nccl") return "gloo";
+  }
+  return "nccl";
+}
+
+}  // namespace
+
+class World::Impl {
+ public:
+  explicit Impl(const InitOptions& options);
+  ~Impl() { close(std::uncaught_exceptions() > exceptions_at_start_); }
+  void close(bool failing) noexcept;
+
+  JobEnvironment job;
+  std::shared_ptr<GroupContext> context;
+  Store store;  // The program's own keys.
+  ProcessGroup group;
+  bool failing() const { return std::uncaught_exceptions() > exceptions_at_start_; }
+
+ private:
+  void say_farewell(bool failing);
+
+  const int exceptions_at_start_ = std::uncaught_exceptions();
+  bool holds_store_ = false;
+  bool closed_ = false;
+  Store root_;
+};
+
+World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupContext>()) {
+  const milliseconds timeout = timeout_of(options);
+  context->debug = debug_of(options);
+  if (options.backend != "auto") backend_info(options.backend);
+  const Rendezvous plan =
+      plan_rendezvous(options, [](const std::string& name) { return env_string(name); });
+  job = plan.job;
+  default_local_ranks(job);
+  context->rank = job.rank;
+  context->world_size = job.world_size;
+  context->timeout = timeout;
+  context->interface =
+      options.interface.empty() ? env_string("GLOO_SOCKET_IFNAME").value_or("") : options.interface;
+  root_ = open_store(plan, timeout);
+  holds_store_ = holds_store(plan);
+  context->store = prefix_store("default_pg", root_);
+  context->own_store = prefix_store("lockstep/" + std::to_string(job.restart_count), root_);
+  context->address = reachable_address(job);
+  store = prefix_store("user", context->own_store);
+
+  const bool local_unknown = job.local_rank < 0 || job.local_size < 0;
+  if (local_unknown) context->own_store.set("host/" + std::to_string(job.rank), host_id());
+  const bool wants_devices =
+      options.backend == "nccl" || (options.backend == "auto" && backend_info("nccl").available);
+  if (local_unknown && wants_devices) {
+    wait_for_all(context->own_store, "host", job.world_size);
+    find_local_ranks(context->own_store, job);
+  }
+  context->backend = choose_backend(options.backend, context->own_store, job);
+  if (context->backend == "nccl") {
+    context->device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(job.local_rank));
+  }
+  std::vector<int> everyone;
+  for (int rank = 0; rank < job.world_size; ++rank) everyone.push_back(rank);
+  group = ProcessGroup(form_group(context, "0", everyone, context->backend));
+  if (job.local_rank < 0 || job.local_size < 0) find_local_ranks(context->own_store, job);
+}
+
+void World::Impl::say_farewell(bool failing) {
+  if (job.world_size == 1 || !root_) return;
+  Store own = context->own_store;
+  own.set_timeout(kFarewell);
+  // The others' last use of the store is this; who holds it outlives that.
+  if (!holds_store_) {
+    own.set("bye/" + std::to_string(job.rank), "1");
+    return;
+  }
+  if (failing) return;
+  std::vector<std::string> keys;
+  for (int rank = 1; rank < job.world_size; ++rank) {
+    // Python ranks do not say good-bye: those that never announced themselves are not waited for.
+    if (own.check({"group/0/" + std::to_string(rank)}))
+      keys.push_back("bye/" + std::to_string(rank));
+  }
+  if (!keys.empty()) own.wait(keys, kFarewell);
+}
+
+void World::Impl::close(bool failing) noexcept {
+  if (closed_) return;
+  closed_ = true;
+  std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;
+  {
+    const std::lock_guard lock(context->mutex);
+    groups.swap(context->groups);
+  }
+  for (auto entry = groups.rbegin(); entry != groups.rend(); ++entry) {
+    if (const auto impl = entry->lock()) impl->close(failing);
+  }
+  try {
+    say_farewell(failing);
+  } catch (const std::exception& error) {
+    log_debug(std::string("closing the store: ") + error.what());
+  }
+  store = {};
+  context->store = {};
+  context->own_store = {};
+  root_ = {};
+}
+
+World::World(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+World::~World() = default;
+World::World(World&&) noexcept = default;
+World& World::operator=(World&&) noexcept = default;
+
+int World::rank() const {
+  return impl_->job.rank;
+}
+int World::size() const {
+  return impl_->job.world_size;
+}
+int World::local_rank() const {
+  return std::max(0, impl_->job.local_rank);
+}
+int World::local_size() const {
+  return std::max(1, impl_->job.local_size);
+}
+int World::node_rank() const {
+  return std::max(0, impl_->job.node_rank);
+}
+const std::string& World::launcher() const {
+  return impl_->job.launcher;
+}
+c10::Device World::device() const {
+  return impl_->context->device;
+}
+const ProcessGroup& World::group() const {
+  return impl_->group;
+}
+const Store& World::store() const {
+  return impl_->store;
+}
+
+ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& backend) const {
+  auto& context = impl_->context;
+  if (!context->store) throw CommError("new_group: the World is closed");
+  std::vector<int> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted.empty() || std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+    throw UsageError(sorted.empty() ? "new_group: no ranks" : "new_group: a rank is given twice");
+  }
+  if (sorted.front() < 0 || sorted.back() >= size()) {
+    throw UsageError("new_group: rank " +
+                     std::to_string(sorted.front() < 0 ? sorted.front() : sorted.back()) +
+                     " is out of range; the job has ranks 0 to " + std::to_string(size() - 1));
+  }
+  const std::string wanted = backend.empty() ? context->backend : backend;
+  backend_info(wanted);
+  const std::string name = std::to_string(context->next_group++);
+  if (!std::binary_search(sorted.begin(), sorted.end(), rank())) return {};
+  return ProcessGroup(form_group(context, name, sorted, wanted));
+}
+
+void World::close() noexcept {
+  if (impl_) impl_->close(impl_->failing());
+}
+
+World init(const InitOptions& options) {
+  return World(std::make_unique<World::Impl>(options));
+}
+
+}  // namespace lockstep
