@@ -21,3 +21,4 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/weights.h"

@@ -18,7 +18,6 @@
 #include "examples/000_playground/mlp.h"
 #include "examples/common/data.h"
 #include "examples/common/program.h"
-#include "examples/common/state_dict.h"
 #include "lockstep/lockstep.h"
 
 namespace {
@@ -189,7 +188,7 @@ void train(const Options& options) {
         epoch + 1, options.epochs, trained.loss(), trained.accuracy(), tested.loss(),
         tested.accuracy(), static_cast<long long>(tested.samples));
     if (!options.savefile.empty()) {
-      lockstep::save_safetensors(options.savefile, examples::state_dict(*model),
+      lockstep::save_safetensors(options.savefile, lockstep::state_dict(*model),
                                  {{"epoch", std::to_string(epoch + 1)}});
       std::printf("Epoch %d/%d saved to %s\n", epoch + 1, options.epochs, options.savefile.c_str());
     }

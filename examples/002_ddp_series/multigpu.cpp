@@ -18,7 +18,6 @@
 #include <cstdio>
 
 #include "examples/002_ddp_series/datautils.h"
-#include "examples/common/state_dict.h"
 #include "lockstep/lockstep.h"
 
 namespace {
@@ -68,7 +67,7 @@ class Trainer {
   void save_checkpoint(int epoch) {
     const char* path = "checkpoint.safetensors";
     // module(): the wrapped model, whose tensors have their own names.
-    lockstep::save_safetensors(path, examples::state_dict(model_.module()));
+    lockstep::save_safetensors(path, lockstep::state_dict(model_.module()));
     std::printf("Epoch %d | Training checkpoint saved at %s\n", epoch, path);
   }
 

@@ -16,7 +16,6 @@
 #include <filesystem>
 
 #include "examples/002_ddp_series/datautils.h"
-#include "examples/common/state_dict.h"
 #include "lockstep/lockstep.h"
 
 namespace {
@@ -61,7 +60,7 @@ class Trainer {
           snapshot_path_ + " has no EPOCHS_RUN: it is no snapshot of this job",
           "move it away to start anew");
     }
-    examples::load_state_dict(model, snapshot.tensors);
+    lockstep::load_state_dict(model, snapshot.tensors, snapshot_path_);
     epochs_run_ = std::stoi(epochs->second);
     std::printf("Resuming training from snapshot at Epoch %d\n", epochs_run_);
     std::fflush(stdout);
@@ -71,7 +70,7 @@ class Trainer {
   /// series stores the number of the last one, and repeats it). Plain SGD has no state to save. The
   /// file is written aside and renamed: a crash while saving leaves the previous snapshot whole.
   void save_snapshot(int epoch) {
-    lockstep::save_safetensors(snapshot_path_, examples::state_dict(model_->module()),
+    lockstep::save_safetensors(snapshot_path_, lockstep::state_dict(model_->module()),
                                {{"EPOCHS_RUN", std::to_string(epoch + 1)}});
     std::printf("Epoch %d | Training snapshot saved at %s\n", epoch, snapshot_path_.c_str());
     std::fflush(stdout);

@@ -12,7 +12,6 @@
 #include <cstdio>
 
 #include "examples/002_ddp_series/datautils.h"
-#include "examples/common/state_dict.h"
 #include "lockstep/lockstep.h"
 
 namespace {
@@ -59,7 +58,7 @@ class Trainer {
 
   void save_checkpoint(int epoch) {
     const char* path = "checkpoint.safetensors";
-    lockstep::save_safetensors(path, examples::state_dict(*model_));
+    lockstep::save_safetensors(path, lockstep::state_dict(*model_));
     std::printf("Epoch %d | Training checkpoint saved at %s\n", epoch, path);
   }
 

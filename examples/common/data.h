@@ -21,10 +21,13 @@ inline std::string default_data_dir() {
 inline bool files_are_there(const lockstep::MnistLike& source,
                             const std::filesystem::path& data_dir) {
   const std::string& name = source.files.front().name;
-  return std::any_of(source.folders.begin(), source.folders.end(), [&](const auto& folder) {
-    const auto file = data_dir / folder / name;
-    return std::filesystem::exists(file) || std::filesystem::exists(file.string() + ".gz");
-  });
+  const auto holds = [&](const std::filesystem::path& folder) {
+    return std::filesystem::exists(folder / name) ||
+           std::filesystem::exists(folder / (name + ".gz"));
+  };
+  return holds(data_dir) ||
+         std::any_of(source.folders.begin(), source.folders.end(),
+                     [&](const auto& folder) { return holds(data_dir / folder); });
 }
 
 /// The first `limit` samples; all of them for 0.

@@ -12,7 +12,7 @@ namespace lockstep::tool {
 /// an empty value removes the variable.
 struct ProcessSpec {
   std::vector<std::string> argv;
-  std::map<std::string, std::string> env;
+  std::map<std::string, std::string> env = {};
 };
 
 struct ProcessResult {

@@ -19,10 +19,12 @@
 #include <map>
 #include <thread>
 
+#include "bench_data.h"
 #include "env_python.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/backend.h"
 
 extern char** environ;
 
@@ -170,19 +172,9 @@ Json python_report(const std::optional<PythonFound>& python) {
           {"torch_is_linked_one", python->linked_torch}};
 }
 
-/// MNIST's folder, where commands look by themselves; empty when there is none.
 std::string mnist_folder() {
-  std::vector<fs::path> candidates;
-  if (const auto chosen = env_string("LOCKSTEP_DATA_DIR")) candidates.emplace_back(*chosen);
-  candidates.emplace_back("data");
-  for (const auto& folder : candidates) {
-    for (const auto& inner : {folder / "mnist", folder / "MNIST" / "raw", folder}) {
-      for (const char* name : {"train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"}) {
-        if (fs::exists(inner / name)) return fs::absolute(inner).string();
-      }
-    }
-  }
-  return {};
+  const auto folder = find_mnist_folder();
+  return folder ? folder->string() : std::string();
 }
 
 Json item(const std::string& what, const std::string& means, const std::string& how) {
@@ -201,9 +193,10 @@ Json missing_report(const std::optional<PythonFound>& python) {
     missing.push_back(item("a CUDA device", "LibTorch is a CUDA build, but all runs on the CPU",
                            "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"));
   }
-  if (!libtorch_has_cuda()) {
-    missing.push_back(item("backend nccl", "LibTorch is a CPU build; ranks communicate by gloo",
-                           "set LOCKSTEP_TORCH to a CUDA build and build again"));
+  for (const auto& backend : available_backends()) {
+    if (!backend.available) {
+      missing.push_back(item("backend " + backend.name, backend.reason, backend.remedy));
+    }
   }
   if (!python || python->torch_version.empty()) {
     missing.push_back(item("Python with torch", "no `bench --compare-python`", setup));
@@ -233,7 +226,10 @@ std::string utc_now() {
 
 Json environment_report() {
   const auto python = find_python();
-  Json backends = {"gloo"};
+  Json backends = Json::array();
+  for (const auto& backend : available_backends()) {
+    if (backend.available) backends.push_back(backend.name);
+  }
   Json report;
   report["lockstep"] = {{"version", LOCKSTEP_VERSION},
                         {"compiler", std::string("g++ ") + __VERSION__},

@@ -1,0 +1,19 @@
+"""The twin of `lockstep bench allreduce`."""
+
+import common
+import torch
+import torch.distributed as dist
+
+
+def main():
+    config = common.config()
+    common.join(config)
+    p50 = []
+    for row in config["sizes"]:
+        tensor = torch.zeros(row["bytes"] // 4)
+        p50.append(common.median_us(lambda: dist.all_reduce(tensor), config["warmup"], row["steps"]))
+    common.write_result(config, {"p50_us": p50})
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/file.h"
+
+namespace lockstep::tool {
+
+/// What `lockstep bench` was asked to measure. Times are medians; see `rounds`.
+struct BenchOptions {
+  std::vector<std::string> models = {"mlp"};
+  int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
+  std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
+  std::vector<std::string> backends = {"gloo"};
+  /// From a scalar to a large model's gradients; 437 KB are those of the MLP.
+  std::vector<int64_t> sizes = {4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
+  /// Timed steps, all-reduces or batches a run; enough for a median that repeats within some 5%.
+  int64_t steps = 300;
+  int threads = 1;  ///< Each rank's: one, as launchers set it, so that ranks share no core.
+  /// Every round runs each side once in fresh processes, one after the other, so that what disturbs
+  /// a machine for a while disturbs both. Figures are medians over rounds, ratios medians of the
+  /// rounds' ratios. 0: 3, or 5 when Python is compared with.
+  int rounds = 0;
+  bool compare_python = false;
+  std::string data_dir;  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
+  int epochs = 3;        ///< Of bench train.
+
+  int rounds_or_default() const { return rounds > 0 ? rounds : (compare_python ? 5 : 3); }
+  int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
+  std::vector<int64_t> devices_or(std::vector<int64_t> usual) const {
+    return devices.empty() ? usual : devices;
+  }
+};
+
+using BenchRow = nlohmann::ordered_json;
+using BenchRows = std::vector<BenchRow>;
+
+/// Runs benchmarks: starts the workers and the Python twins and puts their figures together. A row
+/// has the configuration's keys, the figure, and, when Python is compared with, `python_` and the
+/// figure's name, and `ratio` (ours divided by Python's).
+class BenchRunner {
+ public:
+  /// Looks for Python at once when it will be needed. Throws Error saying how to get it.
+  explicit BenchRunner(const BenchOptions& options);
+  ~BenchRunner();
+
+  BenchRows step();       ///< model, batch_size, ranks, backend, us_per_step
+  BenchRows allreduce();  ///< bytes, ranks, backend, p50_us
+  BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
+  BenchRows launch();     ///< ranks, backend, seconds
+  BenchRows train();      ///< model, ranks, epochs, seconds, peak_bytes, accuracy
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// The hidden `lockstep bench worker JSON`: what a process that a BenchRunner starts does. The
+/// object has `kind`, the work's settings, and `result`, the file that rank 0 writes.
+int bench_worker(const std::string& config);
+
+/// `lockstep bench targets`: measures all that the project promises about its speed, prints (on
+/// demand) each promise with what was measured and whether it is met as soon as that is known, and
+/// returns the same as rows.
+BenchRows bench_targets(BenchOptions options, bool print_table);
+
+/// Rows as a text table: a column a key, numbers to the right.
+std::string bench_table(const BenchRows& rows);
+
+/// A line about what is being measured, on standard error when that is a terminal.
+void bench_progress(const std::string& text);
+
+double median(std::vector<double> values);
+
+}  // namespace lockstep::tool
