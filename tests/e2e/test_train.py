@@ -1,0 +1,324 @@
+"""`lockstep train` and `lockstep eval` from outside: what they print, write, and how they end."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+import unittest
+
+import lockstep_testing as t
+
+OUTCOME = re.compile(r"test accuracy (\d\.\d{4}) loss (\d+\.\d{4})")
+
+
+def train(*flags, **kwargs):
+    return t.run(t.LOCKSTEP, "train", *flags, **kwargs)
+
+
+def last_line(result):
+    return result.stdout.rstrip("\n").split("\n")[-1]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def group_members(pgid):
+    members = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if os.getpgid(int(entry)) == pgid and alive(entry):
+                    members.append(int(entry))
+            except ProcessLookupError:
+                pass
+    return members
+
+
+class Outcome(unittest.TestCase):
+
+    def test_the_command_of_the_readme_reaches_97_percent(self):
+        result = train("--model", "mlp", "--dataset", "digits", "--devices", 2)
+        match = OUTCOME.fullmatch(last_line(result))
+        self.assertTrue(match, result.stdout)
+        self.assertGreaterEqual(float(match[1]), 0.97)
+        self.assertIn("2 ranks over gloo on cpu, batch size 64 a rank, 128 a step", result.stdout)
+        epochs = [float(a) for a in re.findall(r"^epoch \d/\d  train .*test loss \S+  accuracy (\S+)", result.stdout, re.M)]
+        self.assertEqual(len(epochs), 5)
+        self.assertLess(epochs[0], 0.97, "the digits must need some epochs")
+
+    def test_ranks_other_than_0_print_nothing_and_nothing_is_on_standard_error(self):
+        result = train("--devices", 2, "--limit-train-batches", 3, "--max-epochs", 1)
+        self.assertEqual(result.stdout.count("test accuracy"), 1)
+        self.assertEqual(result.stderr, "")
+
+    def test_quiet_prints_the_last_line_only(self):
+        result = train("--quiet", "--limit-train-batches", 3, "--max-epochs", 2)
+        self.assertRegex(result.stdout, r"\Atest accuracy \S+ loss \S+\n\Z")
+
+    def test_regression_has_a_loss_and_no_accuracy(self):
+        result = train("--model", "linear", "--dataset", "random", "--devices", 2, "--max-epochs", 2)
+        self.assertRegex(last_line(result), r"^test loss 0\.\d{4}$")
+
+    def test_no_epochs_is_an_evaluation_of_the_fresh_model(self):
+        accuracy = float(OUTCOME.fullmatch(last_line(train("--max-epochs", 0)))[1])
+        self.assertLess(accuracy, 0.3)
+
+    def test_every_model_and_optimizer_trains(self):
+        for model in ("convnet", "fashion-cnn", "wide"):
+            train("--model", model, "--limit-train-batches", 2, "--max-epochs", 1, "--limit-test-batches", 1)
+        for optimizer in ("adam", "adamw", "rmsprop", "adagrad"):
+            result = train("--optimizer", optimizer, "--max-epochs", 1)
+            self.assertGreater(float(OUTCOME.fullmatch(last_line(result))[1]), 0.5, optimizer)
+
+
+class Evaluation(unittest.TestCase):
+
+    def test_saved_weights_give_the_same_outcome_on_any_number_of_ranks(self):
+        with t.temporary_folder() as folder:
+            weights = folder / "w.safetensors"
+            trained = train("--devices", 2, "--max-epochs", 1, "--save-weights", weights)
+            # 2 and 3 ranks: the loss is the same up to the rounding of its sum, so to 4 digits.
+            for devices in (1, 2, 3):
+                result = t.run(t.LOCKSTEP, "eval", "--load-weights", weights, "--devices", devices)
+                self.assertEqual(last_line(result), last_line(trained))
+
+    def test_weights_can_be_started_from(self):
+        with t.temporary_folder() as folder:
+            weights = folder / "w.safetensors"
+            trained = train("--max-epochs", 1, "--save-weights", weights)
+            loaded = train("--max-epochs", 0, "--load-weights", weights, "--seed", 5)
+            self.assertEqual(last_line(loaded), last_line(trained))
+
+
+class Options(unittest.TestCase):
+
+    def weights(self, folder, name, *flags):
+        from safetensors.numpy import load_file
+
+        train("--save-weights", folder / name, "--limit-test-batches", 1, *flags)
+        return load_file(folder / name)
+
+    def assert_same(self, a, b, within=0.0):
+        self.assertEqual(set(a), set(b))
+        for name in a:
+            difference = abs(a[name].astype("float64") - b[name].astype("float64")).max()
+            self.assertLessEqual(difference, within, name)
+
+    def difference(self, a, b):
+        return max(abs(a[name].astype("float64") - b[name].astype("float64")).max() for name in a)
+
+    def test_the_seed_decides_the_weights(self):
+        with t.temporary_folder() as folder:
+            flags = ("--max-epochs", 1, "--limit-train-batches", 5)
+            one = self.weights(folder, "a", *flags, "--seed", 1)
+            again = self.weights(folder, "b", *flags, "--seed", 1)
+            other = self.weights(folder, "c", *flags, "--seed", 2)
+        self.assert_same(one, again)
+        self.assertGreater(self.difference(one, other), 0.01)
+
+    def test_two_accumulated_batches_are_one_of_twice_the_size(self):
+        with t.temporary_folder() as folder:
+            flags = ("--max-epochs", 1, "--devices", 2)
+            whole = self.weights(folder, "a", *flags, "--batch-size", 64, "--limit-train-batches", 10)
+            halves = self.weights(folder, "b", *flags, "--batch-size", 32, "--limit-train-batches", 20,
+                                  "--accumulate-grad-batches", 2)
+        # The same sums in another order: rounding only, grown over 10 steps.
+        self.assert_same(whole, halves, within=1e-5)
+
+    def test_a_gradient_clipped_to_nothing_moves_nothing(self):
+        with t.temporary_folder() as folder:
+            fresh = self.weights(folder, "a", "--max-epochs", 0)
+            clipped = self.weights(folder, "b", "--max-epochs", 1, "--gradient-clip-val", 1e-12)
+            free = self.weights(folder, "c", "--max-epochs", 1)
+        self.assert_same(fresh, clipped, within=1e-8)
+        self.assertGreater(self.difference(fresh, free), 0.01)
+
+    def test_workers_change_nothing(self):
+        with t.temporary_folder() as folder:
+            flags = ("--max-epochs", 1, "--limit-train-batches", 10)
+            self.assert_same(self.weights(folder, "a", *flags), self.weights(folder, "b", *flags, "--num-workers", 2))
+
+    def test_schedule_and_warm_up_show_in_the_metrics(self):
+        with t.temporary_folder() as folder:
+            metrics = folder / "m.jsonl"
+            train("--max-epochs", 2, "--limit-train-batches", 10, "--lr", 0.1, "--schedule", "cosine",
+                  "--warmup-steps", 4, "--log-every-n-steps", 1, "--metrics-file", metrics)
+            rates = [row["lr"] for row in rows_of(metrics) if row["split"] == "train"]
+        self.assertEqual(len(rates), 20)
+        for rate, expected in zip(rates[:4], (0.025, 0.05, 0.075, 0.1)):
+            self.assertAlmostEqual(rate, expected)
+        self.assertTrue(all(a > b for a, b in zip(rates[4:], rates[5:])), rates)
+        self.assertLess(rates[-1], 0.01)
+
+    def test_step_schedule_counts_epochs(self):
+        with t.temporary_folder() as folder:
+            metrics = folder / "m.jsonl"
+            train("--max-epochs", 3, "--limit-train-batches", 2, "--lr", 0.1, "--schedule", "step",
+                  "--lr-gamma", 0.5, "--log-every-n-steps", 1, "--metrics-file", metrics)
+            rates = [row["lr"] for row in rows_of(metrics) if row["split"] == "train"]
+        for rate, expected in zip(rates, (0.1, 0.1, 0.05, 0.05, 0.025, 0.025)):
+            self.assertAlmostEqual(rate, expected)
+
+    def test_early_stop_and_best_weights(self):
+        with t.temporary_folder() as folder:
+            best = folder / "best.safetensors"
+            result = train("--max-epochs", 9, "--lr", 0, "--early-stop-patience", 2, "--limit-train-batches", 2,
+                           "--save-best", best, "--devices", 2)
+            self.assertIn("stopped early", result.stdout)
+            self.assertEqual(len(re.findall(r"^epoch \d/9  train", result.stdout, re.M)), 3)
+            # A rate of 0 changes nothing: the best are the fresh weights.
+            fresh = last_line(train("--max-epochs", 0))
+            self.assertEqual(last_line(t.run(t.LOCKSTEP, "eval", "--load-weights", best)), fresh)
+
+    def test_deterministic_and_threads_are_taken(self):
+        train("--deterministic", "--threads", 2, "--limit-train-batches", 2, "--max-epochs", 1, "--model", "convnet")
+
+
+class Files(unittest.TestCase):
+
+    def test_metrics_rows(self):
+        with t.temporary_folder() as folder:
+            metrics = folder / "m.jsonl"
+            result = train("--devices", 2, "--max-epochs", 2, "--metrics-file", metrics, "--log-every-n-steps", 20)
+            rows = rows_of(metrics)
+        keys = ["step", "epoch", "split", "loss", "accuracy", "lr", "samples_per_s", "seconds"]
+        self.assertTrue(all(list(row) == keys for row in rows))
+        # 10000 samples over 2 ranks of 64: 79 steps an epoch, the last of each in a row of its own.
+        self.assertEqual([row["step"] for row in rows if row["split"] == "train"],
+                         [20, 40, 60, 79, 80, 100, 120, 140, 158])
+        tests = [row for row in rows if row["split"] == "test"]
+        self.assertEqual([(row["step"], row["epoch"]) for row in tests], [(79, 1), (158, 2)])
+        self.assertEqual(last_line(result), f"test accuracy {tests[-1]['accuracy']:.4f} loss {tests[-1]['loss']:.4f}")
+        self.assertTrue(all(row["samples_per_s"] > 0 for row in rows))
+
+    def test_flags_win_over_the_configuration_file_and_the_resolved_one_is_saved(self):
+        import tomllib
+
+        with t.temporary_folder() as folder:
+            config = folder / "run.toml"
+            config.write_text("max_epochs = 1\nlimit-train-batches = 4\nbatch-size = 16\nlr = 0.5\n")
+            saved = folder / "checkpoints"
+            result = train("--config", config, "--batch-size", 8, "--checkpoint-dir", saved)
+            self.assertIn("batch size 8 a rank", result.stdout)
+            self.assertIn("4 steps in 1 epochs", result.stdout)
+            resolved = tomllib.loads((saved / "config.toml").read_text())
+            self.assertEqual(resolved["batch-size"], 8)
+            self.assertEqual(resolved["lr"], 0.5)
+            self.assertEqual(resolved["momentum"], 0.9)
+            again = train("--config", saved / "config.toml", "--checkpoint-dir", folder / "other")
+            self.assertEqual(last_line(again), last_line(result))
+
+
+class Terminal(unittest.TestCase):
+
+    def on_terminal(self, *flags, **env):
+        leader, follower = pty.openpty()
+        process = subprocess.Popen([t.LOCKSTEP, "train", *map(str, flags)], stdout=follower, stderr=follower,
+                                   stdin=subprocess.DEVNULL, env=t.clean_environment(TERM="xterm", **env))
+        os.close(follower)
+        output = b""
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if not select.select([leader], [], [], 1)[0]:
+                continue
+            try:
+                output += os.read(leader, 1 << 16)
+            except OSError:  # the last holder of the other end is gone
+                break
+        os.close(leader)
+        self.assertEqual(process.wait(timeout=10), 0, output)
+        return output.decode()
+
+    def test_one_live_bar(self):
+        output = self.on_terminal("--max-epochs", 3, "--devices", 2)
+        bars = re.findall(r"\repoch \d/3 \[[^\r\n]*\x1b\[K", output)
+        self.assertGreater(len(bars), 1, output)
+        self.assertTrue(any("samples/s" in bar and "ETA" in bar and "loss" in bar for bar in bars), bars)
+        self.assertIn("\x1b[32m", output)
+        self.assertNotIn("  step 50/", output)
+        self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n\Z")
+
+    def test_no_color_is_honoured(self):
+        output = self.on_terminal("--max-epochs", 2, NO_COLOR="1")
+        self.assertIn("\repoch ", output)
+        self.assertNotRegex(output, r"\x1b\[\d+m")
+
+    def test_a_terminal_without_abilities_gets_plain_lines(self):
+        leader = self.on_terminal("--max-epochs", 1, "--log-every-n-steps", 40, COLUMNS="80")
+        self.assertIn("\r", leader)
+        result = train("--max-epochs", 1, "--log-every-n-steps", 40)
+        self.assertIn("epoch 1/1  step 40/157  loss ", result.stdout)
+        self.assertNotIn("\r", result.stdout)
+
+
+class Ending(unittest.TestCase):
+    """Signals and closed pipes, at a moment when training is under way."""
+
+    def start(self, folder, *flags, stdout=subprocess.PIPE):
+        metrics = folder / "m.jsonl"
+        process = subprocess.Popen(
+            [t.LOCKSTEP, "train", "--max-epochs", "1000000", "--log-every-n-steps", "5",
+             "--metrics-file", str(metrics), *map(str, flags)],
+            stdout=stdout, stderr=subprocess.PIPE, text=True, env=t.clean_environment(), start_new_session=True)
+        self.addCleanup(self.end, process)
+        return process, metrics
+
+    def end(self, process):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    def assert_all_gone(self, process):
+        t.wait_until(lambda: not group_members(process.pid), 10, "the end of every process")
+
+    def test_signals_end_it_in_order_with_a_checkpoint(self):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+            for devices in (1, 2):
+                with self.subTest(signal=number, devices=devices), t.temporary_folder() as folder:
+                    saved = folder / "saved"
+                    process, metrics = self.start(folder, "--devices", devices, "--checkpoint-dir", saved)
+                    t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+                    process.send_signal(number)
+                    out, err = process.communicate(timeout=30)
+                    self.assertEqual(process.returncode, code, out + err)
+                    self.assertIn(f"stopped by {number.name}", out + err)
+                    self.assert_all_gone(process)
+                    self.assertTrue((saved / "latest" / "state.json").exists(), out + err)
+
+    def test_ctrl_c_reaches_every_process_and_still_ends_in_order(self):
+        with t.temporary_folder() as folder:
+            process, metrics = self.start(folder, "--devices", 2, "--checkpoint-dir", folder / "saved")
+            t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            self.assertEqual(process.returncode, 130, out + err)
+            self.assert_all_gone(process)
+
+    def test_a_closed_pipe_is_no_success(self):
+        for devices in (1, 2):
+            with self.subTest(devices=devices), t.temporary_folder() as folder:
+                process, _ = self.start(folder, "--devices", devices)
+                process.stdout.readline()
+                process.stdout.close()
+                process.stdout = None
+                _, err = process.communicate(timeout=60)
+                self.assertEqual(process.returncode, 128 + signal.SIGPIPE, err)
+                self.assertIn("SIGPIPE", err)
+                self.assert_all_gone(process)
+
+
+if __name__ == "__main__":
+    t.main()

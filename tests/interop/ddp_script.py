@@ -1,0 +1,90 @@
+"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST, SGD with momentum.
+
+Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-FOR-MEETING OUT MNIST-FOLDER OPTIONS-AS-JSON
+"""
+
+import gzip
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.layers(x.reshape(len(x), 784))
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+        def block(inputs, outputs):
+            return nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=5, stride=1, padding=2),
+                                 nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(kernel_size=2, stride=2))
+
+        self.layer1 = block(1, 16)
+        self.layer2 = block(16, 32)
+        self.fc = nn.Linear(7 * 7 * 32, 10)
+
+    def forward(self, x):
+        return self.fc(self.layer2(self.layer1(x)).reshape(len(x), -1))
+
+
+def read_idx(folder, name):
+    plain, packed = folder / name, folder / (name + ".gz")
+    content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
+    shape = [int.from_bytes(content[4 + 4 * i:8 + 4 * i], "big") for i in range(content[3])]
+    return torch.frombuffer(bytearray(content[4 + 4 * len(shape):]), dtype=torch.uint8).reshape(shape)
+
+
+def mnist(folder):
+    """All training images as torchvision's ToTensor and Normalize give them."""
+    images = read_idx(folder, "train-images-idx3-ubyte").unsqueeze(1).to(torch.float32).div_(255)
+    images.sub_(torch.tensor([0.1307]).view(1, 1, 1, 1)).div_(torch.tensor([0.3081]).view(1, 1, 1, 1))
+    return TensorDataset(images, read_idx(folder, "train-labels-idx1-ubyte").long())
+
+
+def main():
+    rank, world_size, meeting, out, folder, options = sys.argv[1:]
+    rank, world_size, options = int(rank), int(world_size), json.loads(options)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    data = mnist(pathlib.Path(folder))
+    sampler = DistributedSampler(data, world_size, rank, seed=options["seed"])
+    loader = DataLoader(data, batch_size=options["batch_size"], sampler=sampler)
+    torch.manual_seed(options["seed"])
+    model = {"mlp": Mlp, "convnet": ConvNet}[options["model"]]()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=options["lr"], momentum=options["momentum"],
+                                weight_decay=options.get("weight_decay", 0), nesterov=options.get("nesterov", False))
+    losses = []
+    for epoch in range(options["epochs"]):
+        sampler.set_epoch(epoch)
+        for i, (images, labels) in enumerate(loader):
+            if i == options["batches"]:
+                break
+            optimizer.zero_grad()
+            loss = F.cross_entropy(ddp(images), labels)
+            loss.backward()
+            if options.get("clip"):
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), options["clip"])
+            optimizer.step()
+            losses.append(loss.item())
+    if rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,86 @@
+"""`lockstep train` ends with the weights of the Python script, to the last bit."""
+
+import json
+import subprocess
+import sys
+import unittest
+
+import lockstep_testing as t
+
+SCRIPT = t.SOURCE_DIR / "tests" / "interop" / "ddp_script.py"
+
+
+def python_weights(folder, world_size, options):
+    from safetensors.torch import load_file
+
+    out = folder / "python.safetensors"
+    command = [sys.executable, SCRIPT]
+    rest = [world_size, folder / "meeting", out, t.data_dir() / "mnist", json.dumps(options)]
+    ranks = [
+        subprocess.Popen([str(c) for c in (*command, rank, *rest)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         text=True, env=t.clean_environment()) for rank in range(world_size)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            output, _ = process.communicate(timeout=200)
+            if process.returncode != 0:
+                raise AssertionError(f"Python's rank {rank} failed:\n{output}")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return load_file(out)
+
+
+def lockstep_weights(folder, world_size, options):
+    from safetensors.torch import load_file
+
+    out = folder / "lockstep.safetensors"
+    flags = [
+        "--model", options["model"], "--dataset", "mnist", "--data-dir", t.data_dir(), "--devices", world_size,
+        "--batch-size", options["batch_size"], "--lr", options["lr"], "--momentum", options["momentum"],
+        "--weight-decay", options.get("weight_decay", 0), "--seed", options["seed"],
+        "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-test-batches", 1,
+        "--save-weights", out, "--threads", 1
+    ]
+    if options.get("nesterov"):
+        flags.append("--nesterov")
+    if options.get("clip"):
+        flags += ["--gradient-clip-val", options["clip"]]
+    t.run(t.LOCKSTEP, "train", *flags, timeout=200)
+    return load_file(out)
+
+
+@unittest.skipUnless(t.torch_is_the_linked_one(), "Python's torch is not the LibTorch that is linked")
+@unittest.skipUnless(t.data_dir(), t.NO_DATA)
+class SameWeights(unittest.TestCase):
+
+    def check(self, world_size, **options):
+        options = {"lr": 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32, **options}
+        with t.temporary_folder() as folder:
+            theirs = python_weights(folder, world_size, options)
+            ours = lockstep_weights(folder, world_size, options)
+        self.assertEqual(set(ours), set(theirs))
+        for name, tensor in theirs.items():
+            self.assertEqual(ours[name].dtype, tensor.dtype, name)
+            same = bool((ours[name] == tensor).all())
+            self.assertTrue(same, f"{name} differs by up to {(ours[name].double() - tensor.double()).abs().max()}")
+
+    def test_mlp_on_one_rank(self):
+        self.check(1, model="mlp", epochs=2, batches=40)
+
+    def test_mlp_on_two_ranks(self):
+        self.check(2, model="mlp", epochs=2, batches=40)
+
+    def test_mlp_with_nesterov_decay_and_clipping(self):
+        self.check(2, model="mlp", epochs=1, batches=40, nesterov=True, weight_decay=0.001, clip=0.5, seed=7)
+
+    def test_convnet_on_one_rank(self):
+        self.check(1, model="convnet", epochs=2, batches=6, lr=0.01)
+
+    def test_convnet_on_two_ranks(self):
+        self.check(2, model="convnet", epochs=2, batches=6, lr=0.01)
+
+
+if __name__ == "__main__":
+    t.main()
