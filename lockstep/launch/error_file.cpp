@@ -36,6 +36,7 @@ void write_error_file(const std::exception& error) noexcept {
         {"message",
          {{"message", error.what()},
           {"errorCode", exit_code_of(error)},
+          {"consequence", dynamic_cast<const PeerLostError*>(&error) != nullptr},
           {"extraInfo",
            {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
@@ -60,6 +61,8 @@ std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
       report.timestamp = timestamp_of(root);
     } else if (message.is_object()) {
       report.message = text_of(message, "message");
+      const auto consequence = message.find("consequence");
+      report.consequence = consequence != message.end() && *consequence == true;
       const auto info = message.find("extraInfo");
       if (info != message.end() && info->is_object()) {
         report.callstack = text_of(*info, "py_callstack");

@@ -12,9 +12,10 @@ namespace lockstep::launch {
 /// TORCHELASTIC_ERROR_FILE; the format is torch.distributed.elastic's, so either side may be
 /// Python.
 struct ErrorReport {
-  std::string message;    ///< "MismatchError: ..." or any text
-  std::string callstack;  ///< Python's; empty otherwise
-  int64_t timestamp = 0;  ///< seconds since 1970; 0 when the worker did not say
+  std::string message;       ///< "MismatchError: ..." or any text
+  std::string callstack;     ///< Python's; empty otherwise
+  int64_t timestamp = 0;     ///< seconds since 1970; 0 when the worker did not say
+  bool consequence = false;  ///< The worker failed because another one was lost.
 };
 
 /// Writes the report of `error` to the file that TORCHELASTIC_ERROR_FILE names; nothing when it is

@@ -4,10 +4,12 @@ namespace lockstep::launch {
 
 /// Where a worker writes its own account of its failure.
 inline constexpr const char* kErrorFileVariable = "TORCHELASTIC_ERROR_FILE";
-/// Random text in the environment of every worker of one job, inherited by its descendants: by it
-/// the launcher and its keeper find those that have left the worker's process group and session.
+/// Random text in the environment of every worker and so of its descendants: the mark of our
+/// launcher, and a way to find what a job has started.
 inline constexpr const char* kTokenVariable = "LOCKSTEP_RUN_TOKEN";
 /// Set in workers of `lockstep::spawn` to the number of the process that spawned them.
 inline constexpr const char* kSpawnVariable = "LOCKSTEP_SPAWNED_BY";
+/// Beside it: the how-manieth call of `spawn` in the program the worker belongs to.
+inline constexpr const char* kSpawnCallVariable = "LOCKSTEP_SPAWN_CALL";
 
 }  // namespace lockstep::launch

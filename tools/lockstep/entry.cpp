@@ -1,16 +1,17 @@
 #include "entry.h"
 
+#include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
 #include "cli.h"
 #include "commands.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/store_host.h"
 
 namespace lockstep::tool {
 
@@ -56,14 +57,7 @@ int lockstep_cli_main(int argc, char** argv) {
 
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size) {
   try {
-    c10d::TCPStoreOptions options;
-    options.isServer = true;
-    options.waitWorkers = false;
-    options.masterListenFd = listen_fd;
-    options.port = 0;
-    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-    return new std::shared_ptr<void>(
-        std::make_shared<c10::intrusive_ptr<c10d::TCPStore>>(std::move(store)));
+    return new std::shared_ptr<void>(lockstep::host_store(listen_fd));
   } catch (const std::exception& failure) {
     std::snprintf(error, error_size, "%s", failure.what());
     return nullptr;
@@ -72,4 +66,18 @@ void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size) {
 
 void lockstep_cli_release_store(void* store) {
   delete static_cast<std::shared_ptr<void>*>(store);
+}
+
+int64_t lockstep_cli_ended_hosts(const char* address, uint16_t port, int amount, char* error,
+                                 size_t error_size) {
+  try {
+    lockstep::TcpStoreOptions options;
+    options.host = address;
+    options.port = port;
+    options.timeout = std::chrono::seconds(5);
+    return lockstep::tcp_store(options).add("lockstep/launcher/ended_hosts", amount);
+  } catch (const std::exception& failure) {
+    std::snprintf(error, error_size, "%s", failure.what());
+    return -1;
+  }
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 /// What liblockstep_cli.so, which holds everything that needs LibTorch, offers to the thin binary
 /// that loads it. Nothing is thrown across.
@@ -13,5 +14,10 @@ int lockstep_cli_main(int argc, char** argv);
 /// lockstep_cli_release_store. Null on failure, with the reason in `error`.
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);
 void lockstep_cli_release_store(void* store);
+
+/// Adds to the number of hosts whose workers have ended, in the store at address and port. Returns
+/// the sum; -1 on failure, with the reason in `error`.
+int64_t lockstep_cli_ended_hosts(const char* address, uint16_t port, int amount, char* error,
+                                 size_t error_size);
 
 }  // extern "C"

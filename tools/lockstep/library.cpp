@@ -55,4 +55,13 @@ std::shared_ptr<void> serve_store(int listen_fd) {
   return {store, release};
 }
 
+int64_t count_ended_hosts(const std::string& address, uint16_t port, int amount) {
+  auto* add =
+      symbol<int64_t(const char*, uint16_t, int, char*, size_t)>("lockstep_cli_ended_hosts");
+  char error[1024] = "";
+  const int64_t sum = add(address.c_str(), port, amount, error, sizeof error);
+  if (sum < 0) throw CommError(error);
+  return sum;
+}
+
 }  // namespace lockstep::tool

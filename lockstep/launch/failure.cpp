@@ -1,0 +1,56 @@
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/launch/launcher.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr int kCannotExecute = 126;  // as a shell says it
+constexpr int kNotFound = 127;
+
+std::string signal_text(int number) {
+  const char* name = sigabbrev_np(number);
+  return (name ? "SIG" + std::string(name) + " (signal " : "signal (") + std::to_string(number) +
+         ")";
+}
+
+std::string indented(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) text += "\n    " + line;
+  return text;
+}
+
+}  // namespace
+
+int Failure::exit_code() const {
+  if (start_errno != 0) return start_errno == ENOENT ? kNotFound : kCannotExecute;
+  if (WIFSIGNALED(wait_status)) return 128 + WTERMSIG(wait_status);
+  return WEXITSTATUS(wait_status);
+}
+
+std::string Failure::text() const {
+  std::string text = "rank " + std::to_string(rank);
+  if (start_errno != 0) {
+    return text + " could not be started: " + file + ": " + std::strerror(start_errno);
+  }
+  if (local_rank != rank) text += " (local rank " + std::to_string(local_rank) + ")";
+  text += " (pid " + std::to_string(pid) + ")";
+  text += WIFSIGNALED(wait_status)
+              ? " was killed by " + signal_text(WTERMSIG(wait_status))
+              : " exited with code " + std::to_string(WEXITSTATUS(wait_status));
+  const std::string said = join(last_lines, "\n");
+  if (report && said.find(split(report->message, '\n').front()) == std::string::npos) {
+    text += "\n  it reported:" + indented(split(report->message, '\n'));
+  }
+  if (!last_lines.empty()) text += "\n  its last lines of standard error:" + indented(last_lines);
+  if (!error_log.empty()) text += "\n  its whole standard error: " + error_log.string();
+  return text;
+}
+
+}  // namespace lockstep::launch

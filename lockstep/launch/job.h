@@ -1,0 +1,86 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace lockstep::launch {
+
+/// How one worker ended.
+struct WorkerEnd {
+  int wait_status = 0;       ///< As waitpid gives it; see also `start_errno`.
+  int start_errno = 0;       ///< Not 0: the program could not be executed at all.
+  bool after_stop = false;   ///< We had already told the workers to stop.
+  bool consequence = false;  ///< It says itself that a peer was lost: another one is the cause.
+  std::optional<int64_t> said_at;  ///< Seconds since 1970 of its own error report, if it wrote one.
+  int64_t ended_at = 0;            ///< Seconds since 1970.
+  int order = 0;                   ///< The how-manieth end this was.
+
+  bool succeeded() const { return wait_status == 0 && start_errno == 0; }
+};
+
+/// The workers of one job and what to do at each event; it makes no system call, so that every
+/// sequence of events can be tried in a test. Each event returns the signal to send to all workers
+/// that still live, 0 for none. Time is an argument.
+class Job {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  struct Options {
+    /// Between TERM and KILL when a worker failed. All must be over within a second.
+    std::chrono::milliseconds grace{800};
+    /// Between a signal that the user sent, which is forwarded, and KILL: long enough to save a
+    /// checkpoint. torchrun waits as long.
+    std::chrono::milliseconds signal_grace{30'000};
+    /// A worker that ended because it lost a peer is followed by that peer's own end, which is the
+    /// cause and should get to say so before it is told to stop.
+    std::chrono::milliseconds settle{200};
+    /// A second signal kills at once, unless it comes this soon: `timeout` sends its signal to the
+    /// process and then again to the group.
+    std::chrono::milliseconds same_signal{300};
+  };
+
+  enum class Ending { success, failure, interrupted, output_closed };
+
+  Job(int workers, Options options);
+
+  /// The end of worker `index`, 0 to workers-1. `end`'s after_stop and order are filled in here.
+  int ended(int index, WorkerEnd end, Time now);
+  /// INT, TERM, HUP, ... sent to us.
+  int signalled(int signal, Time now);
+  /// Nobody reads our output any more.
+  int output_closed(Time now);
+  /// Our keeper is gone, or something else that leaves no choice but to end.
+  int failed(Time now);
+  /// The time `deadline` named has come.
+  int tick(Time now);
+  /// When `tick` wants to be called; none: not at all.
+  std::optional<Time> deadline() const { return deadline_; }
+
+  bool all_ended() const { return living_ == 0; }
+  /// What it comes to; valid when all have ended.
+  Ending ending() const;
+  /// The signal of `Ending::interrupted`.
+  int signal() const { return signal_; }
+  /// Which worker's failure is the cause; none when none failed of itself.
+  std::optional<int> root_cause() const;
+  const std::optional<WorkerEnd>& end_of(int index) const { return ends_.at(index); }
+
+ private:
+  enum class Phase { running, settling, stopping, interrupting, killing };
+  int stop(Time now);
+  int kill();
+
+  Options options_;
+  std::vector<std::optional<WorkerEnd>> ends_;
+  int living_;
+  Phase phase_ = Phase::running;
+  std::optional<Time> deadline_;
+  std::optional<Time> signalled_at_;
+  int signal_ = 0;
+  bool failed_ = false;
+  bool output_closed_ = false;
+};
+
+}  // namespace lockstep::launch

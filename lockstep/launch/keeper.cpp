@@ -1,0 +1,356 @@
+#include "lockstep/launch/keeper.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/close_range.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::seconds kKillLimit{5};
+
+void close_between(unsigned first, unsigned last) {
+  if (first > last) return;
+  if (syscall(SYS_close_range, first, last, 0) == 0) return;
+  const unsigned end = std::min<unsigned>(last, static_cast<unsigned>(sysconf(_SC_OPEN_MAX)));
+  for (unsigned fd = first; fd <= end; ++fd) ::close(static_cast<int>(fd));
+}
+
+/// Closes every descriptor above 2 that is not in `kept`.
+void close_others(std::vector<int> kept) {
+  std::sort(kept.begin(), kept.end());
+  unsigned next = 3;
+  for (const int fd : kept) {
+    if (fd < 3) continue;
+    if (static_cast<unsigned>(fd) > next) close_between(next, static_cast<unsigned>(fd) - 1);
+    next = static_cast<unsigned>(fd) + 1;
+  }
+  close_between(next, ~0U);
+}
+
+void reset_signals() {
+  for (int signal = 1; signal < NSIG; ++signal) {
+    if (signal == SIGHUP) continue;
+    struct sigaction action {};
+    action.sa_handler = SIG_DFL;
+    sigaction(signal, &action, nullptr);
+  }
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& words) {
+  std::vector<char*> list;
+  for (const auto& word : words) list.push_back(const_cast<char*>(word.c_str()));
+  list.push_back(nullptr);
+  return list;
+}
+
+struct ParsedStat {
+  pid_t parent = 0;
+  char state = 'Z';
+};
+
+ParsedStat stat_of(pid_t pid) {
+  char text[512];
+  const auto path = "/proc/" + std::to_string(pid) + "/stat";
+  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
+  if (size <= 0) return {};
+  text[size] = 0;
+  ParsedStat stat;
+  const char* name_end = std::strrchr(text, ')');
+  if (name_end) std::sscanf(name_end + 1, " %c %d", &stat.state, &stat.parent);
+  return stat;
+}
+
+/// A process whose first thread alone has ended shows as a zombie too, but lives on in the others.
+bool has_ended(pid_t pid) {
+  const auto stat = stat_of(pid);
+  if (stat.parent == 0 || stat.state == 'X') return true;
+  if (stat.state != 'Z') return false;
+  struct stat threads {};
+  const auto path = "/proc/" + std::to_string(pid) + "/task";
+  constexpr nlink_t kLinksOfOneThread = 3;
+  return ::stat(path.c_str(), &threads) != 0 || threads.st_nlink <= kLinksOfOneThread;
+}
+
+/// The process that the keeper becomes. It only makes system calls and allocates: after a fork of a
+/// process with threads, nothing else of it is safe to touch.
+class KeeperProcess {
+ public:
+  KeeperProcess(const std::vector<ProcessPlan>& plans, const std::filesystem::path& scratch,
+                int control, int events, bool hangup_ignored)
+      : plans_(plans),
+        scratch_(scratch),
+        control_(control),
+        events_(events),
+        hangup_ignored_(hangup_ignored),
+        pids_(plans.size(), -1) {}
+
+  [[noreturn]] void run() {
+    become_keeper();
+    for (size_t i = 0; i < plans_.size(); ++i) start(static_cast<int>(i));
+    let_go_of_output();
+    watch();
+    kill_descendants(kKillLimit);
+    std::error_code ignored;
+    if (!scratch_.empty()) std::filesystem::remove_all(scratch_, ignored);
+    _exit(0);
+  }
+
+ private:
+  void become_keeper() {
+    setsid();
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    prctl(PR_SET_NAME, "keeper");
+    rename_arguments();
+    std::vector<int> kept = {control_, events_};
+    for (const auto& plan : plans_) kept.insert(kept.end(), {plan.stdout_fd, plan.stderr_fd});
+    close_others(kept);
+    for (const int signal :
+         {SIGINT, SIGTERM, SIGQUIT, SIGHUP, SIGPIPE, SIGTSTP, SIGUSR1, SIGUSR2}) {
+      ::signal(signal, SIG_IGN);
+    }
+    ::signal(SIGCHLD, SIG_DFL);
+    sigset_t children;
+    sigemptyset(&children);
+    sigaddset(&children, SIGCHLD);
+    sigprocmask(SIG_SETMASK, &children, nullptr);
+    child_signals_ = signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
+  }
+
+  /// A user who kills our program by the pattern of its command line should not hit the keeper.
+  static void rename_arguments() {
+    char text[2048];
+    const UniqueFd file(::open("/proc/self/stat", O_RDONLY | O_CLOEXEC));
+    const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
+    if (size <= 0) return;
+    text[size] = 0;
+    const char* rest = std::strrchr(text, ')');
+    if (!rest) return;
+    constexpr size_t kArgStart = 46;  // field 48 of proc(5), counted after the name
+    const auto fields = split(rest + 2, ' ');
+    if (fields.size() <= kArgStart + 1) return;
+    const auto begin = std::strtoull(fields[kArgStart - 1].c_str(), nullptr, 10);
+    const auto end = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
+    constexpr char kName[] = "keeper";
+    if (begin == 0 || end < begin + sizeof kName) return;
+    auto* arguments = reinterpret_cast<char*>(begin);
+    std::memset(arguments, 0, end - begin);
+    std::memcpy(arguments, kName, sizeof kName);
+  }
+
+  void report(KeeperEvent::Kind kind, int index, int value) {
+    const KeeperEvent event{kind, index, value};
+    // The pipe holds thousands of events and a reader that is gone also closed the control pipe.
+    [[maybe_unused]] const auto written = ::write(events_, &event, sizeof event);
+  }
+
+  void start(int index) {
+    const auto& plan = plans_[static_cast<size_t>(index)];
+    const pid_t keeper = getpid();
+    const pid_t pid = fork();
+    if (pid < 0) return report(KeeperEvent::not_started, index, errno);
+    if (pid == 0) {
+      become_worker(plan, keeper);
+      report(KeeperEvent::not_started, index, errno);
+      _exit(127);
+    }
+    setpgid(pid, pid);  // here and in the child: neither may come too late
+    pids_[static_cast<size_t>(index)] = pid;
+    report(KeeperEvent::started, index, pid);
+  }
+
+  /// Returns only when the program cannot be executed, with errno set.
+  void become_worker(const ProcessPlan& plan, pid_t keeper) const {
+    setpgid(0, 0);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != keeper) _exit(127);
+    reset_signals();
+    ::signal(SIGHUP, hangup_ignored_ ? SIG_IGN : SIG_DFL);
+    const auto argv = pointers(plan.argv);
+    const auto env = pointers(plan.env);
+    const int input = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    // Copies above 2 first, so that one of 1 and 2 does not overwrite the other.
+    const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, 3);
+    const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, 3);
+    if (input < 0 || out < 0 || err < 0) return;
+    dup2(input, STDIN_FILENO);
+    dup2(out, STDOUT_FILENO);
+    dup2(err, STDERR_FILENO);
+    fcntl(events_, F_SETFD, FD_CLOEXEC);
+    close_others({events_});
+    execve(plan.file.c_str(), argv.data(), env.data());
+  }
+
+  /// Whoever reads our output must see its end when all workers have closed it.
+  void let_go_of_output() {
+    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(nothing, fd);
+    close_others({control_, events_, child_signals_});
+  }
+
+  void watch() {
+    while (true) {
+      reap();
+      pollfd fds[] = {{control_, POLLIN, 0}, {child_signals_, POLLIN, 0}};
+      if (::poll(fds, 2, -1) < 0 && errno != EINTR) return;
+      drain_child_signals();
+      if (fds[0].revents == 0) continue;
+      int32_t signal = 0;
+      const ssize_t size = ::read(control_, &signal, sizeof signal);
+      if (size < 0 && errno == EINTR) continue;
+      if (size != sizeof signal) return;
+      for (const pid_t pid : pids_) {
+        if (pid > 0) ::kill(-pid, signal);
+      }
+    }
+  }
+
+  void drain_child_signals() const {
+    signalfd_siginfo info;
+    while (::read(child_signals_, &info, sizeof info) > 0) {
+    }
+  }
+
+  void reap() {
+    int status = 0;
+    pid_t pid = 0;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
+      const auto found = std::find(pids_.begin(), pids_.end(), pid);
+      if (found == pids_.end()) continue;
+      *found = -1;
+      report(KeeperEvent::ended, static_cast<int>(found - pids_.begin()), status);
+    }
+  }
+
+  const std::vector<ProcessPlan>& plans_;
+  const std::filesystem::path& scratch_;
+  int control_;
+  int events_;
+  bool hangup_ignored_;
+  int child_signals_ = -1;
+  std::vector<pid_t> pids_;  // -1: not started or reaped
+};
+
+struct Pipe {
+  UniqueFd read;
+  UniqueFd write;
+};
+
+Pipe make_pipe() {
+  int fds[2];
+  if (::pipe2(fds, O_CLOEXEC) != 0) throw SystemError("cannot make a pipe", errno);
+  return {UniqueFd(fds[0]), UniqueFd(fds[1])};
+}
+
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  return sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+}  // namespace
+
+std::vector<pid_t> descendants_of(pid_t root) {
+  std::multimap<pid_t, pid_t> children;
+  DIR* folder = opendir("/proc");
+  if (!folder) return {};
+  while (const dirent* entry = readdir(folder)) {
+    const auto pid = parse_int(entry->d_name);
+    if (!pid) continue;
+    const auto stat = stat_of(static_cast<pid_t>(*pid));
+    if (stat.parent > 0) children.emplace(stat.parent, *pid);
+  }
+  closedir(folder);
+  std::vector<pid_t> below = {root};
+  for (size_t i = 0; i < below.size(); ++i) {
+    const auto [begin, end] = children.equal_range(below[i]);
+    for (auto it = begin; it != end; ++it) below.push_back(it->second);
+  }
+  below.erase(below.begin());
+  std::erase_if(below, has_ended);
+  return below;
+}
+
+void kill_descendants(std::chrono::milliseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (std::chrono::steady_clock::now() < end) {
+    const auto left = descendants_of(getpid());
+    for (const pid_t pid : left) ::kill(pid, SIGKILL);
+    while (waitpid(-1, nullptr, WNOHANG) > 0) {
+    }
+    if (left.empty()) return;
+    constexpr timespec kPause{0, 2'000'000};
+    nanosleep(&kPause, nullptr);
+  }
+}
+
+Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch) {
+  auto control = make_pipe();
+  auto events = make_pipe();
+  const bool hangup_ignored = is_ignored(SIGHUP);
+  // Signals are held until the child has put its own handling in place: ours must not run there.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    control.write.reset();
+    events.read.reset();
+    KeeperProcess(processes, scratch, control.read.get(), events.write.get(), hangup_ignored).run();
+  }
+  const int failure = errno;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (pid < 0) throw SystemError("cannot start a process", failure);
+  pid_ = pid;
+  control_ = std::move(control.write);
+  events_ = std::move(events.read);
+  fcntl(events_.get(), F_SETFL, O_NONBLOCK);
+}
+
+Keeper::~Keeper() {
+  finish();
+  while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+std::optional<KeeperEvent> Keeper::next() {
+  KeeperEvent event{};
+  ssize_t size = 0;
+  do {
+    size = ::read(events_.get(), &event, sizeof event);
+  } while (size < 0 && errno == EINTR);
+  if (size == sizeof event) return event;
+  gone_ = size == 0 || (size < 0 && errno != EAGAIN);
+  return std::nullopt;
+}
+
+void Keeper::signal_all(int signal) {
+  if (!control_) return;
+  const int32_t value = signal;
+  // SIGPIPE is ignored while a job runs; a keeper that is gone is seen by `next`.
+  [[maybe_unused]] const auto written = ::write(control_.get(), &value, sizeof value);
+}
+
+}  // namespace lockstep::launch

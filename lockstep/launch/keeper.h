@@ -1,0 +1,79 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/file.h"
+
+namespace lockstep::launch {
+
+/// A process to start.
+struct ProcessPlan {
+  std::string file;               ///< What is executed: a path.
+  std::vector<std::string> argv;  ///< argv[0] included.
+  std::vector<std::string> env;   ///< The whole environment, "NAME=value".
+  int stdout_fd = 1;              ///< Not owned; must stay open until the Keeper is constructed.
+  int stderr_fd = 2;
+};
+
+/// What the keeper reports.
+struct KeeperEvent {
+  enum Kind : int32_t { started, not_started, ended };
+  Kind kind;
+  int32_t index;  ///< Which process of the plan.
+  int32_t value;  ///< The process's id, the errno of execve, or waitpid's status.
+};
+
+/// Starts processes through a small process between them and us, so that none of them, and none of
+/// their descendants, outlives us.
+///
+/// The keeper is a fork of this process without any of its threads. It is the workers' parent and
+/// the "child subreaper" of all they start: even a descendant that forks twice, changes session and
+/// clears its environment stays below it in the process tree. It reads a pipe whose other end only
+/// this process holds. When that closes, by `finish`, by the destructor, or because this process
+/// was killed, it kills everything below it, removes the scratch folder and ends. It has left our
+/// session and process group, so signals from the terminal do not reach it or the workers. Should
+/// the keeper itself be killed, the kernel kills the workers (PR_SET_PDEATHSIG).
+///
+/// Each worker is the leader of a process group, reads /dev/null and has only descriptors 0 to 2.
+class Keeper {
+ public:
+  /// Throws SystemError when there are no processes or descriptors left. `scratch` is a folder to
+  /// remove at the end; empty: none.
+  Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch);
+  /// Kills what is left and waits for the keeper's end.
+  ~Keeper();
+  Keeper(const Keeper&) = delete;
+  Keeper& operator=(const Keeper&) = delete;
+
+  /// Readable when `next` has something to say.
+  int event_fd() const { return events_.get(); }
+  /// The next event; none when there is none now. Does not block.
+  std::optional<KeeperEvent> next();
+  /// True once `next` has found the keeper gone.
+  bool gone() const { return gone_; }
+  /// Sends a signal to the process groups of all workers that live.
+  void signal_all(int signal);
+  /// Has the keeper kill what is left and end. Does not wait.
+  void finish() { control_.reset(); }
+
+ private:
+  UniqueFd control_;
+  UniqueFd events_;
+  pid_t pid_ = -1;
+  bool gone_ = false;
+};
+
+/// Processes below `root` in the process tree, without those that have ended and wait to be reaped.
+std::vector<pid_t> descendants_of(pid_t root);
+/// Kills everything below this process, which must be a child subreaper, and reaps its children.
+/// Gives up after `limit`: a process that waits in the kernel for a dead disk does not end.
+void kill_descendants(std::chrono::milliseconds limit);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,279 @@
+#include "lockstep/launch/launcher.h"
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <ctime>
+#include <exception>
+#include <set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/launch/job.h"
+#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/output.h"
+#include "lockstep/launch/signals.h"
+#include "lockstep/launch/worker_streams.h"
+
+extern char** environ;
+
+namespace lockstep::launch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Time = Clock::time_point;
+
+/// Once every process is gone, for how long a pipe that someone else still holds is read.
+constexpr std::chrono::milliseconds kDrainLimit{1000};
+constexpr std::chrono::milliseconds kLeaveInterval{50};
+constexpr std::chrono::milliseconds kOrphanLimit{1000};
+
+std::vector<std::string> environment_of(const WorkerPlan& plan) {
+  std::set<std::string> replaced(plan.unset.begin(), plan.unset.end());
+  for (const auto& [name, value] : plan.env) replaced.insert(name);
+  std::vector<std::string> env;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text = *entry;
+    if (!replaced.count(text.substr(0, text.find('=')))) env.push_back(text);
+  }
+  for (const auto& [name, value] : plan.env) env.push_back(name + "=" + value);
+  return env;
+}
+
+/// What a rank says when it ends because another one has: the backends' own words.
+bool tells_of_a_lost_peer(const std::string& text) {
+  for (const char* words :
+       {"Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted",
+        "remote process exited or there was a network error", "PeerLostError"}) {
+    if (text.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
+class Launcher {
+ public:
+  explicit Launcher(const LaunchPlan& plan)
+      : plan_(plan),
+        signals_(plan.signals),
+        out_(STDOUT_FILENO),
+        err_(STDERR_FILENO),
+        one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
+        job_(static_cast<int>(plan.workers.size()), {plan.grace, plan.signal_grace}) {
+    for (const auto& worker : plan.workers) {
+      streams_.push_back(
+          std::make_unique<WorkerStream>(worker.out, worker.prefix, STDOUT_FILENO, out_));
+      streams_.push_back(std::make_unique<WorkerStream>(worker.err, worker.prefix, STDERR_FILENO,
+                                                        one_console_ ? out_ : err_));
+    }
+    pids_.resize(plan.workers.size(), -1);
+    reports_.resize(plan.workers.size());
+  }
+
+  void run() {
+    start();
+    serve();
+    while (!finished()) step();
+    conclude();
+  }
+
+ private:
+  WorkerStream& error_stream(size_t worker) { return *streams_[2 * worker + 1]; }
+
+  void start() {
+    std::vector<ProcessPlan> processes;
+    for (size_t i = 0; i < plan_.workers.size(); ++i) {
+      const auto& worker = plan_.workers[i];
+      processes.push_back({worker.file, worker.argv, environment_of(worker),
+                           streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd()});
+    }
+    keeper_ = std::make_unique<Keeper>(processes, plan_.scratch);
+    for (auto& stream : streams_) stream->started();
+  }
+
+  void serve() {
+    if (!plan_.serve) return;
+    try {
+      served_ = plan_.serve();
+    } catch (...) {
+      serve_failure_ = std::current_exception();
+      send(job_.failed(Clock::now()));
+    }
+  }
+
+  void send(int signal) {
+    if (signal != 0) keeper_->signal_all(signal);
+  }
+
+  bool finished() const {
+    if (!keeper_->gone()) return false;
+    const bool reading = std::any_of(streams_.begin(), streams_.end(),
+                                     [](const auto& stream) { return stream->open(); });
+    if (reading && Clock::now() < *drain_until_) return false;
+    return abandon_output_ || (!out_.pending() && !err_.pending());
+  }
+
+  void step() {
+    std::vector<pollfd> fds = {{signals_.fd(), POLLIN, 0}};
+    fds.push_back({keeper_->gone() ? -1 : keeper_->event_fd(), POLLIN, 0});
+    fds.push_back({out_.pending() ? out_.fd() : -1, POLLOUT, 0});
+    fds.push_back({err_.pending() ? err_.fd() : -1, POLLOUT, 0});
+    for (const auto& stream : streams_) fds.push_back({stream->poll_fd(), POLLIN, 0});
+    ::poll(fds.data(), fds.size(), wait_ms());
+    const Time now = Clock::now();
+    while (const auto signal = signals_.next()) take_signal(*signal, now);
+    for (auto& stream : streams_) stream->read(now);
+    if (!keeper_->gone()) take_events(now);
+    send(job_.tick(now));
+    pump(now);
+    if (job_.all_ended() && !leaving_) leave_if_ready(now);
+  }
+
+  int wait_ms() const {
+    std::optional<Time> next = job_.deadline();
+    for (const auto& other : {leave_at_, drain_until_}) {
+      if (other && (!next || *other < *next)) next = other;
+    }
+    if (!next) return -1;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
+    return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
+  }
+
+  void take_signal(int signal, Time now) {
+    if (job_.all_ended()) abandon_output_ = true;
+    send(job_.signalled(signal, now));
+  }
+
+  void take_events(Time now) {
+    while (const auto event = keeper_->next()) {
+      if (event->kind == KeeperEvent::started) {
+        pids_[static_cast<size_t>(event->index)] = event->value;
+      } else {
+        take_end(event->index, *event, now);
+      }
+    }
+    if (!keeper_->gone()) return;
+    drain_until_ = now + kDrainLimit;
+    if (!job_.all_ended()) keeper_was_killed(now);
+  }
+
+  void take_end(int index, const KeeperEvent& event, Time now) {
+    WorkerEnd end;
+    (event.kind == KeeperEvent::ended ? end.wait_status : end.start_errno) = event.value;
+    end.ended_at = std::time(nullptr);
+    if (!end.succeeded()) {
+      const auto worker = static_cast<size_t>(index);
+      error_stream(worker).read(now);
+      auto& report = reports_[worker];
+      report = read_error_file(plan_.workers[worker].error_file);
+      if (report && report->timestamp > 0) end.said_at = report->timestamp;
+      std::string last;
+      for (const auto& line : error_stream(worker).tail().lines()) last += line + "\n";
+      end.consequence = report ? report->consequence || tells_of_a_lost_peer(report->message)
+                               : tells_of_a_lost_peer(last);
+    }
+    send(job_.ended(index, end, now));
+  }
+
+  /// Someone killed the keeper, and the kernel the workers with it; nothing can be saved.
+  void keeper_was_killed(Time now) {
+    keeper_killed_ = true;
+    for (size_t i = 0; i < pids_.size(); ++i) {
+      if (job_.end_of(static_cast<int>(i))) continue;
+      if (pids_[i] > 0) ::kill(-pids_[i], SIGKILL);
+      job_.failed(now);
+      WorkerEnd end;
+      end.wait_status = SIGKILL;
+      job_.ended(static_cast<int>(i), end, now);
+    }
+    if (plan_.owns_process) kill_descendants(kOrphanLimit);
+  }
+
+  void pump(Time now) {
+    out_.pump();
+    err_.pump();
+    for (const auto* queue : {&out_, &err_}) {
+      if (queue->failed_with() == 0 || output_failure_ != 0) continue;
+      output_failure_ = queue->failed_with();
+      send(job_.output_closed(now));
+    }
+  }
+
+  void leave_if_ready(Time now) {
+    if (leave_at_ && now < *leave_at_) return;
+    if (job_.ending() == Job::Ending::success && plan_.may_leave && !plan_.may_leave()) {
+      leave_at_ = now + kLeaveInterval;
+      return;
+    }
+    leave_at_.reset();
+    leaving_ = true;
+    keeper_->finish();
+  }
+
+  Failure failure_of(int index) {
+    const auto i = static_cast<size_t>(index);
+    const auto& worker = plan_.workers[i];
+    Failure failure;
+    failure.rank = worker.rank;
+    failure.local_rank = worker.local_rank;
+    failure.pid = pids_[i];
+    failure.wait_status = job_.end_of(index)->wait_status;
+    failure.start_errno = job_.end_of(index)->start_errno;
+    failure.file = worker.file;
+    failure.report = reports_[i];
+    failure.last_lines = error_stream(i).tail().lines();
+    failure.error_log = worker.err.file;
+    return failure;
+  }
+
+  void conclude() {
+    for (auto& stream : streams_) stream->close();
+    out_.pump();
+    err_.pump();
+    keeper_.reset();
+    served_.reset();
+    if (job_.signal() != 0) throw InterruptedError(job_.signal());
+    if (serve_failure_) std::rethrow_exception(serve_failure_);
+    if (keeper_killed_) {
+      throw Error("the process that keeps the workers was killed; the workers ended with it");
+    }
+    const auto cause = job_.root_cause();
+    if (job_.ending() == Job::Ending::failure && cause) {
+      const auto failure = failure_of(*cause);
+      throw WorkerError(failure.text(), failure.exit_code());
+    }
+    if (output_failure_ == EPIPE) throw InterruptedError(SIGPIPE);
+    if (output_failure_ != 0) throw SystemError("cannot write the output", output_failure_);
+  }
+
+  const LaunchPlan& plan_;
+  SignalCatcher signals_;
+  OutputQueue out_;
+  OutputQueue err_;
+  bool one_console_;
+  Job job_;
+  std::vector<std::unique_ptr<WorkerStream>> streams_;  // out and err of worker 0, of worker 1, ...
+  std::vector<pid_t> pids_;
+  std::vector<std::optional<ErrorReport>> reports_;
+  std::shared_ptr<void> served_;
+  std::exception_ptr serve_failure_;
+  std::unique_ptr<Keeper> keeper_;
+  std::optional<Time> drain_until_;
+  std::optional<Time> leave_at_;
+  bool leaving_ = false;
+  bool keeper_killed_ = false;
+  bool abandon_output_ = false;
+  int output_failure_ = 0;
+};
+
+}  // namespace
+
+void launch(const LaunchPlan& plan) {
+  ensure_standard_descriptors();
+  if (plan.owns_process) prctl(PR_SET_CHILD_SUBREAPER, 1);
+  Launcher(plan).run();
+}
+
+}  // namespace lockstep::launch

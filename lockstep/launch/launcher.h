@@ -1,0 +1,87 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/launch/error_file.h"
+
+namespace lockstep::launch {
+
+/// Where one of a worker's two output streams goes; any combination.
+struct StreamPlan {
+  bool inherit = false;        ///< The worker gets our own descriptor; nothing else then applies.
+  bool console = false;        ///< To the same stream of ours, in whole lines with the prefix.
+  std::filesystem::path file;  ///< Bytes as they come; empty: no file.
+};
+
+/// A process to run as a rank.
+struct WorkerPlan {
+  int rank = 0;
+  int local_rank = 0;
+  std::string file;  ///< The path that is executed.
+  std::vector<std::string> argv;
+  /// On top of our own environment; an empty value with `unset` removes the name.
+  std::vector<std::pair<std::string, std::string>> env;
+  std::vector<std::string> unset;
+  std::string prefix;  ///< Before each line on the console: "[rank0]: "; may be empty.
+  StreamPlan out;
+  StreamPlan err;
+  std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.
+};
+
+struct LaunchPlan {
+  std::vector<WorkerPlan> workers;
+  /// Serves what the workers connect to; called once, right after they were started, so that its
+  /// own start and theirs overlap. What it returns lives until they have ended. May be empty.
+  std::function<std::shared_ptr<void>()> serve;
+  /// Called when all workers of this host have succeeded, about every 50 ms until it returns true:
+  /// whether `serve`'s result may go (other hosts may still need it). May be empty.
+  std::function<bool()> may_leave;
+  std::filesystem::path
+      scratch;  ///< A folder to remove at the end, however it comes; may be empty.
+  /// This process does nothing else: every descendant of it belongs to the job, and may be killed
+  /// by us should the keeper be killed.
+  bool owns_process = false;
+  std::chrono::milliseconds grace{800};                           ///< See Job::Options.
+  std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
+  std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
+};
+
+/// The failure that brought the job down.
+struct Failure {
+  int rank = 0;
+  int local_rank = 0;
+  pid_t pid = -1;
+  int wait_status = 0;  ///< As waitpid gives it.
+  int start_errno = 0;  ///< Not 0: it could not be executed.
+  std::string file;     ///< The program.
+  std::optional<ErrorReport> report;
+  std::vector<std::string> last_lines;  ///< Of its standard error.
+  std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
+
+  /// The worker's exit code; 128 + N when signal N ended it; 126 or 127 (as in a shell) when it
+  /// could not be executed.
+  int exit_code() const;
+  /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself.
+  std::string text() const;
+};
+
+/// Runs the workers to their end. Returns when all succeeded. Throws
+/// - WorkerError when one failed: the others got TERM and, after `grace`, KILL;
+/// - InterruptedError when one of `signals` came: it was forwarded, and KILL followed after
+///   `signal_grace` or at the second signal;
+/// - SystemError(EPIPE) when nobody reads our output any more; the workers were told to stop;
+/// - what `serve` throws, after the workers are gone.
+/// In each case no worker and no descendant of one is left.
+void launch(const LaunchPlan& plan);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lockstep::launch {
+
+/// Random hexadecimal text of `bytes` bytes, from the system.
+std::string random_hex(size_t bytes);
+
+/// The ranks of one job that this host runs, in torchrun's terms.
+struct RankLayout {
+  int local_size = 1;  ///< Ranks on this host.
+  int first_rank = 0;  ///< The first one's rank in the job.
+  int world_size = 1;  ///< Ranks on all hosts.
+  int node_rank = 0;   ///< This host's number.
+  int nodes = 1;       ///< Hosts.
+  std::string master_addr = "127.0.0.1";
+  uint16_t master_port = 0;
+  /// The launcher serves the store: rank 0 connects to it like the others. Off: rank 0 listens.
+  bool agent_store = true;
+  std::string run_id = "none";
+  std::string role = "default";
+  std::string token = random_hex(8);  ///< See kTokenVariable.
+};
+
+/// The launcher's variables for one rank: those of torchrun, and the run's token.
+std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,
+                                                                  int local_rank,
+                                                                  const std::string& error_file);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <csignal>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lockstep/base/file.h"
+
+namespace lockstep::launch {
+
+/// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
+/// ignored; what was before is put back at destruction. HUP stays ignored where it was (nohup).
+/// By handlers and a pipe and not by signalfd, because a signal to a program with threads goes to
+/// any thread that has not blocked it. One at a time in a process; the constructor throws Error
+/// when there is one already.
+class SignalCatcher {
+ public:
+  explicit SignalCatcher(const std::vector<int>& signals);
+  ~SignalCatcher();
+  SignalCatcher(const SignalCatcher&) = delete;
+  SignalCatcher& operator=(const SignalCatcher&) = delete;
+
+  /// Readable when `next` has something.
+  int fd() const { return read_.get(); }
+  /// The next signal that came; none: none now.
+  std::optional<int> next();
+
+ private:
+  UniqueFd read_;
+  UniqueFd write_;
+  std::vector<std::pair<int, struct sigaction>> before_;
+};
+
+}  // namespace lockstep::launch

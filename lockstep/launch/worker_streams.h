@@ -1,0 +1,57 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <string_view>
+
+#include "lockstep/base/file.h"
+#include "lockstep/launch/lines.h"
+#include "lockstep/launch/output.h"
+
+namespace lockstep::launch {
+
+struct StreamPlan;
+
+/// Our end of one output stream of a worker: reads it, keeps its tail and passes it on to a file
+/// and, in whole lines, to the console.
+class WorkerStream {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  /// Makes the pipe and opens the file. Throws SystemError naming the file. `console` outlives
+  /// this.
+  WorkerStream(const StreamPlan& plan, std::string prefix, int own_fd, OutputQueue& console);
+
+  /// The descriptor for the worker; ours alone until `started`.
+  int worker_fd() const { return inherit_ ? own_fd_ : write_.get(); }
+  /// The workers have their descriptors: ours is closed, so that the end of the stream is seen.
+  void started() { write_.reset(); }
+
+  /// -1 at the end of the stream, and while the console is too far behind to take more.
+  int poll_fd() const { return console_wanted_ && console_.full() ? -1 : read_.get(); }
+  bool open() const { return static_cast<bool>(read_); }
+  /// Takes in what is there now. Does not block.
+  void read(Time now);
+  /// Gives the stream up: its last line is passed on.
+  void close();
+  const Tail& tail() const { return tail_; }
+
+ private:
+  void take(std::string_view bytes, Time now);
+  void write_file(std::string_view bytes);
+  void show(std::string_view line);
+
+  bool inherit_;
+  bool console_wanted_;
+  int own_fd_;
+  std::string prefix_;
+  OutputQueue& console_;
+  std::string file_name_;
+  UniqueFd file_;
+  UniqueFd read_;
+  UniqueFd write_;
+  LineCutter cutter_;
+  Tail tail_;
+};
+
+}  // namespace lockstep::launch
