@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# bench.sh BUILD [flags of `lockstep bench targets`]: measures what the project promises about its
+# speed, against Python in the same run, prints the table and writes BUILD/bench.json.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+cd "$root"
+build=${1:-build}
+shift $(($# < 1 ? $# : 1))
+lockstep=$build/bin/lockstep
+[ -x "$lockstep" ] || fail "$lockstep is not built" "run: make build"
+
+# Real MNIST where it is at hand; else the built-in digits stand in for it.
+if [ -z "${LOCKSTEP_DATA_DIR:-}" ] && [ -d "$root/../shared/data/mnist" ]; then
+  export LOCKSTEP_DATA_DIR=$root/../shared/data
+fi
+"$lockstep" bench targets --output "$build/bench.json" "$@"
+say "written to $build/bench.json"

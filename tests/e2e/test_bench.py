@@ -1,0 +1,156 @@
+"""lockstep bench and lockstep env through the binary: what they print is what was measured."""
+
+import json
+import os
+import unittest
+
+import lockstep_testing as t
+
+HAS_TORCH = t.torch_is_the_linked_one()
+NO_TORCH = "this Python's torch is not the LibTorch that is linked"
+
+
+def bench(*arguments, timeout=120, **environment):
+    result = t.run(t.LOCKSTEP, "bench", *arguments, "--json", timeout=timeout, env=t.clean_environment(**environment))
+    report = json.loads(result.stdout)  # alone on standard output
+    return report
+
+
+class Bench(unittest.TestCase):
+    def check_context(self, report):
+        context = report["context"]
+        for key in ("cpu", "cores", "libtorch", "lockstep", "date"):
+            self.assertTrue(context[key], key)
+
+    def test_step(self):
+        report = bench("step", "--model", "mlp,linear", "--devices", "1,2", "--steps", 5, "--rounds", 1,
+                       "--batch-size", 8)
+        self.check_context(report)
+        rows = report["results"]
+        self.assertEqual([(r["model"], r["ranks"]) for r in rows],
+                         [("mlp", 1), ("mlp", 2), ("linear", 1), ("linear", 2)])
+        for row in rows:
+            self.assertEqual(set(row), {"model", "batch_size", "ranks", "backend", "us_per_step"})
+            self.assertEqual((row["batch_size"], row["backend"]), (8, "gloo"))
+            self.assertGreater(row["us_per_step"], 1)
+
+    def test_wide_takes_longer_than_linear(self):
+        rows = bench("step", "--model", "wide,linear", "--devices", "1", "--steps", 5, "--rounds", 1)["results"]
+        self.assertGreater(rows[0]["us_per_step"], 10 * rows[1]["us_per_step"])
+
+    def test_allreduce(self):
+        report = bench("allreduce", "--sizes", "4,4194304", "--backend", "gloo", "--steps", 5, "--rounds", 1)
+        rows = report["results"]
+        self.assertEqual([r["bytes"] for r in rows], [4, 4194304])
+        for row in rows:
+            self.assertEqual(set(row), {"bytes", "ranks", "backend", "p50_us"})
+            self.assertEqual(row["ranks"], 2)
+        self.assertGreater(rows[1]["p50_us"], rows[0]["p50_us"])
+
+    def test_loader_on_digits_when_there_is_no_mnist(self):
+        with t.temporary_folder() as empty:
+            report = bench("loader", "--steps", 5, "--rounds", 1, LOCKSTEP_DATA_DIR=empty)
+        row, = report["results"]
+        self.assertEqual(row["dataset"], "digits")
+        self.assertGreater(row["samples_per_s"], 1000)
+
+    def test_launch(self):
+        row, = bench("launch", "--rounds", 1)["results"]
+        self.assertEqual(set(row), {"ranks", "backend", "seconds"})
+        self.assertTrue(0.01 < row["seconds"] < 60, row)
+
+    def test_table(self):
+        result = t.run(t.LOCKSTEP, "bench", "step", "--devices", 1, "--steps", 5, "--rounds", 1)
+        head, row = result.stdout.splitlines()
+        self.assertEqual(head.split(), ["model", "batch_size", "ranks", "backend", "us_per_step"])
+        self.assertEqual(row.split()[:4], ["mlp", "32", "1", "gloo"])
+
+    def test_threads_reach_the_ranks(self):
+        report = bench("step", "--devices", 1, "--steps", 5, "--rounds", 1, "--threads", 2)
+        self.assertEqual(report["context"]["threads"], 2)
+
+    def test_output_file(self):
+        with t.temporary_folder() as folder:
+            result = t.run(t.LOCKSTEP, "bench", "step", "--devices", 1, "--steps", 5, "--rounds", 1, "--output",
+                           folder / "b.json")
+            self.assertIn("us_per_step", result.stdout)
+            self.assertEqual(json.loads((folder / "b.json").read_text())["benchmark"], "step")
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_step_against_python(self):
+        row, = bench("step", "--model", "linear", "--devices", 2, "--steps", 5, "--rounds", 1, "--compare-python",
+                     LOCKSTEP_PYTHON=os.sys.executable)["results"]
+        self.assertGreater(row["python_us_per_step"], 1)
+        self.assertAlmostEqual(row["ratio"], row["us_per_step"] / row["python_us_per_step"])
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_loader_and_allreduce_against_python(self):
+        row, = bench("loader", "--steps", 5, "--rounds", 1, "--compare-python")["results"]
+        self.assertGreater(row["ratio"], 1)
+        row, = bench("allreduce", "--sizes", 1024, "--steps", 5, "--rounds", 1, "--compare-python")["results"]
+        self.assertGreater(row["python_p50_us"], 1)
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_launch_against_python(self):
+        row, = bench("launch", "--rounds", 1, "--compare-python", timeout=240)["results"]
+        self.assertGreater(row["python_seconds"], 0.1)
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_python_twins_have_our_models(self):
+        """The same number of parameters in each model as our state_dict has."""
+        script = "import sys; sys.argv[1:] = ['{}']; import common, json;" \
+                 "print(json.dumps({n: sum(p.numel() for p in m[0]().parameters()) for n, m in common.MODELS.items()}))"
+        twins = json.loads(t.run(os.sys.executable, "-c", script, cwd=t.SOURCE_DIR / "bench").stdout)
+        self.assertEqual(twins, {"mlp": 109386, "wide": 6 * 785 * 784 + 7850, "convnet": 29034, "linear": 21,
+                                 "fashion-cnn": 1475602})
+
+    def test_a_mistake_is_named(self):
+        for arguments, words in ((["stepp"], "did you mean 'step'"), (["step", "--model", "mpl"], "did you mean 'mlp'"),
+                                 (["step", "--backend", "glo"], "did you mean 'gloo'"),
+                                 (["allreduce", "--sizes", "6"], "multiple of 4"),
+                                 (["loader", "--data-dir", "/nowhere"], "/nowhere")):
+            result = t.run(t.LOCKSTEP, "bench", *arguments, check=False)
+            self.assertIn(result.returncode, (1, 2), result)
+            self.assertIn(words, result.stderr)
+
+    def test_python_that_is_not_there_is_named(self):
+        result = t.run(t.LOCKSTEP, "bench", "step", "--compare-python", check=False,
+                       env=t.clean_environment(LOCKSTEP_PYTHON="/nowhere/python3"))
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("/nowhere/python3", result.stderr)
+
+
+class Env(unittest.TestCase):
+    def test_json(self):
+        report = json.loads(t.run(t.LOCKSTEP, "env", "--json").stdout)
+        self.assertEqual(os.path.realpath(report["libtorch"]["path"]), os.path.realpath(t.LIBTORCH))
+        self.assertIn("gloo", report["backends"])
+        self.assertEqual(report["devices"][0]["device"], "cpu")
+        self.assertGreaterEqual(report["cpu"]["cores"], report["cpu"]["usable_cores"])
+        self.assertEqual(report["cpu"]["usable_cores"], len(os.sched_getaffinity(0)))
+        loopback = [i for i in report["interfaces"] if i["loopback"]]
+        self.assertIn("127.0.0.1", loopback[0]["addresses"])
+        self.assertEqual(report["launcher"]["name"], "none")
+        for item in report["missing"]:
+            self.assertTrue(item["what"] and item["means"] and item["how"], item)
+
+    def test_launchers_variables(self):
+        env = t.clean_environment(RANK=1, WORLD_SIZE=2, TORCHELASTIC_RUN_ID="job")
+        report = json.loads(t.run(t.LOCKSTEP, "env", "--json", env=env).stdout)
+        self.assertEqual(report["launcher"]["name"], "torchrun or lockstep run")
+        self.assertEqual(report["launcher"]["variables"]["WORLD_SIZE"], "2")
+
+    def test_missing_data_is_said(self):
+        with t.temporary_folder() as empty:
+            env = t.clean_environment(LOCKSTEP_DATA_DIR=empty)
+            report = json.loads(t.run(t.LOCKSTEP, "env", "--json", env=env).stdout)
+        self.assertIn("MNIST", [item["what"] for item in report["missing"]])
+
+    def test_text(self):
+        text = t.run(t.LOCKSTEP, "env").stdout
+        for word in ("Lockstep", "LibTorch", "CPU", "Backends", "gloo", "Interface", "127.0.0.1"):
+            self.assertIn(word, text)
+
+
+if __name__ == "__main__":
+    t.main()

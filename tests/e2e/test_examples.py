@@ -1,0 +1,288 @@
+"""The seeds' programs: one host with one and two processes, two "hosts", and what they leave."""
+
+import contextlib
+import difflib
+import re
+import socket
+import subprocess
+import unittest
+
+import lockstep_testing as t
+
+EXAMPLES = t.BUILD_DIR / "examples"
+FEW = ("--limit", 600, "--epochs", 1)
+DIGITS = ("--data-dir", "/nowhere")  # none there: the built-in digits
+NOTE = "built-in digits"
+
+
+def free_port():
+    """A port that was free a moment ago: the programs take a number, as the seeds do."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(program, *arguments, cwd=None, timeout=120, check=True, **environment):
+    environment.setdefault("MASTER_PORT", free_port())
+    return t.run(EXAMPLES / program, *arguments, cwd=cwd, timeout=timeout, check=check,
+                 env=environment_of(**environment))
+
+
+def environment_of(**variables):
+    environment = t.clean_environment(**variables)
+    environment.pop("LOCKSTEP_DATA_DIR", None)
+    return environment
+
+
+def run_on_two_hosts(program, arguments_of, timeout=120):
+    """Runs a program twice side by side, as two hosts would: arguments_of(i) is host i's."""
+    env = environment_of(MASTER_PORT=free_port())
+    with contextlib.ExitStack() as stack:
+        hosts = []
+        for i in range(2):
+            command = [str(EXAMPLES / program), *map(str, arguments_of(i))]
+            host = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            stack.callback(host.kill)
+            hosts.append(host)
+        outputs = [host.communicate(timeout=timeout) for host in hosts]
+        for host, (out, err) in zip(hosts, outputs):
+            if host.returncode != 0:
+                raise AssertionError(f"{host.args} exited with {host.returncode}\n{out}\n{err}")
+        return [out for out, err in outputs]
+
+
+def epoch_lines(text):
+    return [line for line in text.splitlines() if line.startswith("Epoch")]
+
+
+class Playground(unittest.TestCase):
+    folder = "000_playground"
+
+    def test_single_gpu(self):
+        result = run(f"{self.folder}/single_gpu", *FEW, *DIGITS)
+        self.assertRegex(result.stdout, r"^Epoch 1/1 loss \d+\.\d{4} test accuracy 0\.\d{4}\n$")
+        self.assertIn(NOTE, result.stderr)
+
+    def test_learns(self):
+        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "--limit", 6000, "--lr", 0.05, *DIGITS)
+        accuracies = [float(re.search(r"accuracy ([\d.]+)", line)[1]) for line in epoch_lines(result.stdout)]
+        self.assertEqual(len(accuracies), 3)
+        self.assertGreater(accuracies[-1], 0.8)
+        self.assertGreater(accuracies[-1], accuracies[0])
+        self.assertEqual(result.stderr.count(NOTE), 1)  # rank 0 alone says it
+
+    @unittest.skipUnless(t.data_dir(), t.NO_DATA)
+    def test_real_mnist(self):
+        result = run(f"{self.folder}/single_gpu", "--epochs", 1, "--limit", 2000, "--data-dir", t.data_dir())
+        self.assertNotIn(NOTE, result.stderr)
+        self.assertRegex(result.stdout, "^Epoch 1/1 ")
+
+    def test_flags_as_the_seed_writes_them(self):
+        result = run(f"{self.folder}/distributed_data_parallel", "-n", 1, "-g", 2, "-nr", 0, "-ip", "127.0.0.1", *FEW,
+                     *DIGITS)
+        self.assertIn("(2 processes)", result.stdout)
+        self.assertEqual(len(epoch_lines(result.stdout)), 1)
+
+    def test_two_hosts(self):
+        first, second = run_on_two_hosts(
+            f"{self.folder}/distributed_data_parallel",
+            lambda i: ["-n", 2, "-g", 1, "-nr", i, "-ip", "127.0.0.1", *FEW, *DIGITS])
+        self.assertIn("(2 processes)", first)
+        self.assertEqual(second, "")
+
+    def test_environment_wins_over_the_address(self):
+        """-ip names an address that would not answer; MASTER_ADDR does."""
+        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "-ip", "192.0.2.1", *FEW, *DIGITS,
+                     MASTER_ADDR="127.0.0.1")
+        self.assertIn("(2 processes)", result.stdout)
+
+    def test_metrics_are_gathered(self):
+        with t.temporary_folder() as folder:
+            result = run(f"{self.folder}/distributed_data_parallel2", "-n", 1, "-g", 2, "-r", 0, "-ip", "127.0.0.1",
+                         "--port", free_port(), "-s", folder / "model.safetensors", *FEW, *DIGITS, MASTER_PORT="")
+            line, saved = epoch_lines(result.stdout)
+            # The test part has 600 samples, each counted once.
+            self.assertRegex(line, r"train loss [\d.]+ accuracy [\d.]+ \| test loss [\d.]+ accuracy [\d.]+ \(600 samp")
+            self.assertIn("saved to", saved)
+            self.assertEqual(names_in(folder / "model.safetensors"),
+                             {f"{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")})
+
+    def test_metrics_of_two_hosts(self):
+        """The same metrics from two hosts as from one: odd numbers of samples too."""
+        flags = ["--limit", 601, "--epochs", 1, *DIGITS]
+        name = f"{self.folder}/distributed_data_parallel2"
+        first, second = run_on_two_hosts(name, lambda i: ["-n", 2, "-g", 1, "-r", i, "-ip", "127.0.0.1", *flags])
+        one_host = run(name, "-g", 2, *flags).stdout
+        self.assertEqual(first, one_host)
+        self.assertIn("(601 samples)", first)
+        self.assertEqual(second, "")
+
+    def test_a_mistake_is_named(self):
+        for flags, words in ((["-nr", 2, "-n", 2], "-nr 2 is not below -n 2"), (["-g", 0], "-g"),
+                             (["--epoch", 1], "--epoch")):
+            result = run(f"{self.folder}/distributed_data_parallel", *flags, check=False)
+            self.assertEqual(result.returncode, 2, result)
+            self.assertIn(words, result.stderr)
+
+
+def names_in(path):
+    """The tensors' names in a safetensors file, by its header."""
+    import json
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return set(json.loads(content[8:8 + size])) - {"__metadata__"}
+
+
+class Tutorial(unittest.TestCase):
+    # 200 steps of one process, 100 of two: enough for a line.
+    flags = ("--epochs", 1, "--batch-size", 4, "--limit", 800, *DIGITS)
+
+    def check(self, output, steps):
+        lines = output.splitlines()
+        for i, line in enumerate(lines[:-1]):
+            self.assertRegex(line, rf"^Epoch \[1/1\], Step \[{100 * (i + 1)}/{steps}\], Loss: \d+\.\d{{4}}$")
+        self.assertEqual(len(lines) - 1, steps // 100)
+        self.assertRegex(lines[-1], r"^Training complete in: \d+:\d\d:\d\d\.\d{6}$")
+
+    def test_mnist(self):
+        self.check(run("001_tutorial/mnist", "-n", 1, "-g", 1, "-nr", 0, *self.flags).stdout, 200)
+
+    def test_one_process(self):
+        self.check(run("001_tutorial/mnist_distributed", "-n", 1, "-g", 1, "-nr", 0, *self.flags).stdout, 200)
+
+    def test_two_processes(self):
+        self.check(run("001_tutorial/mnist_distributed", "-g", 2, *self.flags).stdout, 100)
+
+    def test_two_hosts(self):
+        first, second = run_on_two_hosts("001_tutorial/mnist_distributed",
+                                         lambda i: ["-n", 2, "-g", 1, "-nr", i, *self.flags])
+        self.check(first, 100)
+        self.check(second, 100)  # as in the tutorial, each host's first process prints
+
+
+class Series(unittest.TestCase):
+    def test_single_gpu(self):
+        with t.temporary_folder() as folder:
+            result = run("002_ddp_series/single_gpu", 3, 2, cwd=folder)
+            self.assertEqual(result.stdout.splitlines(), [
+                "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64",
+                "Epoch 0 | Training checkpoint saved at checkpoint.safetensors",
+                "[GPU0] Epoch 1 | Batchsize: 32 | Steps: 64",
+                "[GPU0] Epoch 2 | Batchsize: 32 | Steps: 64",
+                "Epoch 2 | Training checkpoint saved at checkpoint.safetensors",
+            ])
+            self.assertEqual(names_in(folder / "checkpoint.safetensors"), {"weight", "bias"})
+
+    def test_multigpu(self):
+        with t.temporary_folder() as folder:
+            result = run("002_ddp_series/multigpu", 2, 1, "--batch_size", 16, "--devices", 2, cwd=folder)
+            expected = [f"[GPU{rank}] Epoch {epoch} | Batchsize: 16 | Steps: 64" for rank in (0, 1) for epoch in (0, 1)]
+            expected += [f"Epoch {epoch} | Training checkpoint saved at checkpoint.safetensors" for epoch in (0, 1)]
+            self.assertEqual(sorted(result.stdout.splitlines()), sorted(expected))
+
+    def launch(self, folder, *arguments):
+        program = EXAMPLES / "002_ddp_series/multigpu_torchrun"
+        return t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, program, *arguments, cwd=folder,
+                     env=environment_of()).stdout
+
+    def test_snapshot(self):
+        """Two runs of two epochs end with the weights of one run of four."""
+        with t.temporary_folder() as folder, t.temporary_folder() as other:
+            first = self.launch(folder, 2, 1)
+            self.assertIn("[GPU0] Epoch 0 | Batchsize: 32 | Steps: 32", first)
+            self.assertEqual(first.count("Training snapshot saved at snapshot.safetensors"), 2)
+            self.assertNotIn("Loading", first)
+            second = self.launch(folder, 4, 1)
+            self.assertEqual(second.count("Loading snapshot"), 2)
+            self.assertEqual(second.count("Resuming training from snapshot at Epoch 2"), 2)
+            self.assertNotIn("Epoch 1 |", second)
+            self.assertIn("[GPU1] Epoch 3 | Batchsize: 32 | Steps: 32", second)
+            self.launch(other, 4, 1)
+            self.assertEqual((folder / "snapshot.safetensors").read_bytes(),
+                             (other / "snapshot.safetensors").read_bytes())
+
+    def test_a_foreign_snapshot_is_named(self):
+        with t.temporary_folder() as folder:
+            (folder / "snapshot.safetensors").write_bytes(b"not one")
+            result = run("002_ddp_series/multigpu_torchrun", 1, 1, cwd=folder, check=False, MASTER_PORT="")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("snapshot.safetensors", result.stderr)
+
+    def test_arguments_are_asked_for(self):
+        result = run("002_ddp_series/single_gpu", 3, check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("save_every", result.stderr)
+
+
+class DistributedTraining(unittest.TestCase):
+    flags = ("--limit", 200, "--batch-size", 20, "--model", "convnet", *DIGITS)
+    script = t.SOURCE_DIR / "examples/004_distributed_training/distributed_example.sh"
+    program = EXAMPLES / "004_distributed_training/distributed_example"
+
+    def environment(self, **more):
+        return environment_of(DISTRIBUTED_EXAMPLE=self.program, MASTER_PORT=free_port(), **more)
+
+    def test_script(self):
+        result = t.run(self.script, 2, *self.flags, env=self.environment())
+        self.assertRegex(result.stdout, r"Epoch 0: loss [\d.]+, \d+ samples/s over 2 processes\nDone in ")
+
+    def test_one_process(self):
+        result = t.run(self.program, *self.flags, "--model", "fashion-cnn", env=environment_of())
+        self.assertIn("over 1 processes", result.stdout)
+
+    def test_script_on_two_hosts(self):
+        port = free_port()
+        hosts = [subprocess.Popen([str(w) for w in (self.script, 1, *self.flags)], stdout=subprocess.PIPE, text=True,
+                                  env={**self.environment(NNODES=2, NODE_RANK=i), "MASTER_PORT": str(port)})
+                 for i in range(2)]
+        try:
+            outputs = [host.communicate(timeout=120)[0] for host in hosts]
+        finally:
+            for host in hosts:
+                host.terminate()
+                host.wait()
+        self.assertEqual([host.returncode for host in hosts], [0, 0])
+        self.assertIn("over 2 processes", outputs[0])
+        self.assertEqual(outputs[1], "")
+
+    def test_script_ends_all_when_one_fails(self):
+        result = t.run(self.script, 2, "--model", "unknown", env=self.environment(), check=False)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("a process failed", result.stderr)
+
+    def test_launcher(self):
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, self.program, *self.flags, env=environment_of())
+        self.assertIn("over 2 processes", result.stdout)
+
+
+class Quickstart(unittest.TestCase):
+    def accuracies(self, text):
+        return [float(a) for a in re.findall(r"epoch \d+: accuracy ([\d.]+)", text)]
+
+    def test_at_most_five_lines_differ(self):
+        sources = [(t.SOURCE_DIR / "examples/quickstart" / f"{name}.cpp").read_text() for name in
+                   ("single", "distributed")]
+        code = [[line for line in text.splitlines() if not line.startswith("//")] for text in sources]
+        self.assertLessEqual(len([line for line in code[0] if line]), 30)
+        changed = [line for line in difflib.ndiff(*code) if line.startswith("+ ")]
+        self.assertGreater(len(changed), 0)
+        self.assertLessEqual(len(changed), 5, changed)
+
+    def test_single(self):
+        accuracies = self.accuracies(run("quickstart/single").stderr)
+        self.assertEqual(len(accuracies), 3)
+        self.assertGreater(accuracies[-1], 0.9)
+
+    def test_distributed(self):
+        accuracies = self.accuracies(run("quickstart/distributed", MASTER_PORT="").stderr)
+        self.assertEqual(len(accuracies), 3)  # rank 0's alone
+        self.assertGreater(accuracies[-1], 0.9)
+
+    def test_under_the_launcher(self):
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 3, EXAMPLES / "quickstart/distributed",
+                       env=environment_of())
+        self.assertEqual(len(self.accuracies(result.stdout + result.stderr)), 3)
+
+
+if __name__ == "__main__":
+    t.main()
