@@ -29,7 +29,7 @@ class Sink : public torch::autograd::Function<Sink> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
                                                 const std::shared_ptr<SinkState>& state,
-                                                const std::vector<at::Tensor>& outputs) {
+                                                at::TensorList outputs) {
     context->set_materialize_grads(false);
     context->saved_data["state"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(state));
     torch::autograd::variable_list copies;
@@ -166,7 +166,7 @@ class DdpCore::Impl {
       places.push_back(i);
     }
     if (passing.empty()) return;
-    const auto passed = Sink::apply(sink_, passing);
+    const auto passed = Sink::apply(sink_, at::TensorList(passing));
     for (size_t i = 0; i < places.size(); ++i) outputs[places[i]] = passed[i];
   }
 

@@ -1,0 +1,50 @@
+"""A rank of Python's DistributedDataParallel: what lockstep_parity does in mode "train"."""
+
+import contextlib
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import parity_models
+
+
+def train(config):
+    rank = dist.get_rank()
+    data = load_file(config["input"])
+    model = parity_models.make(config["model"], config["seed"] + rank)
+    caps = {"bucket_cap_mb": config["bucket_cap_mb"]} if "bucket_cap_mb" in config else {}
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=config["python_view"], static_graph=config.get("static_graph", False),
+        find_unused_parameters=config.get("find_unused_parameters", False), **caps)
+    if config.get("hook", "none") != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        hooks = {"allreduce": default_hooks.allreduce_hook, "fp16_compress": default_hooks.fp16_compress_hook}
+        ddp.register_comm_hook(None, hooks[config["hook"]])
+    optimizer = torch.optim.SGD(ddp.parameters(), **config["options"])
+    accumulate = config.get("accumulate", 1)
+    loss_of = torch.nn.functional.mse_loss if config["model"] == "linear" else torch.nn.functional.cross_entropy
+    losses = []
+    for step in range(data["x"].shape[0]):
+        if step % accumulate == 0:
+            optimizer.zero_grad()
+        last = (step + 1) % accumulate == 0
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            loss = loss_of(ddp(data["x"][step][rank]), data["y"][step][rank])
+            losses.append(loss.item())
+            loss.backward()
+        if last:
+            optimizer.step()
+    save_file({"losses": torch.tensor(losses), **{k: v.contiguous() for k, v in model.state_dict().items()}},
+              f"{config['output']}.{rank}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for run in json.loads(pathlib.Path(sys.argv[1]).read_text())["runs"]:
+        train(run)
+    dist.destroy_process_group()

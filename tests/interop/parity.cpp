@@ -1,0 +1,201 @@
+// Does in C++ what the test scripts beside it do in Python, on tensors that the script wrote, and
+// writes the results for it to compare: lockstep_parity CONFIG.json
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/data/safetensors.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+
+namespace {
+
+using Json = nlohmann::json;
+using lockstep::NamedTensors;
+
+void make_initial_model(const Json& config) {
+  at::manual_seed(config["seed"].get<uint64_t>());
+  const auto model = lockstep::make_model(config["model"]);
+  NamedTensors tensors;
+  for (const auto& item : model->named_parameters()) tensors.emplace_back(item.key(), item.value());
+  for (const auto& item : model->named_buffers()) tensors.emplace_back(item.key(), item.value());
+  lockstep::save_safetensors(config["output"].get<std::string>(), tensors);
+}
+
+void run_model(const Json& config) {
+  const auto model = lockstep::make_model(config["model"]);
+  model->eval();
+  at::Tensor input;
+  const c10::AutoGradMode no_grad(false);
+  for (const auto& [name, tensor] :
+       lockstep::load_safetensors(config["input"].get<std::string>()).tensors) {
+    if (name == "input") {
+      input = tensor;
+    } else if (auto* parameter = model->named_parameters().find(name)) {
+      parameter->copy_(tensor);
+    } else {
+      model->named_buffers()[name].copy_(tensor);
+    }
+  }
+  lockstep::save_safetensors(config["output"].get<std::string>(),
+                             {{"output", model->forward(input)}});
+}
+
+lockstep::OptimizerOptions optimizer_options(const Json& json) {
+  lockstep::OptimizerOptions options;
+  options.lr = json.value("lr", options.lr);
+  options.momentum = json.value("momentum", options.momentum);
+  options.dampening = json.value("dampening", options.dampening);
+  options.nesterov = json.value("nesterov", options.nesterov);
+  options.beta1 = json.value("beta1", options.beta1);
+  options.beta2 = json.value("beta2", options.beta2);
+  options.alpha = json.value("alpha", options.alpha);
+  options.amsgrad = json.value("amsgrad", options.amsgrad);
+  options.centered = json.value("centered", options.centered);
+  options.lr_decay = json.value("lr_decay", options.lr_decay);
+  if (json.contains("weight_decay")) options.weight_decay = json["weight_decay"].get<double>();
+  if (json.contains("eps")) options.eps = json["eps"].get<double>();
+  return options;
+}
+
+/// Parameters "p.I", gradients "g.STEP.I" (an absent one: no gradient in that step); writes
+/// "p.STEP.I" after every step, and "norm.STEP" where gradients are clipped. With "reload" the
+/// optimizer is replaced in the middle by a new one that loads its state.
+void run_optimizer(const Json& config) {
+  NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const std::map<std::string, at::Tensor> by_name(input.begin(), input.end());
+  std::vector<at::Tensor> parameters;
+  while (by_name.contains("p." + std::to_string(parameters.size()))) {
+    parameters.push_back(
+        by_name.at("p." + std::to_string(parameters.size())).clone().requires_grad_());
+  }
+  const auto options = optimizer_options(config["options"]);
+  auto optimizer = lockstep::make_optimizer(config["name"], parameters, options);
+  const int steps = config["steps"];
+  NamedTensors output;
+  for (int step = 0; step < steps; ++step) {
+    const std::string suffix = std::to_string(step);
+    lockstep::zero_grad(parameters);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const auto gradient = by_name.find("g." + suffix + "." + std::to_string(i));
+      if (gradient != by_name.end()) parameters[i].mutable_grad() = gradient->second.clone();
+    }
+    if (config.contains("max_norm")) {
+      const double norm = lockstep::clip_grad_norm(parameters, config["max_norm"]);
+      output.emplace_back("norm." + suffix, at::full({1}, norm, at::kDouble));
+    }
+    if (config.contains("lrs")) optimizer->set_lr(config["lrs"][step]);
+    if (config.value("reload", false) && step == steps / 2) {
+      auto fresh = lockstep::make_optimizer(config["name"], parameters, options);
+      fresh->load_state(optimizer->state());
+      optimizer = std::move(fresh);
+    }
+    optimizer->step();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      output.emplace_back("p." + suffix + "." + std::to_string(i), parameters[i].detach().clone());
+    }
+  }
+  lockstep::save_safetensors(config["output"].get<std::string>(), output);
+}
+
+void run_schedule(const Json& config) {
+  lockstep::ScheduleOptions options;
+  options.name = config["name"];
+  options.warmup_steps = config.value("warmup_steps", 0);
+  options.total_steps = config.value("total_steps", 0);
+  options.step_size = config.value("step_size", 0);
+  options.gamma = config.value("gamma", options.gamma);
+  options.min_lr = config.value("min_lr", options.min_lr);
+  std::vector<double> rates;
+  for (int step = 0; step < config["steps"].get<int>(); ++step) {
+    rates.push_back(lockstep::scheduled_lr(options, config["lr"], step));
+  }
+  lockstep::save_safetensors(config["output"].get<std::string>(),
+                             {{"rates", at::tensor(rates, at::kDouble)}});
+}
+
+lockstep::CommHook hook_of(const std::string& name) {
+  if (name == "allreduce") return lockstep::CommHook::allreduce;
+  if (name == "fp16_compress") return lockstep::CommHook::fp16_compress;
+  if (name == "bf16_compress") return lockstep::CommHook::bf16_compress;
+  return lockstep::CommHook::none;
+}
+
+/// Trains on this rank's part of "x" [steps, ranks, batch, ...] and "y"; writes the losses, and the
+/// module's tensors at the end, to OUTPUT.RANK.
+void train(const Json& config, const lockstep::World& world) {
+  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const std::map<std::string, at::Tensor> data(input.begin(), input.end());
+  // Only rank 0 has the seed that counts: the others' parameters must come from it.
+  at::manual_seed(config["seed"].get<uint64_t>() + static_cast<uint64_t>(world.rank()));
+  auto model = lockstep::make_model(config["model"]);
+  lockstep::DdpOptions options;
+  options.gradient_as_bucket_view = config["view"];
+  options.bucket_cap_mb = config.value("bucket_cap_mb", options.bucket_cap_mb);
+  options.first_bucket_mb = config.value("bucket_cap_mb", options.first_bucket_mb);
+  options.static_graph = config.value("static_graph", false);
+  options.find_unused_parameters = config.value("find_unused_parameters", false);
+  options.comm_hook = hook_of(config.value("hook", "none"));
+  lockstep::DistributedDataParallel ddp(model, world.group(), options);
+  const auto parameters = model->parameters();
+  auto optimizer =
+      lockstep::make_optimizer("sgd", parameters, optimizer_options(config["options"]));
+  const int accumulate = config.value("accumulate", 1);
+  const bool regression = lockstep::model_info(config["model"]).regression;
+  std::vector<float> losses;
+  const int64_t steps = data.at("x").size(0);
+  for (int64_t step = 0; step < steps; ++step) {
+    const at::Tensor x = data.at("x")[step][world.rank()], y = data.at("y")[step][world.rank()];
+    const auto run = [&] {
+      const at::Tensor out = ddp(x);
+      const at::Tensor loss = regression ? at::mse_loss(out, y) : at::cross_entropy_loss(out, y);
+      losses.push_back(loss.item<float>());
+      loss.backward();
+    };
+    if (step % accumulate == 0) lockstep::zero_grad(parameters);
+    if ((step + 1) % accumulate != 0) {
+      const auto local = ddp.no_sync();
+      run();
+      continue;
+    }
+    run();
+    optimizer->step();
+  }
+  NamedTensors output{{"losses", at::tensor(losses)}};
+  for (const auto& item : model->named_parameters()) output.emplace_back(item.key(), item.value());
+  for (const auto& item : model->named_buffers()) output.emplace_back(item.key(), item.value());
+  lockstep::save_safetensors(
+      config["output"].get<std::string>() + "." + std::to_string(world.rank()), output);
+}
+
+int run(const Json& config) {
+  at::set_num_threads(config.value("threads", 1));
+  const std::string mode = config["mode"];
+  if (mode == "init") make_initial_model(config);
+  if (mode == "forward") run_model(config);
+  if (mode == "optim") run_optimizer(config);
+  if (mode == "schedule") run_schedule(config);
+  if (mode == "train") {
+    auto world = lockstep::init();
+    for (const Json& job : config["runs"]) train(job, world);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    if (argc != 2) throw lockstep::UsageError("usage: lockstep_parity CONFIG.json");
+    return run(Json::parse(std::ifstream(argv[1])));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "lockstep_parity: %s\n", error.what());
+    return lockstep::exit_code_of(error);
+  }
+}

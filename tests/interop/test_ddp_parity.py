@@ -1,0 +1,127 @@
+"""Losses and weights of DistributedDataParallel over Gloo equal Python's to the last bit."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import unittest
+
+import lockstep_testing as testing
+from parity_testing import PARITY, differences, require_linked_torch, save
+
+require_linked_torch()
+
+import torch  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+SHAPES = {"mlp": (784,), "convnet": (1, 28, 28), "linear": (20,)}
+
+
+def data(model, steps, ranks, batch, seed=7):
+    torch.manual_seed(seed)
+    x = torch.randn(steps, ranks, batch, *SHAPES[model])
+    y = torch.randn(steps, ranks, batch, 1) if model == "linear" else torch.randint(10, (steps, ranks, batch))
+    return {"x": x, "y": y}
+
+
+def run_ranks(command, ranks, folder, timeout=150):
+    """Starts the ranks of a job, which meet on a port that was free a moment ago."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    try:
+        for rank in range(ranks):
+            env = testing.clean_environment(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks,
+                                            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                            PYTHONPATH=f"{HERE}:{HERE.parent / 'lib'}")
+            log = open(folder / f"log.{rank}", "w+")
+            processes.append((subprocess.Popen([str(c) for c in command], env=env, stdout=log, stderr=log), log))
+        for process, log in processes:
+            code = process.wait(timeout)
+            if code != 0:
+                log.seek(0)
+                raise AssertionError(f"{command} exited with {code}\n{log.read()}")
+    finally:
+        for process, log in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            log.close()
+
+
+# What is trained by how many ranks; each job is done by C++ and by Python and must end the same.
+MLP = {"model": "mlp"}
+CONVNET = {"model": "convnet", "steps": 4, "batch": 16}
+RUNS = {
+    1: {
+        "mlp": MLP,
+        "convnet": CONVNET,
+        "linear": {"model": "linear"},
+        "a hook that narrows on one rank": {**MLP, "hook": "fp16_compress"},
+    },
+    2: {
+        "mlp": MLP,
+        "convnet": CONVNET,
+        "linear": {"model": "linear"},
+        "gradients apart from buckets": {**MLP, "view": False},
+        "views in Python": {**MLP, "python_view": True},
+        "accumulation": {**MLP, "steps": 9, "accumulate": 3, "python_view": True},
+        "accumulation, gradients apart": {**MLP, "steps": 6, "accumulate": 2, "view": False},
+        "nesterov and decay": {**MLP, "options": {"lr": 0.05, "momentum": 0.9, "nesterov": True,
+                                                  "weight_decay": 1e-3}},
+        "plain sgd": {**MLP, "options": {"lr": 0.05}},
+        "unused parameters are looked for": {**MLP, "find_unused_parameters": True},
+        "static graph": {**CONVNET, "batch": 8, "static_graph": True},
+        "all-reduce hook": {**MLP, "hook": "allreduce"},
+        "fp16 hook": {**MLP, "hook": "fp16_compress"},
+    },
+    3: {
+        "several buckets": {**MLP, "batch": 8, "bucket_cap_mb": 0.03},
+        "convnet": {**CONVNET, "batch": 5},
+    },
+}
+
+
+class DdpParity(unittest.TestCase):
+    def compare(self, ranks):
+        from safetensors.torch import load_file
+
+        runs = RUNS[ranks]
+        with testing.temporary_folder() as folder:
+            configs = []
+            for number, config in enumerate(runs.values()):
+                config = {"seed": 5, "options": {"lr": 0.05, "momentum": 0.9}, "steps": 8, "batch": 32, "view": True,
+                          "python_view": False, "input": str(folder / f"in.{number}"), **config}
+                save(data(config["model"], config["steps"], ranks, config["batch"]), config["input"])
+                configs.append(config)
+            for side, command in (("cpp", [PARITY]), ("python", [sys.executable, HERE / "ddp_parity_worker.py"])):
+                for number, config in enumerate(configs):
+                    config["output"] = str(folder / f"{side}.{number}")
+                path = folder / f"{side}.json"
+                path.write_text(json.dumps({"mode": "train", "runs": configs}))
+                run_ranks([*command, path], ranks, folder)
+            for number, name in enumerate(runs):
+                for rank in range(ranks):
+                    with self.subTest(run=name, rank=rank):
+                        ours = load_file(folder / f"cpp.{number}.{rank}")
+                        self.assertEqual(differences(ours, load_file(folder / f"python.{number}.{rank}")), [])
+                        losses = ours["losses"]
+                        self.assertEqual(len(losses), configs[number]["steps"])
+                        self.assertTrue(bool(torch.isfinite(losses).all()))
+                        self.assertNotEqual(float(losses[0]), float(losses[-1]), "nothing was trained")
+
+    def test_one_rank(self):
+        self.compare(1)
+
+    def test_two_ranks(self):
+        self.compare(2)
+
+    def test_three_ranks(self):
+        self.compare(3)
+
+
+if __name__ == "__main__":
+    testing.main()
