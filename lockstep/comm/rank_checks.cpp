@@ -50,10 +50,17 @@ void RankChecks::switch_off(c10d::Store& store, const std::string& prefix) {
 
 bool RankChecks::decide() {
   std::lock_guard lock(mutex_);
-  if (!decided_) {
+  if (decided_) return true;
+  try {
     limit_ = context_.size() == 1 ? 0 : agree();
-    decided_ = true;
+  } catch (const std::exception& e) {
+    if (!is_store_lost(e)) throw;
+    throw PeerLostError(context_.me() + ": group '" + context_.group() +
+                        "' lost the store, which rank 0 or the launcher holds, before its first "
+                        "call [" +
+                        failure_text(std::current_exception()) + "]");
   }
+  decided_ = true;
   return true;
 }
 

@@ -23,6 +23,11 @@ namespace lockstep::testing {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
+/// Another owner of a backend that is known by reference.
+inline BackendPtr handle_of(c10d::Backend& backend) {
+  return BackendPtr::unsafe_reclaim_from_nonowning(&backend);
+}
+
 /// How a rank's part ended.
 struct Outcome {
   std::exception_ptr error;
@@ -52,6 +57,8 @@ inline BackendPtr make_gloo(const StorePtr& store, int rank, int size,
                             std::chrono::milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  for (int i = 0; i < size; ++i)  // Gloo's split reads past an empty list.
+    options->global_ranks_in_group.push_back(static_cast<uint64_t>(i));
   return c10::make_intrusive<c10d::ProcessGroupGloo>(
       c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, options);
 }
