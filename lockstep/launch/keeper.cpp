@@ -46,11 +46,10 @@ void close_others(std::vector<int> kept) {
   close_between(next, ~0U);
 }
 
-void reset_signals() {
+void reset_signals(bool hangup_ignored) {
   for (int signal = 1; signal < NSIG; ++signal) {
-    if (signal == SIGHUP) continue;
     struct sigaction action {};
-    action.sa_handler = SIG_DFL;
+    action.sa_handler = signal == SIGHUP && hangup_ignored ? SIG_IGN : SIG_DFL;
     sigaction(signal, &action, nullptr);
   }
   sigset_t none;
@@ -127,15 +126,15 @@ class KeeperProcess {
     std::vector<int> kept = {control_, events_};
     for (const auto& plan : plans_) kept.insert(kept.end(), {plan.stdout_fd, plan.stderr_fd});
     close_others(kept);
-    for (const int signal :
-         {SIGINT, SIGTERM, SIGQUIT, SIGHUP, SIGPIPE, SIGTSTP, SIGUSR1, SIGUSR2}) {
-      ::signal(signal, SIG_IGN);
-    }
+    // Blocked and not ignored: a worker that is signalled before it has put its own handling in
+    // place must find the signal pending.
+    sigset_t all;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, nullptr);
     ::signal(SIGCHLD, SIG_DFL);
     sigset_t children;
     sigemptyset(&children);
     sigaddset(&children, SIGCHLD);
-    sigprocmask(SIG_SETMASK, &children, nullptr);
     child_signals_ = signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
   }
 
@@ -186,8 +185,7 @@ class KeeperProcess {
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != keeper) _exit(127);
-    reset_signals();
-    ::signal(SIGHUP, hangup_ignored_ ? SIG_IGN : SIG_DFL);
+    reset_signals(hangup_ignored_);
     const auto argv = pointers(plan.argv);
     const auto env = pointers(plan.env);
     const int input = ::open("/dev/null", O_RDONLY | O_CLOEXEC);

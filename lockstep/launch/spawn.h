@@ -14,27 +14,37 @@ struct SpawnOptions {
   /// nprocs.
   int first_rank = -1;
   int world_size = -1;
-  /// Where rank 0 listens; empty and 0: MASTER_ADDR and MASTER_PORT, else a socket on loopback that
-  /// this process binds and serves itself, so that no port is raced for.
+  /// Where the ranks meet; empty and 0: MASTER_ADDR and MASTER_PORT, else loopback and any free
+  /// port. On a single host this process binds the socket and serves the store itself, so that no
+  /// port is raced for; on several hosts, which need both, rank 0 does (as in Python's env://).
   std::string master_addr;
   int master_port = 0;
-  /// How long the others get to end after TERM when one has failed, before KILL.
-  std::chrono::milliseconds grace{900};
+  /// How long the others get to end after TERM when one has failed, before KILL: all are gone
+  /// within a second.
+  std::chrono::milliseconds grace{800};
 };
 
-/// Starts `nprocs` copies of this program (fork, then exec of /proc/self/exe) with the launcher's
+/// Starts `nprocs` copies of this program (fork, then exec of this executable) with the launcher's
 /// variables set, and waits for them: what torch.multiprocessing.spawn is in Python, for programs
 /// whose `main` runs again in every worker.
 ///
 ///     if (lockstep::spawn(2)) return 0;  // the parent: every rank is done
 ///     auto world = lockstep::init();     // a worker
 ///
-/// Returns true in the parent, after all workers ended with 0, and false at once in a worker (or
-/// when a launcher such as torchrun has already started this process as a rank). When a worker
-/// fails, the others get TERM, then KILL, and the first failure is rethrown here as a WorkerError
-/// with the rank, how it ended and its last lines of standard error. INT, TERM and HUP are
-/// forwarded and end in InterruptedError. No worker outlives this process, even when it is killed
-/// with -9.
+/// Returns true in the parent, after all workers ended with 0, and false at once in a worker, or
+/// when a launcher (torchrun, `lockstep run`, srun, mpirun) has already started this process as a
+/// rank. A program may spawn several times, one after the other: the workers of a later call pass
+/// by the earlier ones with true. A worker that spawns once more gets a UsageError.
+///
+/// Workers have our standard output; their standard error passes through this process; they read
+/// /dev/null. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
+///
+/// When a worker fails, the others get TERM, then KILL, and the first failure is rethrown here as a
+/// WorkerError with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and
+/// QUIT are forwarded and end in InterruptedError, after up to 30 s for the workers or at the
+/// second signal. No worker outlives this process, even when it is killed with -9.
+///
+/// Blocks. One call at a time in a process.
 bool spawn(int nprocs, const SpawnOptions& options = {});
 
 /// The same with the work in a function of the local rank: it runs in the worker, which then exits

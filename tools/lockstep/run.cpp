@@ -110,7 +110,7 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   plan.prefix = prefix_of(options, plan.rank, local_rank);
   plan.error_file = logs.folder(local_rank) / "error.json";
   plan.env = launch::rank_environment(layout, local_rank, plan.error_file.string());
-  plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable};
+  plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable, "LOCKSTEP_LAUNCHER"};
   const auto redirected = options.redirects.of(local_rank);
   const auto teed = options.tee.of(local_rank);
   const bool shown = options.shown.empty() || options.shown.count(local_rank) > 0;
