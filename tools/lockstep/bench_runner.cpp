@@ -9,6 +9,7 @@
 #include "bench_data.h"
 #include "bench_process.h"
 #include "env_python.h"
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
@@ -50,6 +51,8 @@ std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks,
     env[name] = rank < 0 ? "" : std::to_string(ranks);
   }
   env["OMP_NUM_THREADS"] = std::to_string(threads);
+  // Gloo in Python looks for an interface by the host's name, ours takes loopback: the same for all.
+  if (!env_string("GLOO_SOCKET_IFNAME")) env["GLOO_SOCKET_IFNAME"] = "lo";
   env["PYTHONDONTWRITEBYTECODE"] = "1";
   return env;
 }

@@ -207,7 +207,7 @@ Json missing_report(const std::optional<PythonFound>& python) {
   if (mnist_folder().empty()) {
     missing.push_back(
         item("MNIST", "`--dataset digits`, built in, needs no file",
-             "`lockstep train --dataset mnist` downloads it, or set LOCKSTEP_DATA_DIR "
+             "`lockstep train --dataset mnist --download` fetches it, or set LOCKSTEP_DATA_DIR "
              "to the folder that holds mnist/"));
   }
   return missing;
