@@ -1,0 +1,245 @@
+#include "lockstep/launch/launcher.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <fstream>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/launch/keeper.h"
+
+namespace lockstep::launch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
+
+class LauncherTest : public testing::Test {
+ protected:
+  /// Workers that run these shell scripts; $OUT is a folder of this test.
+  LaunchPlan plan(const std::vector<std::string>& scripts) {
+    LaunchPlan plan;
+    for (size_t i = 0; i < scripts.size(); ++i) {
+      WorkerPlan worker;
+      worker.rank = worker.local_rank = static_cast<int>(i);
+      worker.file = "/bin/sh";
+      worker.argv = {"sh", "-c", scripts[i]};
+      worker.env = {{"OUT", folder_.path().string()}};
+      worker.error_file = folder_.path() / (std::to_string(i) + ".json");
+      worker.env.emplace_back("TORCHELASTIC_ERROR_FILE", worker.error_file.string());
+      worker.out.file = folder_.path() / (std::to_string(i) + ".out");
+      worker.err.file = folder_.path() / (std::to_string(i) + ".err");
+      plan.workers.push_back(worker);
+    }
+    return plan;
+  }
+  std::string content(const std::string& name) { return read_file(folder_.path() / name); }
+  bool wait_for(const std::string& name) {
+    const auto limit = Clock::now() + std::chrono::seconds(20);
+    while (!fs::exists(folder_.path() / name)) {
+      if (Clock::now() > limit) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    return true;
+  }
+  static std::string failure(const LaunchPlan& plan, int code) {
+    try {
+      launch(plan);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.exit_code(), code);
+      return error.what();
+    }
+    return "nothing was thrown";
+  }
+  static void expect_contains(const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in:\n" << text;
+  }
+
+  TemporaryDirectory folder_{"lockstep-launcher-test"};
+};
+
+TEST_F(LauncherTest, StreamsGoIntoTheirFilesByteForByte) {
+  const std::string binary = R"(printf 'a\000b\r\nc'; printf e >&2; head -c 300000 /dev/zero)";
+  launch(plan({binary, "echo two"}));
+  EXPECT_EQ(content("0.out"), std::string("a\0b\r\nc", 6) + std::string(300'000, '\0'));
+  EXPECT_EQ(content("0.err"), "e");
+  EXPECT_EQ(content("1.out"), "two\n");
+}
+
+TEST_F(LauncherTest, WorkersReadNothingAndHaveNoOtherDescriptors) {
+  const UniqueFd leaked(::open("/dev/null", O_RDONLY));  // not close-on-exec
+  launch(plan({"cat; echo /proc/self/fd/*"}));
+  const auto listed = content("0.out");
+  // 0 to 2, and one that the shell itself opens while it expands the pattern.
+  EXPECT_LE(std::count(listed.begin(), listed.end(), '/'), 4 * 4) << listed;
+  EXPECT_EQ(listed.find("/" + std::to_string(leaked.get()) + " "), std::string::npos) << listed;
+}
+
+TEST_F(LauncherTest, TheFirstFailureEndsTheOthersWithinASecond) {
+  const auto begin = Clock::now();
+  const auto text =
+      failure(plan({"trap '' TERM; touch $OUT/ready; while :; do sleep 0.05; done",
+                    "until [ -e $OUT/ready ]; do sleep 0.01; done; echo oh no >&2; exit 7"}),
+              7);
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+  expect_contains(text, "rank 1 (pid ");
+  expect_contains(text, "exited with code 7");
+  expect_contains(text, "oh no");
+}
+
+TEST_F(LauncherTest, ASignalDeathIsNamed) {
+  expect_contains(failure(plan({"kill -SEGV $$"}), 128 + SIGSEGV), "killed by SIGSEGV (signal 11)");
+}
+
+TEST_F(LauncherTest, AProgramThatCannotBeExecutedIsNamed) {
+  auto bad = plan({"sleep 100", ""});
+  bad.workers[1].file = folder_.path() / "no-such-program";
+  expect_contains(failure(bad, 127), "no-such-program: No such file");
+  std::ofstream(folder_.path() / "text") << "no program";
+  fs::permissions(folder_.path() / "text", fs::perms::owner_all);
+  bad.workers[1].file = folder_.path() / "text";
+  expect_contains(failure(bad, 126), "Exec format error");
+}
+
+TEST_F(LauncherTest, AnErrorFileIsPartOfTheCause) {
+  const auto text = failure(
+      plan(
+          {R"(echo '{"message":{"message":"ValueError: seven","extraInfo":{"timestamp":"5"}}}' > $TORCHELASTIC_ERROR_FILE; exit 1)"}),
+      1);
+  expect_contains(text, "ValueError: seven");
+}
+
+TEST_F(LauncherTest, TheCauseIsNotWhoLostAPeer) {
+  const auto text = failure(
+      plan({"echo 'Connection closed by peer [127.0.0.1]:1' >&2; touch $OUT/lost; exit 1",
+            "until [ -e $OUT/lost ]; do sleep 0.01; done; sleep 0.05; echo cause >&2; exit 9"}),
+      9);
+  expect_contains(text, "rank 1");
+  expect_contains(text, "cause");
+}
+
+TEST_F(LauncherTest, WhatAWorkerLeavesBehindEndsWithTheJob) {
+  // Forks twice, changes session, forgets its environment.
+  launch(
+      plan({"(setsid env -i /bin/sh -c 'echo $$ > '$OUT'/left; exec sleep 1000' &) ; "
+            "until [ -s $OUT/left ]; do sleep 0.01; done"}));
+  const pid_t left = std::stoi(content("left"));
+  EXPECT_NE(kill(left, 0), 0) << "process " << left << " still lives";
+}
+
+TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
+  const auto doomed = plan(
+      {"(setsid env -i /bin/sh -c 'echo $$ > '$OUT'/a.tmp; mv '$OUT'/a.tmp '$OUT'/a; exec sleep "
+       "1000' &) ; sleep 1000",
+       "echo $$ > $OUT/b.tmp; mv $OUT/b.tmp $OUT/b; trap '' TERM INT HUP; while :; do sleep 1; "
+       "done"});
+  const auto scratch = folder_.path() / "scratch";
+  fs::create_directory(scratch);
+  const pid_t launcher = fork();
+  if (launcher == 0) {
+    auto with_scratch = doomed;
+    with_scratch.scratch = scratch;
+    launch(with_scratch);
+    _exit(0);
+  }
+  ASSERT_TRUE(wait_for("a") && wait_for("b"));
+  kill(launcher, SIGKILL);
+  waitpid(launcher, nullptr, 0);
+  const auto limit = Clock::now() + std::chrono::seconds(10);
+  for (const char* name : {"a", "b"}) {
+    const pid_t pid = std::stoi(content(name));
+    while (kill(pid, 0) == 0 && Clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    EXPECT_NE(kill(pid, 0), 0) << "process " << pid << " still lives";
+  }
+  while (fs::exists(scratch) && Clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_FALSE(fs::exists(scratch));
+}
+
+TEST_F(LauncherTest, SignalsAreForwardedAndWhatWasBeforeIsPutBack) {
+  struct sigaction before {};
+  sigaction(SIGTERM, nullptr, &before);
+  std::thread killer([&] {
+    if (wait_for("ready")) kill(getpid(), SIGTERM);
+  });
+  const auto text = failure(plan({"trap 'echo saved > $OUT/saved; exit 0' TERM; touch $OUT/ready; "
+                                  "while :; do sleep 0.01; done"}),
+                            128 + SIGTERM);
+  killer.join();
+  expect_contains(text, "SIGTERM");
+  EXPECT_EQ(content("saved"), "saved\n");
+  struct sigaction after {};
+  sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
+}
+
+TEST_F(LauncherTest, WhatServeThrowsIsThrownOnceTheWorkersAreGone) {
+  auto with_serve = plan({"echo $$ > $OUT/pid; sleep 1000"});
+  with_serve.serve = [this]() -> std::shared_ptr<void> {
+    EXPECT_TRUE(wait_for("pid"));
+    throw CommError("no store");
+  };
+  expect_contains(failure(with_serve, 1), "no store");
+  EXPECT_NE(kill(std::stoi(content("pid")), 0), 0);
+}
+
+TEST_F(LauncherTest, WhatIsServedLivesUntilItMayLeave) {
+  auto with_serve = plan({"true"});
+  auto served = std::make_shared<int>(1);
+  const std::weak_ptr<int> seen = served;
+  with_serve.serve = [&] { return std::move(served); };
+  int asked = 0;
+  with_serve.may_leave = [&] {
+    EXPECT_FALSE(seen.expired());
+    return ++asked == 3;
+  };
+  launch(with_serve);
+  EXPECT_EQ(asked, 3);
+  EXPECT_TRUE(seen.expired());
+}
+
+TEST_F(LauncherTest, AnUnwritableLogIsNamedAndNothingStarts) {
+  auto bad = plan({"touch $OUT/started"});
+  bad.workers[0].out.file = folder_.path() / "no" / "folder" / "x.log";
+  expect_contains(failure(bad, 1), "no/folder/x.log");
+  EXPECT_FALSE(fs::exists(folder_.path() / "started"));
+}
+
+TEST(Descendants, AreFoundThroughTheWholeTree) {
+  int fds[2];
+  ASSERT_EQ(pipe(fds), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const pid_t grandchild = fork();
+    if (grandchild == 0) {
+      pause();
+      _exit(0);
+    }
+    if (write(fds[1], &grandchild, sizeof grandchild) < 0) _exit(1);
+    pause();
+    _exit(0);
+  }
+  pid_t grandchild = 0;
+  ASSERT_EQ(read(fds[0], &grandchild, sizeof grandchild), ssize_t{sizeof grandchild});
+  const auto below = descendants_of(getpid());
+  EXPECT_NE(std::find(below.begin(), below.end(), child), below.end());
+  EXPECT_NE(std::find(below.begin(), below.end(), grandchild), below.end());
+  kill(grandchild, SIGKILL);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  close(fds[0]);
+  close(fds[1]);
+}
+
+}  // namespace
+}  // namespace lockstep::launch
