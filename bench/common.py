@@ -6,6 +6,7 @@ JSON to the file that it names.
 
 import gzip
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -93,12 +94,15 @@ MODELS = {
 
 
 def read_idx(folder, name):
-    """A file of MNIST, plain or compressed, as a uint8 tensor."""
+    """A file of MNIST, plain or compressed, as a uint8 tensor; held in memory once."""
     path = pathlib.Path(folder) / name
-    content = path.read_bytes() if path.exists() else gzip.decompress(path.with_name(name + ".gz").read_bytes())
-    dimensions = content[3]
-    shape = [int.from_bytes(content[4 + 4 * i:8 + 4 * i], "big") for i in range(dimensions)]
-    return torch.frombuffer(bytearray(content[4 + 4 * dimensions:]), dtype=torch.uint8).reshape(shape)
+    with (open(path, "rb") if path.exists() else gzip.open(path.with_name(name + ".gz"))) as file:
+        dimensions = file.read(4)[3]
+        shape = [int.from_bytes(file.read(4), "big") for _ in range(dimensions)]
+        content = bytearray(math.prod(shape))
+        if file.readinto(content) != len(content):
+            raise EOFError(f"{path} is cut short")
+    return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
 
 
 class Mnist(torch.utils.data.Dataset):

@@ -33,6 +33,10 @@ inline std::vector<std::string> with_long_flags(int argc, char** argv,
 inline void parse(CLI::App& app, int argc, char** argv,
                   const std::vector<std::string>& two_letter_flags = {}) {
   auto words = with_long_flags(argc, argv, two_letter_flags);
+  for (auto* option : app.get_options()) {
+    // As argparse: of a flag that is given twice the last one counts.
+    if (!option->get_positional() && option->get_expected_max() == 1) option->take_last();
+  }
   std::vector<std::string> reversed(words.rbegin(), words.rend());  // as CLI11 wants them
   try {
     app.parse(reversed);

@@ -232,7 +232,8 @@ class DistributedTraining(unittest.TestCase):
 
     def test_script_on_two_hosts(self):
         port = free_port()
-        hosts = [subprocess.Popen([str(w) for w in (self.script, 1, *self.flags)], stdout=subprocess.PIPE, text=True,
+        hosts = [subprocess.Popen([str(w) for w in (self.script, 1, *self.flags)], stdout=subprocess.PIPE,
+                                  stderr=subprocess.DEVNULL, text=True,
                                   env={**self.environment(NNODES=2, NODE_RANK=i), "MASTER_PORT": str(port)})
                  for i in range(2)]
         try:
