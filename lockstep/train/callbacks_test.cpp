@@ -7,7 +7,9 @@
 namespace lockstep {
 namespace {
 
-Metrics with_loss(double loss) { return {loss, 0.5, 10}; }
+Metrics with_loss(double loss) {
+  return {loss, 0.5, 10};
+}
 
 TEST(EarlyStop, WaitsForAsManyEpochsAsItHasPatience) {
   EarlyStop stop(2);

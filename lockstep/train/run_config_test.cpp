@@ -42,8 +42,8 @@ TEST_F(ConfigFile, SetsWhatItNamesAndLeavesTheRest) {
 
 TEST_F(ConfigFile, AnUnknownKeyGetsTheNearestOneWithItsLine) {
   EXPECT_THAT([&] { read("model = 'mlp'\nmax-epoch = 3\n"); },
-              ThrowsMessage<UsageError>(
-                  HasSubstr("run.toml, line 2: unknown key 'max-epoch'; did you mean 'max-epochs'?")));
+              ThrowsMessage<UsageError>(HasSubstr(
+                  "run.toml, line 2: unknown key 'max-epoch'; did you mean 'max-epochs'?")));
 }
 
 TEST_F(ConfigFile, AWrongTypeNamesTheKeyAndWhatWasExpected) {
@@ -62,8 +62,8 @@ TEST_F(ConfigFile, AWrongTypeNamesTheKeyAndWhatWasExpected) {
 
 TEST_F(ConfigFile, WhatIsNoTomlNamesTheLine) {
   EXPECT_THAT([&] { read("model = \n"); },
-              ThrowsMessage<DataError>(testing::AllOf(HasSubstr("run.toml is no TOML"),
-                                                      HasSubstr("line 1"))));
+              ThrowsMessage<DataError>(
+                  testing::AllOf(HasSubstr("run.toml is no TOML"), HasSubstr("line 1"))));
   RunConfig config;
   EXPECT_THAT([&] { read_config(folder_.path() / "none.toml", config); },
               ThrowsMessage<DataError>(HasSubstr("none.toml does not exist")));
@@ -95,7 +95,9 @@ void expect_refused(const std::function<void(RunConfig&)>& change, const std::st
   EXPECT_THAT([&] { check_config(config); }, ThrowsMessage<UsageError>(HasSubstr(message)));
 }
 
-TEST(CheckConfig, DefaultsAreFine) { EXPECT_NO_THROW(check_config(RunConfig())); }
+TEST(CheckConfig, DefaultsAreFine) {
+  EXPECT_NO_THROW(check_config(RunConfig()));
+}
 
 TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.model = "convnt"; }, "did you mean 'convnet'?");

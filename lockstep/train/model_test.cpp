@@ -1,0 +1,188 @@
+// Loss, evaluation, weights and random state, on models and data of a few numbers.
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/loss.h"
+#include "lockstep/train/random_state.h"
+#include "lockstep/train/reduce.h"
+#include "lockstep/train/weights.h"
+
+namespace lockstep {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+TEST(Loss, CountsWhatArgmaxFindsWhateverTheLayout) {
+  const at::Tensor output = at::randn({50, 7});
+  const at::Tensor target = at::randint(7, {50}, at::kLong);
+  const int64_t expected =
+      output.narrow(0, 0, 41).argmax(1).eq(target.narrow(0, 0, 41)).sum().item<int64_t>();
+  MetricSums sums;
+  add_batch(sums, LossKind::cross_entropy, 0.5, output, target, 41);
+  EXPECT_EQ(sums.correct, expected);
+  EXPECT_EQ(sums.samples, 41);
+  EXPECT_DOUBLE_EQ(sums.mean_loss(), 0.5);
+  MetricSums strided;
+  add_batch(strided, LossKind::cross_entropy, 0.5, output.t().contiguous().t(), target, 41);
+  EXPECT_EQ(strided.correct, expected);
+}
+
+TEST(Loss, SumIsTheMeanTimesTheRows) {
+  const at::Tensor output = at::randn({8, 5});
+  const at::Tensor target = at::randint(5, {8}, at::kLong);
+  const double mean = batch_loss(LossKind::cross_entropy, output, target).item<double>();
+  EXPECT_NEAR(loss_sum(LossKind::cross_entropy, output, target, 8), 8 * mean, 1e-5);
+  const at::Tensor values = at::randn({8, 3});
+  const double squares =
+      batch_loss(LossKind::mean_squared, values, at::zeros({8, 3})).item<double>();
+  EXPECT_NEAR(loss_sum(LossKind::mean_squared, values, at::zeros({8, 3}), 8), 24 * squares, 1e-5);
+}
+
+TEST(Loss, RegressionHasNoAccuracy) {
+  MetricSums sums;
+  add_batch(sums, LossKind::mean_squared, 2.0, at::randn({4, 3}), at::randn({4, 3}), 4);
+  EXPECT_TRUE(std::isnan(metrics_of(sums).accuracy));
+  EXPECT_DOUBLE_EQ(metrics_of(sums).loss, 2.0);
+  EXPECT_EQ(sums.loss_terms, 12);
+}
+
+TensorDataset noise_images(int64_t count) {
+  TensorDataset dataset;
+  dataset.name = "noise";
+  dataset.data = at::rand({count, 784});
+  dataset.targets = at::randint(10, {count}, at::kLong);
+  dataset.num_classes = 10;
+  return dataset;
+}
+
+DataLoader share_of(const TensorDataset& dataset, int rank, int ranks) {
+  SamplerOptions sampler;
+  sampler.dataset_size = dataset.size();
+  sampler.rank = rank;
+  sampler.world_size = ranks;
+  sampler.shuffle = false;
+  LoaderOptions options;
+  options.batch_size = 3;
+  return DataLoader(dataset, DistributedSampler(sampler), {}, options);
+}
+
+TEST(Evaluate, CountsEverySampleOnceHoweverManyRanksShareThem) {
+  const World world = init();
+  const auto model = make_model("mlp");
+  const TensorDataset dataset = noise_images(23);
+  const auto on = [&](int rank, int ranks) {
+    DataLoader loader = share_of(dataset, rank, ranks);
+    return evaluate(*model, LossKind::cross_entropy, loader, world.group(), c10::kCPU);
+  };
+  const Metrics whole = on(0, 1);
+  const at::Tensor output = model->forward(dataset.data);
+  EXPECT_EQ(whole.samples, 23);
+  EXPECT_NEAR(whole.loss, at::cross_entropy_loss(output, dataset.targets).item<double>(), 1e-6);
+  EXPECT_DOUBLE_EQ(whole.accuracy * 23, output.argmax(1).eq(dataset.targets).sum().item<int64_t>());
+  // 23 samples on 4 ranks are 6 each, the last of one rank being padding. On 30 ranks some have
+  // nothing but padding.
+  for (const int ranks : {4, 30}) {
+    int64_t samples = 0;
+    double loss = 0;
+    double correct = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Metrics part = on(rank, ranks);
+      if (part.samples == 0) continue;
+      samples += part.samples;
+      loss += part.loss * static_cast<double>(part.samples);
+      correct += part.accuracy * static_cast<double>(part.samples);
+    }
+    EXPECT_EQ(samples, 23) << ranks;
+    EXPECT_NEAR(loss / 23, whole.loss, 1e-6) << ranks;
+    EXPECT_NEAR(correct / 23, whole.accuracy, 1e-9) << ranks;
+  }
+}
+
+TEST(Evaluate, LeavesTheModelInItsModeAndStopsAtTheLimit) {
+  const World world = init();
+  const auto model = make_model("convnet");
+  const at::Tensor before = model->buffers().front().clone();
+  DataLoader loader = share_of(noise_images(20), 0, 1);
+  const Metrics some =
+      evaluate(*model, LossKind::cross_entropy, loader, world.group(), c10::kCPU, 2);
+  EXPECT_EQ(some.samples, 6);
+  EXPECT_TRUE(model->is_training());
+  EXPECT_TRUE(at::equal(before, model->buffers().front()))
+      << "batch norm learned from the test part";
+}
+
+TEST(Weights, HaveTheNamesOfPythonsStateDict) {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : state_dict(*make_model("convnet"))) names.push_back(name);
+  EXPECT_THAT(names, testing::IsSupersetOf({"layer1.0.weight", "layer1.1.running_mean",
+                                            "layer1.1.num_batches_tracked", "fc.bias"}));
+}
+
+TEST(Weights, ComeBackFromAFileWithAndWithoutDdpsPrefix) {
+  TemporaryDirectory folder;
+  const auto path = folder.path() / "w.safetensors";
+  const auto saved = make_model("convnet");
+  save_weights(*saved, path);
+  const auto loaded = make_model("convnet");
+  load_weights(*loaded, path);
+  NamedTensors prefixed = state_dict(*saved);
+  for (auto& [name, tensor] : prefixed) name = "module." + name;
+  save_safetensors(path, prefixed);
+  const auto unwrapped = make_model("convnet");
+  load_weights(*unwrapped, path);
+  const NamedTensors expected = state_dict(*saved);
+  for (const auto& model : {loaded, unwrapped}) {
+    const NamedTensors found = state_dict(*model);
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_TRUE(at::equal(found[i].second, expected[i].second)) << found[i].first;
+    }
+  }
+}
+
+TEST(Weights, ThoseThatDoNotFitAreNamedAndChangeNothing) {
+  const auto model = make_model("mlp");
+  NamedTensors tensors;
+  for (const auto& [name, tensor] : state_dict(*model))
+    tensors.emplace_back(name, at::zeros_like(tensor));
+  tensors[0].first = "layers.9.weight";
+  tensors[1].second = at::zeros({127});
+  EXPECT_THAT([&] { load_state_dict(*model, tensors, "FILE"); },
+              ThrowsMessage<CheckpointError>(AllOf(
+                  HasSubstr("FILE does not fit the model: layers.0.weight [128, 784] is missing"),
+                  HasSubstr("layers.0.bias has shape [127], the model's has [128]"),
+                  HasSubstr("layers.9.weight [128, 784] is not in the model"))));
+  EXPECT_GT(model->parameters().back().abs().sum().item<double>(), 0);
+}
+
+TEST(RandomState, GoesOnWhereItWasTaken) {
+  const NamedTensors state = random_state(c10::kCPU);
+  const at::Tensor first = at::randn({5});
+  at::rand({100});
+  set_random_state(state, c10::kCPU);
+  EXPECT_TRUE(at::equal(at::randn({5}), first));
+  EXPECT_THROW(set_random_state({}, c10::kCPU), CheckpointError);
+}
+
+TEST(StopAgreement, AGroupOfOneNeedsNoAgreement) {
+  const World world = init();
+  StopAgreement agreement(world.group(), c10::kCPU);
+  EXPECT_EQ(agreement.after_step(0), 0);
+  EXPECT_EQ(agreement.after_step(15), 15);
+}
+
+}  // namespace
+}  // namespace lockstep

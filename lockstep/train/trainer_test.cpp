@@ -1,0 +1,250 @@
+#include "lockstep/train/trainer.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randint.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <csignal>
+#include <limits>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/checkpoint/collective.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/weights.h"
+
+namespace lockstep {
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+TensorDataset noise_images(int64_t count) {
+  at::manual_seed(3);
+  TensorDataset dataset;
+  dataset.name = "noise";
+  dataset.data = at::rand({count, 784});
+  dataset.targets = at::randint(10, {count}, at::kLong);
+  dataset.num_classes = 10;
+  return dataset;
+}
+
+std::unique_ptr<DataLoader> loader_of(TensorDataset dataset) {
+  SamplerOptions sampler;
+  sampler.dataset_size = dataset.size();
+  LoaderOptions options;
+  options.batch_size = 8;
+  return std::make_unique<DataLoader>(std::move(dataset), DistributedSampler(sampler), Pipeline(),
+                                      options);
+}
+
+/// 5 batches an epoch. fashion-cnn has dropout and batch norm: random state and buffers matter.
+TrainTask small_task(const char* model = "mlp", TensorDataset dataset = noise_images(40)) {
+  TrainTask task;
+  at::manual_seed(1);
+  task.model = make_model(model);
+  OptimizerOptions options;
+  options.lr = 0.05;
+  options.momentum = 0.9;
+  task.optimizer = make_optimizer("sgd", task.model->parameters(), options);
+  task.test = loader_of(dataset);
+  task.train = loader_of(std::move(dataset));
+  return task;
+}
+
+struct Recorder : Callback {
+  std::vector<int64_t> steps, logs, epochs;
+  std::vector<double> rates;
+  std::vector<Metrics> log_metrics;
+  int64_t stop_after_epoch = -1;
+  int interrupted = 0;
+  std::function<void(int64_t)> at_step;
+  void on_step(Trainer&, const StepResult& result) override {
+    steps.push_back(result.step);
+    rates.push_back(result.lr);
+    if (at_step) at_step(result.step);
+  }
+  void on_log(Trainer&, const LogResult& result) override {
+    logs.push_back(result.step.step);
+    log_metrics.push_back(result.metrics);
+  }
+  void on_epoch_end(Trainer&, const EpochResult& result) override {
+    epochs.push_back(result.epoch);
+  }
+  void on_interrupt(Trainer&, int number) override { interrupted = number; }
+  bool wants_to_stop() const override {
+    return !epochs.empty() && epochs.back() == stop_after_epoch;
+  }
+};
+
+class TrainerTest : public testing::Test {
+ protected:
+  FitResult fit(TrainTask task, TrainerOptions options) {
+    model_ = task.model;
+    Trainer trainer(world_, std::move(task), std::move(options));
+    trainer.add_callback(recorder_);
+    return trainer.fit();
+  }
+  World world_ = init();
+  std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
+  std::shared_ptr<Model> model_;
+};
+
+TEST_F(TrainerTest, CallsBackInOrder) {
+  TrainerOptions options;
+  options.max_epochs = 2;
+  options.log_every_n_steps = 2;
+  const FitResult result = fit(small_task(), options);
+  EXPECT_THAT(recorder_->steps, testing::ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10));
+  EXPECT_THAT(recorder_->logs, testing::ElementsAre(2, 4, 5, 6, 8, 10));
+  EXPECT_THAT(recorder_->epochs, testing::ElementsAre(0, 1));
+  EXPECT_EQ(result.steps, 10);
+  EXPECT_EQ(result.test.samples, 40);
+  int64_t samples = 0;
+  for (const Metrics& metrics : recorder_->log_metrics) samples += metrics.samples;
+  EXPECT_EQ(samples, 80) << "every sample of both epochs is in exactly one log";
+}
+
+TEST_F(TrainerTest, AccumulationMakesFewerStepsAndAShortLastOne) {
+  TrainerOptions options;
+  options.max_epochs = 1;
+  options.accumulate_grad_batches = 2;
+  EXPECT_EQ(fit(small_task(), options).steps, 3);
+}
+
+TEST_F(TrainerTest, ACallbackCanEndTheRun) {
+  recorder_->stop_after_epoch = 1;
+  TrainerOptions options;
+  options.max_epochs = 9;
+  const FitResult result = fit(small_task(), options);
+  EXPECT_EQ(result.epochs, 2);
+  EXPECT_TRUE(result.stopped_early);
+}
+
+TEST_F(TrainerTest, ASignalEndsTheRunAtTheNextStep) {
+  recorder_->at_step = [](int64_t step) {
+    if (step == 3) ::raise(SIGTERM);
+  };
+  EXPECT_THROW(fit(small_task(), {}), InterruptedError);
+  EXPECT_EQ(recorder_->steps.back(), 3);
+  EXPECT_EQ(recorder_->interrupted, SIGTERM);
+}
+
+TEST_F(TrainerTest, TheScheduleSpansTheRun) {
+  TrainerOptions options;
+  options.max_epochs = 2;
+  options.schedule.name = "linear";
+  fit(small_task(), options);
+  EXPECT_DOUBLE_EQ(recorder_->rates.front(), 0.05);
+  EXPECT_GT(recorder_->rates[8], recorder_->rates[9]);
+  EXPECT_GT(recorder_->rates[9], 0);
+}
+
+TEST_F(TrainerTest, OptionsOutOfRangeAreNamed) {
+  TrainerOptions options;
+  options.log_every_n_steps = 0;
+  EXPECT_THAT([&] { fit(small_task(), options); },
+              ThrowsMessage<UsageError>(HasSubstr("log_every_n_steps is 0")));
+}
+
+/// One sample that makes the loss of its batch NaN.
+TensorDataset with_a_nan() {
+  TensorDataset dataset = noise_images(40);
+  dataset.data[17][0] = std::numeric_limits<float>::quiet_NaN();
+  return dataset;
+}
+
+TEST_F(TrainerTest, ANanStopsWithItsStepAndRank) {
+  EXPECT_THAT([&] { fit(small_task("mlp", with_a_nan()), {}); },
+              ThrowsMessage<NumericError>(testing::ContainsRegex(
+                  "the loss is -?nan on rank 0 at step [1-5] \\(epoch 1\\)")));
+  for (const at::Tensor& parameter : model_->parameters()) {
+    EXPECT_TRUE(std::isfinite(parameter.sum().item<double>())) << "the weights were not touched";
+  }
+}
+
+TEST_F(TrainerTest, ANanCanBeSkipped) {
+  TrainerOptions options;
+  options.on_nan = OnNan::skip;
+  options.max_epochs = 2;
+  EXPECT_EQ(fit(small_task("mlp", with_a_nan()), options).steps, 10);
+  for (const at::Tensor& parameter : model_->parameters()) {
+    EXPECT_TRUE(std::isfinite(parameter.sum().item<double>()));
+  }
+}
+
+TEST_F(TrainerTest, ANanCanBeIgnored) {
+  TrainerOptions options;
+  options.on_nan = OnNan::proceed;
+  options.max_epochs = 1;
+  EXPECT_EQ(fit(small_task("mlp", with_a_nan()), options).steps, 5);
+  EXPECT_TRUE(std::isnan(model_->parameters().back().sum().item<double>()));
+}
+
+TEST_F(TrainerTest, AnInfiniteLossIsNoticedThoughItsGradientsMayBeFinite) {
+  TensorDataset dataset = noise_images(40);
+  dataset.data[17].fill_(3e38f);
+  EXPECT_THROW(fit(small_task("mlp", dataset), {}), NumericError);
+}
+
+TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
+  for (const int64_t every : {1, 2}) {
+    TrainerOptions options;
+    options.max_epochs = 3;
+    options.accumulate_grad_batches = every;
+    options.schedule.name = "cosine";
+    fit(small_task("fashion-cnn"), options);
+    const NamedTensors expected = state_dict(*model_);
+    const int64_t steps = recorder_->steps.size();
+    for (int64_t step = 1; step <= steps; ++step) {
+      TemporaryDirectory folder;
+      CheckpointFolder checkpoints(folder.path());
+      {
+        Trainer trainer(world_, small_task("fashion-cnn"), options);
+        auto saver = std::make_shared<Recorder>();
+        saver->at_step = [&](int64_t now) {
+          if (now != step) return;
+          trainer.save(checkpoints);
+          ::raise(SIGINT);
+        };
+        trainer.add_callback(saver);
+        EXPECT_THROW(trainer.fit(), InterruptedError);
+      }
+      at::rand({17});  // whatever happened since then must not matter
+      TrainTask task = small_task("fashion-cnn");
+      const auto model = task.model;
+      Trainer trainer(world_, std::move(task), options);
+      trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints,
+                                       trainer.options().identity, c10::kCPU));
+      trainer.fit();
+      const NamedTensors found = state_dict(*model);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        ASSERT_TRUE(at::equal(found[i].second, expected[i].second))
+            << expected[i].first << " after resuming at step " << step;
+      }
+    }
+    recorder_ = std::make_shared<Recorder>();
+  }
+}
+
+TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefusedWithBothNames) {
+  TemporaryDirectory folder;
+  CheckpointFolder checkpoints(folder.path());
+  TrainerOptions options;
+  options.identity = {{"model", "mlp"}};
+  Trainer(world_, small_task("mlp"), options).save(checkpoints);
+  options.identity = {{"model", "wide"}};
+  Trainer other(world_, small_task("wide"), options);
+  EXPECT_THAT(
+      [&] {
+        load_checkpoint(world_.group(), "auto", &checkpoints, other.options().identity, c10::kCPU);
+      },
+      ThrowsMessage<CheckpointError>(
+          HasSubstr("model 'mlp' in the checkpoint, 'wide' in this run")));
+}
+
+}  // namespace
+}  // namespace lockstep

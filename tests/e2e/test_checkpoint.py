@@ -1,0 +1,263 @@
+"""Checkpoints: runs that are killed, stopped and damaged go on to the bits of one that was not."""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import unittest
+
+import lockstep_testing as t
+
+
+def train(*flags, **kwargs):
+    return t.run(t.LOCKSTEP, "train", *flags, **kwargs)
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+def flip_a_byte(path, at=-1):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+class SameBits(unittest.TestCase):
+    """A run killed with -9 at a random step, then resumed, ends with the bits of an uninterrupted one."""
+
+    def check(self, *flags, every=3):
+        seed = int(os.environ.get("LOCKSTEP_TEST_SEED", random.randrange(1 << 30)))
+        print(f"LOCKSTEP_TEST_SEED={seed}", file=sys.stderr)
+        rng = random.Random(seed)
+        with t.temporary_folder() as folder:
+            whole, saved, metrics = folder / "whole.safetensors", folder / "saved", folder / "metrics.jsonl"
+            uninterrupted = train(*flags, "--save-weights", whole)
+            command = [
+                *flags, "--checkpoint-dir", saved, "--checkpoint-every", every, "--resume", "auto", "--log-every-n-steps",
+                1, "--metrics-file", metrics, "--save-weights", folder / "resumed.safetensors"
+            ]
+            for _ in range(2):
+                self.kill_somewhere(command, metrics, rng)
+            resumed = train(*command)
+            self.assertIn("resumed after step", resumed.stdout)
+            self.assertEqual((folder / "resumed.safetensors").read_bytes(), whole.read_bytes())
+            self.assertEqual(resumed.stdout.splitlines()[-1], uninterrupted.stdout.splitlines()[-1])
+            rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+            steps = [row["step"] for row in rows if row["split"] == "train"]
+            self.assertEqual(steps, list(range(1, len(steps) + 1)), "each step has one row, in order")
+
+    def kill_somewhere(self, command, metrics, rng):
+        """Kills the whole job a random number of steps, at least 4, after it has started to train."""
+        before = metrics.stat().st_size if metrics.exists() else 0
+        rows = rng.randrange(4, 12)
+        process = subprocess.Popen([str(c) for c in (t.LOCKSTEP, "train", *command)], stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, env=t.clean_environment(), start_new_session=True)
+        try:
+
+            def far_enough():
+                if process.poll() is not None:
+                    return True
+                return metrics.exists() and metrics.stat().st_size > before + rows * 120
+
+            t.wait_until(far_enough, 90, "training")
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+    def test_mlp_on_one_rank(self):
+        self.check("--limit-train-batches", 20, "--max-epochs", 3)
+
+    def test_mlp_on_two_ranks_with_adam_and_a_schedule(self):
+        self.check("--devices", 2, "--optimizer", "adam", "--schedule", "cosine", "--warmup-steps", 5,
+                   "--limit-train-batches", 20, "--max-epochs", 3)
+
+    def test_accumulation_on_three_ranks(self):
+        # Three: the order in which Gloo sums depends on where an element lies in its bucket.
+        self.check("--devices", 3, "--limit-train-batches", 21, "--accumulate-grad-batches", 2, "--max-epochs", 4)
+
+    def test_dropout_and_batch_norm_on_two_ranks(self):
+        self.check("--devices", 2, "--model", "fashion-cnn", "--batch-size", 8, "--limit-train-batches", 12,
+                   "--limit-test-batches", 1, "--max-epochs", 3)
+
+
+class Stopped(unittest.TestCase):
+
+    def test_after_a_signal_resume_goes_on_from_that_step(self):
+        with t.temporary_folder() as folder:
+            metrics, saved = folder / "m.jsonl", folder / "saved"
+            flags = ["--devices", 2, "--max-epochs", 400, "--log-every-n-steps", 5, "--metrics-file", metrics,
+                     "--checkpoint-dir", saved, "--resume", "auto"]
+            process = subprocess.Popen([str(c) for c in (t.LOCKSTEP, "train", *flags)], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True, env=t.clean_environment())
+            t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, 60, "training")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+            self.assertEqual(process.returncode, 143, out + err)
+            step = json.loads((saved / "latest" / "state.json").read_text())["step"]
+            self.assertIn(f"stopped by SIGTERM after step {step}", out)
+            again = train("--devices", 2, "--max-epochs", 1, "--checkpoint-dir", saved, "--resume", "auto")
+            self.assertIn(f"resumed after step {step} ", again.stdout)
+
+    def test_a_finished_run_only_says_its_outcome_again(self):
+        with t.temporary_folder() as folder:
+            flags = ["--devices", 2, "--max-epochs", 2, "--checkpoint-dir", folder, "--resume", "auto"]
+            first = train(*flags)
+            again = train(*flags)
+            self.assertEqual(again.stdout.splitlines()[-1], first.stdout.splitlines()[-1])
+            self.assertNotIn("epoch 1/2", again.stdout)
+
+
+class Folder(unittest.TestCase):
+
+    def setUp(self):
+        context = t.temporary_folder()
+        self.folder = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        self.saved = self.folder / "saved"
+
+    def save(self, *flags, epochs=2):
+        return train("--limit-train-batches", 5, "--max-epochs", epochs, "--checkpoint-dir", self.saved, *flags)
+
+    def resume(self, *flags, check=True, resume="auto"):
+        return train("--limit-train-batches", 5, "--max-epochs", 3, "--checkpoint-dir", self.saved, "--resume", resume,
+                     *flags, check=check)
+
+    def test_layout(self):
+        self.save("--checkpoint-every", 2, "--keep-checkpoints", 0)
+        self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (2, 4, 5, 6, 8, 10)])
+        self.assertEqual(sorted(os.listdir(self.saved)), sorted(steps_in(self.saved) + ["latest", "config.toml"]))
+        self.assertEqual(os.readlink(self.saved / "latest"), "step-00000010")
+        self.assertEqual(sorted(os.listdir(self.saved / "latest")), ["model.safetensors", "state.json", "state.safetensors"])
+        state = json.loads((self.saved / "latest" / "state.json").read_text())
+        self.assertEqual((state["step"], state["epoch"], state["batches"]), (10, 2, 0))
+
+    def test_three_are_kept(self):
+        self.save(epochs=5)
+        self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (15, 20, 25)])
+
+    def test_pythons_safetensors_reads_them(self):
+        try:
+            from safetensors.numpy import load_file
+        except ImportError:
+            self.skipTest("Python has no safetensors")
+        self.save("--save-weights", self.folder / "w.safetensors", "--devices", 2)
+        model = load_file(self.saved / "latest" / "model.safetensors")
+        weights = load_file(self.folder / "w.safetensors")
+        self.assertEqual(set(model), {f"layers.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")})
+        for name in weights:
+            self.assertEqual(model[name].tobytes(), weights[name].tobytes(), name)
+        state = load_file(self.saved / "latest" / "state.safetensors")
+        self.assertIn("rank0.rng.cpu", state)
+        self.assertIn("rank1.rng.cpu", state)
+        self.assertTrue(any(name.startswith("optimizer.") for name in state), list(state))
+
+    def test_a_damaged_one_is_named_and_the_one_before_is_used(self):
+        self.save()
+        newest = self.saved / "step-00000010"
+        flip_a_byte(newest / "model.safetensors")
+        result = self.resume("--devices", 1)
+        self.assertIn(f"{newest} is damaged: model.safetensors has SHA-256", result.stderr)
+        self.assertIn("resumed after step 5 ", result.stdout)
+
+    def test_a_damaged_one_asked_for_by_name_is_refused(self):
+        self.save()
+        newest = self.saved / "step-00000010"
+        (newest / "state.safetensors").unlink()
+        result = self.resume(check=False, resume=newest)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"checkpoint {newest} is damaged: state.safetensors is missing", result.stderr)
+
+    def test_all_damaged_is_an_error_and_no_new_start(self):
+        self.save()
+        for folder in self.saved.glob("step-*"):
+            flip_a_byte(folder / "state.json", 30)
+        result = self.resume("--devices", 2, check=False)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"every checkpoint in {self.saved} is damaged", result.stderr)
+
+    def test_of_another_model_world_or_data_names_both(self):
+        self.save()
+        for flags, message in ((("--model", "wide"), "model 'mlp' in the checkpoint, 'wide' in this run"),
+                               (("--devices", 2), "world_size '1' in the checkpoint, '2' in this run"),
+                               (("--batch-size", 32), "batch_size '64' in the checkpoint, '32' in this run"),
+                               (("--optimizer", "adam"), "optimizer 'sgd' in the checkpoint, 'adam' in this run")):
+            result = self.resume(*flags, check=False)
+            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertIn(message, result.stderr)
+
+    def test_of_another_version_names_both(self):
+        self.save()
+        for folder in self.saved.glob("step-*"):
+            path = folder / "state.json"
+            path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+        result = self.resume(check=False)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("has version 99 of the layout; this Lockstep reads version 1", result.stderr)
+
+    def test_nothing_to_resume(self):
+        self.assertIn("test accuracy", self.resume().stdout, "auto starts anew in an empty folder")
+        result = self.resume(check=False, resume=self.folder / "none")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"there is no checkpoint at {self.folder / 'none'}", result.stderr)
+
+    def test_a_folder_of_checkpoints_can_be_given(self):
+        self.save()
+        moved = self.folder / "moved"
+        shutil.move(self.saved, moved)
+        self.assertIn("resumed after step 10 ", self.resume(resume=moved).stdout)
+        self.assertIn("resumed after step 10 ", self.resume(resume=moved / "latest").stdout)
+
+
+class CannotSave(unittest.TestCase):
+    """Full disks and read-only folders: named, no hang, nothing lost."""
+
+    def test_a_folder_that_cannot_be_made_is_named_before_training(self):
+        for devices in (1, 2):
+            result = train("--checkpoint-dir", "/proc/lockstep", "--devices", devices, check=False, timeout=60)
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("cannot write checkpoints to /proc/lockstep", result.stderr)
+            self.assertNotIn("epoch 1", result.stdout)
+
+    def test_files_that_cannot_be_written_are_named_before_training(self):
+        for flag in ("--save-weights", "--save-best", "--metrics-file"):
+            result = train(flag, "/proc/none/file", "--devices", 2, check=False, timeout=60)
+            self.assertIn(result.returncode, (1, 2))
+            self.assertIn("/proc/none", result.stderr)
+            self.assertNotIn("epoch 1", result.stdout)
+
+    def test_a_full_disk_ends_all_ranks_and_leaves_the_last_good_one(self):
+        can_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0 \
+            if shutil.which("unshare") else False
+        if not can_mount:
+            self.skipTest("no small file system can be mounted here (unshare -rm)")
+        with t.temporary_folder() as folder:
+            saved = folder / "saved"
+            saved.mkdir()
+            # The MLP's checkpoint takes 0.9 MB: one fits, the second does not.
+            script = (f"mount -t tmpfs -o size=1500k tmpfs {saved} || exit 77; "
+                      f"{t.LOCKSTEP} train --devices 2 --limit-train-batches 5 --checkpoint-dir {saved}; code=$?; "
+                      f"cp -r {saved} {folder}/after; exit $code")
+            result = t.run("unshare", "-rm", "sh", "-c", script, check=False, timeout=60)
+            if result.returncode == 77:
+                self.skipTest("no small file system can be mounted here")
+            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertIn("No space left on device", result.stderr)
+            self.assertIn("step-00000010", result.stderr)
+            after = folder / "after"
+            self.assertEqual(steps_in(after), ["step-00000005"])
+            self.assertEqual([name for name in os.listdir(after) if name.startswith(".tmp")], [])
+            resumed = train("--devices", 2, "--limit-train-batches", 5, "--max-epochs", 2, "--checkpoint-dir", after,
+                            "--resume", "auto")
+            self.assertIn("resumed after step 5 ", resumed.stdout)
+
+
+if __name__ == "__main__":
+    t.main()
