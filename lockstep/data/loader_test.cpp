@@ -3,17 +3,22 @@
 #include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/set.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ParallelGuard.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -115,7 +120,7 @@ TEST(DataLoader, BatchesAreTheSamplersRows) {
     EXPECT_TRUE(at::equal(at::cat(copied.target), order));
     const at::Tensor expected =
         dataset.data.index_select(0, order).unsqueeze(1).to(at::kFloat).div(255);
-    EXPECT_TRUE(at::equal(at::cat(copied.data), (expected - 0.1307F).div_(0.3081F)));
+    EXPECT_TRUE(at::equal(at::cat(copied.data), expected.sub(0.1307F).div_(0.3081F)));
   }
 }
 
@@ -159,6 +164,8 @@ TEST(DataLoader, RanksDoNotChangeASamplesTransform) {
   const TensorDataset dataset = numbered_images(100);
   DataLoader whole(dataset, sampler_for(100), augmentation(), {.batch_size = 100, .seed = 2});
   const Copied all = copy_of(whole.epoch(5));
+  const at::Tensor order = at::tensor(sampler_for(100).indices(5));
+  EXPECT_TRUE(at::equal(all.data.at(0), augmentation()(dataset.data, 2, 5).index_select(0, order)));
   for (int rank = 0; rank < 2; ++rank) {
     const DistributedSampler half({.dataset_size = 100, .rank = rank, .world_size = 2, .seed = 7});
     DataLoader loader(dataset, half, augmentation(), {.batch_size = 50, .seed = 2});
@@ -272,6 +279,8 @@ TEST(DataLoader, NeverOverwritesABatchThatIsHeld) {
       copied.add(batch);
       if (batch.index % 2 == 0) held.push_back(batch);
       views.push_back(batch.data.select(0, 3));
+      // Knows the memory alone, not the tensor that the loader gave out.
+      if (batch.index % 3 == 0) views.back() = at::empty({0}).set_(views.back());
     }
     ASSERT_EQ(copied.data.size(), 20U);
     for (const Batch& batch : held)
@@ -401,6 +410,33 @@ class FailingSource : public SampleSource {
   int64_t bad_;
   std::shared_ptr<std::atomic<int>> failures_;
 };
+
+TEST(DataLoader, WorkersLeaveSignalsAndOtherThreadsAlone) {
+  std::atomic<int> term_blocked = 0;
+  std::atomic<int> sequential = 0;
+  std::atomic<int> calls = 0;
+  const auto look = batch_transform("look", [&](const at::Tensor& batch) {
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+    term_blocked += sigismember(&blocked, SIGTERM);
+    sequential += c10::ParallelGuard::is_enabled();
+    calls += batch.size(0) > 1;
+    return batch;
+  });
+  sigset_t before;
+  sigset_t after;
+  pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  DataLoader loader(numbered_images(100), sampler_for(100), {look},
+                    {.batch_size = 10, .num_workers = 2});
+  loader.epoch(0);
+  pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  Batch batch;
+  while (loader.next(batch)) continue;
+  EXPECT_EQ(calls, 10);
+  EXPECT_EQ(term_blocked, 10) << "a signal could interrupt a worker";
+  EXPECT_EQ(sequential, 10) << "each worker would start threads of its own";
+  EXPECT_EQ(sigismember(&after, SIGTERM), sigismember(&before, SIGTERM));
+}
 
 TEST(DataLoader, AWorkersErrorReachesItsBatchAndTheBatchCanBeTriedAgain) {
   for (int workers : {0, 2}) {

@@ -1,5 +1,6 @@
 #include "lockstep/data/transforms.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/affine_grid_generator.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
