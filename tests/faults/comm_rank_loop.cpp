@@ -1,0 +1,96 @@
+// One rank of a job that test_comm_faults.py disturbs:
+//   lockstep_fault_rank store             hosts a store, prints its port, ends with standard input
+//   lockstep_fault_rank loop INIT_METHOD SECONDS
+//                                         joins and runs collectives and messages until one fails
+//                                         or its time is over; SECONDS is the group's time-out
+// Prints "joined" and "round N" lines. How it ended is its last line, `error TYPE TEXT` on one
+// line, and its exit code: 10 for PeerLostError, 11 for TimeoutError, 1 for any other.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/comm/world.h"
+
+namespace {
+
+/// Ends a rank that nobody disturbs, so that no process is left if the test goes away.
+constexpr std::chrono::seconds kLongest{60};
+
+int host_store() {
+  lockstep::TcpStoreOptions options;
+  options.is_listener = true;
+  const auto store = lockstep::tcp_store(options);
+  std::cout << lockstep::tcp_store_port(store) << std::endl;
+  for (char byte; std::cin.get(byte);) {
+  }
+  return 0;
+}
+
+/// Some of everything, of small and large tensors, and more than one operation in flight.
+void one_round(const lockstep::ProcessGroup& group, int round) {
+  const int rank = group.rank(), size = group.size();
+  at::Tensor small = at::ones({3});
+  at::Tensor large = at::ones({200'000});
+  const auto first = group.all_reduce_async(large);
+  const auto second = group.all_reduce_async(small);
+  first.wait();
+  second.wait();
+  TORCH_CHECK(small[0].item<float>() == static_cast<float>(size), "wrong sum");
+  group.broadcast(small, round % size);
+  at::Tensor all = at::empty({3 * size});
+  group.all_gather_into_tensor(all, small);
+  at::Tensor incoming = at::empty({4});
+  auto works = group.batch_isend_irecv(
+      {{lockstep::P2POp::Kind::send, at::ones({4}), (rank + 1) % size, 0},
+       {lockstep::P2POp::Kind::recv, incoming, (rank + size - 1) % size, 0}});
+  for (auto& work : works) work.wait();
+  group.barrier();
+}
+
+void loop(const std::string& method, double seconds) {
+  lockstep::InitOptions options;
+  options.backend = "gloo";
+  options.init_method = method;
+  options.timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+  if (const char* rank = std::getenv("RANK")) options.rank = std::atoi(rank);
+  if (const char* size = std::getenv("WORLD_SIZE")) options.world_size = std::atoi(size);
+  const auto world = lockstep::init(options);
+  std::cout << "joined" << std::endl;
+  const auto deadline = std::chrono::steady_clock::now() + kLongest;
+  for (int round = 0; std::chrono::steady_clock::now() < deadline; ++round) {
+    one_round(world.group(), round);
+    std::cout << "round " << round << std::endl;
+  }
+}
+
+int report(const char* type, const std::exception& error, int code) {
+  std::string text = error.what();
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  std::cout << "error " << type << " " << text << std::endl;
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const std::string mode = argc > 1 ? argv[1] : "";
+    if (mode == "store") return host_store();
+    if (mode != "loop" || argc < 4) throw lockstep::UsageError("store, or loop METHOD SECONDS");
+    loop(argv[2], std::atof(argv[3]));
+    return 0;
+  } catch (const lockstep::PeerLostError& error) {
+    return report("PeerLostError", error, 10);
+  } catch (const lockstep::TimeoutError& error) {
+    return report("TimeoutError", error, 11);
+  } catch (const std::exception& error) {
+    return report("other", error, 1);
+  }
+}
