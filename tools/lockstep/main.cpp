@@ -1,6 +1,8 @@
 // The `lockstep` binary: what must start fast. The other subcommands are loaded from
 // liblockstep_cli.so when asked for.
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -67,7 +69,10 @@ int dispatch(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 2, argv + argc);
   if (command == "run") {
-    return run_guarded("lockstep run", [&] { return run_command(args); });
+    const int code = run_guarded("lockstep run", [&] { return run_command(args); });
+    // Everything is over and released; LibTorch's own clean-up would only take time.
+    std::fflush(nullptr);
+    _exit(code);
   }
   for (const auto& row : kCommands) {
     if (command == row.name) return run_from_library(argc, argv);

@@ -110,6 +110,7 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   plan.prefix = prefix_of(options, plan.rank, local_rank);
   plan.error_file = logs.folder(local_rank) / "error.json";
   plan.env = launch::rank_environment(layout, local_rank, plan.error_file.string());
+  plan.env.emplace_back("TORCHELASTIC_SIGNALS_TO_HANDLE", options.signal_names);
   plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable, "LOCKSTEP_LAUNCHER"};
   const auto redirected = options.redirects.of(local_rank);
   const auto teed = options.tee.of(local_rank);

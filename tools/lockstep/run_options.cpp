@@ -344,6 +344,7 @@ std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args
   resolve_meeting(raw, options);
   resolve_output(raw, options);
   options.signals = parse_signals(raw.signals);
+  options.signal_names = raw.signals;
   if (raw.shutdown_timeout) {
     options.grace = std::chrono::milliseconds(static_cast<int64_t>(*raw.shutdown_timeout * 1000));
   }

@@ -46,6 +46,7 @@ struct RunOptions {
   std::set<int> shown;  ///< --local-ranks-filter; empty: all.
   std::chrono::milliseconds grace{800};
   std::vector<int> signals;
+  std::string signal_names;  ///< As given, for the workers.
   launch::ProgramKind kind = launch::ProgramKind::guess;
   std::vector<std::string> program;  ///< With its arguments.
 };

@@ -1,0 +1,348 @@
+"""`lockstep run`: variables, programs, output, several hosts, and what a mistyped flag gets."""
+
+import json
+import os
+import pathlib
+import socket
+import stat
+import subprocess
+import sys
+import unittest
+
+from lockstep_testing import LOCKSTEP, clean_environment, main, run, temporary_folder
+from run_testing import CPP_RANK, MARK, TORCHRUN, Launched, lockstep_run
+
+DUMP = """
+import json, os, sys
+with open(os.path.join(os.environ["OUT"], os.environ["LOCAL_RANK"]), "w") as f:
+    json.dump({"env": dict(os.environ), "argv": sys.argv[1:], "stdin": sys.stdin.read()}, f)
+"""
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(t)
+print("sum", int(t.item()), "of", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def script(folder, text, name="script.py", executable=False):
+    path = pathlib.Path(folder) / name
+    path.write_text(text)
+    if executable:
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def dumped(folder, ranks):
+    return [json.loads((pathlib.Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Variables(unittest.TestCase):
+    # Set by Python itself or by the shell, not by the launcher.
+    FOREIGN = {"LC_CTYPE", "_", "OLDPWD", "SHLVL", "OUT", MARK}
+
+    def compare(self, flags, same):
+        """Both launchers with the same flags give the same variables; `same` names those whose
+        values must agree although they could differ between two runs."""
+        if not TORCHRUN.exists():
+            self.skipTest(f"no torchrun at {TORCHRUN}")
+        with temporary_folder() as folder:
+            program = script(folder, DUMP)
+            theirs, ours = folder / "torchrun", folder / "lockstep"
+            theirs.mkdir(), ours.mkdir()
+            env = clean_environment(OUT=theirs, PYTHON_EXEC=sys.executable)
+            env.pop("OMP_NUM_THREADS")
+            run(TORCHRUN, *flags, program, env=env)
+            result = run(LOCKSTEP, "run", *flags, program, env={**env, "OUT": str(ours)})
+            self.assertEqual(result.stderr.count("OMP_NUM_THREADS"), 1, "said once")
+            for left, right in zip(dumped(theirs, 2), dumped(ours, 2)):
+                left, right = left["env"], right["env"]
+                free = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"} - same
+                for name in set(left) - self.FOREIGN:
+                    self.assertIn(name, right)
+                    if name not in free:
+                        self.assertEqual(left[name], right[name], name)
+                extra = {n for n in set(right) - set(left) - self.FOREIGN if not n.startswith("LOCKSTEP_")}
+                self.assertEqual(extra, set())
+                self.assertEqual(socket.gethostbyname(left["MASTER_ADDR"]), socket.gethostbyname(right["MASTER_ADDR"]))
+                self.assertGreater(int(right["MASTER_PORT"]), 0)
+                self.assertTrue(right["TORCHELASTIC_RUN_ID"])
+                self.assertTrue(right["TORCHELASTIC_ERROR_FILE"].endswith("error.json"))
+                self.assertEqual(right["OMP_NUM_THREADS"], "1")
+
+    def test_on_one_host_they_are_torchruns(self):
+        self.compare(["--standalone", "--nproc-per-node=2", "--role", "trainer"], set())
+
+    def test_with_an_address_they_are_torchruns(self):
+        port = free_port()
+        self.compare(["--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "2", "--master_addr=127.0.0.1",
+                      f"--master_port={port}", "--rdzv_id", "job7"],
+                     {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"})
+
+    def test_the_users_number_of_threads_stays(self):
+        code, out, err = lockstep_run("--nproc-per-node", 2, "sh", "-c", "echo $OMP_NUM_THREADS",
+                                      env={"OMP_NUM_THREADS": "3"})
+        self.assertEqual((code, sorted(out.split("\n"))), (0, ["", "[rank0]: 3", "[rank1]: 3"]), err)
+        self.assertEqual(err, "")
+
+    def test_schedulers_variables_are_defaults(self):
+        code, out, _ = lockstep_run("--nproc-per-node", 1, "sh", "-c", "echo $WORLD_SIZE $ROLE_NAME",
+                                    env={"PET_NPROC_PER_NODE": "3", "PET_ROLE": "x"})
+        self.assertEqual((code, out), (0, "[rank0]: 1 x\n"), "a flag wins over the environment")
+
+    def test_number_of_processes_by_name(self):
+        code, out, _ = lockstep_run("--nproc-per-node", "cpu", "--local-ranks-filter", 0, "sh", "-c",
+                                    "echo $WORLD_SIZE")
+        self.assertEqual((code, out), (0, f"[rank0]: {len(os.sched_getaffinity(0))}\n"))
+
+
+class Programs(unittest.TestCase):
+    def test_arguments_are_untouched_and_standard_input_is_empty(self):
+        with temporary_folder() as folder:
+            words = ["--nproc-per-node", "7", "-m", "--", "--tee=3", "", "a b", "${local_rank}", "--help"]
+            code, _, err = lockstep_run("--nproc-per-node", 2, script(folder, DUMP), *words, env={"OUT": str(folder)})
+            self.assertEqual(code, 0, err)
+            for rank in dumped(folder, 2):
+                self.assertEqual(rank["argv"], words)
+                self.assertEqual(rank["stdin"], "")
+
+    def test_a_module(self):
+        with temporary_folder() as folder:
+            script(folder, DUMP, "mod.py")
+            code, _, err = lockstep_run("-m", "mod", "-x", env={"OUT": str(folder)}, cwd=folder)
+            self.assertEqual((code, dumped(folder, 1)[0]["argv"]), (0, ["-x"]), err)
+
+    def test_an_executable_script_is_run_by_its_interpreter(self):
+        with temporary_folder() as folder:
+            path = script(folder, "#!/bin/sh\necho shell $1\n", "odd.py", executable=True)
+            self.assertEqual(lockstep_run(path, "-m")[:2], (0, "[rank0]: shell -m\n"))
+            self.assertEqual(lockstep_run("--no-python", path, "-m")[:2], (0, "[rank0]: shell -m\n"))
+
+    def test_python_is_that_of_the_path_or_the_users(self):
+        with temporary_folder() as folder:
+            python = script(folder, "#!/bin/sh\necho mine $1 $3\n", "mypython", executable=True)
+            code, out, _ = lockstep_run(script(folder, ""), "x", env={"PYTHON_EXEC": str(python)})
+            self.assertEqual((code, out), (0, "[rank0]: mine -u x\n"))
+
+    def test_a_python_program_with_torch_distributed(self):
+        with temporary_folder() as folder:
+            code, out, err = lockstep_run("--nproc-per-node", 2, script(folder, ALL_REDUCE), timeout=120,
+                                          env={"PYTHON_EXEC": sys.executable})
+            if "No module named 'torch'" in err:
+                self.skipTest("this Python has no torch")
+            self.assertEqual((code, sorted(out.split("\n"))),
+                             (0, ["", "[rank0]: sum 3 of 2", "[rank1]: sum 3 of 2"]), err)
+
+    def test_a_cpp_program(self):
+        if not CPP_RANK.exists():
+            self.skipTest(f"{CPP_RANK} is not built")
+        code, out, err = lockstep_run("--nproc-per-node", 2, CPP_RANK, "init")
+        self.assertEqual(code, 0, err)
+        sums = [json.loads(line.split(": ", 1)[1])["sum"] for line in out.splitlines()]
+        self.assertEqual(len(sums), 2)
+        self.assertEqual(sums[0], sums[1])
+
+
+class Output(unittest.TestCase):
+    def test_lines_of_ranks_stay_whole(self):
+        # Written in odd pieces, so that lines arrive cut anywhere; some are longer than a pipe holds.
+        text = """
+import os, sys
+rank = os.environ["RANK"]
+sizes = [1, 100, 5000, 70000, 0, 300]
+data = "".join(f"{i}:{rank * sizes[i % 6]}:end\\n" for i in range(300)).encode()
+for start in range(0, len(data), 7919):
+    os.write(1 + (start // 7919) % 1, data[start:start + 7919])
+"""
+        with temporary_folder() as folder:
+            code, out, err = lockstep_run("--nproc-per-node", 3, script(folder, text))
+        self.assertEqual((code, err.count("\n")), (0, 0), err)
+        seen = {rank: [] for rank in "012"}
+        for line in out.splitlines():
+            prefix, rest = line[:9], line[9:]
+            self.assertRegex(prefix, r"^\[rank[012]\]: $")
+            self.assertEqual(set(rest.split(":")[1]) - {prefix[5]}, set())
+            self.assertTrue(rest.endswith(":end"))
+            seen[prefix[5]].append(int(rest.split(":")[0]))
+        self.assertEqual(seen, {rank: list(range(300)) for rank in "012"})
+
+    def test_both_streams_keep_apart_and_last_lines_are_ended(self):
+        code, out, err = lockstep_run("sh", "-c", "printf out; printf err >&2")
+        self.assertEqual((code, out, err), (0, "[rank0]: out\n", "[rank0]: err\n"))
+
+    def test_bytes_that_are_no_text_pass(self):
+        data = bytes(range(256)).replace(b"\n", b"") * 100
+        with temporary_folder() as folder:
+            (folder / "data").write_bytes(data)
+            with Launched("cat", folder / "data") as launched:
+                out, _ = launched.process.communicate(timeout=30)
+        self.assertEqual(out, b"[rank0]: " + data + b"\n")
+
+    def test_a_template_for_the_prefix(self):
+        out = lockstep_run("--role", "r", "sh", "-c", "echo x",
+                           env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank} ${local_rank}> "})[1]
+        self.assertEqual(out, "<r 0 0> x\n")
+
+    def test_closed_descriptors_are_no_reason_to_fail(self):
+        result = subprocess.run(["sh", "-c", f"exec '{LOCKSTEP}' run sh -c 'echo x' 0<&- 2>&-"],
+                                stdout=subprocess.PIPE, env=clean_environment(), timeout=30, check=False)
+        self.assertEqual((result.returncode, result.stdout), (0, b"[rank0]: x\n"))
+
+    def logs(self, folder, *flags):
+        """Runs two ranks that write to both streams; what was shown and what is in the files."""
+        code, out, err = lockstep_run("--nproc-per-node", 2, "--log-dir", folder / "logs", "--rdzv-id", "job", *flags,
+                                      "sh", "-c", "echo out$RANK; echo err$RANK >&2")
+        self.assertEqual(code, 0, err)
+        runs = list((folder / "logs").iterdir())
+        self.assertEqual(len(runs), 1)
+        self.assertTrue(runs[0].name.startswith("job_"))
+        files = {str(path.relative_to(runs[0])): path.read_text() for path in runs[0].rglob("*") if path.is_file()}
+        return sorted(out.split()), sorted(err.split()), files
+
+    def test_redirects(self):
+        with temporary_folder() as folder:
+            out, err, files = self.logs(folder, "--redirects", "3")
+            self.assertEqual((out, err), ([], []))
+            self.assertEqual(files, {f"attempt_0/{rank}/std{name}.log": f"{name}{rank}\n"
+                                     for rank in (0, 1) for name in ("out", "err")})
+
+    def test_redirects_by_rank(self):
+        with temporary_folder() as folder:
+            out, err, files = self.logs(folder, "-r", "0:1,1:2")
+            self.assertEqual((out, err), (["[rank1]:", "out1"], ["[rank0]:", "err0"]))
+            self.assertEqual(files, {"attempt_0/0/stdout.log": "out0\n", "attempt_0/1/stderr.log": "err1\n"})
+
+    def test_tee(self):
+        with temporary_folder() as folder:
+            out, err, files = self.logs(folder, "-t", "1:3")
+            self.assertEqual(out, ["[rank0]:", "[rank1]:", "out0", "out1"])
+            self.assertEqual(files, {"attempt_0/1/stdout.log": "out1\n", "attempt_0/1/stderr.log": "err1\n"})
+
+    def test_filter(self):
+        with temporary_folder() as folder:
+            out, err, files = self.logs(folder, "--tee", "3", "--local-ranks-filter", "1")
+            self.assertEqual((out, err), (["[rank1]:", "out1"], ["[rank1]:", "err1"]))
+            self.assertEqual(len(files), 4)
+
+    def test_without_a_folder_logs_are_kept_where_it_says(self):
+        with temporary_folder() as folder:
+            code, _, err = lockstep_run("--redirects", 3, "sh", "-c", "echo x", env={"TMPDIR": str(folder)})
+            said = pathlib.Path(err.strip().rsplit(" ", 1)[-1])
+            self.assertEqual((code, (said / "attempt_0/0/stdout.log").read_text()), (0, "x\n"))
+
+    def test_nothing_stays_in_the_temporary_folder(self):
+        with temporary_folder() as folder:
+            self.assertEqual(lockstep_run("true", env={"TMPDIR": str(folder)})[0], 0)
+            self.assertEqual(lockstep_run("false", env={"TMPDIR": str(folder)})[0], 1)
+            self.assertEqual(list(folder.iterdir()), [])
+
+
+class Hosts(unittest.TestCase):
+    def test_two_hosts(self):
+        """Two launchers of two ranks each are one job of four, and the store outlives the slower."""
+        if not CPP_RANK.exists():
+            self.skipTest(f"{CPP_RANK} is not built")
+        for _ in range(5):  # a free port may be taken before the launcher binds it
+            flags = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+            with Launched(*flags, "--node-rank", 0, CPP_RANK, "init") as first, \
+                    Launched(*flags, "--node-rank", 1, CPP_RANK, "init") as second:
+                code, out, err = first.end(120)
+                if "in use" in err:
+                    continue
+                code2, out2, err2 = second.end(120)
+                self.assertEqual((code, code2), (0, 0), err + err2)
+                lines = sorted(line[:9] for line in (out + out2).splitlines())
+                self.assertEqual(lines, [f"[rank{rank}]: " for rank in range(4)])
+                self.assertEqual({json.loads(line[9:])["sum"] for line in (out + out2).splitlines()},
+                                 {json.loads(out[9:].splitlines()[0])["sum"]})
+                first.nothing_left(), second.nothing_left()
+                return
+        self.fail("no free port in five attempts")
+
+    def test_a_taken_port(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            code, out, err = lockstep_run("--master-port", port, "sh", "-c", "echo started")
+        self.assertEqual((code, out), (1, ""))
+        self.assertIn(f"127.0.0.1:{port}", err)
+        self.assertIn("hint:", err)
+
+    def test_an_address_that_does_not_resolve(self):
+        code, out, err = lockstep_run("--nnodes", 2, "--node-rank", 0, "--master-addr", "no-such-host.invalid", "true")
+        self.assertEqual((code, out), (1, ""))
+        self.assertIn("no-such-host.invalid", err)
+
+
+class Usage(unittest.TestCase):
+    def refused(self, *words, says):
+        code, out, err = lockstep_run(*words)
+        self.assertEqual((code, out), (2, ""), err)
+        self.assertTrue(err.startswith("lockstep run: error: "), err)
+        for text in says if isinstance(says, (list, tuple)) else [says]:
+            self.assertIn(text, err)
+
+    def test_mistakes_are_named(self):
+        self.refused(says="no program")
+        self.refused("--nproc-per-nod", 2, "true", says=["--nproc-per-nod'", "did you mean '--nproc-per-node'?"])
+        self.refused("--nproc_per_nod=2", "true", says="did you mean '--nproc-per-node'?")
+        self.refused("--nproc-per-node", says="needs a value")
+        self.refused("--nproc-per-node", "--tee", 3, "true", says="--nproc-per-node needs a value")
+        for bad in ("0", "-1", "two", "1.5"):
+            self.refused("--nproc-per-node", bad, "true", says=["--nproc-per-node", bad])
+        self.refused("--nnodes", 2, "--node-rank", 2, "true", says=["--node-rank 2", "from 0 to 1"])
+        self.refused("--nnodes", 2, "--master-port", 0, "true", says="--master-port 0")
+        self.refused("--master-port", 65536, "true", says="--master-port")
+        self.refused("--standalone=1", "true", says="takes no value")
+        self.refused("--tee", 4, "true", says="--tee: '4'")
+        self.refused("--redirects", "0:1,x", "true", says="--redirects")
+        self.refused("--tee", "1:3", "true", says="no local rank 1")
+        self.refused("--local-ranks-filter", "1", "true", says="--local-ranks-filter: '1'")
+        self.refused("--signals-to-handle", "SIGNONE", "true", says="SIGNONE")
+        self.refused("-m", "--no-python", "x", says="exclude each other")
+
+    def test_what_is_not_there_yet_is_said(self):
+        self.refused("--max-restarts", 3, "true", says=["--max-restarts 3", "hint:"])
+        self.refused("--nnodes", "1:4", "true", says=["--nnodes 1:4", "hint:"])
+        self.refused("--nnodes", 2, "--rdzv-backend", "c10d", "true", says=["c10d", "--node-rank"])
+        self.refused("--rdzv-backend", "stati", "true", says="did you mean 'static'?")
+        self.refused("--numa-binding", "node", "true", says=["--numa-binding", "numactl"])
+
+    def test_programs_that_cannot_run_are_named(self):
+        with temporary_folder() as folder:
+            self.refused("no-such-program", says="no-such-program")
+            self.refused(folder, says="is a folder")
+            self.refused(script(folder, "x", "data"), says=["data", "chmod +x"])
+
+    def test_help(self):
+        code, out, err = lockstep_run("--help")
+        self.assertEqual((code, err), (0, ""))
+        self.assertIn("Examples:", out)
+        self.assertLessEqual(max(map(len, out.splitlines())), 100)
+
+    def test_the_binary_itself(self):
+        def binary(*words):
+            result = run(LOCKSTEP, *words, check=False)
+            return result.returncode, result.stdout, result.stderr
+        code, out, err = binary()
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("Usage: lockstep COMMAND", err)
+        code, out, err = binary("trian")
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("did you mean 'train'?", err)
+        self.assertEqual(binary("--help")[0], 0)
+        self.assertRegex(binary("--version")[1], r"^lockstep \d+\.\d+\.\d+\n$")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What the tests of `lockstep run` share."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+from lockstep_testing import BUILD_DIR, LOCKSTEP, clean_environment, wait_until
+
+TORCHRUN = pathlib.Path(sys.executable).parent / "torchrun"
+CPP_RANK = BUILD_DIR / "tests" / "lockstep_comm_rank"
+MARK = "LOCKSTEP_TEST_MARK"
+
+
+def marked_environment(**extra):
+    """An environment that marks all that is started with it, and the mark."""
+    mark = uuid.uuid4().hex
+    return clean_environment(**{MARK: mark}, **extra), mark
+
+
+def processes_with(mark):
+    """The numbers and command lines of living processes whose environment holds the mark."""
+    found = []
+    for folder in pathlib.Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((int(folder.name), (folder / "cmdline").read_bytes()))
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+    return found
+
+
+def alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Launched:
+    """`lockstep run` with these words, as a child in a session of its own."""
+
+    def __init__(self, *words, env=None, **popen):
+        self.env, self.mark = marked_environment(**(env or {}))
+        self.process = subprocess.Popen(
+            [LOCKSTEP, "run", *map(str, words)], env=self.env, stdin=subprocess.DEVNULL, start_new_session=True,
+            stdout=popen.pop("stdout", subprocess.PIPE), stderr=popen.pop("stderr", subprocess.PIPE), **popen)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream:
+                stream.close()
+
+    def send(self, number):
+        os.kill(self.process.pid, number)
+
+    def end(self, timeout=30):
+        """Exit code (128 + N for a signal), standard output and error, as text."""
+        out, err = self.process.communicate(timeout=timeout)
+        code = self.process.returncode
+        return (128 - code if code < 0 else code, (out or b"").decode(errors="replace"),
+                (err or b"").decode(errors="replace"))
+
+    def nothing_left(self):
+        wait_until(lambda: not processes_with(self.mark), timeout=10,
+                   what=f"the end of {processes_with(self.mark)}")
+
+
+def lockstep_run(*words, env=None, timeout=60, cwd=None):
+    """Runs it to its end: exit code, standard output and standard error."""
+    with Launched(*words, env=env, cwd=cwd) as launched:
+        result = launched.end(timeout)
+        launched.nothing_left()
+        return result
+
+
+def wait_for_files(*paths, timeout=30):
+    for path in paths:
+        wait_until(lambda: path.exists() and path.stat().st_size, timeout, f"{path}")
+
+
+def seconds(since):
+    return time.monotonic() - since
