@@ -1,6 +1,7 @@
 #include "lockstep/optim/sgd.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
@@ -138,7 +139,9 @@ void Sgd::step_plain(size_t index, const at::Tensor& gradient) {
   if (momentum_ != 0) {
     at::Tensor& buffer = buffers_[index];
     if (buffer.defined()) {
-      buffer.mul_(momentum_).add_(d, 1 - dampening_);
+      // As a tensor, which is how Python passes a number: mul_ with a Scalar rounds it to the
+      // buffer's dtype first, which shows in bfloat16.
+      buffer.mul_(at::native::wrapped_scalar_tensor(momentum_)).add_(d, 1 - dampening_);
     } else {
       buffer = d.detach().clone();
     }

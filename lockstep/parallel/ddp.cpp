@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/nn/module.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "lockstep/base/error.h"
@@ -106,6 +107,9 @@ class DdpCore::Impl {
       broadcast_tensors(tensors, group);
     }
     reducer_ = make_reducer(parameters_, native_of(group), options);
+    // The reducer uses its logger without asking whether it has one when unused parameters change.
+    logger_ = std::make_shared<c10d::Logger>(reducer_);
+    reducer_->set_logger(logger_);
     register_hook(*reducer_, group, options);
     if (static_graph_) reducer_->set_static_graph();
     sink_->reducer = reducer_.get();
@@ -115,6 +119,7 @@ class DdpCore::Impl {
   ~Impl() {
     sink_->reducer = nullptr;
     try {
+      logger_.reset();
       reducer_.reset();
     } catch (const std::exception& error) {
       log_warning(std::string("closing DistributedDataParallel: ") + error.what());
@@ -195,7 +200,8 @@ class DdpCore::Impl {
   std::vector<ReducedParameter> parameters_;
   std::vector<at::Tensor> buffers_;
   std::shared_ptr<SinkState> sink_;
-  std::unique_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Logger> logger_;
 };
 
 DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options)

@@ -1,0 +1,52 @@
+// A rank that is lost in the middle: an error in time, no hang.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/test_ranks.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/ddp_test_modules.h"
+
+namespace lockstep {
+namespace {
+
+using ddp_test::fill;
+using ddp_test::Net;
+using ddp_test::values;
+using lockstep::testing::run_ranks;
+
+void train_until_rank_1_leaves(const DdpOptions& options) {
+  const auto start = std::chrono::steady_clock::now();
+  run_ranks(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Net>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group, options);
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(net->parameters());
+      ddp(values({4, 6}, 0)).sum().backward();
+    }
+    if (group.rank() == 1) return;
+    group.set_timeout(std::chrono::milliseconds(500));
+    zero_grad(net->parameters());
+    EXPECT_THROW(ddp(values({4, 6}, 0)).sum().backward(), CommError);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
+TEST(DdpFault, ALostRankEndsBackwardWithACommError) {
+  train_until_rank_1_leaves({});
+}
+
+TEST(DdpFault, AlsoWithAHook) {
+  DdpOptions options;
+  options.comm_hook = CommHook::bf16_compress;
+  train_until_rank_1_leaves(options);
+  options.comm_hook = CommHook::fp16_compress;
+  train_until_rank_1_leaves(options);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,132 @@
+// Parameters that a backward does not reach, and static graphs.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/test_ranks.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/ddp_test_modules.h"
+
+namespace lockstep {
+namespace {
+
+using ddp_test::fill;
+using ddp_test::Heads;
+using ddp_test::Switch;
+using ddp_test::values;
+using lockstep::testing::run_ranks;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+at::Tensor input(int rank) {
+  return values({4, 6}, 10 * rank);
+}
+
+template <class Module>
+std::shared_ptr<Module> filled() {
+  auto module = std::make_shared<Module>();
+  fill(*module, 1);
+  return module;
+}
+
+TEST(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
+  run_ranks(2, [&](ProcessGroup group) {
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group);
+    ddp(input(group.rank()), true).sum().backward();
+    try {
+      ddp(input(group.rank()), true);
+      ADD_FAILURE() << "accepted";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("right.weight, right.bias"));
+      EXPECT_THAT(error.what(), Not(HasSubstr("left.weight")));
+      EXPECT_THAT(error.what(), HasSubstr("find_unused_parameters"));
+      EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(group.rank())));
+    }
+  });
+}
+
+TEST(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
+  run_ranks(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.find_unused_parameters = true;
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group, options);
+    for (const bool left : {true, true, false, true}) {
+      zero_grad(module->parameters());
+      ddp(input(group.rank()), left).sum().backward();
+      EXPECT_EQ(module->left->weight.grad().defined(), left);
+      EXPECT_EQ(module->right->weight.grad().defined(), !left);
+      EXPECT_TRUE(module->body->weight.grad().defined());
+    }
+  });
+}
+
+TEST(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
+  run_ranks(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.find_unused_parameters = true;
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group, options);
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(module->parameters());
+      ddp(input(group.rank()), group.rank() == 0).sum().backward();
+      // The bias' gradient is the batch's size on the one rank that uses it, and half on average.
+      EXPECT_EQ(module->left->bias.grad().item<float>(), 2);
+      EXPECT_EQ(module->right->bias.grad().item<float>(), 2);
+    }
+  });
+}
+
+TEST(DdpUnused, AnOutputThatTheLossLeavesOut) {
+  run_ranks(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.find_unused_parameters = true;
+    auto module = filled<Heads>();
+    DistributedDataParallel ddp(module, group, options);
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(module->parameters());
+      ddp(input(group.rank())).first.sum().backward();
+      EXPECT_EQ(module->left->bias.grad().item<float>(), 4);
+      EXPECT_FALSE(module->right->bias.grad().defined());
+    }
+  });
+}
+
+TEST(DdpUnused, StaticGraphLearnsThemOnce) {
+  run_ranks(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.static_graph = true;
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group, options);
+    for (int step = 0; step < 4; ++step) {
+      zero_grad(module->parameters());
+      ddp(input(group.rank()), true).sum().backward();
+      EXPECT_EQ(module->left->bias.grad().item<float>(), 4);
+      const at::Tensor mean = module->body->bias.grad().clone();
+      at::Tensor other = mean.clone();
+      group.broadcast(other, 0);
+      EXPECT_TRUE(at::equal(mean, other));
+    }
+    EXPECT_TRUE(ddp.statistics().buckets_rebuilt);
+  });
+}
+
+TEST(DdpUnused, AGraphMayOutliveTheWrapper) {
+  run_ranks(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.static_graph = true;
+    auto module = filled<Switch>();
+    at::Tensor loss;
+    {
+      DistributedDataParallel ddp(module, group, options);
+      loss = ddp(input(group.rank()), true).sum();
+    }
+    loss.backward();
+    EXPECT_EQ(module->left->bias.grad().item<float>(), 4);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
