@@ -32,12 +32,12 @@ struct DatasetSplits {
 struct DatasetOptions {
   /// Where the files of mnist and fashion-mnist lie, directly or in a folder of the set's name, and
   /// where they are downloaded to. Empty: LOCKSTEP_DATA_DIR, else "data", as most programs have it.
-  std::filesystem::path data_dir;
+  std::filesystem::path data_dir = {};
   /// Fetch what is missing. Off, because a job must not reach out to the network unasked.
   bool download = false;
   /// A base URL to fetch from in place of the public mirrors. Empty: LOCKSTEP_MNIST_URL or
   /// LOCKSTEP_FASHION_MNIST_URL, else the mirrors that torchvision uses.
-  std::string mirror;
+  std::string mirror = {};
   /// Seeds digits and random: fixed by itself, so that runs with other seeds of the model and of
   /// the shuffling compare on the same data.
   uint64_t data_seed = 0;
@@ -53,7 +53,7 @@ struct DatasetOptions {
   /// line takes minutes for MNIST's 12 MB.
   std::chrono::seconds lock_timeout{600};
   /// Time-outs and tries of the download.
-  DownloadOptions transfer;
+  DownloadOptions transfer = {};
 };
 
 /// Loads a dataset by name:

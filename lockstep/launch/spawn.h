@@ -9,7 +9,7 @@ namespace lockstep {
 
 struct SpawnOptions {
   /// The program's arguments after argv[0]; empty: those this process was started with.
-  std::vector<std::string> args;
+  std::vector<std::string> args = {};
   /// The first rank's number and the world's size when several hosts spawn into one job; -1: 0 and
   /// nprocs.
   int first_rank = -1;
@@ -17,7 +17,7 @@ struct SpawnOptions {
   /// Where the ranks meet; empty and 0: MASTER_ADDR and MASTER_PORT, else loopback and any free
   /// port. On a single host this process binds the socket and serves the store itself, so that no
   /// port is raced for; on several hosts, which need both, rank 0 does (as in Python's env://).
-  std::string master_addr;
+  std::string master_addr = {};
   int master_port = 0;
   /// How long the others get to end after TERM when one has failed, before KILL: all are gone
   /// within a second.
