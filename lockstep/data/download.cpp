@@ -23,6 +23,8 @@ namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 /// The file that grows beside the target.
 class PartFile {
  public:
@@ -127,9 +129,6 @@ class Transfer {
     ::curl_easy_setopt(handle, CURLOPT_ERRORBUFFER, error_text_.data());
     ::curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT,
                        static_cast<long>(options_.connect_timeout.count()));
-    ::curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
-    ::curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME,
-                       static_cast<long>(options_.stall_timeout.count()));
     ::curl_easy_setopt(handle, CURLOPT_RESUME_FROM_LARGE, static_cast<curl_off_t>(have));
     const std::string ca_file = certificates();
     if (!ca_file.empty()) ::curl_easy_setopt(handle, CURLOPT_CAINFO, ca_file.c_str());
@@ -157,10 +156,23 @@ class Transfer {
     }
   }
 
+  /// libcurl calls this at least about once a second; anything but 0 ends the transfer. (Its own
+  /// limit of the speed takes the mean of some seconds, which a stall comes through late.)
   static int on_progress(void* self, curl_off_t total, curl_off_t now, curl_off_t, curl_off_t) {
-    static_cast<Transfer*>(self)->progress_->update(static_cast<uint64_t>(now),
-                                                    static_cast<uint64_t>(total));
-    return 0;
+    auto* transfer = static_cast<Transfer*>(self);
+    if (now != transfer->last_now_) {
+      transfer->last_now_ = now;
+      transfer->last_change_ = Clock::now();
+    }
+    transfer->progress_->update(static_cast<uint64_t>(now), static_cast<uint64_t>(total));
+    transfer->stalled_ = Clock::now() - transfer->last_change_ >= transfer->stall_limit();
+    return transfer->stalled_ ? 1 : 0;
+  }
+
+  /// Until the first byte there is the connecting too.
+  Clock::duration stall_limit() const {
+    if (last_now_ > 0) return options_.stall_timeout;
+    return options_.stall_timeout + options_.connect_timeout;
   }
 
   Outcome outcome_of(CURLcode code, long status, uint64_t have) {
@@ -171,6 +183,10 @@ class Transfer {
     constexpr long kRangeNotSatisfiable = 416;
     const bool cannot_resume =
         have > 0 && (code == CURLE_RANGE_ERROR || status == kRangeNotSatisfiable);
+    if (stalled_) {
+      const std::chrono::duration<double> limit = stall_limit();
+      return {.may_pass = true, .problem = "no byte came for " + human_seconds(limit.count())};
+    }
     std::string problem = error_text_[0] ? error_text_.data() : ::curl_easy_strerror(code);
     return {.may_pass = may_pass(code, status), .cannot_resume = cannot_resume, .problem = problem};
   }
@@ -180,6 +196,9 @@ class Transfer {
   const DownloadOptions& options_;
   std::array<char, CURL_ERROR_SIZE> error_text_{};
   std::exception_ptr write_error_;
+  curl_off_t last_now_ = 0;
+  Clock::time_point last_change_ = Clock::now();
+  bool stalled_ = false;
   std::optional<DownloadProgress> progress_;
 };
 

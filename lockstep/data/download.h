@@ -12,7 +12,7 @@ struct DownloadOptions {
   /// To reach the server: a live one answers within a round trip or two.
   std::chrono::seconds connect_timeout{20};
   /// A transfer without a byte for this long is given up and resumed by the next attempt.
-  std::chrono::seconds stall_timeout{30};
+  std::chrono::milliseconds stall_timeout{30'000};
   /// Tries at each address, for failures that may pass: a lost connection, a time-out, HTTP 408,
   /// 429 and 5xx.
   int attempts = 5;
@@ -20,7 +20,7 @@ struct DownloadOptions {
   std::chrono::milliseconds first_pause{500};
   /// Certificates to trust in place of the system's. Empty: CURL_CA_BUNDLE, then SSL_CERT_FILE (as
   /// the program curl has it), then the system's.
-  std::filesystem::path ca_file;
+  std::filesystem::path ca_file = {};
 };
 
 /// Throws DataError when a downloaded file is not what was wanted (its checksum is another).

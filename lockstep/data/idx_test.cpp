@@ -2,6 +2,7 @@
 
 #include <ATen/ops/tensor.h>
 
+#include "lockstep/base/file.h"
 #include "lockstep/data/test_files.h"
 
 namespace lockstep {
@@ -18,7 +19,7 @@ class Idx : public testing::Test {
  protected:
   fs::path write(std::string_view content, const std::string& name = "x-idx") {
     const fs::path path = folder_.path() / name;
-    write_file_atomically(path, content);
+    test_files::write(path, content);
     return path;
   }
   std::string complaint_about(std::string_view content) {

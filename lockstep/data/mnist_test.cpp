@@ -3,6 +3,7 @@
 #include <ATen/ops/sum.h>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/data/test_files.h"
 

@@ -7,15 +7,25 @@
 #include <zlib.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/file.h"
 
 namespace lockstep::test_files {
+
+/// Writes a file that no crash needs to spare: without a flush to the disk. (Some file systems
+/// flush one that is cut to nothing and written anew, so the old one goes first.)
+inline void write(const std::filesystem::path& path, std::string_view content) {
+  std::filesystem::remove(path);
+  FILE* file = std::fopen(path.c_str(), "wb");
+  ASSERT_NE(file, nullptr) << path;
+  EXPECT_EQ(std::fwrite(content.data(), 1, content.size(), file), content.size());
+  EXPECT_EQ(std::fclose(file), 0);
+}
 
 /// An IDX file: its header, then the bytes.
 inline std::string idx(uint8_t type, const std::vector<uint32_t>& shape, std::string_view bytes) {
@@ -39,6 +49,48 @@ inline std::string deflated(std::string_view content, int window_bits = 31) {
   packed.resize(stream.total_out);
   deflateEnd(&stream);
   return packed;
+}
+
+/// An npy file: magic, version, header and the bytes.
+inline std::string npy(const std::string& header, std::string_view data, int version = 1) {
+  std::string content("\x93NUMPY");
+  content += static_cast<char>(version);
+  content += '\0';
+  for (int i = 0; i < (version == 1 ? 2 : 4); ++i) {
+    content += static_cast<char>((header.size() + 1) >> (8 * i));
+  }
+  return content + header + "\n" + std::string(data);
+}
+
+struct ZipEntry {
+  std::string name;
+  std::string content;
+  bool deflate = false;
+};
+
+/// A zip archive of these files.
+inline std::string zip(const std::vector<ZipEntry>& entries) {
+  std::string archive;
+  std::string directory;
+  const auto number = [](size_t value, int size) {
+    std::string bytes;
+    for (int i = 0; i < size; ++i) bytes += static_cast<char>(value >> (8 * i));
+    return bytes;
+  };
+  for (const ZipEntry& entry : entries) {
+    const std::string packed = entry.deflate ? deflated(entry.content, -15) : entry.content;
+    const auto* bytes = reinterpret_cast<const Bytef*>(entry.content.data());
+    const std::string common = number(0, 2) + number(entry.deflate ? 8 : 0, 2) + number(0, 4) +
+                               number(crc32_z(0, bytes, entry.content.size()), 4) +
+                               number(packed.size(), 4) + number(entry.content.size(), 4) +
+                               number(entry.name.size(), 2) + number(0, 2);
+    directory += "PK\1\2" + number(20, 2) + number(20, 2) + common + number(0, 10) +
+                 number(archive.size(), 4) + entry.name;
+    archive += "PK\3\4" + number(20, 2) + common + entry.name + packed;
+  }
+  const size_t start = archive.size();
+  return archive + directory + "PK\5\6" + number(0, 4) + number(entries.size(), 2) +
+         number(entries.size(), 2) + number(directory.size(), 4) + number(start, 4) + number(0, 2);
 }
 
 /// The four files of a set as MNIST is published, by name.
@@ -69,8 +121,7 @@ struct SmallMnist {
   void write(const std::filesystem::path& folder, bool gzip) const {
     std::filesystem::create_directories(folder);
     for (const auto& [name, content] : named()) {
-      write_file_atomically(folder / (gzip ? name + ".gz" : name),
-                            gzip ? deflated(content) : content);
+      test_files::write(folder / (gzip ? name + ".gz" : name), gzip ? deflated(content) : content);
     }
   }
 

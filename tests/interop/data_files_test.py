@@ -1,0 +1,152 @@
+"""Files that Python writes and we read, and the other way round: safetensors, npy, npz, MNIST, random."""
+
+import gzip
+import importlib.util
+import struct
+import sys
+import unittest
+
+import lockstep_testing as lt
+
+TOOL = lt.BUILD_DIR / "tests" / "data_files_tool"
+
+for package in ("torch", "numpy", "safetensors"):
+    if importlib.util.find_spec(package) is None:
+        print(f"skipped: Python's {package} is not installed")
+        sys.exit(77)
+
+import numpy
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+DTYPES = ("bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
+          "float8_e4m3fn float8_e5m2 complex64").split()
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+class Files(unittest.TestCase):
+    def setUp(self):
+        self.folder = self.enterContext(lt.temporary_folder())
+        self.out = self.folder / "out.safetensors"
+
+    def copied(self, path):
+        lt.run(TOOL, "copy", path, self.out)
+        return safetensors.torch.load_file(self.out)
+
+    def assert_same(self, got, wanted):
+        self.assertEqual(set(got), set(wanted))
+        for name, tensor in wanted.items():
+            self.assertEqual(got[name].dtype, tensor.dtype, name)
+            self.assertEqual(got[name].shape, tensor.shape, name)
+            self.assertTrue(torch.equal(bits(got[name]), bits(tensor)), name)
+
+    def test_safetensors_of_every_dtype_there_and_back(self):
+        generator = torch.Generator().manual_seed(0)
+        tensors = {d: (torch.rand(3, 5, generator=generator) * 100).to(getattr(torch, d)) for d in DTYPES}
+        tensors.update(scalar=torch.tensor(1.5), empty=torch.zeros(0, 4), odd=torch.ones(7, dtype=torch.uint8))
+        tensors["layer.0.weight \"ü\""] = torch.arange(6.0).reshape(2, 3)
+        path = self.folder / "in.safetensors"
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt", "note": "a\nb"})
+        self.assert_same(self.copied(path), tensors)
+        with safetensors.safe_open(self.out, "pt") as file:
+            self.assertEqual(file.metadata(), {"format": "pt", "note": "a\nb"})
+
+    def test_numpy_reads_ours(self):
+        path = self.folder / "in.safetensors"
+        safetensors.numpy.save_file({"a": numpy.arange(6.0).reshape(2, 3)}, path)
+        self.copied(path)
+        numpy.testing.assert_array_equal(safetensors.numpy.load_file(self.out)["a"],
+                                         numpy.arange(6.0).reshape(2, 3))
+
+    def arrays(self):
+        for kind in "b1 u1 u2 u4 u8 i1 i2 i4 i8 f2 f4 f8 c8".split():
+            for order in "<>":
+                array = (numpy.arange(24) % 7 - (kind[0] in "ifc")).reshape(2, 3, 4).astype(order + kind)
+                yield f"{kind}{order}", array
+                yield f"{kind}{order}F", numpy.asfortranarray(array)
+        yield "scalar", numpy.array(2.5)
+        yield "empty", numpy.zeros((0, 3), "f4")
+        yield "view", numpy.arange(24.0).reshape(4, 6)[::2, 1::2]
+
+    def as_tensor(self, array):
+        native = numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+        return torch.from_numpy(native.copy())
+
+    def test_npz_of_every_dtype_and_order(self):
+        arrays = dict(self.arrays())
+        wanted = {name: self.as_tensor(array) for name, array in arrays.items()}
+        for save in (numpy.savez, numpy.savez_compressed):
+            path = self.folder / "in.npz"
+            save(path, **arrays)
+            self.assert_same(self.copied(path), wanted)
+
+    def test_npy_of_each_format_version(self):
+        array = numpy.asfortranarray(numpy.arange(6, dtype=">i4").reshape(2, 3))
+        path = self.folder / "in.npy"
+        for version in ((1, 0), (2, 0), (3, 0)):
+            with open(path, "wb") as file:
+                numpy.lib.format.write_array(file, array, version=version)
+            self.assert_same(self.copied(path), {"array": self.as_tensor(array)})
+
+    def test_objects_are_refused_by_name(self):
+        path = self.folder / "in.npy"
+        numpy.save(path, numpy.array([{}], dtype=object), allow_pickle=True)
+        failed = lt.run(TOOL, "copy", path, self.out, check=False)
+        self.assertEqual(failed.returncode, 1)
+        self.assertIn(f"{path}, byte ", failed.stderr)
+        self.assertIn("'|O'", failed.stderr)
+
+    def dataset(self, name, data_dir, seed=0):
+        lt.run(TOOL, "dataset", name, data_dir, seed, self.out)
+        return safetensors.torch.load_file(self.out)
+
+    def test_random_regression_is_what_python_draws(self):
+        for seed in (0, 1, 2**40 + 3):
+            torch.manual_seed(seed)
+            pairs = [(torch.rand(20), torch.rand(1)) for _ in range(2048)]
+            got = self.dataset("random", self.folder, seed)
+            self.assertTrue(torch.equal(got["data"], torch.stack([x for x, _ in pairs])), seed)
+            self.assertTrue(torch.equal(got["targets"], torch.stack([y for _, y in pairs])), seed)
+
+    def test_digits_train_the_mlp_to_97_percent_but_not_at_once(self):
+        got = self.dataset("digits", self.folder)
+        x, test_x = ((got[n].reshape(-1, 784) / 255 - 0.1307) / 0.3081 for n in ("data", "test_data"))
+        y, test_y = got["targets"], got["test_targets"]
+        torch.manual_seed(1)
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64),
+                                    torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        accuracies = []
+        for _ in range(8):
+            for batch in torch.randperm(len(x)).split(64):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                accuracies.append((model(test_x).argmax(1) == test_y).float().mean().item())
+        self.assertGreater(accuracies[0], 0.85, accuracies)
+        self.assertLess(accuracies[0], 0.965, accuracies)
+        self.assertGreaterEqual(max(accuracies), 0.97, accuracies)
+
+    def test_mnist_is_what_a_reader_in_python_sees(self):
+        data_dir = lt.data_dir()
+        if data_dir is None:
+            self.skipTest(lt.NO_DATA)
+        got = self.dataset("mnist", data_dir)
+        for name, key in (("train-images-idx3", "data"), ("train-labels-idx1", "targets"),
+                          ("t10k-images-idx3", "test_data"), ("t10k-labels-idx1", "test_targets")):
+            with gzip.open(data_dir / "mnist" / f"{name}-ubyte.gz") as file:
+                content = file.read()
+            sizes = struct.unpack(f">{content[3]}I", content[4 : 4 + 4 * content[3]])
+            wanted = numpy.frombuffer(content, numpy.uint8, offset=4 + 4 * content[3]).reshape(sizes)
+            numpy.testing.assert_array_equal(got[key].numpy(), wanted)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
