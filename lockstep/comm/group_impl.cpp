@@ -9,6 +9,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/native_log.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/translate.h"
 #if LOCKSTEP_HAS_CHECKS
@@ -25,13 +26,13 @@ std::string member_key(const std::string& group, int rank) {
 }
 
 // The ranks of the group that have not come: neither announced as ours do nor, as Python's do not,
-// published an address for Gloo under their rank.
+// published an address for Gloo's first context under their rank.
 std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
                                const std::vector<int>& global_ranks, Store& backend_store) {
   std::vector<int> missing;
   for (size_t i = 0; i < global_ranks.size(); ++i) {
     const bool announced = context.own_store.check({member_key(name, static_cast<int>(i))});
-    if (!announced && !backend_store.check({"rank_" + std::to_string(i)})) {
+    if (!announced && !backend_store.check({"0/" + std::to_string(i)})) {
       missing.push_back(global_ranks[i]);
     }
   }
@@ -141,6 +142,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;
   try {
+    const QuietNativeLog quiet;
     auto inner = make_backend(backend_name, options);
     backend_ =
         with_checks(*this->context, std::move(inner), check_store, this->name, this->global_ranks);

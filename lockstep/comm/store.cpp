@@ -8,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/native_log.h"
 #include "lockstep/comm/native_store.h"
 
 namespace lockstep {
@@ -55,6 +56,7 @@ auto guarded(const std::shared_ptr<c10d::Store>& store, const char* operation,
              const std::vector<std::string>& keys, std::optional<std::chrono::milliseconds> timeout,
              F&& call) {
   if (!store) throw UsageError(std::string("store: ") + operation + " on an empty handle");
+  const QuietNativeLog quiet;
   try {
     return call(*store);
   } catch (const c10::DistNetworkError& error) {

@@ -42,7 +42,7 @@ class Store {
             std::optional<std::chrono::milliseconds> timeout = std::nullopt);
   /// True when all keys are set now.
   bool check(const std::vector<std::string>& keys);
-  /// True when the key was there. A file store marks it as deleted and keeps its record.
+  /// True when the key was there; a file store cannot tell and always says so.
   bool delete_key(const std::string& key);
   /// How many keys there are, those of c10d's own bookkeeping included.
   int64_t num_keys();

@@ -30,7 +30,9 @@ void run_ranks(int size, const std::function<void(ProcessGroup)>& body,
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        auto impl = form_group(test_context(rank, size, used), "0", ranks, "gloo");
+        RankOptions mine = used;
+        mine.store = used.store.clone();  // A TCP store's connection carries one request at a time.
+        auto impl = form_group(test_context(rank, size, mine), "0", ranks, "gloo");
         body(ProcessGroup(impl));
         impl->close(false);
       } catch (...) {

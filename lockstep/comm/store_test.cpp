@@ -1,0 +1,244 @@
+#include "lockstep/comm/store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/comm/socket.h"
+#include "lockstep/comm/store_host.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+template <class E, class F>
+std::string message_of(F&& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
+Store new_tcp_store() {
+  TcpStoreOptions options;
+  options.is_listener = true;
+  return tcp_store(options);
+}
+
+/// Every kind of store behaves alike.
+class EveryStore : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    const std::string kind = GetParam();
+    if (kind == "tcp") {
+      store_ = new_tcp_store();
+    } else if (kind == "file") {
+      store_ = file_store(folder_.path() / "store");
+    } else if (kind == "hash") {
+      store_ = hash_store();
+    } else {
+      store_ = prefix_store("p", prefix_store("q/", hash_store()));
+    }
+  }
+  TemporaryDirectory folder_;
+  Store store_;
+};
+
+TEST_P(EveryStore, SetsAndGets) {
+  store_.set("key", "value");
+  EXPECT_EQ(store_.get("key"), "value");
+  store_.set("key", std::string("a\0b", 3));
+  EXPECT_EQ(store_.get("key"), std::string("a\0b", 3));
+  store_.set("other", "2");
+  EXPECT_THAT(store_.multi_get({"other", "key"}), ElementsAre("2", std::string("a\0b", 3)));
+}
+
+TEST_P(EveryStore, Adds) {
+  EXPECT_EQ(store_.add("count", 2), 2);
+  EXPECT_EQ(store_.add("count", -3), -1);
+  EXPECT_EQ(store_.get("count"), "-1");
+}
+
+TEST_P(EveryStore, ComparesAndSets) {
+  EXPECT_EQ(store_.compare_set("lock", "", "first"), "first");
+  EXPECT_EQ(store_.compare_set("lock", "", "second"), "first");
+  EXPECT_EQ(store_.compare_set("lock", "first", "third"), "third");
+  EXPECT_EQ(store_.get("lock"), "third");
+}
+
+TEST_P(EveryStore, ChecksAndDeletes) {
+  EXPECT_FALSE(store_.check({"a"}));
+  store_.set("a", "1");
+  EXPECT_TRUE(store_.check({"a"}));
+  EXPECT_FALSE(store_.check({"a", "b"}));
+  EXPECT_TRUE(store_.delete_key("a"));
+  EXPECT_FALSE(store_.check({"a"}));
+  if (std::string(GetParam()) != "file") EXPECT_FALSE(store_.delete_key("never"));
+}
+
+TEST_P(EveryStore, WaitsForAnotherThread) {
+  std::thread setter([other = store_.clone()]() mutable {
+    other.set("x", "1");
+    other.set("y", "2");
+  });
+  store_.wait({"x", "y"}, milliseconds(20'000));
+  setter.join();
+  EXPECT_EQ(store_.get("y"), "2");
+}
+
+TEST_P(EveryStore, GivesUpAfterItsTimeout) {
+  EXPECT_THAT(message_of<TimeoutError>([&] { store_.wait({"never"}, milliseconds(80)); }),
+              AllOf(HasSubstr("'never'"), HasSubstr("80ms")));
+  store_.set_timeout(milliseconds(60));
+  EXPECT_EQ(store_.timeout(), milliseconds(60));
+  EXPECT_THAT(message_of<TimeoutError>([&] { store_.get("absent"); }), HasSubstr("'absent'"));
+  store_.set("still", "works");
+  EXPECT_EQ(store_.get("still"), "works");
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, EveryStore, ::testing::Values("tcp", "file", "hash", "prefix"));
+
+TEST(PrefixStore, KeepsKeysApart) {
+  Store all = hash_store();
+  Store a = prefix_store("a", all), b = prefix_store("b", all);
+  a.set("key", "1");
+  EXPECT_FALSE(b.check({"key"}));
+  EXPECT_EQ(all.get("a/key"), "1");
+}
+
+TEST(FileStore, NamesAFolderThatIsNotThere) {
+  EXPECT_THAT(message_of<UsageError>([] { file_store("/no/such/folder/store"); }),
+              HasSubstr("/no/such/folder"));
+}
+
+TEST(FileStore, TheLastUserRemovesTheFile) {
+  TemporaryDirectory folder;
+  const auto path = folder.path() / "store";
+  Store first = file_store(path, 2);
+  first.set("a", "1");
+  {
+    Store second = file_store(path, 2);
+    EXPECT_EQ(second.get("a"), "1");
+  }
+  first = {};
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(TcpStore, ServesOthersUnderItsPort) {
+  Store server = new_tcp_store();
+  TcpStoreOptions options;
+  options.port = tcp_store_port(server);
+  Store client = tcp_store(options);
+  client.set("a", "from the client");
+  EXPECT_EQ(server.get("a"), "from the client");
+  EXPECT_EQ(tcp_store_port(prefix_store("x", client)), options.port);
+  EXPECT_THROW(tcp_store_port(hash_store()), UsageError);
+}
+
+TEST(TcpStore, TakesOverASocketThatIsBound) {
+  UniqueFd fd = listen_on("127.0.0.1", 0);
+  const uint16_t port = bound_port(fd.get());
+  TcpStoreOptions options;
+  options.is_listener = true;
+  options.listen_fd = fd.release();
+  Store server = tcp_store(options);
+  EXPECT_EQ(tcp_store_port(server), port);
+}
+
+TEST(TcpStore, HostStoreServesUntilItIsReleased) {
+  UniqueFd fd = listen_on("127.0.0.1", 0);
+  TcpStoreOptions options;
+  options.port = bound_port(fd.get());
+  auto host = host_store(fd.release());
+  Store client = tcp_store(options);
+  client.set("a", "1");
+  EXPECT_EQ(client.get("a"), "1");
+  host.reset();
+  EXPECT_THAT(message_of<PeerLostError>([&] { client.get("a"); }), HasSubstr("lost the process"));
+}
+
+TEST(TcpStore, ATakenPortIsNamed) {
+  const UniqueFd holder = listen_on("127.0.0.1", 0);
+  TcpStoreOptions options;
+  options.is_listener = true;
+  options.port = bound_port(holder.get());
+  EXPECT_THAT(message_of<CommError>([&] { tcp_store(options); }),
+              AllOf(HasSubstr("127.0.0.1:" + std::to_string(options.port)), HasSubstr("taken"),
+                    HasSubstr("--master-port")));
+}
+
+TEST(TcpStore, NobodyAnswersWithinTheTimeout) {
+  TcpStoreOptions options;
+  {
+    const UniqueFd free = listen_on("127.0.0.1", 0);
+    options.port = bound_port(free.get());
+  }
+  options.timeout = milliseconds(150);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(message_of<TimeoutError>([&] { tcp_store(options); }),
+              AllOf(HasSubstr("127.0.0.1:" + std::to_string(options.port)), HasSubstr("150ms")));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5'000));
+}
+
+TEST(TcpStore, AnAddressThatDoesNotResolveIsNamed) {
+  TcpStoreOptions options;
+  options.host = "no-such-host.invalid";
+  options.port = 1234;
+  options.timeout = milliseconds(300);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(message_of<CommError>([&] { tcp_store(options); }),
+              AllOf(HasSubstr("no-such-host.invalid"), HasSubstr("MASTER_ADDR")));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10'000));
+}
+
+TEST(TcpStore, WaitsForAListenerThatComesLater) {
+  UniqueFd fd = listen_on("127.0.0.1", 0);
+  TcpStoreOptions options;
+  options.port = bound_port(fd.get());
+  fd.reset();  // The port is free again, and nobody listens.
+  options.timeout = milliseconds(20'000);
+  Store client;
+  std::thread connecting([&] { client = tcp_store(options); });
+  TcpStoreOptions listening = options;
+  listening.is_listener = true;
+  Store server = tcp_store(listening);
+  server.set("a", "1");
+  connecting.join();
+  EXPECT_EQ(client.get("a"), "1");
+}
+
+TEST(Socket, ListensWhereItIsTold) {
+  EXPECT_EQ(bound_host(listen_on("127.0.0.1", 0).get()), "127.0.0.1");
+  EXPECT_TRUE(is_loopback_host(bound_host(listen_on("localhost", 0).get())));
+  EXPECT_THAT(message_of<CommError>([] { listen_on("192.0.2.1", 0); }),
+              HasSubstr("not of this host"));
+}
+
+TEST(Socket, KnowsLoopback) {
+  EXPECT_TRUE(is_loopback_host("127.0.1.1"));
+  EXPECT_TRUE(is_loopback_host("::1"));
+  EXPECT_TRUE(is_loopback_host("localhost"));
+  EXPECT_FALSE(is_loopback_host("10.0.0.1"));
+  EXPECT_FALSE(is_loopback_host("example"));
+  EXPECT_EQ(local_address_towards("127.0.0.1"), "127.0.0.1");
+}
+
+TEST(Store, AnEmptyHandleIsRefused) {
+  Store store;
+  EXPECT_THROW(store.set("a", "b"), UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,312 @@
+#include "lockstep/comm/world.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/rendezvous.h"
+#include "lockstep/comm/socket.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+template <class E, class F>
+std::string message_of(F&& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
+/// Sets a variable for one test.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~ScopedVariable() { unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
+
+InitOptions options_of(const std::string& method, int rank, int size) {
+  InitOptions options;
+  options.init_method = method;
+  options.rank = rank;
+  options.world_size = size;
+  options.timeout = milliseconds(20'000);
+  return options;
+}
+
+/// One World a thread, as processes would have.
+void run_worlds(const std::string& method, int size, const std::function<void(World&)>& body) {
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        World world = init(options_of(method, rank, size));
+        body(world);
+      } catch (...) {
+        errors[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+TEST(World, WithoutLauncherIsAGroupOfOne) {
+  World world = init();
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.local_rank(), 0);
+  EXPECT_EQ(world.local_size(), 1);
+  EXPECT_EQ(world.launcher(), "none");
+  EXPECT_TRUE(world.device().is_cpu());
+  at::Tensor tensor = at::ones({2});
+  world.group().all_reduce(tensor);
+  EXPECT_TRUE(at::equal(tensor, at::ones({2})));
+  Store(world.store()).set("key", "value");
+}
+
+TEST(World, MeetsByAFile) {
+  TemporaryDirectory folder;
+  const auto path = folder.path() / "meet";
+  run_worlds("file://" + path.string(), 3, [](World& world) {
+    EXPECT_EQ(world.launcher(), "explicit");
+    EXPECT_EQ(world.local_rank(), world.rank());
+    EXPECT_EQ(world.local_size(), 3);
+    EXPECT_EQ(world.node_rank(), 0);
+    at::Tensor tensor = at::full({1}, world.rank() + 1.0);
+    world.group().all_reduce(tensor);
+    EXPECT_EQ(tensor.item<float>(), 6);
+    Store(world.store()).set("seen/" + std::to_string(world.rank()), "1");
+    Store(world.store()).wait({"seen/0", "seen/1", "seen/2"});
+  });
+  EXPECT_FALSE(std::filesystem::exists(path)) << "the last rank removes the file";
+}
+
+TEST(World, MeetsByTcp) {
+  // Another process may take the port between; then a rank says so, and another port is tried.
+  for (int attempt = 0;; ++attempt) {
+    const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
+    try {
+      run_worlds("tcp://127.0.0.1:" + std::to_string(port), 2, [](World& world) {
+        at::Tensor tensor = at::full({1}, world.rank() + 1.0);
+        world.group().all_reduce(tensor);
+        EXPECT_EQ(tensor.item<float>(), 3);
+        EXPECT_EQ(world.local_size(), 2);
+      });
+      return;
+    } catch (const CommError&) {
+      if (attempt == 5) throw;
+    }
+  }
+}
+
+TEST(World, NewGroupsAndTheirErrors) {
+  TemporaryDirectory folder;
+  run_worlds("file://" + (folder.path() / "meet").string(), 3, [](World& world) {
+    const ProcessGroup pair = world.new_group({2, 0});
+    EXPECT_EQ(static_cast<bool>(pair), world.rank() != 1);
+    if (pair) {
+      EXPECT_EQ(pair.global_ranks(), (std::vector<int>{0, 2}));
+      at::Tensor tensor = at::full({1}, world.rank() + 1.0);
+      pair.all_reduce(tensor);
+      EXPECT_EQ(tensor.item<float>(), 4);
+    }
+    EXPECT_THROW(world.new_group({}), UsageError);
+    EXPECT_THROW(world.new_group({0, 0}), UsageError);
+    EXPECT_THROW(world.new_group({0, 3}), UsageError);
+    EXPECT_THAT(message_of<UsageError>([&] { world.new_group({0}, "glo"); }), HasSubstr("gloo"));
+    const ProcessGroup all = world.new_group({0, 1, 2});
+    all.barrier();
+  });
+}
+
+TEST(World, ClosesOnceAndSaysSo) {
+  World world = init();
+  const ProcessGroup group = world.group();
+  world.close();
+  world.close();
+  EXPECT_THROW(group.barrier(), CommError);
+  EXPECT_THROW(world.new_group({0}), CommError);
+  World moved = std::move(world);
+  moved = init();
+  moved.group().barrier();
+}
+
+TEST(World, ARankThatFailsDoesNotWaitForTheOthers) {
+  TemporaryDirectory folder;
+  const std::string method = "file://" + (folder.path() / "meet").string();
+  std::exception_ptr seen;
+  std::chrono::steady_clock::duration closing{};
+  run_worlds(method, 2, [&](World& world) {
+    at::Tensor tensor = at::ones({1});
+    world.group().all_reduce(tensor);
+    if (world.rank() == 0) {
+      // Lost at once or, while the failed rank's connection is still open, when it closes.
+      EXPECT_THROW(world.group().all_reduce(tensor), CommError);
+      return;
+    }
+    World inner = std::move(world);
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      World failing = std::move(inner);
+      throw DataError("a damaged file");
+    } catch (const DataError&) {
+      closing = std::chrono::steady_clock::now() - start;
+    }
+  });
+  EXPECT_LT(closing, milliseconds(5'000));
+}
+
+TEST(World, TheRankThatHoldsTheStoreOutlivesTheOthersUseOfIt) {
+  const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
+  std::atomic<bool> first_closing{false};
+  run_worlds("tcp://127.0.0.1:" + std::to_string(port), 2, [&](World& world) {
+    Store store = world.store();
+    world.group().barrier();
+    if (world.rank() == 0) {
+      first_closing = true;
+      world.close();
+      return;
+    }
+    while (!first_closing) std::this_thread::yield();
+    for (int i = 0; i < 200; ++i) store.add("late", 1);
+    EXPECT_EQ(store.get("late"), "200");
+  });
+}
+
+TEST(InitErrors, NameTheThing) {
+  const auto failure = [](const InitOptions& options) {
+    return message_of<UsageError>([&] { init(options); });
+  };
+  EXPECT_THAT(failure(options_of("tpc://a:1", 0, 1)), HasSubstr("tpc://a:1"));
+  EXPECT_THAT(failure(options_of("tcp://host", 0, 2)), HasSubstr("HOST:PORT"));
+  EXPECT_THAT(failure(options_of("tcp://host:99999", 0, 2)), HasSubstr("99999"));
+  EXPECT_THAT(failure(options_of("tcp://127.0.0.1:1", 2, 2)), HasSubstr("0 to 1"));
+  EXPECT_THAT(failure(options_of("tcp://127.0.0.1:1", -1, -1)), HasSubstr("rank and world_size"));
+  EXPECT_THAT(failure(options_of("file://", 0, 2)), HasSubstr("path"));
+  InitOptions options;
+  options.backend = "glo";
+  EXPECT_THAT(failure(options), HasSubstr("gloo"));
+  options.backend = "gloo";
+  options.interface = "no-such-if0";
+  EXPECT_THAT(failure(options), HasSubstr("no-such-if0"));
+  options.interface.clear();
+  options.timeout = milliseconds(0);
+  EXPECT_THAT(failure(options), HasSubstr("time-out"));
+}
+
+TEST(InitErrors, VariablesAreNamed) {
+  {
+    const ScopedVariable variable("LOCKSTEP_TIMEOUT", "soon");
+    EXPECT_THAT(message_of<UsageError>([] { init(); }), HasSubstr("LOCKSTEP_TIMEOUT='soon'"));
+  }
+  const ScopedVariable variable("LOCKSTEP_DEBUG", "detial");
+  EXPECT_THAT(message_of<UsageError>([] { init(); }), HasSubstr("detail"));
+}
+
+TEST(InitErrors, ARankGivenTwiceIsNamed) {
+  TemporaryDirectory folder;
+  const std::string method = "file://" + (folder.path() / "meet").string();
+  std::vector<std::string> messages(3);
+  std::vector<std::thread> threads;
+  for (const int rank : {0, 1, 1}) {
+    const size_t index = threads.size();
+    threads.emplace_back([&, rank, index] {
+      InitOptions options = options_of(method, rank, 2);
+      options.timeout = milliseconds(10'000);
+      messages[index] = message_of<UsageError>([&] { init(options).group().barrier(); });
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  const auto named = std::count_if(messages.begin(), messages.end(), [](const std::string& text) {
+    return text.find("rank 1") != std::string::npos &&
+           text.find("two processes") != std::string::npos;
+  });
+  EXPECT_EQ(named, 1) << messages[0] << '\n' << messages[1] << '\n' << messages[2];
+}
+
+TEST(InitErrors, MissingRanksAreNamed) {
+  TemporaryDirectory folder;
+  InitOptions options = options_of("file://" + (folder.path() / "meet").string(), 0, 3);
+  options.timeout = milliseconds(400);
+  EXPECT_THAT(message_of<TimeoutError>([&] { init(options); }), HasSubstr("ranks 1, 2"));
+}
+
+TEST(Backends, SayWhyTheyAreAbsent) {
+  EXPECT_TRUE(backend_info("gloo").available);
+  const auto nccl = backend_info("nccl");
+  if (nccl.available) GTEST_SKIP() << "NCCL is available here";
+  EXPECT_FALSE(nccl.reason.empty());
+  EXPECT_FALSE(nccl.remedy.empty());
+  InitOptions options;
+  options.backend = "nccl";
+  EXPECT_THAT(message_of<UsageError>([&] { init(options); }),
+              AllOf(HasSubstr("nccl"), HasSubstr(nccl.reason), HasSubstr(nccl.remedy)));
+  EXPECT_THAT(message_of<UsageError>([] { backend_info("mip"); }), HasSubstr("unknown backend"));
+}
+
+TEST(Rendezvous, ReadsRankAndSizeFromTheUrl) {
+  InitOptions options;
+  options.init_method = "tcp://[::1]:4000?rank=1&world_size=3";
+  const auto nothing = [](const std::string&) { return std::optional<std::string>(); };
+  const Rendezvous plan = plan_rendezvous(options, nothing);
+  EXPECT_EQ(plan.job.rank, 1);
+  EXPECT_EQ(plan.job.world_size, 3);
+  EXPECT_EQ(plan.job.master_addr, "::1");
+  EXPECT_EQ(plan.job.master_port, 4000);
+  EXPECT_TRUE(plan.job.single_host);
+  EXPECT_FALSE(holds_store(plan));
+}
+
+TEST(Rendezvous, TheProgramsRankMustNotContradictTheEnvironment) {
+  InitOptions options;
+  options.rank = 1;
+  options.world_size = 2;
+  const auto lookup = [](const std::string& name) -> std::optional<std::string> {
+    if (name == "RANK") return "0";
+    return std::nullopt;
+  };
+  EXPECT_THAT(message_of<UsageError>([&] { plan_rendezvous(options, lookup); }),
+              AllOf(HasSubstr("RANK 1"), HasSubstr("RANK=0")));
+}
+
+TEST(Rendezvous, TcpTakesTheRankFromTheLauncher) {
+  InitOptions options;
+  options.init_method = "tcp://10.0.0.9:4000";
+  const auto lookup = [](const std::string& name) -> std::optional<std::string> {
+    if (name == "SLURM_PROCID") return "1";
+    if (name == "SLURM_NTASKS") return "2";
+    return std::nullopt;
+  };
+  const Rendezvous plan = plan_rendezvous(options, lookup);
+  EXPECT_EQ(plan.job.rank, 1);
+  EXPECT_EQ(plan.job.world_size, 2);
+  EXPECT_EQ(plan.job.master_addr, "10.0.0.9");
+  EXPECT_FALSE(plan.job.single_host);
+}
+
+}  // namespace
+}  // namespace lockstep
