@@ -14,18 +14,6 @@
 #include "lockstep/comm/store_host.h"
 
 namespace lockstep::tool {
-
-// Until the command's own file lands; a strong definition replaces it.
-#define LOCKSTEP_PENDING(name)                                                \
-  __attribute__((weak)) int name##_command(const std::vector<std::string>&) { \
-    throw UsageError("'lockstep " #name "' is not part of this build");       \
-  }
-LOCKSTEP_PENDING(train)
-LOCKSTEP_PENDING(eval)
-LOCKSTEP_PENDING(bench)
-LOCKSTEP_PENDING(env)
-#undef LOCKSTEP_PENDING
-
 namespace {
 
 struct Row {

@@ -1,0 +1,98 @@
+#include "run_options.h"
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdlib>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::tool {
+namespace {
+
+using Words = std::vector<std::string>;
+
+RunOptions parsed(Words flags) {
+  flags.insert(flags.end(), {"prog", "--its", "flag"});
+  return parse_run_options(flags).value();
+}
+
+TEST(RunOptions, Defaults) {
+  const auto options = parsed({});
+  EXPECT_EQ(options.nproc, 1);
+  EXPECT_EQ(options.nodes, 1);
+  EXPECT_FALSE(options.master_port);
+  EXPECT_EQ(options.run_id.size(), 32u);
+  EXPECT_EQ(options.program, (Words{"prog", "--its", "flag"}));
+  EXPECT_EQ(options.signals, (std::vector<int>{SIGTERM, SIGINT, SIGHUP, SIGQUIT}));
+  EXPECT_NE(parsed({}).run_id, options.run_id);
+}
+
+TEST(RunOptions, SeveralHosts) {
+  const auto options = parsed({"--nnodes", "2", "--node_rank=1", "--master_addr", "host0"});
+  EXPECT_EQ(options.nodes, 2);
+  EXPECT_EQ(options.node_rank, 1);
+  EXPECT_EQ(options.master_addr, "host0");
+  EXPECT_EQ(options.master_port, 29500);
+  EXPECT_EQ(options.run_id, "none");
+}
+
+TEST(RunOptions, AnEndpointIsAnAddressAndAPort) {
+  const auto options = parsed({"--rdzv-endpoint", "host0:1234", "--rdzv-id", "job"});
+  EXPECT_EQ(options.master_addr, "host0");
+  EXPECT_EQ(options.master_port, 1234);
+  EXPECT_EQ(options.run_id, "job");
+  EXPECT_THROW(parsed({"--rdzv-endpoint", "host0:port"}), UsageError);
+  EXPECT_THROW(parsed({"--rdzv-endpoint", ":1"}), UsageError);
+}
+
+TEST(RunOptions, StandaloneWinsOverTheMeeting) {
+  const auto options = parsed({"--standalone", "--nnodes", "4", "--rdzv-backend", "c10d",
+                               "--rdzv-endpoint", "elsewhere:1", "--rdzv-id", "job"});
+  EXPECT_EQ(options.nodes, 1);
+  EXPECT_EQ(options.master_addr, "127.0.0.1");
+  EXPECT_FALSE(options.master_port);
+  EXPECT_NE(options.run_id, "job");
+}
+
+TEST(RunOptions, OneHostMayNameC10d) {
+  EXPECT_EQ(parsed({"--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"}).master_port, 0);
+  EXPECT_THROW(parsed({"--nnodes", "2", "--rdzv-backend", "c10d"}), UsageError);
+  EXPECT_THROW(parsed({"--rdzv-backend", "etcd"}), UsageError);
+}
+
+TEST(RunOptions, ProgramsKind) {
+  EXPECT_EQ(parsed({"-m"}).kind, launch::ProgramKind::module);
+  EXPECT_EQ(parsed({"--module"}).kind, launch::ProgramKind::module);
+  EXPECT_EQ(parsed({"--no_python"}).kind, launch::ProgramKind::executable);
+  EXPECT_EQ(parsed({}).kind, launch::ProgramKind::guess);
+}
+
+TEST(RunOptions, NumbersOfProcesses) {
+  EXPECT_EQ(parsed({"--nproc-per-node", "cpu"}).nproc, count_cpus());
+  EXPECT_EQ(parsed({"--nproc-per-node", "auto"}).nproc,
+            count_gpus() > 0 ? count_gpus() : count_cpus());
+  setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  EXPECT_EQ(count_gpus(), 0);
+  EXPECT_THROW(parsed({"--nproc-per-node", "gpu"}), UsageError);
+  unsetenv("CUDA_VISIBLE_DEVICES");
+}
+
+TEST(StreamMap, AllOrByLocalRank) {
+  const auto all = StreamMap::parse("--tee", "2");
+  EXPECT_FALSE(all.of(5).out);
+  EXPECT_TRUE(all.of(5).err);
+  EXPECT_EQ(all.largest(), -1);
+  const auto some = StreamMap::parse("--tee", "0:1,12:3");
+  EXPECT_TRUE(some.of(0).out);
+  EXPECT_FALSE(some.of(0).err);
+  EXPECT_FALSE(some.of(1).out);
+  EXPECT_TRUE(some.of(12).out && some.of(12).err);
+  EXPECT_EQ(some.largest(), 12);
+  for (const char* bad : {"", "4", "33", "-1", "0:", ":1", "0:4", "0:1,", "a:1", "0;1"}) {
+    EXPECT_THROW(StreamMap::parse("--tee", bad), UsageError) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::tool
