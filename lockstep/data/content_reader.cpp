@@ -172,7 +172,8 @@ size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
 size_t ContentReader::read_some(void* out, size_t size) {
   auto* bytes = static_cast<unsigned char*>(out);
   const size_t n = input_->inflating ? inflate_into(bytes, size) : read_plain(bytes, size);
-  if (options_.crc32) crc32_ = static_cast<uint32_t>(::crc32_z(crc32_, bytes, n));
+  // Without the test for 0, a null `out` (an empty tensor's memory) would start the sum anew.
+  if (options_.crc32 && n > 0) crc32_ = static_cast<uint32_t>(::crc32_z(crc32_, bytes, n));
   offset_ += n;
   return n;
 }

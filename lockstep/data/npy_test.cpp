@@ -132,7 +132,9 @@ TEST_F(Npy, ArchivesStoredAndDeflated) {
   EXPECT_TRUE(tensors[0].second.equal(at::tensor({513, -1}, at::kShort)));
   EXPECT_EQ(tensors[1].first, "folder/y");
   EXPECT_EQ(tensors[1].second[3].item<int>(), 'd');
-  EXPECT_TRUE(load_npz(write(zip({}), "empty.npz")).empty());
+  EXPECT_TRUE(load_npz(write(zip({}), "none.npz")).empty());
+  const std::string empty = npy(header_of("<f4", "(0, 3)"), "");
+  EXPECT_EQ(load_npz(write(zip({{"x.npy", empty, true}}), "empty.npz"))[0].second.numel(), 0);
 }
 
 TEST_F(Npy, ArchiveTruncatedAnywhere) {
