@@ -1,6 +1,8 @@
 #include "lockstep/comm/checked_backend.h"
 
+#include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -461,7 +463,17 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
   if (debug == DebugLevel::off) RankChecks::switch_off(store, prefix);
 }
 
+/// Gloo and the store's client write to sockets without MSG_NOSIGNAL. (A Python process never sees
+/// it: Python ignores the signal from the start.)
+static void ignore_broken_pipes() {
+  struct sigaction current {};
+  sigaction(SIGPIPE, nullptr, &current);
+  const bool by_default = (current.sa_flags & SA_SIGINFO) == 0 && current.sa_handler == SIG_DFL;
+  if (by_default) std::signal(SIGPIPE, SIG_IGN);
+}
+
 BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackendOptions options) {
+  ignore_broken_pipes();
   return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store),
                                              std::move(options));
 }

@@ -52,6 +52,9 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   become TimeoutError and PeerLostError with operation, sequence number, ranks and seconds. The
 ///   rank at fault is found from the processes that have ended on this host and from what the
 ///   others report to the store; that takes up to a second, after the failure only.
+/// - From then on the process ignores SIGPIPE, unless it has a handler of its own: a write to a
+/// lost
+///   peer would end it otherwise, without a word.
 /// Errors of use (a wrong device, a wrong number of tensors) pass as they are.
 ///
 /// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options

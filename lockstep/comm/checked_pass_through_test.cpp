@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -281,6 +282,16 @@ TEST(CheckedBackend, MistakesOfUsePassAsTheyAre) {
     Tensors none;
     EXPECT_THROW(backend.allreduce(none, {}), c10::Error);
   }));
+}
+
+TEST(CheckedBackend, WriteToALostPeerDoesNotEndTheProcess) {
+  std::signal(SIGPIPE, SIG_DFL);
+  expect_ok(run_ranks(1, options_of(DebugLevel::info), [](int, Backend&) {}));
+  EXPECT_EQ(std::signal(SIGPIPE, SIG_DFL), SIG_IGN);
+  const auto own_handler = [](int) {};
+  std::signal(SIGPIPE, own_handler);
+  expect_ok(run_ranks(1, options_of(DebugLevel::info), [](int, Backend&) {}));
+  EXPECT_EQ(std::signal(SIGPIPE, SIG_IGN), static_cast<void (*)(int)>(own_handler));
 }
 
 TEST(CheckedBackend, GroupOfOneAsksNobody) {
