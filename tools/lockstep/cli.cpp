@@ -1,40 +1,17 @@
 #include "cli.h"
 
-#include <sys/ioctl.h>
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 
+#include "cli_help.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/launch/error_file.h"
 
 namespace lockstep::tool {
 namespace {
-
-struct OptionInfo {
-  std::vector<std::string> names;  // with their dashes, as shown
-  std::string placeholder;         // empty: takes no value
-  std::string help;
-  std::string shown_default;
-  std::string group;
-  CLI::Option* option = nullptr;
-
-  std::string main_name() const { return names.back(); }
-  bool has(const std::string& name) const {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  }
-};
-
-struct PositionalInfo {
-  std::string name;
-  std::string help;
-  std::string* value;
-  bool required;
-};
 
 std::string number_text(double value) {
   char text[32];
@@ -82,37 +59,6 @@ T parse_number(const std::string& name, const std::string& text, Range range) {
   }
 }
 
-/// `text` broken at blanks into lines of at most `width`, each after the first indented.
-std::string wrapped(const std::string& text, size_t indent, size_t width) {
-  std::string out;
-  size_t column = indent;
-  for (const auto& word : split(text, ' ')) {
-    if (word.empty()) continue;
-    if (column > indent && column + 1 + word.size() > width) {
-      out += "\n" + std::string(indent, ' ');
-      column = indent;
-    } else if (column > indent) {
-      out += ' ';
-      ++column;
-    }
-    out += word;
-    column += word.size();
-  }
-  return out;
-}
-
-/// "  --flag VALUE      what it does", the second column wrapped.
-std::string help_row(const std::string& left, const std::string& right, size_t width) {
-  constexpr size_t kColumn = 30;
-  std::string row = "  " + left;
-  if (row.size() + 2 > kColumn) {
-    row += "\n" + std::string(kColumn, ' ');
-  } else {
-    row.resize(kColumn, ' ');
-  }
-  return row + wrapped(right, kColumn, width) + "\n";
-}
-
 /// `--max_epochs=3` becomes `--max-epochs=3`.
 std::string with_dashes(const std::string& word) {
   if (word.rfind("--", 0) != 0) return word;
@@ -128,16 +74,9 @@ bool is_number(const std::string& word) {
 
 }  // namespace
 
-struct Cli::Impl {
-  std::string command;
-  std::string summary;
+struct Cli::Impl : HelpPage {
   CLI::App app;
-  std::vector<OptionInfo> options;
-  std::vector<PositionalInfo> positionals;
-  std::vector<std::pair<std::string, std::string>> examples;
   std::string group = "Options";
-  std::string trailing_name;
-  std::string trailing_help;
   std::vector<std::string>* trailing = nullptr;
   bool help_asked = false;
 
@@ -435,40 +374,7 @@ std::vector<std::string> Cli::long_names() const {
 }
 
 std::string Cli::help(int width) const {
-  const auto& impl = *impl_;
-  const auto columns = static_cast<size_t>(width);
-  std::string text = wrapped(impl.summary, 0, columns) + "\n\nUsage: " + impl.command + " [FLAGS]";
-  for (const auto& info : impl.positionals) {
-    text += info.required ? " " + info.name : " [" + info.name + "]";
-  }
-  if (impl.trailing) text += " " + impl.trailing_name;
-  text += "\n";
-  if (!impl.positionals.empty() || impl.trailing) text += "\nArguments:\n";
-  for (const auto& info : impl.positionals) text += help_row(info.name, info.help, columns);
-  if (impl.trailing) text += help_row(impl.trailing_name, impl.trailing_help, columns);
-  std::vector<std::string> groups;
-  for (const auto& info : impl.options) {
-    if (std::find(groups.begin(), groups.end(), info.group) == groups.end()) {
-      groups.push_back(info.group);
-    }
-  }
-  for (const auto& group : groups) {
-    text += "\n" + group + ":\n";
-    for (const auto& info : impl.options) {
-      if (info.group != group) continue;
-      std::string left = join(info.names, ", ");
-      if (!info.placeholder.empty()) left += " " + info.placeholder;
-      const bool has_default = !info.shown_default.empty();
-      text +=
-          help_row(left, info.help + (has_default ? " [" + info.shown_default + "]" : ""), columns);
-    }
-  }
-  if (!impl.examples.empty()) text += "\nExamples:\n";
-  for (const auto& [line, what] : impl.examples) {
-    if (!what.empty()) text += "  # " + what + "\n";
-    text += "  " + line + "\n";
-  }
-  return text;
+  return impl_->text(width);
 }
 
 int run_guarded(const std::string& command, const std::function<int()>& body) {
@@ -490,12 +396,6 @@ int run_guarded(const std::string& command, const std::function<int()>& body) {
   std::fflush(stdout);
   if (!launch::parent_reports_errors()) std::fputs(message.c_str(), stderr);
   return code;
-}
-
-int help_width() {
-  winsize size{};
-  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-  return std::clamp<int>(size.ws_col, 80, 100);
 }
 
 }  // namespace lockstep::tool

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -69,6 +70,8 @@ int dispatch(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 2, argv + argc);
   if (command == "run") {
+    // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
+    std::signal(SIGPIPE, SIG_IGN);
     const int code = run_guarded("lockstep run", [&] { return run_command(args); });
     // Everything is over and released; LibTorch's own clean-up would only take time.
     std::fflush(nullptr);

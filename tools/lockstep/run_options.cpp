@@ -368,8 +368,10 @@ int count_gpus() {
   namespace fs = std::filesystem;
   int present = 0;
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator("/proc/driver/nvidia/gpus", ignored)) {
-    present += entry.is_directory() ? 1 : 0;
+  // A container has the device files of those GPUs only that it was given.
+  for (const auto& entry : fs::directory_iterator("/dev", ignored)) {
+    const auto name = entry.path().filename().string();
+    if (name.rfind("nvidia", 0) == 0 && parse_int(name.substr(6))) ++present;
   }
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   if (!visible) return present;
