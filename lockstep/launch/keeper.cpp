@@ -135,6 +135,9 @@ class KeeperProcess {
     sigset_t children;
     sigemptyset(&children);
     sigaddset(&children, SIGCHLD);
+    // The pipe tells of our starter's end, unless another thread of it had just forked and so left
+    // a copy of the pipe's end in some other process.
+    starter_ = static_cast<int>(syscall(SYS_pidfd_open, getppid(), 0));
     child_signals_ = signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
   }
 
@@ -205,15 +208,16 @@ class KeeperProcess {
   void let_go_of_output() {
     const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(nothing, fd);
-    close_others({control_, events_, child_signals_});
+    close_others({control_, events_, child_signals_, starter_});
   }
 
   void watch() {
     while (true) {
       reap();
-      pollfd fds[] = {{control_, POLLIN, 0}, {child_signals_, POLLIN, 0}};
-      if (::poll(fds, 2, -1) < 0 && errno != EINTR) return;
+      pollfd fds[] = {{control_, POLLIN, 0}, {child_signals_, POLLIN, 0}, {starter_, POLLIN, 0}};
+      if (::poll(fds, 3, -1) < 0 && errno != EINTR) return;
       drain_child_signals();
+      if (fds[2].revents != 0) return;
       if (fds[0].revents == 0) continue;
       int32_t signal = 0;
       const ssize_t size = ::read(control_, &signal, sizeof signal);
@@ -248,6 +252,7 @@ class KeeperProcess {
   int events_;
   bool hangup_ignored_;
   int child_signals_ = -1;
+  int starter_ = -1;         // a pidfd; -1 where the kernel has none
   std::vector<pid_t> pids_;  // -1: not started or reaped
 };
 

@@ -166,6 +166,35 @@ TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
   EXPECT_FALSE(fs::exists(scratch));
 }
 
+TEST_F(LauncherTest, NorIfACopyOfTheLauncherLives) {
+  const auto doomed = plan({"echo $$ > $OUT/b.tmp; mv $OUT/b.tmp $OUT/b; sleep 1000"});
+  const pid_t launcher = fork();
+  if (launcher == 0) {
+    // A copy made by another thread holds all that the launcher holds, its pipes too.
+    std::thread([this] {
+      if (!wait_for("b")) _exit(1);
+      const pid_t copy = fork();
+      if (copy == 0) {
+        while (true) pause();
+      }
+      std::ofstream(folder_.path() / "copy.tmp") << copy;
+      fs::rename(folder_.path() / "copy.tmp", folder_.path() / "copy");
+    }).detach();
+    launch(doomed);
+    _exit(0);
+  }
+  ASSERT_TRUE(wait_for("copy"));
+  kill(launcher, SIGKILL);
+  waitpid(launcher, nullptr, 0);
+  const auto limit = Clock::now() + std::chrono::seconds(10);
+  const pid_t worker = std::stoi(content("b"));
+  while (kill(worker, 0) == 0 && Clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_NE(kill(worker, 0), 0) << "worker " << worker << " still lives";
+  kill(std::stoi(content("copy")), SIGKILL);
+}
+
 TEST_F(LauncherTest, SignalsAreForwardedAndWhatWasBeforeIsPutBack) {
   struct sigaction before {};
   sigaction(SIGTERM, nullptr, &before);

@@ -239,6 +239,19 @@ for start in range(0, len(data), 7919):
             said = pathlib.Path(err.strip().rsplit(" ", 1)[-1])
             self.assertEqual((code, (said / "attempt_0/0/stdout.log").read_text()), (0, "x\n"))
 
+    def test_a_folder_that_cannot_be_made_is_named(self):
+        with temporary_folder() as folder:
+            (folder / "file").write_text("x")
+            code, out, err = lockstep_run("--log-dir", folder / "file", "echo", "started")
+            self.assertEqual((code, out), (1, ""))
+            self.assertIn(f"--log-dir {folder}/file", err)
+
+    def test_a_reader_of_errors_that_is_gone_does_not_change_the_exit_code(self):
+        with Launched("sh", "-c", "exit 7") as launched:
+            launched.process.stderr.close()
+            launched.process.stderr = None
+            self.assertEqual(launched.end()[0], 7)
+
     def test_nothing_stays_in_the_temporary_folder(self):
         with temporary_folder() as folder:
             self.assertEqual(lockstep_run("true", env={"TMPDIR": str(folder)})[0], 0)
