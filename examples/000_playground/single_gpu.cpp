@@ -7,7 +7,7 @@
 // It has no use for a second host; for that see distributed_data_parallel.cpp:
 //   on the first:   distributed_data_parallel -n 2 -g 1 -nr 0 -ip <IP of the first>
 //   on the second:  distributed_data_parallel -n 2 -g 1 -nr 1 -ip <IP of the first>
-#include <ATen/Context.h>
+#include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 
 #include <cstdio>
@@ -50,7 +50,7 @@ double accuracy(torch::nn::Sequential& model, lockstep::DataLoader& loader, at::
 }
 
 void train(const Options& options) {
-  const at::Device device(at::hasCUDA() ? at::kCUDA : at::kCPU);
+  const at::Device device(torch::cuda::is_available() ? at::kCUDA : at::kCPU);
   at::manual_seed(0);
   auto model = playground::make_mlp();
   model->to(device);

@@ -6,7 +6,7 @@
 // It has no use for a second host; for that see mnist_distributed.cpp, beside this file:
 //   on the first:   MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 1 -nr 0
 //   on the second:  MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 1 -nr 1
-#include <ATen/Context.h>
+#include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 
 #include <cstdio>
@@ -18,7 +18,7 @@
 namespace {
 
 void train(const tutorial::Options& args) {
-  const at::Device device(at::hasCUDA() ? at::kCUDA : at::kCPU);
+  const at::Device device(torch::cuda::is_available() ? at::kCUDA : at::kCPU);
   at::manual_seed(0);
   tutorial::ConvNet model;
   model->to(device);

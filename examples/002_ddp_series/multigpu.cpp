@@ -10,11 +10,11 @@
 //             --master-addr <IP of the first> --master-port 29500 multigpu_torchrun 50 10
 //
 // MASTER_ADDR and MASTER_PORT of the environment win over localhost and 12355.
-#include <ATen/Context.h>
-#include <ATen/detail/CUDAHooksInterface.h>
+#include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "examples/002_ddp_series/datautils.h"
@@ -53,8 +53,10 @@ class Trainer {
   }
 
   void run_epoch(int epoch) {
+    const auto batch_size =
+        std::min(train_data_.options().batch_size, train_data_.samples_per_epoch());
     std::printf("[GPU%d] Epoch %d | Batchsize: %lld | Steps: %lld\n", gpu_id_, epoch,
-                static_cast<long long>(train_data_.options().batch_size),
+                static_cast<long long>(batch_size),
                 static_cast<long long>(train_data_.batches_per_epoch()));
     std::fflush(stdout);
     // The series calls sampler.set_epoch(epoch) here; epoch() takes the number, so that it cannot
@@ -103,13 +105,14 @@ void run(const series::Args& args) {
 }
 
 int gpu_count() {
-  return at::hasCUDA() ? at::detail::getCUDAHooks().getNumGPUs() : 0;
+  return static_cast<int>(torch::cuda::device_count());
 }
 
 }  // namespace
 
 int main(int argc, char** argv) try {
-  int world_size = gpu_count() > 0 ? gpu_count() : 2;
+  const auto gpus = static_cast<int>(torch::cuda::device_count());
+  int world_size = gpus > 0 ? gpus : 2;
   const auto args = series::read_args(argc, argv, [&](CLI::App& app) {
     app.add_option("--devices", world_size, "Processes to spawn (default: one a GPU, else 2)")
         ->check(CLI::PositiveNumber);

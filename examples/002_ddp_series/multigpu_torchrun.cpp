@@ -12,6 +12,7 @@
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 
@@ -86,8 +87,10 @@ class Trainer {
   }
 
   void run_epoch(int epoch) {
+    const auto batch_size =
+        std::min(train_data_.options().batch_size, train_data_.samples_per_epoch());
     std::printf("[GPU%d] Epoch %d | Batchsize: %lld | Steps: %lld\n", gpu_id_, epoch,
-                static_cast<long long>(train_data_.options().batch_size),
+                static_cast<long long>(batch_size),
                 static_cast<long long>(train_data_.batches_per_epoch()));
     std::fflush(stdout);
     for (const auto& batch : train_data_.epoch(epoch)) {

@@ -5,10 +5,11 @@
 //   build/examples/002_ddp_series/single_gpu 50 10 --batch_size 64
 //
 // It has no use for a second host; multigpu_torchrun.cpp, beside this file, runs on two.
-#include <ATen/Context.h>
+#include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "examples/002_ddp_series/datautils.h"
@@ -21,8 +22,9 @@ class Trainer {
   Trainer(torch::nn::Linear model, lockstep::DataLoader train_data,
           std::unique_ptr<lockstep::Optimizer> optimizer, int gpu_id, int save_every)
       : gpu_id_(gpu_id),
-        device_(at::hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu_id))
-                              : at::Device(at::kCPU)),
+        device_(torch::cuda::is_available()
+                    ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu_id))
+                    : at::Device(at::kCPU)),
         model_(std::move(model)),
         train_data_(std::move(train_data)),
         optimizer_(std::move(optimizer)),
@@ -47,8 +49,10 @@ class Trainer {
   }
 
   void run_epoch(int epoch) {
+    const auto batch_size =
+        std::min(train_data_.options().batch_size, train_data_.samples_per_epoch());
     std::printf("[GPU%d] Epoch %d | Batchsize: %lld | Steps: %lld\n", gpu_id_, epoch,
-                static_cast<long long>(train_data_.options().batch_size),
+                static_cast<long long>(batch_size),
                 static_cast<long long>(train_data_.batches_per_epoch()));
     std::fflush(stdout);
     for (const auto& batch : train_data_.epoch(epoch)) {
@@ -72,16 +76,17 @@ class Trainer {
 
 lockstep::DataLoader prepare_dataloader(const lockstep::TensorDataset& dataset,
                                         int64_t batch_size) {
-  return lockstep::DataLoader(dataset,
-                              lockstep::DistributedSampler({.dataset_size = dataset.size()}), {},
-                              {.batch_size = batch_size, .pin_memory = at::hasCUDA()});
+  return lockstep::DataLoader(
+      dataset, lockstep::DistributedSampler({.dataset_size = dataset.size()}), {},
+      {.batch_size = batch_size, .pin_memory = torch::cuda::is_available()});
 }
 
 void run(int device, const series::Args& args) {
   at::manual_seed(0);
   const auto dataset = series::make_train_dataset(2048);  // load your dataset
   torch::nn::Linear model(20, 1);                         // load your model
-  if (at::hasCUDA()) model->to(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  if (torch::cuda::is_available())
+    model->to(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
   auto optimizer = lockstep::make_optimizer("sgd", model->parameters(), {.lr = 1e-3});
   Trainer trainer(model, prepare_dataloader(dataset, args.batch_size), std::move(optimizer), device,
                   args.save_every);

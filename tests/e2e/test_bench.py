@@ -2,6 +2,9 @@
 
 import json
 import os
+import pathlib
+import signal
+import subprocess
 import unittest
 
 import lockstep_testing as t
@@ -118,6 +121,31 @@ class Bench(unittest.TestCase):
                        env=t.clean_environment(LOCKSTEP_PYTHON="/nowhere/python3"))
         self.assertEqual(result.returncode, 2)
         self.assertIn("/nowhere/python3", result.stderr)
+
+
+    def test_an_interrupt_leaves_nothing(self):
+        with t.temporary_folder() as folder:
+            job = subprocess.Popen([t.LOCKSTEP, "bench", "step", "--devices", "2", "--steps", "1000000000"],
+                                   env=t.clean_environment(TMPDIR=folder), stderr=subprocess.PIPE)
+            try:
+                t.wait_until(lambda: len(children_of(job.pid)) == 2, what="two ranks")
+                ranks = children_of(job.pid)
+                job.send_signal(signal.SIGINT)
+                job.communicate(timeout=60)
+            finally:
+                job.kill()
+                job.wait()
+            self.assertEqual(job.returncode, 130)
+            self.assertEqual(list(folder.iterdir()), [])
+            for rank in ranks:
+                self.assertFalse(os.path.exists(f"/proc/{rank}"))
+
+
+def children_of(pid):
+    try:
+        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
 
 
 class Env(unittest.TestCase):

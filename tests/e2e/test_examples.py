@@ -5,6 +5,7 @@ import difflib
 import re
 import socket
 import subprocess
+import sys
 import unittest
 
 import lockstep_testing as t
@@ -200,6 +201,15 @@ class Series(unittest.TestCase):
             self.launch(other, 4, 1)
             self.assertEqual((folder / "snapshot.safetensors").read_bytes(),
                              (other / "snapshot.safetensors").read_bytes())
+
+    @unittest.skipUnless(t.torch_is_the_linked_one(), "this Python's torch is not the LibTorch that is linked")
+    def test_under_torchrun(self):
+        with t.temporary_folder() as folder:
+            out = t.run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
+                        "--no-python", EXAMPLES / "002_ddp_series/multigpu_torchrun", 1, 1, cwd=folder,
+                        env=environment_of()).stdout
+            self.assertIn("[GPU1] Epoch 0 | Batchsize: 32 | Steps: 32", out)
+            self.assertEqual(names_in(folder / "snapshot.safetensors"), {"weight", "bias"})
 
     def test_a_foreign_snapshot_is_named(self):
         with t.temporary_folder() as folder:

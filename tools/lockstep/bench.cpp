@@ -5,8 +5,10 @@
 #include <cmath>
 #include <cstdio>
 
+#include "bench_process.h"
 #include "cli.h"
 #include "commands.h"
+#include "env_python.h"
 #include "env_report.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -75,6 +77,11 @@ Json report_of(const std::string& kind, const BenchOptions& options, const Bench
   context["threads"] = options.threads;
   context["steps"] = options.steps;
   context["rounds"] = options.rounds_or_default();
+  if (options.compare_python) {
+    const auto python = require_python_with_torch();
+    context["python"] = python.version;
+    context["python_torch"] = python.torch_version;
+  }
   return {{"benchmark", kind}, {"context", context}, {"results", rows}};
 }
 
@@ -146,6 +153,7 @@ int bench_command(const std::vector<std::string>& args) {
   check(options);
   if (kind == "targets") options.compare_python = true;
 
+  const OrderlyInterrupts orderly_interrupts;
   const BenchRows rows = measure(kind, options, /*print=*/!json);
   bench_progress("");
   const std::string text = report_of(kind, options, rows).dump(2) + "\n";

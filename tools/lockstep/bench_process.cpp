@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <thread>
+#include <ctime>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kTermGrace = std::chrono::seconds(2);
-constexpr auto kPollInterval = std::chrono::milliseconds(1);
+constexpr timespec kPollInterval = {0, 1'000'000};
 constexpr int kExecFailed = 127;
 
 struct Child {
@@ -33,6 +33,19 @@ struct Child {
   std::filesystem::path out;
   std::filesystem::path err;
 };
+
+sigset_t interrupts() {
+  sigset_t set;
+  ::sigemptyset(&set);
+  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&set, signal_number);
+  return set;
+}
+
+/// Waits a moment; returns the interrupt that came, or 0.
+int pause_for_interrupt() {
+  const sigset_t set = interrupts();
+  return std::max(0, ::sigtimedwait(&set, nullptr, &kPollInterval));
+}
 
 std::vector<std::string> child_environment(const std::map<std::string, std::string>& changes) {
   std::vector<std::string> variables;
@@ -72,6 +85,8 @@ Child start(const ProcessSpec& spec, const std::filesystem::path& folder, size_t
   const auto argv = pointers(words);
   const auto envp = pointers(variables);
   const pid_t parent = ::getpid();
+  sigset_t none;
+  ::sigemptyset(&none);
 
   child.started = Clock::now();
   child.pid = ::fork();
@@ -79,6 +94,7 @@ Child start(const ProcessSpec& spec, const std::filesystem::path& folder, size_t
   if (child.pid == 0) {
     ::prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (::getppid() != parent) ::_exit(kExecFailed);
+    ::sigprocmask(SIG_SETMASK, &none, nullptr);
     ::dup2(in.get(), 0);
     ::dup2(out.get(), 1);
     ::dup2(err.get(), 2);
@@ -120,7 +136,7 @@ class StopAll {
   ~StopAll() {
     signal_running(children_, SIGTERM);
     const auto deadline = Clock::now() + kTermGrace;
-    while (poll() && Clock::now() < deadline) std::this_thread::sleep_for(kPollInterval);
+    while (poll() && Clock::now() < deadline) ::nanosleep(&kPollInterval, nullptr);
     signal_running(children_, SIGKILL);
     for (size_t i = 0; i < children_.size(); ++i) {
       if (children_[i].running) reap(children_[i], results_[i], 0);
@@ -149,6 +165,15 @@ bool one_failed(const std::vector<Child>& children, const std::vector<ProcessRes
 
 }  // namespace
 
+OrderlyInterrupts::OrderlyInterrupts() {
+  const sigset_t set = interrupts();
+  ::pthread_sigmask(SIG_BLOCK, &set, &before_);
+}
+
+OrderlyInterrupts::~OrderlyInterrupts() {
+  ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+}
+
 std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
                                          std::chrono::milliseconds timeout) {
   const TemporaryDirectory folder("lockstep-bench");
@@ -164,7 +189,7 @@ std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
     while (stop.poll() && !one_failed(children, results)) {
       timed_out = Clock::now() > deadline;
       if (timed_out) break;
-      std::this_thread::sleep_for(kPollInterval);
+      if (const int signal_number = pause_for_interrupt()) throw InterruptedError(signal_number);
     }
   }
   for (size_t i = 0; i < specs.size(); ++i) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <signal.h>
+
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -23,10 +25,25 @@ struct ProcessResult {
   int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
 };
 
+/// While it lives, INT, TERM and HUP do not end this process at once: `run_processes` ends its
+/// children and throws InterruptedError, so that temporary files go too. For the main thread,
+/// before others are started; those inherit it.
+class OrderlyInterrupts {
+ public:
+  OrderlyInterrupts();
+  ~OrderlyInterrupts();
+  OrderlyInterrupts(const OrderlyInterrupts&) = delete;
+  OrderlyInterrupts& operator=(const OrderlyInterrupts&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 /// Runs programs side by side to their ends and returns their results in the same order. When one
 /// fails or the time is up, the others get TERM and, two seconds later, KILL; a time-out throws
 /// TimeoutError naming the command. They get TERM too when this process dies. Results of programs
-/// that failed are returned, not thrown. Throws SystemError when one cannot be started.
+/// that failed are returned, not thrown. Throws SystemError when one cannot be started, and
+/// InterruptedError (see OrderlyInterrupts).
 std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
                                          std::chrono::milliseconds timeout);
 

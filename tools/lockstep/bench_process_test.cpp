@@ -82,6 +82,19 @@ TEST(BenchProcess, ATimeoutNamesTheCommandAndLeavesNoProcess) {
   EXPECT_EQ(errno, ECHILD);
 }
 
+TEST(BenchProcess, AnInterruptEndsTheChildrenFirst) {
+  const OrderlyInterrupts orderly;
+  ::kill(::getpid(), SIGINT);
+  try {
+    run_processes({shell("exec sleep 600"), shell("exec sleep 600")}, seconds(60));
+    FAIL() << "not interrupted";
+  } catch (const InterruptedError& error) {
+    EXPECT_EQ(error.signal_number(), SIGINT);
+  }
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
+  EXPECT_EQ(errno, ECHILD);
+}
+
 TEST(BenchProcess, AProgramThatIsNotThereFails) {
   EXPECT_EQ(run_process({{"/nowhere/program"}}, seconds(60)).status, 127);
 }

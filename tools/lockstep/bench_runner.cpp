@@ -51,7 +51,8 @@ std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks,
     env[name] = rank < 0 ? "" : std::to_string(ranks);
   }
   env["OMP_NUM_THREADS"] = std::to_string(threads);
-  // Gloo in Python looks for an interface by the host's name, ours takes loopback: the same for all.
+  // Gloo in Python looks for an interface by the host's name, ours takes loopback: the same for
+  // all.
   if (!env_string("GLOO_SOCKET_IFNAME")) env["GLOO_SOCKET_IFNAME"] = "lo";
   env["PYTHONDONTWRITEBYTECODE"] = "1";
   return env;
