@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/text.h"
 #include "lockstep/comm/process_identity.h"
 
 namespace lockstep {
@@ -33,6 +34,7 @@ RankNames names_or_numbers(RankNames names, int size) {
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
     : shared_store_(std::move(store)),
+      over_tcp_(over_tcp(shared_store_)),
       rank_(rank),
       size_(size),
       names_(names_or_numbers(std::move(names), size)),
@@ -45,10 +47,17 @@ CheckContext::~CheckContext() = default;
 c10d::Store& CheckContext::store() {
   std::lock_guard lock(mutex_);
   if (!store_) {
-    auto own = over_tcp(shared_store_) ? shared_store_->clone() : shared_store_;
+    auto own = over_tcp_ ? shared_store_->clone() : shared_store_;
     store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
   }
   return *store_;
+}
+
+int64_t CheckContext::read_number(const std::string& key) {
+  auto& numbers = store();
+  if (over_tcp_) return numbers.add(key, 0);
+  // The look for the key makes a file store read what is new; its get answers from memory.
+  return numbers.check({key}) ? parse_int(numbers.get_to_str(key)).value_or(0) : 0;
 }
 
 std::vector<int> CheckContext::others() const {

@@ -42,6 +42,10 @@ class CheckContext {
   /// first call: another thread's blocking wait on the shared one does not hold up the checks.
   c10d::Store& store();
 
+  /// A number that `add` keeps, 0 when unset. One round trip over TCP; a file is only read, where
+  /// adding 0 would write a record at every look.
+  int64_t read_number(const std::string& key);
+
   /// Whether all ranks have announced themselves (see announce_checks); asks the store.
   bool all_announced();
   /// The ranks that have not; asks the store.
@@ -60,6 +64,7 @@ class CheckContext {
   std::string identity_of(int rank);
 
   const c10::intrusive_ptr<c10d::Store> shared_store_;
+  const bool over_tcp_;
   const int rank_;
   const int size_;
   const RankNames names_;

@@ -6,9 +6,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/comm/rank_threads.h"
 
 namespace lockstep {
@@ -267,6 +269,23 @@ TEST(CheckedBackendMismatch, OverTcp) {
   server.isServer = true;
   server.waitWorkers = false;
   auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", server);
+  const auto outcomes = run_ranks(
+      3, quick(),
+      [](int rank, Backend& backend) {
+        for (int i = 0; i < 4; ++i) all_reduce(backend, at::ones({2}));
+        all_reduce(backend, at::ones({rank == 2 ? 3 : 2}));
+      },
+      store);
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(), HasSubstr("as collective 5"));
+  }
+}
+
+TEST(CheckedBackendMismatch, OverAFile) {
+  const TemporaryDirectory folder;
+  auto store =
+      c10::make_intrusive<c10d::FileStore>((folder.path() / "store").string(), /*numWorkers=*/-1);
   const auto outcomes = run_ranks(
       3, quick(),
       [](int rank, Backend& backend) {

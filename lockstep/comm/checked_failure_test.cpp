@@ -88,6 +88,7 @@ TEST(CheckedFailure, FutureFailsWithOurError) {
     auto future = work->getFuture();
     future->wait();
     EXPECT_TRUE(future->hasError());
+    EXPECT_THROW(work->wait(), TimeoutError);
     EXPECT_FALSE(work->isSuccess());
     future->value();
   });

@@ -127,7 +127,7 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
   const auto deadline = Clock::now() + timeout;
   Every look(kLookForEnded);
   for (PollPause pause;; pause.sleep()) {
-    const int64_t state = store.add(kStateKey, 0);
+    const int64_t state = context_.read_number(kStateKey);
     if (passed(state) >= compared_) {
       if (mismatches(state) == mismatches_) return;
       ++mismatches_;
@@ -173,7 +173,8 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
     std::vector<std::string> names;
     for (int rank : ended) names.push_back(context_.name_with_process(rank));
     const std::string text = called(mine) + ", but " + join(names, ", ") +
-                             (ended.size() == 1 ? " has ended: " : " have ended: ") + missing;
+                             (ended.size() == 1 ? " has ended" : " have ended") +
+                             (missing.empty() ? missing : ": " + missing);
     break_group(kLost, text);
     throw PeerLostError(text, "look at what the lost rank printed last; it is the cause");
   }
