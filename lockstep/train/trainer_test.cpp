@@ -47,7 +47,7 @@ TrainTask small_task(const char* model = "mlp", TensorDataset dataset = noise_im
   at::manual_seed(1);
   task.model = make_model(model);
   OptimizerOptions options;
-  options.lr = 0.05;
+  options.lr = 0.001;
   options.momentum = 0.9;
   task.optimizer = make_optimizer("sgd", task.model->parameters(), options);
   task.test = loader_of(dataset);
@@ -138,7 +138,7 @@ TEST_F(TrainerTest, TheScheduleSpansTheRun) {
   options.max_epochs = 2;
   options.schedule.name = "linear";
   fit(small_task(), options);
-  EXPECT_DOUBLE_EQ(recorder_->rates.front(), 0.05);
+  EXPECT_DOUBLE_EQ(recorder_->rates.front(), 0.001);
   EXPECT_GT(recorder_->rates[8], recorder_->rates[9]);
   EXPECT_GT(recorder_->rates[9], 0);
 }
