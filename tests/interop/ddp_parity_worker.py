@@ -44,7 +44,9 @@ def train(config):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for run in json.loads(pathlib.Path(sys.argv[1]).read_text())["runs"]:
+    job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo", init_method=f"file://{job['meet']}", rank=int(sys.argv[2]),
+                            world_size=int(sys.argv[3]))
+    for run in job["runs"]:
         train(run)
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 // Does in C++ what the test scripts beside it do in Python, on tensors that the script wrote, and
-// writes the results for it to compare: lockstep_parity CONFIG.json
+// writes the results for it to compare: lockstep_parity CONFIG.json [RANK SIZE]
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
@@ -174,7 +174,7 @@ void train(const Json& config, const lockstep::World& world) {
       config["output"].get<std::string>() + "." + std::to_string(world.rank()), output);
 }
 
-int run(const Json& config) {
+int run(const Json& config, int rank, int size) {
   at::set_num_threads(config.value("threads", 1));
   const std::string mode = config["mode"];
   if (mode == "init") make_initial_model(config);
@@ -182,7 +182,12 @@ int run(const Json& config) {
   if (mode == "optim") run_optimizer(config);
   if (mode == "schedule") run_schedule(config);
   if (mode == "train") {
-    auto world = lockstep::init();
+    lockstep::InitOptions options;
+    options.backend = "gloo";
+    options.init_method = "file://" + config["meet"].get<std::string>();
+    options.rank = rank;
+    options.world_size = size;
+    auto world = lockstep::init(options);
     for (const Json& job : config["runs"]) train(job, world);
   }
   return 0;
@@ -192,8 +197,11 @@ int run(const Json& config) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc != 2) throw lockstep::UsageError("usage: lockstep_parity CONFIG.json");
-    return run(Json::parse(std::ifstream(argv[1])));
+    if (argc != 2 && argc != 4) {
+      throw lockstep::UsageError("usage: lockstep_parity CONFIG.json [RANK SIZE]");
+    }
+    return run(Json::parse(std::ifstream(argv[1])), argc == 4 ? std::stoi(argv[2]) : 0,
+               argc == 4 ? std::stoi(argv[3]) : 1);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "lockstep_parity: %s\n", error.what());
     return lockstep::exit_code_of(error);

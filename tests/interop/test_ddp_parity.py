@@ -25,20 +25,14 @@ def data(model, steps, ranks, batch, seed=7):
 
 
 def run_ranks(command, ranks, folder, timeout=150):
-    """Starts the ranks of a job, which meet on a port that was free a moment ago."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Starts the ranks of a job, which meet in a file."""
     processes = []
     try:
         for rank in range(ranks):
-            env = testing.clean_environment(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks,
-                                            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                                            PYTHONPATH=f"{HERE}:{HERE.parent / 'lib'}")
+            env = testing.clean_environment(PYTHONPATH=f"{HERE}:{HERE.parent / 'lib'}", GLOO_SOCKET_IFNAME="lo")
             log = open(folder / f"log.{rank}", "w+")
-            processes.append((subprocess.Popen([str(c) for c in command], env=env, stdout=log, stderr=log), log))
+            processes.append((subprocess.Popen([str(c) for c in (*command, rank, ranks)], env=env, stdout=log,
+                                               stderr=log), log))
         for process, log in processes:
             code = process.wait(timeout)
             if code != 0:
@@ -101,7 +95,7 @@ class DdpParity(unittest.TestCase):
                 for number, config in enumerate(configs):
                     config["output"] = str(folder / f"{side}.{number}")
                 path = folder / f"{side}.json"
-                path.write_text(json.dumps({"mode": "train", "runs": configs}))
+                path.write_text(json.dumps({"mode": "train", "runs": configs, "meet": str(folder / f"meet.{side}")}))
                 run_ranks([*command, path], ranks, folder)
             for number, name in enumerate(runs):
                 for rank in range(ranks):
