@@ -21,10 +21,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kAbortPatience{300};
 
-std::string member_key(const std::string& group, int rank) {
-  return "group/" + group + "/" + std::to_string(rank);
-}
-
 // The ranks of the group that have not come: neither announced as ours do nor, as Python's do not,
 // published an address for Gloo's first context under their rank.
 std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
@@ -111,6 +107,10 @@ void release_impatiently(c10::intrusive_ptr<c10d::ProcessGroup> native,
 
 }  // namespace
 
+std::string member_key(const std::string& group, int rank) {
+  return "group/" + group + "/" + std::to_string(rank);
+}
+
 ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name,
                          std::vector<int> global_ranks, int rank, std::string backend)
     : context(std::move(context)),
@@ -122,10 +122,12 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
       timeout(this->context->timeout),
       device_(backend_name == "nccl" ? this->context->device : c10::Device(c10::kCPU)),
       waiters_(std::make_shared<detail::WaiterPool>()) {
-  // The nesting of Python's init_process_group and new_group, so that its ranks meet ours.
+  // The nesting of Python's init_process_group and new_group, so that its ranks meet ours: further
+  // groups lie within the default group's prefix.
+  Store parent = this->context->store;
+  if (this->name != kDefaultGroup) parent = prefix_store(std::string(kDefaultGroup) + "/", parent);
   const std::string device_name = device_.is_cuda() ? "cuda" : "cpu";
-  auto group_store =
-      c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(this->context->store));
+  auto group_store = c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(parent));
   auto backend_store = c10::make_intrusive<c10d::PrefixStore>(device_name + "/", group_store);
   auto check_store = native_store(prefix_store("check/" + this->name, this->context->own_store));
 #if LOCKSTEP_HAS_CHECKS

@@ -16,6 +16,9 @@
 
 namespace lockstep {
 
+/// The default group's name, as Python counts groups.
+inline constexpr const char* kDefaultGroup = "0";
+
 /// What all groups of one World share.
 struct GroupContext {
   Store store;      ///< The prefix in which Python keeps its groups: "default_pg".
@@ -28,7 +31,7 @@ struct GroupContext {
   c10::Device device = c10::kCPU;
   std::chrono::milliseconds timeout{120'000};
   DebugLevel debug = DebugLevel::info;
-  int next_group = 1;  ///< Python numbers its groups alike; 0 is the default group.
+  int next_group = 1;  ///< The name of the next one, counted as Python does.
 
   std::mutex mutex;
   std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;  ///< In the order they were made.
@@ -69,6 +72,10 @@ class ProcessGroup::Impl {
   c10::intrusive_ptr<c10d::ProcessGroup> native_;
   c10::intrusive_ptr<c10d::Backend> backend_;
 };
+
+/// The key in GroupContext::own_store under which rank `rank` of a group tells that it is one of
+/// ours.
+std::string member_key(const std::string& group, int rank);
 
 /// Forms a group of `global_ranks`, of which this process is one; all of them call it with the same
 /// name. Blocks until all have come. Throws TimeoutError naming the missing ones.

@@ -200,7 +200,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   }
   std::vector<int> everyone;
   for (int rank = 0; rank < job.world_size; ++rank) everyone.push_back(rank);
-  group = ProcessGroup(form_group(context, "0", everyone, context->backend));
+  group = ProcessGroup(form_group(context, kDefaultGroup, everyone, context->backend));
   if (job.local_rank < 0 || job.local_size < 0) find_local_ranks(context->own_store, job);
 }
 
@@ -217,8 +217,7 @@ void World::Impl::say_farewell(bool failing) {
   std::vector<std::string> keys;
   for (int rank = 1; rank < job.world_size; ++rank) {
     // Python ranks do not say good-bye: those that never announced themselves are not waited for.
-    if (own.check({"group/0/" + std::to_string(rank)}))
-      keys.push_back("bye/" + std::to_string(rank));
+    if (own.check({member_key(kDefaultGroup, rank)})) keys.push_back("bye/" + std::to_string(rank));
   }
   if (!keys.empty()) own.wait(keys, kFarewell);
 }

@@ -1,6 +1,7 @@
 // One rank of a job, for comm_test.py and whoever needs a small C++ rank:
 //   comm_rank MODE [init_method]
 // init       joins, all-reduces one number, prints {"sum", "init_ms", ...}
+// hold       joins and stays until standard input ends
 // ops        runs the operations that comm_peer.py runs too and prints their results
 // groups     new_group as in comm_peer.py
 // fail       joins, then rank 1 throws while rank 0 waits in a collective
@@ -126,6 +127,10 @@ int run(const std::string& mode, const std::string& method) {
     at::Tensor one = at::full({1}, world.rank() + 1, at::kLong);
     group.all_reduce(one);
     out["sum"] = one.item<int64_t>();
+  } else if (mode == "hold") {
+    std::cout << "joined" << std::endl;
+    while (std::cin.get() != std::istream::traits_type::eof()) {
+    }
   } else if (mode == "ops") {
     out["results"] = run_ops(group);
   } else if (mode == "groups") {
