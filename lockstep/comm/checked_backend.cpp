@@ -58,8 +58,8 @@ Tensors flattened(const TensorLists& lists) {
 }
 
 /// Calls what not every LibTorch that we build with has.
-template <class Inner, class Call>
-auto forward(Inner& inner, Call call) {
+template <class Result, class Inner, class Call>
+Result forward(Inner& inner, Call call) {
   if constexpr (std::is_invocable_v<Call, Inner&>) {
     return call(inner);
   } else {
@@ -348,13 +348,15 @@ class CheckedBackend final : public c10d::Backend {
 
   // Not in every LibTorch that we build with, so without `override`.
   void suspend() {
-    forward(inner_, [](auto& backend) -> decltype(backend->suspend()) { backend->suspend(); });
+    forward<void>(inner_,
+                  [](auto& backend) -> decltype(backend->suspend()) { backend->suspend(); });
   }
   void resume() {
-    forward(inner_, [](auto& backend) -> decltype(backend->resume()) { backend->resume(); });
+    forward<void>(inner_, [](auto& backend) -> decltype(backend->resume()) { backend->resume(); });
   }
   std::unordered_map<std::string, uint64_t> getMemoryStats() {
-    return forward(inner_, [](auto& backend) -> decltype(backend->getMemoryStats()) {
+    using Stats = std::unordered_map<std::string, uint64_t>;
+    return forward<Stats>(inner_, [](auto& backend) -> decltype(backend->getMemoryStats()) {
       return backend->getMemoryStats();
     });
   }
@@ -392,8 +394,7 @@ class CheckedBackend final : public c10d::Backend {
       return issue();
     } catch (...) {
       std::rethrow_exception(
-          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout),
-                            peer < 0 ? std::vector<int>() : std::vector<int>{peer}));
+          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout), peer));
     }
   }
 

@@ -1,10 +1,10 @@
 #include "lockstep/parallel/reducer.h"
 
-#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <unordered_map>
 
 #include "lockstep/base/error.h"
@@ -31,6 +31,17 @@ std::vector<size_t> first_limits(const DdpOptions& options, int64_t first_cap, i
   return {static_cast<size_t>(cap)};
 }
 
+/// The Reducer's constructor has grown: some releases of LibTorch want the caps of single buckets
+/// after the other arguments.
+template <class Reducer, class... Args>
+std::unique_ptr<Reducer> construct(Args&&... args) {
+  if constexpr (std::is_constructible_v<Reducer, Args...>) {
+    return std::make_unique<Reducer>(std::forward<Args>(args)...);
+  } else {
+    return std::make_unique<Reducer>(std::forward<Args>(args)..., std::vector<int64_t>{});
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>& parameters,
@@ -51,15 +62,10 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>&
   // Backward produces gradients about in the opposite order.
   std::reverse(buckets.begin(), buckets.end());
   const bool skip_unused = false, python_reducer = false;
-  return std::make_unique<c10d::Reducer>(
-      std::move(tensors), std::move(buckets), group, std::move(sparse), cap,
-      options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names), first_cap,
-      skip_unused, python_reducer
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
-      ,
-      /*bucket_bytes_cap_list=*/std::vector<int64_t>{}, /*batched_grad_copy=*/false
-#endif
-  );
+  return construct<c10d::Reducer>(std::move(tensors), std::move(buckets), group, std::move(sparse),
+                                  cap, options.find_unused_parameters,
+                                  options.gradient_as_bucket_view, std::move(names), first_cap,
+                                  skip_unused, python_reducer);
 }
 
 }  // namespace lockstep::detail
