@@ -1,5 +1,6 @@
 #include "lockstep/comm/check_context.h"
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -71,6 +72,27 @@ bool CheckContext::all_announced() {
   std::vector<std::string> keys;
   for (int rank : others()) keys.push_back(announcement_key(rank));
   return store().check(keys);
+}
+
+namespace {
+std::string failed_key(int rank) {
+  return "failed/" + std::to_string(rank);
+}
+constexpr size_t kLongestWord = 400;
+}  // namespace
+
+void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
+  try {
+    store().set(failed_key(rank_),
+                (known ? "!" : "?") + text.substr(0, std::min(text.find('\n'), kLongestWord)));
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
+  if (!store().check({failed_key(rank)})) return std::nullopt;
+  const std::string word = store().get_to_str(failed_key(rank));
+  return Word{word.substr(1), word[0] == '!'};
 }
 
 std::vector<int> CheckContext::unannounced() {

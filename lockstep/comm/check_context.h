@@ -48,6 +48,15 @@ class CheckContext {
 
   /// Whether all ranks have announced themselves (see announce_checks); asks the store.
   bool all_announced();
+  /// Tells the other ranks in what this one failed, and, when it is `known`, why; never throws.
+  void tell_failed(const std::string& text, bool known) noexcept;
+  /// What another rank told so; none when it told nothing. Asks the store.
+  struct Word {
+    std::string text;
+    bool known = false;
+  };
+  std::optional<Word> word_of(int rank);
+
   /// The ranks that have not; asks the store.
   std::vector<int> unannounced();
   /// Reads the other ranks' announcements, which must be there: a rank whose end takes the store

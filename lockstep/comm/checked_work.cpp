@@ -21,8 +21,7 @@ struct Report {
 
   std::exception_ptr translate(const std::exception_ptr& error,
                                std::chrono::milliseconds waited) const {
-    return translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout,
-                             peer < 0 ? std::vector<int>() : std::vector<int>{peer});
+    return translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout, peer);
   }
 };
 

@@ -14,8 +14,8 @@ class Work;
 
 namespace lockstep {
 
-/// Decorates a backend's work: wait, exception and future give our errors; all else passes. `peers`
-/// are the ranks that can be at fault for a failure (empty: all others of the group).
+/// Decorates a backend's work: wait, exception and future give our errors; all else passes. `peer`
+/// is the other side of a message, -1 for a collective.
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,

@@ -21,10 +21,6 @@ struct Findings {
   bool store_lost = false;
 };
 
-std::string failed_key(int rank) {
-  return "failed/" + std::to_string(rank);
-}
-
 bool is_p2p(Operation operation) {
   return operation >= Operation::send;
 }
@@ -37,37 +33,39 @@ std::string what_i_did(const CheckContext& context, const CallSummary& call) {
          "',";
 }
 
-/// One look at the store and the processes; true when the cause is known.
-bool look(CheckContext& context, const std::vector<int>& peers, Findings& findings) {
-  findings.silent.clear();
-  for (int rank : peers) {
-    if (findings.words.count(rank)) continue;
-    if (context.store().check({failed_key(rank)})) {
-      findings.words[rank] = context.store().get_to_str(failed_key(rank));
-    } else {
-      findings.silent.push_back(rank);
-    }
+/// One look at the store and the processes; true when no more need be waited for. A message has one
+/// peer, whose silence says something; that of the others, who may be busy, does not.
+bool look(CheckContext& context, int peer, Findings& findings) {
+  std::vector<int> wordless;
+  bool peer_knows = false;
+  for (int rank : context.others()) {
+    const auto word = context.word_of(rank);
+    if (word) findings.words[rank] = word->text;
+    if (!word) wordless.push_back(rank);
+    if (rank == peer && word) peer_knows = word->known;
   }
-  findings.ended = context.ended(findings.silent);
-  return !findings.ended.empty() || findings.silent.empty();
+  findings.ended = context.ended(wordless);
+  if (peer < 0) {
+    findings.silent = wordless;
+    return !findings.ended.empty() || wordless.empty();
+  }
+  findings.silent.clear();
+  if (!findings.words.count(peer)) findings.silent = {peer};
+  return !findings.ended.empty() || peer_knows;
 }
 
-Findings investigate(CheckContext& context, const CallSummary& call,
-                     const std::vector<int>& peers) {
+Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
   Findings findings;
-  findings.silent = peers;
   const auto deadline = Clock::now() + kReportPatience;
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
+  context.tell_failed(what_i_did(context, call), /*known=*/false);
   try {
-    context.store().set(failed_key(context.rank()), what_i_did(context, call));
-    while (!look(context, peers, findings) && Clock::now() < deadline)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    while (!look(context, peer, findings) && Clock::now() < deadline) pause();
   } catch (const std::exception&) {
     findings.store_lost = true;
-    findings.ended = context.ended(peers);
-    while (findings.ended.empty() && Clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      findings.ended = context.ended(peers);
-    }
+    findings.ended = context.ended(context.others());
+    for (; findings.ended.empty() && Clock::now() < deadline; pause())
+      findings.ended = context.ended(context.others());
   }
   return findings;
 }
@@ -78,18 +76,24 @@ std::string name_ended(CheckContext& context, const std::vector<int>& ended) {
   return join(parts, ", ") + (ended.size() == 1 ? " has ended" : " have ended");
 }
 
-/// The sentences after the colon.
-std::string cause(CheckContext& context, const Findings& findings) {
+/// Who is at fault, as far as it is known without what others tell.
+std::string root_cause(CheckContext& context, const Findings& findings) {
   if (!findings.ended.empty()) return name_ended(context, findings.ended);
+  if (findings.silent.empty()) return {};
+  return "no word from " + rank_list(findings.silent, context.names()) +
+         (findings.silent.size() == 1 ? ", which" : ", who") +
+         " did not come, is lost or still waits";
+}
+
+/// The sentences after the colon.
+std::string whole_cause(CheckContext& context, const Findings& findings, int peer) {
   std::vector<std::string> parts;
-  if (!findings.silent.empty())
-    parts.push_back("no word from " + rank_list(findings.silent, context.names()) +
-                    (findings.silent.size() == 1 ? ", which" : ", who") +
-                    " did not come, is lost or still waits");
-  for (const auto& [rank, word] : findings.words)
-    parts.push_back(rank_list({rank}, context.names()) + " failed in " + word);
+  if (auto root = root_cause(context, findings); !root.empty()) parts.push_back(std::move(root));
   if (findings.store_lost)
     parts.push_back("the store, held by rank 0 or the launcher, is lost as well");
+  for (const auto& [rank, word] : findings.words)
+    if (findings.ended.empty() && (peer < 0 || rank == peer))
+      parts.push_back(rank_list({rank}, context.names()) + " failed in " + word);
   return join(parts, "; ");
 }
 
@@ -97,16 +101,19 @@ std::string cause(CheckContext& context, const Findings& findings) {
 
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
-                                     std::vector<int> peers) {
+                                     int peer) {
   const FailureKind kind = failure_kind(error);
   if (kind != FailureKind::timeout && kind != FailureKind::connection) return error;
-  if (peers.empty()) peers = context.others();
-  const Findings findings = investigate(context, call, peers);
-  std::string text = context.me() + ": " + what_i_did(context, call);
-  text += kind == FailureKind::timeout
-              ? " did not finish within " + seconds_text(timeout)
-              : " lost its connection to " + rank_list(peers, context.names());
-  const std::string why = cause(context, findings);
+  const Findings findings = investigate(context, call, peer);
+  const std::string mine = what_i_did(context, call);
+  const std::string why = whole_cause(context, findings, peer);
+  if (!why.empty()) context.tell_failed(mine + " " + why, /*known=*/true);
+  std::string text = context.me() + ": " + mine;
+  text +=
+      kind == FailureKind::timeout
+          ? " did not finish within " + seconds_text(timeout)
+          : " lost its connection to " +
+                rank_list(peer < 0 ? context.others() : std::vector<int>{peer}, context.names());
   if (!why.empty()) text += ": " + why;
   text += " [" + failure_text(error) + "]";
   if (kind == FailureKind::connection || !findings.ended.empty())

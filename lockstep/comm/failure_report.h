@@ -15,11 +15,11 @@ inline constexpr std::chrono::milliseconds kReportPatience{1000};
 
 /// Turns what a backend threw for `call` into TimeoutError or PeerLostError; other exceptions come
 /// back as they are. Tells the other ranks through the store that this one failed, and waits up to
-/// kReportPatience for their word: who has ended, who failed as well, who is silent. `peers` are
-/// the ranks that can be at fault (empty: all others); `timeout` is the one that applied.
+/// kReportPatience for their word: who has ended, who failed as well, who is silent. `peer` is
+/// the other side of a message, -1 for a collective; `timeout` is the one that applied.
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
-                                     std::vector<int> peers = {});
+                                     int peer = -1);
 
 /// For a wait that its caller limited to `timeout`, while the operation goes on.
 std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,

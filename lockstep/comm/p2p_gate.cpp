@@ -302,6 +302,7 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   if (ended.size() == peers.size()) {
     std::vector<std::string> names;
     for (int rank : ended) names.push_back(context_->name_with_process(rank));
+    context_->tell_failed(mine + ", but " + join(names, ", ") + " ended", /*known=*/true);
     fail(held, std::make_exception_ptr(
                    PeerLostError(mine + ", but " + join(names, ", ") +
                                      (names.size() == 1 ? " has ended" : " have ended"),
@@ -309,6 +310,9 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
     return true;
   }
   if (!late) return false;
+  context_->tell_failed(
+      mine + ", for which " + rank_list(peers, context_->names()) + " did not come",
+      /*known=*/true);
   const char* counterpart = held.signature.operation == Operation::send
                                 ? " did not call the receive"
                                 : " did not call the send";

@@ -101,6 +101,11 @@ void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds ti
     } else {
       await(call, timeout);
     }
+  } catch (const MismatchError&) {
+    throw;
+  } catch (const CommError& e) {
+    context_.tell_failed("the comparison of calls: " + std::string(e.what()), /*known=*/true);
+    throw;
   } catch (const std::exception& e) {
     if (!is_store_lost(e)) throw;
     throw PeerLostError(called(call) +
