@@ -16,7 +16,7 @@ class Callback {
  public:
   virtual ~Callback() = default;
   virtual void on_start(Trainer& trainer) {}
-  /// After every optimizer step: keep it cheap.
+  /// After every optimizer step, and after its `on_log` where there is one: keep it cheap.
   virtual void on_step(Trainer& trainer, const StepResult& result) {}
   /// Every log_every_n_steps and after an epoch's last step, with metrics reduced over all ranks.
   virtual void on_log(Trainer& trainer, const LogResult& result) {}

@@ -90,8 +90,9 @@ FitResult Trainer::fit() {
 void Trainer::after_step(const StepResult& result) {
   batches_ = result.batches;
   last_step_ = result;
-  for (const auto& callback : callbacks_) callback->on_step(*this, result);
+  // Logged first: a checkpoint of this step must not be on the disk before the step's own row is.
   if (result.step % options_.log_every_n_steps == 0) log_step(result);
+  for (const auto& callback : callbacks_) callback->on_step(*this, result);
 }
 
 void Trainer::collect_sums() {

@@ -84,7 +84,7 @@ class SameBits(unittest.TestCase):
         self.check("--devices", 3, "--limit-train-batches", 21, "--accumulate-grad-batches", 2, "--max-epochs", 4)
 
     def test_dropout_and_batch_norm_on_two_ranks(self):
-        self.check("--devices", 2, "--model", "fashion-cnn", "--batch-size", 8, "--limit-train-batches", 12,
+        self.check("--devices", 2, "--model", "fashion-cnn", "--lr", 0.002, "--batch-size", 8, "--limit-train-batches", 12,
                    "--limit-test-batches", 1, "--max-epochs", 3)
 
 
