@@ -117,8 +117,8 @@ class CommFaults(unittest.TestCase):
         # Half of them while the first collectives are compared, half in the steady state.
         line, delay = choose.choice([("joined", choose.uniform(0, 0.05)), ("round 3", choose.uniform(0, 0.2))])
         if over_file:
-            # Not while calls are compared, messages up to round 10: LibTorch's FileStore writes a record in four pieces, and its
-            # readers spin for ever on one that a killed writer has left unfinished.
+            # Not while calls are compared (messages are up to round 10): LibTorch's FileStore writes a
+            # record in four pieces, and its readers spin for ever on one that a killed writer left.
             line, delay = "round 12", choose.uniform(0, 0.2)
         what = f"seed {seed}, debug {debug}, {'file' if over_file else 'tcp'}: rank {victim}, {delay:.3f} s after '{line}'"
         print(what, flush=True)
