@@ -21,4 +21,6 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
