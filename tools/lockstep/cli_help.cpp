@@ -16,7 +16,8 @@ std::string wrapped(const std::string& text, size_t indent, size_t width) {
   for (const auto& word : split(text, ' ')) {
     if (word.empty()) continue;
     if (column > indent && column + 1 + word.size() > width) {
-      out += "\n" + std::string(indent, ' ');
+      out += '\n';
+      out.append(indent, ' ');
       column = indent;
     } else if (column > indent) {
       out += ' ';
@@ -33,7 +34,8 @@ std::string help_row(const std::string& left, const std::string& right, size_t w
   constexpr size_t kColumn = 30;
   std::string row = "  " + left;
   if (row.size() + 2 > kColumn) {
-    row += "\n" + std::string(kColumn, ' ');
+    row += '\n';
+    row.append(kColumn, ' ');
   } else {
     row.resize(kColumn, ' ');
   }
