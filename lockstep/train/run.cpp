@@ -148,7 +148,7 @@ void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::
 }
 
 RunConfig resolved(RunConfig config) {
-  config.lr = config.lr.value_or(default_lr(config.optimizer));
+  config.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
   config.momentum = config.momentum.value_or(default_momentum(config.optimizer));
   return config;
 }

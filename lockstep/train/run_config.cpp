@@ -231,8 +231,8 @@ void check_dataset(const std::string& name) {
 
 }  // namespace
 
-double default_lr(const std::string& optimizer) {
-  if (optimizer == "sgd") return 0.05;
+double default_lr(const std::string& optimizer, const std::string& model) {
+  if (optimizer == "sgd") return model == "convnet" || model == "fashion-cnn" ? 0.01 : 0.05;
   return optimizer == "adagrad" ? 0.01 : 0.001;
 }
 

@@ -29,8 +29,8 @@ struct RunConfig {
   int64_t max_epochs = 5;
   int64_t batch_size = 64;  ///< Of each process, as in a PyTorch script.
   std::string optimizer = "sgd";
-  std::optional<double> lr;        ///< Unset: `default_lr` of the optimizer.
-  std::optional<double> momentum;  ///< Unset: 0.9 for sgd, 0 for rmsprop.
+  std::optional<double> lr;        ///< Unset: `default_lr`.
+  std::optional<double> momentum;  ///< Unset: `default_momentum`.
   double weight_decay = 0;
   bool nesterov = false;
   std::string schedule = "constant";
@@ -62,9 +62,11 @@ struct RunConfig {
   bool quiet = false;
 };
 
-/// sgd 0.05, rmsprop and adam and adamw 0.001, adagrad 0.01: PyTorch's defaults, but for sgd, whose
-/// 0.001 is meant to be set by the user.
-double default_lr(const std::string& optimizer);
+/// PyTorch's defaults, but for sgd, whose 0.001 is meant to be set by the user: 0.05, and 0.01 for
+/// convnet and fashion-cnn, which diverge with 0.05 and the default momentum. rmsprop, adam and
+/// adamw 0.001, adagrad 0.01.
+double default_lr(const std::string& optimizer, const std::string& model);
+/// 0.9 for sgd, as most recipes have it; 0 for the others, as PyTorch.
 double default_momentum(const std::string& optimizer);
 
 /// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.

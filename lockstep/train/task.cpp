@@ -53,7 +53,7 @@ void seed_everything(uint64_t seed) {
 
 std::unique_ptr<Optimizer> make_optimizer_for(const RunConfig& config, const Model& model) {
   OptimizerOptions options;
-  options.lr = config.lr.value_or(default_lr(config.optimizer));
+  options.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
   options.momentum = config.momentum.value_or(default_momentum(config.optimizer));
   options.weight_decay = config.weight_decay;
   options.nesterov = config.nesterov;

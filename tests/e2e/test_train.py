@@ -78,8 +78,7 @@ class Outcome(unittest.TestCase):
 
     def test_every_model_and_optimizer_trains(self):
         for model in ("convnet", "fashion-cnn", "wide"):
-            train("--model", model, "--limit-train-batches", 2, "--max-epochs", 1, "--limit-test-batches", 1,
-                  "--lr", 0.01)
+            train("--model", model, "--limit-train-batches", 2, "--max-epochs", 1, "--limit-test-batches", 1)
         for optimizer in ("adam", "adamw", "rmsprop", "adagrad"):
             result = train("--optimizer", optimizer, "--max-epochs", 1)
             self.assertGreater(float(OUTCOME.fullmatch(last_line(result))[1]), 0.5, optimizer)

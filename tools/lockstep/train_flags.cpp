@@ -53,8 +53,11 @@ void add_training_flags(Cli& cli, RunConfig& config) {
   cli.option("--batch-size", config.batch_size,
              "Samples of a batch in each process; a step of N processes uses N times as many", {1});
   cli.choice("--optimizer", config.optimizer, optimizer_names(), "The optimizer");
-  cli.option("--lr", config.lr,
-             "Learning rate; without it 0.05 for sgd, 0.01 for adagrad, 0.001 for the others", {0});
+  cli.option(
+      "--lr", config.lr,
+      "Learning rate; without it 0.05 for sgd (0.01 for the models with convolutions), 0.01 for "
+      "adagrad, 0.001 for the others",
+      {0});
   cli.option("--momentum", config.momentum, "Of sgd and rmsprop; without it 0.9 and 0", {0});
   cli.option("--weight-decay", config.weight_decay,
              "L2 penalty; decoupled from the gradient for adamw", {0});
