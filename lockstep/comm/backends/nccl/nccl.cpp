@@ -6,14 +6,6 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::nccl {
-namespace {
-
-// The checks' decorator hands its inner backend's work through but is no ProcessGroupNCCL itself.
-c10d::ProcessGroupNCCL* as_nccl(c10d::Backend& backend) {
-  return dynamic_cast<c10d::ProcessGroupNCCL*>(&backend);
-}
-
-}  // namespace
 
 BackendInfo info() {
   if (at::detail::getCUDAHooks().deviceCount() > 0) return {"nccl", true, {}, {}};
@@ -44,13 +36,12 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
   return backend;
 }
 
+// By the virtual functions, which the checks' decorator hands through.
 void shut_down(c10d::Backend& backend, bool abort) {
-  auto* nccl = as_nccl(backend);
-  if (!nccl) return;
   if (abort) {
-    nccl->abort();
+    backend.abort();
   } else {
-    nccl->shutdown();
+    backend.shutdown();
   }
 }
 
