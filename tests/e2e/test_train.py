@@ -3,10 +3,12 @@
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
 import subprocess
+import sys
 import time
 import unittest
 
@@ -222,6 +224,19 @@ class Files(unittest.TestCase):
             self.assertEqual(last_line(again), last_line(result))
 
 
+    def test_every_configuration_key_is_a_flag_and_every_flag_a_key(self):
+        import tomllib
+
+        with t.temporary_folder() as folder:
+            optional = folder / "run.toml"
+            optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n")
+            train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
+            keys = set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
+        flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))
+        # --resume says where this run stands, not what it is.
+        self.assertEqual(keys, flags - {"config", "resume"})
+
+
 class Terminal(unittest.TestCase):
 
     def on_terminal(self, *flags, **env):
@@ -297,6 +312,23 @@ class Ending(unittest.TestCase):
                     self.assertIn(f"stopped by {number.name}", out + err)
                     self.assert_all_gone(process)
                     self.assertTrue((saved / "latest" / "state.json").exists(), out + err)
+
+    def test_a_signal_at_any_moment_is_no_success_and_leaves_nothing(self):
+        seed = int(os.environ.get("LOCKSTEP_TEST_SEED", random.randrange(1 << 30)))
+        print(f"LOCKSTEP_TEST_SEED={seed}", file=sys.stderr)
+        rng = random.Random(seed)
+        for i in range(8):
+            number = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[i % 3]
+            with self.subTest(i=i, signal=number), t.temporary_folder() as folder:
+                process, _ = self.start(folder, "--devices", 1 + i % 2)
+                try:  # a random moment of start-up or of the first steps
+                    process.wait(timeout=rng.uniform(0.01, 1.5))
+                except subprocess.TimeoutExpired:
+                    process.send_signal(number)
+                out, err = process.communicate(timeout=60)
+                # Before there is a handler the signal itself ends the process.
+                self.assertIn(process.returncode, (128 + number, -number), out + err)
+                self.assert_all_gone(process)
 
     def test_ctrl_c_reaches_every_process_and_still_ends_in_order(self):
         with t.temporary_folder() as folder:
