@@ -316,10 +316,12 @@ class CheckedBackend final : public c10d::Backend {
     return inner_->allocateTensor(size, options);
   }
   void abort() override {
+    checks_.leave();
     gate_.close();
     inner_->abort();
   }
   void shutdown() override {
+    checks_.leave();
     gate_.close();
     inner_->shutdown();
   }

@@ -9,12 +9,10 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/checked_backend.h"
 #include "lockstep/comm/native_log.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/translate.h"
-#if LOCKSTEP_HAS_CHECKS
-#include "lockstep/comm/checked_backend.h"
-#endif
 
 namespace lockstep {
 namespace {
@@ -66,7 +64,6 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::string& name,
                                               const std::vector<int>& global_ranks) {
-#if LOCKSTEP_HAS_CHECKS
   CheckedBackendOptions options;
   options.debug = context.debug;
   options.global_ranks = global_ranks;
@@ -74,9 +71,6 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context,
   options.group_name = name;
   options.announced = true;
   return make_checked_backend(std::move(inner), store, std::move(options));
-#else
-  return inner;
-#endif
 }
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
@@ -130,9 +124,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   auto group_store = c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(parent));
   auto backend_store = c10::make_intrusive<c10d::PrefixStore>(device_name + "/", group_store);
   auto check_store = native_store(prefix_store("check/" + this->name, this->context->own_store));
-#if LOCKSTEP_HAS_CHECKS
   announce_checks(*check_store, rank, this->name, this->context->debug);
-#endif
   BackendOptions options;
   options.store = backend_store;
   options.rank = rank;
@@ -191,8 +183,14 @@ Work ProcessGroup::Impl::make_work(c10::intrusive_ptr<c10d::Work> work,
 void ProcessGroup::Impl::close(bool abort) noexcept {
   if (!backend_) return;
   waiters_->close();
+  // Gloo has no shutdown of its own, its destructor drains the queue and joins the threads; the
+  // checks tell those who wait for this rank.
   try {
-    shut_down_backend(backend_name, *backend_, abort);
+    if (abort) {
+      backend_->abort();
+    } else {
+      backend_->shutdown();
+    }
     if (abort) {
       release_impatiently(std::move(native_), std::move(backend_));
     }

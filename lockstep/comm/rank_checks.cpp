@@ -188,6 +188,19 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
   throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
 }
 
+void RankChecks::leave() noexcept {
+  // Before the first comparison there is no connection yet, and making one now could block.
+  if (context_.size() == 1 || limit_ == 0 || !decided_) return;
+  // Held by a call of this rank's own that waits: then there is something to tell.
+  if (std::unique_lock lock(mutex_, std::try_to_lock); lock) {
+    if (static_cast<uint64_t>(compared_) >= limit_) return;
+  }
+  try {
+    break_group(kLost, context_.me() + " has closed it");
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
 void RankChecks::break_group(char kind, const std::string& text) {
   auto& store = context_.store();
   const std::string mine = kind + text;

@@ -31,9 +31,4 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
   return name == "nccl" ? nccl::make(options) : gloo::make(options);
 }
 
-void shut_down_backend(const std::string& name, c10d::Backend& backend, bool abort) {
-  if (name == "nccl") nccl::shut_down(backend, abort);
-  // Gloo has no shutdown of its own: its destructor drains the queue and joins the threads.
-}
-
 }  // namespace lockstep

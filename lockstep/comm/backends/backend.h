@@ -41,12 +41,10 @@ std::vector<BackendInfo> available_backends();
 BackendInfo backend_info(const std::string& name);
 
 /// Forms the group: blocks until all ranks have come. Throws UsageError for an unknown or absent
-/// backend (why, and what to do) and CommError for what goes wrong while connecting.
+/// backend (why, and what to do); LibTorch's errors for what goes wrong while connecting. Before it
+/// is released its `shutdown` must be called, or `abort` to give up what is in flight; for NCCL on
+/// every rank in the same order and before `main` ends.
 c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
                                                const BackendOptions& options);
-
-/// Ends a backend's threads and connections in order; `abort` gives up what is in flight. Blocking;
-/// for NCCL it must be called, on every rank in the same order, before `main` ends.
-void shut_down_backend(const std::string& name, c10d::Backend& backend, bool abort);
 
 }  // namespace lockstep

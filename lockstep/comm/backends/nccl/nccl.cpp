@@ -36,13 +36,4 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
   return backend;
 }
 
-// By the virtual functions, which the checks' decorator hands through.
-void shut_down(c10d::Backend& backend, bool abort) {
-  if (abort) {
-    backend.abort();
-  } else {
-    backend.shutdown();
-  }
-}
-
 }  // namespace lockstep::nccl

@@ -8,6 +8,5 @@ namespace lockstep::nccl {
 
 BackendInfo info();
 c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
-void shut_down(c10d::Backend& backend, bool abort);
 
 }  // namespace lockstep::nccl

@@ -15,6 +15,4 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
                    LOCKSTEP_NCCL_ABSENT_REMEDY);
 }
 
-void shut_down(c10d::Backend& backend, bool abort) {}
-
 }  // namespace lockstep::nccl
