@@ -46,8 +46,8 @@ void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& che
 
 /// Reads what `write_checkpoint` wrote, after comparing sizes and hashes. Throws
 /// DamagedCheckpointError naming the file and what is wrong with it, and CheckpointError for
-/// another version of the layout, naming both. Another LibTorch is only warned of: it reads the same
-/// files, but may compute other last bits.
+/// another version of the layout, naming both. Another LibTorch is only warned of: it reads the
+/// same files, but may compute other last bits.
 Checkpoint read_checkpoint(const std::filesystem::path& folder);
 
 /// Throws CheckpointError naming every key whose value differs, with both values. Keys that only

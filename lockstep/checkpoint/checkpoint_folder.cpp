@@ -75,6 +75,22 @@ void CheckpointFolder::prepare() {
   }
 }
 
+void CheckpointFolder::supersede_after(int64_t step) {
+  for (const fs::path& folder : list()) {
+    if (*step_of(folder) <= step) continue;
+    const fs::path aside = path_ / ("superseded-" + folder.filename().string());
+    std::error_code error;
+    fs::remove_all(aside, error);
+    fs::rename(folder, aside, error);
+    if (error) {
+      throw CheckpointError("cannot rename " + folder.string() + " to " + aside.string() + ": " +
+                            error.message());
+    }
+    log_warning("checkpoint " + folder.string() + " is later than step " + std::to_string(step) +
+                ", from which this run goes on; it is now " + aside.filename().string());
+  }
+}
+
 fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
   const fs::path target = path_ / checkpoint_name(checkpoint.info.step);
   try {

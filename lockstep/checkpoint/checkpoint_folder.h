@@ -23,6 +23,10 @@ class CheckpointFolder {
   /// hours and then failing to save loses them.
   void prepare();
 
+  /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning: when a run goes
+  /// on from `step`, they belong to a course that it leaves, and must not be taken for its newest.
+  void supersede_after(int64_t step);
+
   /// Writes, flushes and publishes one checkpoint, moves `latest`, and removes old ones. On failure
   /// (a full disk) nothing of it stays, older checkpoints stay, and CheckpointError says what
   /// happened. Returns its folder.

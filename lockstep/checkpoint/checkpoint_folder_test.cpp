@@ -99,6 +99,19 @@ TEST(CheckpointFolder, IsEmptyBeforeTheFirstCheckpoint) {
   EXPECT_FALSE(CheckpointFolder(temporary.path() / "missing").read_newest());
 }
 
+TEST(CheckpointFolder, LaterOnesAreSetAsideWhenARunGoesOnFromAnEarlierOne) {
+  TemporaryDirectory temporary;
+  CheckpointFolder folder(temporary.path(), 2);
+  for (int64_t step : {10, 20}) folder.write(at_step(step));
+  testing::internal::CaptureStderr();
+  folder.supersede_after(10);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), testing::HasSubstr("is later than step 10"));
+  for (int64_t step : {11, 12}) folder.write(at_step(step));
+  EXPECT_THAT(
+      names_in(temporary.path()),
+      testing::ElementsAre("latest", "step-00000011", "step-00000012", "superseded-step-00000020"));
+}
+
 TEST(CheckpointFolder, PrepareRemovesWhatAKilledWriterLeft) {
   TemporaryDirectory temporary;
   fs::create_directory(temporary.path() / ".tmp-step-00000009.abcdef");

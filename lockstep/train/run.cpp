@@ -7,6 +7,7 @@
 #include <cmath>
 #include <csignal>
 #include <filesystem>
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -112,6 +113,17 @@ void finish_output(const Metrics& test, Console& console) {
   if (console.closed()) throw InterruptedError(SIGPIPE);
 }
 
+/// Makes sure that the run's checkpoints are the newest in their folder.
+void take_over(CheckpointFolder& folder, const std::optional<Checkpoint>& resumed) {
+  if (resumed) return folder.supersede_after(resumed->info.step);
+  const auto others = folder.list();
+  if (others.empty()) return;
+  throw CheckpointError("--checkpoint-dir " + folder.path().string() +
+                            " holds checkpoints of another run already (" +
+                            others.front().filename().string() + ")",
+                        "--resume auto goes on with that run; a new one needs another folder");
+}
+
 /// Resumes, and prepares what is written beside training.
 void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::Device device,
             Console& console) {
@@ -142,6 +154,7 @@ void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::
   if (!saves) return;
   if (trainer.is_first_rank()) {
     folder.prepare();
+    take_over(folder, checkpoint);
     write_file_atomically(fs::path(config.checkpoint_dir) / "config.toml", to_toml(config));
   }
   trainer.add_callback(std::make_shared<Checkpointer>(folder, config.checkpoint_every, console));

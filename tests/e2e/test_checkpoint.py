@@ -202,6 +202,22 @@ class Folder(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("has version 99 of the layout; this Lockstep reads version 1", result.stderr)
 
+    def test_a_new_run_does_not_mix_with_an_old_one(self):
+        self.save()
+        for devices in (1, 2):
+            result = self.resume("--devices", devices, check=False, resume="none")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("holds checkpoints of another run already (step-00000010)", result.stderr)
+            self.assertIn("--resume auto", result.stderr)
+        self.assertEqual(steps_in(self.saved), ["step-00000005", "step-00000010"])
+
+    def test_going_on_from_an_earlier_one_sets_later_ones_aside(self):
+        self.save()
+        result = self.resume(resume=self.saved / "step-00000005")
+        self.assertIn("superseded-step-00000010", result.stderr)
+        self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (5, 10, 15)])
+        self.assertTrue((self.saved / "superseded-step-00000010").is_dir())
+
     def test_nothing_to_resume(self):
         self.assertIn("test accuracy", self.resume().stdout, "auto starts anew in an empty folder")
         result = self.resume(check=False, resume=self.folder / "none")
