@@ -104,10 +104,6 @@ void run(const series::Args& args) {
   // The group is closed at the end of `world`: the series' destroy_process_group.
 }
 
-int gpu_count() {
-  return static_cast<int>(torch::cuda::device_count());
-}
-
 }  // namespace
 
 int main(int argc, char** argv) try {

@@ -3,11 +3,11 @@
 //
 // One host, two processes (this also sets the variables of question 4 by hand, and explains them):
 //   examples/004_distributed_training/distributed_example.sh 2
-//   lockstep run --standalone --nproc-per-node 2 \
-//       build/examples/004_distributed_training/distributed_example
+//   lockstep run --standalone --nproc-per-node 2
+//       build/examples/004_distributed_training/distributed_example      (one line)
 // Two hosts with two processes each:
-//   on both:  MASTER_ADDR=<IP of the first> NNODES=2 NODE_RANK=<0 or 1> \
-//                 examples/004_distributed_training/distributed_example.sh 2
+//   on both:  MASTER_ADDR=<IP of the first> NNODES=2 NODE_RANK=<0 or 1>
+//                 examples/004_distributed_training/distributed_example.sh 2      (one line)
 #include <torch/nn/functional/loss.h>
 
 #include <chrono>
