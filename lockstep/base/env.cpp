@@ -20,10 +20,11 @@ std::optional<int64_t> env_int(const std::string& name, int64_t minimum, int64_t
   if (!value || *value < minimum || *value > maximum) {
     std::string range;
     if (minimum != INT64_MIN) range += " of at least " + std::to_string(minimum);
-    if (maximum != INT64_MAX) range += (range.empty() ? " of" : " and") + std::string(" at most ") +
-                                       std::to_string(maximum);
-    throw UsageError("environment variable " + name + "='" + *text +
-                     "': expected a whole number" + range);
+    if (maximum != INT64_MAX)
+      range +=
+          (range.empty() ? " of" : " and") + std::string(" at most ") + std::to_string(maximum);
+    throw UsageError("environment variable " + name + "='" + *text + "': expected a whole number" +
+                     range);
   }
   return value;
 }

@@ -51,7 +51,7 @@ std::string read_file(const fs::path& path) {
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) throw SystemError("cannot open " + path.string(), errno);
   std::string content;
-  struct stat status{};
+  struct stat status {};
   if (::fstat(fd.get(), &status) == 0) content.reserve(static_cast<size_t>(status.st_size) + 1);
   char buffer[1 << 16];
   while (true) {
@@ -103,7 +103,9 @@ AtomicFile::~AtomicFile() {
   if (!aside_.empty()) ::unlink(aside_.c_str());
 }
 
-void AtomicFile::write(const void* data, size_t size) { write_all(fd_.get(), data, size, target_); }
+void AtomicFile::write(const void* data, size_t size) {
+  write_all(fd_.get(), data, size, target_);
+}
 
 void AtomicFile::commit() {
   if (::fsync(fd_.get()) != 0) throw SystemError("cannot flush " + target_.string(), errno);

@@ -39,9 +39,13 @@ const char* prefix_of(LogLevel level) {
 
 }  // namespace
 
-LogLevel log_level() { return current_level(); }
+LogLevel log_level() {
+  return current_level();
+}
 
-void set_log_level(LogLevel level) { current_level() = level; }
+void set_log_level(LogLevel level) {
+  current_level() = level;
+}
 
 void log(LogLevel level, std::string_view text) {
   if (level < log_level()) return;

@@ -11,10 +11,18 @@ namespace lockstep {
 enum class LogLevel { debug, info, warning, error, quiet };
 
 void log(LogLevel level, std::string_view text);
-inline void log_debug(std::string_view text) { log(LogLevel::debug, text); }
-inline void log_info(std::string_view text) { log(LogLevel::info, text); }
-inline void log_warning(std::string_view text) { log(LogLevel::warning, text); }
-inline void log_error(std::string_view text) { log(LogLevel::error, text); }
+inline void log_debug(std::string_view text) {
+  log(LogLevel::debug, text);
+}
+inline void log_info(std::string_view text) {
+  log(LogLevel::info, text);
+}
+inline void log_warning(std::string_view text) {
+  log(LogLevel::warning, text);
+}
+inline void log_error(std::string_view text) {
+  log(LogLevel::error, text);
+}
 
 /// The lowest level that is written, from the environment at the first call; settable by --quiet.
 LogLevel log_level();

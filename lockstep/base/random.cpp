@@ -19,7 +19,9 @@ uint64_t mix(uint64_t z) {
 KeyedRandom::KeyedRandom(uint64_t seed, uint64_t a, uint64_t b)
     : state_(mix(mix(mix(seed + kGolden) + a + kGolden) + b + kGolden)) {}
 
-uint64_t KeyedRandom::next() { return mix(state_ += kGolden); }
+uint64_t KeyedRandom::next() {
+  return mix(state_ += kGolden);
+}
 
 uint64_t KeyedRandom::below(uint64_t bound) {
   const uint64_t threshold = -bound % bound;
@@ -29,7 +31,9 @@ uint64_t KeyedRandom::below(uint64_t bound) {
   }
 }
 
-double KeyedRandom::uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }
+double KeyedRandom::uniform() {
+  return static_cast<double>(next() >> 11) * 0x1.0p-53;
+}
 
 double KeyedRandom::normal() {
   if (has_spare_) {

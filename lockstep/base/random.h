@@ -5,9 +5,9 @@
 namespace lockstep {
 
 /// A random source whose stream is a function of its keys alone: the same (seed, a, b) gives the
-/// same numbers on every machine, in every thread, in any order of use. Philox would serve too; this
-/// is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014) from a
-/// state mixed of the keys. Not for cryptography. Cheap to make; one thread at a time.
+/// same numbers on every machine, in every thread, in any order of use. Philox would serve too;
+/// this is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)
+/// from a state mixed of the keys. Not for cryptography. Cheap to make; one thread at a time.
 class KeyedRandom {
  public:
   explicit KeyedRandom(uint64_t seed, uint64_t a = 0, uint64_t b = 0);

@@ -33,9 +33,13 @@ std::optional<T> parse_whole(std::string_view text) {
 
 }  // namespace
 
-std::optional<int64_t> parse_int(std::string_view text) { return parse_whole<int64_t>(text); }
+std::optional<int64_t> parse_int(std::string_view text) {
+  return parse_whole<int64_t>(text);
+}
 
-std::optional<double> parse_double(std::string_view text) { return parse_whole<double>(text); }
+std::optional<double> parse_double(std::string_view text) {
+  return parse_whole<double>(text);
+}
 
 std::string to_lower(std::string_view text) {
   std::string lower(text);
@@ -81,7 +85,8 @@ std::optional<std::string> nearest(std::string_view word,
 std::string unknown_word(std::string_view kind, std::string_view word,
                          const std::vector<std::string>& candidates) {
   std::string message = "unknown " + std::string(kind) + " '" + std::string(word) + "'";
-  if (const auto near = nearest(word, candidates)) return message + "; did you mean '" + *near + "'?";
+  if (const auto near = nearest(word, candidates))
+    return message + "; did you mean '" + *near + "'?";
   return message + "; known: " + join(candidates, ", ");
 }
 

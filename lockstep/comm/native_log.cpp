@@ -14,7 +14,9 @@ std::mutex mutex;
 int holders = 0;
 int level_before = 0;
 
-bool user_wants_log() { return std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr; }
+bool user_wants_log() {
+  return std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr;
+}
 
 }  // namespace
 

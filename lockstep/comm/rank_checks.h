@@ -38,8 +38,9 @@ class RankChecks {
   /// is of no use: every later comparison, on every rank, throws what the first one threw.
   void compare(const CallSignature& call, std::chrono::milliseconds timeout);
 
-  /// Tells ranks that wait, or will wait, for this one in a comparison that it has closed the group:
-  /// its process may live on for long. Nothing to tell once the compared collectives are over.
+  /// Tells ranks that wait, or will wait, for this one in a comparison that it has closed the
+  /// group: its process may live on for long. Nothing to tell once the compared collectives are
+  /// over.
   void leave() noexcept;
 
  private:

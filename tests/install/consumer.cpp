@@ -16,5 +16,6 @@ int main() {
   lockstep::DistributedDataParallel model(torch::nn::Linear(4, 1), world.group());
   auto loss = torch::mse_loss(model(torch::ones({2, 4})), torch::zeros({2, 1}));
   loss.backward();
-  if (world.rank() == 0) std::printf("consumer: %d ranks, sum %g\n", world.size(), sum.item<float>());
+  if (world.rank() == 0)
+    std::printf("consumer: %d ranks, sum %g\n", world.size(), sum.item<float>());
 }
