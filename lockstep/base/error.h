@@ -63,10 +63,16 @@ class TimeoutError : public CommError {
   using CommError::CommError;
 };
 
-/// A peer died or its connection was lost.
+/// What a PeerLostError hints at unless it knows better. The launcher recognises by it, in what a
+/// worker printed, that another worker is the cause.
+inline constexpr const char* kPeerLostHint =
+    "look at what the lost rank printed last; it is the cause";
+
+/// A peer died, closed the group, or its connection was lost.
 class PeerLostError : public CommError {
  public:
-  using CommError::CommError;
+  explicit PeerLostError(const std::string& message, const std::string& hint = kPeerLostHint)
+      : CommError(message, hint) {}
 };
 
 /// Two ranks called different collectives, or the same one with other shapes, dtypes or options.

@@ -117,8 +117,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   if (!why.empty()) text += ": " + why;
   text += " [" + failure_text(error) + "]";
   if (kind == FailureKind::connection || !findings.ended.empty())
-    return std::make_exception_ptr(
-        PeerLostError(text, "look at what the lost rank printed last; it is the cause"));
+    return std::make_exception_ptr(PeerLostError(text));
   return std::make_exception_ptr(TimeoutError(
       text,
       "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));

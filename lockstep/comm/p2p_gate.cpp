@@ -305,8 +305,7 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
     context_->tell_failed(mine + ", but " + join(names, ", ") + " ended", /*known=*/true);
     fail(held, std::make_exception_ptr(
                    PeerLostError(mine + ", but " + join(names, ", ") +
-                                     (names.size() == 1 ? " has ended" : " have ended"),
-                                 "look at what the lost rank printed last; it is the cause")));
+                                 (names.size() == 1 ? " has ended" : " have ended"))));
     return true;
   }
   if (!late) return false;

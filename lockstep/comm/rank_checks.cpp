@@ -181,7 +181,7 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
                              (ended.size() == 1 ? " has ended" : " have ended") +
                              (missing.empty() ? missing : ": " + missing);
     break_group(kLost, text);
-    throw PeerLostError(text, "look at what the lost rank printed last; it is the cause");
+    throw PeerLostError(text);
   }
   const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " + missing;
   break_group(kTimeout, text);

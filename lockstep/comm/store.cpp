@@ -45,7 +45,7 @@ bool says_timeout(const std::string& text) {
   }
   if (network) {
     throw PeerLostError(what + ": lost the process that holds the store (" + reason + ")",
-                        "see the output of rank 0, or of the launcher, which hold it");
+                        std::string(kPeerLostHint) + " (rank 0, or the launcher, holds it)");
   }
   throw CommError(what + ": " + reason);
 }

@@ -43,11 +43,12 @@ std::vector<std::string> environment_of(const WorkerPlan& plan) {
   return env;
 }
 
-/// What a rank says when it ends because another one has: the backends' own words.
+/// What a rank says when it ends because another one has: our words and the backends' own.
 bool tells_of_a_lost_peer(const std::string& text) {
   for (const char* words :
-       {"Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted",
-        "remote process exited or there was a network error", "PeerLostError"}) {
+       {kPeerLostHint, "Connection closed by peer", "Connection reset by peer",
+        "NCCL communicator was aborted", "remote process exited or there was a network error",
+        "PeerLostError"}) {
     if (text.find(words) != std::string::npos) return true;
   }
   return false;
