@@ -196,7 +196,10 @@ void RankChecks::leave() noexcept {
     if (static_cast<uint64_t>(compared_) >= limit_) return;
   }
   try {
-    break_group(kLost, context_.me() + " has closed it");
+    // A rank that closes because it failed passes on what it found; the others want the first
+    // cause.
+    const auto word = context_.word_of(context_.rank());
+    break_group(kLost, context_.me() + (word ? " failed in " + word->text : " has closed it"));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
