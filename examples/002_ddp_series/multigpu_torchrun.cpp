@@ -2,10 +2,10 @@
 // the environment variables that init() reads, and it takes up where it was interrupted: rank 0
 // saves a snapshot, and at the start every rank reads it if it is there.
 //
-// One host, two processes:
-//   lockstep run --standalone --nproc-per-node 2 build/examples/002_ddp_series/multigpu_torchrun 50
-//   10 torchrun --standalone --nproc-per-node 2 --no-python
-//       build/examples/002_ddp_series/multigpu_torchrun 50 10      (one line)
+// One host, two processes; the second line is for torchrun:
+//   P=build/examples/002_ddp_series/multigpu_torchrun
+//   build/bin/lockstep run --standalone --nproc-per-node 2 $P 50 10
+//   torchrun --standalone --nproc-per-node 2 --no-python $P 50 10
 // Two hosts with two processes each, the snapshot in a folder that both see:
 //   on both:  lockstep run --nnodes 2 --node-rank <0 or 1> --nproc-per-node 2
 //             --master-addr <IP of the first> --master-port 29500 multigpu_torchrun 50 10

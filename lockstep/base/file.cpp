@@ -18,6 +18,22 @@ fs::path folder_of(const fs::path& file) {
   return parent.empty() ? fs::path(".") : parent;
 }
 
+/// Where a rename must put a new file so that `path` shows it: a link is followed. What is no file
+/// (a device, a pipe, a folder) would be replaced by one, so it is refused.
+fs::path file_behind(fs::path path) {
+  std::error_code ignored;
+  if (fs::is_symlink(path, ignored)) {
+    const fs::path behind = fs::weakly_canonical(path, ignored);
+    if (!ignored) path = behind;
+  }
+  const fs::file_status status = fs::status(path, ignored);
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    throw Error("cannot write " + path.string() + ": it is there and is no regular file",
+                "give the name of a file");
+  }
+  return path;
+}
+
 }  // namespace
 
 UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
@@ -85,7 +101,7 @@ void fsync_path(const fs::path& path) {
   if (::fsync(fd.get()) != 0) throw SystemError("cannot flush " + path.string(), errno);
 }
 
-AtomicFile::AtomicFile(fs::path target) : target_(std::move(target)) {
+AtomicFile::AtomicFile(fs::path target) : target_(file_behind(std::move(target))) {
   const std::string pattern = "." + target_.filename().string() + ".XXXXXX";
   std::string aside = (folder_of(target_) / pattern).string();
   fd_.reset(::mkostemp(aside.data(), O_CLOEXEC));

@@ -52,7 +52,9 @@ void fsync_path(const std::filesystem::path& path);
 
 /// A file that becomes visible under its name only when it is complete: it is written beside its
 /// target, flushed to the disk, and renamed over it by `commit()`. Without `commit()` nothing of it
-/// stays. A reader sees the old content or the new one, never a part.
+/// stays. A reader sees the old content or the new one, never a part. A symbolic link is followed;
+/// a target that is there and is no regular file (a device, a pipe, a folder) is refused by an
+/// Error.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path target);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "lockstep/base/error.h"
 
@@ -36,6 +37,22 @@ TEST(File, AtomicFileReplacesOldContent) {
   write_file_atomically(path, "old");
   write_file_atomically(path, "new");
   EXPECT_EQ(read_file(path), "new");
+}
+
+TEST(File, AtomicFileFollowsALink) {
+  const TemporaryDirectory folder;
+  fs::create_symlink("real.txt", folder.path() / "link.txt");
+  write_file_atomically(folder.path() / "link.txt", "x");
+  EXPECT_TRUE(fs::is_symlink(folder.path() / "link.txt"));
+  EXPECT_EQ(read_file(folder.path() / "real.txt"), "x");
+}
+
+TEST(File, AtomicFileLeavesAPipeAlone) {
+  const TemporaryDirectory folder;
+  const fs::path pipe = folder.path() / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THROW(write_file_atomically(pipe, "x"), Error);
+  EXPECT_TRUE(fs::is_fifo(pipe));
 }
 
 TEST(File, MissingFolderIsNamed) {
