@@ -21,10 +21,10 @@ fs::path folder_of(const fs::path& file) {
 /// Where a rename must put a new file so that `path` shows it: a link is followed. What is no file
 /// (a device, a pipe, a folder) would be replaced by one, so it is refused.
 fs::path file_behind(fs::path path) {
+  constexpr int kMostLinks = 40;  // as the kernel follows
   std::error_code ignored;
-  if (fs::is_symlink(path, ignored)) {
-    const fs::path behind = fs::weakly_canonical(path, ignored);
-    if (!ignored) path = behind;
+  for (int i = 0; i < kMostLinks && fs::is_symlink(path, ignored); ++i) {
+    path = folder_of(path) / fs::read_symlink(path);  // an absolute link replaces the folder
   }
   const fs::file_status status = fs::status(path, ignored);
   if (fs::exists(status) && !fs::is_regular_file(status)) {
