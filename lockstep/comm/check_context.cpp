@@ -152,4 +152,17 @@ std::string CheckContext::name_with_process(int group_rank) {
   return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
 }
 
+std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
+  std::vector<std::string> names, words;
+  for (int rank : ranks) {
+    names.push_back(name_with_process(rank));
+    try {
+      if (const auto word = word_of(rank))
+        words.push_back("; " + rank_list({rank}, names_) + " failed in " + word->text);
+    } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
+    }
+  }
+  return join(names, ", ") + (ranks.size() == 1 ? " has ended" : " have ended") + join(words, "");
+}
+
 }  // namespace lockstep

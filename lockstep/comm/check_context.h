@@ -68,6 +68,9 @@ class CheckContext {
   std::vector<int> others() const;
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
+  /// "rank 1 (process 4711) has ended", and in what it failed where it told that before: the first
+  /// cause may be another rank. Asks the store; never throws.
+  std::string how_they_ended(const std::vector<int>& ranks);
 
  private:
   std::string identity_of(int rank);

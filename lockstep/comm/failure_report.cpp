@@ -70,15 +70,9 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
   return findings;
 }
 
-std::string name_ended(CheckContext& context, const std::vector<int>& ended) {
-  std::vector<std::string> parts;
-  for (int rank : ended) parts.push_back(context.name_with_process(rank));
-  return join(parts, ", ") + (ended.size() == 1 ? " has ended" : " have ended");
-}
-
 /// Who is at fault, as far as it is known without what others tell.
 std::string root_cause(CheckContext& context, const Findings& findings) {
-  if (!findings.ended.empty()) return name_ended(context, findings.ended);
+  if (!findings.ended.empty()) return context.how_they_ended(findings.ended);
   if (findings.silent.empty()) return {};
   return "no word from " + rank_list(findings.silent, context.names()) +
          (findings.silent.size() == 1 ? ", which" : ", who") +

@@ -300,12 +300,9 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
                            " with tag " + std::to_string(held.tag) + " in group '" +
                            context_->group() + "'";
   if (ended.size() == peers.size()) {
-    std::vector<std::string> names;
-    for (int rank : ended) names.push_back(context_->name_with_process(rank));
-    context_->tell_failed(mine + ", but " + join(names, ", ") + " ended", /*known=*/true);
-    fail(held, std::make_exception_ptr(
-                   PeerLostError(mine + ", but " + join(names, ", ") +
-                                 (names.size() == 1 ? " has ended" : " have ended"))));
+    const std::string text = mine + ", but " + context_->how_they_ended(ended);
+    context_->tell_failed(text, /*known=*/true);
+    fail(held, std::make_exception_ptr(PeerLostError(text)));
     return true;
   }
   if (!late) return false;

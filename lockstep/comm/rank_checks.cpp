@@ -175,10 +175,7 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
                          const std::vector<int>& ended) {
   const std::string missing = who_is_missing(mine);
   if (!ended.empty()) {
-    std::vector<std::string> names;
-    for (int rank : ended) names.push_back(context_.name_with_process(rank));
-    const std::string text = called(mine) + ", but " + join(names, ", ") +
-                             (ended.size() == 1 ? " has ended" : " have ended") +
+    const std::string text = called(mine) + ", but " + context_.how_they_ended(ended) +
                              (missing.empty() ? missing : ": " + missing);
     break_group(kLost, text);
     throw PeerLostError(text);

@@ -1,6 +1,8 @@
 #include "lockstep/comm/store.h"
 
 #include <c10/util/Exception.h>
+
+#include <filesystem>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -34,6 +36,36 @@ bool says_timeout(const std::string& text) {
   const std::string lower = to_lower(text);
   return lower.find("timeout") != std::string::npos || lower.find("timed out") != std::string::npos;
 }
+
+/// c10d's own counts those that leave in two steps, between which two ranks that leave at once see
+/// each other as still there, and neither removes the file. Here one step counts.
+class SharedFileStore : public c10d::FileStore {
+ public:
+  using FileStore::FileStore;
+
+  ~SharedFileStore() override {
+    try {
+      addHelper(refCountKey_, -1);
+      if (!origin_ && addHelper(cleanupKey_, 1) >= numWorkers_ && numWorkers_ > 0) {
+        std::error_code ignored;
+        std::filesystem::remove(path_, ignored);
+      }
+    } catch (const std::exception&) {  // The folder is gone, and the file with it.
+    }
+    path_.clear();  // So that the base class finds no file and counts nothing again.
+  }
+
+  /// A clone is no user of its own: the original, which counts, lives as long.
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    auto copy = c10::make_intrusive<SharedFileStore>(path_, numWorkers_);
+    copy->origin_ = c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(this);
+    copy->setTimeout(getTimeout());
+    return copy;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> origin_;
+};
 
 [[noreturn]] void throw_ours(const char* operation, const std::vector<std::string>& keys,
                              const std::string& reason, bool network,
@@ -152,7 +184,7 @@ Store file_store(const std::filesystem::path& path, int world_size) {
                      "make it, or name a file in a folder that every rank can reach");
   }
   try {
-    return wrap_store(c10::make_intrusive<c10d::FileStore>(path.string(), world_size));
+    return wrap_store(c10::make_intrusive<SharedFileStore>(path.string(), world_size));
   } catch (const std::exception& error) {
     throw CommError("file store '" + path.string() + "': " + error.what());
   }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <barrier>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -134,6 +135,28 @@ TEST(FileStore, TheLastUserRemovesTheFile) {
   }
   first = {};
   EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(FileStore, TheLastUserRemovesTheFileWhenAllLeaveAtOnce) {
+  TemporaryDirectory folder;
+  constexpr int kUsers = 4;
+  for (int round = 0; round < 200; ++round) {
+    const auto path = folder.path() / std::to_string(round);
+    std::barrier all(kUsers);
+    std::vector<std::thread> users;
+    for (int i = 0; i < kUsers; ++i) {
+      users.emplace_back([&] {
+        Store store = file_store(path, kUsers);
+        store.add("users", 1);
+        Store copy = store.clone();
+        all.arrive_and_wait();
+        copy = {};
+        store = {};
+      });
+    }
+    for (auto& user : users) user.join();
+    ASSERT_FALSE(std::filesystem::exists(path)) << "round " << round;
+  }
 }
 
 TEST(TcpStore, ServesOthersUnderItsPort) {
