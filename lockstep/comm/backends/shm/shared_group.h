@@ -1,0 +1,111 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/backends/shm/segment.h"
+
+namespace lockstep::shm {
+
+/// What this rank calls, as far as the others and messages need it. Asked for its texts only when
+/// something has gone wrong.
+class Call {
+ public:
+  virtual ~Call() = default;
+  /// Equal on all ranks whose calls fit together.
+  virtual uint64_t hash() const = 0;
+  /// The whole, for the others to compare; at most a slot.
+  virtual std::string encoded() const = 0;
+  /// "all_reduce(sum) of float32 [4], collective 7 of group '0',"
+  virtual std::string text() const = 0;
+};
+
+struct SharedGroupOptions {
+  SegmentOptions segment;
+  /// Names of the ranks in messages: their numbers in the default group; empty: the same.
+  std::vector<int> names;
+  /// From all ranks' `Call::encoded`: who differs in what.
+  std::function<std::string(const std::vector<std::string>&)> judge;
+  /// How long a wait looks for the others before it sleeps. A peer that does the same work comes
+  /// within some microseconds; sleeping and waking cost 10 to 50 us.
+  std::chrono::nanoseconds spin{50'000};
+};
+
+/// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
+/// time may be in a call; `give_up` may come from any.
+///
+/// A peer that ends is noticed by those who wait for it within some 20 ms: whoever sees it first
+/// writes the group's verdict into shared memory, and all waits, present and later, throw it.
+class SharedGroup {
+ public:
+  SharedGroup(SharedGroupOptions options, const Meeting& meeting);
+
+  int rank() const { return segment_.rank(); }
+  int size() const { return segment_.size(); }
+  size_t slot_bytes() const { return segment_.slot_bytes(); }
+  Segment& segment() { return segment_; }
+
+  /// Begins a call: its hash goes with the step to come. Throws when the group has failed before.
+  void begin(const Call& call);
+  /// Where this rank's data of the step to come goes: `bytes` of them, at most a slot.
+  std::byte* give(size_t bytes) { return segment_.slot(rank(), step_ + 1) + offset(bytes); }
+  /// Tells the others that this rank has given.
+  void arrive();
+  /// Looks whether all have arrived, for at most `budget`.
+  bool all_here(std::chrono::nanoseconds budget) const {
+    return size() == 1 || segment_.header().barrier.spin(step_, size(), budget);
+  }
+  /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
+  /// group, TimeoutError naming those that did not come within `timeout`.
+  void await(const Call& call, std::chrono::milliseconds timeout);
+  /// After the first step of a call: throws MismatchError on all ranks when they did not all make
+  /// the same. The group can be used afterwards.
+  void compare(const Call& call, std::chrono::milliseconds timeout);
+  /// The same for what a hash cannot say; all ranks must come to it.
+  [[noreturn]] void differ(const Call& call, std::chrono::milliseconds timeout);
+  /// What `rank` gave in the step last awaited, or `ago` steps before it (0 or 1): `bytes` of them.
+  std::byte* given(int rank, size_t bytes, int ago = 0) const {
+    return segment_.slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);
+  }
+
+  std::chrono::nanoseconds spin() const { return spin_; }
+
+  /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
+  /// it has failed before. Never blocks.
+  void give_up(Verdict::Kind kind, const std::string& cause) noexcept;
+  bool failed() const {
+    return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
+  }
+  /// Throws the group's failure as that of `what` this rank did; nothing when there is none.
+  void throw_if_failed(const std::string& what) const;
+  /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
+  /// group up and returns true when there are any.
+  bool notice_lost(const std::vector<int>& ranks);
+  /// "rank 1 (process 4711)".
+  std::string name(int rank) const;
+  bool gone(int rank) const;
+
+ private:
+  static size_t offset(size_t bytes) {
+    return bytes <= kInlineBytes ? sizeof(SlotHeader) : kSlotHeader;
+  }
+  SlotHeader& header_of(int rank, uint64_t step) const {
+    return *reinterpret_cast<SlotHeader*>(segment_.slot(rank, step));
+  }
+  std::vector<int> missing() const;
+  std::string late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
+
+  Segment segment_;
+  std::vector<int> names_;
+  std::function<std::string(const std::vector<std::string>&)> judge_;
+  std::chrono::nanoseconds spin_;
+  uint64_t step_ = 0;  ///< The last at which this rank has arrived.
+  uint64_t calls_ = 0;
+  uint64_t hash_ = 0;  ///< Of the present call.
+};
+
+}  // namespace lockstep::shm
