@@ -77,6 +77,10 @@ class SharedGroup {
   /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
   /// it has failed before. Never blocks.
   void give_up(Verdict::Kind kind, const std::string& cause) noexcept;
+  /// Tells the others that this rank calls nothing any more.
+  void leave() noexcept {
+    segment_.record(rank()).state.store(RankState::left, std::memory_order_seq_cst);
+  }
   bool failed() const {
     return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
   }
@@ -85,6 +89,8 @@ class SharedGroup {
   /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
   /// group up and returns true when there are any.
   bool notice_lost(const std::vector<int>& ranks);
+  /// Names of the ranks in messages: their numbers in the default group.
+  const std::vector<int>& names() const { return names_; }
   /// "rank 1 (process 4711)".
   std::string name(int rank) const;
   bool gone(int rank) const;
