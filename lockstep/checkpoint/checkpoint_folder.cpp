@@ -63,7 +63,9 @@ CheckpointFolder::CheckpointFolder(fs::path path, int64_t keep)
 
 void CheckpointFolder::prepare() {
   try {
-    fs::create_directories(path_);
+    std::error_code error;
+    fs::create_directories(path_, error);
+    if (error) throw SystemError("cannot make this folder", error.value());
     for (const auto& entry : fs::directory_iterator(path_)) {
       if (entry.path().filename().string().starts_with(kAsidePrefix)) fs::remove_all(entry.path());
     }

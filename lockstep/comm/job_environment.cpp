@@ -29,8 +29,10 @@ class Variables {
     const auto parsed = parse_int(*value);
     if (!parsed || *parsed < minimum || *parsed > maximum) {
       throw UsageError("environment variable " + name + "='" + *value +
-                       "': expected a whole number from " + std::to_string(minimum) +
-                       (maximum == INT32_MAX ? "" : " to " + std::to_string(maximum)));
+                           "': expected a whole number from " + std::to_string(minimum) +
+                           (maximum == INT32_MAX ? "" : " to " + std::to_string(maximum)),
+                       "launchers set it: start the program by one (`lockstep run`, torchrun, "
+                       "srun, mpirun), or unset it");
     }
     return static_cast<int>(*parsed);
   }
@@ -216,12 +218,15 @@ void check_range(const Claim& claim) {
   }
   if (*claim.rank >= *claim.size) {
     throw UsageError("rank out of range: " + claim.text() + ", where ranks go from 0 to " +
-                     std::to_string(*claim.size - 1));
+                         std::to_string(*claim.size - 1),
+                     "launchers set both: start the program by one (`lockstep run`, torchrun, "
+                     "srun, mpirun), or unset them for a job of one process");
   }
   if (claim.local_rank >= 0 && claim.local_size >= 0 && claim.local_rank >= claim.local_size) {
     throw UsageError("local rank out of range: " + std::to_string(claim.local_rank) + " of " +
-                     std::to_string(claim.local_size) + " ranks on this host (" + claim.launcher +
-                     "'s variables)");
+                         std::to_string(claim.local_size) + " ranks on this host (" +
+                         claim.launcher + "'s variables)",
+                     "a launcher sets them so that they fit; unset what was set by hand");
   }
 }
 

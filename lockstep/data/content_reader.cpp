@@ -182,10 +182,12 @@ void ContentReader::read_exact(void* out, size_t size, std::string_view what) {
   const uint64_t start = offset_;
   const size_t n = read_some(out, size);
   if (n == size) return;
-  if (offset_ == 0) fail(0, "the file is empty; expected " + std::string(what));
-  fail(offset_, "the file ends here; expected " + std::to_string(size) + " bytes of " +
-                    std::string(what) + " from byte " + std::to_string(start) + " on, got " +
-                    std::to_string(n));
+  constexpr const char* kRemedy = "copy or download the file again";
+  if (offset_ == 0) fail(0, "the file is empty; expected " + std::string(what), kRemedy);
+  fail(offset_,
+       "the file ends here; expected " + std::to_string(size) + " bytes of " + std::string(what) +
+           " from byte " + std::to_string(start) + " on, got " + std::to_string(n),
+       kRemedy);
 }
 
 void ContentReader::expect_end() {

@@ -82,7 +82,9 @@ TEST_F(Idx, MissingFileIsNamed) {
 }
 
 TEST_F(Idx, EmptyFile) {
-  EXPECT_THAT(complaint_about(""), HasSubstr("byte 0: the file is empty; expected an IDX header"));
+  EXPECT_THAT(complaint_about(""),
+              AllOf(HasSubstr("byte 0: the file is empty; expected an IDX header"),
+                    HasSubstr("hint: copy or download the file again")));
 }
 
 TEST_F(Idx, ForeignFile) {

@@ -227,9 +227,10 @@ class Reader {
     const uint64_t size = data_start_ + file_.remaining_limit();
     if (size != expected) {
       file_.fail(std::min(expected, size),
-                 "the file has " + std::to_string(size) + " bytes; expected " +
-                     std::to_string(expected) + " by its header",
-                 size < expected ? "it is truncated" : "bytes were added at its end");
+                 std::string(size < expected ? "truncated" : "bytes were added at its end") +
+                     ": the header says " + std::to_string(expected) + " bytes, the file has " +
+                     std::to_string(size),
+                 "copy, download or save the file again");
     }
   }
 

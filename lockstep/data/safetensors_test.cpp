@@ -20,6 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using test_files::complaint;
 using testing::AllOf;
+using testing::AnyOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Pair;
@@ -220,12 +221,13 @@ TEST_F(Safetensors, TruncatedAnywhere) {
   save_safetensors(path(), {{"a", at::arange(10, at::kFloat)}, {"b", at::ones({3}, at::kByte)}});
   const std::string whole = read_file(path());
   for (size_t size = 0; size < whole.size(); ++size) {
-    EXPECT_THAT(complaint_about(whole.substr(0, size)), HasSubstr("expected")) << size;
+    EXPECT_THAT(complaint_about(whole.substr(0, size)),
+                AnyOf(HasSubstr("expected"), HasSubstr("truncated")))
+        << size;
   }
   EXPECT_THAT(complaint_about(whole.substr(0, whole.size() - 1)),
-              AllOf(HasSubstr("the file has " + std::to_string(whole.size() - 1) +
-                              " bytes; expected " + std::to_string(whole.size())),
-                    HasSubstr("truncated")));
+              HasSubstr("truncated: the header says " + std::to_string(whole.size()) +
+                        " bytes, the file has " + std::to_string(whole.size() - 1)));
 }
 
 TEST_F(Safetensors, TrailingBytes) {

@@ -52,11 +52,13 @@ at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
   const uint64_t start = file.offset();
   const std::optional<uint64_t> bytes = bytes_of_shape(dtype, shape);
   if (!bytes || *bytes > file.remaining_limit()) {
-    file.fail(start, "the header promises " + shape_text(shape) + " elements of " +
-                         c10::toString(dtype) + " for " + what + " (" +
-                         (bytes ? std::to_string(*bytes) : std::string("over 2^63")) +
-                         " bytes), but at most " + std::to_string(file.remaining_limit()) +
-                         " bytes follow: the file is truncated or its header damaged");
+    file.fail(start,
+              "the header promises " + shape_text(shape) + " elements of " + c10::toString(dtype) +
+                  " for " + what + " (" +
+                  (bytes ? std::to_string(*bytes) : std::string("over 2^63")) +
+                  " bytes), but at most " + std::to_string(file.remaining_limit()) +
+                  " bytes follow: the file is truncated or its header damaged",
+              "copy or download the file again");
   }
   at::Tensor tensor =
       at::empty(std::vector<int64_t>(shape.begin(), shape.end()), at::TensorOptions().dtype(dtype));

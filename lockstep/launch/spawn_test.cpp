@@ -60,10 +60,8 @@ void run_task(int local_rank) {
   wait_for_the_end();
 }
 
-// What the spawned processes run; in the test's own process there is nothing to do.
-TEST(SpawnWorker, DISABLED_Body) {
-  spawn(run_task, 2);
-}
+/// With this argument the program is no test but what a test spawns.
+constexpr const char* kWorker = "spawn-worker";
 
 class Spawn : public testing::Test {
  protected:
@@ -71,7 +69,7 @@ class Spawn : public testing::Test {
 
   static SpawnOptions options() {
     SpawnOptions options;
-    options.args = {"--gtest_also_run_disabled_tests", "--gtest_filter=SpawnWorker.DISABLED_Body"};
+    options.args = {kWorker};
     return options;
   }
 
@@ -187,8 +185,7 @@ TEST_F(Spawn, NothingOutlivesAParentThatIsKilled) {
   setenv(kTask, "wait", 1);
   const pid_t parent = fork();
   if (parent == 0) {
-    execl("/proc/self/exe", "spawn_test", "--gtest_also_run_disabled_tests",
-          "--gtest_filter=SpawnWorker.DISABLED_Body", nullptr);
+    execl("/proc/self/exe", "spawn_test", kWorker, nullptr);
     _exit(127);
   }
   ASSERT_TRUE(wait_for("pid0") && wait_for("pid1"));
@@ -227,4 +224,21 @@ TEST_F(Spawn, ImpossibleNumbersAreRefused) {
 }
 
 }  // namespace
+
+int run_spawned() {
+  try {
+    spawn(run_task, 2);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return exit_code_of(error);
+  }
+  return 0;
+}
+
 }  // namespace lockstep
+
+int main(int argc, char** argv) {
+  if (argc > 1 && std::string(argv[1]) == lockstep::kWorker) return lockstep::run_spawned();
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -6,13 +6,29 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep {
 using nlohmann::json;
+namespace {
+
+/// Enough to see where it begins; a run that goes on like that must not flood its log.
+constexpr int64_t kSkipsTold = 3;
+
+constexpr const char* kRemedies = "lower --lr, clip with --gradient-clip-val, or look at the data";
+
+/// "nan", "inf" or "-inf": the sign of a NaN says nothing.
+std::string text_of(double value) {
+  if (std::isnan(value)) return "nan";
+  return value < 0 ? "-inf" : "inf";
+}
+
+}  // namespace
 
 FiniteCheck::FiniteCheck(OnNan policy, const ProcessGroup& group,
                          std::vector<at::Tensor> parameters)
@@ -40,7 +56,7 @@ bool FiniteCheck::gradients_are_finite() const {
 }
 
 std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
-  const json mine = bad_loss_ ? json(std::to_string(*bad_loss_)) : json();
+  const json mine = bad_loss_ ? json(text_of(*bad_loss_)) : json();
   const auto losses = group_.size() > 1 ? group_.all_gather_object(mine) : std::vector<json>{mine};
   std::vector<std::string> bad;
   for (size_t rank = 0; rank < losses.size(); ++rank) {
@@ -60,19 +76,41 @@ bool FiniteCheck::step_is_good(int64_t step, int64_t epoch) {
     if (!bad_loss_) return true;
     // The loss does not reach the gradients that were looked at, so the other ranks cannot know:
     // this one must leave, and they notice that.
-    throw NumericError("the loss is " + std::to_string(*bad_loss_) + " on rank " +
-                       std::to_string(group_.rank()) + " at step " + std::to_string(step));
+    throw NumericError("the loss is " + text_of(*bad_loss_) + " on rank " +
+                           std::to_string(group_.rank()) + " at step " + std::to_string(step),
+                       kRemedies);
   }
-  const std::string what = explain(step, epoch);
-  bad_loss_.reset();
   if (policy_ == OnNan::stop) {
-    throw NumericError(what,
-                       "lower --lr, clip with --gradient-clip-val, look at the data, or go on "
-                       "without such steps by --on-nan skip");
+    throw NumericError(
+        explain(step, epoch),
+        std::string(kRemedies) +
+            "; --on-nan skip goes on without such steps, --on-nan proceed with them");
   }
   ++skipped_;
-  if (group_.rank() == 0) log_warning(what + "; the step is skipped on all ranks");
+  ++skipped_in_epoch_;
+  // All ranks have skipped as many, so that all of them explain or none does.
+  if (skipped_ <= kSkipsTold) {
+    std::string what = explain(step, epoch) + "; the step is skipped on all ranks";
+    if (skipped_ == kSkipsTold) what += "; further ones are counted at the end of each epoch";
+    if (group_.rank() == 0) log_warning(what);
+  }
+  bad_loss_.reset();
   return false;
+}
+
+void FiniteCheck::end_epoch(int64_t epoch, int64_t steps) {
+  const int64_t skipped = std::exchange(skipped_in_epoch_, 0);
+  if (skipped == 0) return;
+  const std::string where = "epoch " + std::to_string(epoch + 1);
+  if (skipped == steps) {
+    throw NumericError("every step of " + where + " was skipped (" + with_thousands(steps) +
+                           "): each loss or gradient is NaN or infinite",
+                       kRemedies);
+  }
+  if (skipped_ > kSkipsTold && group_.rank() == 0) {
+    log_warning(where + ": " + with_thousands(skipped) + " of " + counted(steps, "step") +
+                " skipped");
+  }
 }
 
 }  // namespace lockstep

@@ -27,8 +27,13 @@ class FiniteCheck {
   void backward(const at::Tensor& loss, double loss_value);
 
   /// After the backward of a step's last batch: true when the step is to be made, false when it is
-  /// to be skipped on all ranks. Throws NumericError with `stop`, on all ranks.
+  /// to be skipped on all ranks. Throws NumericError with `stop`, on all ranks. The first few skips
+  /// of a run are warned of one by one.
   bool step_is_good(int64_t step, int64_t epoch);
+
+  /// At the end of an epoch of so many steps: throws NumericError, on all ranks, when all of them
+  /// were skipped, and tells how many were.
+  void end_epoch(int64_t epoch, int64_t steps);
 
   int64_t skipped() const { return skipped_; }
 
@@ -40,7 +45,8 @@ class FiniteCheck {
   ProcessGroup group_;
   std::vector<at::Tensor> parameters_;
   std::optional<double> bad_loss_;  ///< Of a batch of the step in progress, on this rank.
-  int64_t skipped_ = 0;
+  int64_t skipped_ = 0;             ///< In the run.
+  int64_t skipped_in_epoch_ = 0;
 };
 
 }  // namespace lockstep

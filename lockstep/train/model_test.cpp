@@ -11,6 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
@@ -162,10 +163,52 @@ TEST(Weights, ThoseThatDoNotFitAreNamedAndChangeNothing) {
   tensors[1].second = at::zeros({127});
   EXPECT_THAT([&] { load_state_dict(*model, tensors, "FILE"); },
               ThrowsMessage<CheckpointError>(AllOf(
-                  HasSubstr("FILE does not fit the model: layers.0.weight [128, 784] is missing"),
-                  HasSubstr("layers.0.bias has shape [127], the model's has [128]"),
-                  HasSubstr("layers.9.weight [128, 784] is not in the model"))));
+                  HasSubstr("FILE does not fit the model; tensors: 1 missing (layers.0.weight "
+                            "[128, 784]), 1 unexpected (layers.9.weight [128, 784]), 1 of another "
+                            "shape (layers.0.bias [127] in place of [128])"))));
   EXPECT_GT(model->parameters().back().abs().sum().item<double>(), 0);
+}
+
+TEST(Weights, ThoseOfAnotherModelAreSummedUp) {
+  try {
+    load_state_dict(*make_model("convnet"), state_dict(*make_model("mlp")), "FILE");
+    FAIL() << "nothing was thrown";
+  } catch (const CheckpointError& error) {
+    const std::string text = error.what();
+    EXPECT_THAT(text, AllOf(HasSubstr("16 missing (layer1.0.weight [16, 1, 5, 5], "),
+                            HasSubstr("6 unexpected (layers.0.bias [128], "), HasSubstr(", ...)")));
+    EXPECT_LT(text.size(), 400u);
+  }
+}
+
+TEST(Weights, ComeFromAFolderOfCheckpointsAndFromOneOfThem) {
+  TemporaryDirectory folder;
+  const auto saved = make_model("mlp");
+  Checkpoint checkpoint;
+  checkpoint.model = state_dict(*saved);
+  for (auto& [name, tensor] : checkpoint.model) tensor = tensor.detach();
+  CheckpointFolder checkpoints(folder.path() / "run");
+  for (const int64_t step : {1, 2}) {
+    checkpoint.info.step = step;
+    checkpoints.write(checkpoint);
+    for (auto& [name, tensor] : checkpoint.model) tensor = tensor + 1;
+  }
+  const auto first_value = [&](const std::filesystem::path& path) {
+    const auto model = make_model("mlp");
+    load_weights(*model, path);
+    return (model->parameters().front() - saved->parameters().front()).mean().item<double>();
+  };
+  EXPECT_NEAR(first_value(checkpoints.path() / "step-00000001"), 0, 1e-6);
+  EXPECT_NEAR(first_value(checkpoints.path() / "latest"), 1, 1e-6);
+  EXPECT_NEAR(first_value(checkpoints.path()), 1, 1e-6);
+  save_weights(*saved, folder.path() / "model.safetensors");
+  EXPECT_NEAR(first_value(folder.path()), 0, 1e-6);
+  std::filesystem::remove(folder.path() / "model.safetensors");
+  EXPECT_THAT([&] { first_value(folder.path()); },
+              ThrowsMessage<DataError>(HasSubstr("holds no weights")));
+  EXPECT_THAT([&] { first_value(folder.path() / "none"); },
+              ThrowsMessage<DataError>(
+                  AllOf(HasSubstr("none: there is no such file or folder"), HasSubstr("hint:"))));
 }
 
 TEST(RandomState, GoesOnWhereItWasTaken) {

@@ -47,6 +47,7 @@ struct Pipe {
 TEST(OutcomeLine, HasTheFormThatScriptsRead) {
   EXPECT_EQ(outcome_line({0.09123, 0.97309, 10}), "test accuracy 0.9731 loss 0.0912");
   EXPECT_EQ(outcome_line({0.09123, std::nan(""), 10}), "test loss 0.0912");
+  EXPECT_EQ(outcome_line({-std::nan(""), 0.5, 10}), "test accuracy 0.5000 loss nan");
 }
 
 TEST(Console, QuietLeavesTheResult) {

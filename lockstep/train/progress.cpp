@@ -36,6 +36,7 @@ std::string short_number(double value) {
 }  // namespace
 
 std::string four_digits(double value) {
+  if (std::isnan(value)) return "nan";
   char text[64];
   std::snprintf(text, sizeof text, "%.4f", value);
   return text;
@@ -71,10 +72,11 @@ void Progress::on_start(Trainer& trainer) {
 std::string Progress::bar(const StepResult& result) const {
   const auto left = static_cast<double>(result.total_steps - result.step);
   const auto made = static_cast<double>(result.step - first_step_);
-  std::string facts;
-  if (last_log_.step.step > 0) facts += "loss " + four_digits(last_log_.metrics.loss) + "  ";
-  if (last_log_.step.step > 0) facts += speed_text(last_log_.samples_per_s) + "  ";
-  facts += "ETA " + human_seconds(result.seconds / made * left);
+  const bool logged = last_log_.step.step > 0;
+  std::string facts = "loss " + four_digits(logged ? last_log_.metrics.loss : result.loss) + "  ";
+  facts += speed_text(logged ? last_log_.samples_per_s
+                             : static_cast<double>(samples_) / std::max(result.seconds, 1e-9));
+  facts += "  ETA " + human_seconds(result.seconds / made * left);
   const double done = static_cast<double>(result.step) / static_cast<double>(result.total_steps);
   return progress_bar(epoch_text(result.epoch, max_epochs_), done, facts, console_.width(),
                       console_.has_color());
@@ -82,6 +84,7 @@ std::string Progress::bar(const StepResult& result) const {
 
 void Progress::on_step(Trainer& trainer, const StepResult& result) {
   last_step_ = result.step;
+  samples_ += result.samples;
   if (first_step_ < 0) first_step_ = result.step - 1;
   if (!console_.is_live()) return;
   const auto now = Clock::now();

@@ -8,14 +8,14 @@
 
 namespace lockstep {
 
-/// "0.9731": four digits after the point; "nan" and "inf" as they are.
+/// "0.9731": four digits after the point; "nan", whatever its sign, "inf" and "-inf".
 std::string four_digits(double value);
 
 /// "test accuracy 0.9731 loss 0.0912"; for regression "test loss 0.0912".
 std::string outcome_line(const Metrics& test);
 
 /// Shows how a run goes on rank 0: a line for every log and epoch; on a terminal a live bar in
-/// place of the former.
+/// place of the former. Until the first log the bar has rank 0's own loss.
 class Progress : public Callback {
  public:
   /// `console` must outlive it.
@@ -35,6 +35,7 @@ class Progress : public Callback {
   int64_t max_epochs_ = 0;
   int64_t first_step_ = -1;  ///< Done before this process began.
   int64_t last_step_ = 0;
+  int64_t samples_ = 0;  ///< Of all ranks, since the process began to train.
   LogResult last_log_;
   Clock::time_point drawn_;
 };

@@ -48,6 +48,7 @@ struct StepResult {
   int64_t batches = 0;      ///< Batches of the epoch that this rank has used.
   int64_t samples = 0;      ///< Of this step, over all ranks.
   double lr = 0;            ///< The rate that the step was made with.
+  double loss = 0;          ///< Of this rank's last batch alone; a LogResult has that of all.
   double seconds = 0;       ///< Since training began in this process.
 };
 

@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/words.h"
+#include "lockstep/comm/backends/backend.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
@@ -94,7 +96,6 @@ const char* expected_text() {
   if constexpr (std::is_same_v<T, std::string>) return "a text in quotes";
   if constexpr (std::is_same_v<T, bool>) return "true or false";
   if constexpr (std::is_same_v<T, double>) return "a number";
-  if constexpr (std::is_same_v<T, uint64_t>) return "a whole number of at least 0";
   return "a whole number";
 }
 
@@ -105,8 +106,7 @@ std::optional<T> value_of(const toml::node& node) {
     return node.value<double>();
   } else if constexpr (std::is_same_v<T, uint64_t>) {
     const auto value = node.value_exact<int64_t>();
-    if (!value || *value < 0) return std::nullopt;
-    return static_cast<uint64_t>(*value);
+    return value ? std::optional(static_cast<uint64_t>(*value)) : std::nullopt;
   } else {
     return node.value_exact<T>();
   }
@@ -124,15 +124,20 @@ void set(RunConfig& config, const Key& key, const toml::node& node, const std::s
 }
 
 toml::table parsed(const std::filesystem::path& path) {
-  if (!std::filesystem::is_regular_file(path)) {
-    throw DataError("configuration file " + path.string() + " does not exist or is no file");
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw UsageError("--config " + path.string() + ": there is no such file",
+                     "a run's own configuration is config.toml in its --checkpoint-dir");
+  }
+  if (std::filesystem::is_directory(path, ignored)) {
+    throw UsageError("--config " + path.string() + ": this is a folder; a file is needed");
   }
   try {
-    return toml::parse_file(path.string());
+    return toml::parse(read_file(path), path.string());
   } catch (const toml::parse_error& error) {
-    throw DataError("configuration file " + path.string() +
-                    " is no TOML: " + std::string(error.description()) + " (line " +
-                    std::to_string(error.source().begin.line) + ")");
+    throw UsageError(path.string() + ", line " + std::to_string(error.source().begin.line) +
+                         ": this is no TOML: " + std::string(error.description()),
+                     "lines are as in: max-epochs = 3, or: model = \"mlp\"");
   }
 }
 
@@ -168,8 +173,9 @@ std::string toml_text(bool value) {
 std::string toml_text(int64_t value) {
   return std::to_string(value);
 }
+// TOML's whole numbers have a sign; the upper half of a seed's range becomes negative.
 std::string toml_text(uint64_t value) {
-  return std::to_string(value);
+  return std::to_string(static_cast<int64_t>(value));
 }
 std::string toml_text(double value) {
   return number_text(value);
@@ -177,11 +183,6 @@ std::string toml_text(double value) {
 template <class T>
 std::string toml_text(const std::optional<T>& value) {
   return value ? toml_text(*value) : std::string();
-}
-
-void check_word(const char* flag, const std::string& word, const std::vector<std::string>& known) {
-  if (std::find(known.begin(), known.end(), word) != known.end()) return;
-  throw UsageError(std::string(flag) + ": " + unknown_word("value", word, known));
 }
 
 template <class T>
@@ -197,7 +198,7 @@ void check_strategy(const std::string& strategy) {
   if (std::find(kLater.begin(), kLater.end(), strategy) != kLater.end()) {
     throw UsageError("--strategy " + strategy + " is not there yet", "use --strategy ddp");
   }
-  check_word("--strategy", strategy, {"ddp"});
+  expect_one_of("--strategy", strategy, {"ddp"});
 }
 
 void check_ranges(const RunConfig& config) {
@@ -217,7 +218,7 @@ void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--log-every-n-steps", config.log_every_n_steps, 1);
   check_at_least("--lr", config.lr.value_or(0), 0.0);
   check_at_least("--momentum", config.momentum.value_or(0), 0.0);
-  check_at_least("--weight-decay", config.weight_decay, 0.0);
+  check_at_least("--weight-decay", config.weight_decay.value_or(0), 0.0);
   check_at_least("--gradient-clip-val", config.gradient_clip_val, 0.0);
   check_at_least("--min-lr", config.min_lr, 0.0);
   if (config.timeout && !(*config.timeout > 0)) {
@@ -226,7 +227,36 @@ void check_ranges(const RunConfig& config) {
 }
 
 void check_dataset(const std::string& name) {
-  if (!name.starts_with("file:")) check_word("--dataset", name, dataset_names());
+  if (name.starts_with("file:")) return;
+  auto known = dataset_names();
+  known.push_back("file:PATH");
+  expect_one_of("--dataset", name, known);
+}
+
+/// What can be said of each value by itself.
+void check_values(const RunConfig& config) {
+  expect_one_of("--model", config.model, model_names());
+  check_dataset(config.dataset);
+  expect_one_of("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
+  expect_one_of("--backend", config.backend, backend_names());
+  check_strategy(config.strategy);
+  expect_one_of("--optimizer", config.optimizer, optimizer_names());
+  expect_one_of("--schedule", config.schedule, schedule_names());
+  expect_one_of("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
+  check_ranges(config);
+}
+
+/// A value from a file, checked where the file and the line can still be told.
+void check_value(const Key& key, const toml::node& node, const std::string& where) {
+  RunConfig alone;
+  set(alone, key, node, where);
+  try {
+    check_values(alone);
+  } catch (const UsageError& error) {
+    std::string text = error.what();
+    if (text.starts_with("--")) text.erase(0, 2);  // a key has no dashes
+    throw UsageError(where + ": " + text);
+  }
 }
 
 }  // namespace
@@ -249,10 +279,22 @@ void read_config(const std::filesystem::path& path, RunConfig& config) {
     const auto same = [&](const Key& key) { return wanted == key.name; };
     const auto key = std::find_if(keys().begin(), keys().end(), same);
     if (key == keys().end()) {
-      throw UsageError(where + ": " + unknown_word("key", std::string(name.str()), key_names()));
+      const auto meant = did_you_mean(wanted, key_names());
+      throw UsageError(where + ": unknown key '" + std::string(name.str()) + "'" +
+                           (meant.empty() ? "" : "; " + meant),
+                       "keys are the flags' names, as 'lockstep train --help' lists them, without "
+                       "dashes before");
     }
+    check_value(*key, node, where);
     set(config, *key, node, where);
   }
+}
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names = {"auto"};
+  for (const auto& backend : available_backends()) names.push_back(backend.name);
+  std::sort(names.begin() + 1, names.end());
+  return names;
 }
 
 std::string to_toml(const RunConfig& config) {
@@ -268,16 +310,9 @@ std::string to_toml(const RunConfig& config) {
 }
 
 void check_config(const RunConfig& config) {
-  check_word("--model", config.model, model_names());
-  check_dataset(config.dataset);
-  check_word("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
-  check_strategy(config.strategy);
-  check_word("--optimizer", config.optimizer, optimizer_names());
-  check_word("--schedule", config.schedule, schedule_names());
-  check_word("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
-  check_ranges(config);
+  check_values(config);
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
-    throw UsageError("--checkpoint-every needs --checkpoint-dir");
+    throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }
   if (config.resume == "auto" && config.checkpoint_dir.empty()) {
     throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -29,9 +30,9 @@ struct RunConfig {
   int64_t max_epochs = 5;
   int64_t batch_size = 64;  ///< Of each process, as in a PyTorch script.
   std::string optimizer = "sgd";
-  std::optional<double> lr;        ///< Unset: `default_lr`.
-  std::optional<double> momentum;  ///< Unset: `default_momentum`.
-  double weight_decay = 0;
+  std::optional<double> lr;            ///< Unset: `default_lr`.
+  std::optional<double> momentum;      ///< Unset: `default_momentum`.
+  std::optional<double> weight_decay;  ///< Unset: PyTorch's, 0.01 for adamw and 0 for the others.
   bool nesterov = false;
   std::string schedule = "constant";
   int64_t warmup_steps = 0;
@@ -69,9 +70,12 @@ double default_lr(const std::string& optimizer, const std::string& model);
 /// 0.9 for sgd, as most recipes have it; 0 for the others, as PyTorch.
 double default_momentum(const std::string& optimizer);
 
+/// "auto" and what this build knows.
+std::vector<std::string> backend_names();
+
 /// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.
-/// Throws DataError when it cannot be read or is no TOML, UsageError for an unknown key (with the
-/// nearest one) or a value of another type, each with file and line.
+/// Throws UsageError with file and line when it is no TOML, for an unknown key (with those that may
+/// be meant) and for a value that the key cannot have; also when there is no such file.
 void read_config(const std::filesystem::path& path, RunConfig& config);
 
 /// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values and
@@ -79,7 +83,7 @@ void read_config(const std::filesystem::path& path, RunConfig& config);
 std::string to_toml(const RunConfig& config);
 
 /// Checks what needs neither data nor devices: names, ranges, combinations. Throws UsageError
-/// naming the flag, with the nearest name for an unknown word.
+/// naming the flag, with the names that may be meant for an unknown word.
 void check_config(const RunConfig& config);
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <limits>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -56,17 +57,35 @@ TEST_F(ConfigFile, AWrongTypeNamesTheKeyAndWhatWasExpected) {
   expect("lr = true", "lr must be a number");
   expect("quiet = 1", "quiet must be true or false");
   expect("model = 3", "model must be a text in quotes");
-  expect("seed = -1", "seed must be a whole number of at least 0");
+  expect("seed = 1.5", "seed must be a whole number");
   expect("[optimizer]\nlr = 3", "optimizer must be a text in quotes");
 }
 
 TEST_F(ConfigFile, WhatIsNoTomlNamesTheLine) {
   EXPECT_THAT([&] { read("model = \n"); },
-              ThrowsMessage<DataError>(
-                  testing::AllOf(HasSubstr("run.toml is no TOML"), HasSubstr("line 1"))));
+              ThrowsMessage<UsageError>(testing::AllOf(
+                  HasSubstr("run.toml, line 1: this is no TOML"), HasSubstr("hint:"))));
   RunConfig config;
   EXPECT_THAT([&] { read_config(folder_.path() / "none.toml", config); },
-              ThrowsMessage<DataError>(HasSubstr("none.toml does not exist")));
+              ThrowsMessage<UsageError>(HasSubstr("none.toml: there is no such file")));
+  EXPECT_THAT([&] { read_config(folder_.path(), config); },
+              ThrowsMessage<UsageError>(HasSubstr("this is a folder")));
+}
+
+TEST_F(ConfigFile, AValueThatAKeyCannotHaveNamesFileLineAndKey) {
+  const auto expect = [&](const char* text, const char* message) {
+    EXPECT_THAT([&] { read(text); }, ThrowsMessage<UsageError>(HasSubstr(message))) << text;
+  };
+  expect("lr = 1\nmodel = 'mpl'", "run.toml, line 2: model: unknown value 'mpl'; expected one of");
+  expect("lr = -1", "run.toml, line 1: lr is -1; it must be at least 0");
+  expect("\n\nbackend = 'glo'", "line 3: backend: unknown value 'glo'");
+}
+
+TEST_F(ConfigFile, SeedsAreThoseOfManualSeed) {
+  RunConfig config;
+  config.seed = read("seed = -1").seed;
+  EXPECT_EQ(config.seed, std::numeric_limits<uint64_t>::max());
+  EXPECT_EQ(read(to_toml(config)).seed, config.seed);
 }
 
 TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
@@ -87,6 +106,7 @@ TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
   EXPECT_EQ(again.weight_decay, 1e-300);
   EXPECT_FALSE(again.limit_train_batches);
   EXPECT_EQ(again.limit_test_batches, 5);
+  EXPECT_FALSE(read(to_toml(RunConfig())).weight_decay) << "adamw has a default of its own";
 }
 
 void expect_refused(const std::function<void(RunConfig&)>& change, const std::string& message) {
@@ -106,6 +126,12 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.schedule = "cosin"; }, "did you mean 'cosine'?");
   expect_refused([](auto& c) { c.accelerator = "cdua"; }, "did you mean 'cuda'?");
   expect_refused([](auto& c) { c.on_nan = "skp"; }, "did you mean 'skip'?");
+  expect_refused([](auto& c) { c.backend = "glo"; },
+                 "--backend: unknown value 'glo'; expected one of auto, gloo, nccl");
+  expect_refused([](auto& c) { c.backend = "glo"; }, "\n  hint: did you mean 'gloo'?");
+  expect_refused([](auto& c) { c.dataset = "imagenet"; },
+                 "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
+                 "digits, random, file:PATH");
   expect_refused([](auto& c) { c.strategy = "dpd"; }, "did you mean 'ddp'?");
   expect_refused([](auto& c) { c.strategy = "fsdp"; }, "--strategy fsdp is not there yet");
 }

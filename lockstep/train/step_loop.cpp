@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace lockstep {
 namespace {
@@ -33,6 +34,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
   task_.train->epoch(epoch, first_batch);
+  const int64_t first_step = step_;
   Batch batch;
   for (int64_t i = first_batch; i < batches && task_.train->next(batch); ++i) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
@@ -52,10 +54,12 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     result.batches = i + 1;
     result.samples = std::exchange(samples_of_step_, 0) * group_.size();
     result.lr = task_.optimizer->lr();
+    result.loss = last_loss_;
     result.seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     if (!after_step(result)) return false;
   }
+  finite_.end_epoch(epoch, step_ - first_step);
   return true;
 }
 
@@ -74,7 +78,12 @@ void StepLoop::forward_and_backward(const Batch& batch, int64_t batches_of_step)
   const double value = loss.item<double>();
   if (batches_of_step > 1) loss = loss / static_cast<double>(batches_of_step);
   finite_.backward(loss, value);
-  add_batch(sums_, task_.loss, value, output, target, batch.size());
+  last_loss_ = value;
+  if (options_.on_nan == OnNan::skip && !std::isfinite(value)) {
+    sums_.samples += batch.size();  // its loss would hide that of all others
+  } else {
+    add_batch(sums_, task_.loss, value, output, target, batch.size());
+  }
   samples_of_step_ += batch.size();
 }
 

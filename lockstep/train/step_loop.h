@@ -75,6 +75,7 @@ class StepLoop {
   double base_lr_;
   int64_t step_ = 0;
   int64_t samples_of_step_ = 0;
+  double last_loss_ = 0;
   MetricSums sums_;
   std::chrono::steady_clock::time_point start_;
 };

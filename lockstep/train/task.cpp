@@ -7,6 +7,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -124,8 +125,10 @@ std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& wo
   const DistributedSampler share(sampler);
   if (training && config.batch_size > share.samples_per_rank()) {
     throw UsageError("--batch-size " + std::to_string(config.batch_size) + " is larger than the " +
-                         std::to_string(share.samples_per_rank()) + " samples that each of " +
-                         std::to_string(world.size()) + " ranks has of dataset " + dataset.name,
+                         std::to_string(share.samples_per_rank()) + " samples that " +
+                         (world.size() > 1 ? "each of " + counted(world.size(), "rank") + " has"
+                                           : std::string("there are")) +
+                         " of dataset " + dataset.name,
                      "give at most --batch-size " + std::to_string(share.samples_per_rank()));
   }
   return std::make_unique<DataLoader>(dataset, share,

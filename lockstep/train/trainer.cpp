@@ -37,7 +37,7 @@ Trainer::Trainer(const World& world, TrainTask task, TrainerOptions options)
       options_(checked(options)),
       loop_(task_, world.group(), options_),
       start_(Clock::now()) {
-  options_.identity["world_size"] = std::to_string(world.size());
+  options_.identity["number of ranks"] = std::to_string(world.size());
 }
 
 Trainer::~Trainer() = default;

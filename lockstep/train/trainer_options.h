@@ -11,7 +11,8 @@ namespace lockstep {
 /// What happens when a loss or gradient is NaN or infinite. Every rank does the same.
 enum class OnNan {
   stop,     ///< NumericError naming the step and the ranks.
-  skip,     ///< The step's gradients are dropped on all ranks, with a warning.
+  skip,     ///< The step's gradients are dropped on all ranks, with a warning;
+            ///< NumericError when those of all steps of an epoch are.
   proceed,  ///< Nothing is checked.
 };
 

@@ -4,11 +4,16 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 
 namespace lockstep {
+namespace fs = std::filesystem;
 namespace {
 
 std::string shape_text(const at::Tensor& tensor) {
@@ -29,24 +34,56 @@ void collect(const torch::nn::Module& module, const std::string& prefix, NamedTe
   }
 }
 
+/// "2 missing (a, b)", "9 missing (a, b, c, ...)"; empty for none.
+std::string summary(const std::vector<std::string>& tensors, const std::string& what) {
+  constexpr size_t kShown = 3;
+  if (tensors.empty()) return {};
+  const auto shown = static_cast<std::ptrdiff_t>(std::min(tensors.size(), kShown));
+  return std::to_string(tensors.size()) + " " + what + " (" +
+         join({tensors.begin(), tensors.begin() + shown}, ", ") +
+         (tensors.size() > kShown ? ", ...)" : ")");
+}
+
 std::string differences(const NamedTensors& own, std::map<std::string, at::Tensor> given) {
-  std::vector<std::string> list;
+  std::vector<std::string> missing, other_shape, unexpected;
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
     if (found == given.end()) {
-      list.push_back(name + " " + shape_text(tensor) + " is missing");
+      missing.push_back(name + " " + shape_text(tensor));
       continue;
     }
     if (found->second.sizes() != tensor.sizes()) {
-      list.push_back(name + " has shape " + shape_text(found->second) + ", the model's has " +
-                     shape_text(tensor));
+      other_shape.push_back(name + " " + shape_text(found->second) + " in place of " +
+                            shape_text(tensor));
     }
     given.erase(found);
   }
-  for (const auto& [name, tensor] : given) {
-    list.push_back(name + " " + shape_text(tensor) + " is not in the model");
+  for (const auto& [name, tensor] : given) unexpected.push_back(name + " " + shape_text(tensor));
+  std::vector<std::string> parts;
+  for (const auto& part : {summary(missing, "missing"), summary(unexpected, "unexpected"),
+                           summary(other_shape, "of another shape")}) {
+    if (!part.empty()) parts.push_back(part);
   }
-  return join(list, "; ");
+  return join(parts, ", ");
+}
+
+/// The checkpoint that a folder is, or the newest one in it; none when it is no such folder.
+std::optional<Checkpoint> checkpoint_at(const fs::path& folder) {
+  if (fs::exists(folder / "state.json")) return read_checkpoint(folder);
+  auto newest = CheckpointFolder(folder).read_newest();
+  if (!newest) return std::nullopt;
+  log_info("weights of checkpoint " + newest->first.string());
+  return std::move(newest->second);
+}
+
+NamedTensors read_weights(const fs::path& path) {
+  if (!fs::is_directory(path)) return load_safetensors(path).tensors;
+  if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
+  const fs::path file = path / "model.safetensors";
+  if (fs::exists(file)) return load_safetensors(file).tensors;
+  throw DataError("folder " + path.string() +
+                      " holds no weights: neither model.safetensors nor a checkpoint (step-*)",
+                  "give a safetensors file, or the --checkpoint-dir of a run");
 }
 
 }  // namespace
@@ -64,14 +101,22 @@ void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
   const std::string wrong = differences(own, given);
   if (!wrong.empty()) {
-    throw CheckpointError(source + " does not fit the model: " + wrong,
+    throw CheckpointError(source + " does not fit the model; tensors: " + wrong,
                           "give the --model that the weights were saved from");
   }
   for (auto& [name, tensor] : own) tensor.copy_(given.at(name));
 }
 
+void check_weights_exist(const fs::path& path) {
+  std::error_code ignored;
+  if (fs::exists(path, ignored)) return;
+  throw DataError("no weights at " + path.string() + ": there is no such file or folder",
+                  "give a safetensors file, as --save-weights writes, or a checkpoint's folder");
+}
+
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
-  NamedTensors tensors = load_safetensors(path).tensors;
+  check_weights_exist(path);
+  NamedTensors tensors = read_weights(path);
   constexpr std::string_view kPrefix = "module.";
   const bool wrapped =
       !tensors.empty() && std::all_of(tensors.begin(), tensors.end(),

@@ -11,12 +11,18 @@ namespace lockstep {
 NamedTensors state_dict(const torch::nn::Module& module);
 
 /// Copies tensors into the model's parameters and buffers. `source` names them in messages. Throws
-/// CheckpointError naming every tensor that is missing, left over or of another shape.
+/// CheckpointError naming the first tensors that are missing, unexpected or of another shape, with
+/// how many there are of each.
 void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
                      const std::string& source);
 
-/// Reads a safetensors file into a model. A prefix "module.", as DDP in Python leaves behind, is
-/// taken away. Throws DataError and CheckpointError.
+/// Throws DataError when there is nothing of that name.
+void check_weights_exist(const std::filesystem::path& path);
+
+/// Reads weights into a model: from a safetensors file, a checkpoint (`step-*`, whose hashes are
+/// checked), the newest whole checkpoint in a folder of them, or a folder with model.safetensors. A
+/// prefix "module.", as DDP in Python leaves behind, is taken away. Throws DataError and
+/// CheckpointError.
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
 
 /// Writes a model's state_dict as safetensors.

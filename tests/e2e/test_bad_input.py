@@ -35,6 +35,9 @@ class Words(BadInput):
         for flags, message in (
             (("--modle", "mlp"), "did you mean '--model'?"),
             (("--max_epoch", 3), "did you mean '--max-epochs'?"),
+            (("--epochs", 3), "did you mean '--max-epochs'?"),
+            (("--accum", 3), "did you mean '--accumulate-grad-batches'?"),
+            (("-lr", 3), "did you mean '--lr'?"),
             (("--model", "convnt"), "did you mean 'convnet'?"),
             (("--dataset", "mnits"), "did you mean 'mnist'?"),
             (("--optimizer", "adm"), "did you mean 'adam'?"),
@@ -44,6 +47,56 @@ class Words(BadInput):
             (("--on-nan", "stp"), "did you mean 'stop'?"),
         ):
             self.refuse(("train", *flags), 2, message)
+
+    def test_every_command_suggests(self):
+        for command, message in (
+            (("trian",), "did you mean 'train'?"),
+            (("ev",), "did you mean 'eval'?"),
+            (("help", "trian"), "did you mean 'train'?"),
+            (("eval", "--load", "x"), "did you mean '--load-weights'?"),
+            (("run", "--nproc", 2, "true"), "did you mean '--nproc-per-node'?"),
+            (("bench", "step", "--roun", 2), "did you mean '--rounds'?"),
+            (("bench", "stepp"), "did you mean 'step'?"),
+            (("env", "--jsno"), "did you mean '--json'?"),
+        ):
+            self.refuse(command, 2, message)
+
+    def test_an_unknown_value_has_one_wording(self):
+        for command, message in (
+            (("train", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of auto, gloo, nccl"),
+            (("eval", "--model", "mpl"), "--model: unknown value 'mpl'; expected one of mlp, "),
+            (("train", "--dataset", "imagenet"),
+             "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, digits, random, file:PATH"),
+            (("bench", "step", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of "),
+            (("bench", "step", "--model", "mpl"), "--model: unknown value 'mpl'; expected one of mlp, "),
+            (("run", "--rdzv-backend", "stati", "true"), "--rdzv-backend: unknown value 'stati'; expected one of "),
+        ):
+            self.refuse(command, 2, message)
+
+    def test_help_of_every_command(self):
+        pages = set()
+        for words in (["train"], ["eval"], ["run"], ["env"], ["bench"], ["bench", "step"], ["bench", "allreduce"],
+                      ["bench", "loader"], ["bench", "launch"], ["bench", "train"], ["bench", "targets"]):
+            page = t.run(t.LOCKSTEP, *words, "--help")
+            self.assertEqual(t.run(t.LOCKSTEP, "help", *words).stdout, page.stdout)
+            self.assertIn(f"Usage: lockstep {' '.join(words)}", page.stdout)
+            pages.add(page.stdout)
+        self.assertEqual(len(pages), 11, "each has a page of its own")
+        sizes = t.run(t.LOCKSTEP, "bench", "step", "--help").stdout
+        self.assertNotIn("--sizes", sizes)
+        self.refuse(("bench", "step", "--sizes", 4), 2, "unknown flag '--sizes'")
+
+    def test_a_full_disk_behind_standard_output_is_no_success(self):
+        if not pathlib.Path("/dev/full").exists():
+            self.skipTest("this system has no /dev/full")
+        for command in (("--help",), ("--version",), ("train", "--help"), ("run", "--help"), ("env",),
+                        ("env", "--json"), ("train", "--max-epochs", 0)):
+            with open("/dev/full", "w") as full:
+                result = subprocess.run([t.LOCKSTEP, *map(str, command)], stdout=full, stderr=subprocess.PIPE,
+                                        text=True, env=t.clean_environment(), timeout=TIMEOUT, check=False)
+            self.assertEqual(result.returncode, 1, command)
+            self.assertEqual(result.stderr.count("cannot write standard output: No space left on device"), 1,
+                             result.stderr)
 
     def test_numbers_out_of_range_name_the_flag(self):
         for flags, message in (
@@ -80,9 +133,14 @@ class Configuration(BadInput):
         path = self.write("model = 'mlp'\nmax-epoch = 3\n")
         self.refuse(("train", "--config", path), 2, f"{path}, line 2: unknown key 'max-epoch'; did you mean 'max-epochs'?")
         self.refuse(("train", "--config", self.write("lr = 'x'")), 2, "line 1: lr must be a number")
-        self.refuse(("train", "--config", self.write("model = 'mpl'")), 2, "did you mean 'mlp'?")
-        self.refuse(("train", "--config", self.write("lr = = 2")), 1, "is no TOML", "line 1")
-        self.refuse(("train", "--config", "/none.toml"), 1, "/none.toml does not exist")
+        path = self.write("lr = 1\nmodel = 'mpl'")
+        self.refuse(("train", "--config", path), 2, f"{path}, line 2: model: unknown value 'mpl'; expected one of mlp",
+                    "did you mean 'mlp'?")
+        path = self.write("\nbatch-size = 0")
+        self.refuse(("train", "--config", path), 2, f"{path}, line 2: batch-size is 0; it must be at least 1")
+        path = self.write("lr = = 2")
+        self.refuse(("train", "--config", path), 2, f"{path}, line 1: this is no TOML", "hint:")
+        self.refuse(("train", "--config", "/none.toml"), 2, "--config /none.toml: there is no such file", "hint:")
 
 
 class Devices(BadInput):
@@ -119,7 +177,7 @@ class Data(BadInput):
                     (folder / path.name).symlink_to(path.resolve())
                 (folder / name).unlink()
                 (folder / name).write_bytes(content)
-                self.refuse(("train", "--dataset", "mnist", "--data-dir", folder, "--devices", 2), 1, name)
+                self.refuse(("train", "--dataset", "mnist", "--data-dir", folder, "--devices", 2), 1, name, "hint:")
 
     def test_a_batch_larger_than_the_data(self):
         self.refuse(("train", "--batch-size", 5001, "--devices", 2), 2,
@@ -139,15 +197,65 @@ class Weights(BadInput):
         folder = self.temporary()
         weights = folder / "mlp.safetensors"
         t.run(t.LOCKSTEP, "train", "--max-epochs", 0, "--save-weights", weights)
-        self.refuse(("eval", "--load-weights", folder / "none"), 1, str(folder / "none"))
+        self.refuse(("eval", "--load-weights", folder / "none"), 1, str(folder / "none"), "hint:")
+        self.refuse(("eval", "--load-weights", folder / "none", "--devices", 2), 1, str(folder / "none"), "hint:")
         text = folder / "text"
         text.write_text("these are no weights, though the file is long enough for a header")
         self.refuse(("eval", "--load-weights", text), 1, str(text))
         cut = folder / "cut.safetensors"
         cut.write_bytes(weights.read_bytes()[:-100])
-        self.refuse(("eval", "--load-weights", cut, "--devices", 2), 1, str(cut))
-        self.refuse(("eval", "--model", "wide", "--load-weights", weights), 1,
-                    f"{weights} does not fit the model: layers.0.weight has shape [128, 784], the model's has [784, 784]")
+        size = weights.stat().st_size
+        self.refuse(("eval", "--load-weights", cut, "--devices", 2), 1, str(cut),
+                    f"truncated: the header says {size} bytes, the file has {size - 100}")
+        result = self.refuse(("eval", "--model", "wide", "--load-weights", weights), 1,
+                             f"{weights} does not fit the model; tensors: 8 missing (",
+                             "of another shape (layers.0.weight [128, 784] in place of [784, 784]")
+        self.assertLess(max(map(len, result.stderr.splitlines())), 500)
+
+    def test_folders(self):
+        folder = self.temporary()
+        self.refuse(("eval", "--load-weights", folder), 1, f"folder {folder} holds no weights", "hint:")
+        saved = folder / "run"
+        trained = t.run(t.LOCKSTEP, "train", "--limit-train-batches", 3, "--max-epochs", 2, "--checkpoint-dir", saved)
+        for path in (saved, saved / "latest", saved / "step-00000006"):
+            result = t.run(t.LOCKSTEP, "eval", "--load-weights", path)
+            self.assertEqual(result.stdout.splitlines()[-1], trained.stdout.splitlines()[-1])
+
+
+class Places(BadInput):
+    """Files and folders that are mistyped are named before anything is loaded."""
+
+    def refuse_early(self, flags, code, *messages):
+        for devices in (1, 2):
+            result = self.refuse(("train", *flags, "--devices", devices), code, *messages, "hint:")
+            self.assertEqual(result.stdout, "")
+            self.assertNotIn("it reported", result.stderr, "no process was started for it")
+
+    def test_what_is_written(self):
+        file = self.temporary() / "file"
+        file.write_text("x")
+        for flag in ("--save-weights", "--save-best", "--metrics-file"):
+            self.refuse_early((flag, "/proc/x/y"), 2, f"{flag} /proc/x/y: there is no folder /proc/x")
+            self.refuse_early((flag, file.parent), 2, f"{flag} {file.parent}: this is a folder")
+        self.refuse_early(("--checkpoint-dir", "/proc/x"), 2,
+                          "--checkpoint-dir /proc/x: cannot make this folder: No such file or directory")
+        self.refuse_early(("--checkpoint-dir", file), 2, f"--checkpoint-dir {file}: cannot make this folder")
+
+    def test_what_is_resumed(self):
+        folder = self.temporary()
+        self.refuse_early(("--resume", "atuo", "--checkpoint-dir", folder / "a"), 2,
+                          "--resume atuo: there is no such folder", "did you mean 'auto'?")
+        self.assertFalse((folder / "a").exists())
+        self.refuse_early(("--resume", folder / "none"), 2, f"--resume {folder / 'none'}: there is no such folder")
+        (folder / "file").write_text("x")
+        self.refuse_early(("--resume", folder / "file"), 2, "this is a file")
+
+    def test_what_is_loaded(self):
+        self.refuse_early(("--load-weights", "/none.st"), 1, "no weights at /none.st")
+
+    def test_schedules_are_told_in_flags(self):
+        self.refuse(("train", "--schedule", "cosine", "--warmup-steps", 500, "--max-epochs", 1), 2,
+                    "--warmup-steps 500 leaves nothing for --schedule cosine: the run has 157 steps", "hint:")
 
 
 class Numbers(BadInput):
@@ -166,7 +274,8 @@ class Numbers(BadInput):
 
     def test_stops_with_step_and_rank(self):
         result = self.refuse(("train", "--dataset", self.data_with_a_nan(self.temporary()), "--batch-size", 16,
-                              "--devices", 2), 1, "the loss is", "nan on rank ", "(epoch 1)", "--on-nan skip")
+                              "--devices", 2), 1, "the loss is", "nan on rank ", "(epoch 1)", "--on-nan skip",
+                             "--on-nan proceed")
         self.assertRegex(result.stderr, r"nan on rank [01] at step ([1-9]|1[0-3]) \(epoch 1\)")
 
     def test_goes_on_by_flag(self):
@@ -175,6 +284,20 @@ class Numbers(BadInput):
             result = t.run(t.LOCKSTEP, "train", "--dataset", dataset, "--batch-size", 16, "--devices", devices,
                            "--max-epochs", 2, "--on-nan", "skip", timeout=TIMEOUT)
             self.assertEqual(result.stderr.count("the step is skipped on all ranks"), 2, result.stderr)
+
+    def test_skipping_everything_is_no_success(self):
+        import numpy
+
+        folder = self.temporary()
+        data = numpy.full((400, 784), numpy.nan, dtype="float32")
+        targets = numpy.zeros(400, dtype="int64")
+        numpy.savez(folder / "bad.npz", data=data, targets=targets, test_data=data[:50], test_targets=targets[:50])
+        for devices in (1, 2):
+            result = self.refuse(("train", "--dataset", f"file:{folder / 'bad.npz'}", "--batch-size", 4, "--on-nan",
+                                  "skip", "--devices", devices), 1, "every step of epoch 1 was skipped", "hint:")
+            self.assertIn("at step 3 ", result.stderr)
+            self.assertNotIn("at step 4 ", result.stderr, "the warnings have an end")
+            self.assertNotIn("-nan", result.stdout + result.stderr)
 
     def test_a_run_that_diverges(self):
         self.refuse(("train", "--lr", "1e30", "--devices", 2), 1, "the loss is", "at step ")
@@ -186,7 +309,7 @@ class Launchers(BadInput):
         base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
         for change, message in (({"RANK": "2"}, "RANK"), ({"RANK": "-1"}, "RANK"), ({"RANK": "one"}, "RANK"),
                                 ({"MASTER_PORT": "70000"}, "MASTER_PORT")):
-            self.refuse(("train",), 2, message, env=t.clean_environment(**{**base, **change}))
+            self.refuse(("train",), 2, message, "hint:", env=t.clean_environment(**{**base, **change}))
 
     def test_a_peer_that_never_comes(self):
         import socket

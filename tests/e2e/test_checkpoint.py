@@ -185,10 +185,11 @@ class Folder(unittest.TestCase):
 
     def test_of_another_model_world_or_data_names_both(self):
         self.save()
-        for flags, message in ((("--model", "wide"), "model 'mlp' in the checkpoint, 'wide' in this run"),
-                               (("--devices", 2), "world_size '1' in the checkpoint, '2' in this run"),
-                               (("--batch-size", 32), "batch_size '64' in the checkpoint, '32' in this run"),
-                               (("--optimizer", "adam"), "optimizer 'sgd' in the checkpoint, 'adam' in this run")):
+        for flags, message in ((("--model", "wide"), "--model 'mlp' in the checkpoint, 'wide' in this run"),
+                               (("--devices", 2), "number of ranks '1' in the checkpoint, '2' in this run"),
+                               (("--limit-train-batches", 4), "--limit-train-batches '5' in the checkpoint, '4' in"),
+                               (("--batch-size", 32), "--batch-size '64' in the checkpoint, '32' in this run"),
+                               (("--optimizer", "adam"), "--optimizer 'sgd' in the checkpoint, 'adam' in this run")):
             result = self.resume(*flags, check=False)
             self.assertEqual(result.returncode, 1, result.stderr)
             self.assertIn(message, result.stderr)
@@ -221,8 +222,16 @@ class Folder(unittest.TestCase):
     def test_nothing_to_resume(self):
         self.assertIn("test accuracy", self.resume().stdout, "auto starts anew in an empty folder")
         result = self.resume(check=False, resume=self.folder / "none")
-        self.assertEqual(result.returncode, 1)
-        self.assertIn(f"there is no checkpoint at {self.folder / 'none'}", result.stderr)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn(f"--resume {self.folder / 'none'}: there is no such folder", result.stderr)
+
+    def test_a_run_that_is_done_says_so(self):
+        self.save()
+        whole = self.resume()
+        done = self.resume()
+        self.assertIn("nothing to train: all of --max-epochs", done.stdout)
+        self.assertNotIn("nothing to train", whole.stdout)
+        self.assertEqual(done.stdout.splitlines()[-1], whole.stdout.splitlines()[-1])
 
     def test_a_folder_of_checkpoints_can_be_given(self):
         self.save()
@@ -238,14 +247,14 @@ class CannotSave(unittest.TestCase):
     def test_a_folder_that_cannot_be_made_is_named_before_training(self):
         for devices in (1, 2):
             result = train("--checkpoint-dir", "/proc/lockstep", "--devices", devices, check=False, timeout=60)
-            self.assertEqual(result.returncode, 1)
-            self.assertIn("cannot write checkpoints to /proc/lockstep", result.stderr)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn("--checkpoint-dir /proc/lockstep: cannot make this folder", result.stderr)
             self.assertNotIn("epoch 1", result.stdout)
 
     def test_files_that_cannot_be_written_are_named_before_training(self):
         for flag in ("--save-weights", "--save-best", "--metrics-file"):
             result = train(flag, "/proc/none/file", "--devices", 2, check=False, timeout=60)
-            self.assertIn(result.returncode, (1, 2))
+            self.assertEqual(result.returncode, 2)
             self.assertIn("/proc/none", result.stderr)
             self.assertNotIn("epoch 1", result.stdout)
 

@@ -63,7 +63,7 @@ class Variables(unittest.TestCase):
             env.pop("OMP_NUM_THREADS")
             run(TORCHRUN, *flags, program, env=env)
             result = run(LOCKSTEP, "run", *flags, program, env={**env, "OUT": str(ours)})
-            self.assertEqual(result.stderr.count("OMP_NUM_THREADS"), 1, "said once")
+            self.assertEqual(result.stderr.count("lockstep run: OMP_NUM_THREADS"), 1, "said once")
             for left, right in zip(dumped(theirs, 2), dumped(ours, 2)):
                 left, right = left["env"], right["env"]
                 free = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"} - same
@@ -205,6 +205,9 @@ for start in range(0, len(data), 7919):
         runs = list((folder / "logs").iterdir())
         self.assertEqual(len(runs), 1)
         self.assertTrue(runs[0].name.startswith("job_"))
+        said = f"lockstep run: logs are in {runs[0]}\n"
+        self.assertEqual(err.count(said), 1, err)
+        err = err.replace(said, "")
         files = {str(path.relative_to(runs[0])): path.read_text() for path in runs[0].rglob("*") if path.is_file()}
         return sorted(out.split()), sorted(err.split()), files
 
@@ -243,8 +246,8 @@ for start in range(0, len(data), 7919):
         with temporary_folder() as folder:
             (folder / "file").write_text("x")
             code, out, err = lockstep_run("--log-dir", folder / "file", "echo", "started")
-            self.assertEqual((code, out), (1, ""))
-            self.assertIn(f"--log-dir {folder}/file", err)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn(f"--log-dir {folder}/file: cannot make a folder there: Not a directory\n  hint: ", err)
 
     def test_a_reader_of_errors_that_is_gone_does_not_change_the_exit_code(self):
         with Launched("sh", "-c", "exit 7") as launched:
@@ -308,6 +311,9 @@ class Usage(unittest.TestCase):
     def test_mistakes_are_named(self):
         self.refused(says="no program")
         self.refused("--nproc-per-nod", 2, "true", says=["--nproc-per-nod'", "did you mean '--nproc-per-node'?"])
+        self.refused("--nproc", 2, "true", says="unknown flag '--nproc'; did you mean '--nproc-per-node'?")
+        self.refused("-m=3", "true", says="takes no value")
+        self.refused("--nproc-per-node=", "true", says="--nproc-per-node: ''")
         self.refused("--nproc_per_nod=2", "true", says="did you mean '--nproc-per-node'?")
         self.refused("--nproc-per-node", says="needs a value")
         self.refused("--nproc-per-node", "--tee", 3, "true", says="--nproc-per-node needs a value")

@@ -74,6 +74,12 @@ class Outcome(unittest.TestCase):
         result = train("--model", "linear", "--dataset", "random", "--devices", 2, "--max-epochs", 2)
         self.assertRegex(last_line(result), r"^test loss 0\.\d{4}$")
 
+    def test_a_part_of_the_test_data_is_marked(self):
+        result = train("--max-epochs", 0, "--limit-test-batches", 1, "--quiet")
+        self.assertIn("tested on 256 of 2,000 held-out samples only, by --limit-test-batches 1", result.stderr)
+        self.assertTrue(OUTCOME.fullmatch(result.stdout.rstrip("\n")), result.stdout)
+        self.assertEqual(train("--max-epochs", 0, "--limit-test-batches", 99).stderr, "")
+
     def test_no_epochs_is_an_evaluation_of_the_fresh_model(self):
         accuracy = float(OUTCOME.fullmatch(last_line(train("--max-epochs", 0)))[1])
         self.assertLess(accuracy, 0.3)
@@ -130,6 +136,26 @@ class Options(unittest.TestCase):
             other = self.weights(folder, "c", *flags, "--seed", 2)
         self.assert_same(one, again)
         self.assertGreater(self.difference(one, other), 0.01)
+
+    def test_a_seed_may_be_negative_as_in_python(self):
+        try:
+            import torch
+        except ImportError:
+            self.skipTest("this Python has no torch")
+        with t.temporary_folder() as folder:
+            ours = self.weights(folder, "a", "--max-epochs", 0, "--seed", -1)
+            same = self.weights(folder, "b", "--max-epochs", 0, "--seed", 2**64 - 1)
+        torch.manual_seed(-1)
+        theirs = torch.nn.Linear(784, 128).weight.detach().numpy()
+        self.assert_same(ours, same)
+        self.assertEqual(ours["layers.0.weight"].tobytes(), theirs.tobytes())
+
+    def test_adamw_decays_as_in_pytorch_unless_told(self):
+        with t.temporary_folder() as folder:
+            flags = ("--max-epochs", 1, "--limit-train-batches", 20, "--optimizer", "adamw")
+            default = self.weights(folder, "a", *flags)
+            self.assert_same(default, self.weights(folder, "b", *flags, "--weight-decay", 0.01))
+            self.assertGreater(self.difference(default, self.weights(folder, "c", *flags, "--weight-decay", 0)), 1e-6)
 
     def test_two_accumulated_batches_are_one_of_twice_the_size(self):
         with t.temporary_folder() as folder:
@@ -215,7 +241,7 @@ class Files(unittest.TestCase):
             saved = folder / "checkpoints"
             result = train("--config", config, "--batch-size", 8, "--checkpoint-dir", saved)
             self.assertIn("batch size 8 a rank", result.stdout)
-            self.assertIn("4 steps in 1 epochs", result.stdout)
+            self.assertIn("4 steps in 1 epoch\n", result.stdout)
             resolved = tomllib.loads((saved / "config.toml").read_text())
             self.assertEqual(resolved["batch-size"], 8)
             self.assertEqual(resolved["lr"], 0.5)
@@ -229,7 +255,8 @@ class Files(unittest.TestCase):
 
         with t.temporary_folder() as folder:
             optional = folder / "run.toml"
-            optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n")
+            optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n"
+                                "weight-decay = 0\n")
             train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
             keys = set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))
@@ -265,6 +292,13 @@ class Terminal(unittest.TestCase):
         self.assertIn("\x1b[32m", output)
         self.assertNotIn("  step 50/", output)
         self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n\Z")
+
+    def test_the_first_bars_have_a_loss_and_a_speed(self):
+        output = self.on_terminal("--max-epochs", 1, "--log-every-n-steps", 100000)
+        bars = re.findall(r"\repoch 1/1 \[[^\r\n]*\x1b\[K", output)
+        self.assertTrue(bars, output)
+        for bar in bars:
+            self.assertRegex(bar, r"loss \d+\.\d{4}  [1-9]\d* samples/s  ETA ")
 
     def test_no_color_is_honoured(self):
         output = self.on_terminal("--max-epochs", 2, NO_COLOR="1")

@@ -12,6 +12,7 @@
 #include "env_report.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/models/models.h"
 
@@ -20,8 +21,49 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-const std::vector<std::string> kKinds = {"step",   "allreduce", "loader",
-                                         "launch", "train",     "targets"};
+/// A benchmark: what it measures, and which flags it takes beside those that all take.
+struct Kind {
+  std::string name;
+  std::string summary;
+  std::vector<std::string> flags;
+  std::vector<std::string> examples;
+};
+
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> all = {
+      {"step",
+       "Measures a training step of a model with DistributedDataParallel, in microseconds.",
+       {"--model", "--batch-size", "--devices", "--backend", "--steps", "--threads"},
+       {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python"}},
+      {"allreduce",
+       "Measures all-reduces of tensors of several sizes, in microseconds.",
+       {"--devices", "--backend", "--sizes", "--steps", "--threads"},
+       {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
+      {"loader",
+       "Measures the loader on MNIST with normalisation, in samples a second.",
+       {"--batch-size", "--steps", "--threads", "--data-dir"},
+       {"lockstep bench loader --data-dir data --compare-python"}},
+      {"launch",
+       "Measures `lockstep run` to the first all-reduce and out, in seconds.",
+       {"--devices", "--backend", "--threads"},
+       {"lockstep bench launch --devices 2,4 --compare-python"}},
+      {"train",
+       "Measures `lockstep train` of an MLP on MNIST as a whole: seconds, memory, accuracy.",
+       {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--data-dir"},
+       {"lockstep bench train --epochs 3 --compare-python"}},
+      {"targets",
+       "Measures all figures that the project promises, against Python, and says which are met.",
+       {"--steps", "--threads", "--data-dir"},
+       {"lockstep bench targets --output targets.json"}},
+  };
+  return all;
+}
+
+std::vector<std::string> kind_names() {
+  std::vector<std::string> names;
+  for (const auto& kind : kinds()) names.push_back(kind.name);
+  return names;
+}
 
 std::string cell(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
@@ -34,8 +76,11 @@ std::string cell(const Json& value) {
 }
 
 void check(const BenchOptions& options) {
-  for (const auto& model : options.models) model_info(model);
+  for (const auto& model : options.models) expect_one_of("--model", model, model_names());
+  std::vector<std::string> backends;
+  for (const auto& backend : available_backends()) backends.push_back(backend.name);
   for (const auto& name : options.backends) {
+    expect_one_of("--backend", name, backends);
     const auto backend = backend_info(name);
     if (backend.available) continue;
     throw UsageError("--backend: " + name + " cannot be used: " + backend.reason, backend.remedy);
@@ -48,25 +93,56 @@ void check(const BenchOptions& options) {
   }
 }
 
-void add_options(Cli& cli, BenchOptions& options, bool& json, std::string& output) {
+/// The flags of one benchmark.
+void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
+  const auto takes = [&](const char* flag) {
+    return std::find(kind.flags.begin(), kind.flags.end(), flag) != kind.flags.end();
+  };
+  const std::string batch_size = kind.name == "step" ? "0: 32" : "0: 64";
+  const bool several = kind.name != "train";
+  const std::string devices = kind.name == "step" ? "without it 1 and 2" : "without it 2";
   cli.group("What is measured");
-  cli.list("--model", options.models, "Of step: " + join(model_names(), ", "));
-  cli.option("--batch-size", options.batch_size,
-             "Samples of a rank in a step; 0: 32 for step, 64 for loader and train", {0, 1e9});
-  cli.list("--devices", options.devices, "Ranks; several are measured one after the other",
-           {1, 1024});
-  cli.list("--backend", options.backends, "Backends to compare");
-  cli.list("--sizes", options.sizes, "Of allreduce: bytes of float32 values", {4, 1e11});
-  cli.option("--steps", options.steps, "Timed steps, all-reduces or batches in a run", {1, 1e9});
-  cli.option("--threads", options.threads, "Threads of a rank", {1, 1024});
+  if (takes("--model")) cli.list("--model", options.models, join(model_names(), ", "));
+  if (takes("--batch-size")) {
+    cli.option("--batch-size", options.batch_size, "Samples of a rank in a step; " + batch_size,
+               {0, 1e9});
+  }
+  if (takes("--devices")) {
+    cli.list("--devices", options.devices,
+             (several ? "Ranks, several measured one after the other; " : "Ranks; ") + devices,
+             {1, 1024});
+  }
+  if (takes("--backend")) {
+    cli.list("--backend", options.backends, several ? "Backends to compare" : "The backend");
+  }
+  if (takes("--sizes")) cli.list("--sizes", options.sizes, "Bytes of float32 values", {4, 1e11});
+  if (takes("--steps")) {
+    const std::string what = kind.name == "loader"      ? "Timed batches"
+                             : kind.name == "allreduce" ? "Timed all-reduces of each size"
+                                                        : "Timed steps";
+    cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
+  }
+  if (takes("--threads")) cli.option("--threads", options.threads, "Threads of a rank", {1, 1024});
+  if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
+  if (takes("--data-dir")) {
+    cli.option("--data-dir", options.data_dir,
+               "Where MNIST lies; without it LOCKSTEP_DATA_DIR, else ./data, and where there is "
+               "none the built-in digits",
+               "DIR");
+  }
+}
+
+void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool& json,
+                        std::string& output) {
+  const bool always = kind.name == "targets";
   cli.option("--rounds", options.rounds,
-             "Runs of each side, whose median counts; 0: 3, or 5 with --compare-python", {0, 1000});
-  cli.option("--epochs", options.epochs, "Of train", {1, 1000});
-  cli.option("--data-dir", options.data_dir,
-             "Where MNIST lies, for loader and train; without it the built-in digits are taken",
-             "DIR");
-  cli.flag("--compare-python", options.compare_python,
-           "Run the same work in Python in alternation, and show the ratios");
+             std::string("Runs of each side, whose median counts; 0: ") +
+                 (always ? "5" : "3, or 5 with --compare-python"),
+             {0, 1000});
+  if (!always) {
+    cli.flag("--compare-python", options.compare_python,
+             "Run the same work in Python in alternation, and show the ratios");
+  }
   cli.group("Output");
   cli.flag("--json", json, "One JSON object on standard output in place of the table");
   cli.option("--output", output, "Write the JSON object to this file too", "FILE");
@@ -127,42 +203,68 @@ void bench_progress(const std::string& text) {
   if (::isatty(STDERR_FILENO)) std::fprintf(stderr, "\r\033[K%s\r", text.c_str());
 }
 
-int bench_command(const std::vector<std::string>& args) {
-  if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
-  BenchOptions options;
-  bool json = false;
-  std::string output;
-  std::string kind;
+namespace {
+
+/// What `lockstep bench` without a known benchmark's name does: says which there are.
+void explain(const std::vector<std::string>& args) {
+  for (const auto& word : args) {
+    if (!word.starts_with('-')) expect_one_of("WHAT", word, kind_names());
+  }
   Cli cli(
       "lockstep bench",
       "Measures Lockstep on this machine, in fresh processes, and with --compare-python against "
-      "the same work in Python.");
-  cli.positional(
-      "WHAT", kind,
-      "step (a training step of a model), allreduce, loader (MNIST with normalisation), "
-      "launch (lockstep run to the first all-reduce and out), train (lockstep train as a "
-      "whole) or targets (all figures that the project promises, against Python)");
-  add_options(cli, options, json, output);
-  cli.example("lockstep bench step --model mlp,linear --devices 1,2 --compare-python");
-  cli.example("lockstep bench allreduce --sizes 4,65536,4194304 --json");
-  cli.example("lockstep bench targets", "What `make bench` prints");
-  if (!cli.parse(args)) return 0;
-  if (std::find(kKinds.begin(), kKinds.end(), kind) == kKinds.end()) {
-    throw UsageError(unknown_word("benchmark", kind, kKinds));
+      "the same work in Python. 'lockstep bench WHAT --help' lists a benchmark's flags.");
+  std::string list;
+  for (const auto& kind : kinds()) {
+    list += (list.empty() ? "" : "; ") + kind.name + ": " + kind.summary.substr(9);
+    if (list.ends_with('.')) list.pop_back();
+    for (const auto& example : kind.examples) cli.example(example);
   }
+  std::string what;
+  cli.positional("WHAT", what, list, /*required=*/false);
+  if (!cli.parse(args)) return;
+  throw UsageError("no benchmark named; expected one of " + join(kind_names(), ", "),
+                   "lockstep bench step; 'lockstep bench --help' says what each measures");
+}
+
+int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
+  BenchOptions options;
+  bool json = false;
+  std::string output;
+  Cli cli("lockstep bench " + kind.name, kind.summary);
+  add_options(cli, kind, options);
+  add_common_options(cli, kind, options, json, output);
+  for (const auto& example : kind.examples) cli.example(example);
+  if (!cli.parse(args)) return 0;
   check(options);
-  if (kind == "targets") options.compare_python = true;
+  if (kind.name == "targets") options.compare_python = true;
 
   const OrderlyInterrupts orderly_interrupts;
-  const BenchRows rows = measure(kind, options, /*print=*/!json);
+  const BenchRows rows = measure(kind.name, options, /*print=*/!json);
   bench_progress("");
-  const std::string text = report_of(kind, options, rows).dump(2) + "\n";
+  const std::string text = report_of(kind.name, options, rows).dump(2) + "\n";
   if (!output.empty()) write_file_atomically(output, text);
   if (json) {
-    std::fputs(text.c_str(), stdout);
-  } else if (kind != "targets") {
-    std::fputs(bench_table(rows).c_str(), stdout);
+    print(text);
+  } else if (kind.name != "targets") {
+    print(bench_table(rows));
   }
+  return 0;
+}
+
+}  // namespace
+
+int bench_command(const std::vector<std::string>& args) {
+  if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
+  for (auto word = args.begin(); word != args.end(); ++word) {
+    for (const auto& kind : kinds()) {
+      if (*word != kind.name) continue;
+      std::vector<std::string> rest(args.begin(), word);
+      rest.insert(rest.end(), word + 1, args.end());
+      return run_benchmark(kind, rest);
+    }
+  }
+  explain(args);
   return 0;
 }
 

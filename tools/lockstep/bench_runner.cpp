@@ -12,6 +12,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep::tool {
 
@@ -175,7 +176,7 @@ BenchRows BenchRunner::step() {
                      {"warmup", kWarmup},
                      {"steps", options.steps}};
       for (int round = 0; round < options.rounds_or_default(); ++round) {
-        impl_->progress("step " + model + ", " + std::to_string(ranks) + " ranks", round);
+        impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
         for (const auto& backend : options.backends) {
           config["backend"] = backend;
           own[backend].push_back(impl_->run_ranks(false, config, ranks)["us_per_step"]);
@@ -208,7 +209,7 @@ BenchRows BenchRunner::allreduce() {
     std::vector<Figures> python;
     Json config = {{"kind", "allreduce"}, {"sizes", sizes}, {"warmup", kWarmup / 3}};
     for (int round = 0; round < options.rounds_or_default(); ++round) {
-      impl_->progress("allreduce, " + std::to_string(ranks) + " ranks", round);
+      impl_->progress("allreduce, " + counted(ranks, "rank"), round);
       for (const auto& backend : options.backends) {
         config["backend"] = backend;
         own[backend].push_back(impl_->run_ranks(false, config, ranks)["p50_us"].get<Figures>());
@@ -265,7 +266,7 @@ BenchRows BenchRunner::launch() {
       Figures own;
       Figures python;
       for (int round = 0; round < options.rounds_or_default(); ++round) {
-        impl_->progress("launch, " + std::to_string(ranks) + " ranks", round);
+        impl_->progress("launch, " + counted(ranks, "rank"), round);
         std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
                                             std::to_string(ranks)};
         for (auto& word : impl_->own_command({{"kind", "launch"}, {"backend", backend}})) {

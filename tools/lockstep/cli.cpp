@@ -1,13 +1,20 @@
 #include "cli.h"
 
+#include <stdio_ext.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 
 #include "cli_help.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
 
 namespace lockstep::tool {
@@ -45,11 +52,8 @@ T parse_number(const std::string& name, const std::string& text, Range range) {
     return *value;
   } else {
     range.min = std::max(range.min, static_cast<double>(std::numeric_limits<T>::min()));
-    const bool bounded = std::isfinite(range.max);
-    const auto expected =
-        "a whole number" + (std::is_same_v<T, int64_t> && !bounded && range.min < -1e18
-                                ? std::string()
-                                : range_text(range));
+    const bool any = !std::isfinite(range.max) && range.min < -1e18;
+    const auto expected = "a whole number" + (any ? std::string() : range_text(range));
     const auto value = parse_int(text);
     if (!value || !in_range(static_cast<double>(*value), range) ||
         (sizeof(T) < sizeof(int64_t) && *value > int64_t{std::numeric_limits<int>::max()})) {
@@ -59,6 +63,17 @@ T parse_number(const std::string& name, const std::string& text, Range range) {
   }
 }
 
+uint64_t parse_seed(const std::string& name, const std::string& text) {
+  if (const auto value = parse_int(text)) return static_cast<uint64_t>(*value);
+  uint64_t value = 0;
+  const auto* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || rest != end) {
+    bad_value(name, text, "a whole number from -2^63 to 2^64 - 1");
+  }
+  return value;
+}
+
 /// `--max_epochs=3` becomes `--max-epochs=3`.
 std::string with_dashes(const std::string& word) {
   if (word.rfind("--", 0) != 0) return word;
@@ -66,6 +81,17 @@ std::string with_dashes(const std::string& word) {
   const size_t end = std::min(word.find('='), word.size());
   std::replace(changed.begin(), changed.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
   return changed;
+}
+
+/// Throws what kept standard output from being written, as a full disk does, and drops it.
+void finish_output() {
+  errno = 0;
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return;
+  const int reason = errno;
+  __fpurge(stdout);
+  std::clearerr(stdout);
+  if (reason != 0) throw SystemError("cannot write standard output", reason);
+  throw Error("cannot write all of standard output");  // what hindered it was not kept
 }
 
 bool is_number(const std::string& word) {
@@ -134,50 +160,56 @@ struct Cli::Impl : HelpPage {
 
   [[noreturn]] void unknown_flag(const std::string& word) const {
     const auto name = word.substr(0, word.find('='));
-    std::string message = "unknown flag '" + name + "'";
-    if (const auto near = nearest(with_dashes(name), all_names())) {
-      message += "; did you mean '" + *near + "'?";
-    }
-    throw UsageError(message, "'" + command + " --help' lists the flags");
+    const bool one_dash = name[1] != '-';  // "-lr", as other tools have it
+    const auto meant = did_you_mean(with_dashes(one_dash ? "-" + name : name), all_names());
+    throw UsageError("unknown flag '" + name + "'" + (meant.empty() ? "" : "; " + meant),
+                     "'" + command + " --help' lists the flags");
   }
 
-  /// How many of `args` are ours: all up to the first word that is neither a flag nor its value.
-  /// Checks the flags' names and that those which need a value have one.
-  size_t own_words(const std::vector<std::string>& args) const {
+  /// The words that are ours, the name and the value of a flag each in a word of its own, and how
+  /// many of `args` they take: all up to the first word that is neither a flag nor its value.
+  /// Checks the flags' names and that those which need a value, and only those, have one.
+  std::pair<std::vector<std::string>, size_t> own_words(
+      const std::vector<std::string>& args) const {
+    std::vector<std::string> own;
     size_t i = 0;
     while (i < args.size()) {
-      const std::string word = with_dashes(args[i]);
-      if (word == "--" || word.size() < 2 || word[0] != '-' || is_number(word)) {
-        if (trailing || word == "--") return i;
-        ++i;
+      const std::string& word = args[i];
+      const bool is_flag = word.size() > 1 && word[0] == '-' && word != "--" && !is_number(word);
+      if (!is_flag) {
+        if (trailing || word == "--") break;
+        own.push_back(args[i++]);
         continue;
       }
-      const auto* info = flag_of(word);
-      if (!info) unknown_flag(args[i]);
-      const bool joined =
-          word.find('=') != std::string::npos || (word[1] != '-' && word.size() > 2 && !find(word));
+      const auto [name, joined] = name_and_value(word);
+      const auto* info = find(name);
+      if (!info) unknown_flag(word);
+      own.push_back(name);
       ++i;
       if (info->placeholder.empty()) {
-        if (word.find('=') != std::string::npos) {
-          throw UsageError(info->main_name() + " takes no value, but was given as '" + args[i - 1] +
-                           "'");
-        }
-        continue;
+        if (!joined) continue;
+        throw UsageError(info->main_name() + " takes no value, but was given as '" + word + "'");
       }
-      if (joined) continue;
-      if (i == args.size() || (args[i].rfind("--", 0) == 0 && find(with_dashes(args[i])))) {
+      if (joined) {
+        own.push_back(*joined);
+      } else if (i == args.size() || find(name_and_value(args[i]).first)) {
         throw UsageError(info->main_name() + " needs a value (" + info->placeholder + ")");
+      } else {
+        own.push_back(args[i++]);
       }
-      ++i;
     }
-    return i;
+    return {own, i};
   }
 
-  const OptionInfo* flag_of(const std::string& word) const {
-    if (word[1] == '-') return find(word.substr(0, word.find('=')));
-    if (const auto* whole = find(word)) return whole;
-    const auto* first = find(word.substr(0, 2));
-    return first && !first->placeholder.empty() ? first : nullptr;
+  /// "--lr=3", "-s=3" and "-s3" hold both.
+  std::pair<std::string, std::optional<std::string>> name_and_value(const std::string& word) const {
+    const std::string dashed = with_dashes(word);
+    const auto equals = dashed.find('=');
+    if (equals != std::string::npos) return {dashed.substr(0, equals), dashed.substr(equals + 1)};
+    const bool is_short = word.size() > 2 && word[0] == '-' && word[1] != '-';
+    const auto* info = is_short ? find(word.substr(0, 2)) : nullptr;
+    if (info && !info->placeholder.empty()) return {word.substr(0, 2), word.substr(2)};
+    return {dashed, std::nullopt};
   }
 
   void take_positionals(const std::vector<std::string>& words) {
@@ -241,8 +273,10 @@ void Cli::option(const std::string& names, int64_t& value, const std::string& he
   impl_->add_number(names, value, help, range);
 }
 
-void Cli::option(const std::string& names, uint64_t& value, const std::string& help, Range range) {
-  impl_->add_number(names, value, help, range);
+void Cli::seed(const std::string& names, uint64_t& value, const std::string& help) {
+  const auto name = split(names, ',').back();
+  impl_->add_value(names, "N", help, std::to_string(value),
+                   [&value, name](const std::string& text) { value = parse_seed(name, text); });
 }
 
 void Cli::option(const std::string& names, double& value, const std::string& help, Range range) {
@@ -301,10 +335,7 @@ void Cli::choice(const std::string& names, std::string& value,
   const auto name = split(names, ',').back();
   impl_->add_value(names, join(choices, "|"), help, value,
                    [&value, name, choices](const std::string& text) {
-                     if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
-                       throw UsageError(unknown_word("value of " + name + ",", text, choices),
-                                        name + " takes " + join(choices, ", "));
-                     }
+                     expect_one_of(name, text, choices);
                      value = text;
                    });
 }
@@ -332,9 +363,7 @@ bool Cli::parse(const std::vector<std::string>& args) {
     impl.group = "Help";
     flag("-h,--help", impl.help_asked, "Print this text and exit");
   }
-  const size_t count = impl.own_words(args);
-  std::vector<std::string> own;
-  for (size_t i = 0; i < count; ++i) own.push_back(with_dashes(args[i]));
+  const auto [own, count] = impl.own_words(args);
   std::vector<std::string> rest(args.begin() + static_cast<std::ptrdiff_t>(count), args.end());
   if (!rest.empty() && rest.front() == "--") rest.erase(rest.begin());
   try {
@@ -344,8 +373,7 @@ bool Cli::parse(const std::vector<std::string>& args) {
     throw UsageError(error.what(), "'" + impl.command + " --help' lists the flags");
   }
   if (impl.help_asked) {
-    std::fputs(help(help_width()).c_str(), stdout);
-    std::fflush(stdout);
+    print(help(help_width()));
     return false;
   }
   auto words = impl.app.remaining();
@@ -377,11 +405,18 @@ std::string Cli::help(int width) const {
   return impl_->text(width);
 }
 
+void print(const std::string& text) {
+  finish_output();
+  write_all(STDOUT_FILENO, text.data(), text.size(), "standard output");
+}
+
 int run_guarded(const std::string& command, const std::function<int()>& body) {
   std::string message;
   int code = kExitFailure;
   try {
-    return body();
+    const int result = body();
+    finish_output();
+    return result;
   } catch (const InterruptedError& error) {
     message = command + ": " + error.what() + "\n";
     code = error.exit_code();

@@ -22,7 +22,8 @@ struct Range {
 /// A name is "--max-epochs" or "-t,--tee"; `--max_epochs` and `--max-epochs=3` are understood too,
 /// and of a flag given twice the last one counts. Values land in the variables given here, whose
 /// present value is shown as the default in --help; the variables must outlive `parse`. A mistake
-/// is a UsageError that names the flag, the value, what was expected and the nearest known one.
+/// is a UsageError that names the flag, the value, what was expected and the known ones that may be
+/// meant.
 class Cli {
  public:
   /// `command` as the user types it: "lockstep train".
@@ -44,7 +45,6 @@ class Cli {
               const std::string& placeholder = "TEXT");
   void option(const std::string& names, int& value, const std::string& help, Range range = {});
   void option(const std::string& names, int64_t& value, const std::string& help, Range range = {});
-  void option(const std::string& names, uint64_t& value, const std::string& help, Range range = {});
   void option(const std::string& names, double& value, const std::string& help, Range range = {});
   void option(const std::string& names, std::optional<int>& value, const std::string& help,
               Range range = {});
@@ -54,6 +54,9 @@ class Cli {
               Range range = {});
   void option(const std::string& names, std::optional<std::string>& value, const std::string& help,
               const std::string& placeholder = "TEXT");
+  /// As torch.manual_seed takes it: from -2^63 to 2^64 - 1, where a negative one stands for itself
+  /// and 2^64.
+  void seed(const std::string& names, uint64_t& value, const std::string& help);
   /// Comma-separated words or numbers: --sizes 4,1024,65536.
   void list(const std::string& names, std::vector<std::string>& values, const std::string& help,
             const std::string& placeholder = "A,B");
@@ -87,9 +90,13 @@ class Cli {
   std::unique_ptr<Impl> impl_;
 };
 
+/// Writes to standard output, after what stdio still holds. Throws SystemError.
+void print(const std::string& text);
+
 /// Runs `body`, prints what it throws ("lockstep train: error: ...") to standard error and returns
-/// the exit code for it. In a worker whose parent reports failures (`spawn`), the error goes into
-/// the launcher's error file instead, so that it is printed once.
+/// the exit code for it. That standard output could not be written is an error too. In a worker
+/// whose parent reports failures (`spawn`), the error goes into the launcher's error file instead,
+/// so that it is printed once.
 int run_guarded(const std::string& command, const std::function<int()>& body);
 
 /// Columns of the terminal, within 80 and 100; 80 when the output is none.

@@ -22,7 +22,7 @@ struct Command {
   Command() {
     cli.option("--max-epochs", epochs, "How often", {1, 1000});
     cli.option("--lr", rate, "Rate", {0, 10});
-    cli.option("-s,--seed", seed, "Seed", {});
+    cli.seed("-s,--seed", seed, "Seed");
     cli.option("--clip", clip, "Clipping", {0, 1e9});
     cli.option("--data-dir", folder, "Where", "DIR");
     cli.choice("--model", model, {"mlp", "convnet", "linear"}, "Which");
@@ -89,6 +89,23 @@ TEST(Cli, UnderscoresAreDashesInNamesOnly) {
   EXPECT_EQ(command.folder, "x_y");
 }
 
+TEST(Cli, ValuesAreTakenAsTheyAre) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--data-dir=", "-s=7", "--clip", "1"}));
+  EXPECT_EQ(command.folder, "");
+  EXPECT_EQ(command.seed, 7u);
+  EXPECT_TRUE(command.parse({"--data-dir", "--a_b"}));
+  EXPECT_EQ(command.folder, "--a_b");
+}
+
+TEST(Cli, SeedsAreThoseOfManualSeed) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--seed", "-1"}));
+  EXPECT_EQ(command.seed, 18446744073709551615u);
+  EXPECT_TRUE(command.parse({"--seed", "18446744073709551614"}));
+  EXPECT_EQ(command.seed, 18446744073709551614u);
+}
+
 TEST(Cli, OfAFlagGivenTwiceTheLastOneCounts) {
   Command command;
   EXPECT_TRUE(command.parse({"--lr", "1", "--lr", "2", "--no-shuffle", "--shuffle"}));
@@ -102,6 +119,16 @@ TEST(Cli, AnUnknownFlagGetsTheNearest) {
   EXPECT_NE(text.find("unknown flag '--max-epoch'; did you mean '--max-epochs'?"),
             std::string::npos)
       << text;
+  for (const auto& [flag, meant] :
+       std::vector<std::pair<std::string, std::string>>{{"--max", "'--max-epochs'"},
+                                                        {"--epochs", "'--max-epochs'"},
+                                                        {"--max_epo=3", "'--max-epochs'"},
+                                                        {"-lr", "'--lr'"},
+                                                        {"--ba", "'--backend'"}}) {
+    EXPECT_NE(command.refusal({flag, "3"}).find("; did you mean " + meant + "?"), std::string::npos)
+        << command.refusal({flag, "3"});
+  }
+  EXPECT_EQ(command.refusal({"-qx"}).find("did you mean"), std::string::npos);
   EXPECT_EQ(command.refusal({"--zzzzzzzz"}).find("did you mean"), std::string::npos);
   EXPECT_NE(command.refusal({"-x"}).find("'-x'"), std::string::npos);
 }
@@ -123,7 +150,12 @@ TEST(Cli, BadValuesAreNamedWithWhatWasExpected) {
            {{"--lr", "fast"}, "--lr: 'fast' is not a number from 0 to 10"},
            {{"--lr", "-1"}, "--lr: '-1' is not a number"},
            {{"--lr", "nan"}, "--lr: 'nan'"},
-           {{"--seed", "-1"}, "--seed: '-1' is not a whole number of at least 0"},
+           {{"--seed", "1.5"}, "--seed: '1.5' is not a whole number from -2^63 to 2^64 - 1"},
+           {{"--seed", "18446744073709551616"}, "--seed: '18446744073709551616' is not"},
+           {{"--lr="}, "--lr: '' is not a number"},
+           {{"--lr=", "--model", "mlp"}, "--lr: '' is not a number"},
+           {{"--lr", "-q"}, "--lr needs a value"},
+           {{"-q=1"}, "--quiet takes no value, but was given as '-q=1'"},
            {{"--sizes", "4,,5"}, "--sizes: ''"},
            {{"--backend", "a,,b"}, "--backend: 'a,,b'"},
            {{"--lr"}, "--lr needs a value"},

@@ -104,7 +104,7 @@ int env_command(const std::vector<std::string>& args) {
 
   const Json report = environment_report();
   if (json) {
-    std::printf("%s\n", report.dump(2).c_str());
+    print(report.dump(2) + "\n");
     return 0;
   }
   print_versions(report);

@@ -3,7 +3,6 @@
 #include "commands.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/error_file.h"
-#include "lockstep/launch/spawn.h"
 #include "lockstep/train/run.h"
 #include "train_flags.h"
 
@@ -29,16 +28,20 @@ int eval_command(const std::vector<std::string>& args) {
   RunConfig config;
   Cli cli("lockstep eval", "Tests saved weights on the held-out part of a data set.");
   cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
+  cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
   add_model_and_data_flags(cli, config);
   cli.option("--load-weights", config.load_weights,
-             "The weights: a safetensors file, also a checkpoint's model.safetensors", "FILE");
+             "The weights: a safetensors file, a checkpoint's folder (step-*), or a folder of "
+             "checkpoints, whose newest is taken",
+             "PATH");
   add_process_flags(cli, config);
   if (!cli.parse(args)) return 0;
   if (config.load_weights.empty()) {
-    throw UsageError("--load-weights is missing: the file whose weights to test");
+    throw UsageError("--load-weights is missing: the file whose weights to test",
+                     "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
   }
   check_config(config);
-  if (config.devices > 1 && spawn(static_cast<int>(config.devices))) return 0;
+  if (spawn_ranks(config)) return 0;
   return eval_rank(config);
 }
 

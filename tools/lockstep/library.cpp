@@ -43,8 +43,13 @@ Function* symbol(const char* name) {
 
 }  // namespace
 
-int run_from_library(int argc, char** argv) {
-  return symbol<int(int, char**)>("lockstep_cli_main")(argc, argv);
+int run_from_library(const std::vector<std::string>& words) {
+  std::vector<std::string> all = {"lockstep"};
+  all.insert(all.end(), words.begin(), words.end());
+  std::vector<char*> argv;
+  for (auto& word : all) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  return symbol<int(int, char**)>("lockstep_cli_main")(static_cast<int>(all.size()), argv.data());
 }
 
 std::shared_ptr<void> serve_store(int listen_fd) {

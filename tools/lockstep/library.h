@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace lockstep::tool {
 
-/// Runs a subcommand that lives in liblockstep_cli.so. Returns its exit code.
-int run_from_library(int argc, char** argv);
+/// Runs a subcommand that lives in liblockstep_cli.so: its name and what follows. Returns its exit
+/// code.
+int run_from_library(const std::vector<std::string>& words);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, for as long
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <string>
@@ -11,7 +12,7 @@
 #include "cli.h"
 #include "library.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "run.h"
 
 namespace {
@@ -41,7 +42,8 @@ std::string help_text() {
     text += "  " + name + row.help + "\n";
   }
   return text +
-         "\n'lockstep COMMAND --help' lists a command's flags; 'lockstep --version' the version.\n"
+         "\n'lockstep help COMMAND' or 'lockstep COMMAND --help' lists a command's flags;\n"
+         "'lockstep --version' prints the version.\n"
          "\nExamples:\n"
          "  lockstep train --model mlp --dataset digits --devices 2\n"
          "  lockstep run --nproc-per-node 4 ./my_program --its-own-flags\n";
@@ -50,12 +52,22 @@ std::string help_text() {
 std::vector<std::string> words_for_suggestion() {
   std::vector<std::string> words;
   for (const auto& row : kCommands) words.push_back(row.name);
-  words.insert(words.end(), {"--help", "--version"});
+  words.insert(words.end(), {"help", "--help", "--version"});
   return words;
 }
 
-int dispatch(int argc, char** argv) {
-  const std::string command = argc > 1 ? argv[1] : "";
+/// `help bench step` is `bench step --help`.
+std::vector<std::string> without_help(std::vector<std::string> words) {
+  const bool asks = words.size() > 1 && words[0] == "help";
+  if (!asks) return words;
+  words.erase(words.begin());
+  words.push_back("--help");
+  return words;
+}
+
+int dispatch(const std::vector<std::string>& given) {
+  const auto words = without_help(given);
+  const std::string command = words.empty() ? "" : words[0];
   if (command.empty()) {
     std::fputs(help_text().c_str(), stderr);
     return kExitUsage;
@@ -64,12 +76,12 @@ int dispatch(int argc, char** argv) {
     std::puts("lockstep " LOCKSTEP_VERSION);
     return kExitSuccess;
   }
-  if (command == "--help" || command == "-h" || (command == "help" && argc == 2)) {
-    std::fputs(help_text().c_str(), stdout);
+  if (command == "--help" || command == "-h" || command == "help") {
+    print(help_text());
     return kExitSuccess;
   }
-  const std::vector<std::string> args(argv + 2, argv + argc);
   if (command == "run") {
+    const std::vector<std::string> args(words.begin() + 1, words.end());
     // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
     std::signal(SIGPIPE, SIG_IGN);
     const int code = run_guarded("lockstep run", [&] { return run_command(args); });
@@ -78,15 +90,16 @@ int dispatch(int argc, char** argv) {
     _exit(code);
   }
   for (const auto& row : kCommands) {
-    if (command == row.name) return run_from_library(argc, argv);
+    if (command == row.name) return run_from_library(words);
   }
-  throw UsageError(
-      unknown_word(command[0] == '-' ? "flag" : "command", command, words_for_suggestion()),
-      "'lockstep --help' lists the commands");
+  const auto meant = did_you_mean(command, words_for_suggestion());
+  throw UsageError(std::string("unknown ") + (command[0] == '-' ? "flag" : "command") + " '" +
+                       command + "'" + (meant.empty() ? "" : "; " + meant),
+                   "'lockstep --help' lists the commands");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  return run_guarded("lockstep", [&] { return dispatch(argc, argv); });
+  return run_guarded("lockstep", [&] { return dispatch({argv + std::min(argc, 1), argv + argc}); });
 }

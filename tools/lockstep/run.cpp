@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 
@@ -25,6 +26,10 @@ namespace fs = std::filesystem;
 constexpr const char* kNoLogs = "/dev/null";  // torchrun's way to say that none are wanted
 /// How long host 0 keeps the store for hosts whose workers have not ended; torchrun's limit.
 constexpr std::chrono::seconds kLastHostLimit{300};
+
+void say(const std::string& text) {
+  log_info("lockstep run: " + text);
+}
 
 void replace_all(std::string& text, const std::string& from, const std::string& to) {
   for (size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size()) {
@@ -53,9 +58,10 @@ class LogFolders {
     }
     if (!options.log_dir.empty() && !discard_) {
       make_run_folder(options.log_dir, options);
+      say("logs are in " + run_folder_.string());
     } else if (wants_files && !discard_) {
       make_run_folder(fs::temp_directory_path(), options);
-      log_info("logs are in " + run_folder_.string());
+      say("logs are in " + run_folder_.string());
     } else {
       scratch_ = std::make_unique<TemporaryDirectory>("lockstep-run");
       run_folder_ = scratch_->path();
@@ -81,8 +87,9 @@ class LogFolders {
     std::replace(name.begin(), name.end(), '/', '_');
     auto pattern = (fs::absolute(base) / (name + "_XXXXXX")).string();
     if (failure || !mkdtemp(pattern.data())) {
-      throw SystemError("cannot make a folder in --log-dir " + base.string(),
-                        failure ? failure.value() : errno);
+      throw UsageError("--log-dir " + base.string() + ": cannot make a folder there: " +
+                           std::strerror(failure ? failure.value() : errno),
+                       "choose a folder that you may write to; without --log-dir none is needed");
     }
     run_folder_ = pattern;
   }
@@ -144,7 +151,8 @@ class LastHost {
     if (!since_) since_ = now;
     if (now - *since_ > kLastHostLimit) {
       log_warning(
-          "not all hosts said that their ranks have ended; the store is closed all the same");
+          "lockstep run: not all hosts said that their ranks have ended; the store is closed all "
+          "the same");
       return true;
     }
     return count_ended_hosts(layout_.master_addr, layout_.master_port, 0) >= layout_.nodes - 1;
@@ -189,8 +197,7 @@ int run_command(const std::vector<std::string>& args) {
     layout.master_port = listener.port;
   }
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
-    log_info(
-        "OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads a rank");
+    say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads a rank");
   }
   const LogFolders logs(*options);
   launch::LaunchPlan plan;

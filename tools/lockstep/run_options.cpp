@@ -12,6 +12,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/launch/rank_environment.h"
 
 namespace lockstep::tool {
@@ -208,10 +209,7 @@ void resolve_meeting(const RawFlags& raw, RunOptions& options) {
   }
   options.nodes = raw.standalone ? 1 : parse_nodes(raw.nodes);
   if (raw.standalone) options.node_rank = 0;
-  const std::vector<std::string> backends = {"static", "c10d", "etcd", "etcd-v2"};
-  if (std::find(backends.begin(), backends.end(), raw.rdzv_backend) == backends.end()) {
-    throw UsageError(unknown_word("value of --rdzv-backend,", raw.rdzv_backend, backends));
-  }
+  expect_one_of("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"});
   if (!raw.standalone && raw.rdzv_backend != "static" &&
       (options.nodes > 1 || raw.rdzv_backend != "c10d")) {
     throw UsageError("--rdzv-backend " + raw.rdzv_backend + " is not supported yet",

@@ -3,7 +3,6 @@
 #include "commands.h"
 #include "lockstep/base/log.h"
 #include "lockstep/launch/error_file.h"
-#include "lockstep/launch/spawn.h"
 #include "lockstep/train/run.h"
 #include "train_flags.h"
 
@@ -56,7 +55,7 @@ int train_command(const std::vector<std::string>& args) {
   if (!cli.parse(args)) return 0;
   check_config(config);
   // Before anything that a process of its own would make again: data, threads, the group.
-  if (config.devices > 1 && spawn(static_cast<int>(config.devices))) return 0;
+  if (spawn_ranks(config)) return 0;
   return train_rank(config);
 }
 

@@ -1,9 +1,12 @@
 #include "train_flags.h"
 
 #include "lockstep/base/text.h"
+#include "lockstep/comm/job_environment.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/train/run.h"
 
 namespace lockstep::tool {
 
@@ -36,7 +39,7 @@ void add_process_flags(Cli& cli, RunConfig& config) {
              {1, 4096});
   cli.choice("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"},
              "Where to compute; auto: CUDA when every process has a device of its own");
-  cli.option("--backend", config.backend, "How processes communicate: auto, gloo, nccl", "NAME");
+  cli.choice("--backend", config.backend, backend_names(), "How processes communicate");
   cli.option("--threads", config.threads,
              "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else 1 with several "
              "processes",
@@ -60,7 +63,9 @@ void add_training_flags(Cli& cli, RunConfig& config) {
       {0});
   cli.option("--momentum", config.momentum, "Of sgd and rmsprop; without it 0.9 and 0", {0});
   cli.option("--weight-decay", config.weight_decay,
-             "L2 penalty; decoupled from the gradient for adamw", {0});
+             "L2 penalty, for adamw decoupled from the gradient; without it 0.01 for adamw and 0 "
+             "for the others, as in PyTorch",
+             {0});
   cli.flag("--nesterov", config.nesterov, "Nesterov's momentum, for sgd");
   cli.choice("--schedule", config.schedule, schedule_names(),
              "How the learning rate changes over the run");
@@ -81,9 +86,9 @@ void add_training_flags(Cli& cli, RunConfig& config) {
              "skip the step on all ranks, or proceed unchecked");
   cli.option("--early-stop-patience", config.early_stop_patience,
              "Stop after so many epochs without a lower test loss; 0: never", {0});
-  cli.option("--seed", config.seed,
-             "Of weights and order of samples: as torch.manual_seed(S) right before the model and "
-             "DistributedSampler(seed=S) in Python");
+  cli.seed("--seed", config.seed,
+           "Of weights and order of samples: as torch.manual_seed(S) right before the model and "
+           "DistributedSampler(seed=S) in Python");
   cli.flag("--deterministic", config.deterministic,
            "Refuse operations whose result differs from run to run");
 }
@@ -99,8 +104,8 @@ void add_output_flags(Cli& cli, RunConfig& config) {
              "none; auto: the newest whole checkpoint in --checkpoint-dir, if there is one; or a "
              "checkpoint's folder. Goes on to the same bits as a run that was not interrupted",
              "auto|none|DIR");
-  cli.option("--load-weights", config.load_weights, "Start from the weights of a safetensors file",
-             "FILE");
+  cli.option("--load-weights", config.load_weights,
+             "Start from the weights of a safetensors file or a checkpoint's folder", "PATH");
   cli.option("--save-weights", config.save_weights, "Save the weights at the end as safetensors",
              "FILE");
   cli.option("--save-best", config.save_best,
@@ -110,6 +115,12 @@ void add_output_flags(Cli& cli, RunConfig& config) {
   cli.option("--log-every-n-steps", config.log_every_n_steps,
              "Steps between lines, and between rows of --metrics-file", {1});
   cli.flag("--quiet", config.quiet, "Print the last line only");
+}
+
+bool spawn_ranks(const RunConfig& config) {
+  if (config.devices == 1) return false;
+  if (read_job_environment().launcher == "none") check_files(config);
+  return spawn(static_cast<int>(config.devices));
 }
 
 std::string config_file_in(const std::vector<std::string>& args) {

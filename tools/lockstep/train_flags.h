@@ -20,4 +20,9 @@ void add_output_flags(Cli& cli, RunConfig& config);
 /// win.
 std::string config_file_in(const std::vector<std::string>& args);
 
+/// Starts `config.devices` processes where several are wanted and no launcher has started this one
+/// as a rank: true in the parent, when all are done. What their rank 0 would check of the files is
+/// checked first.
+bool spawn_ranks(const RunConfig& config);
+
 }  // namespace lockstep::tool

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+/// The known words that a mistyped one may stand for, at most three: the same but for its case, else
+/// those that it begins ("--nproc" of "--nproc-per-node"), else the nearest by edit distance, else those of which it is
+/// or begins a later part ("--epochs" of "--max-epochs").
+std::vector<std::string> similar_words(std::string_view word,
+                                       const std::vector<std::string>& known);
+
+/// "did you mean 'mlp'?" or "did you mean 'a' or 'b'?"; empty when no known word is similar.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
+
+/// Throws UsageError unless `word` is one of `known`, in the one wording that all flags have:
+/// "--backend: unknown value 'glo'; expected one of auto, gloo, nccl", with `did_you_mean` as hint.
+void expect_one_of(const std::string& flag, const std::string& word,
+                   const std::vector<std::string>& known);
+
+/// "1,234,567".
+std::string with_thousands(int64_t number);
+
+/// "1 epoch", "2 epochs", "1,024 steps".
+std::string counted(int64_t number, const std::string& noun);
+
+}  // namespace lockstep
