@@ -39,8 +39,10 @@ void SharedGroup::begin(const Call& call) {
 void SharedGroup::arrive() {
   ++step_;
   if (size() == 1) return;
-  segment_.record(rank()).step.store(step_, std::memory_order_release);
   segment_.header().barrier.arrive(step_, size());
+  // Afterwards: who dies before it has arrived must not be taken for one that has, or the others
+  // would find nobody missing and wait for ever.
+  segment_.record(rank()).step.store(step_, std::memory_order_release);
 }
 
 void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout) {
@@ -148,12 +150,13 @@ std::string SharedGroup::late(const std::vector<int>& ranks,
   std::vector<std::string> parts;
   for (const int other : ranks) {
     const uint64_t calls = segment_.record(other).calls.load(std::memory_order_relaxed);
-    parts.push_back(name(other) + (calls < calls_ ? ", which has called " + std::to_string(calls) +
-                                                        " collectives where this is number " +
-                                                        std::to_string(calls_) + ","
-                                                  : ", which has come but does not go on,"));
+    const bool behind = calls < calls_;
+    parts.push_back(name(other) + (behind ? " did not come" : " came but does not go on") +
+                    (behind ? " (it has called " + std::to_string(calls) + " of the group's " +
+                                  std::to_string(calls_) + " collectives)"
+                            : ""));
   }
-  return "no word within " + seconds_text(timeout) + " from " + join(parts, " ");
+  return join(parts, "; ") + " within " + seconds_text(timeout);
 }
 
 std::string SharedGroup::name(int rank) const {
