@@ -4,9 +4,10 @@
 //
 // One host, two processes (a GPU each, or the CPU where there is none):
 //   build/examples/000_playground/distributed_data_parallel -n 1 -g 2 -nr 0 -ip 127.0.0.1
-// Two hosts with two processes each:
-//   on the first:   distributed_data_parallel -n 2 -g 2 -nr 0 -ip <IP of the first>
-//   on the second:  distributed_data_parallel -n 2 -g 2 -nr 1 -ip <IP of the first>
+// Two hosts with two processes each, IP being the address of the first; there:
+//   build/examples/000_playground/distributed_data_parallel -n 2 -g 2 -nr 0 -ip IP
+// and on the second:
+//   build/examples/000_playground/distributed_data_parallel -n 2 -g 2 -nr 1 -ip IP
 //
 // The first host listens on port 8888. MASTER_ADDR and MASTER_PORT of the environment win over -ip
 // and that port.
@@ -37,26 +38,18 @@ struct Options {
 
 Options read_options(int argc, char** argv) {
   Options options;
-  CLI::App app("An MLP on MNIST with DistributedDataParallel");
-  app.add_option("-n,--nodes", options.nodes, "Machines")->check(CLI::PositiveNumber);
-  app.add_option("-g,--gpus", options.gpus, "Processes of a machine, one a GPU")
-      ->check(CLI::PositiveNumber);
-  app.add_option("--nr", options.node_rank, "-nr: which of the machines this is, from 0")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--ip", options.ip, "-ip: the address of machine 0")->capture_default_str();
-  app.add_option("--epochs", options.epochs, "Passes over the data")->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "Samples of a process in a step")
-      ->capture_default_str();
-  app.add_option("--lr", options.lr, "Learning rate")->capture_default_str();
-  app.add_option("--backend", options.backend, "auto, gloo or nccl")->capture_default_str();
-  app.add_option("--data-dir", options.data.dir, "Where MNIST lies")->capture_default_str();
-  app.add_flag("--download", options.data.download, "Fetch MNIST when it is not there");
-  app.add_option("--limit", options.data.limit, "Use so many samples only; 0: all");
-  examples::parse(app, argc, argv, {"-nr", "-ip"});
-  if (options.node_rank >= options.nodes) {
-    throw lockstep::UsageError("-nr " + std::to_string(options.node_rank) + " is not below -n " +
-                               std::to_string(options.nodes));
-  }
+  examples::Flags flags("An MLP on MNIST with DistributedDataParallel");
+  flags.option("-n,--nodes", options.nodes, "Machines", {1});
+  flags.option("-g,--gpus", options.gpus, "Processes of a machine, one a GPU", {1});
+  flags.option("--nr", options.node_rank, "-nr: which of the machines this is, from 0", {0});
+  flags.option("--ip", options.ip, "-ip: the address of machine 0", "ADDRESS");
+  flags.option("--epochs", options.epochs, "Passes over the data", {0});
+  flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
+  flags.option("--lr", options.lr, "Learning rate", {0});
+  flags.option("--backend", options.backend, "auto, gloo or nccl", "NAME");
+  examples::add_data_flags(flags, options.data);
+  examples::parse(flags, argc, argv, {"-nr", "-ip"});
+  examples::check_node_rank("-nr", options.node_rank, options.nodes);
   return options;
 }
 
@@ -143,6 +136,6 @@ int main(int argc, char** argv) try {
       static_cast<int>(lockstep::env_int("MASTER_PORT", 1, 65535).value_or(kPort));
   lockstep::spawn([&](int) { train(options); }, options.gpus, spawn_options);
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

@@ -3,11 +3,12 @@
 // and the main process puts them together. It can save the model after each epoch.
 //
 // One host, two processes:
-//   build/examples/000_playground/distributed_data_parallel2 -n 1 -g 2 -r 0 -ip 127.0.0.1
-//       --port 8889 -s model.safetensors        (one line)
-// Two hosts with two processes each:
-//   on the first:   distributed_data_parallel2 -n 2 -g 2 -r 0 -ip <IP of the first> --port 8889
-//   on the second:  distributed_data_parallel2 -n 2 -g 2 -r 1 -ip <IP of the first> --port 8889
+//   P=build/examples/000_playground/distributed_data_parallel2
+//   $P -n 1 -g 2 -r 0 -ip 127.0.0.1 --port 8889 -s model.safetensors
+// Two hosts with two processes each, IP being the address of the first; there, with P as above:
+//   $P -n 2 -g 2 -r 0 -ip IP --port 8889
+// and on the second:
+//   $P -n 2 -g 2 -r 1 -ip IP --port 8889
 //
 // MASTER_ADDR and MASTER_PORT of the environment win over -ip and --port.
 #include <torch/nn/functional/loss.h>
@@ -38,30 +39,20 @@ struct Options {
 
 Options read_options(int argc, char** argv) {
   Options options;
-  CLI::App app("An MLP on MNIST with DistributedDataParallel and gathered metrics");
-  app.add_option("-n,--nodes", options.nodes, "Machines")->check(CLI::PositiveNumber);
-  app.add_option("-g,--gpus", options.gpus, "Processes of a machine, one a GPU")
-      ->check(CLI::PositiveNumber);
-  app.add_option("-r,--rank", options.node_rank, "Which of the machines this is, from 0")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--ip", options.ip, "-ip: the address of machine 0")->capture_default_str();
-  app.add_option("--port", options.port, "Where machine 0 listens")
-      ->check(CLI::Range(1, 65535))
-      ->capture_default_str();
-  app.add_option("-s,--savefile", options.savefile, "Save the model here after each epoch");
-  app.add_option("--epochs", options.epochs, "Passes over the data")->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "Samples of a process in a step")
-      ->capture_default_str();
-  app.add_option("--lr", options.lr, "Learning rate")->capture_default_str();
-  app.add_option("--backend", options.backend, "auto, gloo or nccl")->capture_default_str();
-  app.add_option("--data-dir", options.data.dir, "Where MNIST lies")->capture_default_str();
-  app.add_flag("--download", options.data.download, "Fetch MNIST when it is not there");
-  app.add_option("--limit", options.data.limit, "Use so many samples only; 0: all");
-  examples::parse(app, argc, argv, {"-ip"});
-  if (options.node_rank >= options.nodes) {
-    throw lockstep::UsageError("-r " + std::to_string(options.node_rank) + " is not below -n " +
-                               std::to_string(options.nodes));
-  }
+  examples::Flags flags("An MLP on MNIST with DistributedDataParallel and gathered metrics");
+  flags.option("-n,--nodes", options.nodes, "Machines", {1});
+  flags.option("-g,--gpus", options.gpus, "Processes of a machine, one a GPU", {1});
+  flags.option("-r,--rank", options.node_rank, "Which of the machines this is, from 0", {0});
+  flags.option("--ip", options.ip, "-ip: the address of machine 0", "ADDRESS");
+  flags.option("--port", options.port, "Where machine 0 listens", {1, 65535});
+  flags.option("-s,--savefile", options.savefile, "Save the model here after each epoch", "FILE");
+  flags.option("--epochs", options.epochs, "Passes over the data", {0});
+  flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
+  flags.option("--lr", options.lr, "Learning rate", {0});
+  flags.option("--backend", options.backend, "auto, gloo or nccl", "NAME");
+  examples::add_data_flags(flags, options.data);
+  examples::parse(flags, argc, argv, {"-ip"});
+  examples::check_node_rank("-r", options.node_rank, options.nodes);
   return options;
 }
 
@@ -208,6 +199,6 @@ int main(int argc, char** argv) try {
       static_cast<int>(lockstep::env_int("MASTER_PORT", 1, 65535).value_or(options.port));
   lockstep::spawn([&](int) { train(options); }, options.gpus, spawn_options);
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

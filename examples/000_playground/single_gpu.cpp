@@ -2,11 +2,12 @@
 // which distributed_data_parallel.cpp, beside this file, builds.
 //
 //   build/examples/000_playground/single_gpu
-//   build/examples/000_playground/single_gpu --data-dir /data --epochs 5
+//   build/examples/000_playground/single_gpu --data-dir DIR --epochs 5     (DIR holds MNIST)
 //
-// It has no use for a second host; for that see distributed_data_parallel.cpp:
-//   on the first:   distributed_data_parallel -n 2 -g 1 -nr 0 -ip <IP of the first>
-//   on the second:  distributed_data_parallel -n 2 -g 1 -nr 1 -ip <IP of the first>
+// It has no use for a second host; distributed_data_parallel.cpp has. On the first, at address IP:
+//   build/examples/000_playground/distributed_data_parallel -n 2 -g 1 -nr 0 -ip IP
+// and on the second:
+//   build/examples/000_playground/distributed_data_parallel -n 2 -g 1 -nr 1 -ip IP
 #include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 
@@ -28,14 +29,12 @@ struct Options {
 
 Options read_options(int argc, char** argv) {
   Options options;
-  CLI::App app("An MLP on MNIST in one process");
-  app.add_option("--epochs", options.epochs, "Passes over the data")->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "Samples of a step")->capture_default_str();
-  app.add_option("--lr", options.lr, "Learning rate")->capture_default_str();
-  app.add_option("--data-dir", options.data.dir, "Where MNIST lies")->capture_default_str();
-  app.add_flag("--download", options.data.download, "Fetch MNIST when it is not there");
-  app.add_option("--limit", options.data.limit, "Use so many samples only; 0: all");
-  examples::parse(app, argc, argv);
+  examples::Flags flags("An MLP on MNIST in one process");
+  flags.option("--epochs", options.epochs, "Passes over the data", {0});
+  flags.option("--batch-size", options.batch_size, "Samples of a step", {1});
+  flags.option("--lr", options.lr, "Learning rate", {0});
+  examples::add_data_flags(flags, options.data);
+  examples::parse(flags, argc, argv);
   return options;
 }
 
@@ -90,6 +89,6 @@ void train(const Options& options) {
 int main(int argc, char** argv) try {
   train(read_options(argc, argv));
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

@@ -3,9 +3,10 @@
 //
 //   build/examples/001_tutorial/mnist -n 1 -g 1 -nr 0
 //
-// It has no use for a second host; for that see mnist_distributed.cpp, beside this file:
-//   on the first:   MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 1 -nr 0
-//   on the second:  MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 1 -nr 1
+// It has no use for a second host; mnist_distributed.cpp has. On the first, at address IP:
+//   MASTER_ADDR=IP build/examples/001_tutorial/mnist_distributed -n 2 -g 1 -nr 0
+// and on the second:
+//   MASTER_ADDR=IP build/examples/001_tutorial/mnist_distributed -n 2 -g 1 -nr 1
 #include <torch/cuda.h>
 #include <torch/nn/functional/loss.h>
 
@@ -46,7 +47,7 @@ void train(const tutorial::Options& args) {
       lockstep::zero_grad(parameters);
       loss.backward();
       optimizer->step();
-      if ((batch.index + 1) % 100 == 0) {
+      if ((batch.index + 1) % 100 == 0 || batch.index + 1 == total_step) {
         std::printf("Epoch [%d/%d], Step [%lld/%lld], Loss: %.4f\n", epoch + 1, args.epochs,
                     static_cast<long long>(batch.index + 1), total_step, loss.item<double>());
         std::fflush(stdout);
@@ -62,6 +63,6 @@ void train(const tutorial::Options& args) {
 int main(int argc, char** argv) try {
   train(tutorial::read_options("The tutorial's ConvNet on MNIST in one process", argc, argv));
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

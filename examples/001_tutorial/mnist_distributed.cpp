@@ -3,9 +3,10 @@
 //
 // One host, two processes:
 //   build/examples/001_tutorial/mnist_distributed -n 1 -g 2 -nr 0
-// Two hosts with two processes each:
-//   on the first:   MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 2 -nr 0
-//   on the second:  MASTER_ADDR=<IP of the first> mnist_distributed -n 2 -g 2 -nr 1
+// Two hosts with two processes each, IP being the address of the first; there:
+//   MASTER_ADDR=IP build/examples/001_tutorial/mnist_distributed -n 2 -g 2 -nr 0
+// and on the second:
+//   MASTER_ADDR=IP build/examples/001_tutorial/mnist_distributed -n 2 -g 2 -nr 1
 //
 // The tutorial writes the first host's address into the program; here MASTER_ADDR and MASTER_PORT
 // of the environment win over the address (this host) and port (8888) that are built in.
@@ -69,7 +70,8 @@ void train(int gpu, const tutorial::Options& args) {
       lockstep::zero_grad(parameters);
       loss.backward();
       optimizer->step();
-      if ((batch.index + 1) % 100 == 0 && gpu == 0) {
+      const bool last = batch.index + 1 == total_step;
+      if (((batch.index + 1) % 100 == 0 || last) && gpu == 0) {
         std::printf("Epoch [%d/%d], Step [%lld/%lld], Loss: %.4f\n", epoch + 1, args.epochs,
                     static_cast<long long>(batch.index + 1), total_step, loss.item<double>());
         std::fflush(stdout);
@@ -96,6 +98,6 @@ int main(int argc, char** argv) try {
   lockstep::spawn([&](int gpu) { train(gpu, args); }, args.gpus, options);
   //////////////////////////////////////////////////////////////////////
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

@@ -8,7 +8,6 @@
 
 #include "examples/common/data.h"
 #include "examples/common/program.h"
-#include "lockstep/base/error.h"
 
 namespace tutorial {
 
@@ -24,26 +23,16 @@ struct Options {
 
 inline Options read_options(const std::string& about, int argc, char** argv) {
   Options options;
-  CLI::App app(about);
-  app.add_option("-n,--nodes", options.nodes, "number of nodes")->check(CLI::PositiveNumber);
-  app.add_option("-g,--gpus", options.gpus, "number of gpus per node")->check(CLI::PositiveNumber);
-  app.add_option("--nr", options.nr, "-nr: ranking within the nodes")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--epochs", options.epochs, "number of total epochs to run")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "samples of a process in a step")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--backend", options.backend, "auto, gloo or nccl")->capture_default_str();
-  app.add_option("--data-dir", options.data.dir, "where MNIST lies")->capture_default_str();
-  app.add_flag("--download", options.data.download, "fetch MNIST when it is not there");
-  app.add_option("--limit", options.data.limit, "use so many samples only; 0: all");
-  examples::parse(app, argc, argv, {"-nr"});
-  if (options.nr >= options.nodes) {
-    throw lockstep::UsageError("-nr " + std::to_string(options.nr) + " is not below -n " +
-                               std::to_string(options.nodes));
-  }
+  examples::Flags flags(about);
+  flags.option("-n,--nodes", options.nodes, "number of nodes", {1});
+  flags.option("-g,--gpus", options.gpus, "number of gpus per node", {1});
+  flags.option("--nr", options.nr, "-nr: ranking within the nodes", {0});
+  flags.option("--epochs", options.epochs, "number of total epochs to run", {0});
+  flags.option("--batch-size", options.batch_size, "samples of a process in a step", {1});
+  flags.option("--backend", options.backend, "auto, gloo or nccl", "NAME");
+  examples::add_data_flags(flags, options.data);
+  examples::parse(flags, argc, argv, {"-nr"});
+  examples::check_node_rank("-nr", options.nr, options.nodes);
   return options;
 }
 

@@ -31,22 +31,21 @@ struct Args {
 template <class AddMore>
 Args read_args(int argc, char** argv, AddMore add_more) {
   Args args;
-  CLI::App app("simple distributed training job");
-  app.add_option("total_epochs", args.total_epochs, "Total epochs to train the model")
-      ->required()
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("save_every", args.save_every, "How often to save a snapshot")
-      ->required()
-      ->check(CLI::PositiveNumber);
-  app.add_option("--batch_size", args.batch_size, "Input batch size on each device (default: 32)")
-      ->check(CLI::PositiveNumber);
-  add_more(app);
-  examples::parse(app, argc, argv);
+  std::string total_epochs, save_every;
+  examples::Flags flags("simple distributed training job");
+  flags.positional("total_epochs", total_epochs, "Total epochs to train the model");
+  flags.positional("save_every", save_every, "How often to save a snapshot");
+  flags.option("--batch-size", args.batch_size, "Input batch size on each device; --batch_size too",
+               {1});
+  add_more(flags);
+  examples::parse(flags, argc, argv);
+  args.total_epochs = examples::whole_number("total_epochs", total_epochs, 0);
+  args.save_every = examples::whole_number("save_every", save_every, 1);
   return args;
 }
 
 inline Args read_args(int argc, char** argv) {
-  return read_args(argc, argv, [](CLI::App&) {});
+  return read_args(argc, argv, [](examples::Flags&) {});
 }
 
 }  // namespace series

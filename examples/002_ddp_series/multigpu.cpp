@@ -5,9 +5,11 @@
 //   build/examples/002_ddp_series/multigpu 50 10
 //   build/examples/002_ddp_series/multigpu 50 10 --batch_size 64 --devices 4
 // Two hosts: a program that spawns its own processes knows of one host only; give the same job to a
-// launcher, as multigpu_torchrun.cpp does:
-//   on both:  lockstep run --nnodes 2 --node-rank <0 or 1> --nproc-per-node 2
-//             --master-addr <IP of the first> --master-port 29500 multigpu_torchrun 50 10
+// launcher, as multigpu_torchrun.cpp does. IP being the address of the first, there:
+//   P=build/examples/002_ddp_series/multigpu_torchrun
+//   HOSTS="--nnodes 2 --nproc-per-node 2 --master-addr IP --master-port 29500"
+//   build/bin/lockstep run $HOSTS --node-rank 0 $P 50 10
+// and the same on the second with --node-rank 1.
 //
 // MASTER_ADDR and MASTER_PORT of the environment win over localhost and 12355.
 #include <torch/cuda.h>
@@ -109,9 +111,8 @@ void run(const series::Args& args) {
 int main(int argc, char** argv) try {
   const auto gpus = static_cast<int>(torch::cuda::device_count());
   int world_size = gpus > 0 ? gpus : 2;
-  const auto args = series::read_args(argc, argv, [&](CLI::App& app) {
-    app.add_option("--devices", world_size, "Processes to spawn (default: one a GPU, else 2)")
-        ->check(CLI::PositiveNumber);
+  const auto args = series::read_args(argc, argv, [&](examples::Flags& flags) {
+    flags.option("--devices", world_size, "Processes to spawn, one a GPU", {1});
   });
   lockstep::SpawnOptions options;
   options.master_addr = lockstep::env_string("MASTER_ADDR").value_or("localhost");
@@ -119,6 +120,6 @@ int main(int argc, char** argv) try {
       static_cast<int>(lockstep::env_int("MASTER_PORT", 1, 65535).value_or(12355));
   lockstep::spawn([&](int) { run(args); }, world_size, options);
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

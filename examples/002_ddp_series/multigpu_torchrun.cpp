@@ -6,9 +6,11 @@
 //   P=build/examples/002_ddp_series/multigpu_torchrun
 //   build/bin/lockstep run --standalone --nproc-per-node 2 $P 50 10
 //   torchrun --standalone --nproc-per-node 2 --no-python $P 50 10
-// Two hosts with two processes each, the snapshot in a folder that both see:
-//   on both:  lockstep run --nnodes 2 --node-rank <0 or 1> --nproc-per-node 2
-//             --master-addr <IP of the first> --master-port 29500 multigpu_torchrun 50 10
+// Two hosts with two processes each, the snapshot in a folder that both see; IP being the address
+// of the first, there, with P as above:
+//   HOSTS="--nnodes 2 --nproc-per-node 2 --master-addr IP --master-port 29500"
+//   build/bin/lockstep run $HOSTS --node-rank 0 $P 50 10
+// and the same on the second with --node-rank 1.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 
@@ -136,12 +138,12 @@ void run(const series::Args& args, const std::string& snapshot_path) {
 
 int main(int argc, char** argv) try {
   std::string snapshot_path = "snapshot.safetensors";
-  const auto args = series::read_args(argc, argv, [&](CLI::App& app) {
-    app.add_option("--snapshot_path", snapshot_path, "Where the snapshot is kept")
-        ->capture_default_str();
+  const auto args = series::read_args(argc, argv, [&](examples::Flags& flags) {
+    flags.option("--snapshot-path", snapshot_path,
+                 "Where the snapshot is kept; --snapshot_path too", "FILE");
   });
   run(args, snapshot_path);
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

@@ -99,6 +99,6 @@ int main(int argc, char** argv) try {
   const int device = 0;  // cuda:0, or the CPU
   run(device, series::read_args(argc, argv));
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

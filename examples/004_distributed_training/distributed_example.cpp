@@ -3,11 +3,12 @@
 //
 // One host, two processes (this also sets the variables of question 4 by hand, and explains them):
 //   examples/004_distributed_training/distributed_example.sh 2
-//   lockstep run --standalone --nproc-per-node 2
-//       build/examples/004_distributed_training/distributed_example      (one line)
-// Two hosts with two processes each:
-//   on both:  MASTER_ADDR=<IP of the first> NNODES=2 NODE_RANK=<0 or 1>
-//                 examples/004_distributed_training/distributed_example.sh 2      (one line)
+//   P=build/examples/004_distributed_training/distributed_example
+//   build/bin/lockstep run --standalone --nproc-per-node 2 $P
+// Two hosts with two processes each, IP being the address of the first; there:
+//   export MASTER_ADDR=IP NNODES=2
+//   NODE_RANK=0 examples/004_distributed_training/distributed_example.sh 2
+// and the same on the second with NODE_RANK=1.
 #include <torch/nn/functional/loss.h>
 
 #include <chrono>
@@ -29,18 +30,13 @@ struct Options {
 
 Options read_options(int argc, char** argv) {
   Options options;
-  CLI::App app("An image classifier trained by several processes");
-  app.add_option("--epochs", options.epochs, "Passes over the data")->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "Samples of a process in a step")
-      ->capture_default_str();
-  app.add_option("--lr", options.lr, "Learning rate")->capture_default_str();
-  app.add_option("--model", options.model, "fashion-cnn or convnet")
-      ->check(CLI::IsMember({"fashion-cnn", "convnet"}))
-      ->capture_default_str();
-  app.add_option("--data-dir", options.data.dir, "Where Fashion-MNIST lies")->capture_default_str();
-  app.add_flag("--download", options.data.download, "Fetch Fashion-MNIST when it is not there");
-  app.add_option("--limit", options.data.limit, "Use so many samples only; 0: all");
-  examples::parse(app, argc, argv);
+  examples::Flags flags("An image classifier trained by several processes");
+  flags.option("--epochs", options.epochs, "Passes over the data", {0});
+  flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
+  flags.option("--lr", options.lr, "Learning rate", {0});
+  flags.choice("--model", options.model, {"fashion-cnn", "convnet"}, "What to train");
+  examples::add_data_flags(flags, options.data, "Fashion-MNIST");
+  examples::parse(flags, argc, argv);
   return options;
 }
 
@@ -133,6 +129,6 @@ void train(const Options& options) {
 int main(int argc, char** argv) try {
   train(read_options(argc, argv));
   return 0;
-} catch (const std::exception& error) {
-  return examples::report(error);
+} catch (...) {
+  return examples::report_error();
 }

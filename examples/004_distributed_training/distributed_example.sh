@@ -4,11 +4,13 @@
 #   distributed_example.sh [PROCESSES [FLAGS OF distributed_example ...]]
 #
 # One host, two processes:  examples/004_distributed_training/distributed_example.sh 2
-# Two hosts, on both:       MASTER_ADDR=<IP of the first> NNODES=2 NODE_RANK=<0 or 1> \
-#                               examples/004_distributed_training/distributed_example.sh 2
+# Two hosts, IP being the address of the first; there, and on the second with NODE_RANK=1:
+#   export MASTER_ADDR=IP NNODES=2
+#   NODE_RANK=0 examples/004_distributed_training/distributed_example.sh 2
 #
 # In one line, with all that this script does not do (ends that are reported, nothing left behind):
-#   lockstep run --nproc-per-node 2 build/examples/004_distributed_training/distributed_example
+#   P=build/examples/004_distributed_training/distributed_example
+#   build/bin/lockstep run --nproc-per-node 2 $P
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -3,19 +3,17 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <string>
 
+#include "examples/common/program.h"
 #include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/mnist.h"
 
 namespace examples {
-
-/// The default of --data-dir.
-inline std::string default_data_dir() {
-  return lockstep::env_string("LOCKSTEP_DATA_DIR").value_or("./data");
-}
 
 /// True when the training images lie in `data_dir`, plain or compressed.
 inline bool files_are_there(const lockstep::MnistLike& source,
@@ -40,21 +38,37 @@ inline lockstep::TensorDataset first_samples(lockstep::TensorDataset dataset, in
 }
 
 struct DataOptions {
-  std::string dir = default_data_dir();
-  bool download = false;  ///< Fetch the files when they are not in `dir`.
-  int64_t limit = 0;      ///< Train on so many samples only, for a quick look; 0: on all.
+  std::optional<std::string> dir;  ///< None: LOCKSTEP_DATA_DIR, else ./data.
+  bool download = false;           ///< Fetch the files when they are not in `dir`.
+  int64_t limit = 0;               ///< Train on so many samples only, for a quick look; 0: on all.
 };
 
+/// The flags for them.
+inline void add_data_flags(Flags& flags, DataOptions& options, const std::string& set = "MNIST") {
+  flags.option("--data-dir", options.dir,
+               "Where " + set + " lies (default: LOCKSTEP_DATA_DIR, else ./data)", "DIR");
+  flags.flag("--download", options.download, "Fetch " + set + " when it is not there");
+  flags.option("--limit", options.limit, "Use so many samples only; 0: all", {0});
+}
+
 /// MNIST or Fashion-MNIST (28 x 28 pixels, ten classes) from `options.dir`, downloaded when asked
-/// for. Where it is not there, rank 0 says so and the built-in digits, of the same shape, serve.
+/// for. Where no folder was named and the default one does not hold it, rank 0 says so and the
+/// built-in digits, of the same shape, serve. Throws DataError when a named folder does not.
 inline lockstep::DatasetSplits images(const lockstep::MnistLike& source,
                                       const DataOptions& options) {
   lockstep::DatasetOptions dataset_options;
-  dataset_options.data_dir = options.dir;
+  dataset_options.data_dir =
+      options.dir.value_or(lockstep::env_string("LOCKSTEP_DATA_DIR").value_or("./data"));
   dataset_options.download = options.download;
   std::string name = source.name;
-  if (!options.download && !files_are_there(source, options.dir)) {
-    lockstep::log_info("no " + name + " in " + options.dir +
+  if (!options.download && !files_are_there(source, dataset_options.data_dir)) {
+    const auto missing = "no " + name + " in " + dataset_options.data_dir.string();
+    if (options.dir) {
+      throw lockstep::DataError(missing,
+                                "--download fetches it, --data-dir names another folder, and "
+                                "without --data-dir the built-in digits serve");
+    }
+    lockstep::log_info(missing +
                        ": training on the built-in digits instead (--download fetches it, "
                        "--data-dir DIR says where it is)");
     name = "digits";

@@ -1,21 +1,29 @@
 // What the example programs share: reading flags as the Python originals write them, and ending
-// with a message and an exit code when something goes wrong.
+// with a message and an exit code when something goes wrong. Both are the lockstep binary's own.
 #pragma once
 
-#include <CLI/CLI.hpp>
-#include <cstdio>
+#include <cerrno>
 #include <cstdlib>
-#include <exception>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "tools/lockstep/cli.h"
 
 namespace examples {
 
-/// argparse takes short flags of two letters (`-nr 0`, `-ip 10.0.0.1`); CLI11 reads `-nr` as the
-/// flags n and r. So these are given their long names, which are the same with one more dash,
-/// before CLI11 sees them.
+/// The flags of a program: `option(NAMES, VARIABLE, HELP, {MIN, MAX})`, whose present value is the
+/// default; see tools/lockstep/cli.h.
+class Flags : public lockstep::tool::Cli {
+ public:
+  explicit Flags(const std::string& about) : Cli(program_invocation_short_name, about) {}
+};
+
+/// argparse takes short flags of two letters (`-nr 0`, `-ip 10.0.0.1`), where most other programs
+/// read `-nr` as the flags n and r. So these are given their long names, which are the same with
+/// one more dash.
 inline std::vector<std::string> with_long_flags(int argc, char** argv,
                                                 const std::vector<std::string>& two_letter_flags) {
   std::vector<std::string> words(argv + 1, argv + argc);
@@ -28,27 +36,37 @@ inline std::vector<std::string> with_long_flags(int argc, char** argv,
   return words;
 }
 
-/// Reads the command line into what `app` knows. --help prints it and ends with 0; a mistake ends
-/// with a message and 2.
-inline void parse(CLI::App& app, int argc, char** argv,
+/// Reads the command line into the variables that `flags` knows. --help prints them and ends the
+/// program; a mistake is a UsageError.
+inline void parse(Flags& flags, int argc, char** argv,
                   const std::vector<std::string>& two_letter_flags = {}) {
-  auto words = with_long_flags(argc, argv, two_letter_flags);
-  for (auto* option : app.get_options()) {
-    // As argparse: of a flag that is given twice the last one counts.
-    if (!option->get_positional() && option->get_expected_max() == 1) option->take_last();
-  }
-  std::vector<std::string> reversed(words.rbegin(), words.rend());  // as CLI11 wants them
-  try {
-    app.parse(reversed);
-  } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error) == 0 ? lockstep::kExitSuccess : lockstep::kExitUsage);
+  if (!flags.parse(with_long_flags(argc, argv, two_letter_flags))) {
+    std::exit(lockstep::kExitSuccess);
   }
 }
 
-/// Prints what reached the end of `main` and gives the exit code for it.
-inline int report(const std::exception& error) {
-  std::fprintf(stderr, "error: %s\n", error.what());
-  return lockstep::exit_code_of(error);
+/// The whole number that a positional argument gives.
+inline int whole_number(const std::string& name, const std::string& text, int minimum) {
+  const auto value = lockstep::parse_int(text);
+  if (!value || *value < minimum || *value > std::numeric_limits<int>::max()) {
+    throw lockstep::UsageError(name + ": '" + text + "' is not a whole number of at least " +
+                               std::to_string(minimum));
+  }
+  return static_cast<int>(*value);
+}
+
+/// Which of the machines this is must be below their number.
+inline void check_node_rank(const std::string& flag, int node_rank, int nodes) {
+  if (node_rank < nodes) return;
+  throw lockstep::UsageError(
+      flag + " " + std::to_string(node_rank) + " is not below -n " + std::to_string(nodes),
+      "the machines are numbered from 0: the last one of them is " + std::to_string(nodes - 1));
+}
+
+/// For the end of `main`: prints the exception that was caught there and gives the exit code for
+/// it.
+inline int report_error() {
+  return lockstep::tool::run_guarded(program_invocation_short_name, []() -> int { throw; });
 }
 
 }  // namespace examples

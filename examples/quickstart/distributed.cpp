@@ -1,8 +1,13 @@
-// A program of your own on several processes: an MLP on the built-in digits. `diff single.cpp
-// distributed.cpp` shows the lines that differ. `./distributed` starts two processes of itself;
-// `lockstep run --nproc-per-node 4 ./distributed` (or torchrun) as many as you like.
-// On two hosts: lockstep run --nnodes 2 --node-rank <0 or 1> --nproc-per-node 2
-//               --master-addr <IP of the first> --master-port 29500 ./distributed
+// A program of your own on several processes: an MLP on the built-in digits. A diff with
+// single.cpp, beside this file, shows the lines that make it so. It starts two processes of itself:
+//   P=build/examples/quickstart/distributed
+//   $P
+// A launcher, `lockstep run` or torchrun, starts as many as you like:
+//   build/bin/lockstep run --nproc-per-node 4 $P
+// On two hosts, IP being the address of the first; there:
+//   HOSTS="--nnodes 2 --nproc-per-node 2 --master-addr IP --master-port 29500"
+//   build/bin/lockstep run $HOSTS --node-rank 0 $P
+// and the same on the second with --node-rank 1.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>

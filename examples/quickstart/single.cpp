@@ -1,5 +1,6 @@
 // A program of your own in one process: an MLP on the built-in digits. distributed.cpp, beside this
 // file, is the same on several processes, with five lines changed.
+//   build/examples/quickstart/single
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>

@@ -69,9 +69,9 @@ Listener listen_on(const std::string& host, uint16_t port) {
     const std::string where = host + ":" + std::to_string(port);
     throw CommError("cannot listen on " + where + ": " + std::strerror(failure),
                     failure == EADDRINUSE
-                        ? "another job has the port; give another --master-port, or none on a "
-                          "single host: then a free one is found"
-                        : "check --master-addr and --master-port");
+                        ? "another program has the port; give another one by MASTER_PORT, or by "
+                          "--master-port of `lockstep run`, which needs none on a single host"
+                        : "check MASTER_ADDR, or --master-addr of `lockstep run`");
   }
   Listener listener;
   listener.port = port_of(fd.get());

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import pathlib
 import re
 import socket
 import subprocess
@@ -12,7 +13,6 @@ import lockstep_testing as t
 
 EXAMPLES = t.BUILD_DIR / "examples"
 FEW = ("--limit", 600, "--epochs", 1)
-DIGITS = ("--data-dir", "/nowhere")  # none there: the built-in digits
 NOTE = "built-in digits"
 
 
@@ -30,9 +30,8 @@ def run(program, *arguments, cwd=None, timeout=120, check=True, **environment):
 
 
 def environment_of(**variables):
-    environment = t.clean_environment(**variables)
-    environment.pop("LOCKSTEP_DATA_DIR", None)
-    return environment
+    """No MNIST where the programs look for it by themselves: they take the built-in digits."""
+    return t.clean_environment(**{"LOCKSTEP_DATA_DIR": "/nowhere", **variables})
 
 
 def run_on_two_hosts(program, arguments_of, timeout=120):
@@ -60,12 +59,12 @@ class Playground(unittest.TestCase):
     folder = "000_playground"
 
     def test_single_gpu(self):
-        result = run(f"{self.folder}/single_gpu", *FEW, *DIGITS)
+        result = run(f"{self.folder}/single_gpu", *FEW)
         self.assertRegex(result.stdout, r"^Epoch 1/1 loss \d+\.\d{4} test accuracy 0\.\d{4}\n$")
         self.assertIn(NOTE, result.stderr)
 
     def test_learns(self):
-        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "--limit", 6000, "--lr", 0.05, *DIGITS)
+        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "--limit", 6000, "--lr", 0.05)
         accuracies = [float(re.search(r"accuracy ([\d.]+)", line)[1]) for line in epoch_lines(result.stdout)]
         self.assertEqual(len(accuracies), 3)
         self.assertGreater(accuracies[-1], 0.8)
@@ -79,28 +78,27 @@ class Playground(unittest.TestCase):
         self.assertRegex(result.stdout, "^Epoch 1/1 ")
 
     def test_flags_as_the_seed_writes_them(self):
-        result = run(f"{self.folder}/distributed_data_parallel", "-n", 1, "-g", 2, "-nr", 0, "-ip", "127.0.0.1", *FEW,
-                     *DIGITS)
+        result = run(f"{self.folder}/distributed_data_parallel", "-n", 1, "-g", 2, "-nr", 0, "-ip", "127.0.0.1", *FEW)
         self.assertIn("(2 processes)", result.stdout)
         self.assertEqual(len(epoch_lines(result.stdout)), 1)
 
     def test_two_hosts(self):
         first, second = run_on_two_hosts(
             f"{self.folder}/distributed_data_parallel",
-            lambda i: ["-n", 2, "-g", 1, "-nr", i, "-ip", "127.0.0.1", *FEW, *DIGITS])
+            lambda i: ["-n", 2, "-g", 1, "-nr", i, "-ip", "127.0.0.1", *FEW])
         self.assertIn("(2 processes)", first)
         self.assertEqual(second, "")
 
     def test_environment_wins_over_the_address(self):
         """-ip names an address that would not answer; MASTER_ADDR does."""
-        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "-ip", "192.0.2.1", *FEW, *DIGITS,
+        result = run(f"{self.folder}/distributed_data_parallel", "-g", 2, "-ip", "192.0.2.1", *FEW,
                      MASTER_ADDR="127.0.0.1")
         self.assertIn("(2 processes)", result.stdout)
 
     def test_metrics_are_gathered(self):
         with t.temporary_folder() as folder:
             result = run(f"{self.folder}/distributed_data_parallel2", "-n", 1, "-g", 2, "-r", 0, "-ip", "127.0.0.1",
-                         "--port", free_port(), "-s", folder / "model.safetensors", *FEW, *DIGITS, MASTER_PORT="")
+                         "--port", free_port(), "-s", folder / "model.safetensors", *FEW, MASTER_PORT="")
             line, saved = epoch_lines(result.stdout)
             # The test part has 600 samples, each counted once.
             self.assertRegex(line, r"train loss [\d.]+ accuracy [\d.]+ \| test loss [\d.]+ accuracy [\d.]+ \(600 samp")
@@ -110,7 +108,7 @@ class Playground(unittest.TestCase):
 
     def test_metrics_of_two_hosts(self):
         """The same metrics from two hosts as from one: odd numbers of samples too."""
-        flags = ["--limit", 601, "--epochs", 1, *DIGITS]
+        flags = ["--limit", 601, "--epochs", 1]
         name = f"{self.folder}/distributed_data_parallel2"
         first, second = run_on_two_hosts(name, lambda i: ["-n", 2, "-g", 1, "-r", i, "-ip", "127.0.0.1", *flags])
         one_host = run(name, "-g", 2, *flags).stdout
@@ -118,12 +116,83 @@ class Playground(unittest.TestCase):
         self.assertIn("(601 samples)", first)
         self.assertEqual(second, "")
 
-    def test_a_mistake_is_named(self):
-        for flags, words in ((["-nr", 2, "-n", 2], "-nr 2 is not below -n 2"), (["-g", 0], "-g"),
-                             (["--epoch", 1], "--epoch")):
-            result = run(f"{self.folder}/distributed_data_parallel", *flags, check=False)
-            self.assertEqual(result.returncode, 2, result)
-            self.assertIn(words, result.stderr)
+    def test_a_folder_without_mnist_is_refused(self):
+        """Only where no folder is named the digits take its place."""
+        for program, processes in (("single_gpu", ()), ("distributed_data_parallel", ("-g", 2))):
+            result = run(f"{self.folder}/{program}", *processes, *FEW, "--data-dir", "/nowhere", check=False)
+            self.assertEqual(result.returncode, 1, result)
+            self.assertIn("no mnist in /nowhere", result.stderr)
+            self.assertIn("hint: --download fetches it", result.stderr)
+            self.assertNotIn("Epoch", result.stdout)
+
+    def test_a_taken_port_is_named(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            for program, flags in (("distributed_data_parallel", ()), ("distributed_data_parallel2", ("--port", port))):
+                result = run(f"{self.folder}/{program}", "-g", 2, *flags, *FEW, check=False,
+                             MASTER_PORT="" if flags else port)
+                self.assertEqual(result.returncode, 1, result)
+                self.assertIn(f"cannot listen on 127.0.0.1:{port}: Address already in use", result.stderr)
+                self.assertRegex(result.stderr, "hint: .*MASTER_PORT")
+
+
+class Mistakes(unittest.TestCase):
+    """The messages are as good as the binary's."""
+
+    def refused(self, program, *words, says):
+        result = run(program, *words, check=False)
+        self.assertEqual(result.returncode, 2, result)
+        self.assertEqual(result.stdout, "")
+        self.assertTrue(result.stderr.startswith(pathlib.Path(program).name + ": error: "), result.stderr)
+        for part in [says] if isinstance(says, str) else says:
+            self.assertIn(part, result.stderr)
+        self.assertLess(max(map(len, result.stderr.splitlines())), 160, result.stderr)
+
+    def test_unknown_flags(self):
+        for program, flag, meant in (
+                ("000_playground/single_gpu", "--epoch", "--epochs"),
+                ("000_playground/distributed_data_parallel", "--batchsize", "--batch-size"),
+                ("000_playground/distributed_data_parallel2", "--savefil", "--savefile"),
+                ("001_tutorial/mnist", "--node", "--nodes"),
+                ("001_tutorial/mnist_distributed", "--gpu", "--gpus"),
+                ("002_ddp_series/single_gpu", "--batch_sise", "--batch-size"),
+                ("002_ddp_series/multigpu", "--device", "--devices"),
+                ("002_ddp_series/multigpu_torchrun", "--snapshot_pth", "--snapshot-path"),
+                ("004_distributed_training/distributed_example", "--data_dr", "--data-dir")):
+            self.refused(program, flag, 1, says=[f"unknown flag '{flag}'; did you mean '{meant}'?",
+                                                f"--help' lists the flags"])
+
+    def test_values(self):
+        playground = "000_playground/distributed_data_parallel"
+        self.refused(playground, "-nr", 2, "-n", 2, says="-nr 2 is not below -n 2")
+        self.refused(playground, "-g", 0, says="--gpus: '0' is not a whole number of at least 1")
+        self.refused(playground, "-nr", "first", says="--nr: 'first' is not a whole number of at least 0")
+        self.refused(playground, "--epochs", says="--epochs needs a value")
+        self.refused(playground + "2", "--port", 70000, says="--port: '70000' is not a whole number from 1 to 65535")
+        self.refused("001_tutorial/mnist", "-nr", 1, says="-nr 1 is not below -n 1")
+        self.refused("004_distributed_training/distributed_example", "--model", "convnt", says="'convnet'")
+
+    def test_words(self):
+        for program in ("single_gpu", "multigpu", "multigpu_torchrun"):
+            program = f"002_ddp_series/{program}"
+            self.refused(program, 2, 0, says="save_every: '0' is not a whole number of at least 1")
+            self.refused(program, "two", 1, says="total_epochs: 'two' is not a whole number of at least 0")
+            self.refused(program, 3, says="save_every is missing")
+            self.refused(program, 1, 2, 3, 4, says="unexpected argument '3'")
+
+    def test_help(self):
+        """Names the program, its flags and their defaults."""
+        for program, lines in (
+                ("000_playground/distributed_data_parallel", [r"Usage: distributed_data_parallel \[FLAGS\]\n",
+                                                              r"-n, --nodes N +Machines \[1\]",
+                                                              r"--data-dir DIR +Where MNIST lies"]),
+                ("002_ddp_series/multigpu_torchrun", [r"Usage: multigpu_torchrun \[FLAGS\] total_epochs save_every\n",
+                                                      r"--snapshot-path FILE"])):
+            out = run(program, "--help").stdout
+            for line in lines:
+                self.assertRegex(out, line)
 
 
 def names_in(path):
@@ -136,17 +205,23 @@ def names_in(path):
 
 class Tutorial(unittest.TestCase):
     # 200 steps of one process, 100 of two: enough for a line.
-    flags = ("--epochs", 1, "--batch-size", 4, "--limit", 800, *DIGITS)
+    flags = ("--epochs", 1, "--batch-size", 4, "--limit", 800)
 
     def check(self, output, steps):
         lines = output.splitlines()
-        for i, line in enumerate(lines[:-1]):
-            self.assertRegex(line, rf"^Epoch \[1/1\], Step \[{100 * (i + 1)}/{steps}\], Loss: \d+\.\d{{4}}$")
-        self.assertEqual(len(lines) - 1, steps // 100)
+        printed = [*range(100, steps, 100), steps]  # every hundredth, and the last
+        for step, line in zip(printed, lines):
+            self.assertRegex(line, rf"^Epoch \[1/1\], Step \[{step}/{steps}\], Loss: \d+\.\d{{4}}$")
+        self.assertEqual(len(lines) - 1, len(printed))
         self.assertRegex(lines[-1], r"^Training complete in: \d+:\d\d:\d\d\.\d{6}$")
 
     def test_mnist(self):
         self.check(run("001_tutorial/mnist", "-n", 1, "-g", 1, "-nr", 0, *self.flags).stdout, 200)
+
+    def test_a_short_run_prints_its_last_loss(self):
+        flags = ("--epochs", 1, "--limit", 600)
+        self.check(run("001_tutorial/mnist", *flags).stdout, 6)
+        self.check(run("001_tutorial/mnist_distributed", "-g", 2, *flags).stdout, 3)
 
     def test_one_process(self):
         self.check(run("001_tutorial/mnist_distributed", "-n", 1, "-g", 1, "-nr", 0, *self.flags).stdout, 200)
@@ -218,14 +293,9 @@ class Series(unittest.TestCase):
             self.assertEqual(result.returncode, 1)
             self.assertIn("snapshot.safetensors", result.stderr)
 
-    def test_arguments_are_asked_for(self):
-        result = run("002_ddp_series/single_gpu", 3, check=False)
-        self.assertEqual(result.returncode, 2)
-        self.assertIn("save_every", result.stderr)
-
 
 class DistributedTraining(unittest.TestCase):
-    flags = ("--limit", 200, "--batch-size", 20, "--model", "convnet", *DIGITS)
+    flags = ("--limit", 200, "--batch-size", 20, "--model", "convnet")
     script = t.SOURCE_DIR / "examples/004_distributed_training/distributed_example.sh"
     program = EXAMPLES / "004_distributed_training/distributed_example"
 
