@@ -11,6 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/test_wait.h"
 #include "lockstep/comm/rank_threads.h"
 
 namespace lockstep {
@@ -18,6 +19,7 @@ namespace {
 
 using c10d::Backend;
 using c10d::ReduceOp;
+using test_wait::wait_until;
 using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_ranks;
@@ -306,7 +308,7 @@ TEST(CheckedBackendMissing, TimesOutNamingWhoDidNotCome) {
   const auto outcomes = run_ranks(3, options, [&](int rank, Backend& backend) {
     broadcast(backend, at::ones({2}), 0);
     if (rank == 1) {
-      while (waiting > 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      wait_until([&] { return waiting == 0; }, "ranks 0 and 2 to give up");
       return;
     }
     try {
@@ -331,8 +333,7 @@ TEST(CheckedBackendMissing, WhoComesLaterHearsThatTheGroupFailed) {
   options.timeout = kShort;
   std::atomic<bool> gave_up{false};
   const auto outcomes = run_ranks(2, options, [&](int rank, Backend& backend) {
-    if (rank == 1)
-      while (!gave_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    if (rank == 1) wait_until([&] { return gave_up.load(); }, "rank 0 to give up");
     try {
       backend.barrier({})->wait();
     } catch (...) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/test_wait.h"
 #include "lockstep/comm/checked_backend.h"
 #include "lockstep/comm/errors.h"
 #include "lockstep/comm/rank_threads.h"
@@ -17,6 +18,7 @@ namespace lockstep {
 namespace {
 
 using c10d::Backend;
+using test_wait::wait_until;
 using testing::BackendPtr;
 using ::testing::HasSubstr;
 using testing::Outcome;
@@ -58,7 +60,7 @@ Outcome stay_away(CheckedBackendOptions options, int before,
       first = outcome_of([&] { call(backend); });
       done = true;
     } else {
-      while (!done) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      wait_until([&] { return done.load(); }, "rank 0 to be done");
     }
   });
   for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
@@ -120,8 +122,7 @@ TEST(CheckedFailure, SendWithoutReceive) {
 TEST(CheckedFailure, WaitCutShortByTheCallerAsksNobody) {
   std::atomic<bool> waited{false};
   const auto outcomes = run_ranks(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
-    if (rank == 1)
-      while (!waited) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (rank == 1) wait_until([&] { return waited.load(); }, "rank 0 to have waited");
     auto work = all_reduce(backend, at::ones({2}));
     if (rank == 0) {
       const auto start = Clock::now();
@@ -142,7 +143,7 @@ TEST(CheckedFailure, RankThatFailedAsWellSaysWhere) {
   const auto outcomes =
       run_ranks(3, options_of(DebugLevel::off, 500), [&](int rank, Backend& backend) {
         if (rank == 2) {
-          while (failed < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          wait_until([&] { return failed == 2; }, "ranks 0 and 1 to fail");
           return;
         }
         const auto outcome = outcome_of([&] {

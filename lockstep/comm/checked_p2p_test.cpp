@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/test_wait.h"
 #include "lockstep/comm/checked_backend.h"
 #include "lockstep/comm/rank_threads.h"
 
@@ -14,6 +15,7 @@ namespace lockstep {
 namespace {
 
 using c10d::Backend;
+using test_wait::wait_until;
 using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_ranks;
@@ -198,7 +200,7 @@ TEST(CheckedP2P, NobodySends) {
   const auto outcomes =
       run_ranks(2, options_of(DebugLevel::info, 400), [&](int rank, Backend& backend) {
         if (rank == 1) {
-          while (!done) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          wait_until([&] { return done.load(); }, "rank 0 to be done");
           return;
         }
         try {
@@ -218,7 +220,7 @@ TEST(CheckedP2P, ShortWaitLeavesTheReceiveGoingOn) {
   std::atomic<bool> waited{false};
   const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
     if (rank == 1) {
-      while (!waited) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      wait_until([&] { return waited.load(); }, "rank 0 to have waited");
       isend(backend, filled(2, 6), 0)->wait();
       return;
     }

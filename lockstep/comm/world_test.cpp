@@ -12,6 +12,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/test_wait.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/rendezvous.h"
 #include "lockstep/comm/socket.h"
@@ -74,6 +75,24 @@ void run_worlds(const std::string& method, int size, const std::function<void(Wo
   }
 }
 
+/// The same by a free port. Another process may take the port between; then the ranks do not meet,
+/// and another port is tried.
+void run_worlds_by_tcp(int size, const std::function<void(World&)>& body) {
+  for (int attempt = 0;; ++attempt) {
+    const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
+    std::atomic<bool> met{false};
+    try {
+      run_worlds("tcp://127.0.0.1:" + std::to_string(port), size, [&](World& world) {
+        met = true;
+        body(world);
+      });
+      return;
+    } catch (const CommError&) {
+      if (met || attempt == 5) throw;
+    }
+  }
+}
+
 TEST(World, WithoutLauncherIsAGroupOfOne) {
   World world = init();
   EXPECT_EQ(world.rank(), 0);
@@ -106,21 +125,12 @@ TEST(World, MeetsByAFile) {
 }
 
 TEST(World, MeetsByTcp) {
-  // Another process may take the port between; then a rank says so, and another port is tried.
-  for (int attempt = 0;; ++attempt) {
-    const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
-    try {
-      run_worlds("tcp://127.0.0.1:" + std::to_string(port), 2, [](World& world) {
-        at::Tensor tensor = at::full({1}, world.rank() + 1.0);
-        world.group().all_reduce(tensor);
-        EXPECT_EQ(tensor.item<float>(), 3);
-        EXPECT_EQ(world.local_size(), 2);
-      });
-      return;
-    } catch (const CommError&) {
-      if (attempt == 5) throw;
-    }
-  }
+  run_worlds_by_tcp(2, [](World& world) {
+    at::Tensor tensor = at::full({1}, world.rank() + 1.0);
+    world.group().all_reduce(tensor);
+    EXPECT_EQ(tensor.item<float>(), 3);
+    EXPECT_EQ(world.local_size(), 2);
+  });
 }
 
 TEST(World, NewGroupsAndTheirErrors) {
@@ -183,9 +193,8 @@ TEST(World, ARankThatFailsDoesNotWaitForTheOthers) {
 }
 
 TEST(World, TheRankThatHoldsTheStoreOutlivesTheOthersUseOfIt) {
-  const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
   std::atomic<bool> first_closing{false};
-  run_worlds("tcp://127.0.0.1:" + std::to_string(port), 2, [&](World& world) {
+  run_worlds_by_tcp(2, [&](World& world) {
     Store store = world.store();
     world.group().barrier();
     if (world.rank() == 0) {
@@ -193,7 +202,7 @@ TEST(World, TheRankThatHoldsTheStoreOutlivesTheOthersUseOfIt) {
       world.close();
       return;
     }
-    while (!first_closing) std::this_thread::yield();
+    test_wait::wait_until([&] { return first_closing.load(); }, "rank 0 to close");
     for (int i = 0; i < 200; ++i) store.add("late", 1);
     EXPECT_EQ(store.get("late"), "200");
   });

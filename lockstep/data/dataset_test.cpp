@@ -1,5 +1,7 @@
 #include "lockstep/data/dataset.h"
 
+#include <ATen/TensorOperators.h>
+
 #include <cstdlib>
 
 #include "lockstep/base/file.h"

@@ -12,6 +12,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
+#include "lockstep/base/test_wait.h"
 #include "lockstep/data/download_progress.h"
 #include "lockstep/data/mnist.h"
 #include "lockstep/data/test_files.h"
@@ -52,7 +53,7 @@ class LocalServer {
   /// Begins to answer; handlers are to be there before.
   void start() {
     thread_ = std::thread([this] { server_->listen_after_bind(); });
-    while (!server_->is_running()) std::this_thread::yield();
+    test_wait::wait_until([&] { return server_->is_running(); }, "the server to answer");
   }
 
   httplib::Server& handlers() { return *server_; }

@@ -1,6 +1,7 @@
 #include "lockstep/optim/state.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 
