@@ -50,6 +50,18 @@ void check_rank(const ProcessGroup::Impl& impl, const char* operation, const cha
                    " is out of range; the group has ranks 0 to " + std::to_string(impl.size - 1));
 }
 
+/// Blocking calls say so to our own backend, which then works in the calling thread. To NCCL it
+/// would mean another stream.
+thread_local bool blocking = false;
+bool is_async(const ProcessGroup::Impl& impl) {
+  return !blocking || impl.backend_name != "shm";
+}
+class Blocking {
+ public:
+  Blocking() { blocking = true; }
+  ~Blocking() { blocking = false; }
+};
+
 void check_count(const ProcessGroup::Impl& impl, const char* operation, const char* argument,
                  size_t count, size_t expected) {
   if (count == expected) return;
@@ -114,6 +126,7 @@ Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   c10d::AllreduceOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   Tensors tensors{tensor};
   auto work = translated([&] { return impl.backend().allreduce(tensors, options); });
   return impl.make_work(std::move(work), tensors, {});
@@ -126,6 +139,7 @@ Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) con
   c10d::AllreduceCoalescedOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   auto work = translated([&] { return impl.backend().allreduce_coalesced(tensors, options); });
   return impl.make_work(std::move(work), tensors, {});
 }
@@ -138,6 +152,7 @@ Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const 
   options.reduceOp = native_op(op);
   options.rootRank = dst;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   Tensors tensors{tensor};
   auto work = translated([&] { return impl.backend().reduce(tensors, options); });
   return impl.make_work(std::move(work), tensors, {});
@@ -150,6 +165,7 @@ Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
   c10d::BroadcastOptions options;
   options.rootRank = src;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   Tensors tensors{tensor};
   auto work = translated([&] { return impl.backend().broadcast(tensors, options); });
   return impl.make_work(std::move(work), tensors, {});
@@ -162,6 +178,7 @@ Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) c
   check_tensors("all_gather", outputs);
   c10d::AllgatherOptions options;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   std::vector<Tensors> lists{outputs};
   Tensors inputs{input};
   auto work = translated([&] { return impl.backend().allgather(lists, inputs, options); });
@@ -174,6 +191,7 @@ Work ProcessGroup::all_gather_into_tensor_async(at::Tensor& output, const at::Te
   check_multiple("all_gather_into_tensor", output, input, impl.size);
   c10d::AllgatherOptions options;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   at::Tensor in = input;
   auto work = translated([&] { return impl.backend()._allgather_base(output, in, options); });
   return impl.make_work(std::move(work), {output}, {input});
@@ -189,6 +207,7 @@ Work ProcessGroup::gather_async(Tensors& outputs, const at::Tensor& input, int d
   c10d::GatherOptions options;
   options.rootRank = dst;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   std::vector<Tensors> lists;
   if (impl.rank == dst) lists.push_back(outputs);
   Tensors inputs{input};
@@ -206,6 +225,7 @@ Work ProcessGroup::scatter_async(at::Tensor& output, const Tensors& inputs, int 
   c10d::ScatterOptions options;
   options.rootRank = src;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   std::vector<Tensors> lists;
   if (impl.rank == src) lists.push_back(inputs);
   Tensors outputs{output};
@@ -222,6 +242,7 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& input
   c10d::ReduceScatterOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   Tensors outputs{output};
   std::vector<Tensors> lists{inputs};
   auto work = translated([&] { return impl.backend().reduce_scatter(outputs, lists, options); });
@@ -236,6 +257,7 @@ Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Ten
   c10d::ReduceScatterOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   at::Tensor in = input;
   auto work = translated([&] { return impl.backend()._reduce_scatter_base(output, in, options); });
   return impl.make_work(std::move(work), {output}, {input});
@@ -249,6 +271,7 @@ Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) con
   check_tensors("all_to_all", inputs);
   c10d::AllToAllOptions options;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   Tensors in = inputs;
   auto work = translated([&] { return impl.backend().alltoall(outputs, in, options); });
   return impl.make_work(std::move(work), outputs, inputs);
@@ -277,6 +300,7 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
   check_splits("input_splits", input_splits, input);
   c10d::AllToAllOptions options;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   at::Tensor in = input;
   auto out_counts = output_splits;
   auto in_counts = input_splits;
@@ -289,6 +313,7 @@ Work ProcessGroup::barrier_async() const {
   auto& impl = checked(impl_);
   c10d::BarrierOptions options;
   options.timeout = impl.timeout;
+  options.asyncOp = is_async(impl);
   if (impl.device().is_cuda()) options.device_ids = {impl.device().index()};
   return impl.make_work(translated([&] { return impl.backend().barrier(options); }), {}, {});
 }
@@ -338,47 +363,60 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
   return {impl.make_work(std::move(work), all, {})};
 }
 
+namespace {
+
+template <class Start>
+void wait_here(Start start) {
+  Work work = [&] {
+    const Blocking here;
+    return start();
+  }();
+  work.wait();
+}
+
+}  // namespace
+
 void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op) const {
-  all_reduce_async(tensor, op).wait();
+  wait_here([&] { return all_reduce_async(tensor, op); });
 }
 void ProcessGroup::all_reduce_coalesced(Tensors& tensors, ReduceOp op) const {
-  all_reduce_coalesced_async(tensors, op).wait();
+  wait_here([&] { return all_reduce_coalesced_async(tensors, op); });
 }
 void ProcessGroup::reduce(at::Tensor& tensor, int dst, ReduceOp op) const {
-  reduce_async(tensor, dst, op).wait();
+  wait_here([&] { return reduce_async(tensor, dst, op); });
 }
 void ProcessGroup::broadcast(at::Tensor& tensor, int src) const {
-  broadcast_async(tensor, src).wait();
+  wait_here([&] { return broadcast_async(tensor, src); });
 }
 void ProcessGroup::all_gather(Tensors& outputs, const at::Tensor& input) const {
-  all_gather_async(outputs, input).wait();
+  wait_here([&] { return all_gather_async(outputs, input); });
 }
 void ProcessGroup::all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const {
-  all_gather_into_tensor_async(output, input).wait();
+  wait_here([&] { return all_gather_into_tensor_async(output, input); });
 }
 void ProcessGroup::gather(Tensors& outputs, const at::Tensor& input, int dst) const {
-  gather_async(outputs, input, dst).wait();
+  wait_here([&] { return gather_async(outputs, input, dst); });
 }
 void ProcessGroup::scatter(at::Tensor& output, const Tensors& inputs, int src) const {
-  scatter_async(output, inputs, src).wait();
+  wait_here([&] { return scatter_async(output, inputs, src); });
 }
 void ProcessGroup::reduce_scatter(at::Tensor& output, const Tensors& inputs, ReduceOp op) const {
-  reduce_scatter_async(output, inputs, op).wait();
+  wait_here([&] { return reduce_scatter_async(output, inputs, op); });
 }
 void ProcessGroup::reduce_scatter_tensor(at::Tensor& output, const at::Tensor& input,
                                          ReduceOp op) const {
-  reduce_scatter_tensor_async(output, input, op).wait();
+  wait_here([&] { return reduce_scatter_tensor_async(output, input, op); });
 }
 void ProcessGroup::all_to_all(Tensors& outputs, const Tensors& inputs) const {
-  all_to_all_async(outputs, inputs).wait();
+  wait_here([&] { return all_to_all_async(outputs, inputs); });
 }
 void ProcessGroup::all_to_all_single(at::Tensor& output, const at::Tensor& input,
                                      const std::vector<int64_t>& output_splits,
                                      const std::vector<int64_t>& input_splits) const {
-  all_to_all_single_async(output, input, output_splits, input_splits).wait();
+  wait_here([&] { return all_to_all_single_async(output, input, output_splits, input_splits); });
 }
 void ProcessGroup::barrier() const {
-  barrier_async().wait();
+  wait_here([&] { return barrier_async(); });
 }
 void ProcessGroup::send(const at::Tensor& tensor, int dst, int tag) const {
   isend(tensor, dst, tag).wait();

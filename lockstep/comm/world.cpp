@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 
 #include "lockstep/base/env.h"
@@ -120,27 +121,47 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
     for (int rank = 0; rank < world_size; ++rank) {
       if (!store.check({keys[static_cast<size_t>(rank)]})) missing.push_back(std::to_string(rank));
     }
-    throw TimeoutError("init: of " + std::to_string(world_size) +
-                           " ranks these did not come: " + join(missing, ", "),
-                       "Python ranks do not take part in choosing a backend: name it");
+    throw TimeoutError("init: of " + std::to_string(world_size) + " ranks, " +
+                           (missing.size() == 1 ? "rank " : "ranks ") + join(missing, ", ") +
+                           " did not come within " +
+                           human_seconds(static_cast<double>(store.timeout().count()) / 1000),
+                       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
+                       "WORLD_SIZE? (Python ranks "
+                       "take no part in choosing a backend: name one)");
   }
 }
 
+// Ranks of the same place can share memory: one host, one network name space (in which they hand it
+// over), one user. Empty where there is no support for it.
+std::string shared_memory_place() {
+  if (!backend_info("shm").available) return {};
+  std::error_code ignored;
+  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+  return host_id() + "/" + network + "/" + std::to_string(geteuid());
+}
+
 // Every rank votes, so that all choose alike even where some hosts have fewer devices.
-std::string choose_backend(const std::string& wanted, Store store, const JobEnvironment& job) {
-  if (wanted != "auto") {
-    backend_info(wanted);
-    return wanted;
+std::string choose_backend(const InitOptions& options, Store store, const JobEnvironment& job) {
+  if (options.backend != "auto") {
+    backend_info(options.backend);
+    return options.backend;
   }
-  const bool mine = backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
-  if (job.world_size == 1) return mine ? "nccl" : "gloo";
-  store.set("vote/" + std::to_string(job.rank), mine ? "nccl" : "gloo");
-  if (!mine) return "gloo";
-  wait_for_all(store, "vote", job.world_size);
-  for (int rank = 0; rank < job.world_size; ++rank) {
-    if (store.get("vote/" + std::to_string(rank)) != "nccl") return "gloo";
+  const bool cuda = !options.cpu_only && backend_info("nccl").available &&
+                    cuda_devices() >= std::max(1, job.local_size);
+  const std::string place = shared_memory_place();
+  const std::string mine = (cuda ? "nccl " : "cpu ") + place;
+  if (job.world_size > 1) {
+    store.set("vote/" + std::to_string(job.rank), mine);
+    wait_for_all(store, "vote", job.world_size);
   }
-  return "nccl";
+  bool all_cuda = cuda, one_place = !place.empty();
+  for (int rank = 0; rank < job.world_size && job.world_size > 1; ++rank) {
+    const std::string vote = store.get("vote/" + std::to_string(rank));
+    all_cuda = all_cuda && vote.rfind("nccl ", 0) == 0;
+    one_place = one_place && vote.substr(vote.find(' ') + 1) == place;
+  }
+  if (all_cuda) return "nccl";
+  return one_place ? "shm" : "gloo";
 }
 
 }  // namespace
@@ -194,7 +215,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
     wait_for_all(context->own_store, "host", job.world_size);
     find_local_ranks(context->own_store, job);
   }
-  context->backend = choose_backend(options.backend, context->own_store, job);
+  context->backend = choose_backend(options, context->own_store, job);
   if (context->backend == "nccl") {
     context->device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(job.local_rank));
   }

@@ -15,8 +15,12 @@
 namespace lockstep {
 
 struct InitOptions {
-  /// gloo, nccl, or auto: nccl when every rank has a CUDA device of its own, else gloo.
+  /// nccl, shm, gloo, or auto: nccl when every rank has a CUDA device of its own, else shm when all
+  /// ranks are on one host, else gloo. For auto every rank tells the others where it is, so all
+  /// must be ranks of Lockstep.
   std::string backend = "auto";
+  /// auto then takes no device into account: the tensors will be on the CPU.
+  bool cpu_only = false;
   /// env://, tcp://host:port or file:///path; env:// reads torchrun's variables, else Slurm's, else
   /// Open MPI's, else makes a group of one.
   std::string init_method = "env://";

@@ -228,7 +228,7 @@ InitOptions init_options(const RunConfig& config) {
     throw UsageError("--backend nccl needs CUDA devices; --accelerator is cpu",
                      "use --backend gloo");
   }
-  if (config.accelerator == "cpu" && config.backend == "auto") options.backend = "gloo";
+  options.cpu_only = config.accelerator == "cpu";
   if (wants_cuda && config.backend == "auto") options.backend = "nccl";
   if (config.timeout) {
     options.timeout = std::chrono::milliseconds(std::llround(*config.timeout * 1000));

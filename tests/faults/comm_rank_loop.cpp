@@ -56,7 +56,8 @@ void one_round(const lockstep::ProcessGroup& group, int round) {
 
 void loop(const std::string& method, double seconds) {
   lockstep::InitOptions options;
-  options.backend = "gloo";
+  const char* backend = std::getenv("TEST_BACKEND");
+  options.backend = backend ? backend : "gloo";
   options.init_method = method;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
   if (const char* rank = std::getenv("RANK")) options.rank = std::atoi(rank);

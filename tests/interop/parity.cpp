@@ -183,7 +183,7 @@ int run(const Json& config, int rank, int size) {
   if (mode == "schedule") run_schedule(config);
   if (mode == "train") {
     lockstep::InitOptions options;
-    options.backend = "gloo";
+    options.backend = config.value("backend", "gloo");
     options.init_method = "file://" + config["meet"].get<std::string>();
     options.rank = rank;
     options.world_size = size;

@@ -6,11 +6,12 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/nccl/nccl.h"
+#include "lockstep/comm/backends/shm/shm.h"
 
 namespace lockstep {
 
 std::vector<BackendInfo> available_backends() {
-  return {nccl::info(), gloo::info()};
+  return {nccl::info(), shm::info(), gloo::info()};
 }
 
 BackendInfo backend_info(const std::string& name) {
@@ -28,7 +29,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
   if (!info.available) {
     throw UsageError("backend '" + name + "' cannot be used: " + info.reason, info.remedy);
   }
-  return name == "nccl" ? nccl::make(options) : gloo::make(options);
+  if (name == "nccl") return nccl::make(options);
+  return name == "shm" ? shm::make(options) : gloo::make(options);
 }
 
 }  // namespace lockstep

@@ -2,11 +2,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <csignal>
 #include <functional>
+#include <iostream>
 #include <random>
 
 #include "lockstep/base/error.h"
@@ -322,7 +327,7 @@ TEST(Messages, TimeOutsNameThePeer) {
     const auto send = isend(world[0], 1, *bytes);
     EXPECT_THROW(send->wait(milliseconds(30)), TimeoutError);
     EXPECT_THAT(error_text(send), HasSubstr("rank 0: send(to rank 1) of"));
-    EXPECT_THAT(error_text(send), HasSubstr("within 0.03s: rank 1 (process "));
+    EXPECT_THAT(error_text(send), HasSubstr("within 0.03 s: rank 1 (process "));
     EXPECT_THAT(error_text(send), HasSubstr("did not call the receive"));
   }
   const auto recv = irecv(world[0], 2, small);
@@ -458,6 +463,77 @@ TEST(Messages, ManyThreadsOfOneRank) {
       EXPECT_EQ(in, out);
     }
   });
+}
+
+/// Exchanges messages of all sizes with the other of two ranks until one fails.
+[[noreturn]] void exchange_for_ever(Messages& messages, int other) {
+  const std::vector<size_t> sizes = sizes_of(messages);
+  for (size_t i = 0;; ++i) {
+    const size_t size = sizes[i % sizes.size()];
+    Bytes out = pattern(size, i);
+    Bytes in(size);
+    const auto recv = irecv(messages, other, in);
+    const auto send = isend(messages, other, out);
+    recv->wait(kLong);
+    if (in != out) throw DataError("wrong data in round " + std::to_string(i));
+    send->wait(kLong);
+  }
+}
+
+/// Rank 0 lives here, rank 1 in a child that is killed.
+void outlive_a_killed_peer(std::chrono::microseconds after) {
+  std::array<int, 2> pipe_ends{};
+  ASSERT_EQ(pipe(pipe_ends.data()), 0);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  SharedGroupOptions options;
+  options.segment.rank = child == 0 ? 1 : 0;
+  options.segment.size = 2;
+  options.segment.message_bytes = 4096;
+  if (child == 0) {
+    try {
+      SharedGroup group(options, meeting_over(pipe_ends));
+      Messages messages(group);
+      exchange_for_ever(messages, 0);
+    } catch (...) {
+      _exit(1);
+    }
+  }
+  SharedGroup group(options, meeting_over(pipe_ends));
+  Messages messages(group);
+  Clock::time_point killed;
+  std::thread killer([&] {
+    const auto end = Clock::now() + after;
+    while (Clock::now() < end) std::this_thread::yield();
+    killed = Clock::now();
+    kill(child, SIGKILL);
+  });
+  std::string text;
+  try {
+    exchange_for_ever(messages, 1);
+  } catch (const PeerLostError& error) {
+    text = error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << error.what();
+  }
+  const auto noticed = Clock::now();
+  killer.join();
+  // 0.2 s is promised; a machine that is busy with other things may need longer.
+  EXPECT_LT(noticed - killed, milliseconds(1000));
+  EXPECT_THAT(text, ::testing::AnyOf(HasSubstr("recv(from rank 1)"), HasSubstr("send(to rank 1)")));
+  EXPECT_THAT(text, HasSubstr("rank 1 (process " + std::to_string(child) + ") has ended"));
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status));
+  for (const int end : pipe_ends) close(end);
+}
+
+TEST(Messages, AKilledPeerIsNamedInTime) {
+  const uint64_t seed = std::random_device{}();
+  std::cout << "seed " << seed << "\n";
+  std::mt19937_64 random(seed);
+  for (int round = 0; round < 20 && !HasFailure(); ++round)
+    outlive_a_killed_peer(std::chrono::microseconds(random() % 20'000));
 }
 
 /// All messages of a round are known to all ranks; each posts its part in an order of its own that

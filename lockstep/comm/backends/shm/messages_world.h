@@ -1,8 +1,12 @@
 #pragma once
 
+#include <unistd.h>
+
+#include <array>
 #include <chrono>
 #include <future>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -112,5 +116,24 @@ inline MessagePtr irecv(Messages& to, int from, Bytes& bytes, const Wish& wish =
   return to.post_recv(from, call_of(bytes, wish, "recv(from rank " + std::to_string(from) + ")"));
 }
 inline constexpr std::chrono::milliseconds kLong{20'000};
+
+/// How two processes meet that have both ends of a pipe.
+inline Meeting meeting_over(const std::array<int, 2>& pipe) {
+  return {[pipe](const std::string& value) {
+            const auto size = static_cast<uint32_t>(value.size());
+            const bool told = write(pipe[1], &size, sizeof(size)) == sizeof(size) &&
+                              write(pipe[1], value.data(), size) == ssize_t{size};
+            if (!told) throw std::runtime_error("pipe");
+          },
+          [pipe] {
+            uint32_t size = 0;
+            if (read(pipe[0], &size, sizeof(size)) != sizeof(size))
+              throw std::runtime_error("pipe");
+            std::string value(size, '\0');
+            if (read(pipe[0], value.data(), size) != ssize_t{size})
+              throw std::runtime_error("pipe");
+            return value;
+          }};
+}
 
 }  // namespace lockstep::shm::testing
