@@ -393,7 +393,9 @@ TEST(Errors, ArgumentsAreCheckedBeforeAnythingIsSent) {
     EXPECT_THROW(group.all_to_all_single(tensor, tensor, {4, 1}, {}), UsageError);
     EXPECT_THROW(group.broadcast_object({}, 9), UsageError);
     Tensors not_root{at::ones({1}), at::ones({1})};
-    if (group.rank() == 1) EXPECT_THROW(group.gather(not_root, at::ones({1}), 0), UsageError);
+    if (group.rank() == 1) {
+      EXPECT_THROW(group.gather(not_root, at::ones({1}), 0), UsageError);
+    }
     group.all_reduce(tensor);  // The group is none the worse.
     expect_equal(tensor, at::full({4, 4}, 2.0));
   });

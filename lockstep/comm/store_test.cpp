@@ -86,7 +86,9 @@ TEST_P(EveryStore, ChecksAndDeletes) {
   EXPECT_FALSE(store_.check({"a", "b"}));
   EXPECT_TRUE(store_.delete_key("a"));
   EXPECT_FALSE(store_.check({"a"}));
-  if (std::string(GetParam()) != "file") EXPECT_FALSE(store_.delete_key("never"));
+  if (std::string(GetParam()) != "file") {
+    EXPECT_FALSE(store_.delete_key("never"));
+  }
 }
 
 TEST_P(EveryStore, WaitsForAnotherThread) {

@@ -178,7 +178,7 @@ class Transfer {
   Outcome outcome_of(CURLcode code, long status, uint64_t have) {
     if (code == CURLE_OK) {
       progress_->done(url_);
-      return {.complete = true};
+      return {.complete = true, .problem = {}};
     }
     constexpr long kRangeNotSatisfiable = 416;
     const bool cannot_resume =
