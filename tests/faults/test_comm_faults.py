@@ -58,12 +58,12 @@ def hosted_store():
 
 
 @contextlib.contextmanager
-def job(seconds, debug, store_port=None, file=None):
+def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo"):
     ranks = []
     try:
-        for rank in range(SIZE):
-            env = t.clean_environment(RANK=rank, WORLD_SIZE=SIZE, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=SIZE,
-                                      LOCKSTEP_DEBUG=debug)
+        for rank in range(size):
+            env = t.clean_environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size,
+                                      LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend)
             if store_port:
                 env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="True")
             ranks.append(Rank([RANK, "loop", "env://" if store_port else f"file://{file}", seconds], env))

@@ -1,0 +1,107 @@
+"""Ranks of a shared-memory group that are killed or stopped at random moments: every survivor ends with
+an error that names the rank at fault, in time, and nothing is left behind.
+
+LOCKSTEP_FAULT_SEED repeats a run; LOCKSTEP_LONG_TESTS=1 makes 500 kills of it."""
+
+import os
+import pathlib
+import random
+import re
+import signal
+import statistics
+import time
+import unittest
+
+import lockstep_testing as t
+from test_comm_faults import PEER_LOST, TIMEOUT, begun, hosted_store, job, shared_memory
+
+SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+
+
+def meeting_sockets():
+    """The names under which groups hand their memory over, which lie in no file system."""
+    lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "@lockstep-" in line}
+
+
+def mentions(text, victim):
+    named = re.findall(r"ranks? (\d+(?:(?:, | and )\d+)*)", text)
+    return str(victim) in re.findall(r"\d+", " ".join(named))
+
+
+class ShmFaults(unittest.TestCase):
+    def setUp(self):
+        self.before = shared_memory()
+
+    def tearDown(self):
+        self.assertEqual(shared_memory() - self.before, set())
+        self.assertEqual(meeting_sockets(), set())
+
+    def end_survivors(self, ranks, victim, allowed):
+        deadline = time.monotonic() + 20
+        for index, rank in enumerate(ranks):
+            if index == victim:
+                continue
+            code, text = rank.end(max(0.1, deadline - time.monotonic()))
+            self.assertIn(code, allowed, f"rank {index}: {text}")
+            self.assertTrue(mentions(text, victim), f"rank {index}: {text}")
+
+    def test_killed_rank_is_named_by_all_survivors(self):
+        reaction = []
+        for number in range(500 if LONG else 16):
+            seed = SEED + number
+            choose = random.Random(seed)
+            size = choose.choice([2, 2, 3, 4])
+            victim = choose.randrange(size)
+            line, delay = choose.choice([("joined", choose.uniform(0, 0.02)), ("round 3", choose.uniform(0, 0.1)),
+                                         ("round 40", choose.uniform(0, 0.01))])
+            what = f"seed {seed}: rank {victim} of {size}, {delay:.4f} s after '{line}'"
+            with self.subTest(what), hosted_store() as (_, port), job(30, "info", port, size=size, backend="shm") as ranks:
+                begun(ranks, line)
+                time.sleep(delay)  # The random moment; nothing is waited for.
+                ranks[victim].process.kill()
+                killed = time.monotonic()
+                self.end_survivors(ranks, victim, {PEER_LOST})
+                reaction.append(time.monotonic() - killed)
+        print(f"seeds {SEED} to {SEED + len(reaction) - 1}: all survivors had ended after "
+              f"{statistics.median(reaction):.3f} s (median), {max(reaction):.3f} s (longest)", flush=True)
+
+    def test_a_rank_killed_while_the_group_forms(self):
+        for number in range(60 if LONG else 4):
+            seed = SEED + 1000 + number
+            choose = random.Random(seed)
+            with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(3, "info", port, size=3, backend="shm") as ranks:
+                time.sleep(choose.uniform(0, 0.6))  # The random moment; nothing is waited for.
+                victim = choose.randrange(3)
+                ranks[victim].process.kill()
+                for index in set(range(3)) - {victim}:
+                    code, text = ranks[index].end(30)
+                    self.assertIn(code, {1, PEER_LOST, TIMEOUT}, f"rank {index}: {text}")
+
+    def test_all_killed_at_once_leave_nothing(self):
+        for number in range(40 if LONG else 4):
+            seed = SEED + 2000 + number
+            choose = random.Random(seed)
+            with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(30, "info", port, backend="shm") as ranks:
+                time.sleep(choose.uniform(0, 1.0))  # The random moment; nothing is waited for.
+                for rank in ranks:
+                    rank.process.kill()
+                for rank in ranks:
+                    rank.process.wait(20)
+
+    def test_stopped_rank_times_out_and_is_named(self):
+        choose = random.Random(SEED + 3000)
+        victim = choose.randrange(4)
+        with hosted_store() as (_, port), job(2, "info", port, backend="shm") as ranks:
+            begun(ranks, "round 3")
+            ranks[victim].process.send_signal(signal.SIGSTOP)
+            self.end_survivors(ranks, victim, {TIMEOUT})
+            ranks[victim].process.send_signal(signal.SIGCONT)
+            code, text = ranks[victim].end(20)
+            self.assertIn(code, {TIMEOUT, PEER_LOST}, text)
+
+
+if __name__ == "__main__":
+    print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
+    t.main()
