@@ -100,7 +100,7 @@ struct MessagesOptions {
 /// What a send or a receive needs beside its peer.
 struct MessageCall {
   int tag = 0;
-  void* data = nullptr;  ///< Contiguous; must live until the message is done.
+  void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
   size_t bytes = 0;
   /// `hash` equal for a send and a receive that fit; `encoded` for the judge; `text` for errors:
   /// "send(to rank 1) of float32 [4] with tag 5 of group '0'".

@@ -628,7 +628,7 @@ ShmBackend::WorkPtr ShmBackend::message(Operation operation, c10d::OpType type, 
   call.tag = tag;
   call.data = work->memory().data_ptr();
   call.bytes = work->memory().nbytes();
-  call.call = std::make_shared<MessageText>(operation, tensor, peer, tag, names_);
+  call.call = std::make_shared<MessageText>(operation, tensor, peer, tag, names_, work->memory());
   call.timeout = timeout_;
   work->begin(operation == Operation::send ? messages_.post_send(peer, std::move(call))
                                            : messages_.post_recv(peer, std::move(call)));

@@ -585,6 +585,22 @@ TEST(ShmBackend, ARankThatLeavesFailsTheOthersAtOnce) {
   EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(10));
 }
 
+TEST(ShmBackend, WhatIsSentArrivesAlsoWhenTheWorkIsDropped) {
+  constexpr int64_t kLarge = 1 << 20;
+  expect_ok(run(2, [](int rank, c10d::Backend& shm, const testing::StorePtr&) {
+    for (int i = 0; i < 8; ++i) {
+      Tensors sent{at::full({kLarge}, i, at::kFloat)}, received{at::zeros({kLarge})};
+      if (rank == 0) {
+        shm.send(sent, 1, i);
+      } else {
+        shm.recv(received, 0, 7 - i)->wait();
+        EXPECT_TRUE(received[0].eq(7 - i).all().item<bool>());
+      }
+    }
+    shm.barrier()->wait();
+  }));
+}
+
 TEST(ShmBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
   const auto outcomes = run(2, [](int rank, c10d::Backend& shm, const auto&) {
     if (rank == 1) return shm.abort();

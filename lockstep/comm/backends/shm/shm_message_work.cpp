@@ -12,8 +12,8 @@ constexpr std::chrono::hours kNoLimit{24 * 365};
 }  // namespace
 
 MessageText::MessageText(Operation operation, const at::Tensor& tensor, int peer, int tag,
-                         std::shared_ptr<const GroupNames> names)
-    : elements_(tensor.numel()), tag_(tag), names_(std::move(names)) {
+                         std::shared_ptr<const GroupNames> names, at::Tensor memory)
+    : elements_(tensor.numel()), tag_(tag), names_(std::move(names)), memory_(std::move(memory)) {
   signature_.operation = operation;
   signature_.root = peer;
   (operation == Operation::send ? signature_.inputs : signature_.outputs) = {signature_of(tensor)};

@@ -11,12 +11,13 @@
 
 namespace lockstep::shm {
 
-/// What a send or a receive says of itself.
+/// What a send or a receive says of itself. It owns the memory that is sent or received into: the
+/// message holds it until it is done, also when the program has dropped the work.
 class MessageText : public Call {
  public:
   /// `peer`: of the group; -1: any.
   MessageText(Operation operation, const at::Tensor& tensor, int peer, int tag,
-              std::shared_ptr<const GroupNames> names);
+              std::shared_ptr<const GroupNames> names, at::Tensor memory);
   uint64_t hash() const override;
   std::string encoded() const override { return encode(signature_); }
   std::string text() const override;
@@ -26,6 +27,7 @@ class MessageText : public Call {
   int64_t elements_;
   int tag_;
   std::shared_ptr<const GroupNames> names_;
+  at::Tensor memory_;
 };
 
 /// The text for a send and a receive that met and do not fit.
