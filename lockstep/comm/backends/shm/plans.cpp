@@ -14,6 +14,9 @@ size_t direct_limit(const SharedGroup& group) {
                   group.slot_bytes());
 }
 
+/// What a rank reduces at a time. A multiple of every element's size.
+constexpr size_t kReduceBytes = 8 << 10;
+
 size_t up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;
 }
@@ -135,8 +138,16 @@ class SharedReduce : public Plan {
       sources_[static_cast<size_t>(rank)] =
           rank == group.rank() ? own : group.given(rank, group.slot_bytes()) + mine.begin;
     std::byte* result = group.given(group.rank(), group.slot_bytes()) + mine.begin;
-    kernel_(result, sources_.data(), group.size(), (mine.end - mine.begin) / element_);
-    if (takes_) copy_bytes(own, result, mine.end - mine.begin);
+    // In pieces that are still in the first-level cache when they are copied.
+    for (size_t left = mine.end - mine.begin; left > 0;) {
+      const size_t bytes = std::min(left, kReduceBytes);
+      kernel_(result, sources_.data(), group.size(), bytes / element_);
+      if (takes_) copy_bytes(own, result, bytes);
+      for (auto& source : sources_) source = static_cast<const std::byte*>(source) + bytes;
+      own += bytes;
+      result += bytes;
+      left -= bytes;
+    }
   }
 
   void collect(int64_t block, SharedGroup& group) {

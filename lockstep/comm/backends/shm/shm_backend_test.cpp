@@ -24,7 +24,7 @@ using testing::Outcome;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 
-constexpr int64_t kSlotFloats = (64 << 10) / 4;
+constexpr int64_t kSlotFloats = (256 << 10) / 4;
 
 uint64_t seed_of_run() {
   if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);
