@@ -1,6 +1,6 @@
 # Models, optimizers and DistributedDataParallel against Python's, to the bit.
 add_executable(lockstep_parity parity.cpp)
-lockstep_configure(lockstep_parity torch)
+lockstep_configure(lockstep_parity LIBTORCH)
 target_link_libraries(lockstep_parity PRIVATE lockstep_parallel lockstep_optim lockstep_models
                                               lockstep_data lockstep_comm lockstep_base)
 set_target_properties(lockstep_parity PROPERTIES RUNTIME_OUTPUT_DIRECTORY

@@ -1,1 +1,0 @@
-// Gives the precompiled header a file to belong to.
