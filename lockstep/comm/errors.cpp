@@ -74,12 +74,6 @@ std::string failure_text(const std::exception_ptr& error) {
   return text;
 }
 
-std::string seconds_text(std::chrono::milliseconds time) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%g", static_cast<double>(time.count()) / 1000.0);
-  return std::string(text.data()) + " s";
-}
-
 bool is_store_lost(const std::exception& error) noexcept {
   if (dynamic_cast<const Error*>(&error)) return false;
   if (dynamic_cast<const c10::DistError*>(&error)) return true;

@@ -77,10 +77,11 @@ std::string cell(const Json& value) {
 
 void check(const BenchOptions& options) {
   for (const auto& model : options.models) expect_one_of("--model", model, model_names());
-  std::vector<std::string> backends;
+  std::vector<std::string> backends = {"auto"};
   for (const auto& backend : available_backends()) backends.push_back(backend.name);
   for (const auto& name : options.backends) {
     expect_one_of("--backend", name, backends);
+    if (name == "auto") continue;
     const auto backend = backend_info(name);
     if (backend.available) continue;
     throw UsageError("--backend: " + name + " cannot be used: " + backend.reason, backend.remedy);

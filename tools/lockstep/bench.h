@@ -17,7 +17,7 @@ struct BenchOptions {
   std::vector<std::string> models = {"mlp"};
   int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
   std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
-  std::vector<std::string> backends = {"gloo"};
+  std::vector<std::string> backends = {"auto"};  ///< What a user gets who names none.
   /// From a scalar to a large model's gradients; 437 KB are those of the MLP.
   std::vector<int64_t> sizes = {4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
   /// Timed steps, all-reduces or batches a run; enough for a median that repeats within some 5%.

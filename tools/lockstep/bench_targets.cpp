@@ -18,13 +18,35 @@ const Target kStepMlp = {"MLP step, 1 rank: of Python's time", 0.70};
 const Target kStepLinear = {"linear step, 1 rank: of Python's time", 0.25};
 const Target kStepMlp2 = {"MLP step, 2 ranks over Gloo: of Python's time", 1.00};
 const Target kStepLinear2 = {"linear step, 2 ranks over Gloo: of Python's time", 1.00};
-const Target kTrain = {"lockstep train, MLP, 3 epochs, 2 ranks, whole process: of Python's time",
-                       0.50};
+const Target kTrain = {
+    "lockstep train, MLP, 3 epochs, 2 ranks over Gloo, whole process: of Python's time", 0.50};
 const Target kAccuracy = {"its accuracy: points away from Python's", 0.3};
 const Target kMemory = {"its peak memory of a rank: of Python's", 0.70};
 const Target kLoader = {"loader with normalisation on one core: samples/s", 1'000'000, false};
 const Target kLaunch = {"lockstep run, 2 ranks to the first all-reduce and out: of torchrun's time",
                         0.20};
+
+// Over shared memory.
+struct SizeTarget {
+  int64_t bytes;
+  const char* size;
+  double bound;
+};
+constexpr SizeTarget kAllReduce[] = {{4, "4 B", 1.0 / 100},        {1024, "1 KB", 1.0 / 100},
+                                     {16384, "16 KB", 1.0 / 35},   {65536, "64 KB", 1.0 / 35},
+                                     {437544, "437 KB", 1.0 / 12}, {1 << 20, "1 MB", 1.0 / 8},
+                                     {4 << 20, "4 MB", 1.0 / 5},   {64 << 20, "64 MB", 1.0 / 5}};
+const Target kSharedLinear2 = {"linear step, 2 ranks over shared memory: of Python's time",
+                               1.0 / 30};
+const Target kSharedLinear = {"linear step, 1 rank: of Python's time", 1.0 / 5};
+const Target kSharedMlp2 = {"MLP step, 2 ranks over shared memory: of Python's time", 1.0 / 7};
+const Target kSharedMlpOwn = {"MLP step, 2 ranks over shared memory: of its own with 1 rank", 1.2};
+const Target kSharedConvnet2 = {"ConvNet step, batch 100, 2 ranks: of Python's time", 0.6};
+const Target kSharedWide2 = {"step of 6 x Linear(784, 784), 2 ranks: of Python's time", 0.7};
+const Target kSharedTrain = {
+    "lockstep train, MLP, 3 epochs, 2 ranks, whole process: of Python's time", 1.0 / 7};
+constexpr int64_t kGradientsOfMlp = 437544;
+constexpr double kManyRanks = 1.0 / 5;
 
 BenchRow judged(const Target& target, double measured, const BenchRow& details) {
   const bool met = target.at_most ? measured <= target.bound : measured >= target.bound;
@@ -44,7 +66,7 @@ BenchRow step_row(BenchOptions options, const std::string& model, int64_t ranks)
 
 std::string number(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, value >= 1000 ? "%.0f" : "%.2f", value);
+  std::snprintf(text, sizeof text, value >= 1000 ? "%.0f" : value < 0.1 ? "%.4f" : "%.2f", value);
   return text;
 }
 
@@ -55,6 +77,40 @@ void print(const BenchRow& row) {
               number(row["measured"].get<double>()).c_str(),
               row["met"].get<bool>() ? "met" : "NOT MET");
   std::fflush(stdout);
+}
+
+/// Shared memory's time as a part of Gloo's, both from C++ and in alternation, by size.
+template <class Add>
+void all_reduce_targets(const BenchOptions& given, const Add& add) {
+  BenchOptions options = given;
+  options.compare_python = false;
+  options.rounds = given.rounds_or_default();
+  options.backends = {"shm", "gloo"};
+  const auto compare = [&](int64_t ranks, const std::vector<int64_t>& sizes, const auto& tell) {
+    options.devices = {ranks};
+    options.sizes = sizes;
+    const auto rows = BenchRunner(options).allreduce();
+    for (size_t i = 0; i + 1 < rows.size(); i += 2) {
+      const BenchRow details = {{"shm", rows[i]}, {"gloo", rows[i + 1]}};
+      tell(i / 2, rows[i]["p50_us"].get<double>() / rows[i + 1]["p50_us"].get<double>(), details);
+    }
+  };
+  std::vector<int64_t> sizes;
+  for (const auto& target : kAllReduce) sizes.push_back(target.bytes);
+  compare(2, sizes, [&](size_t i, double ratio, const BenchRow& details) {
+    add({"all-reduce of " + std::string(kAllReduce[i].size) +
+             ", 2 ranks over shared memory: of Gloo's time",
+         kAllReduce[i].bound},
+        ratio, details);
+  });
+  for (const int64_t ranks : {4, 8}) {
+    compare(ranks, {kGradientsOfMlp}, [&](size_t, double ratio, const BenchRow& details) {
+      add({"all-reduce of 437 KB, " + std::to_string(ranks) +
+               " ranks over shared memory: of Gloo's time",
+           kManyRanks},
+          ratio, details);
+    });
+  }
 }
 
 }  // namespace
@@ -87,6 +143,29 @@ BenchRows bench_targets(BenchOptions options, bool print_table) {
       100 * std::abs(train["accuracy"].get<double>() - train["python_accuracy"].get<double>());
   add(kAccuracy, points, train);
   add(kMemory, train["memory_ratio"], train);
+
+  BenchOptions shared = options;
+  shared.backends = {"shm"};
+  const auto add_shared = [&](const Target& target, const std::string& model, int64_t ranks,
+                              int64_t batch_size) {
+    shared.batch_size = batch_size;
+    const auto row = step_row(shared, model, ranks);
+    add(target, row["ratio"], row);
+    return row["us_per_step"].get<double>();
+  };
+  all_reduce_targets(shared, add);
+  add_shared(kSharedLinear, "linear", 1, 0);
+  add_shared(kSharedLinear2, "linear", 2, 0);
+  const double two = add_shared(kSharedMlp2, "mlp", 2, 0);
+  BenchOptions alone = shared;
+  alone.compare_python = false;
+  const auto one = step_row(alone, "mlp", 1);
+  add(kSharedMlpOwn, two / one["us_per_step"].get<double>(), one);
+  add_shared(kSharedConvnet2, "convnet", 2, 100);
+  add_shared(kSharedWide2, "wide", 2, 0);
+  few.backends = {"shm"};
+  const auto shared_train = BenchRunner(few).train().front();
+  add(kSharedTrain, shared_train["ratio"], shared_train);
 
   const auto loader = BenchRunner(options).loader().front();
   add(kLoader, loader["samples_per_s"], loader);
