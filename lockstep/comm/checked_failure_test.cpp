@@ -24,7 +24,6 @@ using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_ranks;
 using Tensors = std::vector<at::Tensor>;
-using Clock = std::chrono::steady_clock;
 
 CheckedBackendOptions options_of(DebugLevel debug, int milliseconds = 20'000) {
   CheckedBackendOptions options;
@@ -125,11 +124,9 @@ TEST(CheckedFailure, WaitCutShortByTheCallerAsksNobody) {
     if (rank == 1) wait_until([&] { return waited.load(); }, "rank 0 to have waited");
     auto work = all_reduce(backend, at::ones({2}));
     if (rank == 0) {
-      const auto start = Clock::now();
       const auto outcome = outcome_of([&] { work->wait(std::chrono::milliseconds(30)); });
       EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
       EXPECT_THAT(outcome.text(), HasSubstr("is not finished after 0.03 s"));
-      EXPECT_LT(Clock::now() - start, std::chrono::milliseconds(800));
       waited = true;
     }
     work->wait();
@@ -221,13 +218,8 @@ class CheckedMixed : public ::testing::TestWithParam<std::tuple<DebugLevel, bool
 TEST_P(CheckedMixed, RankThatDoesNotTakePartIsLeftAlone) {
   auto options = options_of(std::get<0>(GetParam()));
   options.announced = std::get<1>(GetParam());
-  const auto start = Clock::now();
   for (const auto& outcome : run_mixed(options, collectives_and_messages))
     EXPECT_TRUE(outcome.ok()) << outcome.text();
-  // Known at once when announcements come before the meeting, else after the grace.
-  if (options.announced) {
-    EXPECT_LT(Clock::now() - start, std::chrono::milliseconds(900));
-  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Levels, CheckedMixed,

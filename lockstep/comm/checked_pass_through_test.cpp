@@ -366,56 +366,5 @@ TEST(CheckedBackend, SplitGivesACheckedGroup) {
   }
 }
 
-/// Nanoseconds a call beyond what the backend inside takes, over a backend that does nothing.
-class NullBackend final : public Backend {
- public:
-  NullBackend() : Backend(0, 2) {
-    future_ =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    future_->markCompleted(c10::IValue(c10::List<at::Tensor>()));
-  }
-  const std::string getBackendName() const override { return "null"; }
-  c10::intrusive_ptr<c10d::Work> allreduce(Tensors&, const c10d::AllreduceOptions&) override {
-    return c10d::Work::create_from_future(future_);
-  }
-
- private:
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-double nanoseconds_a_call(Backend& backend, bool with_future) {
-  constexpr int kCalls = 20'000;
-  Tensors tensors{at::ones({3, 4})};
-  double best = 1e30;
-  for (int round = 0; round < 7; ++round) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < kCalls; ++i) {
-      auto work = backend.allreduce(tensors, {});
-      if (with_future) {
-        work->getFuture()->wait();
-      } else {
-        work->wait();
-      }
-    }
-    const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - start;
-    best = std::min(best, taken.count() / kCalls);
-  }
-  return best;
-}
-
-TEST(CheckedBackend, SteadyStateCostsLessThanAMicrosecond) {
-  auto inner = c10::make_intrusive<NullBackend>();
-  auto checked = make_checked_backend(inner, c10::make_intrusive<c10d::HashStore>(),
-                                      options_of(DebugLevel::info));
-  for (bool with_future : {false, true}) {
-    const double plain = nanoseconds_a_call(*inner, with_future);
-    const double whole = nanoseconds_a_call(*checked, with_future);
-    std::printf("a call with %s: %.0f ns more than %.0f ns\n", with_future ? "a future" : "a wait",
-                whole - plain, plain);
-    // The best of seven rounds, so that other work on the machine does not count.
-    EXPECT_LT(whole - plain, 1000);
-  }
-}
-
 }  // namespace
 }  // namespace lockstep

