@@ -14,6 +14,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/poll.h"
 #include "lockstep/comm/rendezvous.h"
 #include "lockstep/comm/socket.h"
 
@@ -111,24 +112,46 @@ void default_local_ranks(JobEnvironment& job) {
   if (job.node_rank < 0) job.node_rank = 0;
 }
 
-void wait_for_all(Store store, const std::string& what, int world_size) {
+[[noreturn]] void throw_missing(Store store, const std::vector<std::string>& keys) {
+  std::vector<std::string> missing;
+  for (size_t rank = 0; rank < keys.size(); ++rank) {
+    if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
+  }
+  throw TimeoutError(
+      "init: of " + std::to_string(keys.size()) + " ranks, " +
+          (missing.size() == 1 ? "rank " : "ranks ") + join(missing, ", ") +
+          " did not come within " +
+          human_seconds(static_cast<double>(store.timeout().count()) / 1000),
+      "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?");
+}
+
+std::vector<std::string> keys_of_all(const std::string& what, int world_size) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < world_size; ++rank) keys.push_back(what + "/" + std::to_string(rank));
+  return keys;
+}
+
+void wait_for_all(Store store, const std::string& what, int world_size) {
+  const auto keys = keys_of_all(what, world_size);
   try {
     store.wait(keys);
   } catch (const TimeoutError&) {
-    std::vector<std::string> missing;
-    for (int rank = 0; rank < world_size; ++rank) {
-      if (!store.check({keys[static_cast<size_t>(rank)]})) missing.push_back(std::to_string(rank));
-    }
-    throw TimeoutError("init: of " + std::to_string(world_size) + " ranks, " +
-                           (missing.size() == 1 ? "rank " : "ranks ") + join(missing, ", ") +
-                           " did not come within " +
-                           human_seconds(static_cast<double>(store.timeout().count()) / 1000),
-                       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
-                       "WORLD_SIZE? (Python ranks "
-                       "take no part in choosing a backend: name one)");
+    throw_missing(store, keys);
   }
+}
+
+// Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
+// but publishes the address at which Gloo meets the others. `gloo`: where it does that.
+bool all_vote(Store store, Store gloo, int world_size) {
+  const auto keys = keys_of_all("vote", world_size);
+  const auto deadline = std::chrono::steady_clock::now() + store.timeout();
+  for (PollPause pause; !store.check(keys); pause.sleep()) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (gloo.check({"0/" + std::to_string(rank)})) return false;
+    }
+    if (std::chrono::steady_clock::now() >= deadline) throw_missing(store, keys);
+  }
+  return true;
 }
 
 // Ranks of the same place can share memory: one host, one network name space (in which they hand it
@@ -141,7 +164,8 @@ std::string shared_memory_place() {
 }
 
 // Every rank votes, so that all choose alike even where some hosts have fewer devices.
-std::string choose_backend(const InitOptions& options, Store store, const JobEnvironment& job) {
+std::string choose_backend(const InitOptions& options, Store store, Store gloo,
+                           const JobEnvironment& job) {
   if (options.backend != "auto") {
     backend_info(options.backend);
     return options.backend;
@@ -152,7 +176,7 @@ std::string choose_backend(const InitOptions& options, Store store, const JobEnv
   const std::string mine = (cuda ? "nccl " : "cpu ") + place;
   if (job.world_size > 1) {
     store.set("vote/" + std::to_string(job.rank), mine);
-    wait_for_all(store, "vote", job.world_size);
+    if (!all_vote(store, gloo, job.world_size)) return "gloo";
   }
   bool all_cuda = cuda, one_place = !place.empty();
   for (int rank = 0; rank < job.world_size && job.world_size > 1; ++rank) {
@@ -215,7 +239,9 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
     wait_for_all(context->own_store, "host", job.world_size);
     find_local_ranks(context->own_store, job);
   }
-  context->backend = choose_backend(options, context->own_store, job);
+  // Where Python's default group keeps Gloo's addresses; see ProcessGroup::Impl.
+  const Store gloo = prefix_store("cpu/", prefix_store("0/", context->store));
+  context->backend = choose_backend(options, context->own_store, gloo, job);
   if (context->backend == "nccl") {
     context->device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(job.local_rank));
   }

@@ -16,8 +16,7 @@ namespace lockstep {
 
 struct InitOptions {
   /// nccl, shm, gloo, or auto: nccl when every rank has a CUDA device of its own, else shm when all
-  /// ranks are on one host, else gloo. For auto every rank tells the others where it is, so all
-  /// must be ranks of Lockstep.
+  /// ranks are on one host, else gloo; also gloo when Python's ranks are among them.
   std::string backend = "auto";
   /// auto then takes no device into account: the tensors will be on the CPU.
   bool cpu_only = false;

@@ -112,7 +112,7 @@ int run(const std::string& mode, const std::string& method) {
   const auto start = std::chrono::steady_clock::now();
   lockstep::InitOptions options;
   options.init_method = method;
-  // Those two meet Python's ranks.
+  // Their sums are compared with Gloo's to the last bit.
   if (mode == "ops" || mode == "groups") options.backend = "gloo";
   auto world = lockstep::init(options);
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
