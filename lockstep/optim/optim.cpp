@@ -4,6 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/optim/adam.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/torch_optimizer.h"
 
@@ -43,6 +44,9 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   check_options(name, options);
   if (parameters.empty()) throw UsageError(name + ": there are no parameters to optimize");
   if (name == "sgd") return std::make_unique<Sgd>(std::move(parameters), options);
+  if ((name == "adam" || name == "adamw") && FusedAdam::takes(parameters)) {
+    return std::make_unique<FusedAdam>(name, std::move(parameters), options);
+  }
   return make_torch_optimizer(name, std::move(parameters), options);
 }
 

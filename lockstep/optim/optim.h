@@ -31,12 +31,24 @@ struct OptimizerOptions {
   std::optional<double> eps = {};
 };
 
+/// What a gradient scaler knows when it asks for a step, as torch.amp.GradScaler tells a fused
+/// optimizer in Python.
+struct StepScale {
+  /// One number, by which the gradients are divided; undefined: they are not scaled.
+  at::Tensor grad_scale;
+  /// One number; not 0 when a gradient is infinite or NaN: then nothing changes, no count either.
+  /// Undefined: none is.
+  at::Tensor found_inf;
+};
+
 /// A step from gradients to parameters. One thread at a time.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
   /// Updates every parameter that has a gradient. Makes no autograd graph.
   virtual void step() = 0;
+  /// The same for scaled gradients. What the gradients are after it is not said: drop them.
+  virtual void step_scaled(const StepScale& scale) = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
   /// Everything needed to go on with the same bits, except for the options: tensors by
@@ -50,10 +62,11 @@ class Optimizer {
   virtual const std::string& name() const = 0;
 };
 
-/// sgd (our own, with the bits of torch.optim.SGD and fused kernels where those give them), adam,
-/// adamw, rmsprop, adagrad (torch::optim's). Parameters that need no gradient are allowed. Throws
-/// UsageError for an unknown name (with the nearest), for no parameters and for options out of
-/// range.
+/// sgd (our own, with the bits of torch.optim.SGD and fused kernels where those give them), adam
+/// and adamw (fused kernels for dense parameters in float32, float64 and bfloat16, which give the
+/// bits of Python's `fused=True`; else torch::optim's), rmsprop, adagrad (torch::optim's).
+/// Parameters that need no gradient are allowed. Throws UsageError for an unknown name (with the
+/// nearest), for no parameters and for options out of range.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           std::vector<at::Tensor> parameters,
                                           const OptimizerOptions& options);

@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "lockstep/optim/layout.h"
+#include "lockstep/optim/scale.h"
 #include "lockstep/optim/state.h"
 
 namespace lockstep {
@@ -19,12 +21,7 @@ constexpr int64_t kSmall = 2 * kBlock;
 constexpr const char* kBuffer = "momentum_buffer";
 
 bool is_plain_float(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat && tensor.layout() == at::kStrided &&
-         tensor.device().is_cpu() && tensor.is_contiguous();
-}
-
-at::Tensor head(const at::Tensor& tensor, int64_t count) {
-  return tensor.as_strided({count}, {1}, tensor.storage_offset());
+  return tensor.scalar_type() == at::kFloat && tensor.device().is_cpu() && is_dense(tensor);
 }
 
 template <bool kOnce>
@@ -126,11 +123,18 @@ void Sgd::step() {
   if (!fused_parameters_.empty()) run_fused();
 }
 
+void Sgd::step_scaled(const StepScale& scale) {
+  if (unscale_gradients(parameters_, scale)) step();
+}
+
 bool Sgd::can_fuse(size_t index, const at::Tensor& gradient) const {
   if (rounding_ == Rounding::unknown) return false;
   if (momentum_ != 0 && !buffers_[index].defined()) return false;  // The first gradient is copied.
-  return is_plain_float(gradient) && is_plain_float(parameters_[index]) &&
-         (momentum_ == 0 || is_plain_float(buffers_[index]));
+  const at::Tensor& parameter = parameters_[index];
+  const auto fits = [&](const at::Tensor& tensor) {
+    return is_plain_float(tensor) && same_order(tensor, parameter);
+  };
+  return is_plain_float(parameter) && fits(gradient) && (momentum_ == 0 || fits(buffers_[index]));
 }
 
 void Sgd::step_plain(size_t index, const at::Tensor& gradient) {
@@ -166,7 +170,7 @@ void Sgd::step_elements(size_t index, const at::Tensor& gradient, int64_t begin)
 void Sgd::add_to_fused(size_t index, const at::Tensor& gradient) {
   const int64_t count = gradient.numel(), bulk = count - count % kBlock;
   const auto part = [&](const at::Tensor& tensor) {
-    return bulk == count ? tensor : head(tensor, bulk);
+    return bulk == count && tensor.is_contiguous() ? tensor : head(tensor, bulk);
   };
   fused_parameters_.push_back(part(parameters_[index]));
   fused_gradients_.push_back(part(gradient));

@@ -17,14 +17,15 @@ namespace lockstep {
 /// last multiple of 16 elements (a multiple of every vector that LibTorch uses), and the rest,
 /// and tensors that are small, through a loop of our own that rounds as the plain operations do:
 /// with a fused multiply-add or without, which depends on LibTorch's kernels for this processor
-/// and is found out by trying. Tensors that are not contiguous float32 on the CPU, sparse
-/// gradients, and a LibTorch whose fused kernel turns out to have other bits take the plain
-/// operations.
+/// and is found out by trying. Tensors that are not dense float32 on the CPU, gradients that are
+/// sparse or in another order than their parameter, and a LibTorch whose fused kernel turns out to
+/// have other bits take the plain operations.
 class Sgd : public Optimizer {
  public:
   Sgd(std::vector<at::Tensor> parameters, const OptimizerOptions& options);
 
   void step() override;
+  void step_scaled(const StepScale& scale) override;
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
   OptimizerState state() const override;

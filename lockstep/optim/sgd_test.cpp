@@ -146,6 +146,24 @@ TEST(Sgd, TakesTensorsThatCannotBeFused) {
                     variants()[2]);
 }
 
+TEST(Sgd, MemoryOrderChangesNoBit) {
+  at::manual_seed(5);
+  for (const auto& shape : {std::vector<int64_t>{8, 3, 5, 5}, {8, 4, 4, 4}, {2, 3, 1, 3}}) {
+    const at::Tensor start = at::randn(shape);
+    auto plain = start.clone().requires_grad_();
+    auto last = start.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
+    ASSERT_FALSE(last.is_contiguous());
+    Sgd a({plain}, variants()[5]), b({last}, variants()[5]);
+    for (int step = 0; step < 4; ++step) {
+      plain.mutable_grad() = at::randn(start.sizes());
+      last.mutable_grad() = plain.grad().contiguous(at::MemoryFormat::ChannelsLast);
+      a.step();
+      b.step();
+      ASSERT_TRUE(same_bits(plain, last)) << "step " << step;
+    }
+  }
+}
+
 TEST(Sgd, TakesSparseGradients) {
   at::Tensor table = at::ones({4, 2}).requires_grad_();
   OptimizerOptions options;

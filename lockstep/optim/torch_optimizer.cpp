@@ -8,6 +8,7 @@
 
 #include <map>
 
+#include "lockstep/optim/scale.h"
 #include "lockstep/optim/state.h"
 
 namespace lockstep {
@@ -67,6 +68,9 @@ class TorchOptimizer : public Optimizer {
       : name_(std::move(name)), parameters_(parameters), torch_(std::move(parameters), options) {}
 
   void step() override { torch_.step(); }
+  void step_scaled(const StepScale& scale) override {
+    if (unscale_gradients(parameters_, scale)) step();
+  }
   void set_lr(double lr) override { torch_.param_groups()[0].options().set_lr(lr); }
   double lr() const override { return torch_.param_groups()[0].options().get_lr(); }
   const std::string& name() const override { return name_; }

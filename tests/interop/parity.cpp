@@ -64,9 +64,18 @@ lockstep::OptimizerOptions optimizer_options(const Json& json) {
   return options;
 }
 
+lockstep::OptimizerState given_state(const NamedTensors& tensors) {
+  lockstep::OptimizerState state;
+  for (const auto& [name, tensor] : tensors) {
+    if (name.starts_with("s.")) state.emplace_back(name.substr(2), tensor);
+  }
+  return state;
+}
+
 /// Parameters "p.I", gradients "g.STEP.I" (an absent one: no gradient in that step); writes
 /// "p.STEP.I" after every step, and "norm.STEP" where gradients are clipped. With "reload" the
-/// optimizer is replaced in the middle by a new one that loads its state.
+/// optimizer is replaced in the middle by a new one that loads its state. The state at the start is
+/// "s.NAME", if any is there; that at the end is written so, with "state".
 void run_optimizer(const Json& config) {
   NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> by_name(input.begin(), input.end());
@@ -77,6 +86,7 @@ void run_optimizer(const Json& config) {
   }
   const auto options = optimizer_options(config["options"]);
   auto optimizer = lockstep::make_optimizer(config["name"], parameters, options);
+  if (const auto state = given_state(input); !state.empty()) optimizer->load_state(state);
   const int steps = config["steps"];
   NamedTensors output;
   for (int step = 0; step < steps; ++step) {
@@ -100,6 +110,9 @@ void run_optimizer(const Json& config) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       output.emplace_back("p." + suffix + "." + std::to_string(i), parameters[i].detach().clone());
     }
+  }
+  if (config.value("state", false)) {
+    for (const auto& [name, tensor] : optimizer->state()) output.emplace_back("s." + name, tensor);
   }
   lockstep::save_safetensors(config["output"].get<std::string>(), output);
 }

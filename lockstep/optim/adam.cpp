@@ -1,0 +1,201 @@
+#include "lockstep/optim/adam.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "lockstep/base/error.h"
+#include "lockstep/optim/layout.h"
+#include "lockstep/optim/state.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kStep = "step";
+constexpr const char* kExpAvg = "exp_avg";
+constexpr const char* kExpAvgSq = "exp_avg_sq";
+constexpr const char* kMaxExpAvgSq = "max_exp_avg_sq";
+
+/// What the kernels go through: memory in order.
+at::Tensor in_memory_order(const at::Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : head(tensor, tensor.numel());
+}
+
+/// The gradient in the order of the parameter's elements; a copy where it has another.
+at::Tensor ordered_gradient(const at::Tensor& gradient, const at::Tensor& parameter) {
+  if (is_dense(gradient) && same_order(gradient, parameter)) return in_memory_order(gradient);
+  return in_memory_order(copy_like(gradient, parameter));
+}
+
+at::Tensor step_tensor(int64_t steps, const at::Tensor& parameter) {
+  const auto dtype = parameter.is_cpu() ? at::kLong : at::kFloat;
+  return at::full({1}, steps, parameter.options().dtype(dtype).requires_grad(false));
+}
+
+std::optional<at::Tensor> on_device(const at::Tensor& tensor, c10::Device device) {
+  if (!tensor.defined()) return std::nullopt;
+  return tensor.to(device, at::kFloat);
+}
+
+}  // namespace
+
+bool FusedAdam::takes(const std::vector<at::Tensor>& parameters) {
+  return std::all_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
+    const auto dtype = p.scalar_type();
+    return (p.is_cpu() || p.is_cuda()) && is_dense(p) &&
+           (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16);
+  });
+}
+
+FusedAdam::FusedAdam(std::string name, std::vector<at::Tensor> parameters,
+                     const OptimizerOptions& options)
+    : name_(std::move(name)),
+      parameters_(std::move(parameters)),
+      moments_(parameters_.size()),
+      lr_(options.lr),
+      beta1_(options.beta1),
+      beta2_(options.beta2),
+      eps_(options.eps.value_or(1e-8)),
+      weight_decay_(options.weight_decay.value_or(name_ == "adamw" ? 0.01 : 0)),
+      amsgrad_(options.amsgrad) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto same = [&](const Group& group) {
+      const at::Tensor& first = parameters_[group.members.front()];
+      return first.dtype() == parameters_[i].dtype() && first.device() == parameters_[i].device();
+    };
+    auto group = std::find_if(groups_.begin(), groups_.end(), same);
+    if (group == groups_.end()) group = groups_.emplace(groups_.end());
+    group->members.push_back(i);
+  }
+}
+
+FusedAdam::Moments FusedAdam::fresh_moments(size_t index) const {
+  const at::Tensor parameter = parameters_[index].detach();
+  Moments moments;
+  moments.step = step_tensor(0, parameter);
+  moments.exp_avg = at::zeros_like(parameter);
+  moments.exp_avg_sq = at::zeros_like(parameter);
+  if (amsgrad_) moments.max_exp_avg_sq = at::zeros_like(parameter);
+  return moments;
+}
+
+void FusedAdam::step_scaled(const StepScale& scale) {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].grad();
+    if (!gradient.defined() || gradient.layout() == at::kStrided) continue;
+    throw UsageError(name_ + ": the gradient of parameter " + std::to_string(i) +
+                         " is sparse, which this optimizer does not take",
+                     "use sgd, or make the gradient dense (sparse=false of an embedding)");
+  }
+  // On the CPU it costs nothing to look; a CUDA device looks by itself, without the host's waiting.
+  const at::Tensor& found = scale.found_inf;
+  if (found.defined() && found.is_cpu() && found.item<double>() != 0) return;
+  for (Group& group : groups_) {
+    group.clear();
+    for (const size_t index : group.members) {
+      if (parameters_[index].grad().defined()) add_to(group, index);
+    }
+    if (!group.parameters.empty()) run(group, scale);
+  }
+}
+
+void FusedAdam::add_to(Group& group, size_t index) {
+  const at::Tensor& parameter = parameters_[index];
+  Moments& moments = moments_[index];
+  if (!moments.exp_avg.defined()) moments = fresh_moments(index);
+  if (parameter.is_cpu()) ++*moments.step.mutable_data_ptr<int64_t>();
+  group.parameters.push_back(in_memory_order(parameter));
+  group.gradients.push_back(ordered_gradient(parameter.grad(), parameter));
+  group.exp_avgs.push_back(in_memory_order(moments.exp_avg));
+  group.exp_avg_sqs.push_back(in_memory_order(moments.exp_avg_sq));
+  if (amsgrad_) group.max_exp_avg_sqs.push_back(in_memory_order(moments.max_exp_avg_sq));
+  group.steps.push_back(moments.step);
+}
+
+void FusedAdam::run(Group& group, const StepScale& scale) {
+  const c10::Device device = group.parameters.front().device();
+  const auto grad_scale = on_device(scale.grad_scale, device);
+  const auto found_inf = on_device(scale.found_inf, device);
+  const auto call = [&](const auto& kernel) {
+    kernel(group.parameters, group.gradients, group.exp_avgs, group.exp_avg_sqs,
+           group.max_exp_avg_sqs, group.steps, lr_, beta1_, beta2_, weight_decay_, eps_, amsgrad_,
+           /*maximize=*/false, grad_scale, found_inf);
+  };
+  {
+    // Straight to the kernel; versions are counted here instead.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (!device.is_cpu()) at::_foreach_add_(group.steps, 1);
+    if (name_ == "adamw") {
+      call([](const auto&... all) { at::_fused_adamw_(all...); });
+    } else {
+      call([](const auto&... all) { at::_fused_adam_(all...); });
+    }
+    // A step that found_inf held back does not count.
+    if (!device.is_cpu() && found_inf) {
+      at::_foreach_sub_(group.steps,
+                        std::vector<at::Tensor>(group.steps.size(), found_inf->reshape({1})));
+    }
+  }
+  for (const size_t index : group.members) {
+    const at::Tensor& parameter = parameters_[index];
+    if (parameter.grad().defined()) parameter.unsafeGetTensorImpl()->bump_version();
+  }
+  group.clear();
+}
+
+void FusedAdam::Group::clear() {
+  for (auto* list : {&parameters, &gradients, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &steps}) {
+    list->clear();
+  }
+}
+
+OptimizerState FusedAdam::state() const {
+  OptimizerState state;
+  for (size_t i = 0; i < moments_.size(); ++i) {
+    const Moments& moments = moments_[i];
+    if (!moments.exp_avg.defined()) continue;
+    state.emplace_back(state_key(kStep, i), moments.step.to(at::kCPU, at::kLong));
+    state.emplace_back(state_key(kExpAvg, i), moments.exp_avg);
+    state.emplace_back(state_key(kExpAvgSq, i), moments.exp_avg_sq);
+    if (moments.max_exp_avg_sq.defined()) {
+      state.emplace_back(state_key(kMaxExpAvgSq, i), moments.max_exp_avg_sq);
+    }
+  }
+  return state;
+}
+
+void FusedAdam::load_state(const OptimizerState& state) {
+  const std::vector<StateField> fields{{kStep, StateKind::count},
+                                       {kExpAvg, StateKind::like_parameter},
+                                       {kExpAvgSq, StateKind::like_parameter},
+                                       {kMaxExpAvgSq, StateKind::like_parameter}};
+  std::map<size_t, std::map<std::string, at::Tensor>> by_index;
+  for (StateEntry& entry : read_state(name_, state, fields, parameters_)) {
+    by_index[entry.index][entry.name] = entry.tensor;
+  }
+  std::vector<Moments> loaded(parameters_.size());
+  for (const auto& [index, tensors] : by_index) {
+    const at::Tensor& parameter = parameters_[index];
+    const auto required = [&, &tensors = tensors, index = index](const char* field) {
+      const auto found = tensors.find(field);
+      if (found != tensors.end()) return found->second;
+      throw CheckpointError(name_ + ": the optimizer state lacks '" + state_key(field, index) + "'",
+                            "the checkpoint is damaged or of another optimizer");
+    };
+    Moments& moments = loaded[index];
+    moments.step = step_tensor(required(kStep).item<int64_t>(), parameter);
+    moments.exp_avg = copy_like(required(kExpAvg), parameter);
+    moments.exp_avg_sq = copy_like(required(kExpAvgSq), parameter);
+    if (amsgrad_ || tensors.contains(kMaxExpAvgSq)) {
+      moments.max_exp_avg_sq = copy_like(required(kMaxExpAvgSq), parameter);
+    }
+  }
+  moments_ = std::move(loaded);
+}
+
+}  // namespace lockstep
