@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "lockstep/train/memory_format.h"
 #include "lockstep/train/reduce.h"
 
 namespace lockstep {
@@ -29,7 +30,7 @@ class EvaluationMode {
 }  // namespace
 
 Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
-                 c10::Device device, int64_t limit_batches) {
+                 c10::Device device, int64_t limit_batches, at::MemoryFormat memory_format) {
   const at::NoGradGuard no_grad;
   const EvaluationMode mode(model);
   broadcast_buffers(model, group);
@@ -39,7 +40,8 @@ Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessG
   for (int64_t used = 0; (limit_batches == 0 || used < limit_batches) && loader.next(batch);
        ++used) {
     const at::Tensor target = batch.target.to(device);
-    const at::Tensor output = model.forward(batch.data.to(device));
+    const at::Tensor output =
+        model.forward(with_memory_format(batch.data.to(device), memory_format));
     const int64_t rows = batch.size() - batch.padding;
     if (rows == 0) continue;
     MetricSums mine;

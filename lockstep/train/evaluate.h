@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/MemoryFormat.h>
 
 #include <cstdint>
 
@@ -16,7 +17,9 @@ namespace lockstep {
 /// sample counts exactly once; the result is the same for any number of ranks but for the rounding
 /// of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all ranks. The model
 /// is left in the mode that it was in. `limit_batches` of 0: all.
+/// `memory_format` is the model's.
 Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
-                 c10::Device device, int64_t limit_batches = 0);
+                 c10::Device device, int64_t limit_batches = 0,
+                 at::MemoryFormat memory_format = at::MemoryFormat::Contiguous);
 
 }  // namespace lockstep

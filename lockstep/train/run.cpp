@@ -17,6 +17,7 @@
 #include "lockstep/checkpoint/collective.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/memory_format.h"
 #include "lockstep/train/metrics_file.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/task.h"
@@ -44,6 +45,7 @@ std::map<std::string, std::string> identity_of(const RunConfig& config) {
           {"--batch-size", std::to_string(config.batch_size)},
           {"--accumulate-grad-batches", std::to_string(config.accumulate_grad_batches)},
           {"--limit-train-batches", limit ? std::to_string(*limit) : "none"},
+          {"--memory-format", config.memory_format},
           {"--optimizer", config.optimizer},
           {"--seed", std::to_string(config.seed)}};
 }
@@ -246,9 +248,10 @@ void check_files(const RunConfig& config) {
 }
 
 FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
-  const RunConfig config = resolved(wanted);
+  RunConfig config = resolved(wanted);
   if (world.rank() == 0) check_files(config);
   TrainTask task = make_train_task(config, world);
+  config.memory_format = memory_format_name(task.memory_format);
   const c10::Device device = task.device;
   const int64_t held_out = held_out_samples(task);
   const TrainerOptions options = trainer_options(config, task);
@@ -271,7 +274,7 @@ Metrics run_evaluation(const RunConfig& config, const World& world, Console& con
   if (world.rank() == 0) check_files(config);
   TrainTask task = make_evaluation_task(config, world);
   const Metrics test = evaluate(*task.model, task.loss, *task.test, world.group(), task.device,
-                                config.limit_test_batches.value_or(0));
+                                config.limit_test_batches.value_or(0), task.memory_format);
   finish_output(config, world, test, held_out_samples(task), console);
   return test;
 }

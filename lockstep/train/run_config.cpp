@@ -15,6 +15,7 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/train/memory_format.h"
 
 namespace lockstep {
 namespace {
@@ -40,6 +41,7 @@ const std::vector<Key>& keys() {
       {"strategy", &C::strategy},
       {"backend", &C::backend},
       {"threads", &C::threads},
+      {"memory-format", &C::memory_format},
       {"num-workers", &C::num_workers},
       {"timeout", &C::timeout},
       {"max-epochs", &C::max_epochs},
@@ -239,6 +241,7 @@ void check_values(const RunConfig& config) {
   check_dataset(config.dataset);
   expect_one_of("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
   expect_one_of("--backend", config.backend, backend_names());
+  expect_one_of("--memory-format", config.memory_format, memory_format_names());
   check_strategy(config.strategy);
   expect_one_of("--optimizer", config.optimizer, optimizer_names());
   expect_one_of("--schedule", config.schedule, schedule_names());

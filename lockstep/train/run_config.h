@@ -23,8 +23,10 @@ struct RunConfig {
   std::string strategy = "ddp";
   std::string backend = "auto";
   std::optional<int64_t> threads;  ///< Unset: OMP_NUM_THREADS; 1 with several processes, else all.
-  int64_t num_workers = 0;         ///< Gathering from memory costs less than handing over.
-  std::optional<double> timeout;   ///< Seconds; unset: LOCKSTEP_TIMEOUT, else 120.
+  /// Of images and convolutions; auto: see memory_format_of. contiguous gives Python's bits.
+  std::string memory_format = "auto";
+  int64_t num_workers = 0;        ///< Gathering from memory costs less than handing over.
+  std::optional<double> timeout;  ///< Seconds; unset: LOCKSTEP_TIMEOUT, else 120.
 
   // How.
   int64_t max_epochs = 5;

@@ -97,6 +97,7 @@ TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
   config.weight_decay = 1e-300;
   config.min_lr = 3;
   config.limit_test_batches = 5;
+  config.memory_format = "channels-last";
   config.deterministic = true;
   config.timeout = 12.5;
   const RunConfig again = read(to_toml(config));
@@ -106,6 +107,7 @@ TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
   EXPECT_EQ(again.weight_decay, 1e-300);
   EXPECT_FALSE(again.limit_train_batches);
   EXPECT_EQ(again.limit_test_batches, 5);
+  EXPECT_EQ(again.memory_format, "channels-last");
   EXPECT_FALSE(read(to_toml(RunConfig())).weight_decay) << "adamw has a default of its own";
 }
 
@@ -126,6 +128,8 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.schedule = "cosin"; }, "did you mean 'cosine'?");
   expect_refused([](auto& c) { c.accelerator = "cdua"; }, "did you mean 'cuda'?");
   expect_refused([](auto& c) { c.on_nan = "skp"; }, "did you mean 'skip'?");
+  expect_refused([](auto& c) { c.memory_format = "channel-last"; },
+                 "did you mean 'channels-last'?");
   expect_refused([](auto& c) { c.backend = "glo"; },
                  "--backend: unknown value 'glo'; expected one of auto, gloo, nccl");
   expect_refused([](auto& c) { c.backend = "glo"; }, "\n  hint: did you mean 'gloo'?");

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lockstep/train/memory_format.h"
+
 namespace lockstep {
 namespace {
 
@@ -71,7 +73,8 @@ void StepLoop::accumulate(const Batch& batch, int64_t batches_of_step) {
 }
 
 void StepLoop::forward_and_backward(const Batch& batch, int64_t batches_of_step) {
-  const at::Tensor data = batch.data.to(task_.device, /*non_blocking=*/true);
+  const at::Tensor data =
+      with_memory_format(batch.data.to(task_.device, /*non_blocking=*/true), task_.memory_format);
   const at::Tensor target = batch.target.to(task_.device, /*non_blocking=*/true);
   const at::Tensor output = ddp_ ? ddp_->forward(data) : task_.model->forward(data);
   at::Tensor loss = batch_loss(task_.loss, output, target);
@@ -107,7 +110,8 @@ void StepLoop::warm_up_reducer() {
     shape.insert(shape.begin(), 2);
     return at::zeros(shape, at::TensorOptions().dtype(spec.dtype).device(task_.device));
   };
-  const at::Tensor output = ddp_->forward(zeros(task_.train->data_spec()));
+  const at::Tensor output =
+      ddp_->forward(with_memory_format(zeros(task_.train->data_spec()), task_.memory_format));
   batch_loss(task_.loss, output, zeros(task_.train->target_spec())).backward();
   zero_grad(parameters_);
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/MemoryFormat.h>
 
 #include <chrono>
 #include <cstdint>
@@ -29,6 +30,8 @@ struct TrainTask {
   std::unique_ptr<DataLoader> train;
   std::unique_ptr<DataLoader> test;
   c10::Device device = c10::kCPU;
+  /// Of the model's tensors and of batches of 4 dimensions; see memory_format.h.
+  at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
 };
 
 /// Forward, backward, step, batch after batch: the inner loop of training, without anything that

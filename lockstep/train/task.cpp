@@ -8,6 +8,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/train/memory_format.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -71,6 +72,8 @@ TrainTask task_with_model(const RunConfig& config, const World& world) {
   task.loss = loss_of(model_info(config.model));
   if (!config.load_weights.empty()) load_weights(*task.model, config.load_weights);
   task.model->to(task.device);
+  task.memory_format = memory_format_of(config.memory_format, *task.model, task.device);
+  set_memory_format(*task.model, task.memory_format);
   return task;
 }
 

@@ -69,7 +69,7 @@ FitResult Trainer::fit() {
     }
     if (test_.samples == 0) {
       test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-                       options_.limit_test_batches);
+                       options_.limit_test_batches, task_.memory_format);
     }
   } catch (const CommError&) {
     // The other ranks got the signal too, and one of them is gone already.
@@ -127,7 +127,7 @@ void Trainer::finish_epoch() {
   const int64_t samples = result.train.samples - std::exchange(restored_samples_, 0);
   result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
   test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-                   options_.limit_test_batches);
+                   options_.limit_test_batches, task_.memory_format);
   result.test = test_;
   result.seconds = seconds();
   result.test_samples_per_s =

@@ -45,6 +45,7 @@ class Words(BadInput):
             (("--accelerator", "cudda"), "did you mean 'cuda'?"),
             (("--backend", "glo"), "did you mean 'gloo'?"),
             (("--on-nan", "stp"), "did you mean 'stop'?"),
+            (("--memory-format", "channel-last"), "did you mean 'channels-last'?"),
         ):
             self.refuse(("train", *flags), 2, message)
 

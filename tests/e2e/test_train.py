@@ -137,6 +137,30 @@ class Options(unittest.TestCase):
         self.assert_same(one, again)
         self.assertGreater(self.difference(one, other), 0.01)
 
+    def test_the_memory_format_changes_rounding_only(self):
+        flags = ("--model", "convnet", "--max-epochs", 1, "--limit-train-batches", 4, "--seed", 3)
+        with t.temporary_folder() as folder:
+            contiguous = self.weights(folder, "a", *flags, "--memory-format", "contiguous")
+            last = self.weights(folder, "b", *flags, "--memory-format", "channels-last", "--checkpoint-dir", folder / "run")
+            auto = self.weights(folder, "c", *flags)
+            two = self.weights(folder, "d", *flags, "--devices", 2, "--memory-format", "channels-last")
+            two_contiguous = self.weights(folder, "e", *flags, "--devices", 2, "--memory-format", "contiguous")
+            self.assertIn("memory-format = 'channels-last'", (folder / "run" / "config.toml").read_text())
+            outcomes = {last_line(t.run(t.LOCKSTEP, "eval", "--model", "convnet", "--load-weights", folder / "b",
+                                        "--memory-format", word)) for word in ("auto", "contiguous", "channels-last")}
+            other = train(*flags, "--memory-format", "contiguous", "--checkpoint-dir", folder / "run", "--resume", "auto",
+                          check=False)
+        # Four steps of rate 0.01 from the same start: rounding at the seventh digit, grown a little.
+        self.assert_same(contiguous, last, within=1e-4)
+        self.assert_same(two_contiguous, two, within=1e-4)
+        self.assertGreater(self.difference(contiguous, two), 1e-4, "the bound tells different runs apart")
+        self.assertEqual({name: array.shape for name, array in last.items()},
+                         {name: array.shape for name, array in contiguous.items()})
+        # Which of the two auto is depends on the LibTorch; it is exactly one of them.
+        self.assertIn(0.0, (self.difference(auto, last), self.difference(auto, contiguous)))
+        self.assertEqual(len(outcomes), 1, outcomes)
+        self.assertIn("--memory-format 'channels-last' in the checkpoint, 'contiguous' in this run", other.stderr)
+
     def test_a_seed_may_be_negative_as_in_python(self):
         try:
             import torch

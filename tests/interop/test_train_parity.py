@@ -41,7 +41,7 @@ def lockstep_weights(folder, world_size, options):
         "--batch-size", options["batch_size"], "--lr", options["lr"], "--momentum", options["momentum"],
         "--weight-decay", options.get("weight_decay", 0), "--seed", options["seed"],
         "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-test-batches", 1,
-        "--save-weights", out, "--threads", 1
+        "--save-weights", out, "--threads", 1, "--memory-format", "contiguous"
     ]
     if options.get("nesterov"):
         flags.append("--nesterov")

@@ -6,6 +6,7 @@
 #include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/train/memory_format.h"
 #include "lockstep/train/run.h"
 
 namespace lockstep::tool {
@@ -44,6 +45,10 @@ void add_process_flags(Cli& cli, RunConfig& config) {
              "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else 1 with several "
              "processes",
              {1, 4096});
+  cli.choice("--memory-format", config.memory_format, memory_format_names(),
+             "Order of images and convolutions in memory; auto: channels-last for models with 2-d "
+             "convolutions on the CPU, where it is faster, else contiguous, which gives Python's "
+             "bits");
   cli.option("--timeout", config.timeout,
              "Seconds after which a wait for other processes is an error; without it "
              "LOCKSTEP_TIMEOUT, else 120");

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/MemoryFormat.h>
+
+#include <string>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+/// auto, contiguous, channels-last.
+std::vector<std::string> memory_format_names();
+/// "contiguous" or "channels-last".
+std::string memory_format_name(at::MemoryFormat format);
+
+/// What a word stands for. auto is channels-last for a model with 2-d convolutions (a parameter of
+/// 4 dimensions) on a CPU whose LibTorch has oneDNN, which computes in it and otherwise reorders
+/// each layer's data to and fro; contiguous for everything else. It depends on model and machine
+/// only, never on a measurement, so that a run can be repeated. Throws UsageError for another word.
+at::MemoryFormat memory_format_of(const std::string& word, const torch::nn::Module& module,
+                                  c10::Device device);
+
+/// Lays out the module's tensors of 4 dimensions; shapes, names and values stay. To be called
+/// before an optimizer or DistributedDataParallel is made of its parameters. Contiguous changes
+/// nothing.
+void set_memory_format(torch::nn::Module& module, at::MemoryFormat format);
+
+/// A batch as a model in that format wants it: 4 dimensions are laid out so, any other number is
+/// given back as it is, as is everything for contiguous. Images of one channel are not copied.
+at::Tensor with_memory_format(const at::Tensor& batch, at::MemoryFormat format);
+
+}  // namespace lockstep
