@@ -14,6 +14,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/memory_format.h"
 
 namespace lockstep::tool {
 namespace {
@@ -52,6 +53,8 @@ Json run_step(const Json& config) {
   at::manual_seed(0);
   const auto model = make_model(name);
   model->to(world.device());
+  const auto format = memory_format_of("auto", *model, world.device());
+  set_memory_format(*model, format);
   DistributedDataParallel ddp(model, world.group());
   const auto parameters = model->parameters();
   const auto optimizer = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
@@ -59,7 +62,7 @@ Json run_step(const Json& config) {
   const int64_t batch = config.at("batch_size");
   std::vector<int64_t> shape = {batch};
   shape.insert(shape.end(), info.input_shape.begin(), info.input_shape.end());
-  const auto x = at::rand(shape).to(world.device());
+  const auto x = with_memory_format(at::rand(shape).to(world.device()), format);
   const auto y = (info.regression ? at::rand({batch, info.outputs})
                                   : at::randint(info.outputs, {batch}, at::kLong))
                      .to(world.device());
