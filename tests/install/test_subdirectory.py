@@ -25,11 +25,11 @@ def choices_of_the_tested_build():
 
 
 def commands(build, project_build):
-    """How each file of the library is compiled, without the places where the results go."""
+    """How each file of the library is compiled for it, without the places where the results go."""
     found = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
         path = pathlib.Path(entry["file"])
-        if LIBRARY in path.parents and not re.search(r"_test\.dir/", entry["command"]):
+        if LIBRARY in path.parents and not re.search(r"_(test|tsan)\.dir/", entry["command"]):
             command = re.sub(r" -o \S+", "", entry["command"])
             found[str(path.relative_to(LIBRARY))] = command.replace(str(project_build), "BUILD")
     return found
