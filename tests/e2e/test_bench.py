@@ -66,7 +66,7 @@ class Bench(unittest.TestCase):
         result = t.run(t.LOCKSTEP, "bench", "step", "--devices", 1, "--steps", 5, "--rounds", 1)
         head, row = result.stdout.splitlines()
         self.assertEqual(head.split(), ["model", "batch_size", "ranks", "backend", "us_per_step"])
-        self.assertEqual(row.split()[:4], ["mlp", "32", "1", "gloo"])
+        self.assertEqual(row.split()[:4], ["mlp", "32", "1", "auto"])
 
     def test_threads_reach_the_ranks(self):
         report = bench("step", "--devices", 1, "--steps", 5, "--rounds", 1, "--threads", 2)
