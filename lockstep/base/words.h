@@ -7,9 +7,9 @@
 
 namespace lockstep {
 
-/// The known words that a mistyped one may stand for, at most three: the same but for its case, else
-/// those that it begins ("--nproc" of "--nproc-per-node"), else the nearest by edit distance, else those of which it is
-/// or begins a later part ("--epochs" of "--max-epochs").
+/// The known words that a mistyped one may stand for, at most three: the same but for its case,
+/// else those that it begins ("--nproc" of "--nproc-per-node"), else the nearest by edit distance,
+/// else those of which it is or begins a later part ("--epochs" of "--max-epochs").
 std::vector<std::string> similar_words(std::string_view word,
                                        const std::vector<std::string>& known);
 

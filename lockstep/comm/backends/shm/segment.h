@@ -55,8 +55,8 @@ struct SegmentOptions {
   int rank = 0;
   int size = 1;
   /// Of each of a rank's three slots. Smaller means more steps, larger means that a step's data
-  /// leaves the cache before it is read. Of 64 to 512 KiB this was fastest, measured with 512 KiB of
-  /// level-2 cache a core.
+  /// leaves the cache before it is read. Of 64 to 512 KiB this was fastest, measured with 512 KiB
+  /// of level-2 cache a core.
   size_t slot_bytes = 256 << 10;
   /// Of the ring for messages from one rank to another; only those that are used take memory.
   size_t message_bytes = 64 << 10;

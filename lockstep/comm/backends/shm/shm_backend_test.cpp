@@ -564,9 +564,9 @@ TEST(ShmBackend, ARankThatDoesNotComeIsNamed) {
   for (const int rank : {0, 2}) {
     const auto& outcome = outcomes[static_cast<size_t>(rank)];
     EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
-    EXPECT_THAT(outcome.text(),
-                AllOf(HasSubstr("all_reduce(sum) of float32 [4]"), HasSubstr("rank 1 (process "),
-                      HasSubstr("within 0.3 s"), HasSubstr("has called 1 of the group's 2 collectives")));
+    EXPECT_THAT(outcome.text(), AllOf(HasSubstr("all_reduce(sum) of float32 [4]"),
+                                      HasSubstr("rank 1 (process "), HasSubstr("within 0.3 s"),
+                                      HasSubstr("has called 1 of the group's 2 collectives")));
   }
 }
 
