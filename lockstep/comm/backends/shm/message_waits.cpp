@@ -102,7 +102,11 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
     }
     const auto now = Clock::now();
     if (progressed) spin_until = now + group_.spin();
-    if (now >= deadline) expire(message.shared_from_this(), timeout);
+    if (now >= deadline) {
+      const Turn turn(*this);
+      expire(message.shared_from_this(), timeout);
+      continue;
+    }
     if (now >= spin_until)
       doze([&] { return message.settled(); },
            std::clamp<std::chrono::nanoseconds>(deadline - now, std::chrono::microseconds(100),
