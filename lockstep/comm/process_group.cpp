@@ -50,11 +50,11 @@ void check_rank(const ProcessGroup::Impl& impl, const char* operation, const cha
                    " is out of range; the group has ranks 0 to " + std::to_string(impl.size - 1));
 }
 
-/// Blocking calls say so to our own backend, which then works in the calling thread. To NCCL it
+/// Blocking calls say so to our own backends, which then work in the calling thread. To NCCL it
 /// would mean another stream.
 thread_local bool blocking = false;
 bool is_async(const ProcessGroup::Impl& impl) {
-  return !blocking || impl.backend_name != "shm";
+  return !blocking || (impl.transport() != "shm" && impl.transport() != "hierarchical");
 }
 class Blocking {
  public:
@@ -118,6 +118,17 @@ void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
 
 c10d::ProcessGroup& ProcessGroup::native() const {
   return checked(impl_).native();
+}
+
+at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) const {
+  auto& impl = checked(impl_);
+  if (numel < 0)
+    throw UsageError("symmetric_empty: " + std::to_string(numel) + " elements, expected 0 or more");
+  const auto options = at::TensorOptions().dtype(dtype).device(impl.device());
+  auto& backend = impl.backend();
+  if (!options.device().is_cpu() || !backend.supportsTensorAlloc(0))
+    return at::empty({numel}, options);
+  return translated([&] { return backend.allocateTensor(static_cast<long>(numel), options); });
 }
 
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {

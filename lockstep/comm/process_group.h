@@ -105,6 +105,13 @@ class ProcessGroup {
   /// A barrier over the store that throws TimeoutError naming every rank that did not come.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
+  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are: over
+  /// shared memory its data lies where all ranks reach it, and all_reduce of it, or of the same part
+  /// of it on every rank, copies nothing in or out. Elsewhere an ordinary tensor. The values are
+  /// undefined. All ranks call with the same arguments, and use it alike afterwards
+  /// (MismatchError); it may outlive the group. PyTorch's symmetric memory.
+  at::Tensor symmetric_empty(int64_t numel, at::ScalarType dtype) const;
+
   void send(const at::Tensor& tensor, int dst, int tag = 0) const;
   void recv(at::Tensor& tensor, int src, int tag = 0) const;
   /// Receives from whoever sends first and returns that rank.

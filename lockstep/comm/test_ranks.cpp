@@ -11,7 +11,7 @@ std::shared_ptr<GroupContext> test_context(int rank, int size, const RankOptions
   context->own_store = prefix_store("lockstep/0", options.store);
   context->rank = rank;
   context->world_size = size;
-  context->backend = "gloo";
+  context->backend = options.backend;
   context->address = "127.0.0.1";
   context->timeout = options.timeout;
   context->debug = options.debug;
@@ -32,7 +32,7 @@ void run_ranks(int size, const std::function<void(ProcessGroup)>& body,
       try {
         RankOptions mine = used;
         mine.store = used.store.clone();  // A TCP store's connection carries one request at a time.
-        auto impl = form_group(test_context(rank, size, mine), "0", ranks, "gloo");
+        auto impl = form_group(test_context(rank, size, mine), "0", ranks, mine.backend);
         body(ProcessGroup(impl));
         impl->close(false);
       } catch (...) {

@@ -2,7 +2,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/reducer.h"
+#include "lockstep/parallel/comm_hook.h"
 
 namespace lockstep::detail {
 namespace {

@@ -24,6 +24,13 @@ namespace lockstep {
 /// 65504.
 enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
 
+/// Who averages the gradients. Both have the same buckets and give the same bits.
+enum class Reducer {
+  automatic,  ///< Ours where it can: the fastest.
+  lockstep,   ///< Ours: dense gradients of real numbers on the CPU, every parameter used, no hook.
+  c10d,       ///< LibTorch's c10d::Reducer, as Python.
+};
+
 /// Gradients that are ready to be communicated: several parameters' in one flat buffer.
 struct GradientBucket {
   at::Tensor gradients;                ///< One dimension; local, not divided. May be changed.
@@ -55,11 +62,12 @@ struct DdpOptions {
   bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
   /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
   bool init_sync = true;
+  Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
   CommHook comm_hook = CommHook::none;
-  GradientHook custom_hook;             ///< Wins over `comm_hook`.
-  AsyncGradientHook async_custom_hook;  ///< Wins over both.
+  GradientHook custom_hook = {};             ///< Wins over `comm_hook`.
+  AsyncGradientHook async_custom_hook = {};  ///< Wins over both.
   /// Full names of parameters and buffers that are left alone: neither broadcast nor reduced.
-  std::vector<std::string> ignored;
+  std::vector<std::string> ignored = {};
 };
 
 /// What a DistributedDataParallel has done so far.
@@ -109,7 +117,7 @@ class DdpCore {
 
 /// Data parallelism over processes, as torch.nn.parallel.DistributedDataParallel: every rank has
 /// the whole model and a share of each batch; gradients are averaged over ranks while backward runs
-/// (by c10d::Reducer: Li et al., "PyTorch Distributed", VLDB 2020).
+/// (Li et al., "PyTorch Distributed", VLDB 2020).
 ///
 /// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder; forward may take any
 /// arguments and return a tensor, tuple, pair, array, vector, map, optional, or any type for which

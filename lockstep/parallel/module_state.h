@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/parallel/reducer.h"
+#include "lockstep/parallel/gradient_reducer.h"
 
 namespace lockstep::detail {
 

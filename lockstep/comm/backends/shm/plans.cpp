@@ -168,6 +168,51 @@ class SharedReduce : public Plan {
   std::vector<const void*> sources_;
 };
 
+/// All ranks' data lies in a region. In the first step each rank reduces its share into everyone's
+/// memory, and the second tells that all have.
+class ReduceInPlace : public Plan {
+ public:
+  ReduceInPlace(const SharedGroup& group, const Region& region, size_t offset, size_t count,
+                size_t element, ReduceKernel kernel)
+      : element_(element), kernel_(kernel), share_(share(group, count * element)) {
+    for (int rank = 0; rank < group.size(); ++rank)
+      parts_.push_back(region.part(rank) + offset + share_.begin);
+  }
+
+  int64_t steps() const override { return 2; }
+  void fill(int64_t, SharedGroup&) override {}
+  void drain(int64_t step, SharedGroup& group) override {
+    if (step > 0) return;
+    std::vector<const void*> sources(parts_.begin(), parts_.end());
+    // In pieces that are still in the first-level cache when they are copied.
+    for (size_t at = share_.begin; at < share_.end;) {
+      const size_t bytes = std::min(share_.end - at, kReduceBytes);
+      std::byte* result = parts_[static_cast<size_t>(group.rank())];
+      kernel_(result, sources.data(), group.size(), bytes / element_);
+      for (size_t rank = 0; rank < parts_.size(); ++rank) {
+        if (parts_[rank] != result) copy_bytes(parts_[rank], result, bytes);
+        sources[rank] = parts_[rank] += bytes;
+      }
+      at += bytes;
+    }
+  }
+
+ private:
+  struct Share {
+    size_t begin, end;
+  };
+  static Share share(const SharedGroup& group, size_t bytes) {
+    const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+    const size_t each = up_to_line((bytes + size - 1) / size);
+    return {std::min(bytes, rank * each), std::min(bytes, (rank + 1) * each)};
+  }
+
+  size_t element_;
+  ReduceKernel kernel_;
+  Share share_;
+  std::vector<std::byte*> parts_;  ///< What is left of this rank's share of each.
+};
+
 class Broadcast : public Plan {
  public:
   Broadcast(const SharedGroup& group, std::byte* data, size_t bytes, int root)
@@ -424,6 +469,15 @@ std::unique_ptr<Plan> reducing(const SharedGroup& group, std::byte* data, size_t
 std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, std::byte* data, size_t count,
                                       DataType type, ReduceKernel kernel) {
   return reducing(group, data, count, type, kernel, true);
+}
+
+std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, const Region& region, size_t offset,
+                                      size_t count, DataType type, ReduceKernel kernel) {
+  return std::make_unique<ReduceInPlace>(group, region, offset, count, size_of(type), kernel);
+}
+
+bool pays_in_place(const SharedGroup& group, size_t bytes) {
+  return bytes > direct_limit(group);
 }
 
 std::unique_ptr<Plan> reduce_plan(const SharedGroup& group, std::byte* data, size_t count,

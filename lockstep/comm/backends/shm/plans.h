@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/backends/shm/reduce.h"
+#include "lockstep/comm/backends/shm/region.h"
 #include "lockstep/comm/backends/shm/shared_group.h"
 
 namespace lockstep::shm {
@@ -27,6 +28,12 @@ class Plan {
 /// is under way.
 std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, std::byte* data, size_t count,
                                       DataType type, ReduceKernel kernel);
+/// The same for `count` elements at `offset` in every rank's part of a region: each rank reduces
+/// its share of them into all parts, and nothing is copied in or out.
+std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, const Region& region, size_t offset,
+                                      size_t count, DataType type, ReduceKernel kernel);
+/// Whether all_reduce of this much is done in a region where it lies.
+bool pays_in_place(const SharedGroup& group, size_t bytes);
 /// As all_reduce, but only the root's data changes.
 std::unique_ptr<Plan> reduce_plan(const SharedGroup& group, std::byte* data, size_t count,
                                   DataType type, ReduceKernel kernel, int root);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <numeric>
 #include <random>
 
@@ -114,6 +115,29 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
         ASSERT_EQ(received[static_cast<size_t>(other)],
                   numbers(other, length(other, rank) / 4, rank));
       run(group, "barrier", barrier_plan());
+    }
+  });
+}
+
+TEST_P(Plans, ReducesInARegionWhereTheDataLies) {
+  const int size = GetParam();
+  constexpr size_t kCount = 20'011, kOffset = 128;
+  World world(size);
+  std::promise<std::string> name;
+  const std::shared_future<std::string> told = name.get_future().share();
+  const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
+                        [&] { return told.get(); }};
+  on_all_ranks(world, size, [&](int rank, SharedGroup& group) {
+    const Region region({rank, size, kOffset + kCount * 4, kLimit, "0"}, meeting);
+    auto* numbers = reinterpret_cast<int32_t*>(region.mine() + kOffset);
+    for (int round = 0; round < 20; ++round) {
+      for (size_t i = 0; i < kCount; ++i)
+        numbers[i] = rank * 1000 + round + static_cast<int32_t>(i);
+      run(group, "all_reduce",
+          all_reduce_plan(group, region, kOffset, kCount, DataType::i32,
+                          reduce_kernel(DataType::i32, Reduction::sum)));
+      for (size_t i = 0; i < kCount; ++i)
+        ASSERT_EQ(numbers[i], size * (round + static_cast<int>(i)) + 500 * size * (size - 1));
     }
   });
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "lockstep/comm/backends/shm/memory.h"
 #include "lockstep/comm/backends/shm/step_barrier.h"
 
 namespace lockstep::shm {
@@ -112,13 +113,10 @@ class Segment {
   int size_;
   size_t slot_bytes_;
   size_t message_bytes_;
-  size_t bytes_ = 0;
+  Mapping mapping_;
   SegmentHeader* header_ = nullptr;
   std::byte* slots_ = nullptr;
   std::byte* messages_ = nullptr;
 };
-
-/// Whether the system gives what a Segment needs; what is missing, else empty.
-std::string missing_support();
 
 }  // namespace lockstep::shm

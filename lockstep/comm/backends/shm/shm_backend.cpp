@@ -155,16 +155,16 @@ SharedGroupOptions group_options(const BackendOptions& options) {
     std::vector<CallSignature> calls;
     for (const auto& call : encoded) calls.push_back(decode(call));
     return find_mismatch(calls, names, name)
-        .value_or("the ranks of group '" + name + "' did not make the same call");
+        .value_or("the ranks of group '" + name +
+                  "' did not all_reduce the same part of the same symmetric memory\n  hint: what "
+                  "ProcessGroup::symmetric_empty gave must be used alike on all ranks");
   };
   return group;
 }
 
-constexpr const char* kMeetingKey = "shm/meeting";
-
-Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store) {
-  return {[store](const std::string& name) { store->set(kMeetingKey, name); },
-          [store] { return store->get_to_str(kMeetingKey); }};
+Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key) {
+  return {[store, key](const std::string& name) { store->set(key, name); },
+          [store, key] { return store->get_to_str(key); }};
 }
 
 ShmQueue::Options queue_options(int size) {
@@ -195,7 +195,8 @@ ShmBackend::ShmBackend(const BackendOptions& options)
     : c10d::Backend(options.rank, options.size),
       names_(names_of(options)),
       timeout_(options.timeout),
-      group_(group_options(options), meeting_over(options.store)),
+      store_(options.store),
+      group_(group_options(options), meeting_over(options.store, "shm/meeting")),
       queue_(group_, queue_options(options.size)),
       messages_(group_, message_options(names_)) {}
 
@@ -239,10 +240,31 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
                         options.timeout);
   const at::Tensor data = work->taken(tensor, true);
   work->bytes = data.nbytes();
-  return submit(work,
-                all_reduce_plan(group_, bytes_of(data), static_cast<size_t>(data.numel()),
-                                data_type(data.scalar_type()), kernel),
+  const auto count = static_cast<size_t>(data.numel());
+  const DataType type = data_type(data.scalar_type());
+  if (pays_in_place(group_, data.nbytes())) {
+    if (auto place = regions_.find(bytes_of(data), data.nbytes())) {
+      auto plan = all_reduce_plan(group_, *place->region, place->offset, count, type, kernel);
+      work->set_place(std::move(*place));
+      return submit(work, std::move(plan), options.asyncOp);
+    }
+  }
+  return submit(work, all_reduce_plan(group_, bytes_of(data), count, type, kernel),
                 options.asyncOp);
+}
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (size < 0 || !options.device().is_cpu())
+    throw UsageError("symmetric memory: " + std::to_string(size) + " elements on " +
+                     options.device().str() + "; expected 0 or more on the CPU");
+  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  const size_t number = ++regions_made_;
+  const auto region = std::make_shared<const Region>(
+      RegionOptions{getRank(), getSize(), bytes, timeout_.load(), names_->group},
+      meeting_over(store_, "shm/region/" + std::to_string(number)));
+  regions_.add(number, region);
+  return at::from_blob(
+      region->mine(), {size}, [region](void*) {}, options);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(

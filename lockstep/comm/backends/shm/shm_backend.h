@@ -59,6 +59,10 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
+  /// See ProcessGroup::symmetric_empty. A collective.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void abort() override;
@@ -79,6 +83,9 @@ class ShmBackend final : public c10d::Backend {
   std::shared_ptr<const GroupNames> names_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> sequence_{0};
+  const c10::intrusive_ptr<c10d::Store> store_;  ///< Where the ranks meet for regions.
+  size_t regions_made_ = 0;
+  Regions regions_;
   SharedGroup group_;
   ShmQueue queue_;
   Messages messages_;

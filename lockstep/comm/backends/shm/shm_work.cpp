@@ -158,6 +158,10 @@ uint64_t ShmWork::hash() const {
   hash.add(static_cast<int64_t>(request_.operation));
   hash.add(request_.reduction);
   hash.add(request_.root);
+  if (request_.place) {
+    hash.add(static_cast<int64_t>(request_.place->number));
+    hash.add(static_cast<int64_t>(request_.place->offset));
+  }
   switch (request_.operation) {
     case Operation::scatter:
     case Operation::reduce_scatter:

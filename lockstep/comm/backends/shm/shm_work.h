@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -24,6 +25,7 @@ struct Request {
   std::vector<at::Tensor> outputs = {};  ///< Where they are others than the inputs.
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
+  std::optional<Place> place = {};  ///< Of the input, where that matters.
 };
 
 /// What all works of a group say about themselves. Outlives them.
@@ -55,6 +57,7 @@ class ShmWork : public c10d::Work, public Call {
 
   const Request& request() const { return request_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  void set_place(Place place) { request_.place = std::move(place); }
   void set_sequence(uint64_t sequence) { sequence_ = sequence; }
   Plan& plan() { return *plan_; }
   void set_plan(std::unique_ptr<Plan> plan) { plan_ = std::move(plan); }

@@ -1,0 +1,42 @@
+#include "lockstep/comm/backends/shm/region.h"
+
+#include <algorithm>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::shm {
+
+Region::Region(const RegionOptions& options, const Meeting& meeting)
+    : rank_(options.rank),
+      bytes_(options.bytes),
+      stride_(whole_pages(std::max<size_t>(1, bytes_))) {
+  const size_t total = stride_ * static_cast<size_t>(options.size);
+  if (rank_ != 0) {
+    mapping_ = Mapping(receive(meeting.ask(), rank_, options.timeout, options.group).get(), total);
+    return;
+  }
+  const Descriptor memory = make_memory(total, total);
+  mapping_ = Mapping(memory.get(), total);
+  if (options.size == 1) return;
+  hand_out(memory.get(), options.size, options.timeout, options.group, meeting.tell,
+           [](int, const std::string&) {});
+}
+
+void Regions::add(size_t number, const std::shared_ptr<const Region>& region) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(entries_, [](const Entry& entry) { return entry.region.expired(); });
+  entries_.push_back({number, region->mine(), region->bytes(), region});
+}
+
+std::optional<Place> Regions::find(const std::byte* data, size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  for (const Entry& entry : entries_) {
+    // A region that is gone may have left its addresses to other memory.
+    if (data < entry.begin || data + bytes > entry.begin + entry.bytes) continue;
+    if (auto region = entry.region.lock())
+      return Place{std::move(region), entry.number, static_cast<size_t>(data - entry.begin)};
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,130 @@
+// ProcessGroup::symmetric_empty: all_reduce where the data lies gives what it gives elsewhere.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <random>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/comm/test_ranks.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+uint64_t seed_of_run() {
+  if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);
+  return std::random_device()();
+}
+
+at::Tensor random_values(std::mt19937_64& random, int64_t count, at::ScalarType type) {
+  std::vector<double> values(static_cast<size_t>(count));
+  std::uniform_real_distribution<double> uniform(-50, 50);
+  for (double& value : values) value = uniform(random);
+  return at::tensor(values, at::kDouble).to(type);
+}
+
+class SymmetricMemory : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, SymmetricMemory, ::testing::Values(1, 2, 3, 4, 7));
+
+TEST_P(SymmetricMemory, AllReduceHasTheBitsOfOrdinaryTensors) {
+  const uint64_t seed = seed_of_run();
+  SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
+  run_ranks(GetParam(),
+            [&](ProcessGroup group) {
+              std::mt19937_64 random(seed + static_cast<uint64_t>(group.rank()));
+              std::mt19937_64 same(seed);  // What all ranks choose alike.
+              for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt,
+                                      at::kLong, at::kByte, at::kBool}) {
+                const at::Tensor memory = group.symmetric_empty(300'001, type);
+                EXPECT_EQ(memory.scalar_type(), type);
+                for (const int64_t count : {0, 1, 17, 8'192, 8'193, 70'000, 300'001}) {
+                  const int64_t most = memory.numel() - count;
+                  const int64_t begin =
+                      static_cast<int64_t>(same() % static_cast<uint64_t>(most + 1));
+                  at::Tensor part = memory.narrow(0, begin, count);
+                  at::Tensor plain = random_values(random, count, type);
+                  part.copy_(plain);
+                  const ReduceOp op =
+                      type != at::kBool && same() % 2 == 0 ? ReduceOp::avg : ReduceOp::max;
+                  group.all_reduce(plain, op);
+                  if (same() % 2 == 0) {
+                    group.all_reduce(part, op);
+                  } else {
+                    group.all_reduce_async(part, op).wait();
+                  }
+                  ASSERT_TRUE(at::equal(part, plain)) << type << ", " << count << " from " << begin;
+                }
+              }
+            },
+            {.backend = "shm"});
+}
+
+TEST(SymmetricMemories, IsAnOrdinaryTensorElsewhere) {
+  run_ranks(2, [](ProcessGroup group) {
+    at::Tensor memory = group.symmetric_empty(100'000, at::kFloat);
+    memory.fill_(group.rank() + 1);
+    group.all_reduce(memory);
+    EXPECT_EQ(memory[99'999].item<float>(), 3);
+    EXPECT_THROW(group.symmetric_empty(-1, at::kFloat), UsageError);
+  });
+}
+
+TEST(SymmetricMemories, OtherPartsOrOtherMemoryOnTheRanksIsAMismatch) {
+  run_ranks(2,
+            [](ProcessGroup group) {
+              const at::Tensor memory = group.symmetric_empty(200'000, at::kFloat);
+              const auto refused = [&](at::Tensor tensor) {
+                try {
+                  group.all_reduce(tensor);
+                  ADD_FAILURE() << "accepted";
+                } catch (const MismatchError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("symmetric_empty"));
+                }
+              };
+              refused(memory.narrow(0, 1000 * group.rank(), 100'000));
+              refused(group.rank() == 0 ? memory : at::zeros_like(memory));
+              // The group goes on.
+              at::Tensor again = memory;
+              again.fill_(1);
+              group.all_reduce(again);
+              EXPECT_EQ(again[7].item<float>(), 2);
+            },
+            {.backend = "shm"});
+}
+
+TEST(SymmetricMemories, IsReleasedWithItsLastTensorAndMayOutliveTheGroup) {
+  const auto mappings = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/map_files"), {});
+  };
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  std::vector<at::Tensor> kept(2);
+  const auto made = [&](int times) {
+    run_ranks(2,
+              [&](ProcessGroup group) {
+                for (int i = 0; i < times; ++i) {
+                  at::Tensor memory = group.symmetric_empty(50'000, at::kFloat);
+                  memory.fill_(i + group.rank());
+                  group.all_reduce(memory);
+                  kept[static_cast<size_t>(group.rank())] = memory;
+                }
+              },
+              {.backend = "shm"});
+  };
+  made(2);
+  const auto mapped = mappings(), open = descriptors();
+  made(200);
+  // Threads come and go with mappings of their own.
+  EXPECT_LT(mappings(), mapped + 50);
+  EXPECT_LE(descriptors(), open + 2);
+  EXPECT_EQ(kept[0].sum().item<float>(), 50'000 * 399.0F);
+}
+
+}  // namespace
+}  // namespace lockstep

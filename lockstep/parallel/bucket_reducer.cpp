@@ -1,0 +1,288 @@
+// Our own reducer: what c10d::Reducer does for dense gradients on the CPU, with the same buckets
+// and the same bits, without what it spends a step on timers, futures and views that it makes anew.
+#include <ATen/Parallel.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/parallel/bucket_layout.h"
+#include "lockstep/parallel/gradient_reducer.h"
+#include "lockstep/parallel/scaled_copy.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// A shared pointer, of which kind depends on LibTorch's version.
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+using torch::autograd::variable_list;
+
+class BucketReducer : public GradientReducer {
+ public:
+  BucketReducer(const std::vector<ReducedParameter>& parameters, ProcessGroup group,
+                const DdpOptions& options)
+      : group_(std::move(group)), options_(options), as_views_(options.gradient_as_bucket_view) {
+    for (const auto& [name, tensor, sparse] : parameters) {
+      names_.push_back(name);
+      parameters_.push_back(tensor);
+    }
+    ready_.resize(parameters_.size());
+    make_buckets(first_layout(parameters_, std::vector<bool>(parameters_.size()), options_));
+    for (size_t i = 0; i < parameters_.size(); ++i) listen(i);
+  }
+
+  ~BucketReducer() override {
+    for (const auto& [accumulator, key] : listeners_) accumulator->del_post_hook(key);
+  }
+
+  void before_forward(bool) override {
+    if (begun_) throw_missing();
+    if (rebuilt_ || order_.size() != parameters_.size()) return;
+    make_buckets(agree_on_layout(layout_by_arrival(parameters_, order_, options_), group_));
+    rebuilt_ = true;
+    order_ = {};
+  }
+
+  void before_backward(std::vector<at::Tensor>&, bool synchronizing) override {
+    if (!synchronizing) return;
+    for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
+    std::fill(ready_.begin(), ready_.end(), false);
+    if (!rebuilt_) order_.clear();
+    next_ = 0;
+    expecting_ = true;
+  }
+
+  void fill(DdpStatistics& statistics) const override {
+    statistics.buckets_rebuilt = rebuilt_;
+    for (const Bucket& bucket : buckets_)
+      statistics.bucket_bytes.push_back(static_cast<int64_t>(bucket.flat.nbytes()));
+  }
+
+  /// The parameter's gradient of this backward is complete. On the thread that runs backward.
+  void on_gradient(size_t index) {
+    if (!expecting_) return;
+    if (ready_[index]) throw_twice(index);
+    ready_[index] = true;
+    begun_ = true;
+    if (!rebuilt_) order_.push_back(index);
+    stage(index);
+    if (--buckets_[bucket_of_[index]].pending > 0) return;
+    try {
+      reduce_what_is_ready();
+    } catch (...) {
+      // What is missing now is not the user's fault.
+      begun_ = expecting_ = false;
+      throw;
+    }
+  }
+
+ private:
+  struct Bucket {
+    at::Tensor flat;
+    std::vector<size_t> parameters;
+    size_t pending = 0;  ///< Gradients that are still to come.
+    Work work;
+  };
+
+  class Listener : public torch::autograd::FunctionPostHook {
+   public:
+    Listener(BucketReducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
+    variable_list operator()(const variable_list& outputs, const variable_list&) override {
+      reducer_.on_gradient(index_);
+      return outputs;
+    }
+
+   private:
+    BucketReducer& reducer_;
+    size_t index_;
+  };
+
+  void listen(size_t index) {
+    // The parameter holds it weakly.
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
+    const uintptr_t key = accumulator->add_post_hook(std::make_unique<Listener>(*this, index));
+    listeners_.emplace_back(std::move(accumulator), key);
+  }
+
+  /// All buckets lie in one symmetric memory, each from a cache line's start. Gradients that are
+  /// views of the old buckets become views of the new ones.
+  void make_buckets(const BucketLayout& layout) {
+    constexpr int64_t kLine = 64;
+    const auto bytes_of = [&](const std::vector<size_t>& bucket) {
+      int64_t bytes = 0;
+      for (const size_t i : bucket) bytes += static_cast<int64_t>(parameters_[i].nbytes());
+      return (bytes + kLine - 1) / kLine * kLine;
+    };
+    int64_t total = 0;
+    for (const auto& bucket : layout) total += bytes_of(bucket);
+    const at::Tensor arena = group_.symmetric_empty(total, at::kByte);
+    // Autograd need not know that they are views: it would forbid to detach them in place, as
+    // optimizers do.
+    const at::AutoDispatchBelowADInplaceOrView untracked;
+    std::vector<at::Tensor> views(parameters_.size());
+    bucket_of_.resize(parameters_.size());
+    buckets_.clear();
+    int64_t begin = 0;
+    for (const auto& members : layout) {
+      const at::ScalarType dtype = parameters_[members.at(0)].scalar_type();
+      int64_t elements = 0;
+      for (const size_t i : members) {
+        elements += parameters_[i].numel();
+        bucket_of_[i] = buckets_.size();
+      }
+      const int64_t bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
+      at::Tensor flat = arena.narrow(0, begin, bytes).view(dtype);
+      for (int64_t at = 0; const size_t i : members) {
+        views[i] = view_in(flat, at, parameters_[i]);
+        at += parameters_[i].numel();
+      }
+      begin += bytes_of(members);
+      buckets_.push_back({std::move(flat), members, members.size(), {}});
+    }
+    if (as_views_) move_gradients(views);
+    views_ = std::move(views);
+  }
+
+  /// Of the parameter's shape and strides, for those are the gradient's.
+  static at::Tensor view_in(const at::Tensor& flat, int64_t at, const at::Tensor& parameter) {
+    if (parameter.is_non_overlapping_and_dense())
+      return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + at);
+    return flat.narrow(0, at, parameter.numel()).view(parameter.sizes());
+  }
+
+  void move_gradients(const std::vector<at::Tensor>& views) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      at::Tensor& gradient = parameters_[i].mutable_grad();
+      if (!gradient.defined() || gradient.layout() != at::kStrided) continue;
+      views[i].copy_(gradient.detach());
+      gradient = views[i];
+    }
+  }
+
+  /// Puts a gradient, divided, into its bucket.
+  void stage(size_t index) {
+    at::Tensor& gradient = parameters_[index].mutable_grad();
+    const at::Tensor& view = views_[index];
+    const c10::AutoGradMode no_grad(false);
+    if (!gradient.defined()) {
+      view.zero_();
+      return;
+    }
+    if (gradient.layout() != at::kStrided || gradient.scalar_type() != view.scalar_type())
+      throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
+                           ": the gradient of " + names_[index] + " is " + gradient.toString() +
+                           ", expected " + view.toString() + ", as in the first step",
+                       "use DdpOptions::reducer = Reducer::c10d for gradients that are sparse");
+    if (gradient.const_data_ptr() == view.const_data_ptr()) {
+      view.div_(group_.size());
+      return;
+    }
+    if (gradient.requires_grad() && !warned_) {
+      warned_ = true;
+      log_warning(
+          "DistributedDataParallel averages gradients, but not what create_graph would have them "
+          "depend on");
+    }
+    scaled_copy(view, gradient.detach(), 1.0 / group_.size());
+    if (as_views_) gradient = view;
+  }
+
+  /// Buckets are reduced in their order, so that all ranks make the same calls.
+  void reduce_what_is_ready() {
+    for (; next_ < buckets_.size() && buckets_[next_].pending == 0; ++next_) {
+      Bucket& bucket = buckets_[next_];
+      if (next_ + 1 < buckets_.size()) {
+        bucket.work = group_.all_reduce_async(bucket.flat);
+      } else {
+        group_.all_reduce(bucket.flat);  // Nothing is left to compute meanwhile.
+      }
+    }
+    if (next_ == buckets_.size()) finish();
+  }
+
+  void finish() {
+    for (Bucket& bucket : buckets_) {
+      if (bucket.work) std::exchange(bucket.work, {}).wait();
+    }
+    const c10::AutoGradMode no_grad(false);
+    for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
+    begun_ = expecting_ = false;
+  }
+
+  void deliver(size_t index) {
+    at::Tensor& gradient = parameters_[index].mutable_grad();
+    const at::Tensor& view = views_[index];
+    if (gradient.unsafeGetTensorImpl() == view.unsafeGetTensorImpl()) return;
+    if (!gradient.defined()) {
+      gradient = as_views_ ? view : view.clone();
+    } else if (gradient.const_data_ptr() != view.const_data_ptr()) {
+      gradient.copy_(view);
+    }
+  }
+
+  [[noreturn]] void throw_missing() {
+    std::vector<std::string> missing;
+    for (size_t i = 0; i < ready_.size(); ++i) {
+      if (!ready_[i]) missing.push_back(names_[i]);
+    }
+    throw_unfinished(group_.rank(), missing);
+  }
+
+  [[noreturn]] void throw_twice(size_t index) {
+    throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
+                         ": backward gave " + names_[index] + " its gradient twice",
+                     "a module that is run again in backward (checkpointing) or outside of this "
+                     "forward needs DdpOptions::static_graph");
+  }
+
+  const ProcessGroup group_;
+  const DdpOptions options_;
+  const bool as_views_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> views_;  ///< In the buckets, by parameter.
+  std::vector<size_t> bucket_of_;  ///< By parameter.
+  std::vector<Bucket> buckets_;    ///< In the order of reduction.
+  std::vector<size_t> order_;      ///< In which gradients came, until the buckets follow it.
+  std::vector<bool> ready_;        ///< In this backward, by parameter.
+  size_t next_ = 0;                ///< The first bucket that is not being reduced.
+  bool rebuilt_ = false;
+  bool expecting_ = false;  ///< Gradients to come are to be reduced.
+  bool begun_ = false;      ///< Some of them have come, and not all are reduced.
+  bool warned_ = false;
+  std::vector<std::pair<NodePtr, uintptr_t>> listeners_;
+};
+
+}  // namespace
+
+std::string why_not_own(const std::vector<ReducedParameter>& parameters,
+                        const DdpOptions& options) {
+  if (options.find_unused_parameters) return "find_unused_parameters";
+  if (options.static_graph) return "static_graph";
+  if (options.custom_hook || options.async_custom_hook || options.comm_hook != CommHook::none)
+    return "communication hooks";
+  for (const ReducedParameter& parameter : parameters) {
+    if (parameter.sparse_gradient) return "sparse gradients";
+    if (!parameter.tensor.device().is_cpu()) return "parameters that are not on the CPU";
+    if (!c10::isFloatingType(parameter.tensor.scalar_type()))
+      return "parameters that are not real numbers";
+  }
+  return {};
+}
+
+std::unique_ptr<GradientReducer> make_bucket_reducer(
+    const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
+    const DdpOptions& options) {
+  return std::make_unique<BucketReducer>(parameters, group, options);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,244 @@
+// Our reducer against c10d::Reducer: the same calls, the same bits.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/optim/sgd.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/test_ranks.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/ddp_test_modules.h"
+#include "lockstep/parallel/scaled_copy.h"
+
+namespace lockstep {
+namespace {
+
+using ddp_test::fill;
+using ddp_test::Lookup;
+using ddp_test::Net;
+using ddp_test::Switch;
+using ddp_test::values;
+using lockstep::testing::run_ranks;
+using ::testing::HasSubstr;
+
+/// Layers of several sizes and strides.
+struct Wide : torch::nn::Module {
+  explicit Wide(at::ScalarType type = at::kFloat) {
+    register_module("conv", conv);
+    register_module("norm", norm);
+    register_module("linear", linear);
+    to(type);
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return linear(at::relu(norm(conv(x.view({-1, 3, 6, 6})))).flatten(1));
+  }
+  torch::nn::Conv2d conv{torch::nn::Conv2dOptions(3, 8, 3)};
+  torch::nn::BatchNorm2d norm{8};
+  torch::nn::Linear linear{8 * 4 * 4, 301};
+};
+
+struct Case {
+  std::string backend;
+  int ranks = 2;
+  bool views = true;
+  at::ScalarType type = at::kFloat;
+  double cap_mb = 25;
+};
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.backend << ", " << c.ranks << " ranks, " << (c.views ? "views, " : "copies, ")
+       << c10::toString(c.type) << ", buckets of " << c.cap_mb << " MiB";
+}
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& tensor : tensors) all.push_back(tensor.clone());
+  return all;
+}
+
+struct History {
+  std::vector<at::Tensor> gradients;  ///< Of every step, one after the other.
+  std::vector<at::Tensor> weights;
+  std::vector<std::vector<int64_t>> buckets;
+};
+
+/// What rank 0 sees of some steps: with gradients dropped, gathered over two backwards, kept from
+/// the step before, and zeroed in place.
+History train(const Case& c, Reducer reducer) {
+  History history;
+  run_ranks(
+      c.ranks,
+      [&](ProcessGroup group) {
+        auto net = std::make_shared<Wide>(c.type);
+        fill(*net, 1);
+        DdpOptions options;
+        options.reducer = reducer;
+        options.gradient_as_bucket_view = c.views;
+        options.bucket_cap_mb = c.cap_mb;
+        options.first_bucket_mb = c.cap_mb / 2;
+        DistributedDataParallel ddp(net, group, options);
+        const auto parameters = net->parameters();
+        auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
+        const auto backward = [&](int step) {
+          ddp(values({5, 108}, 10 * group.rank() + step).to(c.type)).square().mean().backward();
+        };
+        for (int step = 0; step < 8; ++step) {
+          if (step == 4) {
+            for (const auto& parameter : parameters) parameter.grad().zero_();
+          } else if (step != 3) {
+            zero_grad(parameters);
+          }
+          if (step % 3 == 2) {
+            const auto guard = ddp.no_sync();
+            backward(100 + step);
+          }
+          backward(step);
+          sgd->step();
+          if (group.rank() != 0) continue;
+          for (const auto& parameter : parameters)
+            history.gradients.push_back(parameter.grad().clone());
+          history.buckets.push_back(ddp.statistics().bucket_bytes);
+        }
+        if (group.rank() == 0) history.weights = copies(parameters);
+      },
+      {.backend = c.backend});
+  return history;
+}
+
+class BucketReducer : public ::testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(All, BucketReducer,
+                         ::testing::Values(Case{"gloo"}, Case{"shm"}, Case{"gloo", 3},
+                                           Case{"shm", 3, false}, Case{"gloo", 2, false},
+                                           Case{"shm", 2, true, at::kDouble, 0.02},
+                                           Case{"shm", 3, true, at::kBFloat16, 0.02},
+                                           Case{"gloo", 3, true, at::kFloat, 0.02},
+                                           Case{"shm", 4, false, at::kFloat, 0.0001}));
+
+TEST_P(BucketReducer, GivesTheBitsOfTheOtherOne) {
+  const History ours = train(GetParam(), Reducer::lockstep);
+  const History theirs = train(GetParam(), Reducer::c10d);
+  ASSERT_EQ(ours.gradients.size(), theirs.gradients.size());
+  for (size_t i = 0; i < ours.gradients.size(); ++i) {
+    EXPECT_TRUE(at::equal(ours.gradients[i], theirs.gradients[i])) << i;
+    EXPECT_EQ(ours.gradients[i].strides(), theirs.gradients[i].strides()) << i;
+  }
+  for (size_t i = 0; i < ours.weights.size(); ++i)
+    EXPECT_TRUE(at::equal(ours.weights[i], theirs.weights[i])) << i;
+  EXPECT_EQ(ours.buckets, theirs.buckets);
+}
+
+TEST(BucketReducers, SaysWhatItDoesNotDo) {
+  run_ranks(2, [&](ProcessGroup group) {
+    const auto refusal = [&](auto net, DdpOptions options) -> std::string {
+      options.reducer = Reducer::lockstep;
+      try {
+        DistributedDataParallel ddp(net, group, options);
+        return "none";
+      } catch (const UsageError& error) {
+        return error.what();
+      }
+    };
+    EXPECT_EQ(refusal(std::make_shared<Net>(), {}), "none");
+    EXPECT_THAT(refusal(std::make_shared<Net>(), {.find_unused_parameters = true}),
+                HasSubstr("has no find_unused_parameters"));
+    EXPECT_THAT(refusal(std::make_shared<Net>(), {.static_graph = true}),
+                HasSubstr("has no static_graph"));
+    EXPECT_THAT(refusal(std::make_shared<Net>(), {.comm_hook = CommHook::bf16_compress}),
+                HasSubstr("has no communication hooks"));
+    EXPECT_THAT(refusal(std::make_shared<Lookup>(), {}), HasSubstr("has no sparse gradients"));
+  });
+}
+
+TEST(BucketReducers, AParameterThatComesTwiceIsNamed) {
+  run_ranks(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Net>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group, {.reducer = Reducer::lockstep});
+    // The first backward does not reach one layer; the second, of the same forward, runs into the
+    // other again.
+    const at::Tensor hidden = ddp.module().first(values({4, 6}, 0));
+    ddp(values({4, 6}, 1));
+    hidden.sum().backward();
+    try {
+      ddp.module().first(values({4, 6}, 2)).sum().backward();
+      ADD_FAILURE() << "accepted";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("first."));
+      EXPECT_THAT(error.what(), HasSubstr("twice"));
+    }
+  });
+}
+
+TEST(BucketReducers, GradientsOutliveTheWrapperAndTheGroup) {
+  for (const std::string backend : {"gloo", "shm"}) {
+    std::vector<std::shared_ptr<Net>> nets(2);
+    run_ranks(2,
+              [&](ProcessGroup group) {
+                auto net = std::make_shared<Net>();
+                fill(*net, 1);
+                DistributedDataParallel ddp(net, group);
+                ddp(values({4, 6}, group.rank())).sum().backward();
+                nets[static_cast<size_t>(group.rank())] = net;
+              },
+              {.backend = backend});
+    EXPECT_TRUE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
+    nets[0]->first->weight.grad().zero_();
+    EXPECT_FALSE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
+    // Once the wrapper is gone, backward only adds up.
+    nets[0]->forward(values({4, 6}, 3)).sum().backward();
+  }
+}
+
+TEST(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
+  run_ranks(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Net>();
+    DistributedDataParallel ddp(net, group);
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    for (const bool to_none : {false, true, false}) {
+      ddp(values({4, 6}, group.rank())).sum().backward();
+      sgd.step();
+      sgd.zero_grad(to_none);
+      EXPECT_EQ(net->first->weight.grad().defined(), !to_none);
+    }
+  });
+}
+
+TEST(BucketReducers, AGraphOfGradientsIsNotAveragedButTheGradientsAre) {
+  run_ranks(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Net>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group);
+    const at::Tensor loss = ddp(values({4, 6}, group.rank())).square().sum();
+    loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    at::Tensor mean = net->second->bias.grad().detach().clone();
+    at::Tensor other = mean.clone();
+    group.broadcast(other, 0);
+    EXPECT_TRUE(at::equal(mean, other));
+    for (auto& parameter : net->parameters()) parameter.mutable_grad().reset();
+  });
+}
+
+TEST(ScaledCopy, HasTheBitsOfMul) {
+  at::manual_seed(7);
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    for (const int ranks : {2, 3, 5, 7}) {
+      for (const int64_t count : {0, 1, 7, 33, 40'000}) {
+        const at::Tensor source = at::randn({count}).to(type);
+        at::Tensor target = at::empty_like(source);
+        detail::scaled_copy(target, source, 1.0 / ranks);
+        EXPECT_TRUE(at::equal(target, source.mul(1.0 / ranks))) << type << " " << count;
+      }
+    }
+  }
+  const at::Tensor source = at::randn({5, 9}).t();
+  at::Tensor target = at::empty({9, 5});
+  detail::scaled_copy(target, source, 1.0 / 3);
+  EXPECT_TRUE(at::equal(target, source.mul(1.0 / 3)));
+}
+
+}  // namespace
+}  // namespace lockstep

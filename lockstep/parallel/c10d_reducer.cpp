@@ -1,0 +1,218 @@
+// LibTorch's reducer: for the options and devices that our own leaves to it.
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <type_traits>
+#include <unordered_map>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/parallel/bucket_layout.h"
+#include "lockstep/parallel/comm_hook.h"
+#include "lockstep/parallel/gradient_reducer.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// What outlives a reducer while a graph that passed its sink still waits for backward.
+struct SinkState {
+  c10d::Reducer* reducer = nullptr;  ///< Null once it is gone.
+  bool delay_all_reduce = false;     ///< A static graph before its first backward.
+};
+
+/// Copies the outputs of forward, so that backward passes here whichever of them the loss uses. The
+/// unused ones then send undefined gradients to their parameters, whose hooks fire all the same,
+/// and the reducer can finish. In a static graph's first backward it also asks the reducer to
+/// communicate only after everything is computed.
+class Sink : public torch::autograd::Function<Sink> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const std::shared_ptr<SinkState>& state,
+                                                at::TensorList outputs) {
+    context->set_materialize_grads(false);
+    context->saved_data["state"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(state));
+    torch::autograd::variable_list copies;
+    for (const at::Tensor& output : outputs) copies.push_back(output.clone());
+    return copies;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto holder = context->saved_data["state"].toCapsule();
+    const auto& state = static_cast<Holder&>(*holder).state;
+    if (state->delay_all_reduce) {
+      state->delay_all_reduce = false;
+      torch::autograd::Engine::get_default_engine().queue_callback([state] {
+        if (state->reducer != nullptr) state->reducer->delay_all_reduce();
+      });
+    }
+    gradients.insert(gradients.begin(), at::Tensor());
+    return gradients;
+  }
+
+ private:
+  struct Holder : torch::CustomClassHolder {
+    explicit Holder(std::shared_ptr<SinkState> s) : state(std::move(s)) {}
+    std::shared_ptr<SinkState> state;
+  };
+};
+
+c10::intrusive_ptr<c10d::ProcessGroup> native_of(const ProcessGroup& group) {
+  return c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group.native());
+}
+
+/// The Reducer's constructor has grown: some releases of LibTorch want the caps of single buckets
+/// after the other arguments.
+template <class Reducer, class... Args>
+std::unique_ptr<Reducer> construct(Args&&... args) {
+  if constexpr (std::is_constructible_v<Reducer, Args...>) {
+    return std::make_unique<Reducer>(std::forward<Args>(args)...);
+  } else {
+    return std::make_unique<Reducer>(std::forward<Args>(args)..., std::vector<int64_t>{});
+  }
+}
+
+/// LibTorch's reducer with the buckets that Python's DistributedDataParallel gives it, and without
+/// a hook. The only place that knows the constructor's arguments, which differ between LibTorch's
+/// versions.
+std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>& parameters,
+                                            const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                            const DdpOptions& options) {
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> sparse;
+  std::unordered_map<size_t, std::string> names;
+  for (const ReducedParameter& parameter : parameters) {
+    names[tensors.size()] = parameter.name;
+    tensors.push_back(parameter.tensor);
+    sparse.push_back(parameter.sparse_gradient);
+  }
+  const BucketCaps caps = bucket_caps(options);
+  BucketLayout buckets = first_layout(tensors, sparse, options);
+  const bool skip_unused = false, python_reducer = false;
+  return construct<c10d::Reducer>(std::move(tensors), std::move(buckets), group, std::move(sparse),
+                                  caps.rest, options.find_unused_parameters,
+                                  options.gradient_as_bucket_view, std::move(names), caps.first,
+                                  skip_unused, python_reducer);
+}
+
+/// The parameters that the reducer's message lists: "... did not receive grad for rank 1: 4 5".
+std::vector<std::string> missing_names(const std::string& message,
+                                       const std::vector<ReducedParameter>& parameters) {
+  const size_t at = message.find("did not receive grad for rank");
+  const size_t colon = at == std::string::npos ? at : message.find(": ", at);
+  if (colon == std::string::npos) return {};
+  const size_t end = message.find('\n', colon);
+  std::vector<std::string> names;
+  for (const std::string& word : split(message.substr(colon + 2, end - colon - 2), ' ')) {
+    const auto index = parse_int(word);
+    if (index && *index >= 0 && *index < static_cast<int64_t>(parameters.size())) {
+      names.push_back(parameters[*index].name);
+    }
+  }
+  return names;
+}
+
+class C10dReducer : public GradientReducer {
+ public:
+  C10dReducer(const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
+              const DdpOptions& options)
+      : rank_(group.rank()),
+        find_unused_(options.find_unused_parameters && !options.static_graph),
+        parameters_(parameters),
+        sink_(std::make_shared<SinkState>()),
+        reducer_(make_reducer(parameters_, native_of(group), options)) {
+    // The reducer uses its logger without asking whether it has one when unused parameters change.
+    logger_ = std::make_shared<c10d::Logger>(reducer_);
+    reducer_->set_logger(logger_);
+    register_hook(*reducer_, group, options);
+    if (options.static_graph) reducer_->set_static_graph();
+    sink_->reducer = reducer_.get();
+    sink_->delay_all_reduce = options.static_graph;
+  }
+
+  ~C10dReducer() override {
+    sink_->reducer = nullptr;
+    try {
+      logger_.reset();
+      reducer_.reset();
+    } catch (const std::exception& error) {
+      log_warning(std::string("closing DistributedDataParallel: ") + error.what());
+    }
+  }
+
+  void before_forward(bool synchronizing) override {
+    translate([&] {
+      if (synchronizing) reducer_->prepare_for_forward();
+      if (reducer_->rebuild_buckets()) rebuilt_ = true;
+    });
+  }
+
+  bool wants_outputs() const override {
+    return c10::GradMode::is_enabled() && (find_unused_ || sink_->delay_all_reduce);
+  }
+
+  void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) override {
+    if (synchronizing) {
+      translate([&] {
+        reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
+      });
+    }
+    if (wants_outputs()) pass_sink(outputs);
+  }
+
+  void fill(DdpStatistics& statistics) const override {
+    statistics.buckets_rebuilt = rebuilt_;
+    for (const auto& bucket : reducer_->get_grad_buckets(/*return_zero_tensors=*/false)) {
+      const at::Tensor& buffer = bucket.getBuffer();
+      statistics.bucket_bytes.push_back(
+          buffer.defined() ? buffer.numel() * static_cast<int64_t>(buffer.element_size()) : 0);
+    }
+  }
+
+ private:
+  void pass_sink(std::vector<at::Tensor>& outputs) {
+    std::vector<at::Tensor> passing;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].grad_fn()) continue;
+      passing.push_back(outputs[i]);
+      places.push_back(i);
+    }
+    if (passing.empty()) return;
+    const auto passed = Sink::apply(sink_, at::TensorList(passing));
+    for (size_t i = 0; i < places.size(); ++i) outputs[places[i]] = passed[i];
+  }
+
+  /// The reducer's complaint about parameters without a gradient, in our words and with names.
+  template <class F>
+  void translate(F&& call) const {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      const std::string message = error.what_without_backtrace();
+      if (message.find("Expected to have finished reduction") == std::string::npos) throw;
+      throw_unfinished(rank_, missing_names(message, parameters_));
+    }
+  }
+
+  int rank_;
+  bool find_unused_;
+  bool rebuilt_ = false;
+  std::vector<ReducedParameter> parameters_;
+  std::shared_ptr<SinkState> sink_;
+  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Logger> logger_;
+};
+
+}  // namespace
+
+std::unique_ptr<GradientReducer> make_c10d_reducer(const std::vector<ReducedParameter>& parameters,
+                                                   const ProcessGroup& group,
+                                                   const DdpOptions& options) {
+  return std::make_unique<C10dReducer>(parameters, group, options);
+}
+
+}  // namespace lockstep::detail

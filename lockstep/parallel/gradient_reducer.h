@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/ddp.h"
+
+namespace lockstep::detail {
+
+/// A parameter that gets a gradient, with what a reducer wants to know of it.
+struct ReducedParameter {
+  std::string name;
+  at::Tensor tensor;
+  bool sparse_gradient = false;
+};
+
+/// Averages gradients over a group's ranks while backward runs. One thread at a time, and one
+/// backward at a time.
+class GradientReducer {
+ public:
+  virtual ~GradientReducer() = default;
+  /// Before a forward that records a graph; `synchronizing`: its backward will be reduced. Throws
+  /// UsageError naming the parameters that got no gradient in a backward that reduced others.
+  virtual void before_forward(bool synchronizing) = 0;
+  /// Whether `before_backward` must see the forward's outputs.
+  virtual bool wants_outputs() const { return false; }
+  /// After such a forward. May replace the outputs.
+  virtual void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) = 0;
+  virtual void fill(DdpStatistics& statistics) const = 0;
+};
+
+/// The options' choice. A collective.
+std::unique_ptr<GradientReducer> make_gradient_reducer(
+    const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
+    const DdpOptions& options);
+
+/// c10d::Reducer.
+std::unique_ptr<GradientReducer> make_c10d_reducer(const std::vector<ReducedParameter>& parameters,
+                                                   const ProcessGroup& group,
+                                                   const DdpOptions& options);
+/// Our own; `why_not_own` must be empty.
+std::unique_ptr<GradientReducer> make_bucket_reducer(
+    const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
+    const DdpOptions& options);
+/// What of this our own reducer does not do; empty when it does it all.
+std::string why_not_own(const std::vector<ReducedParameter>& parameters, const DdpOptions& options);
+
+/// The error of a backward that left parameters of these names without a gradient.
+[[noreturn]] void throw_unfinished(int rank, const std::vector<std::string>& names);
+
+}  // namespace lockstep::detail
