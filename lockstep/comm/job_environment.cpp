@@ -256,18 +256,17 @@ void read_slurm_master(const Variables& env, JobEnvironment& job) {
       id ? derived_port(*env.text(*id) + "." + (step ? *env.text(*step) : "0")) : kDefaultPort;
 }
 
+// Who started the ranks does not know where rank 0 listens: it is found out when they meet.
 void read_openmpi_master(const Variables& env, JobEnvironment& job) {
-  if (job.master_addr.empty()) {
-    if (!job.single_host) {
-      throw UsageError("Open MPI's variables do not say on which host rank 0 runs",
-                       "mpirun -x MASTER_ADDR=HOST, with the host of rank 0");
-    }
-    job.master_addr = "127.0.0.1";
-  }
-  if (job.master_port != 0) return;
+  if (job.master_addr.empty() && job.single_host) job.master_addr = "127.0.0.1";
+  if (!job.master_addr.empty() && job.master_port != 0) return;
+  job.master_unknown = true;
   const auto id =
       env.first_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"});
-  job.master_port = id ? derived_port(*env.text(*id)) : kDefaultPort;
+  const auto folder = env.text("PMIX_SERVER_TMPDIR");
+  if (id && folder && job.single_host)
+    job.meeting_file = *folder + "/lockstep-store." + *env.text(*id);
+  if (job.master_port == 0) job.master_port = id ? derived_port(*env.text(*id)) : kDefaultPort;
 }
 
 void read_master(const Variables& env, JobEnvironment& job) {

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/mpirun_meeting.h"
 #include "lockstep/comm/socket.h"
 
 namespace lockstep {
@@ -152,6 +153,11 @@ bool holds_store(const Rendezvous& plan) {
   return plan.kind == Rendezvous::Kind::tcp && !plan.job.agent_store && plan.job.rank == 0;
 }
 
+void find_master(Rendezvous& plan, std::chrono::milliseconds timeout) {
+  if (plan.kind != Rendezvous::Kind::tcp || !plan.job.master_unknown) return;
+  plan.listen_fd = meet_under_mpirun(plan.job, timeout).release();
+}
+
 Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout) {
   if (plan.kind == Rendezvous::Kind::none) return hash_store();
   if (plan.kind == Rendezvous::Kind::file) {
@@ -163,6 +169,7 @@ Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout) {
   options.host = plan.job.master_addr;
   options.port = plan.job.master_port;
   options.is_listener = holds_store(plan);
+  options.listen_fd = plan.listen_fd;
   options.all_interfaces = !plan.job.single_host;
   options.world_size = plan.job.world_size;
   options.timeout = timeout;

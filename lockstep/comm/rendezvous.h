@@ -12,11 +12,16 @@ namespace lockstep {
 struct Rendezvous {
   JobEnvironment job;
   enum class Kind { none, tcp, file } kind = Kind::none;
-  std::string path;  ///< Of the file.
+  std::string path;    ///< Of the file.
+  int listen_fd = -1;  ///< Rank 0: a socket that listens already; `open_store` takes it over.
 };
 
 /// Reads the init method, the options and the environment; connects to nothing. Throws UsageError.
 Rendezvous plan_rendezvous(const InitOptions& options, const Lookup& lookup);
+
+/// Where the launcher did not say at what address rank 0 listens, finds it out: rank 0 takes a free
+/// port and tells the others (see mpirun_meeting.h). Blocks until it has. Else does nothing.
+void find_master(Rendezvous& plan, std::chrono::milliseconds timeout);
 
 /// Makes or joins the store. Rank 0 listens, unless the launcher does. Throws as tcp_store does.
 Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout);

@@ -13,7 +13,9 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/mpirun_meeting.h"
 #include "lockstep/comm/poll.h"
 #include "lockstep/comm/rendezvous.h"
 #include "lockstep/comm/socket.h"
@@ -215,8 +217,9 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   const milliseconds timeout = timeout_of(options);
   context->debug = debug_of(options);
   if (options.backend != "auto") backend_info(options.backend);
-  const Rendezvous plan =
+  Rendezvous plan =
       plan_rendezvous(options, [](const std::string& name) { return env_string(name); });
+  find_master(plan, timeout);
   job = plan.job;
   default_local_ranks(job);
   context->rank = job.rank;
@@ -249,6 +252,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   for (int rank = 0; rank < job.world_size; ++rank) everyone.push_back(rank);
   group = ProcessGroup(form_group(context, kDefaultGroup, everyone, context->backend));
   if (job.local_rank < 0 || job.local_size < 0) find_local_ranks(context->own_store, job);
+  forget_meeting(job);
 }
 
 void World::Impl::say_farewell(bool failing) {
@@ -289,6 +293,7 @@ void World::Impl::close(bool failing) noexcept {
   context->store = {};
   context->own_store = {};
   root_ = {};
+  mpi::end(failing);
 }
 
 World::World(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

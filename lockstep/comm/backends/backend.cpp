@@ -5,13 +5,14 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/backends/nccl/nccl.h"
 #include "lockstep/comm/backends/shm/shm.h"
 
 namespace lockstep {
 
 std::vector<BackendInfo> available_backends() {
-  return {nccl::info(), shm::info(), gloo::info()};
+  return {nccl::info(), shm::info(), gloo::info(), mpi::info()};
 }
 
 BackendInfo backend_info(const std::string& name) {
@@ -30,6 +31,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
     throw UsageError("backend '" + name + "' cannot be used: " + info.reason, info.remedy);
   }
   if (name == "nccl") return nccl::make(options);
+  if (name == "mpi") return mpi::make(options);
   return name == "shm" ? shm::make(options) : gloo::make(options);
 }
 

@@ -1,0 +1,590 @@
+#include "lockstep/comm/backends/mpi/mpi_backend.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/backends/mpi/checks.h"
+#include "lockstep/comm/process_identity.h"
+
+namespace lockstep::mpi {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+
+constexpr std::chrono::milliseconds kAbortPatience{300};
+
+/// The element `index` of a contiguous tensor.
+void* element(const at::Tensor& tensor, int64_t index) {
+  return static_cast<char*>(tensor.data_ptr()) + index * tensor.element_size();
+}
+
+int world_rank(const BackendOptions& options, int rank) {
+  const auto index = static_cast<size_t>(rank);
+  return index < options.global_ranks.size() ? options.global_ranks[index] : rank;
+}
+
+std::shared_ptr<Engine> engine_for(const BackendOptions& options) {
+  int largest = 0;
+  for (int rank = 0; rank < options.size; ++rank)
+    largest = std::max(largest, world_rank(options, rank));
+  return Engine::get(world_rank(options, options.rank), largest + 1);
+}
+
+std::string here_key(int rank) {
+  return "mpi/here/" + std::to_string(rank);
+}
+
+/// FNV-1a: the same number on all ranks, so that groups formed at once do not mix.
+int tag_of(const std::string& name) {
+  uint32_t hash = 2166136261u;
+  for (const unsigned char c : name) hash = (hash ^ c) * 16777619u;
+  return static_cast<int>(hash % 32768);
+}
+
+void make_communicator(Group& group) {
+  MPI_Group all = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+  check(MPI_Comm_group(MPI_COMM_WORLD, &all), "MPI_Comm_group");
+  check(MPI_Group_incl(all, group.size, group.world_ranks.data(), &members), "MPI_Group_incl");
+  check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag_of(group.name), &group.communicator),
+        "MPI_Comm_create_group");
+  check(MPI_Comm_set_errhandler(group.communicator, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  MPI_Group_free(&members);
+  MPI_Group_free(&all);
+}
+
+/// All members meet in the store first: there they can be missed, and named, while MPI would wait
+/// for ever. What remains for MPI takes no time.
+std::shared_ptr<Group> form(const BackendOptions& options, Engine& engine) {
+  auto group = std::make_shared<Group>();
+  group->name = options.group_name;
+  group->rank = options.rank;
+  group->size = options.size;
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < options.size; ++rank) {
+    group->world_ranks.push_back(world_rank(options, rank));
+    keys.push_back(here_key(rank));
+  }
+  if (options.size > 1) {
+    options.store->set(here_key(options.rank), process_identity());
+    options.store->wait(keys, options.timeout);
+    for (const auto& key : keys) group->identities.push_back(options.store->get_to_str(key));
+  }
+  engine.run([group] { make_communicator(*group); }, options.timeout,
+             "making the communicator of group '" + group->name + "'");
+  return group;
+}
+
+}  // namespace
+
+MpiBackend::MpiBackend(const BackendOptions& options, MpiBackendOptions own)
+    : c10d::Backend(options.rank, options.size),
+      own_(own),
+      engine_(engine_for(options)),
+      group_(form(options, *engine_)),
+      timeout_(options.timeout) {}
+
+MpiBackend::~MpiBackend() {
+  close(/*abort=*/false);
+}
+
+void MpiBackend::close(bool abort) {
+  if (closed_.exchange(true)) return;
+  try {
+    engine_->retire(group_, abort, abort ? kAbortPatience : timeout_.load() + kAbortPatience);
+  } catch (const std::exception&) {
+    // MPI has ended before, or does not return: there is nothing left to free.
+  }
+}
+
+MpiBackend::OwnWork MpiBackend::make_work(Operation operation, Tensors results,
+                                          std::chrono::milliseconds timeout) {
+  if (closed_)
+    throw CommError(std::string(operation_name(operation)) + ": group '" + group_->name +
+                    "' is closed");
+  MpiWork::Description description;
+  description.operation = operation;
+  description.results = std::move(results);
+  description.timeout = timeout.count() > 0 ? timeout : timeout_.load();
+  if (operation < Operation::send)
+    description.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  return c10::make_intrusive<MpiWork>(engine_, group_, std::move(description));
+}
+
+MpiBackend::WorkPtr MpiBackend::submit(OwnWork work) {
+  engine_->submit(work);
+  return work;
+}
+
+MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const at::Tensor& tensor = only("broadcast", tensors);
+  check_root("broadcast", options.rootRank, getSize());
+  const int root = static_cast<int>(options.rootRank);
+  const MPI_Datatype type = moved_type(tensor);
+  auto work = make_work(Operation::broadcast, tensors, options.timeout);
+  const at::Tensor data = getRank() == root ? work->given(tensor, tensor.scalar_type())
+                                            : work->taken(tensor, tensor.scalar_type(), false);
+  for (int64_t at = 0; at < data.numel(); at += own_.piece) {
+    const int count = static_cast<int>(std::min(own_.piece, data.numel() - at));
+    work->add("MPI_Ibcast", [=, to = element(data, at)](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Ibcast(to, count, type, root, comm, request);
+    });
+  }
+  work->bytes = data.nbytes();
+  return submit(work);
+}
+
+void MpiBackend::add_all_reduce(MpiWork& work, const char* operation, const at::Tensor& tensor,
+                                const c10d::ReduceOp& op) {
+  check_dense(operation, tensor);
+  const Reduction reduction = reduction_of(tensor.scalar_type(), op);
+  at::Tensor data = work.taken(tensor, reduction.dtype, true);
+  premultiply(data, op);
+  for (int64_t at = 0; at < data.numel(); at += own_.piece) {
+    const int count = static_cast<int>(std::min(own_.piece, data.numel() - at));
+    work.add("MPI_Iallreduce", [=, to = element(data, at)](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Iallreduce(MPI_IN_PLACE, to, count, reduction.type, reduction.op, comm, request);
+    });
+  }
+  work.afterwards([data, op, size = getSize()] { average(data, op, size); });
+  work.bytes += data.nbytes();
+}
+
+MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+  const at::Tensor& tensor = only("all_reduce", tensors);
+  reduction_of(tensor.scalar_type(), options.reduceOp);
+  auto work = make_work(Operation::all_reduce, tensors, options.timeout);
+  add_all_reduce(*work, "all_reduce", tensor, options.reduceOp);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  for (const auto& tensor : tensors) {
+    check_dense("all_reduce_coalesced", tensor);
+    reduction_of(tensor.scalar_type(), options.reduceOp);
+  }
+  auto work = make_work(Operation::all_reduce_coalesced, tensors, options.timeout);
+  for (const auto& tensor : tensors)
+    add_all_reduce(*work, "all_reduce_coalesced", tensor, options.reduceOp);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor& tensor = only("reduce", tensors);
+  check_root("reduce", options.rootRank, getSize());
+  const int root = static_cast<int>(options.rootRank);
+  const Reduction reduction = reduction_of(tensor.scalar_type(), options.reduceOp);
+  auto work = make_work(Operation::reduce, tensors, options.timeout);
+  const bool is_root = getRank() == root;
+  at::Tensor data =
+      is_root ? work->taken(tensor, reduction.dtype, true) : work->given(tensor, reduction.dtype);
+  if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM && !is_root)
+    data = work->given(data.clone(), reduction.dtype);
+  premultiply(data, options.reduceOp);
+  for (int64_t at = 0; at < data.numel(); at += own_.piece) {
+    const int count = static_cast<int>(std::min(own_.piece, data.numel() - at));
+    work->add("MPI_Ireduce", [=, mine = element(data, at)](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Ireduce(is_root ? MPI_IN_PLACE : mine, mine, count, reduction.type, reduction.op,
+                         root, comm, request);
+    });
+  }
+  if (is_root) {
+    work->afterwards([data, op = options.reduceOp, size = getSize()] { average(data, op, size); });
+  }
+  work->bytes = data.nbytes();
+  return submit(work);
+}
+
+void MpiBackend::add_all_gather(MpiWork& work, const char* operation, const at::Tensor& output,
+                                const at::Tensor& input) {
+  const int count = count_of(operation, input.numel());
+  const MPI_Datatype type = moved_type(input);
+  const at::Tensor mine = work.given(input, input.scalar_type());
+  const at::Tensor all = work.taken(output, output.scalar_type(), false);
+  work.bytes += all.nbytes();
+  if (count == 0) return;
+  work.add("MPI_Iallgather",
+           [=, from = mine.data_ptr(), to = all.data_ptr()](MPI_Comm comm, MPI_Request* request) {
+             return MPI_Iallgather(from, count, type, to, count, type, comm, request);
+           });
+}
+
+MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  const at::Tensor& input = only("all_gather", inputs);
+  const Tensors& list = only_list("all_gather", outputs, getSize());
+  expect_alike("all_gather", input, list);
+  auto work = make_work(Operation::all_gather, list, options.timeout);
+  const at::Tensor all = work->fresh({getSize(), input.numel()}, input.options());
+  add_all_gather(*work, "all_gather", all, input);
+  for (int rank = 0; rank < getSize(); ++rank)
+    work->copy_at_end(list[static_cast<size_t>(rank)], all[rank].view(input.sizes()));
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
+  check_dense("all_gather_into_tensor", output);
+  check_dense("all_gather_into_tensor", input);
+  expect_multiple("all_gather_into_tensor", output, input, getSize());
+  auto work = make_work(Operation::all_gather_into_tensor, {output}, options.timeout);
+  add_all_gather(*work, "all_gather_into_tensor", output, input);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const char* name = "all_gather_into_tensor_coalesced";
+  if (outputs.size() != inputs.size())
+    throw UsageError(std::string(name) + ": as many outputs as inputs are needed");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_dense(name, outputs[i]);
+    check_dense(name, inputs[i]);
+    expect_multiple(name, outputs[i], inputs[i], getSize());
+  }
+  auto work = make_work(Operation::all_gather_into_tensor_coalesced, outputs, options.timeout);
+  for (size_t i = 0; i < inputs.size(); ++i) add_all_gather(*work, name, outputs[i], inputs[i]);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  // outputs[rank][i]: the i-th input of that rank.
+  const char* name = "all_gather_coalesced";
+  if (outputs.size() != static_cast<size_t>(getSize()))
+    throw UsageError(std::string(name) + ": expected one list a rank");
+  Tensors results;
+  for (const auto& list : outputs) {
+    if (list.size() != inputs.size())
+      throw UsageError(std::string(name) + ": expected as many outputs a rank as inputs");
+    results.insert(results.end(), list.begin(), list.end());
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_dense(name, inputs[i]);
+    for (const auto& list : outputs) expect_alike(name, inputs[i], {list[i]});
+  }
+  auto work = make_work(Operation::all_gather_coalesced, std::move(results), options.timeout);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor all = work->fresh({getSize(), inputs[i].numel()}, inputs[i].options());
+    add_all_gather(*work, name, all, inputs[i]);
+    for (int rank = 0; rank < getSize(); ++rank)
+      work->copy_at_end(outputs[static_cast<size_t>(rank)][i], all[rank].view(inputs[i].sizes()));
+  }
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
+  const at::Tensor& input = only("gather", inputs);
+  check_root("gather", options.rootRank, getSize());
+  const int root = static_cast<int>(options.rootRank);
+  const bool is_root = getRank() == root;
+  Tensors list;
+  if (is_root) {
+    list = only_list("gather", outputs, getSize());
+    expect_alike("gather", input, list);
+  } else if (!outputs.empty() && !outputs[0].empty()) {
+    throw UsageError("gather: outputs are for the root only");
+  }
+  const int count = count_of("gather", input.numel());
+  const MPI_Datatype type = moved_type(input);
+  auto work = make_work(Operation::gather, list, options.timeout);
+  const at::Tensor mine = work->given(input, input.scalar_type());
+  at::Tensor all;
+  if (is_root) all = work->fresh({getSize(), input.numel()}, input.options());
+  if (count > 0) {
+    work->add("MPI_Igather", [=, from = mine.data_ptr(), to = is_root ? all.data_ptr() : nullptr](
+                                 MPI_Comm comm, MPI_Request* request) {
+      return MPI_Igather(from, count, type, to, count, type, root, comm, request);
+    });
+  }
+  for (size_t rank = 0; rank < list.size(); ++rank)
+    work->copy_at_end(list[rank], all[static_cast<int64_t>(rank)].view(input.sizes()));
+  work->bytes = mine.nbytes() * static_cast<size_t>(is_root ? getSize() : 1);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                        const c10d::ScatterOptions& options) {
+  const at::Tensor& output = only("scatter", outputs);
+  check_root("scatter", options.rootRank, getSize());
+  const int root = static_cast<int>(options.rootRank);
+  const bool is_root = getRank() == root;
+  Tensors list;
+  if (is_root) {
+    list = only_list("scatter", inputs, getSize());
+    expect_alike("scatter", output, list);
+  } else if (!inputs.empty() && !inputs[0].empty()) {
+    throw UsageError("scatter: inputs are for the root only");
+  }
+  const int count = count_of("scatter", output.numel());
+  const MPI_Datatype type = moved_type(output);
+  auto work = make_work(Operation::scatter, outputs, options.timeout);
+  at::Tensor all;
+  if (is_root) all = work->given(at::stack(list), output.scalar_type());
+  const at::Tensor mine = work->taken(output, output.scalar_type(), false);
+  if (count > 0) {
+    work->add("MPI_Iscatter", [=, from = is_root ? all.data_ptr() : nullptr, to = mine.data_ptr()](
+                                  MPI_Comm comm, MPI_Request* request) {
+      return MPI_Iscatter(from, count, type, to, count, type, root, comm, request);
+    });
+  }
+  work->bytes = mine.nbytes() * static_cast<size_t>(is_root ? getSize() : 1);
+  return submit(work);
+}
+
+void MpiBackend::add_reduce_scatter(MpiWork& work, const char* operation, const at::Tensor& output,
+                                    const at::Tensor& input, const c10d::ReduceOp& op) {
+  const Reduction reduction = reduction_of(output.scalar_type(), op);
+  // Within MPI the whole is counted by an int as well.
+  count_of(operation, input.numel());
+  const int count = static_cast<int>(output.numel());
+  at::Tensor from = work.given(input, reduction.dtype);
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    from = work.given(from.clone(), reduction.dtype);
+    premultiply(from, op);
+  }
+  const at::Tensor to = work.taken(output, reduction.dtype, false);
+  if (count > 0) {
+    work.add("MPI_Ireduce_scatter_block", [=, first = from.data_ptr(), result = to.data_ptr()](
+                                              MPI_Comm comm, MPI_Request* request) {
+      return MPI_Ireduce_scatter_block(first, result, count, reduction.type, reduction.op, comm,
+                                       request);
+    });
+  }
+  work.afterwards([to, op, size = getSize()] { average(to, op, size); });
+  work.bytes += from.nbytes();
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  const at::Tensor& output = only("reduce_scatter", outputs);
+  const Tensors& list = only_list("reduce_scatter", inputs, getSize());
+  expect_alike("reduce_scatter", output, list);
+  reduction_of(output.scalar_type(), options.reduceOp);
+  auto work = make_work(Operation::reduce_scatter, outputs, options.timeout);
+  add_reduce_scatter(*work, "reduce_scatter", output, at::stack(list), options.reduceOp);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  check_dense("reduce_scatter_tensor", output);
+  check_dense("reduce_scatter_tensor", input);
+  expect_multiple("reduce_scatter_tensor", input, output, getSize());
+  reduction_of(output.scalar_type(), options.reduceOp);
+  auto work = make_work(Operation::reduce_scatter_tensor, {output}, options.timeout);
+  add_reduce_scatter(*work, "reduce_scatter_tensor", output, input, options.reduceOp);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  const char* name = "reduce_scatter_tensor_coalesced";
+  if (outputs.size() != inputs.size())
+    throw UsageError(std::string(name) + ": as many outputs as inputs are needed");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_dense(name, outputs[i]);
+    check_dense(name, inputs[i]);
+    expect_multiple(name, inputs[i], outputs[i], getSize());
+    reduction_of(outputs[i].scalar_type(), options.reduceOp);
+  }
+  auto work = make_work(Operation::reduce_scatter_tensor_coalesced, outputs, options.timeout);
+  for (size_t i = 0; i < inputs.size(); ++i)
+    add_reduce_scatter(*work, name, outputs[i], inputs[i], options.reduceOp);
+  return submit(work);
+}
+
+namespace {
+
+/// One side of MPI_Ialltoallw: where the part of each rank lies, as types of absolute addresses, so
+/// that parts of any tensors, of any size, need no copy.
+struct Parts {
+  std::vector<int> counts;
+  std::vector<int> zeros;
+  std::vector<MPI_Datatype> types;
+};
+
+/// Runs on the MPI thread, as all that calls MPI.
+int make_parts(const Tensors& tensors, MPI_Datatype type, Parts& parts) {
+  parts.zeros.assign(tensors.size(), 0);
+  for (const auto& tensor : tensors) {
+    MPI_Datatype part = MPI_BYTE;
+    if (tensor.numel() > 0) {
+      int length = static_cast<int>(tensor.numel());
+      MPI_Aint address = 0;
+      int code = MPI_Get_address(tensor.data_ptr(), &address);
+      if (code == MPI_SUCCESS) code = MPI_Type_create_hindexed(1, &length, &address, type, &part);
+      if (code == MPI_SUCCESS) code = MPI_Type_commit(&part);
+      if (code != MPI_SUCCESS) return code;
+    }
+    parts.counts.push_back(tensor.numel() > 0 ? 1 : 0);
+    parts.types.push_back(part);
+  }
+  return MPI_SUCCESS;
+}
+
+void free_parts(MpiWork& work, const Parts& parts) {
+  for (size_t i = 0; i < parts.types.size(); ++i) {
+    if (parts.counts[i] > 0) work.free_at_end(parts.types[i]);
+  }
+}
+
+/// The rows of a contiguous tensor that go to or come from each rank: by `splits`, even parts
+/// without.
+Tensors cut(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
+  const auto n = static_cast<size_t>(size);
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  const bool even = splits.empty();
+  int64_t sum = 0;
+  for (const int64_t split : splits) sum += split;
+  const bool negative = std::any_of(splits.begin(), splits.end(), [](int64_t s) { return s < 0; });
+  if (even ? rows % size != 0 : splits.size() != n || sum != rows || negative)
+    throw UsageError("all_to_all_single: the splits do not cut " + std::to_string(rows) +
+                     " rows into " + std::to_string(size) + " parts");
+  const at::Tensor table = tensor.dim() == 0 ? tensor.view({1}) : tensor;
+  Tensors parts;
+  int64_t row = 0;
+  for (size_t rank = 0; rank < n; ++rank) {
+    const int64_t count = even ? rows / size : splits[rank];
+    parts.push_back(table.narrow(0, row, count));
+    row += count;
+  }
+  return parts;
+}
+
+}  // namespace
+
+// As every rank knows only its own splits, all must take the same call whatever they are.
+void MpiBackend::add_all_to_all(MpiWork& work, const Tensors& outputs, const Tensors& inputs) {
+  const MPI_Datatype type = moved_type(inputs[0]);
+  auto sends = std::make_shared<Parts>(), receives = std::make_shared<Parts>();
+  for (const auto& input : inputs) work.bytes += input.nbytes();
+  work.add("MPI_Ialltoallw", [=, &work](MPI_Comm comm, MPI_Request* request) {
+    int code = make_parts(inputs, type, *sends);
+    if (code == MPI_SUCCESS) code = make_parts(outputs, type, *receives);
+    free_parts(work, *sends);
+    free_parts(work, *receives);
+    if (code != MPI_SUCCESS) return code;
+    return MPI_Ialltoallw(MPI_BOTTOM, sends->counts.data(), sends->zeros.data(),
+                          sends->types.data(), MPI_BOTTOM, receives->counts.data(),
+                          receives->zeros.data(), receives->types.data(), comm, request);
+  });
+  // MPI reads the lists until it is done.
+  work.afterwards([sends, receives] {});
+}
+
+MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<int64_t>& output_splits,
+                                              std::vector<int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
+  const char* name = "all_to_all_single";
+  check_dense(name, output);
+  check_dense(name, input);
+  if (output.scalar_type() != input.scalar_type())
+    throw UsageError(std::string(name) + ": the output is " + describe(signature_of(output)) +
+                     ", the input " + describe(signature_of(input)));
+  cut(input, input_splits, getSize());
+  cut(output, output_splits, getSize());
+  count_of(name, std::max(input.numel(), output.numel()));
+  auto work = make_work(Operation::all_to_all_single, {output}, options.timeout);
+  const at::Tensor from = work->given(input, input.scalar_type());
+  const at::Tensor to = work->taken(output, output.scalar_type(), false);
+  add_all_to_all(*work, cut(to, output_splits, getSize()), cut(from, input_splits, getSize()));
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
+  const char* name = "all_to_all";
+  only_list(name, {outputs}, getSize());
+  only_list(name, {inputs}, getSize());
+  for (const auto* list : {&inputs, &outputs}) {
+    for (const auto& tensor : *list) {
+      count_of(name, tensor.numel());
+      if (tensor.scalar_type() != inputs[0].scalar_type())
+        throw UsageError(std::string(name) + ": tensors of several dtypes");
+    }
+  }
+  auto work = make_work(Operation::all_to_all, outputs, options.timeout);
+  Tensors from, to;
+  for (const auto& input : inputs) from.push_back(work->given(input, input.scalar_type()));
+  for (const auto& output : outputs) to.push_back(work->taken(output, output.scalar_type(), false));
+  add_all_to_all(*work, to, from);
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
+  auto work = make_work(Operation::barrier, {}, options.timeout);
+  work->add("MPI_Ibarrier",
+            [](MPI_Comm comm, MPI_Request* request) { return MPI_Ibarrier(comm, request); });
+  return submit(work);
+}
+
+void MpiBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
+  barrier(options)->wait();
+}
+
+MpiBackend::WorkPtr MpiBackend::allreduce_sparse(Tensors& tensors,
+                                                 const c10d::AllreduceOptions& options) {
+  check_sparse(tensors, options.reduceOp);
+  c10d::AllgatherOptions gather;
+  gather.timeout = options.timeout;
+  at::Tensor sum = sparse_sum(tensors[0], getSize(), [&](at::Tensor input) {
+    std::vector<int64_t> shape = input.sizes().vec();
+    shape.insert(shape.begin(), getSize());
+    at::Tensor all = at::empty(shape, input.options());
+    _allgather_base(all, input, gather)->wait();
+    return all;
+  });
+  if (options.reduceOp.op_ == c10d::ReduceOp::AVG) sum = sum / getSize();
+  tensors[0].copy_(sum.coalesce());
+  auto work = make_work(Operation::all_reduce_sparse, tensors, options.timeout);
+  work->complete(nullptr);
+  return work;
+}
+
+MpiBackend::WorkPtr MpiBackend::message(Operation operation, Tensors& tensors, int peer, int tag) {
+  const std::string name(operation_name(operation));
+  const at::Tensor& tensor = only(name.c_str(), tensors);
+  if (peer != MPI_ANY_SOURCE) check_peer(name.c_str(), peer, getSize());
+  if (tag < 0 || tag > engine_->largest_tag())
+    throw UsageError(name + ": the tag " + std::to_string(tag) + " is not from 0 to " +
+                     std::to_string(engine_->largest_tag()));
+  const int count = count_of(name.c_str(), tensor.numel());
+  const MPI_Datatype type = moved_type(tensor);
+  auto work = make_work(operation, tensors, c10d::kUnsetTimeout);
+  if (operation == Operation::send) {
+    const at::Tensor data = work->given(tensor, tensor.scalar_type());
+    work->add("MPI_Isend", [=, from = data.data_ptr()](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Isend(from, count, type, peer, tag, comm, request);
+    });
+  } else {
+    const at::Tensor data = work->taken(tensor, tensor.scalar_type(), false);
+    work->expect(count, type);
+    work->add("MPI_Irecv", [=, to = data.data_ptr()](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Irecv(to, count, type, peer, tag, comm, request);
+    });
+  }
+  work->bytes = tensor.nbytes();
+  return submit(work);
+}
+
+MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int dst, int tag) {
+  return message(Operation::send, tensors, dst, tag);
+}
+
+MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int src, int tag) {
+  return message(Operation::recv, tensors, src, tag);
+}
+
+MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
+  return message(Operation::recv_any, tensors, MPI_ANY_SOURCE, tag);
+}
+
+}  // namespace lockstep::mpi

@@ -1,0 +1,255 @@
+#include "lockstep/comm/backends/mpi/work.h"
+
+#include <ATen/ATen.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/errors.h"
+
+namespace lockstep::mpi {
+namespace {
+
+c10d::OpType type_of(Operation operation) {
+  switch (operation) {
+    case Operation::all_reduce:
+    case Operation::all_reduce_sparse:
+      return c10d::OpType::ALLREDUCE;
+    case Operation::all_reduce_coalesced:
+      return c10d::OpType::ALLREDUCE_COALESCED;
+    case Operation::broadcast:
+      return c10d::OpType::BROADCAST;
+    case Operation::reduce:
+      return c10d::OpType::REDUCE;
+    case Operation::all_gather:
+      return c10d::OpType::ALLGATHER;
+    case Operation::all_gather_into_tensor:
+      return c10d::OpType::_ALLGATHER_BASE;
+    case Operation::all_gather_coalesced:
+    case Operation::all_gather_into_tensor_coalesced:
+      return c10d::OpType::ALLGATHER_COALESCED;
+    case Operation::gather:
+      return c10d::OpType::GATHER;
+    case Operation::scatter:
+      return c10d::OpType::SCATTER;
+    case Operation::reduce_scatter:
+      return c10d::OpType::REDUCE_SCATTER;
+    case Operation::reduce_scatter_tensor:
+    case Operation::reduce_scatter_tensor_coalesced:
+      return c10d::OpType::_REDUCE_SCATTER_BASE;
+    case Operation::all_to_all:
+      return c10d::OpType::ALLTOALL;
+    case Operation::all_to_all_single:
+      return c10d::OpType::ALLTOALL_BASE;
+    case Operation::barrier:
+    case Operation::monitored_barrier:
+      return c10d::OpType::BARRIER;
+    case Operation::send:
+      return c10d::OpType::SEND;
+    case Operation::recv:
+      return c10d::OpType::RECV;
+    case Operation::recv_any:
+      return c10d::OpType::RECVANYSOURCE;
+    default:
+      return c10d::OpType::UNKNOWN;
+  }
+}
+
+}  // namespace
+
+MpiWork::MpiWork(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group,
+                 Description description)
+    : c10d::Work(group->rank, type_of(description.operation)),
+      engine_(std::move(engine)),
+      group_(std::move(group)),
+      description_(std::move(description)) {}
+
+MpiWork::~MpiWork() = default;
+
+bool MpiWork::isCompleted() {
+  return completed();
+}
+
+bool MpiWork::isSuccess() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ && !exception_;
+}
+
+std::exception_ptr MpiWork::exception() const {
+  const std::lock_guard lock(mutex_);
+  return exception_;
+}
+
+bool MpiWork::wait(std::chrono::milliseconds timeout) {
+  if (!completed()) {
+    const Engine::Waiter waiter(*engine_);
+    if (engine_->is_mpi_thread()) {
+      engine_->progress_until([this] { return completed(); });
+    } else {
+      std::unique_lock lock(mutex_);
+      const auto done = [this] { return completed_; };
+      if (timeout == kNoTimeout) {
+        cv_.wait(lock, done);  // The call has a time-out of its own.
+      } else if (!cv_.wait_for(lock, timeout, done)) {
+        throw TimeoutError(text() + " is not finished after " + seconds_text(timeout) +
+                           "; it goes on");
+      }
+    }
+  }
+  if (const auto error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
+  std::unique_lock lock(mutex_);
+  if (future_) return future_;
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+  future_ = future;
+  const bool done = ended_;
+  lock.unlock();
+  if (done) resolve(*future);
+  return future;
+}
+
+at::Tensor MpiWork::given(const at::Tensor& tensor, at::ScalarType dtype) {
+  kept_.push_back(tensor.to(dtype).contiguous());
+  return kept_.back();
+}
+
+at::Tensor MpiWork::taken(const at::Tensor& tensor, at::ScalarType dtype, bool reads) {
+  if (tensor.is_contiguous() && tensor.scalar_type() == dtype) {
+    kept_.push_back(tensor);
+    return tensor;
+  }
+  at::Tensor flat = reads ? tensor.to(dtype).contiguous()
+                          : at::empty(tensor.sizes(), tensor.options().dtype(dtype));
+  copies_.emplace_back(tensor, flat);
+  return flat;
+}
+
+at::Tensor MpiWork::fresh(at::IntArrayRef shape, const at::TensorOptions& options) {
+  kept_.push_back(at::empty(shape, options));
+  return kept_.back();
+}
+
+void MpiWork::add(const char* call, Start start) {
+  starts_.emplace_back(call, std::move(start));
+}
+
+void MpiWork::start() {
+  requests_.reserve(starts_.size());
+  for (auto& [call, start] : starts_) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    const int code = start(group_->communicator, &request);
+    if (request != MPI_REQUEST_NULL) requests_.push_back(request);
+    check(code, call);
+  }
+}
+
+bool MpiWork::test() {
+  if (requests_.empty()) return true;
+  int done = 0;
+  if (requests_.size() == 1) {
+    MPI_Status status;
+    status.MPI_ERROR = MPI_SUCCESS;
+    const int code = MPI_Test(requests_.data(), &done, &status);
+    if (code != MPI_SUCCESS) {
+      status.MPI_ERROR = code;
+      throw_failure(code, {status});
+    }
+    if (done) receive_status(status);
+    return done != 0;
+  }
+  std::vector<MPI_Status> statuses(requests_.size());
+  for (auto& status : statuses) status.MPI_ERROR = MPI_SUCCESS;
+  const int code =
+      MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses.data());
+  if (code != MPI_SUCCESS) throw_failure(code, statuses);
+  return done != 0;
+}
+
+void MpiWork::receive_status(const MPI_Status& status) {
+  if (expected_ < 0) return;
+  int elements = 0;
+  check(MPI_Get_count(&status, expected_type_, &elements), "MPI_Get_count");
+  source_ = status.MPI_SOURCE;
+  if (elements == expected_) return;
+  throw MismatchError(text() + " got " +
+                      (elements == MPI_UNDEFINED ? "a part of an element"
+                                                 : std::to_string(elements) + " elements") +
+                      " from " + rank_list({status.MPI_SOURCE}, group_->world_ranks) +
+                      ", expected " + std::to_string(expected_));
+}
+
+void MpiWork::throw_failure(int code, const std::vector<MPI_Status>& statuses) const {
+  for (const auto& status : statuses) {
+    int kind = MPI_SUCCESS;
+    if (status.MPI_ERROR == MPI_SUCCESS || status.MPI_ERROR == MPI_ERR_PENDING) continue;
+    code = status.MPI_ERROR;
+    MPI_Error_class(status.MPI_ERROR, &kind);
+    if (kind == MPI_ERR_TRUNCATE) {
+      throw MismatchError(text() + " got more data than fits its tensor, expected " +
+                          (expected_ < 0 ? "what the others were to send"
+                                         : std::to_string(expected_) + " elements"));
+    }
+  }
+  check(code, text().c_str());
+  throw CommError(text() + " failed without a reason");
+}
+
+void MpiWork::cancel() {
+  if (description_.operation != Operation::recv && description_.operation != Operation::recv_any)
+    return;
+  for (auto& request : requests_) {
+    if (request != MPI_REQUEST_NULL) MPI_Cancel(&request);
+  }
+  expected_ = -1;
+}
+
+void MpiWork::release() noexcept {
+  for (auto& type : types_) MPI_Type_free(&type);
+  types_.clear();
+  requests_.clear();
+  starts_.clear();
+}
+
+void MpiWork::complete(std::exception_ptr error) {
+  if (!error) {
+    try {
+      for (const auto& step : steps_) step();
+      for (auto& [to, from] : copies_) to.copy_(from);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    exception_ = error;
+    future = future_;
+  }
+  // Before those who wait go on: they may ask the future for its value.
+  if (future) resolve(*future);
+  {
+    const std::lock_guard lock(mutex_);
+    completed_ = true;
+    done_.store(true, std::memory_order_release);
+  }
+  cv_.notify_all();
+}
+
+void MpiWork::resolve(c10::ivalue::Future& future) const {
+  if (const auto error = exception()) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(description_.results));
+  }
+}
+
+std::string MpiWork::text() const {
+  const std::string name(operation_name(description_.operation));
+  if (!is_collective()) return name + " in group '" + group_->name + "'";
+  return name + ", collective " + std::to_string(description_.sequence) + " of group '" +
+         group_->name + "',";
+}
+
+}  // namespace lockstep::mpi
