@@ -75,7 +75,8 @@ class CheckedBackend final : public c10d::Backend {
         store_(std::move(store)),
         options_(std::move(options)),
         over_gloo_(inner_->getBackendName() == "gloo"),
-        over_shm_(inner_->getBackendName() == "shm"),
+        over_own_(inner_->getBackendName() == "shm" ||
+                  inner_->getBackendName() == "hierarchical"),
         context_(std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
                                                 options_.group_name, options_.timeout)),
         checks_(*context_, options_.announced, comparison_limit()),
@@ -402,7 +403,7 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
-    if (!work || over_shm_) return work;
+    if (!work || over_own_) return work;
     return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer);
   }
 
@@ -450,7 +451,7 @@ class CheckedBackend final : public c10d::Backend {
   const StorePtr store_;
   const CheckedBackendOptions options_;
   const bool over_gloo_;
-  const bool over_shm_;  ///< Its errors are ours already.
+  const bool over_own_;  ///< A backend of ours, whose errors are ours already.
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};

@@ -135,9 +135,11 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.device = device_;
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;
+  options.debug = this->context->debug;
   try {
     const QuietNativeLog quiet;
     auto inner = make_backend(backend_name, options);
+    transport_ = inner->getBackendName();
     backend_ =
         with_checks(*this->context, std::move(inner), check_store, this->name, this->global_ranks);
   } catch (const Error&) {
@@ -177,7 +179,7 @@ Work ProcessGroup::Impl::make_work(c10::intrusive_ptr<c10d::Work> work,
                                    std::vector<at::Tensor> kept_alive, bool p2p) const {
   return Work(std::make_shared<detail::WorkState>(
       std::move(work), std::move(outputs), std::move(kept_alive),
-      p2p && backend_name == "gloo" ? waiters_ : nullptr));
+      p2p && (transport_ == "gloo" || transport_ == "hierarchical") ? waiters_ : nullptr));
 }
 
 void ProcessGroup::Impl::close(bool abort) noexcept {

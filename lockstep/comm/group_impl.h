@@ -46,6 +46,8 @@ class ProcessGroup::Impl {
   /// The backend with its checks. Throws CommError once the group is closed.
   c10d::Backend& backend() const;
   c10d::ProcessGroup& native() const;
+  /// The backend that was made: hierarchical makes a simpler one where there is no hierarchy.
+  const std::string& transport() const { return transport_; }
   /// Where tensors of this group's own messages live.
   c10::Device device() const { return device_; }
 
@@ -68,6 +70,7 @@ class ProcessGroup::Impl {
 
  private:
   c10::Device device_;
+  std::string transport_;
   std::shared_ptr<detail::WaiterPool> waiters_;
   c10::intrusive_ptr<c10d::ProcessGroup> native_;
   c10::intrusive_ptr<c10d::Backend> backend_;

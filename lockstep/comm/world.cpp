@@ -1,12 +1,10 @@
 #include "lockstep/comm/world.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
-#include <filesystem>
-#include <fstream>
+#include <map>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -15,6 +13,7 @@
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/host_place.h"
 #include "lockstep/comm/mpirun_meeting.h"
 #include "lockstep/comm/poll.h"
 #include "lockstep/comm/rendezvous.h"
@@ -56,14 +55,6 @@ DebugLevel debug_of(const InitOptions& options) {
   // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
   const auto torch = env_string("TORCH_DISTRIBUTED_DEBUG");
   return torch && to_lower(*torch) == "detail" ? DebugLevel::detail : DebugLevel::info;
-}
-
-std::string host_id() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return std::string(name) + "/" + boot;
 }
 
 // The address of this host that other hosts reach. Where the master's name means loopback here, as
@@ -156,13 +147,14 @@ bool all_vote(Store store, Store gloo, int world_size) {
   return true;
 }
 
-// Ranks of the same place can share memory: one host, one network name space (in which they hand it
-// over), one user. Empty where there is no support for it.
-std::string shared_memory_place() {
-  if (!backend_info("shm").available) return {};
-  std::error_code ignored;
-  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
-  return host_id() + "/" + network + "/" + std::to_string(geteuid());
+// For ranks on the CPU, from the places in which they can share memory.
+std::string choose_by_places(const std::vector<std::string>& places) {
+  std::map<std::string, int> ranks;
+  bool several = false;
+  for (const auto& place : places) several = ++ranks[place] > 1 || several;
+  const bool everywhere = ranks.count("") == 0;
+  if (everywhere && ranks.size() == 1) return "shm";
+  return everywhere && several ? "hierarchical" : "gloo";
 }
 
 // Every rank votes, so that all choose alike even where some hosts have fewer devices.
@@ -180,14 +172,14 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
     store.set("vote/" + std::to_string(job.rank), mine);
     if (!all_vote(store, gloo, job.world_size)) return "gloo";
   }
-  bool all_cuda = cuda, one_place = !place.empty();
-  for (int rank = 0; rank < job.world_size && job.world_size > 1; ++rank) {
-    const std::string vote = store.get("vote/" + std::to_string(rank));
+  bool all_cuda = cuda;
+  std::vector<std::string> places;
+  for (int rank = 0; rank < job.world_size; ++rank) {
+    const std::string vote = rank == job.rank ? mine : store.get("vote/" + std::to_string(rank));
     all_cuda = all_cuda && vote.rfind("nccl ", 0) == 0;
-    one_place = one_place && vote.substr(vote.find(' ') + 1) == place;
+    places.push_back(vote.substr(vote.find(' ') + 1));
   }
-  if (all_cuda) return "nccl";
-  return one_place ? "shm" : "gloo";
+  return all_cuda ? "nccl" : choose_by_places(places);
 }
 
 }  // namespace

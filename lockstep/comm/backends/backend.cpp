@@ -5,6 +5,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
+#include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/backends/nccl/nccl.h"
 #include "lockstep/comm/backends/shm/shm.h"
@@ -12,7 +13,7 @@
 namespace lockstep {
 
 std::vector<BackendInfo> available_backends() {
-  return {nccl::info(), shm::info(), gloo::info(), mpi::info()};
+  return {nccl::info(), shm::info(), hierarchical::info(), gloo::info(), mpi::info()};
 }
 
 BackendInfo backend_info(const std::string& name) {
@@ -32,6 +33,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
   }
   if (name == "nccl") return nccl::make(options);
   if (name == "mpi") return mpi::make(options);
+  if (name == "hierarchical") return hierarchical::make(options);
   return name == "shm" ? shm::make(options) : gloo::make(options);
 }
 

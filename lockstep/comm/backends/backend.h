@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/debug_level.h"
+
 namespace c10d {
 class Backend;
 class Store;
@@ -24,6 +26,10 @@ struct BackendOptions {
   c10::Device device = c10::kCPU;     ///< NCCL: this rank's own CUDA device.
   std::string group_name = "0";       ///< For traces.
   std::vector<int> global_ranks;      ///< The group's ranks in the default group, for traces.
+  /// hierarchical: divides this host further, for ranks that are to count as of several; see
+  /// host_id.
+  std::string host = {};
+  DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.
 };
 
 /// A backend of this build, and why it cannot be used here if so.

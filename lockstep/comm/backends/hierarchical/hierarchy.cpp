@@ -1,0 +1,361 @@
+#include "lockstep/comm/backends/hierarchical/hierarchy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/backends/hierarchical/hierarchical.h"
+#include "lockstep/comm/backends/shm/processors.h"
+#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/errors.h"
+#include "lockstep/comm/process_identity.h"
+
+namespace lockstep::hierarchical {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+/// How much longer than a leader its host's ranks wait for it: it waits for the other hosts, and
+/// when these are late it is the one to say who.
+constexpr milliseconds kSlack{4'000};
+/// How long a leader that lost another one, or waited for it in vain, looks for the cause that the
+/// ranks of that host tell. They notice their own dead within some 20 ms, and their own late at
+/// about the same time as the leader its own. The one that was too late for a leader's time-out is
+/// the less sure cause, so the other waits longer.
+constexpr milliseconds kLatePatience{600}, kLostPatience{1'000};
+
+c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& store,
+                                        const std::string& part) {
+  return c10::make_intrusive<c10d::PrefixStore>(part, store);
+}
+
+std::vector<int> names_of(const BackendOptions& options) {
+  std::vector<int> names = options.global_ranks;
+  for (int rank = static_cast<int>(names.size()); rank < options.size; ++rank)
+    names.push_back(rank);
+  return names;
+}
+
+std::vector<int> picked(const std::vector<int>& names, const std::vector<int>& ranks) {
+  std::vector<int> result;
+  for (const int rank : ranks) result.push_back(names[static_cast<size_t>(rank)]);
+  return result;
+}
+
+shm::SharedGroupOptions local_options(const BackendOptions& options, const Layout& layout) {
+  shm::SharedGroupOptions local;
+  local.segment.rank = layout.local;
+  local.segment.size = static_cast<int>(layout.mine().size());
+  local.segment.timeout = options.timeout;
+  local.segment.group = options.group_name;
+  local.names = picked(names_of(options), layout.mine());
+  local.spin = shm::spin_time(local.segment.size);
+  return local;
+}
+
+shm::Meeting local_meeting(const BackendOptions& options, const Layout& layout) {
+  const auto store = part_of(options.store, "host/" + std::to_string(layout.host));
+  return {[store](const std::string& name) { store->set("meeting", name); },
+          [store] { return store->get_to_str("meeting"); }};
+}
+
+BackendOptions leader_options(const BackendOptions& options, const Layout& layout) {
+  BackendOptions between = options;
+  between.store = part_of(options.store, "leaders");
+  between.rank = layout.host;
+  between.size = static_cast<int>(layout.hosts.size());
+  between.global_ranks = picked(names_of(options), layout.leaders());
+  between.group_name = options.group_name + "/leaders";
+  // The watch ends waits earlier than Gloo would, which closes its connections then.
+  between.timeout = options.timeout + std::chrono::hours(24);
+  return between;
+}
+
+void append(std::string& text, const void* data, size_t bytes) {
+  text.append(static_cast<const char*>(data), bytes);
+}
+
+}  // namespace
+
+std::vector<Member> meet(const BackendOptions& options) {
+  const auto key = [](int rank) { return "member/" + std::to_string(rank); };
+  options.store->set(key(options.rank), place_of(options) + "\n" + process_identity());
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < options.size; ++rank) keys.push_back(key(rank));
+  options.store->wait(keys, options.timeout);
+  std::vector<Member> members;
+  for (const auto& one : keys) {
+    const std::string word = options.store->get_to_str(one);
+    const size_t line = word.find('\n');
+    members.push_back({word.substr(0, line), word.substr(line + 1)});
+  }
+  return members;
+}
+
+struct Hierarchy::Frame {
+  enum Verdict : uint64_t { same, differs };
+  uint64_t hash = 0;
+  uint64_t verdict = same;
+  std::array<std::byte, SmallData::kMost> data{};
+};
+
+Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members)
+    : layout_(std::move(layout)),
+      members_(std::move(members)),
+      names_(names_of(options)),
+      group_name_(options.group_name),
+      alarm_(part_of(options.store, "alarm")),
+      group_(local_options(options, layout_), local_meeting(options, layout_)) {
+  static_assert(sizeof(Frame) == 1024);
+  if (!layout_.leads()) return;
+  leaders_ =
+      std::make_unique<Leaders>(make_between_hosts(leader_options(options, layout_)), alarm_);
+  frames_.resize(layout_.hosts.size());
+}
+
+Hierarchy::~Hierarchy() = default;
+
+void Hierarchy::run(const shm::Call& call, milliseconds timeout,
+                    const std::function<void()>& body) {
+  call_ = &call;
+  timeout_ = timeout;
+  first_step_ = true;
+  frames_under_way_.clear();
+  try {
+    body();
+  } catch (const MismatchError&) {
+    throw;
+  } catch (const CommError&) {
+    // Told on this host by whoever noticed it; the other hosts are told by all who hear of it here.
+    const auto& verdict = group_.segment().header().verdict;
+    const auto kind = verdict.kind.load(std::memory_order_acquire);
+    if (kind > shm::Verdict::writing)
+      alarm_.raise({kind == shm::Verdict::timed_out, verdict.text.data()});
+    throw;
+  } catch (const std::exception& error) {
+    abort(group_.name(layout_.local) + " failed in it: " + error.what());
+    throw;
+  }
+}
+
+void Hierarchy::step(const std::function<void(std::byte*)>& give,
+                     const std::function<void()>& take) {
+  if (give) give(group_.give(group_.slot_bytes()));
+  group_.arrive();
+  group_.await(*call_, first_step_ ? timeout_ : timeout_ + kSlack);
+  first_step_ = false;
+  if (take) take();
+}
+
+void Hierarchy::run_local(shm::Plan& plan) {
+  for (int64_t at = 0; at < plan.steps(); ++at) {
+    plan.fill(at, group_);
+    group_.arrive();
+    group_.await(*call_, timeout_ + kSlack);
+    plan.drain(at, group_);
+  }
+}
+
+void Hierarchy::give_hash(SmallData* data) {
+  const uint64_t hash = call_->hash();
+  group_.begin(*call_);
+  step(
+      [&](std::byte* slot) {
+        std::memcpy(slot, &hash, sizeof(hash));
+        if (data) data->give(slot + sizeof(hash));
+      },
+      {});
+  std::vector<const std::byte*> ranks;
+  alike_ = true;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    const std::byte* slot = group_.given(rank, group_.slot_bytes());
+    uint64_t theirs = 0;
+    std::memcpy(&theirs, slot, sizeof(theirs));
+    alike_ = alike_ && theirs == hash;
+    ranks.push_back(slot + sizeof(theirs));
+  }
+  if (!leaders_) return;
+  Frame& mine = frames_[static_cast<size_t>(layout_.host)];
+  mine.hash = hash;
+  mine.verdict = alike_ ? Frame::same : Frame::differs;
+  if (data && alike_) data->join_ranks(ranks, mine.data.data());
+  const auto* bytes = reinterpret_cast<const std::byte*>(&mine);
+  for (int host = 0; host < leaders_->hosts(); ++host) {
+    if (host == layout_.host) continue;
+    auto* theirs = reinterpret_cast<std::byte*>(&frames_[static_cast<size_t>(host)]);
+    receive(host, theirs, sizeof(Frame), frames_under_way_);
+    send(host, bytes, sizeof(Frame), frames_under_way_);
+  }
+}
+
+void Hierarchy::await_frames(SmallData* data) {
+  finish(frames_under_way_);
+  const Frame& mine = frames_[static_cast<size_t>(layout_.host)];
+  std::vector<const std::byte*> hosts;
+  for (const Frame& frame : frames_) {
+    alike_ = alike_ && frame.verdict == Frame::same && frame.hash == mine.hash;
+    hosts.push_back(frame.data.data());
+  }
+  if (!data || !alike_) return;
+  std::byte* result = group_.give(group_.slot_bytes()) + sizeof(uint64_t);
+  data->join_hosts(hosts, result);
+}
+
+void Hierarchy::tell_verdict(SmallData* data) {
+  if (leaders_) await_frames(data);
+  step(
+      [&](std::byte* slot) {
+        const uint64_t verdict = alike_ ? Frame::same : Frame::differs;
+        if (leaders_) std::memcpy(slot, &verdict, sizeof(verdict));
+      },
+      {});
+  const std::byte* told = group_.given(0, group_.slot_bytes());
+  uint64_t verdict = Frame::same;
+  std::memcpy(&verdict, told, sizeof(verdict));
+  if (verdict != Frame::same) disagree();
+  if (data) data->take(told + sizeof(verdict));
+}
+
+bool Hierarchy::begin() {
+  give_hash(nullptr);
+  return alike_;
+}
+
+void Hierarchy::conclude() {
+  tell_verdict(nullptr);
+}
+
+void Hierarchy::exchange(SmallData& data) {
+  give_hash(&data);
+  tell_verdict(&data);
+}
+
+// What the ranks of this host call, as (rank, length, text) each, on its leader.
+std::string Hierarchy::gather_calls() {
+  std::string mine = call_->encoded(), all;
+  mine.resize(std::min(mine.size(), group_.slot_bytes() - sizeof(uint64_t)));
+  const uint64_t length = mine.size();
+  step(
+      [&](std::byte* slot) {
+        std::memcpy(slot, &length, sizeof(length));
+        std::memcpy(slot + sizeof(length), mine.data(), mine.size());
+      },
+      {});
+  for (int index = 0; index < group_.size(); ++index) {
+    const std::byte* slot = group_.given(index, group_.slot_bytes());
+    const uint64_t rank = static_cast<uint64_t>(layout_.mine()[static_cast<size_t>(index)]);
+    uint64_t theirs = 0;
+    std::memcpy(&theirs, slot, sizeof(theirs));
+    theirs = std::min<uint64_t>(theirs, group_.slot_bytes() - sizeof(uint64_t));
+    append(all, &rank, sizeof(rank));
+    append(all, &theirs, sizeof(theirs));
+    append(all, slot + sizeof(theirs), theirs);
+  }
+  return all;
+}
+
+void Hierarchy::disagree() {
+  std::string all = gather_calls();
+  if (leaders_) {
+    const std::string mine = all;
+    std::vector<uint64_t> sizes(layout_.hosts.size(), mine.size());
+    Transfers transfers;
+    const auto to_each = [&](auto action) {
+      for (int host = 0; host < leaders_->hosts(); ++host)
+        if (host != layout_.host) action(host, static_cast<size_t>(host));
+      finish(transfers);
+    };
+    to_each([&](int host, size_t index) {
+      const auto* size =
+          reinterpret_cast<const std::byte*>(&sizes[static_cast<size_t>(layout_.host)]);
+      send(host, size, sizeof(uint64_t), transfers);
+      receive(host, reinterpret_cast<std::byte*>(&sizes[index]), sizeof(uint64_t), transfers);
+    });
+    std::vector<std::string> others(sizes.size());
+    to_each([&](int host, size_t index) {
+      others[index].resize(sizes[index]);
+      send(host, reinterpret_cast<const std::byte*>(mine.data()), mine.size(), transfers);
+      receive(host, reinterpret_cast<std::byte*>(others[index].data()), sizes[index], transfers);
+    });
+    for (const auto& text : others) all += text;
+  }
+  uint64_t bytes = all.size();
+  run_local(shm::broadcast_plan(group_, reinterpret_cast<std::byte*>(&bytes), sizeof(bytes), 0));
+  all.resize(bytes);
+  run_local(shm::broadcast_plan(group_, reinterpret_cast<std::byte*>(all.data()), bytes, 0));
+  std::vector<CallSignature> calls(names_.size());
+  for (size_t at = 0; at + 16 <= all.size();) {
+    uint64_t head[2];
+    std::memcpy(head, all.data() + at, sizeof(head));
+    calls.at(head[0]) = decode(std::string_view(all).substr(at + sizeof(head), head[1]));
+    at += sizeof(head) + head[1];
+  }
+  throw MismatchError(
+      find_mismatch(calls, names_, group_name_)
+          .value_or("the ranks of group '" + group_name_ + "' did not make the same call"));
+}
+
+template <class Action>
+void Hierarchy::between_hosts(Action action) {
+  try {
+    action();
+  } catch (const HostFailure& failure) {
+    fail(failure);
+  }
+}
+
+void Hierarchy::send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
+  between_hosts([&] { leaders_->send(host, data, bytes, transfers); });
+}
+
+void Hierarchy::receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
+  between_hosts([&] { leaders_->receive(host, data, bytes, transfers); });
+}
+
+void Hierarchy::finish(Transfers& transfers) {
+  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_); });
+}
+
+std::string Hierarchy::name_of_host(int host) const {
+  const auto& ranks = layout_.hosts[static_cast<size_t>(host)];
+  const auto leader = static_cast<size_t>(ranks.front());
+  const int process = process_number(members_[leader].identity);
+  std::string text = "rank " + std::to_string(names_[leader]);
+  if (process > 0) text += " (process " + std::to_string(process) + ")";
+  if (ranks.size() > 1) text += ", which speaks for " + rank_list(ranks, names_) + " of its host,";
+  return text;
+}
+
+Cause Hierarchy::cause_of(const HostFailure& failure) {
+  const bool late = failure.kind == HostFailure::Kind::late;
+  for (const auto end = Clock::now() + (late ? kLatePatience : kLostPatience);
+       Clock::now() < end;) {
+    if (auto heard = alarm_.heard()) return *heard;
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  const std::string host = name_of_host(failure.host);
+  if (late) return {true, host + " did not come within " + seconds_text(timeout_)};
+  return {false, host + " has ended or cannot be reached any more [" + failure.text + "]"};
+}
+
+void Hierarchy::fail(const HostFailure& failure) {
+  give_up(alarm_.raise(cause_of(failure)));
+}
+
+void Hierarchy::give_up(const Cause& cause) {
+  group_.give_up(cause.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, cause.text);
+  group_.throw_if_failed(call_->text());
+  throw PeerLostError(call_->text() + " cannot finish: " + cause.text);
+}
+
+void Hierarchy::abort(const std::string& cause) noexcept {
+  const Cause first = alarm_.raise({false, cause});
+  group_.give_up(first.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, first.text);
+  if (leaders_) leaders_->interrupt();
+}
+
+}  // namespace lockstep::hierarchical

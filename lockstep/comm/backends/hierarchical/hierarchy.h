@@ -1,0 +1,122 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backends/hierarchical/alarm.h"
+#include "lockstep/comm/backends/hierarchical/layout.h"
+#include "lockstep/comm/backends/hierarchical/leaders.h"
+#include "lockstep/comm/backends/shm/plans.h"
+#include "lockstep/comm/backends/shm/shared_group.h"
+
+namespace lockstep::hierarchical {
+
+/// What ranks tell each other when a group forms.
+struct Member {
+  std::string place;     ///< See shared_memory_place.
+  std::string identity;  ///< See process_identity.
+};
+
+/// Tells this rank's and reads all ranks'. Blocks until all have come; throws the store's errors.
+std::vector<Member> meet(const BackendOptions& options);
+
+/// A call's small data, which travels with the comparison of the calls: nothing else is sent for
+/// it. All sizes are the same on all ranks whose calls are the same; none is above kMost.
+class SmallData {
+ public:
+  static constexpr size_t kMost = 1008;  ///< Of each rank's, each host's and the result's bytes.
+  virtual ~SmallData() = default;
+  /// What this rank gives.
+  virtual void give(std::byte* slot) = 0;
+  /// On a leader: what its host gives, from that of its ranks.
+  virtual void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) = 0;
+  /// On a leader: the result, from what the hosts gave.
+  virtual void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) = 0;
+  /// What this rank takes of the result.
+  virtual void take(const std::byte* result) = 0;
+};
+
+/// One rank's end of a group on several hosts: the shared memory of its host, and, on a leader, the
+/// connections to the others. It runs calls, one at a time, from one thread at a time:
+///
+/// 1. In the first step on its host each rank gives a hash of its call. The leaders exchange what
+///    they found in frames of one size, so that ranks whose calls differ cannot confuse the
+///    transport, and tell their ranks in a later step. When calls differ all ranks of all hosts
+///    tell each other what they called, and throw the same MismatchError; the group goes on.
+/// 2. A failure on a host is noticed there (see SharedGroup) and told to the other hosts by the
+///    Alarm, which leaders hear while they wait for each other; a leader that cannot be reached any
+///    more is told of likewise. All ranks throw the first cause, at present and later calls.
+class Hierarchy {
+ public:
+  /// Forms the groups: blocks until all have come.
+  Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members);
+  ~Hierarchy();
+
+  const Layout& layout() const { return layout_; }
+  shm::SharedGroup& local() { return group_; }
+
+  /// Runs `body`, which makes the calls below. Throws MismatchError, and PeerLostError or
+  /// TimeoutError in the words of `call`, after which the group is of no more use on any host.
+  void run(const shm::Call& call, std::chrono::milliseconds timeout,
+           const std::function<void()>& body);
+
+  /// First of all, once: compares the calls of this host's ranks and begins to compare the hosts'.
+  /// Without small data `conclude` must follow; what lies between may use the host's memory.
+  /// Nothing may where it returns false: this host's calls differ already.
+  bool begin();
+  /// Throws MismatchError when the calls differ anywhere.
+  void conclude();
+  /// Both, with small data.
+  void exchange(SmallData& data);
+
+  /// A collective of this host's ranks.
+  void run_local(shm::Plan& plan);
+  void run_local(const std::unique_ptr<shm::Plan>& plan) { run_local(*plan); }
+
+  // On a leader.
+  void send(int host, const std::byte* data, size_t bytes, Transfers& transfers);
+  void receive(int host, std::byte* data, size_t bytes, Transfers& transfers);
+  void finish(Transfers& transfers);
+
+  /// Gives the group up for all ranks. Any thread.
+  void abort(const std::string& cause) noexcept;
+  /// Tells the others that this rank calls nothing any more.
+  void leave() noexcept { group_.leave(); }
+
+ private:
+  struct Frame;
+  void step(const std::function<void(std::byte*)>& give, const std::function<void()>& take);
+  void give_hash(SmallData* data);
+  void await_frames(SmallData* data);
+  void tell_verdict(SmallData* data);
+  [[noreturn]] void disagree();
+  std::string gather_calls();
+  template <class Action>
+  void between_hosts(Action action);
+  [[noreturn]] void fail(const HostFailure& failure);
+  [[noreturn]] void give_up(const Cause& cause);
+  Cause cause_of(const HostFailure& failure);
+  std::string name_of_host(int host) const;
+
+  const Layout layout_;
+  const std::vector<Member> members_;
+  std::vector<int> names_;  ///< The ranks' numbers in the default group.
+  const std::string group_name_;
+  Alarm alarm_;
+  shm::SharedGroup group_;
+  std::unique_ptr<Leaders> leaders_;
+
+  // Of the present call.
+  const shm::Call* call_ = nullptr;
+  std::chrono::milliseconds timeout_{};
+  bool alike_ = true;  ///< The calls of this host.
+  bool first_step_ = true;
+  std::vector<Frame> frames_;  ///< By host, on a leader.
+  Transfers frames_under_way_;
+};
+
+}  // namespace lockstep::hierarchical

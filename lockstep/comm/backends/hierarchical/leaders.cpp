@@ -1,0 +1,46 @@
+#include "lockstep/comm/backends/hierarchical/leaders.h"
+
+#include <ATen/ATen.h>
+
+#include "lockstep/comm/errors.h"
+
+namespace lockstep::hierarchical {
+
+void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers) {
+  if (bytes == 0) return;
+  std::vector<at::Tensor> tensors{at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
+  try {
+    auto work = sends ? backend_->send(tensors, host, 0) : backend_->recv(tensors, host, 0);
+    transfers.push_back({std::move(work), host});
+  } catch (const std::exception&) {
+    throw HostFailure{HostFailure::Kind::lost, host, failure_text(std::current_exception())};
+  }
+}
+
+void Leaders::send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
+  post(true, host, const_cast<std::byte*>(data), bytes, transfers);
+}
+
+void Leaders::receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
+  post(false, host, data, bytes, transfers);
+}
+
+void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
+  for (auto& transfer : transfers) {
+    Watch::End end = Watch::End::done;
+    try {
+      end = watch_.wait(*transfer.work, deadline);
+    } catch (const std::exception&) {
+      throw HostFailure{HostFailure::Kind::lost, transfer.host,
+                        failure_text(std::current_exception())};
+    }
+    if (end == Watch::End::done) continue;
+    throw HostFailure{
+        end == Watch::End::late ? HostFailure::Kind::late : HostFailure::Kind::alarmed,
+        transfer.host,
+        {}};
+  }
+  transfers.clear();
+}
+
+}  // namespace lockstep::hierarchical

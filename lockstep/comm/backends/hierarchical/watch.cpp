@@ -1,0 +1,94 @@
+#include "lockstep/comm/backends/hierarchical/watch.h"
+
+#include <algorithm>
+
+namespace lockstep::hierarchical {
+namespace {
+
+/// How long a wait goes on before the store is asked, and the pause between two looks.
+constexpr std::chrono::milliseconds kLook{40};
+/// Waits that follow each other within this time need not wake the thread.
+constexpr std::chrono::seconds kAwake{1};
+
+}  // namespace
+
+Watch::~Watch() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+Watch::End Watch::wait(c10d::Work& work, Clock::time_point deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (interrupted_) return End::alarmed;
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    current_ = &work;
+    ++number_;
+    since_ = Clock::now();
+    deadline_ = deadline;
+    end_ = End::done;
+    if (asleep_) changed_.notify_all();
+  }
+  std::exception_ptr error;
+  bool finished = false;
+  try {
+    finished = work.wait();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard lock(mutex_);
+  current_ = nullptr;
+  last_ = Clock::now();
+  if (finished) return End::done;
+  if (end_ != End::done) return end_;
+  if (error) std::rethrow_exception(error);
+  return End::alarmed;
+}
+
+void Watch::interrupt() {
+  const std::lock_guard lock(mutex_);
+  interrupted_ = true;
+  if (!current_) return;
+  end_ = End::alarmed;
+  current_->abort();
+}
+
+void Watch::run() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (!current_ && Clock::now() - last_ > kAwake) {
+      asleep_ = true;
+      changed_.wait(lock);
+      asleep_ = false;
+      continue;
+    }
+    const auto now = Clock::now();
+    auto pause = std::chrono::duration_cast<Clock::duration>(kLook);
+    if (current_) pause = std::clamp(deadline_ - now, Clock::duration(1'000'000), pause);
+    changed_.wait_for(lock, pause);
+    if (!stop_ && current_) look(lock);
+  }
+}
+
+void Watch::look(std::unique_lock<std::mutex>& lock) {
+  const auto now = Clock::now();
+  End end = now >= deadline_ ? End::late : End::done;
+  if (end == End::done && now - since_ >= kLook) {
+    const uint64_t number = number_;
+    lock.unlock();
+    const bool alarmed = alarm_.heard().has_value();
+    lock.lock();
+    if (!current_ || number_ != number) return;
+    if (alarmed) end = End::alarmed;
+  }
+  if (end == End::done || end_ != End::done) return;
+  end_ = end;
+  // Under the lock: the waiting thread cannot let go of the work before.
+  current_->abort();
+}
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <string>
+
+namespace lockstep {
+
+/// Names the host that this process runs on: its name and this boot of it, and LOCKSTEP_HOST_ID
+/// where that is set. The variable divides one machine into several hosts, by hand: processes with
+/// different values count as of different hosts, which is how jobs for several are tried on one.
+std::string host_id();
+
+/// Processes of the same place can share memory: one host, one network namespace (in which the
+/// memory is handed over), one user. Empty where the system has no support for it. Containers are
+/// places of their own unless they share the host's network.
+std::string shared_memory_place();
+
+}  // namespace lockstep
