@@ -88,8 +88,7 @@ void expect_same(const at::Tensor& actual, const at::Tensor& wanted, const std::
 }
 
 class Placements : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Hosts, Placements,
-                         ::testing::Values("aabb", "aaab", "aabbc", "abab", "abcab", "aab"),
+INSTANTIATE_TEST_SUITE_P(Hosts, Placements, ::testing::Values("aabb", "aaab", "aabbc", "abcab"),
                          [](const auto& info) { return info.param; });
 
 // In bytes: what travels with the comparison, pieces of the least size, many of the largest.
@@ -186,6 +185,403 @@ TEST_P(Placements, EveryCollectiveGivesGloosResult) {
     }
     ours.barrier({})->wait();
   }));
+}
+
+// Hosts differ in nothing but who computes, so all ranks must hold the same bits, in every run.
+TEST_P(Placements, SumsOfFractionsHaveTheSameBitsOnEveryRankAndInEveryRun) {
+  const std::string hosts = GetParam();
+  const uint64_t seed = seed_of_run();
+  SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
+  std::vector<Tensors> results(hosts.size());
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
+      uint64_t call = seed;
+      for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+        for (const auto op : {Op::SUM, Op::AVG}) {
+          for (const int64_t count : {7L, 1000L, 300'001L}) {
+            auto generator =
+                at::make_generator<at::CPUGeneratorImpl>(++call * 64 + static_cast<uint64_t>(rank));
+            Tensors mine{at::randn({count}, generator, at::kDouble).to(type)};
+            c10d::AllreduceOptions options;
+            options.reduceOp = op;
+            backend.allreduce(mine, options)->wait();
+            results[static_cast<size_t>(rank)].push_back(mine[0]);
+          }
+        }
+      }
+    }));
+  }
+  const size_t each = results[0].size() / 2;
+  for (size_t i = 0; i < each; ++i) {
+    for (const auto& mine : results) {
+      expect_same(mine[i], results[0][i], "rank against rank, " + std::to_string(i));
+      expect_same(mine[i + each], mine[i], "run against run, " + std::to_string(i));
+    }
+  }
+}
+
+// What Gloo has no reduction of, and what its own rounding makes differ, against ATen.
+TEST_P(Placements, DtypesThatGlooHasNotAndAveragesOfIntegers) {
+  const std::string hosts = GetParam();
+  const int size = static_cast<int>(hosts.size());
+  expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
+    for (const int64_t count : {3L, 5000L, 100'000L}) {
+      for (const auto type : {at::kShort, at::kComplexDouble, at::kComplexFloat, at::kBool}) {
+        at::Tensor wanted;
+        for (int r = 0; r < size; ++r) {
+          const at::Tensor one = whole_numbers(5, r, {count}, type);
+          if (type == at::kBool) {
+            wanted = r == 0 ? one : wanted.logical_or(one);
+          } else {
+            wanted = r == 0 ? one : wanted + one;
+          }
+        }
+        Tensors mine{whole_numbers(5, rank, {count}, type)};
+        backend.allreduce(mine, {})->wait();
+        expect_same(mine[0], wanted, c10::toString(type));
+      }
+      Tensors numbers{at::full({count}, rank == 0 ? -7 : -1, at::kInt)};
+      c10d::AllreduceOptions options;
+      options.reduceOp = Op::AVG;
+      backend.allreduce(numbers, options)->wait();
+      expect_same(numbers[0], at::full({count}, -(7 + size - 1) / size, at::kInt), "average");
+      Tensors bits{at::full({count}, 1 << rank, at::kInt)};
+      options.reduceOp = Op::BOR;
+      backend.allreduce(bits, options)->wait();
+      expect_same(bits[0], at::full({count}, (1 << size) - 1, at::kInt), "bor");
+    }
+  }));
+}
+
+TEST_P(Placements, CoalescedCallsAndTensorsThatAreNotContiguous) {
+  const std::string hosts = GetParam();
+  const int size = static_cast<int>(hosts.size());
+  expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
+    Tensors several{at::full({3}, rank + 1.0), at::full({50'000}, 2, at::kFloat),
+                    at::empty({0}, at::kInt), at::full({2, 2}, rank, at::kLong)};
+    backend.allreduce_coalesced(several, c10d::AllreduceCoalescedOptions())->wait();
+    const int sum = size * (size - 1) / 2;
+    expect_same(several[0], at::full({3}, static_cast<double>(sum + size)), "first");
+    expect_same(several[1], at::full({50'000}, 2 * size, at::kFloat), "second");
+    expect_same(several[3], at::full({2, 2}, sum, at::kLong), "last");
+    Tensors inputs{at::full({2}, rank, at::kInt), at::full({40'000}, rank + 10, at::kInt)};
+    Tensors outputs{at::zeros({2 * size}, at::kInt), at::zeros({40'000 * size}, at::kInt)};
+    backend.allgather_into_tensor_coalesced(outputs, inputs, {})->wait();
+    for (int r = 0; r < size; ++r) {
+      EXPECT_EQ(outputs[0][2 * r].item<int>(), r);
+      EXPECT_EQ(outputs[1][40'000 * (r + 1) - 1].item<int>(), r + 10);
+    }
+    Tensors parts{at::zeros({1}, at::kInt), at::zeros({30'000}, at::kInt)};
+    Tensors wholes{at::arange(size, at::kInt), at::full({30'000 * size}, rank, at::kInt)};
+    backend.reduce_scatter_tensor_coalesced(parts, wholes, {})->wait();
+    EXPECT_EQ(parts[0].item<int>(), rank * size);
+    expect_same(parts[1], at::full({30'000}, sum, at::kInt), "reduce_scatter_tensor_coalesced");
+    const auto strided = [&](int r) {
+      return at::arange(0, 60'000, at::kFloat).add(r).view({200, 300}).t();
+    };
+    Tensors total{strided(rank)};
+    backend.allreduce(total, {})->wait();
+    expect_same(total[0], strided(0) * size + sum, "all_reduce");
+    EXPECT_FALSE(total[0].is_contiguous());
+    Tensors root{at::zeros({200, 300}).t()};
+    if (rank == size - 1) root[0].copy_(strided(5));
+    c10d::BroadcastOptions options;
+    options.rootRank = size - 1;
+    backend.broadcast(root, options)->wait();
+    expect_same(root[0], strided(5), "broadcast");
+  }));
+}
+
+// By the group of all ranks.
+TEST_P(Placements, WhatDoesNotGoByTheHierarchyWorksToo) {
+  const std::string hosts = GetParam();
+  const int size = static_cast<int>(hosts.size());
+  expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
+    Tensors sum{at::full({4}, rank + 1, at::kFloat)};
+    c10d::ReduceOptions to_last;
+    to_last.rootRank = size - 1;
+    backend.reduce(sum, to_last)->wait();
+    if (rank == size - 1)
+      expect_same(sum[0], at::full({4}, size * (size + 1) / 2, at::kFloat), "reduce");
+    at::Tensor rows = at::full({size, 2}, rank, at::kInt), taken = at::zeros({size, 2}, at::kInt);
+    std::vector<int64_t> none, none_either;
+    backend.alltoall_base(taken, rows, none, none_either, {})->wait();
+    for (int r = 0; r < size; ++r) EXPECT_EQ(taken[r][1].item<int>(), r);
+    // Each rank sends to the next, with another tag each time, and receives in another order.
+    Tensors one{at::full({3}, rank, at::kInt)}, two{at::full({100'000}, rank + 100, at::kInt)};
+    Tensors in_one{at::zeros({3}, at::kInt)}, in_two{at::zeros({100'000}, at::kInt)};
+    const int next = (rank + 1) % size, last = (rank + size - 1) % size;
+    auto first = backend.send(one, next, 1), second = backend.send(two, next, 2);
+    backend.recv(in_two, last, 2)->wait();
+    backend.recv(in_one, last, 1)->wait();
+    first->wait();
+    second->wait();
+    EXPECT_EQ(in_one[0][2].item<int>(), last);
+    EXPECT_EQ(in_two[0][99'999].item<int>(), last + 100);
+    if (rank > 0) {
+      backend.send(one, 0, 3)->wait();
+    } else {
+      int seen = 0;
+      for (int r = 1; r < size; ++r) {
+        auto work = backend.recvAnysource(in_one, 3);
+        work->wait();
+        EXPECT_EQ(in_one[0][0].item<int>(), work->sourceRank());
+        seen |= 1 << work->sourceRank();
+      }
+      EXPECT_EQ(seen, (1 << size) - 2);
+    }
+    Tensors sparse{at::eye(3).mul(rank).to_sparse()};
+    backend.allreduce(sparse, {})->wait();
+    expect_same(sparse[0].to_dense(), at::eye(3) * (size * (size - 1) / 2), "sparse");
+  }));
+}
+
+TEST(HierarchicalBackend, WithoutAHierarchyItIsTheSimplerBackend) {
+  expect_ok(run("aaa", [](int, c10d::Backend& backend, const auto&) {
+    EXPECT_EQ(backend.getBackendName(), "shm");
+    backend.barrier({})->wait();
+  }));
+  expect_ok(run("ab", [](int, c10d::Backend& backend, const auto&) {
+    EXPECT_EQ(backend.getBackendName(), "gloo");
+    backend.barrier({})->wait();
+  }));
+}
+
+TEST(HierarchicalBackend, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
+  expect_ok(run("aabb", [](int rank, c10d::Backend& backend, const auto&) {
+    constexpr int kCalls = 40, size = 4;
+    std::vector<Tensors> data;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::atomic<int> called{0};
+    for (int i = 0; i < kCalls; ++i) data.push_back({at::full({i * 1000 + 1}, rank + i)});
+    for (int i = 0; i < kCalls; ++i) {
+      works.push_back(backend.allreduce(data[static_cast<size_t>(i)], {}));
+      works.back()->getFuture()->addCallback([&](c10::ivalue::Future&) { ++called; });
+    }
+    // A call that blocks comes after those that do not.
+    Tensors last{at::full({1}, kCalls)};
+    c10d::AllreduceOptions blocking;
+    blocking.asyncOp = false;
+    auto end = backend.allreduce(last, blocking);
+    EXPECT_TRUE(end->isCompleted());
+    for (int i = 0; i < kCalls; ++i) {
+      works[static_cast<size_t>(i)]->wait();
+      EXPECT_TRUE(works[static_cast<size_t>(i)]->isSuccess());
+      const at::Tensor result =
+          works[static_cast<size_t>(i)]->getFuture()->value().toTensorVector()[0];
+      EXPECT_EQ(result[i * 1000].item<int64_t>(), size * (size - 1) / 2 + i * size);
+    }
+    EXPECT_EQ(called, kCalls);
+  }));
+}
+
+TEST(HierarchicalBackend, AGroupCanBeUsedFromACallback) {
+  expect_ok(run("aab", [](int, c10d::Backend& backend, const auto&) {
+    Tensors first{at::ones({100'000})}, second{at::ones({3})};
+    auto work = backend.allreduce(first, {});
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          c10d::AllreduceOptions options;
+          options.asyncOp = false;
+          backend.allreduce(second, options)->wait();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    after->wait();
+    expect_same(second[0], at::full({3}, 3.0), "second");
+  }));
+}
+
+void all_reduce(c10d::Backend& backend, at::Tensor tensor, Op op = Op::SUM) {
+  Tensors tensors{std::move(tensor)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  backend.allreduce(tensors, options)->wait();
+}
+void broadcast(c10d::Backend& backend, at::Tensor tensor, int root) {
+  Tensors tensors{std::move(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  backend.broadcast(tensors, options)->wait();
+}
+
+struct Mistake {
+  const char* name;
+  std::function<void(int rank, c10d::Backend&)> call;
+  std::vector<std::string> texts;
+};
+
+class Mistakes : public ::testing::TestWithParam<Mistake> {};
+
+TEST_P(Mistakes, AreToldToAllRanksOfAllHostsAndLeaveTheGroupUsable) {
+  expect_ok(run("aabb", [](int rank, c10d::Backend& backend, const auto&) {
+    try {
+      GetParam().call(rank, backend);
+      ADD_FAILURE() << "rank " << rank << " noticed nothing";
+    } catch (const MismatchError& error) {
+      for (const auto& text : GetParam().texts) EXPECT_THAT(error.what(), HasSubstr(text));
+    }
+    Tensors after{at::ones({400'000})};
+    backend.allreduce(after, {})->wait();
+    EXPECT_EQ(after[0][399'999].item<float>(), 4);
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, Mistakes,
+    ::testing::Values(
+        Mistake{"ShapeWithinAHost",
+                [](int rank, auto& backend) { all_reduce(backend, at::ones({rank == 1 ? 5 : 4})); },
+                {"ranks 0, 2 and 3 called all_reduce(sum) of float32 [4]",
+                 "rank 1 called all_reduce(sum) of float32 [5]"}},
+        Mistake{
+            "ShapeBetweenHosts",
+            [](int rank, auto& backend) { all_reduce(backend, at::ones({rank < 2 ? 90'000 : 4})); },
+            {"ranks 0 and 1 called all_reduce(sum) of float32 [90000]",
+             "ranks 2 and 3 called all_reduce(sum) of float32 [4]"}},
+        Mistake{"LargeShapes",
+                [](int rank, auto& backend) {
+                  all_reduce(backend, at::ones({rank == 3 ? 90'000 : 900'000}));
+                },
+                {"ranks 0, 1 and 2", "rank 3 called all_reduce(sum) of float32 [90000]"}},
+        Mistake{"Dtype",
+                [](int rank, auto& backend) {
+                  all_reduce(backend, at::ones({4}, rank == 2 ? at::kInt : at::kFloat));
+                },
+                {"float32 [4]", "rank 2 called all_reduce(sum) of int32 [4]"}},
+        Mistake{"Reduction",
+                [](int rank, auto& backend) {
+                  all_reduce(backend, at::ones({4}), rank == 0 ? Op::MAX : Op::SUM);
+                },
+                {"rank 0 called all_reduce(max)", "all_reduce(sum)"}},
+        Mistake{"Root",
+                [](int rank, auto& backend) {
+                  broadcast(backend, at::ones({40'000}), rank < 2 ? 0 : 2);
+                },
+                {"broadcast(root 0)", "broadcast(root 2)"}},
+        Mistake{"Operation",
+                [](int rank, auto& backend) {
+                  if (rank == 0) {
+                    backend.barrier({})->wait();
+                  } else {
+                    all_reduce(backend, at::ones({100'000}));
+                  }
+                },
+                {"rank 0 called barrier", "ranks 1, 2 and 3 called all_reduce(sum)"}}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
+  for (const int late : {1, 3, 2}) {
+    const auto outcomes = run(
+        "aabb",
+        [&](int rank, c10d::Backend& backend, const auto&) {
+          all_reduce(backend, at::ones({2}));
+          if (rank == late) return;
+          all_reduce(backend, at::ones({4}));
+        },
+        500);
+    EXPECT_TRUE(outcomes[static_cast<size_t>(late)].ok());
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == late) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), AllOf(HasSubstr("rank " + std::to_string(rank) +
+                                                  ": all_reduce(sum) of float32 [4], collective 2"),
+                                        HasSubstr("rank " + std::to_string(late) + " (process "),
+                                        HasSubstr("within 0.5 s")));
+    }
+  }
+}
+
+TEST(HierarchicalBackend, AHostOfWhichNobodyComesIsNamed) {
+  const auto outcomes = run(
+      "aabb",
+      [&](int rank, c10d::Backend& backend, const auto&) {
+        all_reduce(backend, at::ones({2}));
+        if (rank < 2) all_reduce(backend, at::ones({400'000}));
+      },
+      500);
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<TimeoutError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(),
+                AllOf(HasSubstr("rank 2 (process "), HasSubstr("ranks 2 and 3 of its host")));
+  }
+}
+
+TEST(HierarchicalBackend, ARankThatLeavesFailsTheOthersAtOnce) {
+  for (const int leaver : {0, 1, 3}) {
+    const auto started = std::chrono::steady_clock::now();
+    const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+      all_reduce(backend, at::ones({2}));
+      if (rank == leaver) return backend.shutdown();
+      all_reduce(backend, at::ones({400'000}));
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == leaver) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), HasSubstr("rank " + std::to_string(leaver) + " (process "));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(10));
+  }
+}
+
+TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
+  for (const int aborter : {0, 3}) {
+    const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+      if (rank == aborter) {
+        Tensors mine{at::ones({400'000})};
+        auto work = backend.allreduce(mine, {});
+        if (aborter == 3) work->wait();
+        backend.abort();
+        return;
+      }
+      all_reduce(backend, at::ones({400'000}));
+      all_reduce(backend, at::ones({4}));
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == aborter) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), HasSubstr("has given the group up"));
+    }
+  }
+}
+
+TEST(HierarchicalBackend, MisuseIsAnErrorOfThisRankAlone) {
+  expect_ok(run("aab", [](int, c10d::Backend& backend, const auto&) {
+    EXPECT_THROW(all_reduce(backend, at::ones({2}), Op::BAND), UsageError);
+    EXPECT_THROW(broadcast(backend, at::ones({2}), 3), UsageError);
+    EXPECT_THROW(broadcast(backend, at::ones({2}).to_sparse(), 0), UsageError);
+    Tensors two{at::ones({1}), at::ones({1})};
+    EXPECT_THROW(backend.allreduce(two, {}), UsageError);
+    backend.barrier({})->wait();
+  }));
+}
+
+size_t entries(const char* folder) {
+  size_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
+}
+
+TEST(HierarchicalBackend, GroupsLeaveNoThreadAndNoDescriptorBehind) {
+  const auto some = [](int groups) {
+    for (int i = 0; i < groups; ++i)
+      expect_ok(run("aabb", [](int, c10d::Backend& backend, const auto&) {
+        Tensors data{at::ones({400'000})};
+        backend.allreduce(data, {})->wait();
+      }));
+  };
+  some(2);  // What LibTorch keeps once and for all.
+  const size_t threads = entries("/proc/self/task"), descriptors = entries("/proc/self/fd");
+  some(10);
+  // A detached thread of Gloo's may be about to end.
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (entries("/proc/self/task") > threads && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::yield();
+  EXPECT_LE(entries("/proc/self/task"), threads);
+  EXPECT_LE(entries("/proc/self/fd"), descriptors + 2);
 }
 
 }  // namespace
