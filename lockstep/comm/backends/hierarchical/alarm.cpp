@@ -1,61 +1,71 @@
 #include "lockstep/comm/backends/hierarchical/alarm.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/comm/check_context.h"
 
 namespace lockstep::hierarchical {
 namespace {
 
-constexpr const char* kKey = "cause";
-/// The store answers at once or is lost.
-constexpr std::chrono::seconds kPatience{3};
+using std::chrono::milliseconds;
 
-c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  if (!dynamic_cast<c10d::TCPStore*>(bottom.get())) return store;
-  auto own = store->clone();
-  own->setTimeout(kPatience);
-  return own;
-}
+constexpr const char* kCause = "alarm/cause";
+constexpr const char* kTold = "alarm/told";
+/// The store answers within a millisecond or is lost.
+constexpr milliseconds kLook{300}, kTell{2'000};
 
 std::string encode(const Cause& cause) {
   return (cause.timed_out ? "T" : "L") + cause.text;
 }
 Cause decode(const std::string& word) {
-  return {word[0] == 'T', word.substr(1)};
+  return {word.at(0) == 'T', word.substr(1)};
+}
+
+// The add makes one rank the first on every kind of store. One that ends between its two requests
+// leaves the others to what they know themselves.
+Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
+  context.tell_failed(call + " " + cause.text, /*known=*/true);
+  c10d::Store& store = context.store();
+  if (store.add(kTold, 1) == 1) {
+    store.set(kCause, encode(cause));
+    return cause;
+  }
+  store.wait({kCause}, kTell / 2);
+  return decode(store.get_to_str(kCause));
 }
 
 }  // namespace
 
-Alarm::Alarm(const c10::intrusive_ptr<c10d::Store>& store) : store_(own_connection(store)) {}
-Alarm::~Alarm() = default;
-
-Cause Alarm::raise(const Cause& cause) noexcept {
+Cause Alarm::raise(const Cause& cause, const std::string& call) noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return *known_;
-  known_ = cause;
-  try {
-    // The add makes one rank the first on every kind of store.
-    if (store_->add("told", 1) == 1) {
-      store_->set(kKey, encode(cause));
-    } else {
-      known_ = decode(store_->get_to_str(kKey));
-    }
-  } catch (const std::exception&) {
-  }
+  const auto first = courier_.ask<Cause>(
+      [cause, call](CheckContext& context) { return tell(context, cause, call); }, kTell);
+  known_ = first.value_or(cause);
   return *known_;
 }
 
 std::optional<Cause> Alarm::heard() noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return known_;
-  try {
-    if (store_->check({kKey})) known_ = decode(store_->get_to_str(kKey));
-  } catch (const std::exception&) {
-  }
+  const auto word = courier_.ask<std::string>(
+      [](CheckContext& context) {
+        c10d::Store& store = context.store();
+        return store.check({kCause}) ? store.get_to_str(kCause) : std::string();
+      },
+      kLook);
+  if (word && !word->empty()) known_ = decode(*word);
   return known_;
+}
+
+std::string Alarm::own_failure() noexcept {
+  const auto word = courier_.ask<std::string>(
+      [](CheckContext& context) {
+        const auto told = context.word_of(context.rank());
+        return told ? told->text : std::string();
+      },
+      kLook);
+  return word.value_or(std::string());
 }
 
 }  // namespace lockstep::hierarchical

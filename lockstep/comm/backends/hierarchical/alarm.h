@@ -1,15 +1,11 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
-#include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
-namespace c10d {
-class Store;
-}
+#include "lockstep/comm/backends/hierarchical/courier.h"
 
 namespace lockstep::hierarchical {
 
@@ -19,25 +15,26 @@ struct Cause {
   std::string text;        ///< "rank 3 (process 4711) has ended"
 };
 
-/// The first failure of a group, told to all its hosts through the store. Over TCP it has a
-/// connection of its own, so that it is told and heard while another thread waits for a key. Any
-/// thread may call; nothing throws, as a store that is lost as well changes nothing.
+/// The first failure of a group, told to all its hosts through the store. Any thread may call;
+/// nothing throws or blocks for long, as a store that is lost as well changes nothing.
 class Alarm {
  public:
-  /// `store`: of this group and purpose alone.
-  explicit Alarm(const c10::intrusive_ptr<c10d::Store>& store);
-  ~Alarm();
+  /// `context`: of the checks of the group's ranks among themselves, who tell each other there in
+  /// what they failed.
+  explicit Alarm(std::shared_ptr<CheckContext> context) : courier_(std::move(context)) {}
 
-  /// Tells it unless another cause was told before; returns the one that holds. Once it has, the
-  /// store is asked no more.
-  Cause raise(const Cause& cause) noexcept;
+  /// Tells it unless another cause was told before; returns the one that holds. The checks are told
+  /// that this rank failed in `call`. From then on the store is asked no more.
+  Cause raise(const Cause& cause, const std::string& call) noexcept;
   /// What was told, if anything; asks the store.
   std::optional<Cause> heard() noexcept;
+  /// In what this rank failed, as the checks were told; empty when nothing was. Asks the store.
+  std::string own_failure() noexcept;
 
  private:
   std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Store> store_;
   std::optional<Cause> known_;
+  Courier courier_;
 };
 
 }  // namespace lockstep::hierarchical

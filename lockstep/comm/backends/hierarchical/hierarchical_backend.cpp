@@ -8,6 +8,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/hierarchical/programs.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
+#include "lockstep/comm/check_context.h"
 #include "lockstep/comm/checked_backend.h"
 
 namespace lockstep::hierarchical {
@@ -87,9 +88,19 @@ std::shared_ptr<const shm::GroupNames> names_of(const BackendOptions& options) {
   return names;
 }
 
+c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
+  return c10::make_intrusive<c10d::PrefixStore>("flat", options.store);
+}
+
+// Reads and tells what the checks of the flat group do.
+std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
+  return std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
+                                        options.global_ranks, options.group_name, options.timeout);
+}
+
 c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options) {
   BackendOptions flat = options;
-  flat.store = c10::make_intrusive<c10d::PrefixStore>("flat", options.store);
+  flat.store = flat_store(options);
   CheckedBackendOptions checks;
   checks.debug = options.debug;
   checks.global_ranks = options.global_ranks;
@@ -107,7 +118,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const La
     : c10d::Backend(options.rank, options.size),
       names_(names_of(options)),
       timeout_(options.timeout),
-      hierarchy_(options, layout, members),
+      hierarchy_(options, layout, members, flat_checks(options)),
       queue_(hierarchy_),
       flat_(make_flat(options)) {}
 
@@ -410,7 +421,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::recvAnysource(Tensors& tensors
 }
 
 void HierarchicalBackend::abort() {
-  hierarchy_.abort(hierarchy_.local().name(hierarchy_.layout().local) + " has given the group up");
+  hierarchy_.abort("has given the group up");
   queue_.close();
   hierarchy_.leave();
   flat_->abort();

@@ -103,12 +103,13 @@ struct Hierarchy::Frame {
   std::array<std::byte, SmallData::kMost> data{};
 };
 
-Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members)
+Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members,
+                     std::shared_ptr<CheckContext> checks)
     : layout_(std::move(layout)),
       members_(std::move(members)),
       names_(names_of(options)),
       group_name_(options.group_name),
-      alarm_(part_of(options.store, "alarm")),
+      alarm_(std::move(checks)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
   if (!layout_.leads()) return;
@@ -134,10 +135,10 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
     const auto& verdict = group_.segment().header().verdict;
     const auto kind = verdict.kind.load(std::memory_order_acquire);
     if (kind > shm::Verdict::writing)
-      alarm_.raise({kind == shm::Verdict::timed_out, verdict.text.data()});
+      alarm_.raise({kind == shm::Verdict::timed_out, verdict.text.data()}, call.text());
     throw;
   } catch (const std::exception& error) {
-    abort(group_.name(layout_.local) + " failed in it: " + error.what());
+    abort("failed in " + call.text() + " " + error.what());
     throw;
   }
 }
@@ -343,7 +344,7 @@ Cause Hierarchy::cause_of(const HostFailure& failure) {
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
-  give_up(alarm_.raise(cause_of(failure)));
+  give_up(alarm_.raise(cause_of(failure), call_->text()));
 }
 
 void Hierarchy::give_up(const Cause& cause) {
@@ -353,7 +354,10 @@ void Hierarchy::give_up(const Cause& cause) {
 }
 
 void Hierarchy::abort(const std::string& cause) noexcept {
-  const Cause first = alarm_.raise({false, cause});
+  std::string text = group_.name(layout_.local) + " " + cause;
+  if (const std::string failed = alarm_.own_failure(); !failed.empty())
+    text += "; it failed in " + failed;
+  const Cause first = alarm_.raise({false, text}, "the group's end:");
   group_.give_up(first.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, first.text);
   if (leaders_) leaders_->interrupt();
 }

@@ -52,8 +52,9 @@ class SmallData {
 ///    more is told of likewise. All ranks throw the first cause, at present and later calls.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come.
-  Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members);
+  /// Forms the groups: blocks until all have come. `checks`: see Alarm.
+  Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members,
+            std::shared_ptr<CheckContext> checks);
   ~Hierarchy();
 
   const Layout& layout() const { return layout_; }
@@ -82,7 +83,7 @@ class Hierarchy {
   void receive(int host, std::byte* data, size_t bytes, Transfers& transfers);
   void finish(Transfers& transfers);
 
-  /// Gives the group up for all ranks. Any thread.
+  /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
   void abort(const std::string& cause) noexcept;
   /// Tells the others that this rank calls nothing any more.
   void leave() noexcept { group_.leave(); }

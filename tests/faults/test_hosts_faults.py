@@ -1,0 +1,173 @@
+"""Ranks on two hosts that are killed or stopped at random moments, and whole hosts that are lost: every
+survivor on either host ends with an error that names who is at fault, in time, and nothing is left behind.
+
+The hosts are network namespaces where these are permitted, else declared by LOCKSTEP_HOST_ID.
+LOCKSTEP_FAULT_SEED repeats a run; LOCKSTEP_LONG_TESTS=1 makes it a long one."""
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import time
+import unittest
+
+import hosts_testing as hosts
+import lockstep_testing as t
+from test_comm_faults import PEER_LOST, RANK, TIMEOUT, Rank, begun, hosted_store, shared_memory
+from test_shm_faults import meeting_sockets, mentions
+
+SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+WHY_NO_HOSTS = hosts.why_no_hosts()
+
+
+@contextlib.contextmanager
+def started(commands, seconds):
+    """One rank for each (command prefix, environment)."""
+    ranks = []
+    try:
+        for prefix, env in commands:
+            ranks.append(Rank([*prefix, RANK, "loop", "env://", seconds], env))
+        yield ranks
+    finally:
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+            rank.process.wait()
+            rank.reader.join(10)
+            rank.process.stdout.close()
+
+
+@contextlib.contextmanager
+def declared_hosts(placement, seconds=30):
+    """A job on hosts declared by hand; `placement[r]` names the one of rank r."""
+    with hosted_store() as (_, port):
+        commands = []
+        for rank, host in enumerate(placement):
+            commands.append(([], t.clean_environment(
+                RANK=rank, WORLD_SIZE=len(placement), LOCKSTEP_HOST_ID=host, TEST_BACKEND="auto",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")))
+        with started(commands, seconds) as ranks:
+            yield ranks
+
+
+@contextlib.contextmanager
+def joined_hosts(pair, placement, seconds=30):
+    """A job on the two hosts of hosts_testing; rank 0, on the first of them, holds the store."""
+    commands = []
+    for rank, host in enumerate(placement):
+        local = [r for r, other in enumerate(placement) if other == host]
+        env = t.clean_environment(RANK=rank, WORLD_SIZE=len(placement), LOCAL_RANK=local.index(rank),
+                                  LOCAL_WORLD_SIZE=len(local), GROUP_RANK=host, GROUP_WORLD_SIZE=2,
+                                  TEST_BACKEND="auto", MASTER_ADDR=pair[0].address, MASTER_PORT=29500)
+        commands.append((pair[host].command(), env))
+    with started(commands, seconds) as ranks:
+        yield ranks
+
+
+class HostsFaults(unittest.TestCase):
+    def setUp(self):
+        self.before = shared_memory()
+
+    def tearDown(self):
+        self.assertEqual(shared_memory() - self.before, set())
+        self.assertEqual(meeting_sockets(), set())
+
+    def end_survivors(self, ranks, lost, allowed, within=20):
+        deadline = time.monotonic() + within
+        for index, rank in enumerate(ranks):
+            if index in lost:
+                continue
+            code, text = rank.end(max(0.1, deadline - time.monotonic()))
+            self.assertIn(code, allowed, f"rank {index}: {text}")
+            self.assertTrue(any(mentions(text, victim) for victim in lost), f"rank {index}: {text}")
+
+    def moment(self, choose):
+        return choose.choice([("joined", choose.uniform(0, 0.05)), ("round 3", choose.uniform(0, 0.2)),
+                              ("round 12", choose.uniform(0, 0.1))])
+
+    def test_a_killed_rank_is_named_on_all_hosts(self):
+        reaction = []
+        for number in range(100 if LONG else 8):
+            seed = SEED + number
+            choose = random.Random(seed)
+            placement = choose.choice(["aabb", "aabb", "aaab", "abab", "aab", "aabbc"])
+            victim = choose.randrange(len(placement))
+            line, delay = self.moment(choose)
+            what = f"seed {seed}: rank {victim} of {placement}, {delay:.4f} s after '{line}'"
+            print(what, flush=True)
+            with self.subTest(what), declared_hosts(placement) as ranks:
+                begun(ranks, line)
+                time.sleep(delay)  # The random moment; nothing is waited for.
+                ranks[victim].process.kill()
+                killed = time.monotonic()
+                self.end_survivors(ranks, {victim}, {PEER_LOST})
+                reaction.append(time.monotonic() - killed)
+        print(f"all survivors had ended after {statistics.median(reaction):.2f} s (median), {max(reaction):.2f} s (longest)",
+              flush=True)
+
+    def test_a_stopped_rank_times_out_and_is_named_on_all_hosts(self):
+        choose = random.Random(SEED + 3000)
+        for victim in choose.sample(range(4), 2):
+            with self.subTest(f"seed {SEED + 3000}: rank {victim}"), declared_hosts("aabb", 2) as ranks:
+                begun(ranks, "round 3")
+                ranks[victim].process.send_signal(signal.SIGSTOP)
+                self.end_survivors(ranks, {victim}, {TIMEOUT, PEER_LOST}, 30)
+                ranks[victim].process.send_signal(signal.SIGCONT)
+                code, text = ranks[victim].end(20)
+                self.assertIn(code, {TIMEOUT, PEER_LOST}, text)
+
+    def test_ranks_killed_while_the_group_forms(self):
+        for number in range(40 if LONG else 3):
+            seed = SEED + 1000 + number
+            choose = random.Random(seed)
+            with self.subTest(f"seed {seed}"), declared_hosts("aabb", 3) as ranks:
+                time.sleep(choose.uniform(0, 0.6))  # The random moment; nothing is waited for.
+                victim = choose.randrange(4)
+                ranks[victim].process.kill()
+                for index in set(range(4)) - {victim}:
+                    code, text = ranks[index].end(40)
+                    self.assertIn(code, {1, PEER_LOST, TIMEOUT}, f"rank {index}: {text}")
+
+    @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
+    def test_a_rank_killed_in_another_network_is_named(self):
+        for number in range(30 if LONG else 3):
+            seed = SEED + 5000 + number
+            choose = random.Random(seed)
+            victim = choose.randrange(4)
+            line, delay = self.moment(choose)
+            what = f"seed {seed}: rank {victim} of two networks, {delay:.4f} s after '{line}'"
+            print(what, flush=True)
+            with self.subTest(what), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1]) as ranks:
+                begun(ranks, line)
+                time.sleep(delay)  # The random moment; nothing is waited for.
+                os.kill(hosts.only_child(ranks[victim].process.pid), signal.SIGKILL)
+                self.end_survivors(ranks, {victim}, {PEER_LOST})
+
+    @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
+    def test_a_host_whose_processes_all_end_is_named(self):
+        for number in range(20 if LONG else 2):
+            seed = SEED + 6000 + number
+            choose = random.Random(seed)
+            lost = number % 2  # With the first host the store goes, too.
+            line, delay = self.moment(choose)
+            what = f"seed {seed}: host {lost}, {delay:.4f} s after '{line}'"
+            print(what, flush=True)
+            with self.subTest(what), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1]) as ranks:
+                begun(ranks, line)
+                time.sleep(delay)  # The random moment; nothing is waited for.
+                pair[lost].kill_processes()
+                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {PEER_LOST})
+
+    @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
+    def test_a_host_that_is_cut_off_runs_into_the_time_out(self):
+        with hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], 3) as ranks:
+            begun(ranks, "round 3")
+            pair[1].kill()
+            self.end_survivors(ranks, {2, 3}, {TIMEOUT, PEER_LOST}, 40)
+
+
+if __name__ == "__main__":
+    print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
+    t.main()

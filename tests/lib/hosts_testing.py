@@ -1,0 +1,117 @@
+"""Two hosts on one machine, for tests: network namespaces joined by a veth pair, each with a host name
+and process numbers of its own. Needs root and iproute2."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+
+from lockstep_testing import wait_until
+
+
+def _run(*words):
+    result = subprocess.run([str(w) for w in words], capture_output=True, text=True)
+    return result.returncode, (result.stderr or result.stdout).strip().split("\n")[-1]
+
+
+def why_no_hosts():
+    """Why two hosts cannot be made here, or None."""
+    for tool in ("ip", "unshare", "hostname"):
+        if not shutil.which(tool):
+            return f"no `{tool}` (iproute2, util-linux)"
+    name = f"lockstep{os.getpid()}try"
+    code, error = _run("ip", "netns", "add", name)
+    if code:
+        return f"`ip netns add` is not permitted here: {error}"
+    code, error = _run("ip", "link", "add", f"lst{os.getpid()}", "netns", name, "type", "veth", "peer", "name", "peer", "netns", name)
+    _run("ip", "netns", "del", name)
+    if code:
+        return f"`ip link add type veth` is not permitted here: {error}"
+    code, error = _run("unshare", "--pid", "--uts", "--fork", "--mount-proc", "true")
+    return f"`unshare --pid --uts` is not permitted here: {error}" if code else None
+
+
+def only_child(pid):
+    """The process that `unshare` or `nsenter`, which fork, have started."""
+    return int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+class Host:
+    """One of them. What is started in it lives in one process namespace, whose first process holds it open."""
+
+    def __init__(self, name, address):
+        self.name, self.address = name, address
+        self.first = subprocess.Popen(
+            ["ip", "netns", "exec", name, "unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc",
+             "sh", "-c", f"hostname {name}; echo up; trap : CHLD; while :; do sleep 1000 & wait; done"],
+            stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+        assert self.first.stdout.readline() == "up\n"
+        # The shell is the child of `unshare`, which `ip` has become.
+        self.init = only_child(self.first.pid)
+
+    def command(self, *words):
+        """The command line that runs these words on the host."""
+        return ["nsenter", "--target", str(self.init), "--net", "--uts", "--pid", "--mount", *map(str, words)]
+
+    def kill(self):
+        """Ends all of it at once, as a loss of power does; its addresses go with it."""
+        _run("ip", "netns", "exec", self.name, "ip", "link", "set", "veth", "down")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.init, signal.SIGKILL)
+
+    def kill_processes(self):
+        """Ends its processes at once; the network goes on and tells of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.init, signal.SIGKILL)
+
+    def close(self):
+        self.kill_processes()
+        self.first.wait(20)
+        self.first.stdout.close()
+        for _ in range(100):
+            if _run("ip", "netns", "del", self.name)[0] == 0:
+                return
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def two_hosts(netem=None):
+    """`netem`: words for tc, such as ("delay", "2ms", "loss", "1%"). Yields two Hosts, or a reason why not."""
+    names = [f"lockstep{os.getpid()}{letter}" for letter in "ab"]
+    addresses = ["10.231.77.1", "10.231.77.2"]
+    made, hosts = [], []
+    try:
+        for name in names:
+            code, error = _run("ip", "netns", "add", name)
+            assert code == 0, error
+            made.append(name)
+        code, error = _run("ip", "link", "add", "veth", "netns", names[0], "type", "veth", "peer", "name", "veth", "netns", names[1])
+        assert code == 0, error
+        for name, address in zip(names, addresses):
+            for words in (("addr", "add", f"{address}/24", "dev", "veth"), ("link", "set", "veth", "up"), ("link", "set", "lo", "up")):
+                code, error = _run("ip", "-n", name, *words)
+                assert code == 0, error
+            if netem:
+                if not shutil.which("tc"):
+                    yield "no `tc` (iproute2)"
+                    return
+                code, error = _run("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "netem", *netem)
+                if code:
+                    yield f"`tc qdisc add netem` fails here: {error}"
+                    return
+        for name, address in zip(names, addresses):
+            hosts.append(Host(name, address))
+        yield hosts
+    finally:
+        for host in hosts:
+            host.close()
+        for name in made[len(hosts):]:
+            _run("ip", "netns", "del", name)
+        wait_until(lambda: not any(n in _run_output("ip", "netns", "list") for n in made), 20, "the end of the namespaces")
+
+
+def _run_output(*words):
+    return subprocess.run(words, capture_output=True, text=True).stdout
