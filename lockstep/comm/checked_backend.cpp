@@ -74,7 +74,8 @@ class CheckedBackend final : public c10d::Backend {
         inner_(std::move(inner)),
         store_(std::move(store)),
         options_(std::move(options)),
-        over_gloo_(inner_->getBackendName() == "gloo"),
+        compares_first_(inner_->getBackendName() == "gloo" ||
+                        inner_->getBackendName() == "mpi"),
         over_own_(inner_->getBackendName() == "shm" ||
                   inner_->getBackendName() == "hierarchical"),
         context_(std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
@@ -370,7 +371,7 @@ class CheckedBackend final : public c10d::Backend {
   uint64_t comparison_limit() const {
     if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
     if (options_.debug == DebugLevel::detail) return RankChecks::kAll;
-    return over_gloo_ ? static_cast<uint64_t>(std::max(0, options_.first_collectives)) : 0;
+    return compares_first_ ? static_cast<uint64_t>(std::max(0, options_.first_collectives)) : 0;
   }
 
   Milliseconds timeout_of(Milliseconds given) const {
@@ -421,7 +422,7 @@ class CheckedBackend final : public c10d::Backend {
           translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
     };
-    if (over_gloo_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
+    if (compares_first_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
         checks_.compares(1)) {
       if (auto held =
               gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated))
@@ -450,7 +451,7 @@ class CheckedBackend final : public c10d::Backend {
   const BackendPtr inner_;
   const StorePtr store_;
   const CheckedBackendOptions options_;
-  const bool over_gloo_;
+  const bool compares_first_;  ///< A mismatch of it aborts, hangs or gives wrong data.
   const bool over_own_;  ///< A backend of ours, whose errors are ours already.
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;

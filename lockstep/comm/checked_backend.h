@@ -16,8 +16,9 @@ class Store;
 namespace lockstep {
 
 struct CheckedBackendOptions {
-  /// `info` compares the first collectives over Gloo, where a mismatch aborts or gives wrong data;
-  /// the other backends are compared at `detail` only. Errors are translated at every level.
+  /// `info` compares the first collectives over Gloo and MPI, where a mismatch aborts, hangs or
+  /// gives wrong data; the other backends are compared at `detail` only. Errors are translated at
+  /// every level.
   DebugLevel debug = DebugLevel::info;
   /// The default group's rank of each rank of this group, for messages; empty: the same numbers.
   std::vector<int> global_ranks;

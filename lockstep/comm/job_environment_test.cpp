@@ -156,11 +156,27 @@ TEST(JobEnvironment, ReadsOpenMpi) {
   EXPECT_EQ(job.master_port, read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}})).master_port);
 }
 
-TEST(JobEnvironment, OpenMpiOnSeveralHostsNeedsTheMastersAddress) {
-  const Map hosts =
-      with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
-  EXPECT_THAT(failure(hosts), HasSubstr("MASTER_ADDR"));
-  EXPECT_EQ(read(with(hosts, {{"MASTER_ADDR", "node1"}})).master_addr, "node1");
+TEST(JobEnvironment, OpenMpiDoesNotSayWhereRank0Listens) {
+  const auto job = read(with(kOpenMpi, {{"PMIX_SERVER_TMPDIR", "/tmp/session"}}));
+  EXPECT_TRUE(job.master_unknown);
+  EXPECT_EQ(job.meeting_file, "/tmp/session/lockstep-store.prterun-a-99@1");
+  EXPECT_EQ(read(kOpenMpi).meeting_file, "");
+  const auto told = read(with(kOpenMpi, {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "4000"}}));
+  EXPECT_FALSE(told.master_unknown);
+  EXPECT_EQ(told.master_port, 4000);
+}
+
+TEST(JobEnvironment, OpenMpiOnSeveralHostsHasNoFolderThatAllSee) {
+  const Map hosts = with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                                    {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                                    {"PMIX_SERVER_TMPDIR", "/tmp/session"}});
+  EXPECT_TRUE(read(hosts).master_unknown);
+  EXPECT_EQ(read(hosts).master_addr, "");
+  EXPECT_EQ(read(hosts).meeting_file, "");
+  const auto named = read(with(hosts, {{"MASTER_ADDR", "node1"}}));
+  EXPECT_EQ(named.master_addr, "node1");
+  EXPECT_TRUE(named.master_unknown);
+  EXPECT_NE(named.master_port, 0);
 }
 
 TEST(JobEnvironment, TorchrunUnderSlurmIsNoContradiction) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -11,9 +12,23 @@
 #include "lockstep/train/stop_signal.h"
 
 namespace lockstep {
+namespace {
+
+/// mpirun, our parent, gives us a terminal of its own and copies from there to its output: that is
+/// what the user sees.
+bool output_is_terminal() {
+  if (::isatty(STDOUT_FILENO) != 1) return false;
+  if (!env_string("OMPI_COMM_WORLD_RANK")) return true;
+  std::error_code ignored;
+  const std::string output =
+      std::filesystem::read_symlink("/proc/" + std::to_string(::getppid()) + "/fd/1", ignored);
+  return output.starts_with("/dev/pts/") || output.starts_with("/dev/tty");
+}
+
+}  // namespace
 
 Console::Console(bool enabled, bool quiet) : enabled_(enabled), quiet_(quiet) {
-  const bool terminal = enabled && ::isatty(STDOUT_FILENO) == 1;
+  const bool terminal = enabled && output_is_terminal();
   live_ = terminal && !quiet && env_string("TERM").value_or("dumb") != "dumb";
   color_ = live_ && !env_string("NO_COLOR");
   struct sigaction ignore {};

@@ -1,4 +1,5 @@
 #include "bench.h"
+#include "bench_mpirun.h"
 
 #include <unistd.h>
 
@@ -164,6 +165,7 @@ Json report_of(const std::string& kind, const BenchOptions& options, const Bench
 
 BenchRows measure(const std::string& kind, const BenchOptions& options, bool print) {
   if (kind == "targets") return bench_targets(options, print);
+  refuse_under_mpirun();
   BenchRunner runner(options);
   if (kind == "step") return runner.step();
   if (kind == "allreduce") return runner.allreduce();

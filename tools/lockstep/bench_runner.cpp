@@ -7,6 +7,7 @@
 
 #include "bench.h"
 #include "bench_data.h"
+#include "bench_mpirun.h"
 #include "bench_process.h"
 #include "env_python.h"
 #include "lockstep/base/env.h"
@@ -129,7 +130,12 @@ struct BenchRunner::Impl {
     const std::string kind = config["kind"];
     if (with_python && config["backend"] != "nccl") config["backend"] = "gloo";
     std::vector<ProcessSpec> specs;
-    for (int64_t rank = 0; rank < ranks; ++rank) {
+    const bool by_mpirun = config["backend"] == "mpi";
+    if (by_mpirun) {
+      specs.push_back(
+          {under_mpirun(ranks, own_command(config)), rank_environment(-1, 0, options.threads)});
+    }
+    for (int64_t rank = 0; rank < ranks && !by_mpirun; ++rank) {
       specs.push_back({with_python ? python_command(kind + ".py", config) : own_command(config),
                        rank_environment(rank, ranks, options.threads)});
     }
@@ -269,10 +275,11 @@ BenchRows BenchRunner::launch() {
         impl_->progress("launch, " + counted(ranks, "rank"), round);
         std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
                                             std::to_string(ranks)};
-        for (auto& word : impl_->own_command({{"kind", "launch"}, {"backend", backend}})) {
-          command.push_back(std::move(word));
-        }
-        own.push_back(impl_->run_whole("lockstep run", command).seconds);
+        const auto worker = impl_->own_command({{"kind", "launch"}, {"backend", backend}});
+        command.insert(command.end(), worker.begin(), worker.end());
+        if (backend == "mpi") command = under_mpirun(ranks, worker);
+        own.push_back(
+            impl_->run_whole(backend == "mpi" ? "mpirun" : "lockstep run", command).seconds);
         if (impl_->python) {
           const std::string script = (impl_->folder.path() / "launch.py").string();
           python.push_back(impl_
@@ -315,21 +322,26 @@ BenchRows BenchRunner::train() {
   Figures seconds, python_seconds, peak, python_peak, accuracy, python_accuracy;
   for (int round = 0; round < options.rounds_or_default(); ++round) {
     impl_->progress("train", round);
-    const auto own =
-        impl_->run_whole("lockstep train", {own_program(),  "train",
-                                            "--model",      "mlp",
-                                            "--dataset",    "mnist",
-                                            "--data-dir",   data.folder().string(),
-                                            "--devices",    std::to_string(ranks),
-                                            "--backend",    options.backends.front(),
-                                            "--max-epochs", std::to_string(options.epochs),
-                                            "--batch-size", std::to_string(batch_size),
-                                            "--optimizer",  "sgd",
-                                            "--lr",         "0.01",
-                                            "--momentum",   "0.9",
-                                            "--seed",       "0",
-                                            "--threads",    std::to_string(options.threads),
-                                            "--quiet"});
+    const std::string& backend = options.backends.front();
+    std::vector<std::string> command = {own_program(),  "train",
+                                        "--model",      "mlp",
+                                        "--dataset",    "mnist",
+                                        "--data-dir",   data.folder().string(),
+                                        "--backend",    backend,
+                                        "--max-epochs", std::to_string(options.epochs),
+                                        "--batch-size", std::to_string(batch_size),
+                                        "--optimizer",  "sgd",
+                                        "--lr",         "0.01",
+                                        "--momentum",   "0.9",
+                                        "--seed",       "0",
+                                        "--threads",    std::to_string(options.threads),
+                                        "--quiet"};
+    if (backend == "mpi") {
+      command = under_mpirun(ranks, command);
+    } else {
+      command.insert(command.end(), {"--devices", std::to_string(ranks)});
+    }
+    const auto own = impl_->run_whole("lockstep train", command);
     seconds.push_back(own.seconds);
     peak.push_back(static_cast<double>(own.peak_bytes));
     accuracy.push_back(accuracy_in(own.out));

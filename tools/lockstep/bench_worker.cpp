@@ -143,7 +143,7 @@ int bench_worker(const std::string& text) {
   } else {
     throw UsageError("unknown kind of benchmark '" + kind + "'");
   }
-  if (env_int("RANK").value_or(0) == 0) {
+  if (env_int("RANK").value_or(env_int("OMPI_COMM_WORLD_RANK").value_or(0)) == 0) {
     write_file_atomically(config.at("result").get<std::string>(), result.dump());
   }
   return 0;

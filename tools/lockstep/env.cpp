@@ -33,6 +33,8 @@ void print_versions(const Json& report) {
   line("LibTorch", text_of(torch["version"]) +
                        (torch["cuda_build"].get<bool>() ? ", CUDA build" : ", CPU build") + ", " +
                        text_of(torch["path"]));
+  const std::string mpi = text_of(report["mpi"]);
+  line("MPI", mpi.empty() ? "none in this build" : mpi);
   const Json& python = report["python"];
   if (python.is_null()) {
     line("Python", "none found");

@@ -25,6 +25,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 
 extern char** environ;
 
@@ -240,6 +241,7 @@ Json environment_report() {
                         {"threads", at::get_num_threads()}};
   report["python"] = python_report(python);
   report["backends"] = backends;
+  report["mpi"] = mpi::version();
   report["devices"] = devices_report();
   report["cpu"] = cpu_report();
   report["interfaces"] = interfaces_report();

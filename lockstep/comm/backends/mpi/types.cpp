@@ -40,9 +40,10 @@ MPI_Datatype reduced_type(at::ScalarType dtype) {
 
 [[noreturn]] void throw_lacking(at::ScalarType dtype, Op::RedOpType op) {
   const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
-  throw UsageError(std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
-                   bitwise ? "bitwise reductions are for integers and bool"
-                           : "bool has no average and no factor, complex numbers have no order");
+  throw UsageError(
+      std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
+      bitwise ? "bitwise reductions are for integers and bool"
+              : "bool has no average, complex numbers have no order, premul_sum is for fractions");
 }
 
 MPI_Op logical_op(Op::RedOpType op) {
@@ -66,7 +67,9 @@ MPI_Op arithmetic_op(at::ScalarType dtype, Op::RedOpType op) {
   const bool ordered = op == Op::MIN || op == Op::MAX;
   const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
   if (ordered && at::isComplexType(dtype)) throw_lacking(dtype, op);
-  if (bitwise && !at::isIntegralType(dtype, /*includeBool=*/false)) throw_lacking(dtype, op);
+  const bool integral = at::isIntegralType(dtype, /*includeBool=*/false);
+  if (bitwise && !integral) throw_lacking(dtype, op);
+  if (op == Op::PREMUL_SUM && integral) throw_lacking(dtype, op);
   switch (op) {
     case Op::SUM:
     case Op::AVG:

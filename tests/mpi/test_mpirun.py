@@ -1,0 +1,197 @@
+"""Programs as ranks of mpirun: no flag but -np, the results of `lockstep run`, and nothing left when a
+rank is killed.
+
+LOCKSTEP_FAULT_SEED repeats a run."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import time
+import unittest
+
+import lockstep_testing as t
+import mpi_testing
+import run_testing
+
+SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+TRAIN = (t.LOCKSTEP, "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1)
+HAS_MPI = None
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+def losses(path):
+    """What a run's metrics say of each step, in full digits."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row["loss"] for row in rows if row["split"] == "train"]
+
+
+class Launch(unittest.TestCase):
+    def setUp(self):
+        self.before = shared_memory()
+
+    def tearDown(self):
+        self.assertEqual(shared_memory() - self.before, set())
+
+    def run_ok(self, ranks, *words, **kwargs):
+        code, out, err = mpi_testing.mpirun(ranks, *words, **kwargs)
+        self.assertEqual(code, 0, f"{words}\n{out}\n{err}")
+        return out
+
+    def test_auto_is_shared_memory_on_one_host(self):
+        out = self.run_ok(2, *TRAIN, "--limit-train-batches", 3)
+        self.assertIn("2 ranks over shm on cpu", out)
+        self.assertEqual(out.count("test accuracy"), 1)
+
+    def test_every_backend_gives_the_losses_of_lockstep_run(self):
+        """Two ranks' sums have no order, so every backend gives the same bits, and so must the launcher."""
+        with t.temporary_folder() as folder:
+            flags = ("--limit-train-batches", 20, "--log-every-n-steps", 1)
+            code, out, err = run_testing.lockstep_run("--nproc-per-node", 2, *TRAIN, *flags, "--backend", "gloo",
+                                                      "--metrics-file", folder / "run.jsonl")
+            self.assertEqual(code, 0, out + err)
+            wanted = losses(folder / "run.jsonl")
+            self.assertEqual(len(wanted), 20)
+            for backend in ["gloo", "shm"] + (["mpi"] if HAS_MPI else []):
+                with self.subTest(backend):
+                    path = folder / f"{backend}.jsonl"
+                    shown = self.run_ok(2, *TRAIN, *flags, "--backend", backend, "--metrics-file", path)
+                    self.assertIn(f"2 ranks over {backend} ", shown)
+                    self.assertEqual(losses(path), wanted)
+
+    def test_a_job_of_one_and_of_more_ranks_than_cores(self):
+        self.run_ok(1, *TRAIN, "--limit-train-batches", 3)
+        if HAS_MPI:
+            self.run_ok(1, *TRAIN, "--limit-train-batches", 3, "--backend", "mpi")
+            self.assertIn("5 ranks over mpi", self.run_ok(5, *TRAIN, "--limit-train-batches", 3, "--backend", "mpi"))
+
+    def test_output_that_is_no_terminal_gets_plain_lines(self):
+        """mpirun gives its ranks a terminal of its own."""
+        out = self.run_ok(2, *TRAIN, "--limit-train-batches", 3, env={"TERM": "xterm"})
+        self.assertNotIn("\x1b", out)
+        self.assertNotIn("ETA", out)
+
+    def test_told_addresses_are_taken(self):
+        """As in a job on several hosts whose user names rank 0's; the port is rank 0's choice."""
+        code, out, err = mpi_testing.mpirun(2, *TRAIN, "--limit-train-batches", 3, "--backend", "gloo",
+                                            env={"MASTER_ADDR": "127.0.0.1"})
+        self.assertEqual(code, 0, out + err)
+
+    def test_two_jobs_at_once_do_not_meet(self):
+        with mpi_testing.MpiRun(2, *TRAIN, "--limit-train-batches", 10) as one, \
+                mpi_testing.MpiRun(2, *TRAIN, "--limit-train-batches", 10) as other:
+            for job in (one, other):
+                code, out, err = job.end()
+                self.assertEqual(code, 0, out + err)
+
+    def test_without_mpirun_the_error_says_so(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        code, out, err = run_testing.lockstep_run("--nproc-per-node", 2, *TRAIN, "--backend", "mpi")
+        self.assertNotEqual(code, 0)
+        self.assertIn("was not started by mpirun", out + err)
+        self.assertIn("mpirun -np 2", out + err)
+
+    def test_one_process_needs_no_mpirun(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        with t.temporary_folder() as folder:
+            result = t.run(*TRAIN, "--limit-train-batches", 3, "--backend", "mpi",
+                           env=t.clean_environment(TMPDIR=folder, OMPI_MCA_orte_tmpdir_base=folder))
+            self.assertIn("test accuracy", result.stdout)
+
+    def test_a_build_without_mpi_says_what_to_install(self):
+        if HAS_MPI:
+            self.skipTest("Lockstep was built with MPI")
+        code, out, err = mpi_testing.mpirun(2, *TRAIN, "--backend", "mpi")
+        self.assertEqual(code, 2, out + err)
+        self.assertIn("libopenmpi-dev", out + err)
+
+    def test_env_names_the_mpi(self):
+        shown = t.run(t.LOCKSTEP, "env").stdout
+        self.assertRegex(shown, r"(?m)^  MPI +" + ("Open MPI [\\d.]+" if HAS_MPI else "none in this build"))
+
+    def test_bench(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        with t.temporary_folder() as folder:
+            environment = t.clean_environment(TMPDIR=folder, OMPI_MCA_orte_tmpdir_base=folder)
+            result = t.run(t.LOCKSTEP, "bench", "allreduce", "--sizes", "4,65536", "--backend", "mpi,gloo", "--steps", 5,
+                           "--rounds", 1, "--json", env=environment)
+            rows = json.loads(result.stdout)
+            rows = rows["results"] if isinstance(rows, dict) else rows
+            self.assertEqual({row["backend"] for row in rows}, {"mpi", "gloo"})
+            self.assertTrue(all(row["p50_us"] > 0 for row in rows))
+        code, out, err = mpi_testing.mpirun(2, t.LOCKSTEP, "bench", "allreduce", "--backend", "mpi")
+        self.assertEqual(code, 2, out + err)
+        self.assertIn("starts its ranks itself", out + err)
+
+    def test_examples(self):
+        example = t.BUILD_DIR / "bin" / "examples" / "quickstart" / "quickstart"
+        if not example.exists():
+            self.skipTest("the examples are not built")
+        self.run_ok(2, example)
+
+
+class Faults(unittest.TestCase):
+    """mpirun ends the job when a rank dies; nothing of it may stay, and its exit code is not 0."""
+
+    def setUp(self):
+        self.before = shared_memory()
+
+    def tearDown(self):
+        self.assertEqual(shared_memory() - self.before, set())
+
+    def kill_one(self, number, backend):
+        seed = SEED + number
+        choose = random.Random(seed)
+        ranks, victim = choose.choice([(2, 0), (2, 1), (3, 0), (3, 2)])
+        delay = choose.uniform(0, 1.5)
+        with self.subTest(f"seed {seed}: rank {victim} of {ranks} over {backend} after {delay:.3f} s"), \
+                mpi_testing.MpiRun(ranks, *TRAIN[:-1], 1000, "--backend", backend) as job:
+            t.wait_until(lambda: len(job.ranks_of(t.LOCKSTEP)) == ranks, what="the start of all ranks")
+            time.sleep(delay)  # The random moment; nothing is waited for.
+            os.kill(job.ranks_of(t.LOCKSTEP)[victim], signal.SIGKILL)
+            code, out, err = job.end(timeout=30)
+            self.assertNotEqual(code, 0)
+            self.assertRegex(err, rf"rank {victim}.* exited on signal 9|signal 9 \(Killed\)")
+            job.nothing_left()
+
+    def test_a_killed_rank_ends_the_job(self):
+        for number in range(40 if LONG else 4):
+            self.kill_one(number, "mpi" if HAS_MPI and number % 2 == 0 else "auto")
+
+    def test_an_interrupted_job_leaves_nothing(self):
+        choose = random.Random(SEED + 1000)
+        with mpi_testing.MpiRun(2, *TRAIN[:-1], 1000, "--backend", "mpi" if HAS_MPI else "auto") as job:
+            t.wait_until(lambda: len(job.ranks_of(t.LOCKSTEP)) == 2, what="the start of all ranks")
+            time.sleep(choose.uniform(0, 1.5))  # The random moment; nothing is waited for.
+            job.process.send_signal(signal.SIGINT)
+            code, out, err = job.end(timeout=30)
+            self.assertNotEqual(code, 0, out + err)
+            job.nothing_left()
+
+    def test_a_rank_that_fails_by_itself_ends_the_job_and_is_heard(self):
+        """Rank 1 has no such file; the others wait for it in vain, and only until mpirun ends them."""
+        program = ('if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then set -- --dataset file:/nowhere; fi; '
+                   f'exec {t.LOCKSTEP} train --model mlp --max-epochs 1 "$@"')
+        for backend in ("mpi", "gloo") if HAS_MPI else ("gloo",):
+            with self.subTest(backend):
+                code, out, err = mpi_testing.mpirun(2, "sh", "-c", program + f" --backend {backend}", "sh", timeout=60)
+                self.assertNotEqual(code, 0, out + err)
+                self.assertIn("/nowhere", out + err)
+
+
+if __name__ == "__main__":
+    reason = mpi_testing.missing()
+    if reason:
+        mpi_testing.skip_all(reason)
+    print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
+    HAS_MPI = mpi_testing.lockstep_has_mpi()
+    t.main()
