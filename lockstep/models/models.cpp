@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/models/norm_pool.h"
 
 namespace lockstep {
 namespace {
@@ -104,9 +105,7 @@ class ConvBlock : public Children {
       : conv_(add(0, nn::Conv2d(options))),
         norm_(add(1, nn::BatchNorm2d(options.out_channels()))) {}
 
-  at::Tensor forward(const at::Tensor& x) {
-    return at::max_pool2d(at::relu(norm_->forward(conv_->forward(x))), {2, 2}, {2, 2});
-  }
+  at::Tensor forward(const at::Tensor& x) { return norm_relu_pool(conv_->forward(x), *norm_); }
 
  private:
   nn::Conv2d conv_;

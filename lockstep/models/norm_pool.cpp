@@ -1,0 +1,266 @@
+#include "lockstep/models/norm_pool.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <cmath>
+#include <vector>
+
+#include "lockstep/models/norm_pool_kernels.h"
+
+namespace lockstep {
+namespace norm_pool {
+
+extern const Kernels kernels_plain;
+#if defined(LOCKSTEP_NORM_POOL_AVX2)
+extern const Kernels kernels_avx2;
+#endif
+
+const Kernels& kernels() {
+#if defined(LOCKSTEP_NORM_POOL_AVX2)
+  if (__builtin_cpu_supports("x86-64-v3")) return kernels_avx2;
+#endif
+  return kernels_plain;
+}
+
+}  // namespace norm_pool
+
+namespace {
+
+using norm_pool::Image;
+using norm_pool::kernels;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr auto kChannelsLast = at::MemoryFormat::ChannelsLast;
+
+Image image_of(const at::Tensor& x) {
+  return {x.size(2), x.size(3), x.size(1)};
+}
+
+/// Calls `run(image's index)` for all, on LibTorch's threads.
+template <class Run>
+void each_image(int64_t images, Run run) {
+  at::parallel_for(0, images, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(i);
+  });
+}
+
+float at_channel(const at::Tensor& values, size_t channel) {
+  return values.const_data_ptr<float>()[channel];
+}
+
+struct Statistics {
+  at::Tensor mean;               ///< [C], float32.
+  at::Tensor inverse_deviation;  ///< [C], float32: 1 / sqrt(var + eps).
+  std::vector<double> squares;   ///< Summed differences from the mean.
+};
+
+/// Of each channel over all images: an image's own at a time, then joined in the images' order.
+Statistics statistics_of(const at::Tensor& x, double eps) {
+  const Image image = image_of(x);
+  const int64_t images = x.size(0), channels = image.channels;
+  const at::Tensor parts = at::empty({2, images, channels}, at::kFloat);
+  auto* means = parts.mutable_data_ptr<float>();
+  auto* squares = means + images * channels;
+  const auto* data = x.const_data_ptr<float>();
+  each_image(images, [&](int64_t i) {
+    kernels().moments(image, data + i * image.pixels() * channels, means + i * channels,
+                      squares + i * channels);
+  });
+  Statistics result{at::empty({channels}, at::kFloat), at::empty({channels}, at::kFloat),
+                    std::vector<double>(static_cast<size_t>(channels))};
+  const auto pixels = static_cast<double>(image.pixels());
+  const double count = pixels * static_cast<double>(images);
+  for (int64_t c = 0; c < channels; ++c) {
+    double sum = 0;
+    for (int64_t i = 0; i < images; ++i) sum += means[i * channels + c];
+    const double mean = sum / static_cast<double>(images);
+    double all = 0;
+    for (int64_t i = 0; i < images; ++i) {
+      const double apart = means[i * channels + c] - mean;
+      all += squares[i * channels + c] + pixels * apart * apart;
+    }
+    result.squares[static_cast<size_t>(c)] = all;
+    result.mean.mutable_data_ptr<float>()[c] = static_cast<float>(mean);
+    result.inverse_deviation.mutable_data_ptr<float>()[c] =
+        static_cast<float>(1 / std::sqrt(all / count + eps));
+  }
+  return result;
+}
+
+void update(torch::nn::BatchNorm2dImpl& norm, const Statistics& statistics, double count) {
+  const auto momentum = static_cast<float>(*norm.options.momentum());
+  auto* means = norm.running_mean.mutable_data_ptr<float>();
+  auto* variances = norm.running_var.mutable_data_ptr<float>();
+  for (size_t c = 0; c < statistics.squares.size(); ++c) {
+    const auto variance = static_cast<float>(statistics.squares[c] / (count - 1));
+    means[c] = momentum * statistics.mean.const_data_ptr<float>()[c] + (1 - momentum) * means[c];
+    variances[c] = momentum * variance + (1 - momentum) * variances[c];
+  }
+  norm.num_batches_tracked += 1;
+}
+
+/// The same by LibTorch's operations, for gradients of gradients.
+at::Tensor plain(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                 double eps) {
+  const at::Tensor y = at::batch_norm(x, weight, bias, {}, {}, /*training=*/true, /*momentum=*/0,
+                                      eps, /*cudnn_enabled=*/false);
+  return at::max_pool2d(at::relu(y), {2, 2}, {2, 2});
+}
+
+class NormReluPool : public torch::autograd::Function<NormReluPool> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor& bias, const at::Tensor& mean,
+                            const at::Tensor& inverse_deviation, double eps) {
+    const Image image = image_of(x);
+    const int64_t images = x.size(0), channels = image.channels;
+    const std::vector<int64_t> shape = {images, channels, image.pooled_height(),
+                                        image.pooled_width()};
+    const at::Tensor pooled = at::empty(shape, at::kFloat, kChannelsLast);
+    const at::Tensor chosen = at::empty(shape, at::kFloat, kChannelsLast);
+    const at::Tensor place = at::empty(shape, at::kByte, kChannelsLast);
+    std::vector<float> scales(static_cast<size_t>(channels)), shifts(scales.size());
+    for (size_t c = 0; c < scales.size(); ++c) {
+      scales[c] = at_channel(weight, c) * at_channel(inverse_deviation, c);
+      shifts[c] = at_channel(bias, c) - at_channel(mean, c) * scales[c];
+    }
+    const auto* data = x.const_data_ptr<float>();
+    auto* to = pooled.mutable_data_ptr<float>();
+    auto* to_chosen = chosen.mutable_data_ptr<float>();
+    auto* to_place = place.mutable_data_ptr<uint8_t>();
+    const int64_t in_size = image.pixels() * channels, out_size = image.pooled_pixels() * channels;
+    each_image(images, [&](int64_t i) {
+      kernels().forward(image, data + i * in_size, scales.data(), shifts.data(), to + i * out_size,
+                        to_chosen + i * out_size, to_place + i * out_size);
+    });
+    context->save_for_backward({x, weight, bias, mean, inverse_deviation, chosen, place});
+    context->saved_data["eps"] = eps;
+    return pooled;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
+    if (at::GradMode::is_enabled()) {
+      const at::Tensor y = plain(x, weight, bias, context->saved_data["eps"].toDouble());
+      variable_list wanted;
+      for (const at::Tensor& input : {x, weight, bias}) {
+        if (input.requires_grad()) wanted.push_back(input);
+      }
+      auto given = torch::autograd::grad({y}, wanted, {gradients[0]}, /*retain_graph=*/true,
+                                         /*create_graph=*/true);
+      variable_list result(6);
+      size_t next = 0, place = 0;
+      for (const at::Tensor& input : {x, weight, bias}) {
+        if (input.requires_grad()) result[place] = given[next++];
+        ++place;
+      }
+      return result;
+    }
+    return fast_backward(saved, gradients[0].contiguous(kChannelsLast),
+                         context->needs_input_grad(0));
+  }
+
+ private:
+  static variable_list fast_backward(const variable_list& saved, const at::Tensor& gradient,
+                                     bool needs_x) {
+    const at::Tensor &x = saved[0], &weight = saved[1];
+    const at::Tensor &mean = saved[3], &inverse_deviation = saved[4];
+    const auto* chosen = saved[5].const_data_ptr<float>();
+    const auto* place = saved[6].const_data_ptr<uint8_t>();
+    const auto* dy = gradient.const_data_ptr<float>();
+    const Image image = image_of(x);
+    const int64_t images = x.size(0), channels = image.channels;
+    const int64_t in_size = image.pixels() * channels, out_size = image.pooled_pixels() * channels;
+
+    const at::Tensor parts = at::empty({2, images, channels}, at::kFloat);
+    auto* sums = parts.mutable_data_ptr<float>();
+    each_image(images, [&](int64_t i) {
+      kernels().sums(image, dy + i * out_size, chosen + i * out_size, place + i * out_size,
+                     mean.const_data_ptr<float>(), sums + i * channels,
+                     sums + (images + i) * channels);
+    });
+    // The images' sums in their order, whatever the number of threads.
+    std::vector<double> total(static_cast<size_t>(2 * channels));
+    for (int64_t i = 0; i < 2 * images; ++i) {
+      for (int64_t c = 0; c < channels; ++c) {
+        total[static_cast<size_t>(i / images * channels + c)] += sums[i * channels + c];
+      }
+    }
+    const at::Tensor grad_weight = at::empty({channels}, at::kFloat);
+    const at::Tensor grad_bias = at::empty({channels}, at::kFloat);
+    // With a = weight * inverse deviation and means over all pixels, grad_x is
+    // a * (dy - mean(dy) - (x - mean) * deviation * mean(dy * normalised x)).
+    const auto count = static_cast<double>(images * image.pixels());
+    std::vector<float> scales(static_cast<size_t>(channels)), slopes(scales.size()),
+        offsets(scales.size());
+    for (size_t c = 0; c < scales.size(); ++c) {
+      const double deviation = at_channel(inverse_deviation, c);
+      const double bias_sum = total[c], weight_sum = total[scales.size() + c] * deviation;
+      grad_bias.mutable_data_ptr<float>()[c] = static_cast<float>(bias_sum);
+      grad_weight.mutable_data_ptr<float>()[c] = static_cast<float>(weight_sum);
+      const double a = at_channel(weight, c) * deviation;
+      const double slope = a * deviation * weight_sum / count;
+      scales[c] = static_cast<float>(a);
+      slopes[c] = static_cast<float>(slope);
+      offsets[c] = static_cast<float>(a * bias_sum / count - at_channel(mean, c) * slope);
+    }
+    at::Tensor grad_x;
+    if (needs_x) {
+      grad_x = at::empty_like(x);
+      const auto* data = x.const_data_ptr<float>();
+      auto* to = grad_x.mutable_data_ptr<float>();
+      each_image(images, [&](int64_t i) {
+        kernels().backward(image, data + i * in_size, dy + i * out_size, place + i * out_size,
+                           scales.data(), slopes.data(), offsets.data(), to + i * in_size);
+      });
+    }
+    return {grad_x, grad_weight, grad_bias, {}, {}, {}};
+  }
+};
+
+bool is_plain_float(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
+         tensor.layout() == at::kStrided;
+}
+
+}  // namespace
+
+bool norm_relu_pool_is_fused(const at::Tensor& x, const torch::nn::BatchNorm2dImpl& norm) {
+  if (!norm.is_training() || !norm.options.momentum() || !norm.options.track_running_stats() ||
+      !norm.options.affine()) {
+    return false;
+  }
+  for (const at::Tensor& tensor :
+       {x, norm.weight, norm.bias, norm.running_mean, norm.running_var}) {
+    if (!is_plain_float(tensor) || (tensor.dim() == 1 && !tensor.is_contiguous())) return false;
+  }
+  if (x.dim() != 4 || x.size(1) != norm.options.num_features() ||
+      x.size(1) % norm_pool::kVector != 0 || x.size(2) < 2 || x.size(3) < 2 || x.size(0) < 1) {
+    return false;
+  }
+  return x.is_contiguous(kChannelsLast) && !x.is_contiguous() &&
+         !at::autocast::is_autocast_enabled(at::kCPU);
+}
+
+at::Tensor norm_relu_pool(const at::Tensor& x, torch::nn::BatchNorm2dImpl& norm) {
+  if (!norm_relu_pool_is_fused(x, norm)) {
+    return at::max_pool2d(at::relu(norm.forward(x)), {2, 2}, {2, 2});
+  }
+  Statistics statistics;
+  {
+    const at::NoGradGuard no_grad;
+    statistics = statistics_of(x, norm.options.eps());
+    update(norm, statistics, static_cast<double>(x.size(0) * x.size(2) * x.size(3)));
+  }
+  return NormReluPool::apply(x, norm.weight, norm.bias, statistics.mean,
+                             statistics.inverse_deviation, norm.options.eps());
+}
+
+}  // namespace lockstep
