@@ -1,9 +1,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <map>
-
 #include "lockstep/base/error.h"
+#include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {
@@ -32,8 +31,13 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   const at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2.0);
   // Python's `max_norm / tensor` is a reciprocal and a product; so it is here, for the same bits.
   const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-  for (auto& group : groups) at::_foreach_mul_(group, factor.to(group.front().device()));
-  return total.item<double>();
+  const double norm = total.item<double>();
+  // A product by 1 changes no bit. (Asking a CUDA device again would wait for it.)
+  if (groups.size() == 1 && first.is_cpu() && factor.item<double>() == 1) return norm;
+  for (const auto& group : groups) {
+    at::_foreach_mul_(flat_runs(group), factor.to(group.front().device()));
+  }
+  return norm;
 }
 
 }  // namespace lockstep

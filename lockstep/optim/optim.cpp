@@ -1,10 +1,14 @@
 #include "lockstep/optim/optim.h"
 
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
 #include <cmath>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/optim/adam.h"
+#include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/torch_optimizer.h"
 
@@ -56,10 +60,19 @@ double default_learning_rate(const std::string& name) {
   throw UsageError(unknown_word("optimizer", name, optimizer_names()));
 }
 
-void zero_grad(const std::vector<at::Tensor>& parameters) {
+void zero_grad(const std::vector<at::Tensor>& parameters, bool set_to_none) {
+  std::vector<at::Tensor> kept;
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) parameter.mutable_grad().reset();
+    if (!parameter.grad().defined()) continue;
+    if (set_to_none) {
+      parameter.mutable_grad().reset();
+    } else {
+      kept.push_back(parameter.grad());
+    }
   }
+  if (kept.empty()) return;
+  const c10::AutoGradMode no_grad(false);
+  at::_foreach_zero_(flat_runs(kept));
 }
 
 }  // namespace lockstep

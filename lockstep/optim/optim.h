@@ -75,11 +75,14 @@ std::vector<std::string> optimizer_names();
 double default_learning_rate(const std::string& name);
 
 /// Drops all gradients without detaching them, so that views of DDP's buckets stay valid. The next
-/// backward then stores gradients instead of adding to zeros, which is also the fastest.
-void zero_grad(const std::vector<at::Tensor>& parameters);
+/// backward then stores gradients instead of adding to zeros, which is also the fastest: nothing is
+/// written. With `set_to_none` false they stay and become 0, in one pass over each stretch of
+/// memory in which they lie side by side, such as a bucket.
+void zero_grad(const std::vector<at::Tensor>& parameters, bool set_to_none = true);
 
 /// Scales the gradients so that their total 2-norm is at most `max_norm`; returns the norm before,
-/// with the bits of torch.nn.utils.clip_grad_norm_. A norm that is NaN or infinite is returned (and
+/// with the bits of torch.nn.utils.clip_grad_norm_. Buckets are scaled in one pass each, and not at
+/// all where the norm is small enough. A norm that is NaN or infinite is returned (and
 /// has spoilt the gradients, as in Python); 0 when there is no gradient.
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm);
 
