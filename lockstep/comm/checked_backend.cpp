@@ -1,5 +1,7 @@
 #include "lockstep/comm/checked_backend.h"
 
+#include <ATen/core/ivalue.h>
+
 #include <algorithm>
 #include <atomic>
 #include <csignal>
@@ -7,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/check_context.h"
 #include "lockstep/comm/checked_work.h"
 #include "lockstep/comm/failure_report.h"
@@ -87,6 +90,7 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   const BackendPtr& inner() const { return inner_; }
+  void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
 
   const std::string getBackendName() const override { return inner_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
@@ -410,8 +414,58 @@ class CheckedBackend final : public c10d::Backend {
 
   template <class Describe, class Issue>
   WorkPtr collective(CallSummary call, Milliseconds timeout, Describe describe, Issue issue) {
-    begin(call, timeout, describe);
-    return decorated(translated(call, timeout, -1, issue), call, timeout, -1);
+    const auto run = [&] {
+      begin(call, timeout, describe);
+      return decorated(translated(call, timeout, -1, issue), call, timeout, -1);
+    };
+    return observer_ ? observed(call.operation, describe, run) : run();
+  }
+
+  /// Tells the observer of a collective that `run` makes.
+  template <class Describe, class Run>
+  WorkPtr observed(Operation operation, Describe describe, Run run) {
+    ObservedCall seen;
+    seen.operation = operation;
+    CallSignature signature;
+    describe(signature);
+    for (const auto& input : signature.inputs) {
+      seen.bytes +=
+          c10::multiply_integers(input.shape) * static_cast<int64_t>(c10::elementSize(input.dtype));
+    }
+    const std::shared_ptr<CallObserver> observer = observer_;
+    observer->call_begins();
+    seen.begin = std::chrono::steady_clock::now();
+    WorkPtr work;
+    try {
+      work = run();
+    } catch (...) {
+      seen.returned = seen.end = std::chrono::steady_clock::now();
+      observer->call_ended(seen, /*failed=*/true);
+      throw;
+    }
+    seen.returned = std::chrono::steady_clock::now();
+    tell_end(observer, seen, work);
+    return work;
+  }
+
+  static void tell_end(const std::shared_ptr<CallObserver>& observer, ObservedCall seen,
+                       const WorkPtr& work) {
+    seen.end = seen.returned;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    if (work && !work->isCompleted()) {
+      try {
+        future = work->getFuture();
+      } catch (const c10::Error&) {
+        // A backend whose works have none: what is known is when the call came back.
+      }
+    }
+    if (!future) return observer->call_ended(seen, work && work->exception());
+    future->addCallback(
+        [observer, seen](c10::ivalue::Future& done) mutable {
+          seen.end = std::chrono::steady_clock::now();
+          observer->call_ended(seen, done.hasError());
+        },
+        /*uses_future=*/false);
   }
 
   template <class Issue>
@@ -458,6 +512,7 @@ class CheckedBackend final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
   int shrink_count_ = 0;
+  std::shared_ptr<CallObserver> observer_;
   P2PGate gate_;  ///< Last: its thread calls into the rest.
 };
 
@@ -488,6 +543,12 @@ BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackend
 BackendPtr unchecked_backend(const BackendPtr& backend) {
   auto* checked = dynamic_cast<CheckedBackend*>(backend.get());
   return checked ? checked->inner() : backend;
+}
+
+void set_call_observer(c10d::Backend& backend, std::shared_ptr<CallObserver> observer) {
+  auto* checked = dynamic_cast<CheckedBackend*>(&backend);
+  TORCH_CHECK(checked, "set_call_observer: not a decorated backend");
+  checked->set_observer(std::move(observer));
 }
 
 }  // namespace lockstep

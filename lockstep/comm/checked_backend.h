@@ -3,6 +3,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -68,5 +69,10 @@ c10::intrusive_ptr<c10d::Backend> make_checked_backend(c10::intrusive_ptr<c10d::
 /// The backend inside a decorated one; `backend` itself when it is not decorated.
 c10::intrusive_ptr<c10d::Backend> unchecked_backend(
     const c10::intrusive_ptr<c10d::Backend>& backend);
+
+class CallObserver;
+/// See observe_calls (call_observer.h), which is the way for a group. `backend` must be a decorated
+/// one. The backends that it is split into do not inherit the observer.
+void set_call_observer(c10d::Backend& backend, std::shared_ptr<CallObserver> observer);
 
 }  // namespace lockstep

@@ -19,6 +19,7 @@
 #include <cstring>
 #include <map>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
@@ -62,6 +63,16 @@ std::vector<char*> pointers(const std::vector<std::string>& words) {
   for (const auto& word : words) list.push_back(const_cast<char*>(word.c_str()));
   list.push_back(nullptr);
   return list;
+}
+
+bool run_on(const std::vector<int>& processors) {
+  try {
+    set_allowed_processors(processors);
+    return true;
+  } catch (const SystemError& error) {
+    errno = error.errno_value();
+    return false;
+  }
 }
 
 struct ParsedStat {
@@ -201,6 +212,7 @@ class KeeperProcess {
     dup2(err, STDERR_FILENO);
     fcntl(events_, F_SETFD, FD_CLOEXEC);
     close_others({events_});
+    if (!plan.processors.empty() && !run_on(plan.processors)) return;
     execve(plan.file.c_str(), argv.data(), env.data());
   }
 

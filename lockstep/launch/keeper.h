@@ -20,6 +20,7 @@ struct ProcessPlan {
   std::vector<std::string> env;   ///< The whole environment, "NAME=value".
   int stdout_fd = 1;              ///< Not owned; must stay open until the Keeper is constructed.
   int stderr_fd = 2;
+  std::vector<int> processors = {};  ///< That it may run on; empty: those that we may.
 };
 
 /// What the keeper reports.

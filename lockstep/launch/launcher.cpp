@@ -88,7 +88,8 @@ class Launcher {
     for (size_t i = 0; i < plan_.workers.size(); ++i) {
       const auto& worker = plan_.workers[i];
       processes.push_back({worker.file, worker.argv, environment_of(worker),
-                           streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd()});
+                           streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
+                           worker.processors});
     }
     keeper_ = std::make_unique<Keeper>(processes, plan_.scratch);
     for (auto& stream : streams_) stream->started();

@@ -32,7 +32,8 @@ struct WorkerPlan {
   /// On top of our own environment; an empty value with `unset` removes the name.
   std::vector<std::pair<std::string, std::string>> env;
   std::vector<std::string> unset;
-  std::string prefix;  ///< Before each line on the console: "[rank0]: "; may be empty.
+  std::vector<int> processors;  ///< That it may run on; empty: those that we may.
+  std::string prefix;           ///< Before each line on the console: "[rank0]: "; may be empty.
   StreamPlan out;
   StreamPlan err;
   std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.

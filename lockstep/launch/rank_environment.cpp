@@ -38,6 +38,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
   }
   if (layout.local_size > 1 && !std::getenv("OMP_NUM_THREADS")) {
     env.emplace_back("OMP_NUM_THREADS", "1");
+    env.emplace_back(kThreadsByLauncherVariable, "1");
   }
   return env;
 }

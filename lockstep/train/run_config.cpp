@@ -13,6 +13,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/train/memory_format.h"
@@ -41,6 +42,7 @@ const std::vector<Key>& keys() {
       {"strategy", &C::strategy},
       {"backend", &C::backend},
       {"threads", &C::threads},
+      {"bind-to", &C::bind_to},
       {"memory-format", &C::memory_format},
       {"num-workers", &C::num_workers},
       {"timeout", &C::timeout},
@@ -241,6 +243,7 @@ void check_values(const RunConfig& config) {
   check_dataset(config.dataset);
   expect_one_of("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
   expect_one_of("--backend", config.backend, backend_names());
+  expect_one_of("--bind-to", config.bind_to, launch::binding_names());
   expect_one_of("--memory-format", config.memory_format, memory_format_names());
   check_strategy(config.strategy);
   expect_one_of("--optimizer", config.optimizer, optimizer_names());

@@ -22,7 +22,8 @@ struct RunConfig {
   std::string accelerator = "auto";  ///< cuda when there is a device for every process, else cpu.
   std::string strategy = "ddp";
   std::string backend = "auto";
-  std::optional<int64_t> threads;  ///< Unset: OMP_NUM_THREADS; 1 with several processes, else all.
+  std::optional<int64_t> threads;  ///< Unset: see choose_threads.
+  std::string bind_to = "auto";    ///< See launch::choose_binding.
   /// Of images and convolutions; auto: see memory_format_of. contiguous gives Python's bits.
   std::string memory_format = "auto";
   int64_t num_workers = 0;        ///< Gathering from memory costs less than handing over.

@@ -1,11 +1,9 @@
 #include "lockstep/train/task.h"
 
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 
 #include <numeric>
 
-#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
 #include "lockstep/train/memory_format.h"
@@ -35,12 +33,7 @@ Pipeline pipeline_for(const TensorDataset& dataset, const ModelInfo& info) {
   return Pipeline(std::move(steps));
 }
 
-void set_up_process(const RunConfig& config, const World& world) {
-  if (config.threads) {
-    at::set_num_threads(static_cast<int>(*config.threads));
-  } else if (world.local_size() > 1 && !env_string("OMP_NUM_THREADS")) {
-    at::set_num_threads(1);
-  }
+void set_up_process(const RunConfig& config) {
   if (config.deterministic) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
     at::globalContext().setBenchmarkCuDNN(false);
@@ -139,7 +132,7 @@ std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& wo
 }
 
 TrainTask make_train_task(const RunConfig& config, const World& world) {
-  set_up_process(config, world);
+  set_up_process(config);
   const DatasetSplits splits = load_splits(config);
   check_model_fits(model_info(config.model), splits.train);
   auto train = make_loader(config, world, splits.train, /*training=*/true);
@@ -152,7 +145,7 @@ TrainTask make_train_task(const RunConfig& config, const World& world) {
 }
 
 TrainTask make_evaluation_task(const RunConfig& config, const World& world) {
-  set_up_process(config, world);
+  set_up_process(config);
   const TensorDataset test = load_splits(config).test;
   check_model_fits(model_info(config.model), test);
   auto loader = make_loader(config, world, test, /*training=*/false);

@@ -46,9 +46,17 @@ class Bench(unittest.TestCase):
         rows = report["results"]
         self.assertEqual([r["bytes"] for r in rows], [4, 4194304])
         for row in rows:
-            self.assertEqual(set(row), {"bytes", "ranks", "backend", "p50_us"})
+            self.assertEqual(set(row), {"bytes", "ranks", "backend", "p50_us", "bound_us", "of_bound"})
             self.assertEqual(row["ranks"], 2)
+            self.assertAlmostEqual(row["of_bound"], row["bound_us"] / row["p50_us"])
         self.assertGreater(rows[1]["p50_us"], rows[0]["p50_us"])
+        # 4 MB are read and written twice: no memory does that in the time of 4 bytes.
+        self.assertGreater(rows[1]["bound_us"], 100 * rows[0]["bound_us"])
+
+    def test_one_rank_has_nothing_to_copy(self):
+        row, = bench("all-reduce", "--sizes", "1024", "--devices", 1, "--steps", 5, "--rounds", 1)["results"]
+        self.assertIsNone(row["bound_us"])
+        self.assertIsNone(row["of_bound"])
 
     def test_loader_on_digits_when_there_is_no_mnist(self):
         with t.temporary_folder() as empty:
@@ -139,6 +147,118 @@ class Bench(unittest.TestCase):
             self.assertEqual(list(folder.iterdir()), [])
             for rank in ranks:
                 self.assertFalse(os.path.exists(f"/proc/{rank}"))
+
+
+PARTS = ["data", "forward", "backward", "communication exposed", "optimizer", "rest"]
+
+
+class Profile(unittest.TestCase):
+    """Where a step's time goes: the table, and the trace that it is made of."""
+
+    def measure(self, *arguments):
+        with t.temporary_folder() as folder:
+            trace = folder / "trace.json"
+            row, = bench("step", "--profile", "--trace", trace, "--rounds", 1, *arguments)["results"]
+            return row, json.loads(trace.read_text())
+
+    def check_table(self, row):
+        table = {line["part"]: line for line in row["profile"]}
+        self.assertEqual(list(table), PARTS + ["step", "communication hidden"])
+        step = table["step"]["us"]
+        self.assertAlmostEqual(sum(table[part]["us"] for part in PARTS), step, delta=1e-3 * step)
+        self.assertAlmostEqual(sum(table[part]["share"] for part in PARTS), 1, places=3)
+        self.assertAlmostEqual(step, row["us_per_step"], places=3)
+        for line in table.values():
+            self.assertTrue(line["rank_min_us"] <= line["us"] <= line["rank_max_us"], line)
+        for part in ("data", "forward", "backward", "optimizer"):
+            self.assertGreater(table[part]["us"], 0, part)
+        return table
+
+    def check_trace(self, trace, ranks, steps):
+        """Every row nests; each rank has its steps and parts. Returns durations by (rank, category, name)."""
+        events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+        rows, sums = {}, {}
+        for event in events:
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+            key = (event["pid"], event["cat"], event["name"].split()[0] if event["cat"] == "step" else event["name"])
+            sums.setdefault(key, []).append(event["dur"])
+        self.assertEqual({pid for pid, _ in rows}, set(range(ranks)))
+        for row, in_row in rows.items():
+            self.assertIn(row, names)
+            ends = []
+            for event in sorted(in_row, key=lambda e: (e["ts"], -e["dur"])):
+                while ends and ends[-1] <= event["ts"] + 1e-3:
+                    ends.pop()
+                if ends:
+                    self.assertLessEqual(event["ts"] + event["dur"], ends[-1] + 1e-3, (names[row], event))
+                ends.append(event["ts"] + event["dur"])
+        for rank in range(ranks):
+            self.assertIn("main thread", [name for (pid, _), name in names.items() if pid == rank])
+            for key in (("step", "step"), ("part", "data"), ("part", "forward"), ("part", "backward"),
+                        ("part", "optimizer")):
+                self.assertEqual(len(sums[(rank, *key)]), steps, key)
+        return sums
+
+    def test_two_ranks_over_shared_memory(self):
+        row, trace = self.measure("--model", "mlp", "--devices", 2, "--backend", "shm", "--steps", 20)
+        table = self.check_table(row)
+        self.assertGreater(table["communication exposed"]["us"], 0)
+        sums = self.check_trace(trace, ranks=2, steps=20)
+        self.assertEqual(trace["otherData"]["model"], "mlp")
+        for rank in range(2):
+            self.assertGreaterEqual(len(sums[(rank, "communication", "all_reduce")]), 20)
+
+    def test_the_table_is_what_the_trace_shows(self):
+        row, trace = self.measure("--model", "convnet", "--devices", 2, "--backend", "gloo", "--steps", 12,
+                                  "--batch-size", 8)
+        self.check_table(row)
+        steps = sorted((e["dur"], e["ts"]) for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0
+                       and e["cat"] == "step")
+        middle = steps[3:-3]  # The middle half by time, as the table has it.
+        inside = lambda e: any(ts - 1e-3 <= e["ts"] <= ts + dur for dur, ts in middle)
+        waits = sum(e["dur"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0 and e["cat"] == "wait"
+                    and inside(e))
+        table = {line["part"]: line["us"] for line in row["profile"]}
+        self.assertAlmostEqual(table["communication exposed"], waits / len(middle), delta=0.1)
+        self.assertAlmostEqual(table["step"], sum(dur for dur, _ in middle) / len(middle), delta=0.1)
+
+    def test_gloo_is_partly_hidden(self):
+        """Several buckets: the first are reduced while backward still computes."""
+        row, trace = self.measure("--model", "wide", "--devices", 2, "--backend", "gloo", "--steps", 8)
+        table = self.check_table(row)
+        self.assertGreater(table["communication hidden"]["us"], 0)
+        self.assertGreater(table["communication exposed"]["us"], 0)
+        sums = self.check_trace(trace, ranks=2, steps=8)
+        self.assertGreaterEqual(len(sums[(0, "communication", "all_reduce")]), 16)
+        in_calls = sum(e["dur"] for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "communication")
+        waited = sum(e["dur"] for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "wait")
+        self.assertLess(waited, in_calls)
+
+    def test_operations_are_named(self):
+        row, trace = self.measure("--model", "mlp", "--devices", 1, "--operations", "--steps", 5)
+        table = self.check_table(row)
+        self.assertEqual(table["communication exposed"]["us"], 0)
+        operations = {line["operation"]: line for line in row["operations"]}
+        self.assertEqual(operations["aten::addmm"]["calls"], 3)
+        self.assertGreater(operations["aten::mm"]["us"], 0)
+        sums = self.check_trace(trace, ranks=1, steps=5)
+        self.assertEqual(len(sums[(0, "operation", "aten::addmm")]), 15)
+
+    def test_text(self):
+        result = t.run(t.LOCKSTEP, "bench", "step", "--profile", "--devices", 2, "--steps", 5, "--rounds", 1)
+        lines = result.stdout.splitlines()
+        self.assertRegex(lines[0], "mlp, batch 32, 2 ranks over shm")
+        self.assertEqual(lines[1].split()[0], "part")
+        self.assertEqual(len(lines), 2 + len(PARTS) + 2)
+
+    def test_what_does_not_go_together_is_named(self):
+        for arguments, words in ((["--trace", "t.json"], "needs --profile"), (["--operations"], "needs --profile"),
+                                 (["--profile", "--compare-python"], "leave out --compare-python"),
+                                 (["--profile", "--trace", "t.json", "--devices", "1,2"], "one run")):
+            result = t.run(t.LOCKSTEP, "bench", "step", *arguments, check=False)
+            self.assertEqual(result.returncode, 2, result)
+            self.assertIn(words, result.stderr)
 
 
 def children_of(pid):

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -15,6 +16,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 
 namespace lockstep::tool {
@@ -34,27 +36,34 @@ const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all = {
       {"step",
        "Measures a training step of a model with DistributedDataParallel, in microseconds.",
-       {"--model", "--batch-size", "--devices", "--backend", "--steps", "--threads"},
-       {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python"}},
+       {"--model", "--batch-size", "--devices", "--backend", "--steps", "--threads", "--bind-to",
+        "--profile"},
+       {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python",
+        "lockstep bench step --model convnet --profile --trace step.json"}},
       {"allreduce",
-       "Measures all-reduces of tensors of several sizes, in microseconds.",
-       {"--devices", "--backend", "--sizes", "--steps", "--threads"},
+       "Measures all-reduces of tensors of several sizes, in microseconds, beside the bound that "
+       "memory sets: the time in which all ranks at once, without waiting for each other, copy "
+       "what "
+       "each of two must move at least, its tensor into shared memory and as much from there back "
+       "into it (twice the tensor's bytes read and twice written).",
+       {"--devices", "--backend", "--sizes", "--steps", "--threads", "--bind-to"},
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
       {"loader",
        "Measures the loader on MNIST with normalisation, in samples a second.",
-       {"--batch-size", "--steps", "--threads", "--data-dir"},
+       {"--batch-size", "--steps", "--threads", "--bind-to", "--data-dir"},
        {"lockstep bench loader --data-dir data --compare-python"}},
       {"launch",
        "Measures `lockstep run` to the first all-reduce and out, in seconds.",
-       {"--devices", "--backend", "--threads"},
+       {"--devices", "--backend", "--threads", "--bind-to"},
        {"lockstep bench launch --devices 2,4 --compare-python"}},
       {"train",
        "Measures `lockstep train` of an MLP on MNIST as a whole: seconds, memory, accuracy.",
-       {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--data-dir"},
+       {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--bind-to",
+        "--data-dir"},
        {"lockstep bench train --epochs 3 --compare-python"}},
       {"targets",
        "Measures all figures that the project promises, against Python, and says which are met.",
-       {"--steps", "--threads", "--data-dir"},
+       {"--steps", "--threads", "--bind-to", "--data-dir"},
        {"lockstep bench targets --output targets.json"}},
   };
   return all;
@@ -68,12 +77,37 @@ std::vector<std::string> kind_names() {
 
 std::string cell(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
+  if (value.is_null()) return "-";
   if (!value.is_number_float()) return value.dump();
   const double number = value.get<double>();
   const double size = std::abs(number);
   char text[32];
   std::snprintf(text, sizeof text, size >= 1000 ? "%.0f" : size >= 10 ? "%.1f" : "%.3f", number);
   return text;
+}
+
+void check_profile(const BenchOptions& options) {
+  const auto needs_profile = [&](const char* flag, bool given) {
+    if (given && !options.profile) throw UsageError(std::string(flag) + " needs --profile");
+  };
+  needs_profile("--operations", options.operations);
+  needs_profile("--trace", !options.trace.empty());
+  if (!options.profile) return;
+  if (options.compare_python) {
+    throw UsageError("--profile: Python's steps are not looked into; leave out --compare-python");
+  }
+  if (std::count(options.backends.begin(), options.backends.end(), "nccl") > 0) {
+    throw UsageError(
+        "--profile: with nccl a step's parts run on the device, which a profile of the "
+        "processes does not see; expected another --backend");
+  }
+  const size_t runs =
+      options.models.size() * options.backends.size() * options.devices_or({2}).size();
+  if (!options.trace.empty() && runs > 1) {
+    throw UsageError(
+        "--trace: a trace holds one run, but " + std::to_string(runs) + " are asked for",
+        "give one --model, one number of --devices and one --backend");
+  }
 }
 
 void check(const BenchOptions& options) {
@@ -87,12 +121,30 @@ void check(const BenchOptions& options) {
     if (backend.available) continue;
     throw UsageError("--backend: " + name + " cannot be used: " + backend.reason, backend.remedy);
   }
+  check_profile(options);
   for (const int64_t bytes : options.sizes) {
     if (bytes < 4 || bytes % 4 != 0) {
       throw UsageError("--sizes: " + std::to_string(bytes) +
                        " is no whole number of float32 values; expected a multiple of 4");
     }
   }
+}
+
+void add_profile_options(Cli& cli, BenchOptions& options) {
+  cli.group("Where the time goes");
+  cli.flag("--profile", options.profile,
+           "A table of the step's parts (data, forward, backward, communication, optimizer) with "
+           "batches from a loader. Communication is exposed while the step waits for it and hidden "
+           "while backward computes. Times are means of the middle half of the steps, which add "
+           "up, and medians, which need not; rank 0's, and the least and most of all ranks. Marks "
+           "cost some 0.5 us a step. Without --devices 2");
+  cli.flag(
+      "--operations", options.operations,
+      "With --profile also LibTorch's operations, by the time that they take themselves; slows "
+      "each by some 0.5 us");
+  cli.option("--trace", options.trace,
+             "With --profile: write all ranks' steps for Perfetto or Chrome's about:tracing",
+             "FILE");
 }
 
 /// The flags of one benchmark.
@@ -125,6 +177,12 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
   }
   if (takes("--threads")) cli.option("--threads", options.threads, "Threads of a rank", {1, 1024});
+  if (takes("--profile")) add_profile_options(cli, options);
+  if (takes("--bind-to")) {
+    cli.choice(
+        "--bind-to", options.bind_to, launch::binding_names(),
+        "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
+  }
   if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
   if (takes("--data-dir")) {
     cli.option("--data-dir", options.data_dir,
@@ -153,6 +211,7 @@ void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool&
 Json report_of(const std::string& kind, const BenchOptions& options, const BenchRows& rows) {
   Json context = machine_context();
   context["threads"] = options.threads;
+  context["bind_to"] = options.bind_to;
   context["steps"] = options.steps;
   context["rounds"] = options.rounds_or_default();
   if (options.compare_python) {
@@ -167,7 +226,7 @@ BenchRows measure(const std::string& kind, const BenchOptions& options, bool pri
   if (kind == "targets") return bench_targets(options, print);
   refuse_under_mpirun();
   BenchRunner runner(options);
-  if (kind == "step") return runner.step();
+  if (kind == "step") return options.profile ? runner.profiled_step() : runner.step();
   if (kind == "allreduce") return runner.allreduce();
   if (kind == "loader") return runner.loader();
   if (kind == "launch") return runner.launch();
@@ -191,7 +250,7 @@ std::string bench_table(const BenchRows& rows) {
   std::string text;
   for (const auto& line : lines) {
     for (size_t i = 0; i < widths.size(); ++i) {
-      const bool number = rows.front()[lines[0][i]].is_number();
+      const bool number = !rows.front()[lines[0][i]].is_string();
       const std::string padding(widths[i] - line[i].size(), ' ');
       if (i > 0) text += "  ";
       text += number ? padding + line[i] : line[i] + padding;
@@ -250,7 +309,7 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   if (json) {
     print(text);
   } else if (kind.name != "targets") {
-    print(bench_table(rows));
+    print(options.profile ? profile_tables(rows) : bench_table(rows));
   }
   return 0;
 }
@@ -261,7 +320,7 @@ int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
   for (auto word = args.begin(); word != args.end(); ++word) {
     for (const auto& kind : kinds()) {
-      if (*word != kind.name) continue;
+      if (*word != kind.name && (*word != "all-reduce" || kind.name != "allreduce")) continue;
       std::vector<std::string> rest(args.begin(), word);
       rest.insert(rest.end(), word + 1, args.end());
       return run_benchmark(kind, rest);

@@ -22,6 +22,7 @@ struct BenchOptions {
   std::vector<int64_t> sizes = {4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
   /// Timed steps, all-reduces or batches a run; enough for a median that repeats within some 5%.
   int64_t steps = 300;
+  std::string bind_to = "auto";  ///< See launch::choose_binding; ours only, not Python's.
   int threads = 1;  ///< Each rank's: one, as launchers set it, so that ranks share no core.
   /// Every round runs each side once in fresh processes, one after the other, so that what disturbs
   /// a machine for a while disturbs both. Figures are medians over rounds, ratios medians of the
@@ -30,6 +31,11 @@ struct BenchOptions {
   bool compare_python = false;
   std::string data_dir;  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
   int epochs = 3;        ///< Of bench train.
+  /// Of bench step: batches come from a loader, and each row gets `profile`, where a step's time
+  /// goes.
+  bool profile = false;
+  bool operations = false;  ///< With `profile`: also `operations`, the costliest of LibTorch's.
+  std::string trace;        ///< With `profile`: the file for a Chrome trace; empty: none.
 
   int rounds_or_default() const { return rounds > 0 ? rounds : (compare_python ? 5 : 3); }
   int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
@@ -50,8 +56,10 @@ class BenchRunner {
   explicit BenchRunner(const BenchOptions& options);
   ~BenchRunner();
 
-  BenchRows step();       ///< model, batch_size, ranks, backend, us_per_step
-  BenchRows allreduce();  ///< bytes, ranks, backend, p50_us
+  BenchRows step();  ///< model, batch_size, ranks, backend, us_per_step
+  /// As step, with `profile`; the round whose step is the median one counts, and `trace` is of it.
+  BenchRows profiled_step();
+  BenchRows allreduce();  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
   BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
   BenchRows launch();     ///< ranks, backend, seconds
   BenchRows train();      ///< model, ranks, epochs, seconds, peak_bytes, accuracy
@@ -60,6 +68,19 @@ class BenchRunner {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// Adds to a row of `bench step` what its ranks' profiles say: `profile`, a list of {part, us,
+/// share, median_us, rank_min_us, rank_max_us} whose parts before "step" add up to it, and, where
+/// LibTorch's operations were noted, `operations`, a list of {operation, calls, us, share}, rank
+/// 0's.
+void add_profile(BenchRow& row, const nlohmann::json& profiles);
+
+/// Writes the Chrome trace of the ranks' profiles, with `metadata` in it.
+void write_trace(const std::filesystem::path& file, const nlohmann::json& profiles,
+                 const nlohmann::ordered_json& metadata);
+
+/// Rows that have a profile as text: a heading and a table each.
+std::string profile_tables(const BenchRows& rows);
 
 /// The hidden `lockstep bench worker JSON`: what a process that a BenchRunner starts does. The
 /// object has `kind`, the work's settings, and `result`, the file that rank 0 writes.

@@ -1,4 +1,5 @@
 #include <arpa/inet.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -9,7 +10,9 @@
 #include "bench_data.h"
 #include "bench_mpirun.h"
 #include "bench_process.h"
+#include "bench_worker.h"
 #include "env_python.h"
+#include "env_report.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -125,6 +128,7 @@ struct BenchRunner::Impl {
   /// Runs the same work as `ranks` fresh processes that meet by a file, and returns rank 0's
   /// result.
   Json run_ranks(bool with_python, Json config, int64_t ranks) {
+    config["bind_to"] = options.bind_to;
     config["result"] = fresh("result");
     config["init_method"] = "file://" + fresh("meet");
     const std::string kind = config["kind"];
@@ -202,6 +206,79 @@ BenchRows BenchRunner::step() {
   return rows;
 }
 
+BenchRows BenchRunner::profiled_step() {
+  const auto& options = impl_->options;
+  BenchRows rows;
+  for (const auto& model : options.models) {
+    for (const int64_t ranks : options.devices_or({2})) {
+      for (const auto& backend : options.backends) {
+        const Json config = {{"kind", "step"},
+                             {"model", model},
+                             {"batch_size", options.batch_size_or(32)},
+                             {"backend", backend},
+                             {"warmup", kWarmup},
+                             {"steps", options.steps},
+                             {"profile", true},
+                             {"operations", options.operations}};
+        std::vector<Json> rounds;
+        for (int round = 0; round < options.rounds_or_default(); ++round) {
+          impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
+          rounds.push_back(impl_->run_ranks(false, config, ranks));
+        }
+        std::sort(rounds.begin(), rounds.end(), [](const Json& a, const Json& b) {
+          return a["us_per_step"].get<double>() < b["us_per_step"].get<double>();
+        });
+        const Json& middle = rounds[(rounds.size() - 1) / 2];
+        BenchRow row = {{"model", model},
+                        {"batch_size", config["batch_size"]},
+                        {"ranks", ranks},
+                        {"backend", middle["backend"]},
+                        {"us_per_step", middle["us_per_step"]}};
+        if (!options.trace.empty()) {
+          Json metadata = machine_context();
+          metadata["threads"] = options.threads;
+          metadata.update(row);
+          write_trace(options.trace, middle["profiles"], metadata);
+        }
+        add_profile(row, middle["profiles"]);
+        rows.push_back(row);
+      }
+    }
+  }
+  return rows;
+}
+
+namespace {
+
+/// Memory without a name that the processes which this one starts inherit.
+UniqueFd inherited_memory(int64_t bytes) {
+  UniqueFd fd(::memfd_create("lockstep-bench", 0));
+  if (!fd || ::ftruncate(fd.get(), bytes) != 0) {
+    throw SystemError("cannot make memory for the benchmark", errno);
+  }
+  return fd;
+}
+
+Figures of_size(const std::vector<Json>& rounds, const std::string& key, size_t i) {
+  Figures figures;
+  for (const auto& round : rounds) {
+    if (!round[key][i].is_null()) figures.push_back(round[key][i]);
+  }
+  return figures;
+}
+
+void add_bound(BenchRow& row, const Figures& own, const Figures& bound) {
+  row["bound_us"] = nullptr;
+  row["of_bound"] = nullptr;
+  if (bound.empty()) return;
+  Figures shares;
+  for (size_t i = 0; i < own.size(); ++i) shares.push_back(bound[i] / own[i]);
+  row["bound_us"] = median(bound);
+  row["of_bound"] = median(shares);
+}
+
+}  // namespace
+
 BenchRows BenchRunner::allreduce() {
   const auto& options = impl_->options;
   Json sizes = Json::array();
@@ -210,29 +287,25 @@ BenchRows BenchRunner::allreduce() {
   }
   BenchRows rows;
   for (const int64_t ranks : options.devices_or({2})) {
-    // One list a round; in each, a figure a size.
-    std::map<std::string, std::vector<Figures>> own;
-    std::vector<Figures> python;
-    Json config = {{"kind", "allreduce"}, {"sizes", sizes}, {"warmup", kWarmup / 3}};
+    const UniqueFd memory = inherited_memory(ranks * kBoundBytes);
+    std::map<std::string, std::vector<Json>> own;  // A result a round.
+    std::vector<Json> python;
+    Json config = {
+        {"kind", "allreduce"}, {"sizes", sizes}, {"warmup", kWarmup / 3}, {"memory", memory.get()}};
     for (int round = 0; round < options.rounds_or_default(); ++round) {
       impl_->progress("allreduce, " + counted(ranks, "rank"), round);
       for (const auto& backend : options.backends) {
         config["backend"] = backend;
-        own[backend].push_back(impl_->run_ranks(false, config, ranks)["p50_us"].get<Figures>());
+        own[backend].push_back(impl_->run_ranks(false, config, ranks));
       }
-      if (impl_->python) {
-        python.push_back(impl_->run_ranks(true, config, ranks)["p50_us"].get<Figures>());
-      }
+      if (impl_->python) python.push_back(impl_->run_ranks(true, config, ranks));
     }
-    const auto of_size = [](const std::vector<Figures>& rounds, size_t i) {
-      Figures figures;
-      for (const auto& round : rounds) figures.push_back(round[i]);
-      return figures;
-    };
     for (size_t i = 0; i < options.sizes.size(); ++i) {
       for (const auto& backend : options.backends) {
         BenchRow row = {{"bytes", options.sizes[i]}, {"ranks", ranks}, {"backend", backend}};
-        add_comparison(row, "p50_us", of_size(own[backend], i), of_size(python, i));
+        const Figures figures = of_size(own[backend], "p50_us", i);
+        add_comparison(row, "p50_us", figures, of_size(python, "p50_us", i));
+        add_bound(row, figures, of_size(own[backend], "bound_us", i));
         rows.push_back(row);
       }
     }
@@ -335,6 +408,7 @@ BenchRows BenchRunner::train() {
                                         "--momentum",   "0.9",
                                         "--seed",       "0",
                                         "--threads",    std::to_string(options.threads),
+                                        "--bind-to",    options.bind_to,
                                         "--quiet"};
     if (backend == "mpi") {
       command = under_mpirun(ranks, command);

@@ -1,92 +1,21 @@
-#include <ATen/ATen.h>
-#include <torch/nn/functional/loss.h>
+#include "bench_worker.h"
 
-#include <algorithm>
-#include <chrono>
+#include <ATen/ATen.h>
 
 #include "bench.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/comm/job_environment.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
-#include "lockstep/models/models.h"
-#include "lockstep/optim/optim.h"
-#include "lockstep/parallel/ddp.h"
-#include "lockstep/train/memory_format.h"
+#include "lockstep/train/placement.h"
 
 namespace lockstep::tool {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Json = nlohmann::json;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-/// Calls `run` some times, then `steps` times by the clock: the same as the Python twins'.
-template <class Run>
-double median_us(Run run, int64_t warmup, int64_t steps) {
-  for (int64_t i = 0; i < warmup; ++i) run();
-  std::vector<double> times;
-  for (int64_t i = 0; i < steps; ++i) {
-    const auto start = Clock::now();
-    run();
-    times.push_back(seconds_since(start) * 1e6);
-  }
-  return median(std::move(times));
-}
-
-World join_group(const Json& config) {
-  InitOptions options;
-  options.backend = config.at("backend");
-  options.init_method = config.at("init_method");
-  return init(options);
-}
-
-Json run_step(const Json& config) {
-  const World world = join_group(config);
-  const std::string name = config.at("model");
-  const ModelInfo& info = model_info(name);
-  at::manual_seed(0);
-  const auto model = make_model(name);
-  model->to(world.device());
-  const auto format = memory_format_of("auto", *model, world.device());
-  set_memory_format(*model, format);
-  DistributedDataParallel ddp(model, world.group());
-  const auto parameters = model->parameters();
-  const auto optimizer = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
-
-  const int64_t batch = config.at("batch_size");
-  std::vector<int64_t> shape = {batch};
-  shape.insert(shape.end(), info.input_shape.begin(), info.input_shape.end());
-  const auto x = with_memory_format(at::rand(shape).to(world.device()), format);
-  const auto y = (info.regression ? at::rand({batch, info.outputs})
-                                  : at::randint(info.outputs, {batch}, at::kLong))
-                     .to(world.device());
-  const auto step = [&] {
-    zero_grad(parameters);
-    const auto output = ddp.forward(x);
-    const auto loss = info.regression ? torch::nn::functional::mse_loss(output, y)
-                                      : torch::nn::functional::cross_entropy(output, y);
-    loss.backward();
-    optimizer->step();
-  };
-  return {{"us_per_step", median_us(step, config.at("warmup"), config.at("steps"))}};
-}
-
-Json run_allreduce(const Json& config) {
-  const World world = join_group(config);
-  Json p50 = Json::array();
-  for (const auto& row : config.at("sizes")) {
-    auto tensor = at::zeros({row.at("bytes").get<int64_t>() / 4}, world.device());
-    p50.push_back(
-        median_us([&] { world.group().all_reduce(tensor); }, config.at("warmup"), row.at("steps")));
-  }
-  return {{"p50_us", p50}};
-}
 
 Json run_loader(const Json& config) {
   DatasetOptions options;
@@ -98,7 +27,7 @@ Json run_loader(const Json& config) {
   DataLoader loader(dataset, DistributedSampler({.dataset_size = dataset.size()}),
                     {lockstep::normalize()}, loader_options);
   const auto samples_per_second = [&](int64_t epoch, int64_t batches) {
-    const auto start = Clock::now();
+    const auto start = BenchClock::now();
     int64_t samples = 0;
     for (const auto& batch : loader.epoch(epoch)) {
       if (batch.index >= batches) break;
@@ -127,14 +56,23 @@ void run_launch(const Json& config) {
 
 }  // namespace
 
+World join_group(const Json& config) {
+  // OMP_NUM_THREADS is the runner's.
+  apply(choose_placement({}, config.at("bind_to"), read_job_environment()));
+  InitOptions options;
+  options.backend = config.at("backend");
+  options.init_method = config.at("init_method");
+  return init(options);
+}
+
 int bench_worker(const std::string& text) {
   const Json config = Json::parse(text);
   const std::string kind = config.at("kind");
   Json result;
   if (kind == "step") {
-    result = run_step(config);
+    result = bench_step_worker(config);
   } else if (kind == "allreduce") {
-    result = run_allreduce(config);
+    result = bench_allreduce_worker(config);
   } else if (kind == "loader") {
     result = run_loader(config);
   } else if (kind == "launch") {

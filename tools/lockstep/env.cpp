@@ -51,12 +51,26 @@ void print_versions(const Json& report) {
   line("Python", about);
 }
 
+std::string quota_text(const Json& quota) {
+  if (quota.is_null()) return {};
+  char text[64];
+  std::snprintf(text, sizeof text, ", time of %.3g by quota", quota.get<double>());
+  return text;
+}
+
 void print_machine(const Json& report) {
   std::puts("Machine");
   const Json& cpu = report["cpu"];
   line("CPU", text_of(cpu["model"]) + ", " + std::to_string(cpu["usable_cores"].get<int>()) +
-                  " of " + std::to_string(cpu["cores"].get<int>()) + " cores usable, kernels for " +
-                  text_of(cpu["capability"]));
+                  " of " + std::to_string(cpu["cores"].get<int>()) + " cores usable" +
+                  quota_text(cpu["quota"]) + ", kernels for " + text_of(cpu["capability"]));
+  const Json& placement = report["placement"];
+  line("Threads", std::to_string(placement["threads"].get<int>()) + " a rank (" +
+                      text_of(placement["threads_reason"]) + "); --threads sets it");
+  line("Binding", text_of(placement["binding"]) + "; --bind-to sets it");
+  line("oneDNN", text_of(cpu["onednn_isa"]).empty()
+                     ? "the processor's best instructions; ONEDNN_MAX_CPU_ISA limits them"
+                     : "no more than " + text_of(cpu["onednn_isa"]) + ", by ONEDNN_MAX_CPU_ISA");
   line("Memory", human_bytes(cpu["memory_bytes"].get<uint64_t>()) + ", " +
                      human_bytes(cpu["available_bytes"].get<uint64_t>()) + " available");
   line("System", text_of(cpu["system"]) + " " + text_of(cpu["architecture"]));

@@ -7,7 +7,6 @@
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <sched.h>
 #include <sys/utsname.h>
 #include <torch/headeronly/version.h>
 #include <unistd.h>
@@ -21,11 +20,14 @@
 
 #include "bench_data.h"
 #include "env_python.h"
+#include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/job_environment.h"
+#include "lockstep/train/placement.h"
 
 extern char** environ;
 
@@ -47,17 +49,31 @@ std::string proc_field(const fs::path& file, const std::string& key) {
   return {};
 }
 
-/// Cores that this process may run on: what taskset and containers leave of the machine's.
-int usable_cores() {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::thread::hardware_concurrency());
-}
-
 /// Bytes of a /proc/meminfo line ("MemTotal:  16316412 kB").
 int64_t memory_bytes(const std::string& key) {
   const auto words = split(proc_field("/proc/meminfo", key), ' ');
   return parse_int(words.front()).value_or(0) * 1024;
+}
+
+/// The instructions that oneDNN is held to; empty: it takes the best.
+std::string onednn_isa() {
+  return env_string("ONEDNN_MAX_CPU_ISA").value_or(env_string("DNNL_MAX_CPU_ISA").value_or(""));
+}
+
+/// What a `lockstep train` would do in this place.
+Json placement_report() {
+  try {
+    const auto placement = choose_placement({}, "auto", read_job_environment());
+    return {{"threads", placement.threads.threads},
+            {"threads_reason", placement.threads.reason},
+            {"processors", placement.binding.processors},
+            {"binding", placement.binding.reason}};
+  } catch (const UsageError& error) {  // The launcher's variables contradict each other.
+    return {{"threads", at::get_num_threads()},
+            {"threads_reason", std::string("LibTorch's own; ") + error.what()},
+            {"processors", Json::array()},
+            {"binding", "none"}};
+  }
 }
 
 Json cpu_report() {
@@ -65,10 +81,13 @@ Json cpu_report() {
   ::uname(&system);
   std::string model = proc_field("/proc/cpuinfo", "model name");
   if (model.empty()) model = system.machine;
+  const auto quota = processor_quota();
   return {{"model", model},
           {"architecture", system.machine},
           {"cores", static_cast<int>(std::thread::hardware_concurrency())},
-          {"usable_cores", usable_cores()},
+          {"usable_cores", static_cast<int>(allowed_processors().size())},
+          {"quota", quota ? Json(*quota) : Json()},
+          {"onednn_isa", onednn_isa()},
           {"capability", at::get_cpu_capability()},
           {"memory_bytes", memory_bytes("MemTotal")},
           {"available_bytes", memory_bytes("MemAvailable")},
@@ -144,9 +163,9 @@ Json launcher_report() {
       "RANK",       "LOCAL_RANK",       "WORLD_SIZE", "LOCAL_WORLD_SIZE",
       "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",  "ROLE_WORLD_SIZE",
       "ROLE_NAME",  "OMP_NUM_THREADS"};
-  static const std::vector<std::string> kPrefixes = {"MASTER_", "TORCHELASTIC_", "SLURM_",
-                                                     "OMPI_",   "PMIX_",         "GLOO_",
-                                                     "NCCL_",   "LOCKSTEP_",     "CUDA_VISIBLE_"};
+  static const std::vector<std::string> kPrefixes = {
+      "MASTER_",   "TORCHELASTIC_", "SLURM_",  "OMPI_", "PMIX_", "GLOO_", "NCCL_",
+      "LOCKSTEP_", "CUDA_VISIBLE_", "ONEDNN_", "DNNL_", "GOMP_", "KMP_",  "MKL_"};
   std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry; ++entry) {
     const std::string text = *entry;
@@ -244,6 +263,7 @@ Json environment_report() {
   report["mpi"] = mpi::version();
   report["devices"] = devices_report();
   report["cpu"] = cpu_report();
+  report["placement"] = placement_report();
   report["interfaces"] = interfaces_report();
   report["launcher"] = launcher_report();
   report["data"] = {{"mnist", mnist_folder()}};

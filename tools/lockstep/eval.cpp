@@ -11,6 +11,7 @@ namespace {
 
 int eval_rank(const RunConfig& config) {
   const InitOptions options = init_options(config);
+  place_rank(config);
   const World world = init(options);
   Console console(world.rank() == 0, config.quiet);
   try {

@@ -12,6 +12,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
+#include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/listener.h"
 #include "lockstep/launch/rank_environment.h"
@@ -201,8 +202,13 @@ int run_command(const std::vector<std::string>& args) {
   }
   const LogFolders logs(*options);
   launch::LaunchPlan plan;
+  launch::BindingRequest binding;
+  binding.word = options->bind_to;
+  binding.local_size = options->nproc;
+  const auto bindings = launch::choose_bindings(binding);
   for (int i = 0; i < options->nproc; ++i) {
     plan.workers.push_back(worker_plan(*options, layout, program, logs, i));
+    plan.workers.back().processors = bindings[static_cast<size_t>(i)].processors;
   }
   plan.scratch = logs.scratch();
   plan.owns_process = true;

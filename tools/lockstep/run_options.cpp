@@ -13,6 +13,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/launch/binding.h"
 #include "lockstep/launch/rank_environment.h"
 
 namespace lockstep::tool {
@@ -37,7 +38,7 @@ constexpr Absent kAbsent[] = {
     {"--duplicate-stdout-filters", "see --local-ranks-filter"},
     {"--duplicate-stderr-filters", "see --local-ranks-filter"},
     {"--local-addr", "see --master-addr"},
-    {"--numa-binding", "start the program through numactl"},
+    {"--numa-binding", "see --bind-to"},
     {"--virtual-local-rank", "the program finds its device by LOCAL_RANK"},
 };
 
@@ -94,6 +95,10 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "ID");
   cli.option("--max-restarts", raw.max_restarts, "Only 0: restarts are not there yet");
   cli.option("--role", options.role, "In ROLE_NAME", "NAME");
+  cli.choice(
+      "--bind-to", options.bind_to, launch::binding_names(),
+      "Keep each rank to its part of the cores (core) or to a NUMA domain (numa); auto: numa "
+      "where there are several domains and nobody else has bound us");
   cli.group("Program");
   cli.flag("-m,--module", raw.module, "PROGRAM is a Python module");
   cli.flag("--no-python", raw.no_python, "PROGRAM is executed as it is, even if it is named *.py");

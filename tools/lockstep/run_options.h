@@ -44,6 +44,7 @@ struct RunOptions {
   StreamMap redirects;
   StreamMap tee;
   std::set<int> shown;  ///< --local-ranks-filter; empty: all.
+  std::string bind_to = "auto";  ///< See launch::choose_binding.
   std::chrono::milliseconds grace{800};
   std::vector<int> signals;
   std::string signal_names;  ///< As given, for the workers.

@@ -24,6 +24,7 @@ void add_examples(Cli& cli) {
 int train_rank(const RunConfig& config) {
   if (config.quiet) set_log_level(LogLevel::warning);
   const InitOptions options = init_options(config);
+  place_rank(config);
   const World world = init(options);
   Console console(world.rank() == 0, config.quiet);
   try {

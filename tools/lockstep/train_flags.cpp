@@ -3,10 +3,12 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/job_environment.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/launch/binding.h"
 #include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/placement.h"
 #include "lockstep/train/run.h"
 
 namespace lockstep::tool {
@@ -41,10 +43,14 @@ void add_process_flags(Cli& cli, RunConfig& config) {
   cli.choice("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"},
              "Where to compute; auto: CUDA when every process has a device of its own");
   cli.choice("--backend", config.backend, backend_names(), "How processes communicate");
-  cli.option("--threads", config.threads,
-             "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else 1 with several "
-             "processes",
-             {1, 4096});
+  cli.option(
+      "--threads", config.threads,
+      "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else the cores that the "
+      "host's processes share, in equal parts. `lockstep env` says how many",
+      {1, 4096});
+  cli.choice("--bind-to", config.bind_to, launch::binding_names(),
+             "Keep each process to its part of the host's cores (core) or to a NUMA domain (numa); "
+             "auto: numa where there are several domains and nobody else has bound the processes");
   cli.choice("--memory-format", config.memory_format, memory_format_names(),
              "Order of images and convolutions in memory; auto: channels-last for models with 2-d "
              "convolutions on the CPU, where it is faster, else contiguous, which gives Python's "
@@ -126,6 +132,10 @@ bool spawn_ranks(const RunConfig& config) {
   if (config.devices == 1) return false;
   if (read_job_environment().launcher == "none") check_files(config);
   return spawn(static_cast<int>(config.devices));
+}
+
+void place_rank(const RunConfig& config) {
+  apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
 }
 
 std::string config_file_in(const std::vector<std::string>& args) {

@@ -24,5 +24,7 @@ std::string config_file_in(const std::vector<std::string>& args);
 /// as a rank: true in the parent, when all are done. What their rank 0 would check of the files is
 /// checked first.
 bool spawn_ranks(const RunConfig& config);
+/// Threads and processors of this rank, as asked for or by this host's ranks. Before init().
+void place_rank(const RunConfig& config);
 
 }  // namespace lockstep::tool

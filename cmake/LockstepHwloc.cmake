@@ -1,0 +1,25 @@
+# hwloc, where it is found: LOCKSTEP_HAS_HWLOC and the target Lockstep::hwloc. No header of ours needs
+# hwloc's.
+set(LOCKSTEP_HWLOC auto CACHE STRING "Binding to cores by hwloc: auto (where it is found), on or off")
+set_property(CACHE LOCKSTEP_HWLOC PROPERTY STRINGS auto on off)
+set(LOCKSTEP_HAS_HWLOC OFF)
+if(NOT LOCKSTEP_HWLOC STREQUAL "off")
+  find_path(LOCKSTEP_HWLOC_INCLUDE hwloc.h)
+  find_library(LOCKSTEP_HWLOC_LIBRARY hwloc)
+  if(LOCKSTEP_HWLOC_INCLUDE AND LOCKSTEP_HWLOC_LIBRARY)
+    set(LOCKSTEP_HAS_HWLOC ON)
+  elseif(LOCKSTEP_HWLOC STREQUAL "on")
+    message(FATAL_ERROR "LOCKSTEP_HWLOC is on, but hwloc was not found: install libhwloc-dev")
+  endif()
+endif()
+if(LOCKSTEP_HAS_HWLOC)
+  if(NOT TARGET Lockstep::hwloc)
+    add_library(Lockstep::hwloc INTERFACE IMPORTED GLOBAL)
+    set_target_properties(
+      Lockstep::hwloc PROPERTIES INTERFACE_LINK_LIBRARIES "${LOCKSTEP_HWLOC_LIBRARY}"
+                                 INTERFACE_INCLUDE_DIRECTORIES "${LOCKSTEP_HWLOC_INCLUDE}")
+  endif()
+  message(STATUS "hwloc: ${LOCKSTEP_HWLOC_LIBRARY}")
+else()
+  message(STATUS "hwloc: none, ranks are not bound to cores")
+endif()

@@ -1,0 +1,160 @@
+#include "lockstep/base/cores.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <set>
+#include <string>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A set of processors of any number, as the system's calls take it.
+class ProcessorSet {
+ public:
+  explicit ProcessorSet(int count) : size_(CPU_ALLOC_SIZE(count)), set_(CPU_ALLOC(count)) {
+    CPU_ZERO_S(size_, set_);
+  }
+  ~ProcessorSet() { CPU_FREE(set_); }
+  ProcessorSet(const ProcessorSet&) = delete;
+  ProcessorSet& operator=(const ProcessorSet&) = delete;
+  size_t size() const { return size_; }
+  cpu_set_t* get() const { return set_; }
+
+ private:
+  size_t size_;
+  cpu_set_t* set_;
+};
+
+/// More than Linux can be built for.
+constexpr int kMostProcessors = 8192;
+
+std::string first_line(const fs::path& file) {
+  std::ifstream in(file);
+  std::string line;
+  std::getline(in, line);
+  return line;
+}
+
+/// "max 100000" or "150000 100000".
+std::optional<double> quota_v2(const fs::path& folder) {
+  const auto words = split(first_line(folder / "cpu.max"), ' ');
+  if (words.size() != 2) return std::nullopt;
+  const auto quota = parse_int(words[0]), period = parse_int(words[1]);
+  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
+  return static_cast<double>(*quota) / static_cast<double>(*period);
+}
+
+std::optional<double> quota_v1(const fs::path& folder) {
+  const auto quota = parse_int(first_line(folder / "cpu.cfs_quota_us"));
+  const auto period = parse_int(first_line(folder / "cpu.cfs_period_us"));
+  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
+  return static_cast<double>(*quota) / static_cast<double>(*period);
+}
+
+std::optional<double> least(std::optional<double> a, std::optional<double> b) {
+  if (!a || !b) return a ? a : b;
+  return std::min(*a, *b);
+}
+
+/// Of `group` below `root` and of all groups above it. In a container the path may be the host's,
+/// which is not there: then the root is the container's own group.
+template <class Read>
+std::optional<double> least_upwards(const fs::path& root, const std::string& group, Read read) {
+  std::optional<double> result = read(root);
+  fs::path folder = root;
+  for (const auto& part : fs::path(group).relative_path()) {
+    folder /= part;
+    result = least(result, read(folder));
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<int> allowed_processors() {
+  const ProcessorSet set(kMostProcessors);
+  std::vector<int> processors;
+  if (::sched_getaffinity(0, set.size(), set.get()) != 0) {
+    for (int i = 0; i < online_processors(); ++i) processors.push_back(i);
+    return processors;
+  }
+  for (int i = 0; i < kMostProcessors; ++i) {
+    if (CPU_ISSET_S(static_cast<size_t>(i), set.size(), set.get())) processors.push_back(i);
+  }
+  return processors;
+}
+
+void set_allowed_processors(const std::vector<int>& processors) {
+  const ProcessorSet set(kMostProcessors);
+  for (const int processor : processors) {
+    if (processor < 0 || processor >= kMostProcessors) {
+      throw SystemError("cannot run on processor " + std::to_string(processor), EINVAL);
+    }
+    CPU_SET_S(static_cast<size_t>(processor), set.size(), set.get());
+  }
+  if (::sched_setaffinity(0, set.size(), set.get()) == 0) return;
+  std::vector<std::string> names;
+  for (const int processor : processors) names.push_back(std::to_string(processor));
+  throw SystemError("cannot run on processors " + join(names, ", "), errno);
+}
+
+int online_processors() {
+  return static_cast<int>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
+}
+
+std::optional<double> processor_quota(const fs::path& proc_cgroup, const fs::path& cgroups) {
+  std::ifstream in(proc_cgroup);
+  std::optional<double> result;
+  // "0::/user.slice", or, in version 1, "4:cpu,cpuacct:/user.slice".
+  for (std::string line; std::getline(in, line);) {
+    const size_t first = line.find(':');
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string group = line.substr(second + 1);
+    if (controllers.empty()) {
+      result = least(result, least_upwards(cgroups, group, quota_v2));
+      continue;
+    }
+    const auto names = split(controllers, ',');
+    if (std::find(names.begin(), names.end(), "cpu") == names.end()) continue;
+    for (const std::string& folder : {std::string("cpu"), controllers}) {
+      result = least(result, least_upwards(cgroups / folder, group, quota_v1));
+    }
+  }
+  return result;
+}
+
+int cores_of(const std::vector<int>& processors, const fs::path& system) {
+  std::set<std::string> cores;
+  for (const int processor : processors) {
+    const std::string name = "cpu" + std::to_string(processor);
+    const auto siblings = first_line(system / name / "topology" / "thread_siblings_list");
+    cores.insert(siblings.empty() ? name : siblings);
+  }
+  return static_cast<int>(cores.size());
+}
+
+int usable_cores() {
+  return usable_processors(cores_of(allowed_processors()), processor_quota());
+}
+
+int usable_processors(int allowed, std::optional<double> quota) {
+  const int by_quota = quota ? static_cast<int>(std::min<double>(*quota, allowed)) : allowed;
+  return std::max(1, std::min(allowed, by_quota));
+}
+
+int usable_processors() {
+  return usable_processors(static_cast<int>(allowed_processors().size()), processor_quota());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "lockstep/comm/job_environment.h"
+#include "lockstep/launch/binding.h"
+
+namespace lockstep {
+
+/// What a number of threads depends on.
+struct ThreadRequest {
+  std::optional<int64_t> asked;       ///< --threads.
+  std::optional<int64_t> omp;         ///< OMP_NUM_THREADS.
+  bool omp_is_the_launchers = false;  ///< `lockstep run` or `spawn` set it because nobody had.
+  /// Whole cores that this process may use: without a second hardware thread of a core, which adds
+  /// little to arithmetic, and within the container's quota.
+  int cores = 1;
+  int local_size = 1;  ///< Ranks that share them.
+};
+
+struct ThreadChoice {
+  int threads = 1;
+  std::string reason;  ///< "--threads", "2 cores, 1 rank", ...
+};
+
+/// LibTorch's threads for the operations of a rank: what was asked for, else OMP_NUM_THREADS, else
+/// the cores in equal parts, at least 1. The 1 that our own launcher puts into OMP_NUM_THREADS for
+/// the sake of programs that know nothing better does not count; that of torchrun does, as it
+/// cannot be told from a user's.
+ThreadChoice choose_threads(const ThreadRequest& request);
+
+/// Where and with how many threads a rank computes.
+struct Placement {
+  ThreadChoice threads;
+  launch::Binding binding;
+};
+
+/// For this process, by its environment and its job. Where the launcher does not say how many ranks
+/// this host has, all are taken to be here, and nothing is bound. Where a launcher that binds its
+/// ranks itself (Slurm, mpirun) has narrowed the processors, each rank's are taken to be shared by
+/// as many ranks as their part of the machine calls for. Throws UsageError; see choose_binding.
+Placement choose_placement(std::optional<int64_t> threads, const std::string& bind_to,
+                           const JobEnvironment& job);
+
+/// Applies it to the calling thread and all that it starts from here on, so before anything starts
+/// threads: before init().
+void apply(const Placement& placement);
+
+}  // namespace lockstep

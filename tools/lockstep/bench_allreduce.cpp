@@ -1,0 +1,103 @@
+#include <ATen/ATen.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "bench_worker.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::tool {
+namespace {
+
+using Json = nlohmann::json;
+
+/// The all-reduces and the copies of a size take turns so often.
+constexpr int64_t kTurns = 5;
+
+/// From what stays in the first cache to what hardly stays in the second.
+constexpr std::array<int64_t, 4> kPieces = {16 << 10, 64 << 10, 256 << 10, kBoundBytes};
+
+/// Memory that all ranks see, with a slot a rank.
+class Slots {
+ public:
+  Slots(int fd, const ProcessGroup& group)
+      : rank_(group.rank()), ranks_(group.size()), bytes_(kBoundBytes * group.size()) {
+    void* memory =
+        ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) throw SystemError("cannot map the benchmark's memory", errno);
+    memory_ = static_cast<char*>(memory);
+  }
+  ~Slots() { ::munmap(memory_, static_cast<size_t>(bytes_)); }
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  void copy(const at::Tensor& tensor, int64_t piece) const {
+    auto* data = static_cast<char*>(tensor.data_ptr());
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    for (int64_t from = 0; from < bytes; from += piece) {
+      const auto size = static_cast<size_t>(std::min(piece, bytes - from));
+      std::memcpy(slot(rank_), data + from, size);
+      std::memcpy(data + from, slot((rank_ + 1) % ranks_), size);
+    }
+  }
+
+ private:
+  char* slot(int rank) const { return memory_ + kBoundBytes * rank; }
+
+  int rank_;
+  int ranks_;
+  int64_t bytes_;
+  char* memory_ = nullptr;
+};
+
+struct SizeFigures {
+  double p50_us = 0;
+  Json bound_us;
+};
+
+SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor,
+                    int64_t warmup, int64_t steps) {
+  const int64_t steps_of_turn = std::max<int64_t>(1, steps / kTurns);
+  std::vector<double> reduced;
+  std::array<std::vector<double>, kPieces.size()> copied;
+  for (int64_t i = 0; i < warmup; ++i) group.all_reduce(tensor);
+  for (int64_t turn = 0; turn < kTurns; ++turn) {
+    time_calls([&] { group.all_reduce(tensor); }, steps_of_turn, reduced);
+    for (size_t i = 0; slots && i < kPieces.size(); ++i) {
+      group.barrier();
+      time_calls([&] { slots->copy(tensor, kPieces[i]); }, steps_of_turn, copied[i]);
+    }
+    if (slots) group.barrier();
+  }
+  SizeFigures figures;
+  figures.p50_us = median(std::move(reduced));
+  if (!slots) return figures;
+  std::vector<double> medians;
+  for (auto& times : copied) medians.push_back(median(std::move(times)));
+  figures.bound_us = *std::min_element(medians.begin(), medians.end());
+  return figures;
+}
+
+}  // namespace
+
+Json bench_allreduce_worker(const Json& config) {
+  const World world = join_group(config);
+  std::optional<Slots> slots;
+  if (world.size() > 1 && world.device().is_cpu()) {
+    slots.emplace(config.at("memory").get<int>(), world.group());
+  }
+  Json p50 = Json::array(), bound = Json::array();
+  for (const auto& row : config.at("sizes")) {
+    const auto tensor = at::zeros({row.at("bytes").get<int64_t>() / 4}, world.device());
+    const auto figures = measure(world.group(), slots ? &*slots : nullptr, tensor,
+                                 config.at("warmup"), row.at("steps"));
+    p50.push_back(figures.p50_us);
+    bound.push_back(figures.bound_us);
+  }
+  return {{"p50_us", p50}, {"bound_us", bound}};
+}
+
+}  // namespace lockstep::tool
