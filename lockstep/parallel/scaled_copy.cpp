@@ -4,16 +4,13 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include "lockstep/parallel/scale.h"
+
 namespace lockstep::detail {
 namespace {
 
 /// From here on at::mul shares the work out to threads.
 constexpr int64_t kOneThread = 32768;
-
-template <class T>
-void multiply(T* __restrict target, const T* __restrict source, int64_t count, T factor) {
-  for (int64_t i = 0; i < count; ++i) target[i] = source[i] * factor;
-}
 
 }  // namespace
 
@@ -23,10 +20,10 @@ void scaled_copy(const at::Tensor& target, const at::Tensor& source, double fact
                      target.is_non_overlapping_and_dense() && !source.is_neg() &&
                      (count <= kOneThread || at::get_num_threads() == 1);
   if (plain && target.scalar_type() == at::kFloat && source.scalar_type() == at::kFloat) {
-    multiply(target.mutable_data_ptr<float>(), source.const_data_ptr<float>(), count,
-             static_cast<float>(factor));
+    scale(target.mutable_data_ptr<float>(), source.const_data_ptr<float>(), count,
+          static_cast<float>(factor));
   } else if (plain && target.scalar_type() == at::kDouble && source.scalar_type() == at::kDouble) {
-    multiply(target.mutable_data_ptr<double>(), source.const_data_ptr<double>(), count, factor);
+    scale(target.mutable_data_ptr<double>(), source.const_data_ptr<double>(), count, factor);
   } else {
     at::Tensor scalar = at::scalar_tensor(factor, at::kDouble);
     scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
