@@ -82,11 +82,20 @@ constexpr size_t kLongestWord = 400;
 }  // namespace
 
 void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    told_ = text.substr(0, std::min(text.find('\n'), kLongestWord));
+  }
   try {
     store().set(failed_key(rank_),
                 (known ? "!" : "?") + text.substr(0, std::min(text.find('\n'), kLongestWord)));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
+}
+
+std::string CheckContext::told() const {
+  const std::lock_guard lock(mutex_);
+  return told_;
 }
 
 std::optional<CheckContext::Word> CheckContext::word_of(int rank) {

@@ -50,6 +50,8 @@ class CheckContext {
   bool all_announced();
   /// Tells the other ranks in what this one failed, and, when it is `known`, why; never throws.
   void tell_failed(const std::string& text, bool known) noexcept;
+  /// What this rank told last, also when the store was lost; empty when it told nothing.
+  std::string told() const;
   /// What another rank told so; none when it told nothing. Asks the store.
   struct Word {
     std::string text;
@@ -82,7 +84,8 @@ class CheckContext {
   const RankNames names_;
   const std::string group_;
   std::atomic<int64_t> timeout_ms_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::string told_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::vector<std::string> identities_;  ///< Empty text: not known.
 };

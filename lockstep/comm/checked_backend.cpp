@@ -81,8 +81,7 @@ class CheckedBackend final : public c10d::Backend {
                         inner_->getBackendName() == "mpi"),
         over_own_(inner_->getBackendName() == "shm" ||
                   inner_->getBackendName() == "hierarchical"),
-        context_(std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
-                                                options_.group_name, options_.timeout)),
+        context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
         gate_(context_, checks_) {
     if (!options_.announced)
@@ -495,11 +494,17 @@ class CheckedBackend final : public c10d::Backend {
                        const std::string& group) const {
     if (!inner) return inner;
     CheckedBackendOptions options = options_;
+    options.context = nullptr;
     options.global_ranks = std::move(names);
     options.timeout = context_->timeout();
     options.announced = false;
     if (!group.empty()) options.group_name = group;
     return make_checked_backend(std::move(inner), store, std::move(options));
+  }
+
+  std::shared_ptr<CheckContext> make_context() const {
+    return std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
+                                          options_.group_name, options_.timeout);
   }
 
   const BackendPtr inner_;

@@ -16,6 +16,8 @@ class Store;
 
 namespace lockstep {
 
+class CheckContext;
+
 struct CheckedBackendOptions {
   /// `info` compares the first collectives over Gloo and MPI, where a mismatch aborts, hangs or
   /// gives wrong data; the other backends are compared at `detail` only. Errors are translated at
@@ -35,6 +37,9 @@ struct CheckedBackendOptions {
   /// not take part (a Python process). Otherwise the first collective gives the announcements a
   /// second to arrive.
   bool announced = false;
+  /// What the checks share, for one who tells and hears of failures there as well; of this group's
+  /// store, rank, size, names, name and time-out. Empty: the backend makes it.
+  std::shared_ptr<CheckContext> context = {};
 };
 
 /// Tells the group's other ranks which process this one is and that it compares its calls; at

@@ -58,14 +58,4 @@ std::optional<Cause> Alarm::heard() noexcept {
   return known_;
 }
 
-std::string Alarm::own_failure() noexcept {
-  const auto word = courier_.ask<std::string>(
-      [](CheckContext& context) {
-        const auto told = context.word_of(context.rank());
-        return told ? told->text : std::string();
-      },
-      kLook);
-  return word.value_or(std::string());
-}
-
 }  // namespace lockstep::hierarchical

@@ -28,8 +28,6 @@ class Alarm {
   Cause raise(const Cause& cause, const std::string& call) noexcept;
   /// What was told, if anything; asks the store.
   std::optional<Cause> heard() noexcept;
-  /// In what this rank failed, as the checks were told; empty when nothing was. Asks the store.
-  std::string own_failure() noexcept;
 
  private:
   std::mutex mutex_;

@@ -92,13 +92,14 @@ c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
   return c10::make_intrusive<c10d::PrefixStore>("flat", options.store);
 }
 
-// Reads and tells what the checks of the flat group do.
+// Through it the flat group's failures are known to the hierarchy and the other way round.
 std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
   return std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
                                         options.global_ranks, options.group_name, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options) {
+c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
+                                            std::shared_ptr<CheckContext> context) {
   BackendOptions flat = options;
   flat.store = flat_store(options);
   CheckedBackendOptions checks;
@@ -107,6 +108,7 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options) {
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
   checks.announced = true;
+  checks.context = std::move(context);
   announce_checks(*flat.store, options.rank, options.group_name, options.debug);
   return make_checked_backend(make_backend("gloo", flat), flat.store, checks);
 }
@@ -118,9 +120,10 @@ HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const La
     : c10d::Backend(options.rank, options.size),
       names_(names_of(options)),
       timeout_(options.timeout),
-      hierarchy_(options, layout, members, flat_checks(options)),
+      checks_(flat_checks(options)),
+      hierarchy_(options, layout, members, checks_),
       queue_(hierarchy_),
-      flat_(make_flat(options)) {}
+      flat_(make_flat(options, checks_)) {}
 
 HierarchicalBackend::~HierarchicalBackend() {
   queue_.close();

@@ -87,6 +87,7 @@ class HierarchicalBackend final : public c10d::Backend {
   std::shared_ptr<const shm::GroupNames> names_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> sequence_{0};
+  const std::shared_ptr<CheckContext> checks_;  ///< Of the flat group.
   Hierarchy hierarchy_;
   CallQueue queue_;
   c10::intrusive_ptr<c10d::Backend> flat_;  ///< All ranks, over Gloo.

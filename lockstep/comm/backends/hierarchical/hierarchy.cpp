@@ -10,6 +10,7 @@
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/check_context.h"
 #include "lockstep/comm/errors.h"
 #include "lockstep/comm/process_identity.h"
 
@@ -109,7 +110,8 @@ Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<M
       members_(std::move(members)),
       names_(names_of(options)),
       group_name_(options.group_name),
-      alarm_(std::move(checks)),
+      checks_(std::move(checks)),
+      alarm_(checks_),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
   if (!layout_.leads()) return;
@@ -355,7 +357,7 @@ void Hierarchy::give_up(const Cause& cause) {
 
 void Hierarchy::abort(const std::string& cause) noexcept {
   std::string text = group_.name(layout_.local) + " " + cause;
-  if (const std::string failed = alarm_.own_failure(); !failed.empty())
+  if (const std::string failed = checks_->told(); !failed.empty())
     text += "; it failed in " + failed;
   const Cause first = alarm_.raise({false, text}, "the group's end:");
   group_.give_up(first.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, first.text);

@@ -107,6 +107,7 @@ class Hierarchy {
   const std::vector<Member> members_;
   std::vector<int> names_;  ///< The ranks' numbers in the default group.
   const std::string group_name_;
+  const std::shared_ptr<CheckContext> checks_;
   Alarm alarm_;
   shm::SharedGroup group_;
   std::unique_ptr<Leaders> leaders_;
