@@ -18,8 +18,13 @@ if(LOCKSTEP_HAS_MPI)
   set(LOCKSTEP_MPIRUN ${MPIEXEC_EXECUTABLE})
   if(NOT TARGET Lockstep::mpi)
     add_library(Lockstep::mpi INTERFACE IMPORTED GLOBAL)
-    set_target_properties(Lockstep::mpi PROPERTIES INTERFACE_LINK_LIBRARIES
-                                                   "${LOCKSTEP_MPI_LIBRARIES}")
+    # As LibTorch's: installed programs find it where it was linked, whatever the loader's cache knows.
+    list(TRANSFORM LOCKSTEP_MPI_LIBRARIES REPLACE "(.*)/[^/]*" "-Wl,-rpath,\\1" OUTPUT_VARIABLE
+                                                                        LOCKSTEP_MPI_RPATHS)
+    list(REMOVE_DUPLICATES LOCKSTEP_MPI_RPATHS)
+    set_target_properties(
+      Lockstep::mpi PROPERTIES INTERFACE_LINK_LIBRARIES
+                               "${LOCKSTEP_MPI_LIBRARIES};${LOCKSTEP_MPI_RPATHS}")
   endif()
   message(STATUS "MPI: ${LOCKSTEP_MPI_LIBRARIES}, mpirun: ${LOCKSTEP_MPIRUN}")
 else()

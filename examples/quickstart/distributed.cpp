@@ -2,8 +2,9 @@
 // single.cpp, beside this file, shows the lines that make it so. It starts two processes of itself:
 //   P=build/examples/quickstart/distributed
 //   $P
-// A launcher, `lockstep run` or torchrun, starts as many as you like:
+// A launcher, `lockstep run`, torchrun or mpirun, starts as many as you like:
 //   build/bin/lockstep run --nproc-per-node 4 $P
+//   mpirun -np 4 $P
 // On two hosts, IP being the address of the first; there:
 //   HOSTS="--nnodes 2 --nproc-per-node 2 --master-addr IP --master-port 29500"
 //   build/bin/lockstep run $HOSTS --node-rank 0 $P

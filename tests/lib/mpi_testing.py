@@ -19,7 +19,7 @@ def missing():
     if not MPIRUN or not pathlib.Path(MPIRUN).exists():
         return "no mpirun: install openmpi-bin"
     version = subprocess.run([MPIRUN, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
-    if "Open MPI" not in version and "Open RTE" not in version:
+    if "Open MPI" not in version and "OpenRTE" not in version:
         return f"{MPIRUN} is not Open MPI's, whose variables Lockstep reads"
     return None
 

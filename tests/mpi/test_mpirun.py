@@ -98,6 +98,17 @@ class Launch(unittest.TestCase):
         self.assertIn("was not started by mpirun", out + err)
         self.assertIn("mpirun -np 2", out + err)
 
+    def test_a_launcher_under_mpirun_is_told_apart(self):
+        """mpirun -np 1 lockstep run ...: the workers' rank 1 is none of mpirun's."""
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        run = (t.LOCKSTEP, "run", "--nproc-per-node", 2, *TRAIN, "--limit-train-batches", 3)
+        code, out, err = mpi_testing.mpirun(1, *run, "--backend", "mpi")
+        self.assertNotEqual(code, 0, out + err)
+        self.assertIn("not by another launcher", out + err)
+        code, out, err = mpi_testing.mpirun(1, *run)
+        self.assertEqual(code, 0, out + err)
+
     def test_one_process_needs_no_mpirun(self):
         if not HAS_MPI:
             self.skipTest("Lockstep was built without MPI")
@@ -133,10 +144,67 @@ class Launch(unittest.TestCase):
         self.assertIn("starts its ranks itself", out + err)
 
     def test_examples(self):
-        example = t.BUILD_DIR / "bin" / "examples" / "quickstart" / "quickstart"
-        if not example.exists():
+        """Programs whose ranks the launcher starts; spawn sees that it has."""
+        folder = t.BUILD_DIR / "examples"
+        if not folder.exists():
             self.skipTest("the examples are not built")
-        self.run_ok(2, example)
+        self.run_ok(2, folder / "quickstart" / "distributed")
+        out = self.run_ok(2, folder / "004_distributed_training" / "distributed_example", "--limit", 600, "--epochs", 1)
+        self.assertIn("2 processes", out)
+
+
+AGENT = """#!/bin/sh
+# AGENT HOST COMMAND...: in place of ssh; runs the command here, where the host has that name.
+host=$1; shift
+exec unshare --uts sh -c "hostname $host && exec sh -c \\"\\$0\\"" "$*"
+"""
+
+
+class SeveralHosts(unittest.TestCase):
+    """Hosts are name spaces with a name of their own, in which mpirun starts its daemons."""
+
+    @classmethod
+    def setUpClass(cls):
+        if t.run("unshare", "--uts", "true", check=False).returncode != 0:
+            raise unittest.SkipTest("no right to give a process another host name (unshare --uts)")
+
+    def train(self, hosts, ranks, *flags, env=None):
+        with t.temporary_folder() as folder:
+            agent = folder / "agent"
+            agent.write_text(AGENT)
+            agent.chmod(0o700)
+            return mpi_testing.mpirun(ranks, *TRAIN, "--limit-train-batches", 5, *flags, env=env,
+                                      options=("--mca", "plm_rsh_agent", agent, "--host", hosts))
+
+    def test_one_rank_a_host(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        shown = {}
+        for backend in ("mpi", "gloo"):
+            code, out, err = self.train("nodea:1,nodeb:1", 2, "--backend", backend)
+            self.assertEqual(code, 0, out + err)
+            self.assertIn(f"2 ranks over {backend} on cpu", out)
+            shown[backend] = out.rstrip().splitlines()[-1]
+        self.assertEqual(shown["mpi"], shown["gloo"])
+
+    def test_several_ranks_a_host_are_joined_host_by_host(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        code, out, err = self.train("nodea:2,nodeb:2", 4)
+        self.assertEqual(code, 0, out + err)
+        self.assertIn("4 ranks over hierarchical on cpu", out)
+
+    def test_the_named_address_of_rank_0_is_taken(self):
+        code, out, err = self.train("nodea:1,nodeb:1", 2, "--backend", "gloo",
+                                    env={"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
+        self.assertEqual(code, 0, out + err)
+
+    def test_without_mpi_the_address_must_be_named(self):
+        if HAS_MPI:
+            self.skipTest("Lockstep was built with MPI")
+        code, out, err = self.train("nodea:1,nodeb:1", 2)
+        self.assertEqual(code, 2, out + err)
+        self.assertIn("mpirun -x MASTER_ADDR=HOST", out + err)
 
 
 class Faults(unittest.TestCase):

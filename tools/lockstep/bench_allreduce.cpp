@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 
 #include "bench_worker.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 
 namespace lockstep::tool {
 namespace {
@@ -23,10 +25,12 @@ constexpr std::array<int64_t, 4> kPieces = {16 << 10, 64 << 10, 256 << 10, kBoun
 /// Memory that all ranks see, with a slot a rank.
 class Slots {
  public:
-  Slots(int fd, const ProcessGroup& group)
+  Slots(const std::string& path, const ProcessGroup& group)
       : rank_(group.rank()), ranks_(group.size()), bytes_(kBoundBytes * group.size()) {
-    void* memory =
-        ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    if (!fd) throw SystemError("cannot open the benchmark's memory, " + path, errno);
+    void* memory = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED,
+                          fd.get(), 0);
     if (memory == MAP_FAILED) throw SystemError("cannot map the benchmark's memory", errno);
     memory_ = static_cast<char*>(memory);
   }
@@ -87,7 +91,7 @@ Json bench_allreduce_worker(const Json& config) {
   const World world = join_group(config);
   std::optional<Slots> slots;
   if (world.size() > 1 && world.device().is_cpu()) {
-    slots.emplace(config.at("memory").get<int>(), world.group());
+    slots.emplace(config.at("memory").get<std::string>(), world.group());
   }
   Json p50 = Json::array(), bound = Json::array();
   for (const auto& row : config.at("sizes")) {

@@ -250,13 +250,18 @@ BenchRows BenchRunner::profiled_step() {
 
 namespace {
 
-/// Memory without a name that the processes which this one starts inherit.
-UniqueFd inherited_memory(int64_t bytes) {
-  UniqueFd fd(::memfd_create("lockstep-bench", 0));
+/// Memory without a name, which goes with this process. Ranks find it by `path_of_memory`: mpirun
+/// hands no descriptors on.
+UniqueFd shared_memory(int64_t bytes) {
+  UniqueFd fd(::memfd_create("lockstep-bench", MFD_CLOEXEC));
   if (!fd || ::ftruncate(fd.get(), bytes) != 0) {
     throw SystemError("cannot make memory for the benchmark", errno);
   }
   return fd;
+}
+
+std::string path_of_memory(const UniqueFd& fd) {
+  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd.get());
 }
 
 Figures of_size(const std::vector<Json>& rounds, const std::string& key, size_t i) {
@@ -287,11 +292,13 @@ BenchRows BenchRunner::allreduce() {
   }
   BenchRows rows;
   for (const int64_t ranks : options.devices_or({2})) {
-    const UniqueFd memory = inherited_memory(ranks * kBoundBytes);
+    const UniqueFd memory = shared_memory(ranks * kBoundBytes);
     std::map<std::string, std::vector<Json>> own;  // A result a round.
     std::vector<Json> python;
-    Json config = {
-        {"kind", "allreduce"}, {"sizes", sizes}, {"warmup", kWarmup / 3}, {"memory", memory.get()}};
+    Json config = {{"kind", "allreduce"},
+                   {"sizes", sizes},
+                   {"warmup", kWarmup / 3},
+                   {"memory", path_of_memory(memory)}};
     for (int round = 0; round < options.rounds_or_default(); ++round) {
       impl_->progress("allreduce, " + counted(ranks, "rank"), round);
       for (const auto& backend : options.backends) {

@@ -37,6 +37,17 @@ bool started_by_a_launcher() {
   return false;
 }
 
+[[noreturn]] void throw_elsewhere(int rank, int size, int mpi_rank, int mpi_size) {
+  throw UsageError("MPI says that this process is rank " + std::to_string(mpi_rank) + " of " +
+                       std::to_string(mpi_size) + ", but its launcher's variables say rank " +
+                       std::to_string(rank) + " of " + std::to_string(size),
+                   "mpirun must be that of the MPI that Lockstep is linked with (" +
+                       Engine::version() +
+                       "), and start the ranks itself, not by another launcher. Without MPI: set "
+                       "MASTER_ADDR and MASTER_PORT and use another backend");
+}
+
+/// Before MPI starts, which would hang or end a process that is not a rank of mpirun's.
 void check_launcher(int rank, int size) {
   if (size > 1 && !started_by_a_launcher()) {
     throw UsageError("MPI: this process, rank " + std::to_string(rank) + " of " +
@@ -45,17 +56,10 @@ void check_launcher(int rank, int size) {
                          " PROGRAM ... (in place of `lockstep run`, torchrun or --devices), or "
                          "another backend: --backend auto");
   }
-}
-
-void check_place(int rank, int size, int mpi_rank, int mpi_size) {
-  if (rank == mpi_rank && size <= mpi_size) return;
-  throw UsageError("MPI says that this process is rank " + std::to_string(mpi_rank) + " of " +
-                       std::to_string(mpi_size) + ", but its launcher's variables say rank " +
-                       std::to_string(rank) + " of " + std::to_string(size),
-                   "mpirun must be that of the MPI that Lockstep is linked with (" +
-                       Engine::version() +
-                       "), and start the ranks itself, not by another launcher. Without MPI: set "
-                       "MASTER_ADDR and MASTER_PORT and use another backend");
+  const auto mpi_rank = env_int("OMPI_COMM_WORLD_RANK"), mpi_size = env_int("OMPI_COMM_WORLD_SIZE");
+  if (mpi_rank && mpi_size && (*mpi_rank != rank || *mpi_size < size)) {
+    throw_elsewhere(rank, size, static_cast<int>(*mpi_rank), static_cast<int>(*mpi_size));
+  }
 }
 
 /// Open MPI opens components of its own, some of which take its symbols from the global scope. They
@@ -105,7 +109,8 @@ std::shared_ptr<Engine> Engine::get(int rank, int size) {
     engine->start();
     own.engine = std::move(engine);
   }
-  check_place(rank, size, own.engine->rank(), own.engine->size());
+  const int mpi_rank = own.engine->rank(), mpi_size = own.engine->size();
+  if (rank != mpi_rank || size > mpi_size) throw_elsewhere(rank, size, mpi_rank, mpi_size);
   return own.engine;
 }
 

@@ -214,7 +214,7 @@ void Engine::pause() {
     nap = kLongestTick;
   }
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, nap, [this] { return !commands_.empty() || stop_; });
+  changed_.wait_for(lock, nap, [this] { return !commands_.empty() || (stop_ && active_.empty()); });
 }
 
 }  // namespace lockstep::mpi
