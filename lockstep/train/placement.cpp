@@ -1,6 +1,7 @@
 #include "lockstep/train/placement.h"
 
 #include <ATen/Parallel.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 
@@ -40,7 +41,8 @@ ThreadChoice choose_threads(const ThreadRequest& request) {
     return {static_cast<int>(*request.omp), "OMP_NUM_THREADS"};
   }
   return {std::max(1, request.cores / std::max(1, request.local_size)),
-          counted(request.cores, "core") + ", " + counted(request.local_size, "rank")};
+          counted(request.cores, "core") + ", " + counted(request.local_size, "rank") +
+              "; fewer for small models"};
 }
 
 Placement choose_placement(std::optional<int64_t> threads, const std::string& bind_to,
@@ -65,6 +67,21 @@ Placement choose_placement(std::optional<int64_t> threads, const std::string& bi
   binding.local_size = local_size;
   placement.binding = launch::choose_binding(binding);
   return placement;
+}
+
+bool threads_are_asked_for(std::optional<int64_t> threads) {
+  return threads || (omp_threads() && !env_flag(launch::kThreadsByLauncherVariable));
+}
+
+int threads_worth_using(int threads, const torch::nn::Module& module, int64_t batch_size) {
+  constexpr int64_t kWorthAThread = 5'000'000;
+  int64_t parameters = 0;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.dim() > 2) return threads;
+    parameters += parameter.numel();
+  }
+  const int64_t worth = std::max<int64_t>(1, parameters * batch_size / kWorthAThread);
+  return static_cast<int>(std::min<int64_t>(threads, worth));
 }
 
 void apply(const Placement& placement) {

@@ -10,6 +10,7 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/variables.h"
+#include "lockstep/models/models.h"
 
 namespace lockstep {
 namespace {
@@ -27,7 +28,7 @@ TEST(Threads, CoresAreSharedByTheRanks) {
   EXPECT_EQ(choose_threads(eight_cores(1)).threads, 8);
   EXPECT_EQ(choose_threads(eight_cores(3)).threads, 2);
   EXPECT_EQ(choose_threads(eight_cores(20)).threads, 1);
-  EXPECT_EQ(choose_threads(eight_cores(1)).reason, "8 cores, 1 rank");
+  EXPECT_EQ(choose_threads(eight_cores(1)).reason, "8 cores, 1 rank; fewer for small models");
 }
 
 TEST(Threads, WhatIsAskedForWins) {
@@ -40,6 +41,16 @@ TEST(Threads, WhatIsAskedForWins) {
   request.asked = 5;
   EXPECT_EQ(choose_threads(request).threads, 5);
   EXPECT_EQ(choose_threads(request).reason, "--threads");
+}
+
+TEST(Threads, LittleWorkIsNotHandedOut) {
+  const auto mlp = make_model("mlp"), wide = make_model("wide"), convnet = make_model("convnet");
+  EXPECT_EQ(threads_worth_using(8, *mlp, 32), 1);
+  EXPECT_EQ(threads_worth_using(8, *mlp, 128), 2);
+  EXPECT_EQ(threads_worth_using(1, *mlp, 128), 1);
+  EXPECT_EQ(threads_worth_using(8, *wide, 32), 8);
+  EXPECT_EQ(threads_worth_using(8, *convnet, 1), 8);
+  EXPECT_EQ(threads_worth_using(8, *make_model("linear"), 32), 1);
 }
 
 class InEnvironment : public ::testing::Test {
@@ -67,6 +78,10 @@ TEST_F(InEnvironment, TorchrunsOneStands) {
   EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, 1);
   ::setenv(launch::kThreadsByLauncherVariable, "1", 1);
   EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, usable_cores());
+  EXPECT_FALSE(threads_are_asked_for({}));
+  EXPECT_TRUE(threads_are_asked_for(2));
+  ::unsetenv(launch::kThreadsByLauncherVariable);
+  EXPECT_TRUE(threads_are_asked_for({}));
 }
 
 TEST_F(InEnvironment, NestedAndDamagedOmpValues) {

@@ -1,12 +1,14 @@
 #include "lockstep/train/task.h"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 
 #include <numeric>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/placement.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -67,6 +69,9 @@ TrainTask task_with_model(const RunConfig& config, const World& world) {
   task.model->to(task.device);
   task.memory_format = memory_format_of(config.memory_format, *task.model, task.device);
   set_memory_format(*task.model, task.memory_format);
+  if (!threads_are_asked_for(config.threads) && task.device.is_cpu()) {
+    at::set_num_threads(threads_worth_using(at::get_num_threads(), *task.model, config.batch_size));
+  }
   return task;
 }
 

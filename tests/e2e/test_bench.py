@@ -269,6 +269,41 @@ def children_of(pid):
 
 
 class Env(unittest.TestCase):
+    def placement(self, *command, **environment):
+        env = t.clean_environment(**environment)
+        if "OMP_NUM_THREADS" not in environment:
+            del env["OMP_NUM_THREADS"]
+        out = t.run(*command, t.LOCKSTEP, "env", "--json", env=env).stdout
+        return json.loads(out[out.index("{"):])["placement"]
+
+    def test_threads_and_why(self):
+        cores = len(os.sched_getaffinity(0))
+        alone = self.placement()
+        self.assertLessEqual(alone["threads"], cores)
+        self.assertIn("1 rank", alone["threads_reason"])
+        self.assertEqual(self.placement(OMP_NUM_THREADS=3)["threads"], 3)
+        first = str(min(os.sched_getaffinity(0)))
+        one = self.placement("taskset", "-c", first)
+        self.assertEqual(one["threads"], 1)
+
+    def test_our_launchers_one_thread_is_for_others(self):
+        """OMP_NUM_THREADS is 1 in the workers, as under torchrun; our programs still share the cores."""
+        cores = self.placement()["threads"]
+        out = self.placement(t.LOCKSTEP, "run", "--nproc-per-node", 2, "--local-ranks-filter", 0)
+        self.assertEqual(out["threads"], max(1, cores // 2))
+        self.assertIn("2 ranks", out["threads_reason"])
+
+    @unittest.skipIf(len(os.sched_getaffinity(0)) < 2, "one processor")
+    def test_run_binds_any_program(self):
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "--bind-to", "core", "--no-python", "python3", "-c",
+                       "import os; print('on', *sorted(os.sched_getaffinity(0)))", check=False)
+        if "hwloc" in result.stderr:
+            self.skipTest("this build has no hwloc")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        sets = [set(line.split(" on ")[1].split()) for line in result.stdout.splitlines()]
+        self.assertEqual(len(sets), 2)
+        self.assertFalse(sets[0] & sets[1], sets)
+
     def test_json(self):
         report = json.loads(t.run(t.LOCKSTEP, "env", "--json").stdout)
         self.assertEqual(os.path.realpath(report["libtorch"]["path"]), os.path.realpath(t.LIBTORCH))

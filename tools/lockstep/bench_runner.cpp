@@ -129,6 +129,7 @@ struct BenchRunner::Impl {
   /// result.
   Json run_ranks(bool with_python, Json config, int64_t ranks) {
     config["bind_to"] = options.bind_to;
+    config["ranks"] = ranks;
     config["result"] = fresh("result");
     config["init_method"] = "file://" + fresh("meet");
     const std::string kind = config["kind"];

@@ -54,11 +54,24 @@ void run_launch(const Json& config) {
   }
 }
 
+int64_t own_rank() {
+  return env_int("RANK").value_or(env_int("OMPI_COMM_WORLD_RANK").value_or(0));
+}
+
+/// The runner has started all ranks on this host; they meet by a file.
+JobEnvironment job_of(const Json& config) {
+  JobEnvironment job;
+  job.rank = job.local_rank = static_cast<int>(own_rank());
+  job.world_size = job.local_size = config.at("ranks");
+  job.single_host = true;
+  return job;
+}
+
 }  // namespace
 
 World join_group(const Json& config) {
-  // OMP_NUM_THREADS is the runner's.
-  apply(choose_placement({}, config.at("bind_to"), read_job_environment()));
+  // Threads are those of OMP_NUM_THREADS, which the runner sets.
+  apply(choose_placement({}, config.at("bind_to"), job_of(config)));
   InitOptions options;
   options.backend = config.at("backend");
   options.init_method = config.at("init_method");
@@ -81,7 +94,7 @@ int bench_worker(const std::string& text) {
   } else {
     throw UsageError("unknown kind of benchmark '" + kind + "'");
   }
-  if (env_int("RANK").value_or(env_int("OMPI_COMM_WORLD_RANK").value_or(0)) == 0) {
+  if (own_rank() == 0) {
     write_file_atomically(config.at("result").get<std::string>(), result.dump());
   }
   return 0;

@@ -66,8 +66,8 @@ void print_machine(const Json& report) {
                   quota_text(cpu["quota"]) + ", kernels for " + text_of(cpu["capability"]));
   const Json& placement = report["placement"];
   line("Threads", std::to_string(placement["threads"].get<int>()) + " a rank (" +
-                      text_of(placement["threads_reason"]) + "); --threads sets it");
-  line("Binding", text_of(placement["binding"]) + "; --bind-to sets it");
+                      text_of(placement["threads_reason"]) + "); see --threads");
+  line("Binding", text_of(placement["binding"]) + "; see --bind-to");
   line("oneDNN", text_of(cpu["onednn_isa"]).empty()
                      ? "the processor's best instructions; ONEDNN_MAX_CPU_ISA limits them"
                      : "no more than " + text_of(cpu["onednn_isa"]) + ", by ONEDNN_MAX_CPU_ISA");

@@ -46,7 +46,8 @@ void add_process_flags(Cli& cli, RunConfig& config) {
   cli.option(
       "--threads", config.threads,
       "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else the cores that the "
-      "host's processes share, in equal parts. `lockstep env` says how many",
+      "host's processes share, in equal parts, but for small models fewer. `lockstep env` says "
+      "how many",
       {1, 4096});
   cli.choice("--bind-to", config.bind_to, launch::binding_names(),
              "Keep each process to its part of the host's cores (core) or to a NUMA domain (numa); "
