@@ -40,6 +40,7 @@ void set_up_process(const RunConfig& config) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
     at::globalContext().setBenchmarkCuDNN(false);
     at::globalContext().setDeterministicCuDNN(true);
+    at::globalContext().setDeterministicMkldnn(true);
   }
 }
 

@@ -274,7 +274,8 @@ class Env(unittest.TestCase):
         if "OMP_NUM_THREADS" not in environment:
             del env["OMP_NUM_THREADS"]
         out = t.run(*command, t.LOCKSTEP, "env", "--json", env=env).stdout
-        return json.loads(out[out.index("{"):])["placement"]
+        lines = [line.removeprefix("[rank0]: ") for line in out.splitlines()]
+        return json.loads("\n".join(lines))["placement"]
 
     def test_threads_and_why(self):
         cores = len(os.sched_getaffinity(0))

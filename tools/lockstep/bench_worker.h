@@ -52,7 +52,9 @@ nlohmann::json bench_step_worker(const nlohmann::json& config);
 /// half of the sums. So all ranks at once, without waiting for each other, memcpy the tensor piece
 /// by piece into a slot and a neighbour's slot into the tensor; the best of several sizes of
 /// pieces counts. More ranks must read more than that, up to twice as much: for them the bound is
-/// out of reach. Alternates with the all-reduces, on the same tensor.
+/// out of reach. It holds for tensors of the rank's own, as here; what lies in shared memory from
+/// the start, as DistributedDataParallel's buckets do, is not copied. Alternates with the
+/// all-reduces, on the same tensor.
 nlohmann::json bench_allreduce_worker(const nlohmann::json& config);
 
 /// Memory that all ranks of `bench allreduce` map for the bound: so much a rank.
