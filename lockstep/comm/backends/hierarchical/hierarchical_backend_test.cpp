@@ -13,6 +13,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
+#include "lockstep/comm/backends/hierarchical/programs.h"
 #include "lockstep/comm/rank_threads.h"
 
 namespace lockstep::hierarchical {
@@ -91,19 +92,13 @@ class Placements : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, Placements, ::testing::Values("aabb", "aaab", "aabbc", "abcab"),
                          [](const auto& info) { return info.param; });
 
-// In bytes: what travels with the comparison, pieces of the least size, many of the largest.
-const std::vector<int64_t> kSizes = {0,
-                                     1,
-                                     13,
-                                     251,
-                                     252,
-                                     253,
-                                     1000,
-                                     (128 << 10) / 4 - 1,
-                                     (128 << 10) / 4,
-                                     (128 << 10) / 4 + 1,
-                                     (1 << 20) / 4 + 1,
-                                     5 * (1 << 20) / 4 + 3};
+// What travels with the comparison of calls, a piece of the least size, many of the largest; for
+// elements of four bytes.
+constexpr int64_t kSmall = SmallData::kMost / 4, kLeast = kLeastPieceBytes / 4,
+                  kPiece = kPieceBytes / 4;
+const std::vector<int64_t> kSizes = {
+    0,          1,      13,         kSmall - 1, kSmall,         kSmall + 1,
+    kLeast - 1, kLeast, kLeast + 1, kPiece + 1, 9 * kPiece + 3, 1000};
 
 TEST_P(Placements, EveryCollectiveGivesGloosResult) {
   const std::string hosts = GetParam();

@@ -302,6 +302,15 @@ void Hierarchy::disagree() {
           .value_or("the ranks of group '" + group_name_ + "' did not make the same call"));
 }
 
+std::byte* Hierarchy::scratch(size_t bytes) {
+  if (bytes > scratch_bytes_) {
+    scratch_.reset();
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    scratch_bytes_ = bytes;
+  }
+  return scratch_.get();
+}
+
 template <class Action>
 void Hierarchy::between_hosts(Action action) {
   try {

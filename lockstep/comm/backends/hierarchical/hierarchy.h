@@ -78,6 +78,10 @@ class Hierarchy {
   void run_local(shm::Plan& plan);
   void run_local(const std::unique_ptr<shm::Plan>& plan) { run_local(*plan); }
 
+  /// Memory for the present call, uninitialised: what one call takes the next one takes again, as
+  /// fresh memory costs more than what is done with it. A call asks once.
+  std::byte* scratch(size_t bytes);
+
   // On a leader.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers);
   void receive(int host, std::byte* data, size_t bytes, Transfers& transfers);
@@ -111,6 +115,9 @@ class Hierarchy {
   Alarm alarm_;
   shm::SharedGroup group_;
   std::unique_ptr<Leaders> leaders_;
+
+  std::unique_ptr<std::byte[]> scratch_;
+  size_t scratch_bytes_ = 0;
 
   // Of the present call.
   const shm::Call* call_ = nullptr;

@@ -81,8 +81,10 @@ class HostReduce {
         hosts_(hierarchy.layout().hosts.size()),
         me_(static_cast<size_t>(hierarchy.layout().host)) {
     const size_t largest = std::min(pieces.total, pieces.size);
-    const size_t each = hosts_ == 2 ? largest : part_size(largest);
-    for (auto& stage : stages_) stage.received.resize(each * hosts_);
+    const size_t each = hosts_ == 2 ? up_to_line(largest) : part_size(largest);
+    const size_t used = std::min(kStages, pieces.count());
+    std::byte* memory = hierarchy.scratch(used * (hosts_ - 1) * each);
+    for (size_t k = 0; k < used; ++k) stages_[k].received = memory + k * (hosts_ - 1) * each;
   }
 
   void post(size_t piece) {
@@ -123,7 +125,7 @@ class HostReduce {
  private:
   static constexpr size_t kStages = 3;
   struct Stage {
-    std::vector<std::byte> received;
+    std::byte* received = nullptr;  ///< From the other hosts.
     Transfers transfers;
   };
   struct Part {
@@ -137,8 +139,8 @@ class HostReduce {
     const size_t begin = std::min(bytes, host * each);
     return {begin, std::min(bytes, begin + each) - begin};
   }
-  static std::byte* received(Stage& stage, const Part& mine, size_t host) {
-    return stage.received.data() + host * mine.bytes;
+  std::byte* received(const Stage& stage, const Part& mine, size_t host) const {
+    return stage.received + (host < me_ ? host : host - 1) * mine.bytes;
   }
 
   Hierarchy& hierarchy_;
@@ -305,7 +307,8 @@ class SmallGather : public SmallData {
 
 /// The memory of one piece of an all_gather under way.
 struct GatherStage {
-  std::vector<std::byte> sent, received;  ///< This host's blocks; the others', by host.
+  std::byte* sent = nullptr;      ///< This host's blocks.
+  std::byte* received = nullptr;  ///< The others', by host.
   Transfers transfers;
 };
 
@@ -317,10 +320,12 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
   const size_t largest = std::max<size_t>(64, kPieceBytes / outputs.size());
   const Pieces pieces = in_pieces(bytes, std::min<size_t>(largest, 16 << 10), largest);
   std::array<GatherStage, 2> stages;
+  const size_t of_stage = up_to_line(outputs.size() * std::min(bytes, pieces.size));
+  std::byte* memory = hierarchy.scratch(stages.size() * of_stage);
   for (auto& stage : stages) {
-    const size_t piece = std::min(bytes, pieces.size);
-    stage.received.resize(others * piece);
-    if (layout.leads()) stage.sent.resize(mine.size() * piece);
+    stage.received = memory;
+    stage.sent = memory + others * std::min(bytes, pieces.size);
+    memory += of_stage;
   }
   const auto gather_local = [&](size_t piece) {
     std::vector<std::byte*> targets;
@@ -332,16 +337,15 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
   const auto post = [&](size_t piece) {
     GatherStage& stage = stages[piece % 2];
     const size_t each = pieces.bytes(piece);
-    const auto blocks = blocks_of(stage.sent.data(), mine.size(), each);
+    const auto blocks = blocks_of(stage.sent, mine.size(), each);
     for (size_t k = 0; k < mine.size(); ++k)
       copy_bytes(blocks[k], outputs[static_cast<size_t>(mine[k])] + pieces.offset(piece), each);
-    std::byte* to = stage.received.data();
+    std::byte* to = stage.received;
     for (size_t host = 0; host < layout.hosts.size(); ++host) {
       if (static_cast<int>(host) == layout.host) continue;
       const size_t theirs = layout.hosts[host].size() * each;
       hierarchy.receive(static_cast<int>(host), to, theirs, stage.transfers);
-      hierarchy.send(static_cast<int>(host), stage.sent.data(), mine.size() * each,
-                     stage.transfers);
+      hierarchy.send(static_cast<int>(host), stage.sent, mine.size() * each, stage.transfers);
       to += theirs;
     }
   };
@@ -349,9 +353,8 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
     GatherStage& stage = stages[piece % 2];
     if (layout.leads()) hierarchy.finish(stage.transfers);
     const size_t each = pieces.bytes(piece);
-    hierarchy.run_local(
-        shm::broadcast_plan(hierarchy.local(), stage.received.data(), others * each, 0));
-    const std::byte* from = stage.received.data();
+    hierarchy.run_local(shm::broadcast_plan(hierarchy.local(), stage.received, others * each, 0));
+    const std::byte* from = stage.received;
     for (size_t host = 0; host < layout.hosts.size(); ++host) {
       if (static_cast<int>(host) == layout.host) continue;
       for (const int rank : layout.hosts[host]) {
@@ -403,8 +406,8 @@ class SmallScatter : public SmallData {
 
 /// The memory of one piece of a reduce_scatter under way.
 struct ScatterStage {
-  std::vector<std::byte> blocks;    ///< For each rank, by host: this rank's, on the leader the sum.
-  std::vector<std::byte> received;  ///< For the ranks of this host, from each host.
+  std::byte* blocks = nullptr;    ///< For each rank, by host: this rank's, on the leader the sum.
+  std::byte* received = nullptr;  ///< For the ranks of this host, from each host.
   Transfers transfers;
 };
 
@@ -418,22 +421,26 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
   std::vector<size_t> first(1, 0);  // Of each host's ranks, how many come before them.
   for (const auto& host : layout.hosts) first.push_back(first.back() + host.size());
   std::array<ScatterStage, 2> stages;
+  const size_t of_blocks = up_to_line(inputs.size() * std::min(bytes, pieces.size));
+  const size_t of_received =
+      layout.leads() ? up_to_line(hosts * mine.size() * std::min(bytes, pieces.size)) : 0;
+  std::byte* memory = hierarchy.scratch(stages.size() * (of_blocks + of_received));
   for (auto& stage : stages) {
-    const size_t piece = std::min(bytes, pieces.size);
-    stage.blocks.resize(inputs.size() * piece);
-    if (layout.leads()) stage.received.resize(hosts * mine.size() * piece);
+    stage.blocks = memory;
+    stage.received = memory + of_blocks;
+    memory += of_blocks + of_received;
   }
   const auto reduce_local = [&](size_t piece) {
     ScatterStage& stage = stages[piece % 2];
     const size_t each = pieces.bytes(piece);
-    std::byte* to = stage.blocks.data();
+    std::byte* to = stage.blocks;
     for (const auto& host : layout.hosts) {
       for (const int rank : host) {
         copy_bytes(to, inputs[static_cast<size_t>(rank)] + pieces.offset(piece), each);
         to += each;
       }
     }
-    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.blocks.data(),
+    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.blocks,
                                          inputs.size() * each / joining.element(), joining.type,
                                          joining.kernel, 0));
   };
@@ -442,21 +449,21 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
     const size_t each = pieces.bytes(piece), share = mine.size() * each;
     for (size_t host = 0; host < hosts; ++host) {
       if (host == me) continue;
-      hierarchy.receive(static_cast<int>(host), stage.received.data() + host * share, share,
+      hierarchy.receive(static_cast<int>(host), stage.received + host * share, share,
                         stage.transfers);
-      hierarchy.send(static_cast<int>(host), stage.blocks.data() + first[host] * each,
+      hierarchy.send(static_cast<int>(host), stage.blocks + first[host] * each,
                      layout.hosts[host].size() * each, stage.transfers);
     }
   };
   const auto hand_out = [&](size_t piece) {
     ScatterStage& stage = stages[piece % 2];
     const size_t each = pieces.bytes(piece), share = mine.size() * each;
-    std::byte* own = stage.blocks.data() + first[me] * each;
+    std::byte* own = stage.blocks + first[me] * each;
     if (layout.leads()) {
       hierarchy.finish(stage.transfers);
       std::vector<const std::byte*> sources;
       for (size_t host = 0; host < hosts; ++host)
-        sources.push_back(host == me ? own : stage.received.data() + host * share);
+        sources.push_back(host == me ? own : stage.received + host * share);
       join(joining, sources, own, share);
       finish_average(joining, own, share);
     }
