@@ -71,16 +71,21 @@ void check_count(const ProcessGroup::Impl& impl, const char* operation, const ch
                    (expected == 0 ? " on a rank other than the root" : ", one a rank"));
 }
 
-void check_tensor(const char* operation, const at::Tensor& tensor) {
+/// The other backends take contiguous tensors only, at least in some operations.
+bool takes_strided(const ProcessGroup::Impl& impl) {
+  return impl.transport() == "shm" || impl.transport() == "mpi";
+}
+
+void check_tensor(const ProcessGroup::Impl& impl, const char* operation, const at::Tensor& tensor) {
   if (!tensor.defined()) throw UsageError(std::string(operation) + ": an undefined tensor");
-  if (tensor.layout() == at::kStrided && !tensor.is_contiguous()) {
+  if (tensor.layout() == at::kStrided && !tensor.is_contiguous() && !takes_strided(impl)) {
     throw UsageError(std::string(operation) + ": the tensor is not contiguous",
                      "pass tensor.contiguous(), and copy the result back where it is an output");
   }
 }
 
-void check_tensors(const char* operation, const Tensors& tensors) {
-  for (const auto& tensor : tensors) check_tensor(operation, tensor);
+void check_tensors(const ProcessGroup::Impl& impl, const char* operation, const Tensors& tensors) {
+  for (const auto& tensor : tensors) check_tensor(impl, operation, tensor);
 }
 
 void check_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
@@ -133,7 +138,7 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
 
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   auto& impl = checked(impl_);
-  check_tensor("all_reduce", tensor);
+  check_tensor(impl, "all_reduce", tensor);
   c10d::AllreduceOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
@@ -146,7 +151,7 @@ Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
 Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) const {
   auto& impl = checked(impl_);
   if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
-  check_tensors("all_reduce_coalesced", tensors);
+  check_tensors(impl, "all_reduce_coalesced", tensors);
   c10d::AllreduceCoalescedOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
@@ -158,7 +163,7 @@ Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) con
 Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const {
   auto& impl = checked(impl_);
   check_rank(impl, "reduce", "dst", dst);
-  check_tensor("reduce", tensor);
+  check_tensor(impl, "reduce", tensor);
   c10d::ReduceOptions options;
   options.reduceOp = native_op(op);
   options.rootRank = dst;
@@ -172,7 +177,7 @@ Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const 
 Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
   auto& impl = checked(impl_);
   check_rank(impl, "broadcast", "src", src);
-  check_tensor("broadcast", tensor);
+  check_tensor(impl, "broadcast", tensor);
   c10d::BroadcastOptions options;
   options.rootRank = src;
   options.timeout = impl.timeout;
@@ -185,8 +190,8 @@ Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
 Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) const {
   auto& impl = checked(impl_);
   check_count(impl, "all_gather", "outputs", outputs.size(), static_cast<size_t>(impl.size));
-  check_tensor("all_gather", input);
-  check_tensors("all_gather", outputs);
+  check_tensor(impl, "all_gather", input);
+  check_tensors(impl, "all_gather", outputs);
   c10d::AllgatherOptions options;
   options.timeout = impl.timeout;
   options.asyncOp = is_async(impl);
@@ -198,7 +203,7 @@ Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) c
 
 Work ProcessGroup::all_gather_into_tensor_async(at::Tensor& output, const at::Tensor& input) const {
   auto& impl = checked(impl_);
-  check_tensors("all_gather_into_tensor", {output, input});
+  check_tensors(impl, "all_gather_into_tensor", {output, input});
   check_multiple("all_gather_into_tensor", output, input, impl.size);
   c10d::AllgatherOptions options;
   options.timeout = impl.timeout;
@@ -213,8 +218,8 @@ Work ProcessGroup::gather_async(Tensors& outputs, const at::Tensor& input, int d
   check_rank(impl, "gather", "dst", dst);
   check_count(impl, "gather", "outputs", outputs.size(),
               impl.rank == dst ? static_cast<size_t>(impl.size) : 0);
-  check_tensor("gather", input);
-  check_tensors("gather", outputs);
+  check_tensor(impl, "gather", input);
+  check_tensors(impl, "gather", outputs);
   c10d::GatherOptions options;
   options.rootRank = dst;
   options.timeout = impl.timeout;
@@ -231,8 +236,8 @@ Work ProcessGroup::scatter_async(at::Tensor& output, const Tensors& inputs, int 
   check_rank(impl, "scatter", "src", src);
   check_count(impl, "scatter", "inputs", inputs.size(),
               impl.rank == src ? static_cast<size_t>(impl.size) : 0);
-  check_tensor("scatter", output);
-  check_tensors("scatter", inputs);
+  check_tensor(impl, "scatter", output);
+  check_tensors(impl, "scatter", inputs);
   c10d::ScatterOptions options;
   options.rootRank = src;
   options.timeout = impl.timeout;
@@ -248,8 +253,8 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& input
                                         ReduceOp op) const {
   auto& impl = checked(impl_);
   check_count(impl, "reduce_scatter", "inputs", inputs.size(), static_cast<size_t>(impl.size));
-  check_tensor("reduce_scatter", output);
-  check_tensors("reduce_scatter", inputs);
+  check_tensor(impl, "reduce_scatter", output);
+  check_tensors(impl, "reduce_scatter", inputs);
   c10d::ReduceScatterOptions options;
   options.reduceOp = native_op(op);
   options.timeout = impl.timeout;
@@ -263,7 +268,7 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& input
 Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
                                                ReduceOp op) const {
   auto& impl = checked(impl_);
-  check_tensors("reduce_scatter_tensor", {output, input});
+  check_tensors(impl, "reduce_scatter_tensor", {output, input});
   check_multiple("reduce_scatter_tensor", input, output, impl.size);
   c10d::ReduceScatterOptions options;
   options.reduceOp = native_op(op);
@@ -278,8 +283,8 @@ Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) con
   auto& impl = checked(impl_);
   check_count(impl, "all_to_all", "outputs", outputs.size(), static_cast<size_t>(impl.size));
   check_count(impl, "all_to_all", "inputs", inputs.size(), static_cast<size_t>(impl.size));
-  check_tensors("all_to_all", outputs);
-  check_tensors("all_to_all", inputs);
+  check_tensors(impl, "all_to_all", outputs);
+  check_tensors(impl, "all_to_all", inputs);
   c10d::AllToAllOptions options;
   options.timeout = impl.timeout;
   options.asyncOp = is_async(impl);
@@ -292,7 +297,7 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
                                            const std::vector<int64_t>& output_splits,
                                            const std::vector<int64_t>& input_splits) const {
   auto& impl = checked(impl_);
-  check_tensors("all_to_all_single", {output, input});
+  check_tensors(impl, "all_to_all_single", {output, input});
   const auto check_splits = [&](const char* name, const std::vector<int64_t>& splits,
                                 const at::Tensor& tensor) {
     const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
@@ -332,7 +337,7 @@ Work ProcessGroup::barrier_async() const {
 Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   auto& impl = checked(impl_);
   check_rank(impl, "send", "dst", dst);
-  check_tensor("send", tensor);
+  check_tensor(impl, "send", tensor);
   Tensors tensors{tensor};
   auto work = translated([&] { return impl.backend().send(tensors, dst, tag); });
   return impl.make_work(std::move(work), {}, tensors, true);
@@ -341,7 +346,7 @@ Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
 Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
   auto& impl = checked(impl_);
   check_rank(impl, "recv", "src", src);
-  check_tensor("recv", tensor);
+  check_tensor(impl, "recv", tensor);
   Tensors tensors{tensor};
   auto work = translated([&] { return impl.backend().recv(tensors, src, tag); });
   return impl.make_work(std::move(work), tensors, {}, true);
@@ -349,7 +354,7 @@ Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
 
 int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
-  check_tensor("recv_any", tensor);
+  check_tensor(impl, "recv_any", tensor);
   Tensors tensors{tensor};
   auto native = translated([&] { return impl.backend().recvAnysource(tensors, tag); });
   const Work work = impl.make_work(std::move(native), tensors, {}, true);

@@ -33,6 +33,7 @@ struct P2POp {
 /// every call throws CommError. One thread at a time; all ranks of a group must make the same calls
 /// in the same order. Ranks in arguments are ranks of this group; one out of range, a tensor list
 /// of the wrong length or a tensor that is not contiguous is a UsageError, before anything is sent.
+/// (shm and mpi take the latter too: they copy it in and, before `wait` returns, out.)
 ///
 /// Tensors must be on the backend's device. A synchronous call returns when the
 /// result is there; its `_async` twin returns at once with a Work. Every call throws MismatchError
@@ -106,9 +107,9 @@ class ProcessGroup {
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
   /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are: over
-  /// shared memory its data lies where all ranks reach it, and all_reduce of it, or of the same part
-  /// of it on every rank, copies nothing in or out. Elsewhere an ordinary tensor. The values are
-  /// undefined. All ranks call with the same arguments, and use it alike afterwards
+  /// shared memory its data lies where all ranks reach it, and all_reduce of it, or of the same
+  /// part of it on every rank, copies nothing in or out. Elsewhere an ordinary tensor. The values
+  /// are undefined. All ranks call with the same arguments, and use it alike afterwards
   /// (MismatchError); it may outlive the group. PyTorch's symmetric memory.
   at::Tensor symmetric_empty(int64_t numel, at::ScalarType dtype) const;
 

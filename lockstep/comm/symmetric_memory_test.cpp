@@ -97,6 +97,23 @@ TEST(SymmetricMemories, OtherPartsOrOtherMemoryOnTheRanksIsAMismatch) {
             {.backend = "shm"});
 }
 
+TEST(SymmetricMemories, ARankThatLeavesInsteadIsNamed) {
+  for (const int leaver : {0, 1, 2}) {
+    run_ranks(3,
+              [&](ProcessGroup group) {
+                if (group.rank() == leaver) return;
+                try {
+                  at::Tensor memory = group.symmetric_empty(1000, at::kFloat);
+                  group.all_reduce(memory);  // Those that were handed the memory fail here.
+                  ADD_FAILURE() << "rank " << group.rank() << " went on without " << leaver;
+                } catch (const PeerLostError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(leaver)));
+                }
+              },
+              {.backend = "shm"});
+  }
+}
+
 TEST(SymmetricMemories, IsReleasedWithItsLastTensorAndMayOutliveTheGroup) {
   const auto mappings = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/map_files"), {});

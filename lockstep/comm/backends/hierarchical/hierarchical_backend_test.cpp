@@ -406,9 +406,9 @@ struct Mistake {
   std::vector<std::string> texts;
 };
 
-class Mistakes : public ::testing::TestWithParam<Mistake> {};
+class HostMistakes : public ::testing::TestWithParam<Mistake> {};
 
-TEST_P(Mistakes, AreToldToAllRanksOfAllHostsAndLeaveTheGroupUsable) {
+TEST_P(HostMistakes, AreToldToAllRanksOfAllHostsAndLeaveTheGroupUsable) {
   expect_ok(run("aabb", [](int rank, c10d::Backend& backend, const auto&) {
     try {
       GetParam().call(rank, backend);
@@ -423,7 +423,7 @@ TEST_P(Mistakes, AreToldToAllRanksOfAllHostsAndLeaveTheGroupUsable) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Kinds, Mistakes,
+    Kinds, HostMistakes,
     ::testing::Values(
         Mistake{"ShapeWithinAHost",
                 [](int rank, auto& backend) { all_reduce(backend, at::ones({rank == 1 ? 5 : 4})); },

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -144,7 +145,9 @@ Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
 }
 
 void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::string& group,
-              const std::function<void(const std::string& name)>& tell, const Served& served) {
+              const std::function<void(const std::string& name)>& tell, const Served& served,
+              const std::function<void(const std::vector<int>& missing)>& look) {
+  constexpr std::chrono::milliseconds kSlice{20};
   const auto deadline = Clock::now() + timeout;
   const Descriptor listener = make_socket();
   const std::string name = random_name();
@@ -153,20 +156,20 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
       listen(listener.get(), SOMAXCONN) != 0)
     throw SystemError("shared memory: listening for the other ranks", errno);
   tell(name);
-  std::vector<bool> has(static_cast<size_t>(size), false);
-  for (int left = size - 1; left > 0;) {
-    if (!readable(listener.get(), deadline)) {
-      std::vector<std::string> missing;
-      for (int rank = 1; rank < size; ++rank)
-        if (!has[static_cast<size_t>(rank)]) missing.push_back(std::to_string(rank));
-      throw TimeoutError("shared memory of group '" + group +
-                         "': " + (missing.size() == 1 ? "rank " : "ranks ") +
-                         lockstep::join(missing, ", ") + " did not come");
+  std::vector<int> missing(static_cast<size_t>(size - 1));
+  std::iota(missing.begin(), missing.end(), 1);
+  while (!missing.empty()) {
+    if (readable(listener.get(), std::min(deadline, Clock::now() + kSlice))) {
+      std::erase(missing, serve(listener.get(), fd, size, served));
+      continue;
     }
-    const int rank = serve(listener.get(), fd, size, served);
-    if (rank < 0 || has[static_cast<size_t>(rank)]) continue;
-    has[static_cast<size_t>(rank)] = true;
-    --left;
+    if (look) look(missing);
+    if (Clock::now() < deadline) continue;
+    std::vector<std::string> names;
+    for (const int rank : missing) names.push_back(std::to_string(rank));
+    throw TimeoutError("shared memory of group '" + group +
+                       "': " + (names.size() == 1 ? "rank " : "ranks ") +
+                       lockstep::join(names, ", ") + " did not come");
   }
 }
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace lockstep::shm {
 
@@ -22,11 +23,13 @@ class Descriptor {
 /// Gives `fd` to the other ranks of a group of `size`, from rank 0: listens on a Unix socket in the
 /// abstract name space (no file, gone with the process), tells its name, and serves each rank once;
 /// `served` is told which process (process_identity) each one is, before it has the descriptor.
-/// Processes of other users are refused. Blocks until all have it. Throws TimeoutError naming the
-/// ranks that did not come, SystemError.
+/// Processes of other users are refused. Blocks until all have it. `look` is called some fifty
+/// times a second with the ranks that are still to come, and may throw. Throws TimeoutError naming
+/// those, SystemError.
 void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::string& group,
               const std::function<void(const std::string& name)>& tell,
-              const std::function<void(int rank, const std::string& identity)>& served);
+              const std::function<void(int rank, const std::string& identity)>& served,
+              const std::function<void(const std::vector<int>& missing)>& look = {});
 
 /// The other side: who this is goes with it. Throws UsageError when it runs as another user than
 /// rank 0, CommError when rank 0 cannot be reached (another host or network namespace, ended),

@@ -282,10 +282,9 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
   std::vector<std::string> lost;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_ || (message.peer_ != kAnyRank && message.peer_ != rank)) continue;
-    const bool left =
-        group_.segment().record(rank).state.load(std::memory_order_acquire) == RankState::left;
-    lost.push_back(group_.name(rank) + (left ? " has closed the group" : " has ended"));
+    lost.push_back(group_.how_it_went(rank));
   }
+  group_.note_cause(join(lost, ", "));
   return std::make_exception_ptr(
       PeerLostError(me() + ": " + message.call_->text() + " cannot finish: " + join(lost, ", ")));
 }

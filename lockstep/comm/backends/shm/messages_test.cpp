@@ -380,6 +380,18 @@ TEST(Messages, APeerThatLeavesFailsThoseThatWaitForIt) {
   EXPECT_THROW(irecv(world[0], Messages::kAnyRank, in)->wait(kLong), PeerLostError);
 }
 
+TEST(Messages, WhoLeavesOverTheLossOfAnotherSaysSo) {
+  World world(3);
+  Bytes first(9), second(9);
+  const auto from_lost = irecv(world[0], 2, first);
+  const auto from_leaver = irecv(world[1], 0, second);
+  world.leave(2);
+  EXPECT_THAT(error_text(from_lost), HasSubstr("rank 2"));
+  world.leave(0);
+  EXPECT_THAT(error_text(from_leaver), HasSubstr("rank 0"));
+  EXPECT_THAT(error_text(from_leaver), HasSubstr("has closed the group: rank 2"));
+}
+
 TEST(Messages, WhatWasSentIsReceivedAfterTheSenderHasLeft) {
   World world(2);
   Bytes first = pattern(8, 1);

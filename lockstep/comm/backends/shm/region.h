@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,13 +20,16 @@ struct RegionOptions {
   size_t bytes = 0;                            ///< Of each rank's part.
   std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
   std::string group = "0";                     ///< For messages.
+  /// Called again and again with the ranks that are waited for; may throw.
+  std::function<void(const std::vector<int>& ranks)> look = {};
 };
 
 /// Memory of which every rank of a group has a part of its own and sees the others': what lies in
 /// it can be reduced where it lies. Zeroed.
 class Region {
  public:
-  /// Blocks until all have come. Throws what Segment throws.
+  /// Blocks until all have come. `meeting.ask` may return nothing for as long as rank 0 has not
+  /// told. Throws what Segment and `look` throw.
   Region(const RegionOptions& options, const Meeting& meeting);
 
   std::byte* part(int rank) const { return mapping_.data() + static_cast<size_t>(rank) * stride_; }

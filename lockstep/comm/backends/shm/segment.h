@@ -29,9 +29,12 @@ enum class RankState : uint32_t { absent, joined, left };
 
 struct alignas(64) RankRecord {
   std::atomic<RankState> state;
-  std::atomic<uint64_t> calls;  ///< How many collectives it has called.
-  std::atomic<uint64_t> step;   ///< The last step at which it has arrived.
+  std::atomic<uint32_t> caused;  ///< 1 once `cause` is written.
+  std::atomic<uint64_t> calls;   ///< How many collectives it has called.
+  std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::array<char, 232> identity;
+  /// Whose end the first of its messages failed of: if it ends over that, the others learn why.
+  std::array<char, 512> cause;
 };
 
 /// Why the group is of no more use: the first failure, told once, by whoever found it.

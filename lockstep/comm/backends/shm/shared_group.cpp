@@ -137,12 +137,22 @@ bool SharedGroup::notice_lost(const std::vector<int>& ranks) {
     const auto& record = segment_.record(other);
     // It may have arrived and gone since: then all that it had to give is there.
     if (record.step.load(std::memory_order_acquire) >= step_) continue;
-    const bool left = record.state.load(std::memory_order_acquire) == RankState::left;
-    lost.push_back(name(other) + (left ? " has closed the group" : " has ended"));
+    lost.push_back(how_it_went(other));
   }
   if (lost.empty()) return false;
   give_up(Verdict::lost, join(lost, ", "));
   return true;
+}
+
+void SharedGroup::look_after(const std::vector<int>& ranks, const std::string& what) {
+  throw_if_failed(what);
+  std::vector<std::string> lost;
+  for (const int other : ranks) {
+    if (gone(other)) lost.push_back(how_it_went(other));
+  }
+  if (lost.empty()) return;
+  give_up(Verdict::lost, join(lost, ", "));
+  throw_if_failed(what);
 }
 
 std::string SharedGroup::late(const std::vector<int>& ranks,
@@ -157,6 +167,24 @@ std::string SharedGroup::late(const std::vector<int>& ranks,
                             : ""));
   }
   return join(parts, "; ") + " within " + seconds_text(timeout);
+}
+
+std::string SharedGroup::how_it_went(int rank) const {
+  const auto& record = segment_.record(rank);
+  const bool left = record.state.load(std::memory_order_acquire) == RankState::left;
+  std::string text = name(rank) + (left ? " has closed the group" : " has ended");
+  if (record.caused.load(std::memory_order_acquire) != 0)
+    text += std::string(": ") + record.cause.data();
+  return text;
+}
+
+void SharedGroup::note_cause(const std::string& cause) noexcept {
+  auto& record = segment_.record(rank());
+  if (record.caused.load(std::memory_order_relaxed) != 0) return;
+  const size_t length = std::min(cause.size(), record.cause.size() - 1);
+  std::memcpy(record.cause.data(), cause.data(), length);
+  record.cause[length] = '\0';
+  record.caused.store(1, std::memory_order_release);
 }
 
 std::string SharedGroup::name(int rank) const {

@@ -86,14 +86,19 @@ class SharedGroup {
   }
   /// Throws the group's failure as that of `what` this rank did; nothing when there is none.
   void throw_if_failed(const std::string& what) const;
-  /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
-  /// group up and returns true when there are any.
-  bool notice_lost(const std::vector<int>& ranks);
+  /// For waits outside of steps: throws the group's failure as that of `what` this rank did, also
+  /// when one of `ranks` has ended or left, whom it then gives up.
+  void look_after(const std::vector<int>& ranks, const std::string& what);
   /// Names of the ranks in messages: their numbers in the default group.
   const std::vector<int>& names() const { return names_; }
   /// "rank 1 (process 4711)".
   std::string name(int rank) const;
   bool gone(int rank) const;
+  /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
+  /// 2 (process 4712) has ended".
+  std::string how_it_went(int rank) const;
+  /// Of this rank, for the others; the first counts.
+  void note_cause(const std::string& cause) noexcept;
 
  private:
   static size_t offset(size_t bytes) {
@@ -103,6 +108,9 @@ class SharedGroup {
     return *reinterpret_cast<SlotHeader*>(segment_.slot(rank, step));
   }
   std::vector<int> missing() const;
+  /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
+  /// group up and returns true when there are any.
+  bool notice_lost(const std::vector<int>& ranks);
   std::string late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 
   Segment segment_;

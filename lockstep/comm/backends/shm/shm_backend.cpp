@@ -259,9 +259,16 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
                      options.device().str() + "; expected 0 or more on the CPU");
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
   const size_t number = ++regions_made_;
-  const auto region = std::make_shared<const Region>(
-      RegionOptions{getRank(), getSize(), bytes, timeout_.load(), names_->group},
-      meeting_over(store_, "shm/region/" + std::to_string(number)));
+  const std::string what = "symmetric_empty of " + std::to_string(bytes) + " bytes, number " +
+                           std::to_string(number) + " of group '" + names_->group + "',";
+  const std::string key = "shm/region/" + std::to_string(number);
+  Meeting meeting = meeting_over(store_, key);
+  meeting.ask = [this, key] {
+    return store_->check({key}) ? store_->get_to_str(key) : std::string();
+  };
+  RegionOptions wish{getRank(), getSize(), bytes, timeout_.load(), names_->group};
+  wish.look = [&](const std::vector<int>& ranks) { group_.look_after(ranks, what); };
+  const auto region = std::make_shared<const Region>(wish, meeting);
   regions_.add(number, region);
   return at::from_blob(
       region->mine(), {size}, [region](void*) {}, options);
