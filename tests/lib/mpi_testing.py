@@ -39,7 +39,9 @@ class MpiRun:
         self.folder = self.folder_context.__enter__()
         # As root mpirun wants to be asked twice; more ranks than cores it starts only when told to.
         extra = {"TMPDIR": self.folder, "OMPI_MCA_orte_tmpdir_base": self.folder, "OMPI_ALLOW_RUN_AS_ROOT": 1,
-                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, "NO_COLOR": 1}
+                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, "NO_COLOR": 1,
+                 # Open MPI itself does not free all that it takes.
+                 "ASAN_OPTIONS": ":".join(filter(None, (os.environ.get("ASAN_OPTIONS"), "detect_leaks=0")))}
         self.env, self.mark = marked_environment(**extra, **(env or {}))
         self.process = subprocess.Popen(
             [MPIRUN, "--oversubscribe", "-np", str(ranks), *map(str, options), *map(str, words)], env=self.env,

@@ -36,6 +36,10 @@ struct Group {
   // Touched by the MPI thread alone:
   MPI_Comm communicator = MPI_COMM_NULL;
   std::string failure;  ///< Not empty: a collective has failed, the ranks are out of step.
+  /// A collective of several operations that has not started all of them yet, and those that come
+  /// after it: the ranks must start a communicator's operations in the same order.
+  c10::intrusive_ptr<MpiWork> starting;
+  std::deque<c10::intrusive_ptr<MpiWork>> waiting;
 };
 
 /// The thread that makes all calls of MPI in this process, from MPI_Init_thread to MPI_Finalize.
@@ -109,8 +113,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pass();
   bool take_commands();
   void issue(const WorkPtr& work);
+  void begin(const WorkPtr& work);
+  void begin_waiting(Group& group);
   void poll_works();
   bool poll(const WorkPtr& work, Clock::time_point now);
+  void fail_waiting(Group& group);
   void look_for_dead();
   void fail_group(Group& group, const std::string& reason);
   void give_up(const WorkPtr& work, std::exception_ptr error);

@@ -20,6 +20,14 @@ constexpr microseconds kEager{500};
 constexpr size_t kSlowBytesPerMicrosecond = 500;
 constexpr microseconds kShortestNap{20}, kLongestNap{500}, kLongestTick{5000};
 constexpr std::chrono::milliseconds kLookForDead{50};
+/// The next call often follows at once: a nap would cost it its waking up.
+constexpr microseconds kLinger{30};
+
+/// What waits for the group's large collective has a time-out, too.
+bool is_late(const Group& group, std::chrono::steady_clock::time_point now) {
+  return std::any_of(group.waiting.begin(), group.waiting.end(),
+                     [&](const auto& work) { return now >= work->deadline; });
+}
 
 }  // namespace
 
@@ -59,13 +67,42 @@ void Engine::issue(const WorkPtr& work) {
     return work->complete(std::make_exception_ptr(
         CommError(work->text() + " cannot start: the group has failed: " + group.failure)));
   }
+  if (group.starting && work->is_collective()) {
+    group.waiting.push_back(work);
+  } else {
+    begin(work);
+  }
+}
+
+void Engine::begin(const WorkPtr& work) {
   try {
     work->start();
   } catch (const std::exception& error) {
-    if (work->is_collective()) group.failure = error.what();
+    if (work->is_collective()) work->group().failure = error.what();
     return give_up(work, std::current_exception());
   }
+  if (!work->all_started()) work->group().starting = work;
   active_.push_back(work);
+}
+
+void Engine::begin_waiting(Group& group) {
+  if (group.starting && !group.starting->all_started()) return;
+  group.starting.reset();
+  while (!group.starting && !group.waiting.empty() && group.failure.empty()) {
+    const WorkPtr next = group.waiting.front();
+    group.waiting.pop_front();
+    begin(next);
+  }
+  if (!group.failure.empty()) fail_waiting(group);
+}
+
+void Engine::fail_waiting(Group& group) {
+  while (!group.waiting.empty()) {
+    const WorkPtr work = group.waiting.front();
+    group.waiting.pop_front();
+    work->complete(std::make_exception_ptr(
+        CommError(work->text() + " cannot start: the group has failed: " + group.failure)));
+  }
 }
 
 void Engine::poll_works() {
@@ -83,13 +120,7 @@ void Engine::poll_works() {
     i = static_cast<size_t>(-1);  // The list may have changed.
   }
   for (size_t i = abandoned_.size(); i-- > 0;) {
-    bool ended = false;
-    try {
-      ended = abandoned_[i]->test();
-    } catch (const std::exception&) {
-      ended = true;
-    }
-    if (!ended) continue;
+    if (!abandoned_[i]->drained()) continue;
     abandoned_[i]->release();
     abandoned_.erase(abandoned_.begin() + static_cast<std::ptrdiff_t>(i));
   }
@@ -104,7 +135,12 @@ bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
   const auto remove = [&] { active_.erase(std::find(active_.begin(), active_.end(), work)); };
   std::exception_ptr error;
   try {
-    if (work->test()) {
+    const MpiWork::Progress progress = work->test();
+    if (progress != MpiWork::Progress::none) {
+      last_event_ = now;
+      begin_waiting(work->group());
+    }
+    if (progress == MpiWork::Progress::done) {
       remove();
       work->release();
       work->complete(nullptr);
@@ -121,7 +157,8 @@ bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
   } catch (const std::exception&) {
     error = std::current_exception();
   }
-  if (!error && now >= work->deadline) {
+  const bool holds_up = work == work->group().starting && is_late(work->group(), now);
+  if (!error && (now >= work->deadline || holds_up)) {
     error = std::make_exception_ptr(
         std::runtime_error(work->text() + " timed out after " + seconds_text(work->timeout())));
   }
@@ -134,9 +171,12 @@ bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
 }
 
 void Engine::give_up(const WorkPtr& work, std::exception_ptr error) {
+  Group& group = work->group();
   work->cancel();
   abandoned_.push_back(work);
   work->complete(std::move(error));
+  if (group.starting == work) group.starting.reset();
+  if (!group.failure.empty()) fail_waiting(group);
 }
 
 void Engine::fail_group(Group& group, const std::string& reason) {
@@ -145,6 +185,7 @@ void Engine::fail_group(Group& group, const std::string& reason) {
   for (const auto& work : active_) {
     if (&work->group() == &group) failed.push_back(work);
   }
+  fail_waiting(group);
   for (const auto& work : failed) {
     const auto at = std::find(active_.begin(), active_.end(), work);
     if (at == active_.end()) continue;
@@ -177,7 +218,8 @@ void Engine::look_for_dead() {
 void Engine::retire(const std::shared_ptr<Group>& group, bool abort,
                     std::chrono::milliseconds patience) {
   const auto pending = [this, group] {
-    return std::any_of(active_.begin(), active_.end(),
+    return !group->waiting.empty() ||
+           std::any_of(active_.begin(), active_.end(),
                        [&](const WorkPtr& work) { return &work->group() == group.get(); });
   };
   const auto task = [this, group, abort, pending] {
@@ -212,6 +254,9 @@ void Engine::pause() {
     nap = std::min(nap, kLongestNap);
   } else if (!abandoned_.empty()) {
     nap = kLongestTick;
+  } else if (waited < kLinger) {
+    ::sched_yield();
+    return;
   }
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, nap, [this] { return !commands_.empty() || (stop_ && active_.empty()); });

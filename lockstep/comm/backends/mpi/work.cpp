@@ -8,6 +8,8 @@
 namespace lockstep::mpi {
 namespace {
 
+constexpr size_t kAtOnce = 4;
+
 c10d::OpType type_of(Operation operation) {
   switch (operation) {
     case Operation::all_reduce:
@@ -135,8 +137,8 @@ void MpiWork::add(const char* call, Start start) {
 }
 
 void MpiWork::start() {
-  requests_.reserve(starts_.size());
-  for (auto& [call, start] : starts_) {
+  while (!all_started() && requests_.size() < kAtOnce) {
+    auto& [call, start] = starts_[next_++];
     MPI_Request request = MPI_REQUEST_NULL;
     const int code = start(group_->communicator, &request);
     if (request != MPI_REQUEST_NULL) requests_.push_back(request);
@@ -144,26 +146,33 @@ void MpiWork::start() {
   }
 }
 
-bool MpiWork::test() {
-  if (requests_.empty()) return true;
-  int done = 0;
-  if (requests_.size() == 1) {
+MpiWork::Progress MpiWork::test() {
+  bool some = false;
+  for (auto request = requests_.begin(); request != requests_.end();) {
+    int done = 0;
     MPI_Status status;
-    status.MPI_ERROR = MPI_SUCCESS;
-    const int code = MPI_Test(requests_.data(), &done, &status);
-    if (code != MPI_SUCCESS) {
-      status.MPI_ERROR = code;
-      throw_failure(code, {status});
+    const int code = MPI_Test(&*request, &done, &status);
+    if (code != MPI_SUCCESS) throw_failure(code);
+    if (!done) {
+      ++request;
+      continue;
     }
-    if (done) receive_status(status);
-    return done != 0;
+    some = true;
+    request = requests_.erase(request);
+    receive_status(status);
   }
-  std::vector<MPI_Status> statuses(requests_.size());
-  for (auto& status : statuses) status.MPI_ERROR = MPI_SUCCESS;
-  const int code =
-      MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses.data());
-  if (code != MPI_SUCCESS) throw_failure(code, statuses);
-  return done != 0;
+  if (some) start();
+  if (requests_.empty() && all_started()) return Progress::done;
+  return some ? Progress::some : Progress::none;
+}
+
+bool MpiWork::drained() {
+  for (auto request = requests_.begin(); request != requests_.end();) {
+    int done = 0;
+    const int code = MPI_Test(&*request, &done, MPI_STATUS_IGNORE);
+    request = code != MPI_SUCCESS || done ? requests_.erase(request) : request + 1;
+  }
+  return requests_.empty();
 }
 
 void MpiWork::receive_status(const MPI_Status& status) {
@@ -179,23 +188,20 @@ void MpiWork::receive_status(const MPI_Status& status) {
                       ", expected " + std::to_string(expected_));
 }
 
-void MpiWork::throw_failure(int code, const std::vector<MPI_Status>& statuses) const {
-  for (const auto& status : statuses) {
-    int kind = MPI_SUCCESS;
-    if (status.MPI_ERROR == MPI_SUCCESS || status.MPI_ERROR == MPI_ERR_PENDING) continue;
-    code = status.MPI_ERROR;
-    MPI_Error_class(status.MPI_ERROR, &kind);
-    if (kind == MPI_ERR_TRUNCATE) {
-      throw MismatchError(text() + " got more data than fits its tensor, expected " +
-                          (expected_ < 0 ? "what the others were to send"
-                                         : std::to_string(expected_) + " elements"));
-    }
+void MpiWork::throw_failure(int code) const {
+  int kind = MPI_SUCCESS;
+  MPI_Error_class(code, &kind);
+  if (kind == MPI_ERR_TRUNCATE) {
+    throw MismatchError(
+        text() + " got more data than fits its tensor, expected " +
+        (expected_ < 0 ? "what the others were to send" : std::to_string(expected_) + " elements"));
   }
   check(code, text().c_str());
   throw CommError(text() + " failed without a reason");
 }
 
 void MpiWork::cancel() {
+  next_ = starts_.size();
   if (description_.operation != Operation::recv && description_.operation != Operation::recv_any)
     return;
   for (auto& request : requests_) {
@@ -209,6 +215,7 @@ void MpiWork::release() noexcept {
   types_.clear();
   requests_.clear();
   starts_.clear();
+  next_ = 0;
 }
 
 void MpiWork::complete(std::exception_ptr error) {

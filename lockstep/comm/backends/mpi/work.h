@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -69,10 +70,16 @@ class MpiWork : public c10d::Work {
 
   // On the MPI thread:
 
-  /// Starts its operations. Throws CommError; those before the failing one are then under way.
+  /// Starts operations, as far as they may be under way. Throws CommError; those before the failing
+  /// one are then under way.
   void start();
-  /// True when all have ended. Throws CommError or MismatchError when one has failed.
-  bool test();
+  bool all_started() const { return next_ == starts_.size(); }
+  enum class Progress { none, some, done };
+  /// Looks which have ended, and starts further ones. Throws CommError or MismatchError when one
+  /// has failed.
+  Progress test();
+  /// After a failure: starts nothing more. True when none is under way any longer.
+  bool drained();
   /// Asks for the end of what can be cancelled: receives.
   void cancel();
   /// Frees what MPI has given it, when nothing is under way any more.
@@ -92,13 +99,14 @@ class MpiWork : public c10d::Work {
  private:
   void receive_status(const MPI_Status& status);
   void resolve(c10::ivalue::Future& future) const;
-  [[noreturn]] void throw_failure(int code, const std::vector<MPI_Status>& statuses) const;
+  [[noreturn]] void throw_failure(int code) const;
 
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Group> group_;
   const Description description_;
   std::vector<std::pair<const char*, Start>> starts_;
-  std::vector<MPI_Request> requests_;
+  size_t next_ = 0;                   ///< Of `starts_`.
+  std::deque<MPI_Request> requests_;  ///< Under way, in the order of their start.
   std::vector<MPI_Datatype> types_;
   int64_t expected_ = -1;
   MPI_Datatype expected_type_ = MPI_DATATYPE_NULL;
