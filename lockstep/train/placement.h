@@ -52,10 +52,11 @@ Placement choose_placement(std::optional<int64_t> threads, const std::string& bi
 bool threads_are_asked_for(std::optional<int64_t> threads);
 
 /// How many of `threads` a model should use where nobody has asked for a number. A step of little
-/// arithmetic is slower on several: handing it out costs more than it saves. Measured with 2
-/// threads, the MLP with 109,386 parameters at batch 32 takes twice its time, at batch 128 four
-/// fifths; so a thread is worth 5 million multiplications forward. Models with convolutions, whose
-/// parameters do not say how often they are used, get all.
+/// arithmetic gains little on several and loses much where the machine has other work, as threads
+/// wait for each other by spinning: the MLP with 109,386 parameters at batch 32 takes 0.9 of its
+/// time with 2 threads on 2 idle cores, and twice its time when those are shared with others; at
+/// batch 128 it gains in both. So a thread is worth 5 million multiplications forward. Models with
+/// convolutions, whose parameters do not say how often they are used, get all.
 int threads_worth_using(int threads, const torch::nn::Module& module, int64_t batch_size);
 
 /// Applies it to the calling thread and all that it starts from here on, so before anything starts

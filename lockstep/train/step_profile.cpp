@@ -120,7 +120,8 @@ ProfileAnalysis analyse(const StepProfile& profile) {
       times.exposed += microseconds(waits);
       result.waits.insert(result.waits.end(), waits.begin(), waits.end());
     }
-    times.hidden = microseconds(common({step}, running)) - times.exposed;
+    // What was exposed lies within what ran; the sums may differ in their last bits.
+    times.hidden = std::max(0.0, microseconds(common({step}, running)) - times.exposed);
     result.steps.push_back(times);
   }
   result.waits = united(result.waits);

@@ -41,7 +41,7 @@ def lockstep_weights(folder, world_size, options):
         "--batch-size", options["batch_size"], "--lr", options["lr"], "--momentum", options["momentum"],
         "--weight-decay", options.get("weight_decay", 0), "--seed", options["seed"],
         "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-test-batches", 1,
-        "--save-weights", out, "--threads", 1, "--memory-format", "contiguous"
+        "--save-weights", out, "--threads", 1, "--memory-format", options.get("memory_format", "contiguous")
     ]
     if options.get("nesterov"):
         flags.append("--nesterov")
@@ -55,7 +55,7 @@ def lockstep_weights(folder, world_size, options):
 @unittest.skipUnless(t.data_dir(), t.NO_DATA)
 class SameWeights(unittest.TestCase):
 
-    def check(self, world_size, **options):
+    def check(self, world_size, tolerance=0, **options):
         options = {"lr": 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32, **options}
         with t.temporary_folder() as folder:
             theirs = python_weights(folder, world_size, options)
@@ -63,8 +63,8 @@ class SameWeights(unittest.TestCase):
         self.assertEqual(set(ours), set(theirs))
         for name, tensor in theirs.items():
             self.assertEqual(ours[name].dtype, tensor.dtype, name)
-            same = bool((ours[name] == tensor).all())
-            self.assertTrue(same, f"{name} differs by up to {(ours[name].double() - tensor.double()).abs().max()}")
+            difference = (ours[name].double() - tensor.double()).abs().max().item()
+            self.assertLessEqual(difference, tolerance, name)
 
     def test_mlp_on_one_rank(self):
         self.check(1, model="mlp", epochs=2, batches=40)
@@ -80,6 +80,14 @@ class SameWeights(unittest.TestCase):
 
     def test_convnet_on_two_ranks(self):
         self.check(2, model="convnet", epochs=2, batches=6, lr=0.01)
+
+    def test_convnet_in_the_default_order_of_memory(self):
+        """Channels-last, where oneDNN, the statistics of batch norm and our norm_relu_pool add in another order:
+        each of 4 steps differs by some units in the last place of what it sums, 1e-7 of values up to 1."""
+        for world_size in (1, 2):
+            with self.subTest(world_size=world_size):
+                self.check(world_size, tolerance=5e-6, model="convnet", epochs=1, batches=4, lr=0.01,
+                           memory_format="auto")
 
 
 if __name__ == "__main__":
