@@ -128,10 +128,12 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.schedule = "cosin"; }, "did you mean 'cosine'?");
   expect_refused([](auto& c) { c.accelerator = "cdua"; }, "did you mean 'cuda'?");
   expect_refused([](auto& c) { c.on_nan = "skp"; }, "did you mean 'skip'?");
+  expect_refused([](auto& c) { c.bind_to = "cores"; }, "did you mean 'core'?");
   expect_refused([](auto& c) { c.memory_format = "channel-last"; },
                  "did you mean 'channels-last'?");
-  expect_refused([](auto& c) { c.backend = "glo"; },
-                 "--backend: unknown value 'glo'; expected one of auto, gloo, nccl");
+  expect_refused(
+      [](auto& c) { c.backend = "glo"; },
+      "--backend: unknown value 'glo'; expected one of auto, gloo, hierarchical, mpi, nccl");
   expect_refused([](auto& c) { c.backend = "glo"; }, "\n  hint: did you mean 'gloo'?");
   expect_refused([](auto& c) { c.dataset = "imagenet"; },
                  "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
