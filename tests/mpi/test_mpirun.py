@@ -237,6 +237,27 @@ class Faults(unittest.TestCase):
         for number in range(40 if LONG else 4):
             self.kill_one(number, "mpi" if HAS_MPI and number % 2 == 0 else "auto")
 
+    def test_survivors_name_the_rank_that_was_killed(self):
+        """Where the launcher does not end them, as mpirun is told here and srun does by itself."""
+        program = t.BUILD_DIR / "tests" / "lockstep_fault_rank"
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        choose = random.Random(SEED + 2000)
+        victim = choose.randrange(3)
+        with mpi_testing.MpiRun(3, program, "loop", "env://", 30, env={"TEST_BACKEND": "mpi"},
+                                options=("--enable-recovery",)) as job:
+            t.wait_until(lambda: len(job.ranks_of(program)) == 3, what="the start of all ranks")
+            while b"round 3" not in job.process.stdout.readline():
+                pass
+            time.sleep(choose.uniform(0, 0.3))  # The random moment; nothing is waited for.
+            number = job.ranks_of(program)[victim]
+            os.kill(number, signal.SIGKILL)
+            code, out, err = job.end(timeout=60)
+            errors = re.findall(r"error PeerLostError rank (\d): .*", out)
+            self.assertEqual(sorted(map(int, errors)), sorted({0, 1, 2} - {victim}), out[-3000:])
+            self.assertIn(f"rank {victim} (process {number}) has ended", out)
+            job.nothing_left()
+
     def test_an_interrupted_job_leaves_nothing(self):
         choose = random.Random(SEED + 1000)
         with mpi_testing.MpiRun(2, *TRAIN[:-1], 1000, "--backend", "mpi" if HAS_MPI else "auto") as job:

@@ -190,7 +190,7 @@ void Engine::fail_group(Group& group, const std::string& reason) {
     const auto at = std::find(active_.begin(), active_.end(), work);
     if (at == active_.end()) continue;
     active_.erase(at);
-    give_up(work, std::make_exception_ptr(std::runtime_error(work->text() + ": " + reason)));
+    give_up(work, std::make_exception_ptr(std::runtime_error(work->text() + " failed: " + reason)));
   }
 }
 
