@@ -19,7 +19,7 @@ std::string place_of(const BackendOptions& options) {
   return options.host.empty() || place.empty() ? place : place + "/" + options.host;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_between_hosts(const BackendOptions& options) {
+std::string between_hosts() {
   const std::string name = env_string("LOCKSTEP_HOSTS_BACKEND").value_or("gloo");
   if (name == "hierarchical" || name == "shm" || name == "nccl") {
     throw UsageError("environment variable LOCKSTEP_HOSTS_BACKEND='" + name +
@@ -27,7 +27,8 @@ c10::intrusive_ptr<c10d::Backend> make_between_hosts(const BackendOptions& optio
                      "leave it unset for gloo; for CUDA tensors use --backend nccl, which knows "
                      "hosts by itself");
   }
-  return make_backend(name, options);
+  backend_info(name);
+  return name;
 }
 
 c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
@@ -36,7 +37,7 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
   for (const auto& member : members) places.push_back(member.place);
   const Layout layout = Layout::of(places, options.rank);
   if (layout.one_host()) return shm::make(options);
-  if (layout.one_rank_a_host()) return make_between_hosts(options);
+  if (layout.one_rank_a_host()) return make_backend(between_hosts(), options);
   return c10::make_intrusive<HierarchicalBackend>(options, layout, members);
 }
 

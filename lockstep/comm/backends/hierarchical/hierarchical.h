@@ -12,8 +12,8 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
 
 /// Where this rank runs: shared_memory_place, unless the options say it.
 std::string place_of(const BackendOptions& options);
-/// The backend by which the leaders of hosts talk: LOCKSTEP_HOSTS_BACKEND, else gloo. It needs send
-/// and receive of CPU tensors. Throws UsageError for one that has not.
-c10::intrusive_ptr<c10d::Backend> make_between_hosts(const BackendOptions& options);
+/// By what the leaders of hosts talk: LOCKSTEP_HOSTS_BACKEND, else gloo. Throws UsageError for one
+/// that does not join CPU tensors of several hosts.
+std::string between_hosts();
 
 }  // namespace lockstep::hierarchical

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/shm/processors.h"
@@ -64,16 +65,31 @@ shm::Meeting local_meeting(const BackendOptions& options, const Layout& layout) 
           [store] { return store->get_to_str("meeting"); }};
 }
 
-BackendOptions leader_options(const BackendOptions& options, const Layout& layout) {
+/// The backend between hosts, and each host's leader in it.
+struct Between {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::vector<int> leaders;
+};
+
+Between make_between(const BackendOptions& options, const Layout& layout) {
+  const std::string name = between_hosts();
   BackendOptions between = options;
   between.store = part_of(options.store, "leaders");
+  between.group_name = options.group_name + "/leaders";
+  if (name == "mpi") {
+    // MPI starts on all ranks or on none.
+    between.timeout = options.timeout + kSlack;
+    return {make_backend(name, between), layout.leaders()};
+  }
+  if (!layout.leads()) return {};
   between.rank = layout.host;
   between.size = static_cast<int>(layout.hosts.size());
   between.global_ranks = picked(names_of(options), layout.leaders());
-  between.group_name = options.group_name + "/leaders";
   // The watch ends waits earlier than Gloo would, which closes its connections then.
   between.timeout = options.timeout + std::chrono::hours(24);
-  return between;
+  std::vector<int> leaders;
+  for (int host = 0; host < between.size; ++host) leaders.push_back(host);
+  return {make_backend(name, between), leaders};
 }
 
 void append(std::string& text, const void* data, size_t bytes) {
@@ -114,13 +130,20 @@ Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<M
       alarm_(checks_),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
+  Between between = make_between(options, layout_);
+  between_ = std::move(between.backend);
   if (!layout_.leads()) return;
-  leaders_ =
-      std::make_unique<Leaders>(make_between_hosts(leader_options(options, layout_)), alarm_);
+  leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), alarm_);
   frames_.resize(layout_.hosts.size());
 }
 
-Hierarchy::~Hierarchy() = default;
+Hierarchy::~Hierarchy() {
+  try {
+    if (between_) group_.failed() ? between_->abort() : between_->shutdown();
+  } catch (const std::exception& error) {
+    log_debug(std::string("closing the connections between hosts: ") + error.what());
+  }
+}
 
 void Hierarchy::run(const shm::Call& call, milliseconds timeout,
                     const std::function<void()>& body) {

@@ -114,6 +114,7 @@ class Hierarchy {
   const std::shared_ptr<CheckContext> checks_;
   Alarm alarm_;
   shm::SharedGroup group_;
+  c10::intrusive_ptr<c10d::Backend> between_;  ///< Null on a rank that it does not need.
   std::unique_ptr<Leaders> leaders_;
 
   std::unique_ptr<std::byte[]> scratch_;

@@ -10,7 +10,8 @@ void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfer
   if (bytes == 0) return;
   std::vector<at::Tensor> tensors{at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
   try {
-    auto work = sends ? backend_->send(tensors, host, 0) : backend_->recv(tensors, host, 0);
+    const int peer = ranks_[static_cast<size_t>(host)];
+    auto work = sends ? backend_->send(tensors, peer, 0) : backend_->recv(tensors, peer, 0);
     transfers.push_back({std::move(work), host});
   } catch (const std::exception&) {
     throw HostFailure{HostFailure::Kind::lost, host, failure_text(std::current_exception())};
@@ -29,7 +30,8 @@ void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
   for (auto& transfer : transfers) {
     Watch::End end = Watch::End::done;
     try {
-      end = watch_.wait(*transfer.work, deadline);
+      end = ends_waits_ ? watch_.wait(*transfer.work, deadline)
+                        : watch_.poll(*transfer.work, deadline);
     } catch (const std::exception&) {
       throw HostFailure{HostFailure::Kind::lost, transfer.host,
                         failure_text(std::current_exception())};

@@ -31,12 +31,14 @@ using Transfers = std::vector<Transfer>;
 class Leaders {
  public:
   using Clock = Watch::Clock;
-  /// `backend`: of one rank a host, in the order of the hosts, with send and recv for CPU tensors.
-  Leaders(c10::intrusive_ptr<c10d::Backend> backend, Alarm& alarm)
-      : backend_(std::move(backend)), watch_(alarm) {}
+  /// `ranks`: of each host's leader in the backend, which has send and recv for CPU tensors.
+  Leaders(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> ranks, Alarm& alarm)
+      : backend_(std::move(backend)),
+        ranks_(std::move(ranks)),
+        ends_waits_(backend_->getBackendName() == "gloo"),
+        watch_(alarm) {}
 
-  int host() const { return backend_->getRank(); }
-  int hosts() const { return backend_->getSize(); }
+  int hosts() const { return static_cast<int>(ranks_.size()); }
 
   /// Appended to `transfers`; nothing is for 0 bytes. Do not block. Throw HostFailure.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers);
@@ -50,6 +52,8 @@ class Leaders {
   void post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::vector<int> ranks_;
+  const bool ends_waits_;  ///< What a Watch can wait for; others are asked again and again.
   Watch watch_;
 };
 

@@ -49,6 +49,19 @@ Watch::End Watch::wait(c10d::Work& work, Clock::time_point deadline) {
   return End::alarmed;
 }
 
+Watch::End Watch::poll(c10d::Work& work, Clock::time_point deadline) {
+  while (true) {
+    try {
+      if (work.wait(kLook)) return End::done;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) throw;
+    }
+    if (Clock::now() >= deadline) return End::late;
+    const std::lock_guard lock(mutex_);
+    if (interrupted_ || alarm_.heard()) return End::alarmed;
+  }
+}
+
 void Watch::interrupt() {
   const std::lock_guard lock(mutex_);
   interrupted_ = true;

@@ -25,6 +25,8 @@ class Watch {
 
   /// Throws what the work throws. One thread at a time.
   End wait(c10d::Work& work, Clock::time_point deadline);
+  /// The same for works whose waits may end early without harm; needs no thread.
+  End poll(c10d::Work& work, Clock::time_point deadline);
   /// Ends the present wait and every later one as alarmed. Any thread.
   void interrupt();
 
