@@ -64,7 +64,7 @@ class Words(BadInput):
 
     def test_an_unknown_value_has_one_wording(self):
         for command, message in (
-            (("train", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of auto, gloo, nccl"),
+            (("train", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of auto, gloo, hierarchical, mpi, nccl, shm"),
             (("eval", "--model", "mpl"), "--model: unknown value 'mpl'; expected one of mlp, "),
             (("train", "--dataset", "imagenet"),
              "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, digits, random, file:PATH"),

@@ -335,7 +335,7 @@ class Usage(unittest.TestCase):
         self.refused("--nnodes", "1:4", "true", says=["--nnodes 1:4", "hint:"])
         self.refused("--nnodes", 2, "--rdzv-backend", "c10d", "true", says=["c10d", "--node-rank"])
         self.refused("--rdzv-backend", "stati", "true", says="did you mean 'static'?")
-        self.refused("--numa-binding", "node", "true", says=["--numa-binding", "numactl"])
+        self.refused("--numa-binding", "node", "true", says=["--numa-binding", "--bind-to"])
 
     def test_programs_that_cannot_run_are_named(self):
         with temporary_folder() as folder:
