@@ -7,6 +7,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/comm/process_identity.h"
+#include "lockstep/comm/socket.h"
 
 namespace lockstep {
 
@@ -19,10 +20,18 @@ std::string check_prefix(const std::string& group) {
 
 namespace {
 
-bool over_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
+/// Null for another kind of store.
+c10::intrusive_ptr<c10d::TCPStore> tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
   const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  return dynamic_cast<c10d::TCPStore*>(bottom.get()) != nullptr;
+  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(bottom);
+}
+
+c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store,
+                                               std::chrono::milliseconds timeout) {
+  auto own = store->clone();
+  if (const auto tcp = tcp_store_of(store)) limit_silence(tcp->getPort(), timeout);
+  return own;
 }
 
 RankNames names_or_numbers(RankNames names, int size) {
@@ -35,7 +44,7 @@ RankNames names_or_numbers(RankNames names, int size) {
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
     : shared_store_(std::move(store)),
-      over_tcp_(over_tcp(shared_store_)),
+      over_tcp_(tcp_store_of(shared_store_) != nullptr),
       rank_(rank),
       size_(size),
       names_(names_or_numbers(std::move(names), size)),
@@ -48,7 +57,7 @@ CheckContext::~CheckContext() = default;
 c10d::Store& CheckContext::store() {
   std::lock_guard lock(mutex_);
   if (!store_) {
-    auto own = over_tcp_ ? shared_store_->clone() : shared_store_;
+    auto own = over_tcp_ ? own_connection(shared_store_, timeout()) : shared_store_;
     store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
   }
   return *store_;

@@ -1,15 +1,18 @@
 #include "lockstep/comm/socket.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -268,6 +271,44 @@ void wait_until_listening(const std::string& host, uint16_t port, milliseconds t
                          seconds_text(timeout) + ": " + std::strerror(error),
                      "rank 0 or the launcher listens there: is it up, are address and port right, "
                      "does a firewall stand between?");
+}
+
+namespace {
+
+uint16_t peer_port_of(int fd) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof peer;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) return 0;
+  if (peer.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(peer).sin_port);
+  if (peer.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6&>(peer).sin6_port);
+  return 0;
+}
+
+// An answer that is owed to data which was not acknowledged ends by TCP_USER_TIMEOUT, one that is
+// owed to data which was by probes.
+void limit_silence_of(int fd, milliseconds limit) {
+  const int on = 1, probes = 3;
+  const auto most = static_cast<unsigned>(limit.count());
+  const int pause = std::max(1, static_cast<int>(limit.count() / 1000 / (probes + 1)));
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &most, sizeof most);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &pause, sizeof pause);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &pause, sizeof pause);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+}
+
+}  // namespace
+
+void limit_silence(uint16_t peer_port, milliseconds limit) noexcept {
+  const milliseconds used =
+      std::clamp<milliseconds>(limit, milliseconds(1'000), std::chrono::hours(1));
+  DIR* folder = opendir("/proc/self/fd");
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder)) {
+    const int fd = std::atoi(entry->d_name);
+    if (fd > 2 && peer_port_of(fd) == peer_port) limit_silence_of(fd, used);
+  }
+  closedir(folder);
 }
 
 std::string local_address_towards(const std::string& host) {

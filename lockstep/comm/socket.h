@@ -42,6 +42,12 @@ std::string bound_host(int fd);
 void wait_until_listening(const std::string& host, uint16_t port,
                           std::chrono::milliseconds timeout);
 
+/// For connections that others own, to a host that may be cut off from the network without a word:
+/// this process's TCP connections to `peer_port`, of any host, fail once the peer has been silent
+/// for `limit` where it owes an answer. The system's own limit is a quarter of an hour. Never
+/// throws.
+void limit_silence(uint16_t peer_port, std::chrono::milliseconds limit) noexcept;
+
 /// The numeric address of this host's interface from which packets to `host` leave; empty when it
 /// cannot be told. Sends nothing.
 std::string local_address_towards(const std::string& host);

@@ -47,6 +47,7 @@ Store connect_store(const TcpStoreOptions& wanted) {
   options.timeout = std::max(milliseconds(1000), left);
   Store store = make_store(wanted.host, options);
   store.set_timeout(wanted.timeout);
+  limit_silence(wanted.port, wanted.timeout);
   return store;
 }
 

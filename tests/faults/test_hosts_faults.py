@@ -66,12 +66,17 @@ def joined_hosts(pair, placement, seconds=30):
         yield ranks
 
 
+def left_behind(before):
+    """What is new in /dev/shm, but for what an MPI job beside this test has there."""
+    return {name for name in shared_memory() - before if not name.startswith("vader_segment")}
+
+
 class HostsFaults(unittest.TestCase):
     def setUp(self):
         self.before = shared_memory()
 
     def tearDown(self):
-        self.assertEqual(shared_memory() - self.before, set())
+        self.assertEqual(left_behind(self.before), set())
         self.assertEqual(meeting_sockets(), set())
 
     def end_survivors(self, ranks, lost, allowed, within=20):
@@ -162,10 +167,11 @@ class HostsFaults(unittest.TestCase):
 
     @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
     def test_a_host_that_is_cut_off_runs_into_the_time_out(self):
-        with hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], 3) as ranks:
-            begun(ranks, "round 3")
-            pair[1].kill()
-            self.end_survivors(ranks, {2, 3}, {TIMEOUT, PEER_LOST}, 40)
+        for lost in (1, 0):  # With the first host the store goes, too, and answers nothing.
+            with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], 3) as ranks:
+                begun(ranks, "round 3")
+                pair[lost].kill()
+                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60)
 
 
 if __name__ == "__main__":
