@@ -43,7 +43,7 @@ struct RunOptions {
   std::string log_dir;  ///< Empty: none.
   StreamMap redirects;
   StreamMap tee;
-  std::set<int> shown;  ///< --local-ranks-filter; empty: all.
+  std::set<int> shown;           ///< --local-ranks-filter; empty: all.
   std::string bind_to = "auto";  ///< See launch::choose_binding.
   std::chrono::milliseconds grace{800};
   std::vector<int> signals;
