@@ -25,7 +25,8 @@ struct JobEnvironment {
   /// Open MPI's variables do not say where rank 0 listens: see mpirun_meeting.h. `master_port` is
   /// then one that all ranks derive alike, for want of a better one.
   bool master_unknown = false;
-  /// Where rank 0 can tell the others on its host: in mpirun's own temporary folder. Empty: nowhere.
+  /// Where rank 0 can tell the others on its host: in mpirun's own temporary folder. Empty:
+  /// nowhere.
   std::string meeting_file;
   int restart_count = 0;  ///< How often the launcher has started this job's ranks anew.
 };
