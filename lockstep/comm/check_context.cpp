@@ -20,17 +20,18 @@ std::string check_prefix(const std::string& group) {
 
 namespace {
 
-/// Null for another kind of store.
-c10::intrusive_ptr<c10d::TCPStore> tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store) {
+/// The port of a TCP store, 0 for another kind.
+uint16_t port_of(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
   const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(bottom);
+  const auto* tcp = dynamic_cast<c10d::TCPStore*>(bottom.get());
+  return tcp ? tcp->getPort() : 0;
 }
 
 c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store,
                                                std::chrono::milliseconds timeout) {
   auto own = store->clone();
-  if (const auto tcp = tcp_store_of(store)) limit_silence(tcp->getPort(), timeout);
+  limit_silence(port_of(store), timeout);
   return own;
 }
 
@@ -44,7 +45,7 @@ RankNames names_or_numbers(RankNames names, int size) {
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
     : shared_store_(std::move(store)),
-      over_tcp_(tcp_store_of(shared_store_) != nullptr),
+      over_tcp_(port_of(shared_store_) != 0),
       rank_(rank),
       size_(size),
       names_(names_or_numbers(std::move(names), size)),
