@@ -16,7 +16,8 @@ import lockstep_testing as t
 
 LIBRARY = t.SOURCE_DIR / "lockstep"
 # What decides how a file is compiled, and is the user's to choose.
-CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_COMPILER")
+CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI",
+           "LOCKSTEP_HWLOC")
 
 
 def choices_of_the_tested_build():
@@ -52,7 +53,7 @@ class Subdirectory(unittest.TestCase):
             self.assertIn("liblockstep.a", steps)
             for tests_or_tools in ("_test.cpp", "tools/lockstep", "examples/"):
                 self.assertNotIn(tests_or_tools, steps)
-            t.run("cmake", "--build", build, "-j", os.cpu_count() or 1, timeout=500, env=env)
+            t.run("cmake", "--build", build, "-j", os.cpu_count() or 1, timeout=1200, env=env)
             self.check_that_it_runs(build / "comm_consumer", f"file://{folder}/meet")
 
     def check_that_it_runs(self, program, method):
