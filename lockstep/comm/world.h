@@ -18,7 +18,7 @@ struct InitOptions {
   /// nccl, shm, hierarchical, gloo, or auto: nccl when every rank has a CUDA device of its own,
   /// else shm when all ranks are on one host, hierarchical when several hosts have them and some
   /// have several, else gloo; also gloo when Python's ranks are among them. See host_place.h for
-  /// what counts as a host.
+  /// what counts as a host. mpi, under mpirun, is never chosen by auto.
   std::string backend = "auto";
   /// auto then takes no device into account: the tensors will be on the CPU.
   bool cpu_only = false;
