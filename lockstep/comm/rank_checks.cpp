@@ -180,7 +180,11 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
     break_group(kLost, text);
     throw PeerLostError(text);
   }
-  const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " + missing;
+  // Between telling its call and counting itself, or as the last that is to compare them all.
+  const std::string stuck = rank_list(context_.others(), context_.names()) +
+                            " told the same, but one of them does not go on";
+  const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " +
+                           (missing.empty() ? stuck : missing);
   break_group(kTimeout, text);
   throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
 }
