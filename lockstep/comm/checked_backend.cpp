@@ -77,10 +77,8 @@ class CheckedBackend final : public c10d::Backend {
         inner_(std::move(inner)),
         store_(std::move(store)),
         options_(std::move(options)),
-        compares_first_(inner_->getBackendName() == "gloo" ||
-                        inner_->getBackendName() == "mpi"),
-        over_own_(inner_->getBackendName() == "shm" ||
-                  inner_->getBackendName() == "hierarchical"),
+        compares_first_(inner_->getBackendName() == "gloo" || inner_->getBackendName() == "mpi"),
+        over_own_(inner_->getBackendName() == "shm" || inner_->getBackendName() == "hierarchical"),
         context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
         gate_(context_, checks_) {
@@ -511,7 +509,7 @@ class CheckedBackend final : public c10d::Backend {
   const StorePtr store_;
   const CheckedBackendOptions options_;
   const bool compares_first_;  ///< A mismatch of it aborts, hangs or gives wrong data.
-  const bool over_own_;  ///< A backend of ours, whose errors are ours already.
+  const bool over_own_;        ///< A backend of ours, whose errors are ours already.
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};
