@@ -178,7 +178,8 @@ class HostsFaults(unittest.TestCase):
             with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], 3) as ranks:
                 begun(ranks, "round 3")
                 pair[lost].kill()
-                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60)
+                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60,
+                                    or_who_waits_for_it=True)
 
 
 if __name__ == "__main__":
