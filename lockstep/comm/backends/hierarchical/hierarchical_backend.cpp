@@ -8,10 +8,14 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/hierarchical/programs.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/check_context.h"
 #include "lockstep/comm/checked_backend.h"
 
 namespace lockstep::hierarchical {
+
+using namespace backends;
+
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -20,50 +24,6 @@ using Body = CallQueue::Body;
 
 std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.data_ptr());
-}
-
-void check(const char* operation, const at::Tensor& tensor) {
-  if (!tensor.is_cpu())
-    throw UsageError(std::string(operation) + ": a tensor on " + tensor.device().str() +
-                         "; the backend hierarchical joins CPU tensors",
-                     "use --backend nccl for CUDA tensors, which knows hosts by itself");
-  if (tensor.layout() != at::kStrided)
-    throw UsageError(std::string(operation) + ": the tensor is not dense",
-                     "all_reduce takes sparse tensors; for the others use tensor.to_dense()");
-}
-
-const at::Tensor& only(const char* operation, const Tensors& tensors) {
-  if (tensors.size() != 1)
-    throw UsageError(std::string(operation) + ": " + std::to_string(tensors.size()) +
-                     " tensors, expected one");
-  check(operation, tensors[0]);
-  return tensors[0];
-}
-
-const Tensors& only_list(const char* operation, const TensorLists& lists, int size) {
-  if (lists.size() != 1 || lists[0].size() != static_cast<size_t>(size))
-    throw UsageError(std::string(operation) + ": expected one list of " + std::to_string(size) +
-                     " tensors, one a rank");
-  for (const auto& tensor : lists[0]) check(operation, tensor);
-  return lists[0];
-}
-
-void expect_alike(const char* operation, const at::Tensor& one, const Tensors& others) {
-  for (const auto& other : others) {
-    if (other.sizes() == one.sizes() && other.scalar_type() == one.scalar_type()) continue;
-    throw UsageError(std::string(operation) + ": a rank's tensor is " +
-                     describe(signature_of(one)) + ", the list holds " +
-                     describe(signature_of(other)));
-  }
-}
-
-void expect_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
-                     int size) {
-  check(operation, large);
-  check(operation, small);
-  if (large.scalar_type() == small.scalar_type() && large.numel() == small.numel() * size) return;
-  throw UsageError(std::string(operation) + ": " + describe(signature_of(large)) + " is not " +
-                   std::to_string(size) + " times " + describe(signature_of(small)));
 }
 
 void expect_as_many(const char* operation, size_t outputs, size_t expected) {
@@ -194,7 +154,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce_coalesced(
                         options.timeout);
   std::vector<Tensors> alike;
   for (const auto& tensor : tensors) {
-    check("all_reduce_coalesced", tensor);
+    check_dense("all_reduce_coalesced", tensor);
     const auto same = [&](const Tensors& list) {
       return list[0].scalar_type() == tensor.scalar_type();
     };
@@ -288,11 +248,11 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allgather_coalesced(
   auto work = make_work(std::move(request), options.timeout);
   std::vector<Body> bodies;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check(name, inputs[i]);
+    check_dense(name, inputs[i]);
     const at::Tensor data = work->given(inputs[i]);
     std::vector<std::byte*> targets;
     for (const auto& list : outputs) {
-      check(name, list[i]);
+      check_dense(name, list[i]);
       expect_alike(name, inputs[i], {list[i]});
       targets.push_back(bytes_of(work->taken(list[i], false)));
     }

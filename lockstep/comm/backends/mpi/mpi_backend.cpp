@@ -6,10 +6,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/backends/mpi/checks.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/process_identity.h"
 
 namespace lockstep::mpi {
+
+using namespace backends;
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -229,8 +231,6 @@ MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
 
 MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  check_dense("all_gather_into_tensor", output);
-  check_dense("all_gather_into_tensor", input);
   expect_multiple("all_gather_into_tensor", output, input, getSize());
   auto work = make_work(Operation::all_gather_into_tensor, {output}, options.timeout);
   add_all_gather(*work, "all_gather_into_tensor", output, input);
@@ -243,8 +243,6 @@ MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
   if (outputs.size() != inputs.size())
     throw UsageError(std::string(name) + ": as many outputs as inputs are needed");
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_dense(name, outputs[i]);
-    check_dense(name, inputs[i]);
     expect_multiple(name, outputs[i], inputs[i], getSize());
   }
   auto work = make_work(Operation::all_gather_into_tensor_coalesced, outputs, options.timeout);
@@ -374,8 +372,6 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& in
 
 MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  check_dense("reduce_scatter_tensor", output);
-  check_dense("reduce_scatter_tensor", input);
   expect_multiple("reduce_scatter_tensor", input, output, getSize());
   reduction_of(output.scalar_type(), options.reduceOp);
   auto work = make_work(Operation::reduce_scatter_tensor, {output}, options.timeout);
@@ -389,8 +385,6 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
   if (outputs.size() != inputs.size())
     throw UsageError(std::string(name) + ": as many outputs as inputs are needed");
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_dense(name, outputs[i]);
-    check_dense(name, inputs[i]);
     expect_multiple(name, inputs[i], outputs[i], getSize());
     reduction_of(outputs[i].scalar_type(), options.reduceOp);
   }

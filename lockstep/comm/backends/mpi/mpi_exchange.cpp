@@ -4,10 +4,13 @@
 #include <algorithm>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/backends/mpi/checks.h"
 #include "lockstep/comm/backends/mpi/mpi_backend.h"
+#include "lockstep/comm/backends/sparse_all_reduce.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 
 namespace lockstep::mpi {
+
+using namespace backends;
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -131,18 +134,11 @@ MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
 
 MpiBackend::WorkPtr MpiBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
-  check_sparse(tensors, options.reduceOp);
   c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
-  at::Tensor sum = sparse_sum(tensors[0], getSize(), [&](at::Tensor input) {
-    std::vector<int64_t> shape = input.sizes().vec();
-    shape.insert(shape.begin(), getSize());
-    at::Tensor all = at::empty(shape, input.options());
-    _allgather_base(all, input, gather)->wait();
-    return all;
+  all_reduce_sparse(tensors, options.reduceOp, getSize(), [&](at::Tensor& all, at::Tensor& mine) {
+    _allgather_base(all, mine, gather)->wait();
   });
-  if (options.reduceOp.op_ == c10d::ReduceOp::AVG) sum = sum / getSize();
-  tensors[0].copy_(sum.coalesce());
   auto work = make_work(Operation::all_reduce_sparse, tensors, options.timeout);
   work->complete(nullptr);
   return work;

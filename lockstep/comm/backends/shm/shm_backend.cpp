@@ -10,8 +10,14 @@
 #include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/shm/shm_message_work.h"
+#include "lockstep/comm/backends/shm/tensor_reduction.h"
+#include "lockstep/comm/backends/sparse_all_reduce.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 
 namespace lockstep::shm {
+
+using namespace backends;
+
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -21,125 +27,8 @@ std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.data_ptr());
 }
 
-DataType data_type(at::ScalarType type) {
-  switch (type) {
-    case at::kByte:
-      return DataType::u8;
-    case at::kChar:
-      return DataType::i8;
-    case at::kShort:
-      return DataType::i16;
-    case at::kInt:
-      return DataType::i32;
-    case at::kLong:
-      return DataType::i64;
-    case at::kHalf:
-      return DataType::f16;
-    case at::kBFloat16:
-      return DataType::bf16;
-    case at::kFloat:
-      return DataType::f32;
-    case at::kDouble:
-      return DataType::f64;
-    case at::kBool:
-      return DataType::boolean;
-    case at::kComplexFloat:
-      return DataType::c64;
-    case at::kComplexDouble:
-      return DataType::c128;
-    default:
-      throw UsageError(
-          std::string("the backend shm has no reductions of dtype ") + c10::toString(type),
-          "convert the tensor first, for instance to float32");
-  }
-}
-
-Reduction reduction_kind(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return Reduction::sum;
-    case c10d::ReduceOp::AVG:
-      return Reduction::avg;
-    case c10d::ReduceOp::PRODUCT:
-      return Reduction::product;
-    case c10d::ReduceOp::MIN:
-      return Reduction::min;
-    case c10d::ReduceOp::MAX:
-      return Reduction::max;
-    case c10d::ReduceOp::BAND:
-      return Reduction::band;
-    case c10d::ReduceOp::BOR:
-      return Reduction::bor;
-    case c10d::ReduceOp::BXOR:
-      return Reduction::bxor;
-    default:
-      throw UsageError("the backend shm has not the reduction premul_sum",
-                       "scale the tensor before and use sum");
-  }
-}
-
-ReduceKernel kernel_for(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  const ReduceKernel kernel = reduce_kernel(data_type(tensor.scalar_type()), reduction_kind(op));
-  if (!kernel) {
-    const bool bitwise = op.op_ >= c10d::ReduceOp::BAND;
-    throw UsageError(std::string("a reduction that dtype ") + c10::toString(tensor.scalar_type()) +
-                         " does not have",
-                     bitwise ? "bitwise reductions are for integers and bool"
-                             : "bool has no average, complex numbers have no order");
-  }
-  return kernel;
-}
-
 int code_of(const c10d::ReduceOp& op) {
   return static_cast<int>(op.op_);
-}
-
-void check(const char* operation, const at::Tensor& tensor) {
-  if (!tensor.is_cpu())
-    throw UsageError(std::string(operation) + ": a tensor on " + tensor.device().str() +
-                         "; the backend shm joins CPU tensors",
-                     "use --backend nccl for CUDA tensors, or gloo");
-  if (tensor.layout() != at::kStrided)
-    throw UsageError(std::string(operation) + ": the tensor is not dense",
-                     "all_reduce takes sparse tensors; for the others use tensor.to_dense()");
-}
-
-const at::Tensor& only(const char* operation, const Tensors& tensors) {
-  if (tensors.size() != 1)
-    throw UsageError(std::string(operation) + ": " + std::to_string(tensors.size()) +
-                     " tensors, expected one");
-  check(operation, tensors[0]);
-  return tensors[0];
-}
-
-const Tensors& only_list(const char* operation, const TensorLists& lists, int size) {
-  if (lists.size() != 1 || lists[0].size() != static_cast<size_t>(size))
-    throw UsageError(std::string(operation) + ": expected one list of " + std::to_string(size) +
-                     " tensors, one a rank");
-  for (const auto& tensor : lists[0]) check(operation, tensor);
-  return lists[0];
-}
-
-void expect_alike(const char* operation, const at::Tensor& one, const Tensors& others) {
-  for (const auto& other : others) {
-    if (other.sizes() == one.sizes() && other.scalar_type() == one.scalar_type()) continue;
-    throw UsageError(std::string(operation) + ": a rank's tensor is " +
-                     describe(signature_of(one)) + ", the list holds " +
-                     describe(signature_of(other)));
-  }
-}
-
-void expect_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
-                     int size) {
-  if (large.scalar_type() == small.scalar_type() && large.numel() == small.numel() * size) return;
-  throw UsageError(std::string(operation) + ": " + describe(signature_of(large)) + " is not " +
-                   std::to_string(size) + " times " + describe(signature_of(small)));
-}
-
-void check_root(const char* operation, int64_t root, int size) {
-  if (root >= 0 && root < size) return;
-  throw UsageError(std::string(operation) + ": root " + std::to_string(root) +
-                   " is out of range; the group has ranks 0 to " + std::to_string(size - 1));
 }
 
 SharedGroupOptions group_options(const BackendOptions& options) {
@@ -233,7 +122,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   const at::Tensor& tensor = only("all_reduce", tensors);
-  const ReduceKernel kernel = kernel_for(tensor, options.reduceOp);
+  const ReduceKernel kernel = kernel_for(tensor.scalar_type(), options.reduceOp);
   auto work = make_work({.operation = Operation::all_reduce,
                          .reduction = code_of(options.reduceOp),
                          .inputs = tensors},
@@ -282,8 +171,8 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
                         options.timeout);
   std::vector<std::unique_ptr<Plan>> plans;
   for (const auto& tensor : tensors) {
-    check("all_reduce_coalesced", tensor);
-    const ReduceKernel kernel = kernel_for(tensor, options.reduceOp);
+    check_dense("all_reduce_coalesced", tensor);
+    const ReduceKernel kernel = kernel_for(tensor.scalar_type(), options.reduceOp);
     const at::Tensor data = work->taken(tensor, true);
     work->bytes += data.nbytes();
     plans.push_back(all_reduce_plan(group_, bytes_of(data), static_cast<size_t>(data.numel()),
@@ -296,7 +185,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const at::Tensor& tensor = only("reduce", tensors);
   check_root("reduce", options.rootRank, getSize());
   const int root = static_cast<int>(options.rootRank);
-  const ReduceKernel kernel = kernel_for(tensor, options.reduceOp);
+  const ReduceKernel kernel = kernel_for(tensor.scalar_type(), options.reduceOp);
   auto work = make_work({.operation = Operation::reduce,
                          .reduction = code_of(options.reduceOp),
                          .root = root,
@@ -338,8 +227,6 @@ std::unique_ptr<Plan> ShmBackend::gather_into(ShmWork& work, const at::Tensor& o
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  check("all_gather_into_tensor", output);
-  check("all_gather_into_tensor", input);
   expect_multiple("all_gather_into_tensor", output, input, getSize());
   auto work = make_work(
       {.operation = Operation::all_gather_into_tensor, .inputs = {input}, .outputs = {output}},
@@ -359,8 +246,6 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
                         options.timeout);
   std::vector<std::unique_ptr<Plan>> plans;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check(name, outputs[i]);
-    check(name, inputs[i]);
     expect_multiple(name, outputs[i], inputs[i], getSize());
     plans.push_back(gather_into(*work, outputs[i], inputs[i]));
   }
@@ -382,11 +267,11 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensor
   auto work = make_work(std::move(request), options.timeout);
   std::vector<std::unique_ptr<Plan>> plans;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check(name, inputs[i]);
+    check_dense(name, inputs[i]);
     const at::Tensor data = work->given(inputs[i]);
     std::vector<std::byte*> targets;
     for (const auto& list : outputs) {
-      check(name, list[i]);
+      check_dense(name, list[i]);
       expect_alike(name, inputs[i], {list[i]});
       targets.push_back(bytes_of(work->taken(list[i], false)));
     }
@@ -440,7 +325,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& in
   const at::Tensor& output = only("reduce_scatter", outputs);
   const Tensors& list = only_list("reduce_scatter", inputs, getSize());
   expect_alike("reduce_scatter", output, list);
-  const ReduceKernel kernel = kernel_for(output, options.reduceOp);
+  const ReduceKernel kernel = kernel_for(output.scalar_type(), options.reduceOp);
   auto work = make_work({.operation = Operation::reduce_scatter,
                          .reduction = code_of(options.reduceOp),
                          .inputs = list,
@@ -460,7 +345,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& in
 std::unique_ptr<Plan> ShmBackend::scatter_from(ShmWork& work, const at::Tensor& output,
                                                const at::Tensor& input,
                                                const c10d::ReduceOp& reduction) {
-  const ReduceKernel kernel = kernel_for(output, reduction);
+  const ReduceKernel kernel = kernel_for(output.scalar_type(), reduction);
   const at::Tensor data = work.taken(output, false);
   const std::byte* start = bytes_of(work.given(input));
   std::vector<const std::byte*> sources;
@@ -474,8 +359,6 @@ std::unique_ptr<Plan> ShmBackend::scatter_from(ShmWork& work, const at::Tensor& 
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  check("reduce_scatter_tensor", output);
-  check("reduce_scatter_tensor", input);
   expect_multiple("reduce_scatter_tensor", input, output, getSize());
   auto work = make_work({.operation = Operation::reduce_scatter_tensor,
                          .reduction = code_of(options.reduceOp),
@@ -498,8 +381,6 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
                         options.timeout);
   std::vector<std::unique_ptr<Plan>> plans;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check(name, outputs[i]);
-    check(name, inputs[i]);
     expect_multiple(name, inputs[i], outputs[i], getSize());
     plans.push_back(scatter_from(*work, outputs[i], inputs[i], options.reduceOp));
   }
@@ -533,8 +414,8 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               std::vector<int64_t>& output_splits,
                                               std::vector<int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  check("all_to_all_single", output);
-  check("all_to_all_single", input);
+  check_dense("all_to_all_single", output);
+  check_dense("all_to_all_single", input);
   if (output.scalar_type() != input.scalar_type())
     throw UsageError("all_to_all_single: the output is " + describe(signature_of(output)) +
                      ", the input " + describe(signature_of(input)));
@@ -600,46 +481,14 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
   submit(work, barrier_plan(), false)->wait();
 }
 
-// Sparse tensors hold different numbers of elements on each rank. All ranks gather how many, then
-// indices and values padded to the most, and add them up in the order of the ranks.
 ShmBackend::WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
-  if (tensors.size() != 1 || !tensors[0].is_sparse())
-    throw UsageError("all_reduce of sparse tensors: expected one sparse tensor");
-  if (options.reduceOp.op_ != c10d::ReduceOp::SUM && options.reduceOp.op_ != c10d::ReduceOp::AVG)
-    throw UsageError("all_reduce of sparse tensors: they are summed or averaged only");
-  const at::Tensor mine = tensors[0].coalesce();
   c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
   gather.asyncOp = false;
-  const auto gather_all = [&](at::Tensor input) {
-    std::vector<int64_t> shape = input.sizes().vec();
-    shape.insert(shape.begin(), getSize());
-    at::Tensor all = at::empty(shape, input.options());
-    _allgather_base(all, input, gather)->wait();
-    return all;
-  };
-  const at::Tensor counts = gather_all(at::full({1}, mine._nnz(), at::kLong));
-  const int64_t most = counts.max().item<int64_t>();
-  const auto padded = [&](const at::Tensor& values, int64_t dim) {
-    std::vector<int64_t> shape = values.sizes().vec();
-    shape[static_cast<size_t>(dim)] = most;
-    at::Tensor result = at::zeros(shape, values.options());
-    result.narrow(dim, 0, mine._nnz()).copy_(values);
-    return result;
-  };
-  const at::Tensor indices = gather_all(padded(mine.indices(), 1));
-  const at::Tensor values = gather_all(padded(mine.values(), 0));
-  at::Tensor sum;
-  for (int rank = 0; rank < getSize(); ++rank) {
-    const int64_t count = counts[rank].item<int64_t>();
-    const at::Tensor one =
-        at::sparse_coo_tensor(indices[rank].narrow(1, 0, count), values[rank].narrow(0, 0, count),
-                              mine.sizes(), mine.options());
-    sum = rank == 0 ? one : sum + one;
-  }
-  if (options.reduceOp.op_ == c10d::ReduceOp::AVG) sum = sum / getSize();
-  tensors[0].copy_(sum.coalesce());
+  all_reduce_sparse(tensors, options.reduceOp, getSize(), [&](at::Tensor& all, at::Tensor& mine) {
+    _allgather_base(all, mine, gather)->wait();
+  });
   auto work = make_work({.operation = Operation::all_reduce_sparse,
                          .reduction = code_of(options.reduceOp),
                          .inputs = tensors},

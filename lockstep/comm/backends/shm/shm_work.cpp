@@ -3,51 +3,13 @@
 #include <ATen/ATen.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/backends/op_type.h"
 #include "lockstep/comm/errors.h"
 
 namespace lockstep::shm {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-c10d::OpType type_of(Operation operation) {
-  switch (operation) {
-    case Operation::all_reduce:
-    case Operation::all_reduce_sparse:
-      return c10d::OpType::ALLREDUCE;
-    case Operation::all_reduce_coalesced:
-      return c10d::OpType::ALLREDUCE_COALESCED;
-    case Operation::broadcast:
-      return c10d::OpType::BROADCAST;
-    case Operation::reduce:
-      return c10d::OpType::REDUCE;
-    case Operation::all_gather:
-      return c10d::OpType::ALLGATHER;
-    case Operation::all_gather_into_tensor:
-      return c10d::OpType::_ALLGATHER_BASE;
-    case Operation::all_gather_coalesced:
-    case Operation::all_gather_into_tensor_coalesced:
-      return c10d::OpType::ALLGATHER_COALESCED;
-    case Operation::gather:
-      return c10d::OpType::GATHER;
-    case Operation::scatter:
-      return c10d::OpType::SCATTER;
-    case Operation::reduce_scatter:
-      return c10d::OpType::REDUCE_SCATTER;
-    case Operation::reduce_scatter_tensor:
-    case Operation::reduce_scatter_tensor_coalesced:
-      return c10d::OpType::_REDUCE_SCATTER_BASE;
-    case Operation::all_to_all:
-      return c10d::OpType::ALLTOALL;
-    case Operation::all_to_all_single:
-      return c10d::OpType::ALLTOALL_BASE;
-    case Operation::barrier:
-    case Operation::monitored_barrier:
-      return c10d::OpType::BARRIER;
-    default:
-      return c10d::OpType::UNKNOWN;
-  }
-}
 
 class Hash {
  public:
@@ -70,7 +32,7 @@ class Hash {
 
 ShmWork::ShmWork(int rank, Request request, std::shared_ptr<const GroupNames> names,
                  std::chrono::milliseconds timeout)
-    : c10d::Work(rank, type_of(request.operation)),
+    : c10d::Work(rank, backends::op_type(request.operation)),
       request_(std::move(request)),
       names_(std::move(names)),
       timeout_(timeout) {}

@@ -1,18 +1,18 @@
-#include "lockstep/comm/backends/mpi/checks.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 
 #include <ATen/ATen.h>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/call_signature.h"
 
-namespace lockstep::mpi {
+namespace lockstep::backends {
 
 using Tensors = std::vector<at::Tensor>;
 
 void check_dense(const char* operation, const at::Tensor& tensor) {
   if (!tensor.is_cpu())
     throw UsageError(std::string(operation) + ": a tensor on " + tensor.device().str() +
-                         "; the backend mpi joins CPU tensors",
+                         "; this group's backend joins CPU tensors",
                      "use --backend nccl for CUDA tensors, or gloo");
   if (tensor.layout() != at::kStrided)
     throw UsageError(std::string(operation) + ": the tensor is not dense",
@@ -46,6 +46,8 @@ void expect_alike(const char* operation, const at::Tensor& one, const Tensors& o
 
 void expect_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
                      int size) {
+  check_dense(operation, large);
+  check_dense(operation, small);
   if (large.scalar_type() == small.scalar_type() && large.numel() == small.numel() * size) return;
   throw UsageError(std::string(operation) + ": " + describe(signature_of(large)) + " is not " +
                    std::to_string(size) + " times " + describe(signature_of(small)));
@@ -63,36 +65,4 @@ void check_peer(const char* operation, int peer, int size) {
                    " is out of range; the group has ranks 0 to " + std::to_string(size - 1));
 }
 
-void check_sparse(const Tensors& tensors, const c10d::ReduceOp& op) {
-  if (tensors.size() != 1 || !tensors[0].is_sparse() || !tensors[0].is_cpu())
-    throw UsageError("all_reduce of sparse tensors: expected one sparse tensor of the CPU");
-  if (op.op_ != c10d::ReduceOp::SUM && op.op_ != c10d::ReduceOp::AVG)
-    throw UsageError("all_reduce of sparse tensors: they are summed or averaged only");
-}
-
-at::Tensor sparse_sum(const at::Tensor& tensor, int size,
-                      const std::function<at::Tensor(at::Tensor)>& gather_all) {
-  const at::Tensor mine = tensor.coalesce();
-  const at::Tensor counts = gather_all(at::full({1}, mine._nnz(), at::kLong));
-  const int64_t most = counts.max().item<int64_t>();
-  const auto padded = [&](const at::Tensor& values, int64_t dim) {
-    std::vector<int64_t> shape = values.sizes().vec();
-    shape[static_cast<size_t>(dim)] = most;
-    at::Tensor result = at::zeros(shape, values.options());
-    result.narrow(dim, 0, mine._nnz()).copy_(values);
-    return result;
-  };
-  const at::Tensor indices = gather_all(padded(mine.indices(), 1));
-  const at::Tensor values = gather_all(padded(mine.values(), 0));
-  at::Tensor sum;
-  for (int rank = 0; rank < size; ++rank) {
-    const int64_t count = counts[rank].item<int64_t>();
-    const at::Tensor one =
-        at::sparse_coo_tensor(indices[rank].narrow(1, 0, count), values[rank].narrow(0, 0, count),
-                              mine.sizes(), mine.options());
-    sum = rank == 0 ? one : sum + one;
-  }
-  return sum;
-}
-
-}  // namespace lockstep::mpi
+}  // namespace lockstep::backends
