@@ -20,6 +20,7 @@
 #include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/models/norm_pool.h"
+#include "lockstep/optim/backward.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/callbacks.h"

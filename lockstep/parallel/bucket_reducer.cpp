@@ -7,13 +7,13 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/optim/backward_hook.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"
@@ -93,7 +93,7 @@ class BucketReducer : public GradientReducer {
     Work work;
   };
 
-  class Listener : public torch::autograd::FunctionPostHook {
+  class Listener : public PlainPostHook {
    public:
     Listener(BucketReducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
     variable_list operator()(const variable_list& outputs, const variable_list&) override {

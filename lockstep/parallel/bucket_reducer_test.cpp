@@ -8,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/test_ranks.h"
+#include "lockstep/optim/backward.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/ddp_test_modules.h"
@@ -67,45 +68,47 @@ struct History {
 };
 
 /// What rank 0 sees of some steps: with gradients dropped, gathered over two backwards, kept from
-/// the step before, and zeroed in place.
-History train(const Case& c, Reducer reducer) {
+/// the step before, and zeroed in place. `walk`: by our own backward, where it can.
+History train(const Case& c, Reducer reducer, bool walk) {
   History history;
-  run_ranks(
-      c.ranks,
-      [&](ProcessGroup group) {
-        auto net = std::make_shared<Wide>(c.type);
-        fill(*net, 1);
-        DdpOptions options;
-        options.reducer = reducer;
-        options.gradient_as_bucket_view = c.views;
-        options.bucket_cap_mb = c.cap_mb;
-        options.first_bucket_mb = c.cap_mb / 2;
-        DistributedDataParallel ddp(net, group, options);
-        const auto parameters = net->parameters();
-        auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
-        const auto backward = [&](int step) {
-          ddp(values({5, 108}, 10 * group.rank() + step).to(c.type)).square().mean().backward();
-        };
-        for (int step = 0; step < 8; ++step) {
-          if (step == 4) {
-            for (const auto& parameter : parameters) parameter.grad().zero_();
-          } else if (step != 3) {
-            zero_grad(parameters);
-          }
-          if (step % 3 == 2) {
-            const auto guard = ddp.no_sync();
-            backward(100 + step);
-          }
-          backward(step);
-          sgd->step();
-          if (group.rank() != 0) continue;
-          for (const auto& parameter : parameters)
-            history.gradients.push_back(parameter.grad().clone());
-          history.buckets.push_back(ddp.statistics().bucket_bytes);
-        }
-        if (group.rank() == 0) history.weights = copies(parameters);
-      },
-      {.backend = c.backend});
+  run_ranks(c.ranks,
+            [&](ProcessGroup group) {
+              auto net = std::make_shared<Wide>(c.type);
+              fill(*net, 1);
+              DdpOptions options;
+              options.reducer = reducer;
+              options.gradient_as_bucket_view = c.views;
+              options.bucket_cap_mb = c.cap_mb;
+              options.first_bucket_mb = c.cap_mb / 2;
+              DistributedDataParallel ddp(net, group, options);
+              const auto parameters = net->parameters();
+              auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
+              const auto backward = [&](int step) {
+                const at::Tensor loss =
+                    ddp(values({5, 108}, 10 * group.rank() + step).to(c.type)).square().mean();
+                EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
+                walk ? lockstep::backward(loss) : loss.backward();
+              };
+              for (int step = 0; step < 8; ++step) {
+                if (step == 4) {
+                  for (const auto& parameter : parameters) parameter.grad().zero_();
+                } else if (step != 3) {
+                  zero_grad(parameters);
+                }
+                if (step % 3 == 2) {
+                  const auto guard = ddp.no_sync();
+                  backward(100 + step);
+                }
+                backward(step);
+                sgd->step();
+                if (group.rank() != 0) continue;
+                for (const auto& parameter : parameters)
+                  history.gradients.push_back(parameter.grad().clone());
+                history.buckets.push_back(ddp.statistics().bucket_bytes);
+              }
+              if (group.rank() == 0) history.weights = copies(parameters);
+            },
+            {.backend = c.backend});
   return history;
 }
 
@@ -118,9 +121,7 @@ INSTANTIATE_TEST_SUITE_P(All, BucketReducer,
                                            Case{"gloo", 3, true, at::kFloat, 0.02},
                                            Case{"shm", 4, false, at::kFloat, 0.0001}));
 
-TEST_P(BucketReducer, GivesTheBitsOfTheOtherOne) {
-  const History ours = train(GetParam(), Reducer::lockstep);
-  const History theirs = train(GetParam(), Reducer::c10d);
+void expect_alike(const History& ours, const History& theirs) {
   ASSERT_EQ(ours.gradients.size(), theirs.gradients.size());
   for (size_t i = 0; i < ours.gradients.size(); ++i) {
     EXPECT_TRUE(at::equal(ours.gradients[i], theirs.gradients[i])) << i;
@@ -129,6 +130,15 @@ TEST_P(BucketReducer, GivesTheBitsOfTheOtherOne) {
   for (size_t i = 0; i < ours.weights.size(); ++i)
     EXPECT_TRUE(at::equal(ours.weights[i], theirs.weights[i])) << i;
   EXPECT_EQ(ours.buckets, theirs.buckets);
+}
+
+TEST_P(BucketReducer, GivesTheBitsOfTheOtherOne) {
+  expect_alike(train(GetParam(), Reducer::lockstep, false),
+               train(GetParam(), Reducer::c10d, false));
+}
+
+TEST_P(BucketReducer, GivesTheSameBitsInOurOwnBackward) {
+  expect_alike(train(GetParam(), Reducer::lockstep, true), train(GetParam(), Reducer::c10d, true));
 }
 
 TEST(BucketReducers, SaysWhatItDoesNotDo) {

@@ -12,6 +12,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/optim/backward.h"
 
 namespace lockstep {
 using nlohmann::json;
@@ -36,11 +37,11 @@ FiniteCheck::FiniteCheck(OnNan policy, const ProcessGroup& group,
 
 void FiniteCheck::backward(const at::Tensor& loss, double loss_value) {
   if (policy_ == OnNan::proceed || std::isfinite(loss_value)) {
-    loss.backward();
+    lockstep::backward(loss);
     return;
   }
   if (!bad_loss_) bad_loss_ = loss_value;
-  loss.backward(at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
+  lockstep::backward(loss, at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
 }
 
 bool FiniteCheck::gradients_are_finite() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lockstep/optim/backward.h"
 #include "lockstep/train/memory_format.h"
 
 namespace lockstep {
@@ -112,7 +113,7 @@ void StepLoop::warm_up_reducer() {
   };
   const at::Tensor output =
       ddp_->forward(with_memory_format(zeros(task_.train->data_spec()), task_.memory_format));
-  batch_loss(task_.loss, output, zeros(task_.train->target_spec())).backward();
+  backward(batch_loss(task_.loss, output, zeros(task_.train->target_spec())));
   zero_grad(parameters_);
 }
 

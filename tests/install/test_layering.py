@@ -13,12 +13,10 @@ MAY_INCLUDE = {
     "models": {"base"},
     "optim": {"base", "comm"},
     "launch": {"base", "comm"},
-    "parallel": {"base", "comm"},
+    "parallel": {"base", "comm", "optim"},
     "checkpoint": {"base", "comm", "data"},
     "train": {"base", "comm", "data", "models", "optim", "launch", "parallel", "checkpoint"},
 }
-# What a room's tests may include beside that.
-TESTS_MAY_INCLUDE = {"parallel": {"optim"}}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]lockstep/([a-z]+)/', re.M)
 ALL_OF_TORCH = re.compile(r"^\s*#\s*include\s*[<\"]torch/(torch|all|extension)\.h", re.M)
 
@@ -40,8 +38,6 @@ class Layering(unittest.TestCase):
             if room.endswith(".h"):
                 continue  # lockstep/lockstep.h includes all rooms
             allowed = MAY_INCLUDE[room] | {room}
-            if "_test" in path.name:
-                allowed |= TESTS_MAY_INCLUDE.get(room, set())
             for included in INCLUDE.findall(path.read_text()):
                 if included not in allowed:
                     wrong.append(f"{path.relative_to(t.SOURCE_DIR)} includes lockstep/{included}")

@@ -6,6 +6,7 @@
 #include "bench_worker.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/models/models.h"
+#include "lockstep/optim/backward.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/memory_format.h"
@@ -44,7 +45,7 @@ class StepBench {
 
   void step() {
     zero_grad(parameters_);
-    loss().backward();
+    backward(loss());
     optimizer_->step();
   }
 
@@ -62,7 +63,7 @@ class StepBench {
     }
     {
       const auto part = profiler.part(StepPart::backward);
-      value.backward();
+      backward(value);
     }
     const auto part = profiler.part(StepPart::optimizer);
     optimizer_->step();
