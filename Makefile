@@ -14,7 +14,8 @@ setup:           ## Install what the build needs (Debian packages, a virtual env
 	@scripts/setup.sh
 build: setup     ## Build the library, the binary, the examples and the tests
 	@scripts/build.sh $(PRESET) $(JOBS)
-train: build     ## Train the MLP with 2 processes on the built-in digits
+train: setup     ## Train the MLP with 2 processes on the built-in digits; builds only what that needs
+	@scripts/build.sh $(PRESET) $(JOBS) lockstep_bin
 	@$(BUILD)/bin/lockstep train --model mlp --dataset digits --devices 2
 test: build      ## Run all tests
 	@scripts/test.sh $(BUILD) $(JOBS)

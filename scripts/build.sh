@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# build.sh PRESET JOBS: configures when needed and builds everything.
+# build.sh PRESET JOBS [TARGET...]: configures when needed and builds the targets, or everything.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 cd "$root"
 preset=${1:-release}
 jobs=${2:-2}
+shift $(($# < 2 ? $# : 2))
+targets=("${@:-all}")
 build=build
 [ "$preset" = release ] || build=build-$preset
 
@@ -23,4 +25,5 @@ if [ ! -e "$build/build.ninja" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$torch" 
   printf '%s' "$torch" >"$stamp"
   grep '^-- LibTorch' "$build/configure.log" >&2 || true
 fi
-ninja -C "$build" -n 2>/dev/null | grep -q 'no work to do' || cmake --build "$build" -j "$jobs"
+ninja -C "$build" -n "${targets[@]}" 2>/dev/null | grep -q 'no work to do' ||
+  cmake --build "$build" -j "$jobs" --target "${targets[@]}"

@@ -177,6 +177,7 @@ at::Tensor ones_of(const at::Tensor& loss) {
 
 void backward(const at::Tensor& loss, const at::Tensor& gradient) {
   // Held: a hook may let go of the caller's tensor.
+  // Held: a hook may let go of the caller's tensor.
   const auto root = loss.defined() ? loss.grad_fn() : nullptr;
   const bool fits = gradient.defined()
                         ? gradient.sizes() == loss.sizes() && gradient.dtype() == loss.dtype() &&
@@ -193,7 +194,7 @@ void backward(const at::Tensor& loss, const at::Tensor& gradient) {
 }
 
 bool walks_backward(const at::Tensor& loss) {
-  const auto root = loss.grad_fn();
+  const auto& root = loss.grad_fn();
   return root && engine_is_plain() && Walk().explore(root.get());
 }
 
