@@ -5,7 +5,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/errors.h"
 #include "lockstep/comm/process_identity.h"
 #include "lockstep/comm/socket.h"
 
@@ -20,19 +22,53 @@ std::string check_prefix(const std::string& group) {
 
 namespace {
 
-/// The port of a TCP store, 0 for another kind.
-uint16_t port_of(const c10::intrusive_ptr<c10d::Store>& store) {
+/// How long the connection may take when it is made late: the store may be gone by then.
+constexpr std::chrono::milliseconds kLateConnect{2'000};
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Null for another kind.
+const c10d::TCPStore* tcp_store_of(const StorePtr& store) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
   const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  const auto* tcp = dynamic_cast<c10d::TCPStore*>(bottom.get());
-  return tcp ? tcp->getPort() : 0;
+  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
 }
 
-c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store,
-                                               std::chrono::milliseconds timeout) {
-  auto own = store->clone();
-  limit_silence(port_of(store), timeout);
-  return own;
+/// PrefixStore tells its prefix to its heirs only.
+struct PrefixReader : c10d::PrefixStore {
+  static const std::string& prefix(const c10d::PrefixStore& store) {
+    return store.*(&PrefixReader::prefix_);
+  }
+};
+
+/// The same keys as `store`'s over another connection.
+StorePtr with_prefixes_of(const StorePtr& store, StorePtr bottom) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  if (!prefixed) return bottom;
+  return c10::make_intrusive<c10d::PrefixStore>(
+      PrefixReader::prefix(*prefixed),
+      with_prefixes_of(prefixed->getUnderlyingStore(), std::move(bottom)));
+}
+
+/// As TCPStore::clone, which would take as long as any request to the store may, and logs every
+/// attempt: so one looks first whether somebody is there.
+StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patience,
+                        std::chrono::milliseconds silence) {
+  const c10d::TCPStore& shared = *tcp_store_of(store);
+  try {
+    wait_until_listening(shared.getHost(), shared.getPort(), patience);
+  } catch (const CommError&) {
+    C10_THROW_ERROR(DistNetworkError, failure_text(std::current_exception()));
+  }
+  c10d::TCPStoreOptions options;
+  options.port = shared.getPort();
+  options.waitWorkers = false;
+  options.useLibUV = shared.isLibUvBackend();
+  options.timeout = patience;
+  auto own = c10::make_intrusive<c10d::TCPStore>(shared.getHost(), options);
+  own->setTimeout(shared.getTimeout());
+  limit_silence(shared.getPort(), silence);
+  return with_prefixes_of(store, std::move(own));
 }
 
 RankNames names_or_numbers(RankNames names, int size) {
@@ -45,7 +81,7 @@ RankNames names_or_numbers(RankNames names, int size) {
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
     : shared_store_(std::move(store)),
-      over_tcp_(port_of(shared_store_) != 0),
+      over_tcp_(tcp_store_of(shared_store_) != nullptr),
       rank_(rank),
       size_(size),
       names_(names_or_numbers(std::move(names), size)),
@@ -56,10 +92,26 @@ CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int 
 CheckContext::~CheckContext() = default;
 
 c10d::Store& CheckContext::store() {
-  std::lock_guard lock(mutex_);
+  return connected(std::min(kLateConnect, timeout()));
+}
+
+void CheckContext::connect() {
+  connected(timeout());
+}
+
+c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
+  if (auto* store = connected_.load(std::memory_order_acquire)) return *store;
+  const std::lock_guard lock(connecting_);
+  if (lost_) std::rethrow_exception(lost_);
   if (!store_) {
-    auto own = over_tcp_ ? own_connection(shared_store_, timeout()) : shared_store_;
-    store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
+    try {
+      auto own = over_tcp_ ? own_connection(shared_store_, patience, timeout()) : shared_store_;
+      store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
+    } catch (...) {
+      lost_ = std::current_exception();
+      throw;
+    }
+    connected_.store(store_.get(), std::memory_order_release);
   }
   return *store_;
 }
@@ -92,13 +144,15 @@ constexpr size_t kLongestWord = 400;
 }  // namespace
 
 void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
+  const std::string word = text.substr(0, std::min(text.find('\n'), kLongestWord));
   {
     const std::lock_guard lock(mutex_);
-    told_ = text.substr(0, std::min(text.find('\n'), kLongestWord));
+    told_ = word;
   }
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store) return;
   try {
-    store().set(failed_key(rank_),
-                (known ? "!" : "?") + text.substr(0, std::min(text.find('\n'), kLongestWord)));
+    store->set(failed_key(rank_), (known ? "!" : "?") + word);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
@@ -136,13 +190,18 @@ void CheckContext::remember_identities() {
     identities_[static_cast<size_t>(others()[i])].assign(values[i].begin(), values[i].end());
 }
 
+std::string CheckContext::known_identity(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return identities_[static_cast<size_t>(rank)];
+}
+
 std::string CheckContext::identity_of(int rank) {
-  auto& known = identities_[static_cast<size_t>(rank)];
+  if (auto known = known_identity(rank); !known.empty()) return known;
   auto& keys = store();
-  std::lock_guard lock(mutex_);
-  if (known.empty() && keys.check({announcement_key(rank)}))
-    known = keys.get_to_str(announcement_key(rank));
-  return known;
+  if (!keys.check({announcement_key(rank)})) return {};
+  const std::string identity = keys.get_to_str(announcement_key(rank));
+  const std::lock_guard lock(mutex_);
+  return identities_[static_cast<size_t>(rank)] = identity;
 }
 
 std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
@@ -152,8 +211,7 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
     try {
       identity = identity_of(rank);
     } catch (const std::exception&) {
-      std::lock_guard lock(mutex_);
-      identity = identities_[static_cast<size_t>(rank)];
+      identity = known_identity(rank);
     }
     if (process_state(identity) == ProcessState::ended) result.push_back(rank);
   }
@@ -161,14 +219,19 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
 }
 
 std::string CheckContext::name_with_process(int group_rank) {
-  std::string identity;
-  {
-    std::lock_guard lock(mutex_);
-    identity = identities_[static_cast<size_t>(group_rank)];
-  }
-  const int process = process_number(identity);
+  const int process = process_number(known_identity(group_rank));
   const std::string name = rank_list({group_rank}, names_);
   return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
+}
+
+void CheckContext::set_lookout(Lookout lookout) {
+  const std::lock_guard lock(looking_);
+  lookout_ = std::move(lookout);
+}
+
+std::optional<CheckContext::Failure> CheckContext::seen_failure() const {
+  const std::lock_guard lock(looking_);
+  return lookout_ ? lookout_() : std::nullopt;
 }
 
 std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
@@ -182,6 +245,11 @@ std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
     }
   }
   return join(names, ", ") + (ranks.size() == 1 ? " has ended" : " have ended") + join(words, "");
+}
+
+void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
+  if (failure.timed_out) throw TimeoutError(what + failure.text);
+  throw PeerLostError(what + failure.text);
 }
 
 }  // namespace lockstep

@@ -84,6 +84,8 @@ class CheckedBackend final : public c10d::Backend {
         gate_(context_, checks_) {
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
+    // The first comparison needs it; by then the store's host may be gone.
+    if (comparison_limit() > 0) context_->connect();
   }
 
   const BackendPtr& inner() const { return inner_; }

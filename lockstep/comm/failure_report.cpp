@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -18,6 +19,7 @@ struct Findings {
   std::vector<int> ended;
   std::vector<int> silent;
   std::map<int, std::string> words;  ///< What the ranks that failed as well were doing.
+  std::optional<CheckContext::Failure> seen;
   bool store_lost = false;
 };
 
@@ -36,6 +38,7 @@ std::string what_i_did(const CheckContext& context, const CallSummary& call) {
 /// One look at the store and the processes; true when no more need be waited for. A message has one
 /// peer, whose silence says something; that of the others, who may be busy, does not.
 bool look(CheckContext& context, int peer, Findings& findings) {
+  findings.seen = context.seen_failure();
   std::vector<int> wordless;
   bool peer_knows = false;
   for (int rank : context.others()) {
@@ -47,15 +50,19 @@ bool look(CheckContext& context, int peer, Findings& findings) {
   findings.ended = context.ended(wordless);
   if (peer < 0) {
     findings.silent = wordless;
-    return !findings.ended.empty() || wordless.empty();
+    return !findings.ended.empty() || findings.seen || wordless.empty();
   }
   findings.silent.clear();
   if (!findings.words.count(peer)) findings.silent = {peer};
-  return !findings.ended.empty() || peer_knows;
+  return !findings.ended.empty() || findings.seen || peer_knows;
 }
 
 Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
   Findings findings;
+  try {
+    context.store();                 // Without a connection nobody is told.
+  } catch (const std::exception&) {  // The look below finds it lost.
+  }
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
   context.tell_failed(what_i_did(context, call), /*known=*/false);
@@ -63,9 +70,12 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
     while (!look(context, peer, findings) && Clock::now() < deadline) pause();
   } catch (const std::exception&) {
     findings.store_lost = true;
-    findings.ended = context.ended(context.others());
-    for (; findings.ended.empty() && Clock::now() < deadline; pause())
+    const auto looked = [&] {
       findings.ended = context.ended(context.others());
+      findings.seen = context.seen_failure();
+      return !findings.ended.empty() || findings.seen;
+    };
+    while (!looked() && Clock::now() < deadline) pause();
   }
   return findings;
 }
@@ -73,6 +83,7 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
 /// Who is at fault, as far as it is known without what others tell.
 std::string root_cause(CheckContext& context, const Findings& findings) {
   if (!findings.ended.empty()) return context.how_they_ended(findings.ended);
+  if (findings.seen) return findings.seen->text;
   if (findings.silent.empty()) return {};
   return "no word from " + rank_list(findings.silent, context.names()) +
          (findings.silent.size() == 1 ? ", which" : ", who") +
@@ -110,8 +121,8 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
                 rank_list(peer < 0 ? context.others() : std::vector<int>{peer}, context.names());
   if (!why.empty()) text += ": " + why;
   text += " [" + failure_text(error) + "]";
-  if (kind == FailureKind::connection || !findings.ended.empty())
-    return std::make_exception_ptr(PeerLostError(text));
+  const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
+  if (kind == FailureKind::connection || lost) return std::make_exception_ptr(PeerLostError(text));
   return std::make_exception_ptr(TimeoutError(
       text,
       "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));

@@ -299,12 +299,16 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   const std::string mine = context_->me() + " called " + describe(held.call, context_->names()) +
                            " with tag " + std::to_string(held.tag) + " in group '" +
                            context_->group() + "'";
-  if (ended.size() == peers.size()) {
-    const std::string text = mine + ", but " + context_->how_they_ended(ended);
+  const auto give_up = [&](bool timed_out, const std::string& cause) {
+    const std::string text = mine + ", but " + cause;
     context_->tell_failed(text, /*known=*/true);
-    fail(held, std::make_exception_ptr(PeerLostError(text)));
+    fail(held, timed_out ? std::make_exception_ptr(TimeoutError(text))
+                         : std::make_exception_ptr(PeerLostError(text)));
     return true;
-  }
+  };
+  if (ended.size() == peers.size()) return give_up(false, context_->how_they_ended(ended));
+  if (const auto failure = context_->seen_failure())
+    return give_up(failure->timed_out, "the group has failed: " + failure->text);
   if (!late) return false;
   context_->tell_failed(
       mine + ", for which " + rank_list(peers, context_->names()) + " did not come",

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -146,14 +147,25 @@ int try_listen(const ResolvedAddress& address, uint16_t port, bool dual_stack, U
   return 0;
 }
 
+// A port on which nobody listens may be the one that the system picks for the connection itself.
+bool connected_to_itself(int fd) {
+  sockaddr_storage mine{}, theirs{};
+  socklen_t length = sizeof mine, other = sizeof theirs;
+  return getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &length) == 0 &&
+         getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &other) == 0 &&
+         std::memcmp(&mine, &theirs, sizeof mine) == 0;
+}
+
 // 0 when the connection was accepted, else errno.
-int try_connect(const ResolvedAddress& address, uint16_t port, milliseconds timeout) {
+int try_connect(const ResolvedAddress& address, uint16_t port, milliseconds timeout,
+                UniqueFd& out) {
   UniqueFd fd(socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return errno;
   socklen_t size = 0;
   const auto storage = socket_address(address, port, size);
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) == 0) return 0;
-  if (errno != EINPROGRESS) return errno;
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) != 0 &&
+      errno != EINPROGRESS)
+    return errno;
   pollfd entry{fd.get(), POLLOUT, 0};
   const int ready = poll(&entry, 1, static_cast<int>(std::max<int64_t>(1, timeout.count())));
   if (ready == 0) return ETIMEDOUT;
@@ -161,6 +173,8 @@ int try_connect(const ResolvedAddress& address, uint16_t port, milliseconds time
   int error = 0;
   socklen_t length = sizeof error;
   getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error == 0 && connected_to_itself(fd.get())) return ECONNREFUSED;
+  if (error == 0) out = std::move(fd);
   return error;
 }
 
@@ -251,6 +265,10 @@ std::string bound_host(int fd) {
 }
 
 void wait_until_listening(const std::string& host, uint16_t port, milliseconds timeout) {
+  connect_to(host, port, timeout);
+}
+
+UniqueFd connect_to(const std::string& host, uint16_t port, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const auto addresses = resolve_host(host, timeout);
   milliseconds pause{5};
@@ -260,8 +278,9 @@ void wait_until_listening(const std::string& host, uint16_t port, milliseconds t
       // One address that swallows packets must not use up the time of the next.
       const auto share =
           std::max(milliseconds(1), left_until(deadline) / static_cast<int64_t>(addresses.size()));
-      error = try_connect(address, port, share);
-      if (error == 0) return;
+      UniqueFd fd;
+      error = try_connect(address, port, share, fd);
+      if (error == 0) return fd;
     }
     if (Clock::now() + pause >= deadline) break;
     std::this_thread::sleep_for(pause);
@@ -271,6 +290,23 @@ void wait_until_listening(const std::string& host, uint16_t port, milliseconds t
                          seconds_text(timeout) + ": " + std::strerror(error),
                      "rank 0 or the launcher listens there: is it up, are address and port right, "
                      "does a firewall stand between?");
+}
+
+UniqueFd accept_from(int listener, milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  while (true) {
+    pollfd entry{listener, POLLIN, 0};
+    const int ready = poll(&entry, 1, static_cast<int>(left_until(deadline).count()));
+    if (ready < 0 && errno != EINTR) throw SystemError("poll", errno);
+    if (ready > 0) {
+      UniqueFd fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (fd) return fd;
+      // Who has hung up before it was accepted.
+      if (errno != ECONNABORTED && errno != EINTR && errno != EAGAIN)
+        throw SystemError("accept", errno);
+    }
+    if (Clock::now() >= deadline) return {};
+  }
 }
 
 namespace {
@@ -284,9 +320,12 @@ uint16_t peer_port_of(int fd) {
   return 0;
 }
 
+}  // namespace
+
 // An answer that is owed to data which was not acknowledged ends by TCP_USER_TIMEOUT, one that is
 // owed to data which was by probes.
-void limit_silence_of(int fd, milliseconds limit) {
+void limit_silence_of(int fd, milliseconds limit) noexcept {
+  limit = std::clamp<milliseconds>(limit, milliseconds(1'000), std::chrono::hours(1));
   const int on = 1, probes = 3;
   const auto most = static_cast<unsigned>(limit.count());
   const int pause = std::max(1, static_cast<int>(limit.count() / 1000 / (probes + 1)));
@@ -297,18 +336,34 @@ void limit_silence_of(int fd, milliseconds limit) {
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
-}  // namespace
-
 void limit_silence(uint16_t peer_port, milliseconds limit) noexcept {
-  const milliseconds used =
-      std::clamp<milliseconds>(limit, milliseconds(1'000), std::chrono::hours(1));
   DIR* folder = opendir("/proc/self/fd");
   if (!folder) return;
   while (const dirent* entry = readdir(folder)) {
     const int fd = std::atoi(entry->d_name);
-    if (fd > 2 && peer_port_of(fd) == peer_port) limit_silence_of(fd, used);
+    if (fd > 2 && peer_port_of(fd) == peer_port) limit_silence_of(fd, limit);
   }
   closedir(folder);
+}
+
+std::string address_of_interface(const std::string& interface) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+      if (!entry->ifa_addr || entry->ifa_addr->sa_family != family || interface != entry->ifa_name)
+        continue;
+      sockaddr_storage storage{};
+      std::memcpy(&storage, entry->ifa_addr,
+                  family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+      const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+      // An address of the link alone means nothing to others.
+      if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr)) continue;
+      return numeric_text(storage);
+    }
+  }
+  return {};
 }
 
 std::string local_address_towards(const std::string& host) {

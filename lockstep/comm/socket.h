@@ -42,11 +42,27 @@ std::string bound_host(int fd);
 void wait_until_listening(const std::string& host, uint16_t port,
                           std::chrono::milliseconds timeout);
 
+/// A connection to something that listens at host:port; does not block. Throws TimeoutError naming
+/// the address and the reason, CommError when it does not resolve.
+UniqueFd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
+
+/// One connection that waits when nobody else is there; null when none comes within `timeout`. It
+/// does not block. Throws SystemError.
+UniqueFd accept_from(int listener, std::chrono::milliseconds timeout);
+
+/// This connection fails once its other end has been silent for `limit` (1 s to 1 h), though
+/// nothing is sent over it.
+void limit_silence_of(int fd, std::chrono::milliseconds limit) noexcept;
+
 /// For connections that others own, to a host that may be cut off from the network without a word:
 /// this process's TCP connections to `peer_port`, of any host, fail once the peer has been silent
 /// for `limit` where it owes an answer. The system's own limit is a quarter of an hour. Never
 /// throws.
 void limit_silence(uint16_t peer_port, std::chrono::milliseconds limit) noexcept;
+
+/// The first numeric address of one of this host's interfaces, IPv4 before IPv6; empty when there
+/// is no such interface or it has none.
+std::string address_of_interface(const std::string& interface);
 
 /// The numeric address of this host's interface from which packets to `host` leave; empty when it
 /// cannot be told. Sends nothing.

@@ -3,7 +3,6 @@ error that names the rank at fault, in time, and nothing is left behind."""
 
 import contextlib
 import os
-import pathlib
 import random
 import re
 import signal
@@ -13,6 +12,7 @@ import time
 import unittest
 
 import lockstep_testing as t
+from left_behind import LeftBehind
 
 RANK = t.BUILD_DIR / "tests" / "lockstep_fault_rank"
 SIZE = 4
@@ -77,11 +77,6 @@ def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo"):
             rank.process.stdout.close()
 
 
-def shared_memory():
-    folder = pathlib.Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
 def begun(ranks, line):
     def check():
         for index, rank in enumerate(ranks):
@@ -94,7 +89,10 @@ def begun(ranks, line):
 
 class CommFaults(unittest.TestCase):
     def setUp(self):
-        self.before = shared_memory()
+        self.left_behind = LeftBehind()
+
+    def tearDown(self):
+        self.assertEqual(self.left_behind.names(), set())
 
     def survivors_name(self, ranks, victim, allowed, within):
         """Every other rank ends in time with one of the exit codes, naming the victim."""
@@ -131,7 +129,6 @@ class CommFaults(unittest.TestCase):
                 ranks[victim].process.kill()
                 # Far below the group's time-out: the loss itself is noticed.
                 self.survivors_name(ranks, victim, {PEER_LOST}, 15)
-        self.assertEqual(shared_memory() - self.before, set())
 
     def test_killed_rank_is_named_by_all_survivors(self):
         for number, debug in enumerate(["info", "info", "detail", "off"]):

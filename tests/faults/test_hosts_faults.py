@@ -14,8 +14,9 @@ import unittest
 
 import hosts_testing as hosts
 import lockstep_testing as t
-from test_comm_faults import PEER_LOST, RANK, TIMEOUT, Rank, begun, hosted_store, shared_memory
-from test_shm_faults import meeting_sockets, mentions
+from left_behind import LeftBehind
+from test_comm_faults import PEER_LOST, RANK, TIMEOUT, Rank, begun, hosted_store
+from test_shm_faults import mentions
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -66,18 +67,12 @@ def joined_hosts(pair, placement, seconds=30):
         yield ranks
 
 
-def left_behind(before):
-    """What is new in /dev/shm, but for what an MPI job beside this test has there."""
-    return {name for name in shared_memory() - before if not name.startswith("vader_segment")}
-
-
 class HostsFaults(unittest.TestCase):
     def setUp(self):
-        self.before = shared_memory()
+        self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(left_behind(self.before), set())
-        self.assertEqual(meeting_sockets(), set())
+        self.assertEqual(self.left_behind.names(), set())
 
     def end_survivors(self, ranks, lost, allowed, within=20, or_who_waits_for_it=False):
         """`or_who_waits_for_it`: a survivor may also name one that names the rank at fault."""
@@ -163,9 +158,7 @@ class HostsFaults(unittest.TestCase):
             seed = SEED + 6000 + number
             choose = random.Random(seed)
             lost = number % 2  # With the first host the store goes, too.
-            # Known: a whole host that ends while the first connections between hosts are made is
-            # noticed by the time-out only, so not at "joined".
-            line, delay = choose.choice([("round 3", choose.uniform(0, 0.2)), ("round 12", choose.uniform(0, 0.1))])
+            line, delay = self.moment(choose)
             what = f"seed {seed}: host {lost}, {delay:.4f} s after '{line}'"
             print(what, flush=True)
             with self.subTest(what), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1]) as ranks:

@@ -4,7 +4,6 @@ an error that names the rank at fault, in time, and nothing is left behind.
 LOCKSTEP_FAULT_SEED repeats a run; LOCKSTEP_LONG_TESTS=1 makes 500 kills of it."""
 
 import os
-import pathlib
 import random
 import re
 import signal
@@ -13,16 +12,11 @@ import time
 import unittest
 
 import lockstep_testing as t
-from test_comm_faults import PEER_LOST, TIMEOUT, begun, hosted_store, job, shared_memory
+from left_behind import LeftBehind
+from test_comm_faults import PEER_LOST, TIMEOUT, begun, hosted_store, job
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
-
-
-def meeting_sockets():
-    """The names under which groups hand their memory over, which lie in no file system."""
-    lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "@lockstep-" in line}
 
 
 def mentions(text, victim):
@@ -32,11 +26,10 @@ def mentions(text, victim):
 
 class ShmFaults(unittest.TestCase):
     def setUp(self):
-        self.before = shared_memory()
+        self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(shared_memory() - self.before, set())
-        self.assertEqual(meeting_sockets(), set())
+        self.assertEqual(self.left_behind.names(), set())
 
     def end_survivors(self, ranks, victim, allowed):
         deadline = time.monotonic() + 20

@@ -54,12 +54,15 @@ c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
 
 // Through it the flat group's failures are known to the hierarchy and the other way round.
 std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
-  return std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
-                                        options.global_ranks, options.group_name, options.timeout);
+  auto checks =
+      std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
+                                     options.global_ranks, options.group_name, options.timeout);
+  checks->connect();  // The alarm needs it when the store's host may be gone.
+  return checks;
 }
 
 c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
-                                            std::shared_ptr<CheckContext> context) {
+                                            const std::shared_ptr<CheckContext>& context) {
   BackendOptions flat = options;
   flat.store = flat_store(options);
   CheckedBackendOptions checks;
@@ -68,9 +71,16 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
   checks.announced = true;
-  checks.context = std::move(context);
+  checks.context = context;
   announce_checks(*flat.store, options.rank, options.group_name, options.debug);
-  return make_checked_backend(make_backend("gloo", flat), flat.store, checks);
+  try {
+    return make_checked_backend(make_backend("gloo", flat), flat.store, checks);
+  } catch (const std::exception&) {
+    if (const auto failure = context->seen_failure())
+      throw_failure(context->me() + ": forming group '" + options.group_name + "' failed: ",
+                    *failure);
+    throw;
+  }
 }
 
 }  // namespace

@@ -543,6 +543,72 @@ TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
   }
 }
 
+// Ranks that wait for messages only, which go by the group over Gloo: nothing is under way between
+// the leaders, and the peer that is waited for is on the other host and alive.
+TEST(HierarchicalBackend, AHostThatIsLostEndsWaitsForMessages) {
+  const auto started = std::chrono::steady_clock::now();
+  const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+    all_reduce(backend, at::ones({2}));
+    if (rank == 2) return backend.abort();
+    if (rank == 3) return;
+    Tensors incoming{at::empty({4})};
+    backend.recv(incoming, 3, 0)->wait();
+  });
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(), AllOf(HasSubstr("rank 2 (process "),
+                                             HasSubstr("called recv(from rank 3) of float32 [4]")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(15));
+}
+
+TEST(HierarchicalBackend, AHostThatIsLostEndsCallsOfTheGroupOverGloo) {
+  const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+    all_reduce(backend, at::ones({2}));
+    if (rank == 2) return backend.abort();
+    if (rank == 3) return;
+    TensorLists outputs;
+    if (rank == 0) outputs.push_back(Tensors(4, at::empty({4})));
+    Tensors input{at::ones({4})};
+    backend.gather(outputs, input, {})->wait();
+  });
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(), HasSubstr("rank 2"));
+  }
+}
+
+// Host b's leader meets the others and goes no further: Gloo waits for it between the hosts.
+TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWasLost) {
+  for (const bool lost : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const auto options = options_of(store, "aab", 2, std::chrono::milliseconds(1'500));
+    std::vector<Outcome> outcomes(2);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          make(options_of(store, "aab", rank, std::chrono::milliseconds(1'500)));
+        } catch (...) {
+          outcomes[static_cast<size_t>(rank)].error = std::current_exception();
+        }
+      });
+    }
+    meet(options);
+    Lifeline::Options line;
+    line.store = c10::make_intrusive<c10d::PrefixStore>("lifeline", options.store);
+    line.host = 1;
+    line.names = {"host a", "host b"};
+    auto lifeline = std::make_unique<Lifeline>(line);
+    if (lost) lifeline.reset();
+    for (auto& thread : threads) thread.join();
+    for (const auto& outcome : outcomes) EXPECT_FALSE(outcome.ok());
+    if (!lost) continue;
+    EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();
+    EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 2 (process "));
+  }
+}
+
 TEST(HierarchicalBackend, MisuseIsAnErrorOfThisRankAlone) {
   expect_ok(run("aab", [](int, c10d::Backend& backend, const auto&) {
     EXPECT_THROW(all_reduce(backend, at::ones({2}), Op::BAND), UsageError);

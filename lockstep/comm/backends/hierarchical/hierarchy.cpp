@@ -8,12 +8,14 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/call_signature.h"
 #include "lockstep/comm/check_context.h"
 #include "lockstep/comm/errors.h"
 #include "lockstep/comm/process_identity.h"
+#include "lockstep/comm/socket.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -85,11 +87,14 @@ Between make_between(const BackendOptions& options, const Layout& layout) {
   between.rank = layout.host;
   between.size = static_cast<int>(layout.hosts.size());
   between.global_ranks = picked(names_of(options), layout.leaders());
-  // The watch ends waits earlier than Gloo would, which closes its connections then.
-  between.timeout = options.timeout + std::chrono::hours(24);
   std::vector<int> leaders;
   for (int host = 0; host < between.size; ++host) leaders.push_back(host);
-  return {make_backend(name, between), leaders};
+  // The watch ends waits earlier than Gloo would, which closes its connections then.
+  const milliseconds patient = options.timeout + std::chrono::hours(24);
+  if (!gloo::takes_timeouts()) between.timeout = patient;
+  auto backend = make_backend(name, between);
+  if (gloo::takes_timeouts()) backend->setTimeout(patient);
+  return {std::move(backend), leaders};
 }
 
 void append(std::string& text, const void* data, size_t bytes) {
@@ -128,17 +133,47 @@ Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<M
       group_name_(options.group_name),
       checks_(std::move(checks)),
       alarm_(checks_),
+      lifeline_(make_lifeline(options)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
-  Between between = make_between(options, layout_);
-  between_ = std::move(between.backend);
-  if (!layout_.leads()) return;
-  leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), alarm_);
-  frames_.resize(layout_.hosts.size());
+  form_between(options);
+  checks_->set_lookout([this] { return failure(); });
+  if (lifeline_) lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); });
+}
+
+std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options) const {
+  if (!layout_.leads()) return nullptr;
+  Lifeline::Options lifeline;
+  lifeline.store = part_of(options.store, "lifeline");
+  lifeline.host = layout_.host;
+  for (int host = 0; host < static_cast<int>(layout_.hosts.size()); ++host)
+    lifeline.names.push_back(name_of_host(host));
+  const std::string address = address_of_interface(options.interface);
+  lifeline.address = address.empty() ? options.address : address;
+  lifeline.timeout = options.timeout;
+  return std::make_unique<Lifeline>(std::move(lifeline));
+}
+
+void Hierarchy::form_between(const BackendOptions& options) {
+  try {
+    Between between = make_between(options, layout_);
+    between_ = std::move(between.backend);
+    if (!layout_.leads()) return;
+    leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), alarm_);
+    frames_.resize(layout_.hosts.size());
+  } catch (const std::exception& error) {
+    const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;
+    if (!broken) throw;
+    throw PeerLostError(group_.name(layout_.local) + ": forming group '" + group_name_ +
+                        "' failed: " + how_lost(broken->host, broken->why) + " [" +
+                        failure_text(std::current_exception()) + "]");
+  }
 }
 
 Hierarchy::~Hierarchy() {
+  checks_->set_lookout({});
   try {
+    if (lifeline_) lifeline_->close(false);
     if (between_) group_.failed() ? between_->abort() : between_->shutdown();
   } catch (const std::exception& error) {
     log_debug(std::string("closing the connections between hosts: ") + error.what());
@@ -157,10 +192,7 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
     throw;
   } catch (const CommError&) {
     // Told on this host by whoever noticed it; the other hosts are told by all who hear of it here.
-    const auto& verdict = group_.segment().header().verdict;
-    const auto kind = verdict.kind.load(std::memory_order_acquire);
-    if (kind > shm::Verdict::writing)
-      alarm_.raise({kind == shm::Verdict::timed_out, verdict.text.data()}, call.text());
+    if (const auto known = failure()) alarm_.raise({known->timed_out, known->text}, call.text());
     throw;
   } catch (const std::exception& error) {
     abort("failed in " + call.text() + " " + error.what());
@@ -372,9 +404,35 @@ Cause Hierarchy::cause_of(const HostFailure& failure) {
     if (auto heard = alarm_.heard()) return *heard;
     std::this_thread::sleep_for(milliseconds(10));
   }
-  const std::string host = name_of_host(failure.host);
-  if (late) return {true, host + " did not come within " + seconds_text(timeout_)};
-  return {false, host + " has ended or cannot be reached any more [" + failure.text + "]"};
+  if (!late) return {false, how_lost(failure.host, failure.text)};
+  return {true, name_of_host(failure.host) + " did not come within " + seconds_text(timeout_)};
+}
+
+std::string Hierarchy::how_lost(int host, const std::string& why) const {
+  return name_of_host(host) + " has ended or cannot be reached any more [" + why + "]";
+}
+
+// On the lifeline's thread: no call need be under way, so those who wait for something else learn
+// of it by the verdict on their host.
+void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
+  try {
+    const Cause cause = alarm_.raise(cause_of({HostFailure::Kind::lost, broken.host, broken.why}),
+                                     "group '" + group_name_ + "':");
+    condemn(cause);
+  } catch (const std::exception& error) {
+    log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
+  }
+}
+
+void Hierarchy::condemn(const Cause& cause) noexcept {
+  group_.give_up(cause.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, cause.text);
+}
+
+std::optional<CheckContext::Failure> Hierarchy::failure() const {
+  const auto& verdict = group_.segment().header().verdict;
+  const auto kind = verdict.kind.load(std::memory_order_acquire);
+  if (kind <= shm::Verdict::writing) return std::nullopt;
+  return CheckContext::Failure{kind == shm::Verdict::timed_out, verdict.text.data()};
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
@@ -382,7 +440,7 @@ void Hierarchy::fail(const HostFailure& failure) {
 }
 
 void Hierarchy::give_up(const Cause& cause) {
-  group_.give_up(cause.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, cause.text);
+  condemn(cause);
   group_.throw_if_failed(call_->text());
   throw PeerLostError(call_->text() + " cannot finish: " + cause.text);
 }
@@ -391,9 +449,14 @@ void Hierarchy::abort(const std::string& cause) noexcept {
   std::string text = group_.name(layout_.local) + " " + cause;
   if (const std::string failed = checks_->told(); !failed.empty())
     text += "; it failed in " + failed;
-  const Cause first = alarm_.raise({false, text}, "the group's end:");
-  group_.give_up(first.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, first.text);
+  condemn(alarm_.raise({false, text}, "the group's end:"));
   if (leaders_) leaders_->interrupt();
+}
+
+void Hierarchy::leave() noexcept {
+  group_.leave();
+  // Without a good-bye where the group has failed: hosts that have not heard of it do so then.
+  if (lifeline_) lifeline_->close(/*farewell=*/!group_.failed());
 }
 
 }  // namespace lockstep::hierarchical

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,8 +11,10 @@
 #include "lockstep/comm/backends/hierarchical/alarm.h"
 #include "lockstep/comm/backends/hierarchical/layout.h"
 #include "lockstep/comm/backends/hierarchical/leaders.h"
+#include "lockstep/comm/backends/hierarchical/lifeline.h"
 #include "lockstep/comm/backends/shm/plans.h"
 #include "lockstep/comm/backends/shm/shared_group.h"
+#include "lockstep/comm/check_context.h"
 
 namespace lockstep::hierarchical {
 
@@ -50,9 +53,13 @@ class SmallData {
 /// 2. A failure on a host is noticed there (see SharedGroup) and told to the other hosts by the
 ///    Alarm, which leaders hear while they wait for each other; a leader that cannot be reached any
 ///    more is told of likewise. All ranks throw the first cause, at present and later calls.
+/// 3. A host of which nobody is left to tell anything is noticed by the Lifeline, whatever the
+/// ranks
+///    are doing; so `checks` learn of each failure, for the waits of the group that is not ours.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come. `checks`: see Alarm.
+  /// Forms the groups: blocks until all have come. `checks`: see Alarm; they get a lookout. Throws
+  /// PeerLostError when a host was lost meanwhile.
   Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members,
             std::shared_ptr<CheckContext> checks);
   ~Hierarchy();
@@ -90,7 +97,7 @@ class Hierarchy {
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
   void abort(const std::string& cause) noexcept;
   /// Tells the others that this rank calls nothing any more.
-  void leave() noexcept { group_.leave(); }
+  void leave() noexcept;
 
  private:
   struct Frame;
@@ -106,6 +113,12 @@ class Hierarchy {
   [[noreturn]] void give_up(const Cause& cause);
   Cause cause_of(const HostFailure& failure);
   std::string name_of_host(int host) const;
+  std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;
+  void form_between(const BackendOptions& options);
+  void lost(const Lifeline::Break& broken) noexcept;
+  std::string how_lost(int host, const std::string& why) const;
+  void condemn(const Cause& cause) noexcept;
+  std::optional<CheckContext::Failure> failure() const;
 
   const Layout layout_;
   const std::vector<Member> members_;
@@ -113,6 +126,9 @@ class Hierarchy {
   const std::string group_name_;
   const std::shared_ptr<CheckContext> checks_;
   Alarm alarm_;
+  /// Null on a rank that does not lead. Made before what may wait for a host that is lost
+  /// meanwhile.
+  std::unique_ptr<Lifeline> lifeline_;
   shm::SharedGroup group_;
   c10::intrusive_ptr<c10d::Backend> between_;  ///< Null on a rank that it does not need.
   std::unique_ptr<Leaders> leaders_;

@@ -1,5 +1,6 @@
 #include "lockstep/comm/backends/shm/segment.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::array<char, 8> kMagic{'l', 'o', 'c', 'k', 's', 'h', 'm', '\0'};
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 size_t records_offset() {
   return sizeof(SegmentHeader);
@@ -31,6 +32,15 @@ void store_text(std::array<char, N>& target, const std::string& text) {
   const size_t length = std::min(text.size(), N - 1);
   std::memcpy(target.data(), text.data(), length);
   target[length] = '\0';
+}
+
+struct flock lock_of(int rank) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
 }
 
 }  // namespace
@@ -71,12 +81,30 @@ void Segment::map(int fd, size_t bytes) {
   messages_ = start + messages_offset(static_cast<size_t>(size_), slot_bytes_);
 }
 
+// A description of its own: the one that rank 0 hands out is all ranks'.
+void Segment::lock(int fd) {
+  lock_ = Descriptor(open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
+  struct flock mine = lock_of(rank_);
+  if (lock_.get() < 0 || fcntl(lock_.get(), F_OFD_SETLK, &mine) != 0) return;
+  record(rank_).locked.store(1, std::memory_order_release);
+}
+
+bool Segment::has_ended(int rank) const {
+  const RankRecord& other = record(rank);
+  const ProcessState state = process_state(other.identity.data());
+  if (state != ProcessState::unknown) return state == ProcessState::ended;
+  if (other.locked.load(std::memory_order_acquire) == 0 || lock_.get() < 0) return false;
+  struct flock theirs = lock_of(rank);
+  return fcntl(lock_.get(), F_OFD_GETLK, &theirs) == 0 && theirs.l_type == F_UNLCK;
+}
+
 void Segment::host(const SegmentOptions& options, const Meeting& meeting) {
   const auto n = static_cast<size_t>(size_);
   const size_t reserved = messages_offset(n, slot_bytes_);
   const size_t total = reserved + (n > 1 ? n * n * message_bytes_ : 0);
   const Descriptor memory = make_memory(total, reserved);
   map(memory.get(), total);
+  if (size_ > 1) lock(memory.get());
   header_->version = kVersion;
   header_->size = static_cast<uint32_t>(size_);
   header_->slot_bytes = slot_bytes_;
@@ -102,6 +130,7 @@ void Segment::join(const SegmentOptions& options, const Meeting& meeting) {
   slot_bytes_ = header.slot_bytes;
   message_bytes_ = header.message_bytes;
   map(memory.get(), header.total_bytes);
+  lock(memory.get());
 }
 
 }  // namespace lockstep::shm

@@ -30,6 +30,7 @@ enum class RankState : uint32_t { absent, joined, left };
 struct alignas(64) RankRecord {
   std::atomic<RankState> state;
   std::atomic<uint32_t> caused;  ///< 1 once `cause` is written.
+  std::atomic<uint32_t> locked;  ///< 1 once the rank holds its lock (see Segment::has_ended).
   std::atomic<uint64_t> calls;   ///< How many collectives it has called.
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::array<char, 232> identity;
@@ -92,6 +93,12 @@ class Segment {
   int size() const { return size_; }
   SegmentHeader& header() const { return *header_; }
   RankRecord& record(int rank) const;
+  /// Whether the rank's process has ended, as far as that can be seen. Never blocks.
+  ///
+  /// One of this process namespace is seen by its number. One of another, as in a container beside
+  /// this one, by a lock of an open file description of its own (fcntl, F_OFD_SETLK) on the byte of
+  /// the memory at its rank, which the kernel lets go of when the process ends.
+  bool has_ended(int rank) const;
   size_t slot_bytes() const { return slot_bytes_; }
   /// The slot that `rank` writes in `step`; the data follows the header.
   std::byte* slot(int rank, uint64_t step) const {
@@ -108,6 +115,7 @@ class Segment {
 
  private:
   void map(int fd, size_t bytes);
+  void lock(int fd);
   void enter(int rank, const std::string& identity);
   void host(const SegmentOptions& options, const Meeting& meeting);
   void join(const SegmentOptions& options, const Meeting& meeting);
@@ -117,6 +125,7 @@ class Segment {
   size_t slot_bytes_;
   size_t message_bytes_;
   Mapping mapping_;
+  Descriptor lock_;
   SegmentHeader* header_ = nullptr;
   std::byte* slots_ = nullptr;
   std::byte* messages_ = nullptr;

@@ -127,7 +127,7 @@ bool SharedGroup::gone(int rank) const {
   const auto& record = segment_.record(rank);
   const RankState state = record.state.load(std::memory_order_acquire);
   if (state == RankState::absent) return false;
-  return state == RankState::left || process_state(record.identity.data()) == ProcessState::ended;
+  return state == RankState::left || segment_.has_ended(rank);
 }
 
 bool SharedGroup::notice_lost(const std::vector<int>& ranks) {
@@ -172,10 +172,13 @@ std::string SharedGroup::late(const std::vector<int>& ranks,
 std::string SharedGroup::how_it_went(int rank) const {
   const auto& record = segment_.record(rank);
   const bool left = record.state.load(std::memory_order_acquire) == RankState::left;
-  std::string text = name(rank) + (left ? " has closed the group" : " has ended");
-  if (record.caused.load(std::memory_order_acquire) != 0)
-    text += std::string(": ") + record.cause.data();
-  return text;
+  return name(rank) + (left ? " has closed the group" : " has ended") + noted_cause(rank);
+}
+
+std::string SharedGroup::noted_cause(int rank) const {
+  const auto& record = segment_.record(rank);
+  if (record.caused.load(std::memory_order_acquire) == 0) return {};
+  return std::string(": ") + record.cause.data();
 }
 
 void SharedGroup::note_cause(const std::string& cause) noexcept {

@@ -48,6 +48,7 @@ class SharedGroup {
   int size() const { return segment_.size(); }
   size_t slot_bytes() const { return segment_.slot_bytes(); }
   Segment& segment() { return segment_; }
+  const Segment& segment() const { return segment_; }
 
   /// Begins a call: its hash goes with the step to come. Throws when the group has failed before.
   void begin(const Call& call);
@@ -97,6 +98,8 @@ class SharedGroup {
   /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
   /// 2 (process 4712) has ended".
   std::string how_it_went(int rank) const;
+  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended"; empty when none did.
+  std::string noted_cause(int rank) const;
   /// Of this rank, for the others; the first counts.
   void note_cause(const std::string& cause) noexcept;
 

@@ -527,7 +527,8 @@ ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 void ShmBackend::abort() {
-  group_.give_up(Verdict::lost, group_.name(getRank()) + " has given the group up");
+  group_.give_up(Verdict::lost, group_.name(getRank()) + " has given the group up" +
+                                    group_.noted_cause(getRank()));
   close();
 }
 

@@ -1,0 +1,226 @@
+#include "lockstep/comm/backends/hierarchical/lifeline.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/errors.h"
+#include "lockstep/comm/socket.h"
+
+namespace lockstep::hierarchical {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr char kFarewell = 'F';
+/// How long one who connects may take to say who it is: it says so at once.
+constexpr milliseconds kHello{2'000};
+constexpr size_t kToken = 32;
+
+/// What one who connects says: that it belongs to the group, and who it is.
+struct Hello {
+  std::array<char, kToken> token{};
+  int32_t host = -1;
+};
+
+std::string random_token() {
+  std::array<unsigned char, kToken / 2> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    throw SystemError("getrandom", errno);
+  std::string token;
+  for (const unsigned char byte : bytes)
+    token += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
+  return token;
+}
+
+std::string key_of(int host) {
+  return std::to_string(host);
+}
+
+}  // namespace
+
+/// Where a leader listens, as it tells it through the store.
+struct Lifeline::Place {
+  std::string address, token;
+  uint16_t port = 0;
+
+  std::string encoded() const { return std::to_string(port) + " " + token + " " + address; }
+  static Place decode(const std::string& word) {
+    const size_t first = word.find(' '), second = word.find(' ', first + 1);
+    if (second == std::string::npos)
+      throw CommError("the store holds no leader's address: " + word);
+    return {.address = word.substr(second + 1),
+            .token = word.substr(first + 1, second - first - 1),
+            .port = static_cast<uint16_t>(parse_int(word.substr(0, first)).value_or(0))};
+  }
+};
+
+// Nobody waits for one who waits for it: all listen before they tell where, and a connection stands
+// before it is accepted.
+Lifeline::Lifeline(Options options)
+    : options_(std::move(options)),
+      deadline_(Clock::now() + options_.timeout),
+      connections_(options_.names.size()) {
+  const UniqueFd listener = listen_on(options_.address, 0);
+  const Place mine{options_.address, random_token(), bound_port(listener.get())};
+  options_.store->set(key_of(options_.host), mine.encoded());
+  for (int host = 0; host < options_.host; ++host) {
+    const std::vector<std::string> key{key_of(host)};
+    try {
+      options_.store->wait(key, left());
+    } catch (const std::exception&) {
+      if (failure_kind(std::current_exception()) != FailureKind::timeout) throw;
+      throw_missing(host, "it has told no address");
+    }
+    connect_to_host(host, options_.store->get_to_str(key[0]));
+  }
+  accept_hosts(listener.get(), mine.token);
+  for (const auto& connection : connections_)
+    if (connection) limit_silence_of(connection.get(), options_.timeout);
+}
+
+Lifeline::~Lifeline() {
+  close(false);
+}
+
+milliseconds Lifeline::left() const {
+  return std::max(milliseconds(1),
+                  std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
+}
+
+void Lifeline::throw_missing(int host, const std::string& why) const {
+  throw TimeoutError(
+      options_.names[static_cast<size_t>(host)] + " did not come within " +
+          seconds_text(options_.timeout) + ": " + why,
+      "did it fail before? Else the hosts must reach each other: GLOO_SOCKET_IFNAME names the "
+      "network interface");
+}
+
+void Lifeline::connect_to_host(int host, const std::string& word) {
+  const Place place = Place::decode(word);
+  UniqueFd connection;
+  try {
+    connection = connect_to(place.address, place.port, left());
+  } catch (const CommError& error) {
+    throw_missing(host, error.what());
+  }
+  Hello hello;
+  std::copy_n(place.token.begin(), std::min(kToken, place.token.size()), hello.token.begin());
+  hello.host = options_.host;
+  // So few bytes fit into an empty buffer. Where the other has ended already it is found broken.
+  if (send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) < 0)
+    log_debug(std::string("greeting another host: ") + std::strerror(errno));
+  connections_[static_cast<size_t>(host)] = std::move(connection);
+}
+
+void Lifeline::accept_hosts(int listener, const std::string& token) {
+  const int hosts = static_cast<int>(connections_.size());
+  for (int missing = hosts - 1 - options_.host; missing > 0;) {
+    UniqueFd connection = accept_from(listener, left());
+    if (!connection) {
+      for (int host = options_.host + 1; host < hosts; ++host)
+        if (!connections_[static_cast<size_t>(host)]) throw_missing(host, "it has not connected");
+    }
+    const auto host = read_hello(connection.get(), token);
+    if (!host || *host <= options_.host || *host >= hosts) continue;  // A stranger.
+    auto& place = connections_[static_cast<size_t>(*host)];
+    if (!place) --missing;
+    place = std::move(connection);
+  }
+}
+
+std::optional<int> Lifeline::read_hello(int connection, const std::string& token) {
+  Hello hello;
+  size_t have = 0;
+  const auto end = std::min(deadline_, Clock::now() + kHello);
+  while (have < sizeof(hello)) {
+    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now()).count();
+    pollfd entry{connection, POLLIN, 0};
+    if (left <= 0 || poll(&entry, 1, static_cast<int>(left)) == 0) return std::nullopt;
+    const ssize_t got = recv(connection, reinterpret_cast<char*>(&hello) + have,
+                             sizeof(hello) - have, MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return std::nullopt;
+    if (got > 0) have += static_cast<size_t>(got);
+  }
+  if (std::string_view(hello.token.data(), kToken) != token) return std::nullopt;
+  return hello.host;
+}
+
+/// How it broke, if it did. Closed when it ended, in whatever way.
+std::optional<std::string> Lifeline::broken(UniqueFd& connection) {
+  char byte = 0;
+  ssize_t got = 0;
+  do {
+    got = recv(connection.get(), &byte, 1, MSG_DONTWAIT);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0 && errno == EAGAIN) return std::nullopt;
+  const int error = errno;
+  connection.reset();
+  if (got > 0 && byte == kFarewell) return std::nullopt;
+  return got < 0 ? std::strerror(error) : "connection closed";
+}
+
+std::optional<Lifeline::Break> Lifeline::broken() {
+  for (int host = 0; host < static_cast<int>(connections_.size()); ++host) {
+    auto& connection = connections_[static_cast<size_t>(host)];
+    if (!connection) continue;
+    if (const auto why = broken(connection)) return Break{host, *why};
+  }
+  return std::nullopt;
+}
+
+void Lifeline::watch(std::function<void(const Break&)> lost) {
+  wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_) throw SystemError("eventfd", errno);
+  lost_ = std::move(lost);
+  thread_ = std::thread([this] { run(); });
+}
+
+void Lifeline::run() {
+  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
+  for (const auto& connection : connections_) polled.push_back({connection.get(), POLLIN, 0});
+  while (true) {
+    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
+    if (polled[0].revents != 0) return;
+    for (size_t host = 0; host < connections_.size(); ++host) {
+      auto& entry = polled[host + 1];
+      if (entry.fd < 0 || entry.revents == 0) continue;
+      const auto why = broken(connections_[host]);
+      entry.fd = connections_[host].get();
+      if (why) lost_({static_cast<int>(host), *why});
+    }
+  }
+}
+
+void Lifeline::close(bool farewell) noexcept {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    [[maybe_unused]] const auto written = write(wake_.get(), &one, sizeof(one));
+    thread_.join();
+  }
+  for (auto& connection : connections_) {
+    if (!connection) continue;
+    if (farewell) {
+      send(connection.get(), &kFarewell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+      // What is left unread would make the system reset the connection and drop the good-bye.
+      std::array<char, 64> rest{};
+      while (recv(connection.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0) {
+      }
+    }
+    connection.reset();
+  }
+}
+
+}  // namespace lockstep::hierarchical

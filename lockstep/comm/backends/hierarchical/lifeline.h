@@ -1,0 +1,66 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/comm/backends/backend.h"
+
+namespace lockstep::hierarchical {
+
+/// A connection between each two leaders over which nothing is sent but a good-bye. One that breaks
+/// without it tells that the host at its other end was lost, also when no message is under way
+/// between the two; so does one whose other end the network reaches no more for the group's
+/// time-out.
+class Lifeline {
+ public:
+  struct Options {
+    c10::intrusive_ptr<c10d::Store> store;  ///< A prefix of its own.
+    int host = 0;                           ///< This leader's.
+    std::vector<std::string> names;         ///< Of all hosts, for messages.
+    std::string address = "127.0.0.1";      ///< Of this host, at which the others reach it.
+    std::chrono::milliseconds timeout{120'000};
+  };
+  struct Break {
+    int host = 0;
+    std::string why;  ///< "Connection reset by peer"
+  };
+
+  /// Blocks until all leaders have come. Throws TimeoutError naming one that did not, CommError,
+  /// the store's errors.
+  explicit Lifeline(Options options);
+  /// Without a good-bye, unless `close` said it.
+  ~Lifeline();
+
+  /// One that is broken by now. Not after `watch`.
+  std::optional<Break> broken();
+  /// Once: from now on calls `lost`, on a thread that it starts, for each connection that breaks or
+  /// is broken already.
+  void watch(std::function<void(const Break&)> lost);
+  /// Ends the thread, after a call of `lost` that it is in, and the connections. `farewell`: the
+  /// others are not to take it for a loss. Later calls do nothing.
+  void close(bool farewell) noexcept;
+
+ private:
+  struct Place;
+  void connect_to_host(int host, const std::string& word);
+  void accept_hosts(int listener, const std::string& token);
+  std::optional<int> read_hello(int connection, const std::string& token);
+  [[noreturn]] void throw_missing(int host, const std::string& why) const;
+  std::chrono::milliseconds left() const;
+  std::optional<std::string> broken(UniqueFd& connection);
+  void run();
+
+  const Options options_;
+  const std::chrono::steady_clock::time_point deadline_;  ///< Of the meeting.
+  std::vector<UniqueFd> connections_;  ///< By host; null: its own, ended or never made.
+  UniqueFd wake_;
+  std::function<void(const Break&)> lost_;
+  std::thread thread_;
+};
+
+}  // namespace lockstep::hierarchical

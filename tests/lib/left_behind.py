@@ -1,0 +1,40 @@
+"""What a job leaves behind in shared memory and among sockets' names, beside others' jobs on the machine."""
+
+import pathlib
+import time
+
+# Of Open MPI, PMIx and UCX, which keep files in /dev/shm while a job of theirs runs.
+OF_MPI = ("vader_segment", "sm_segment", "btl_", "osc_", "pmix", "psm", "ucx")
+PATIENCE = 10
+
+
+def shared_memory():
+    """The entries of /dev/shm, but for those of MPI."""
+    folder = pathlib.Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir() if not entry.name.startswith(OF_MPI)} if folder.is_dir() else set()
+
+
+def meeting_sockets():
+    """The names under which groups hand their memory over, which lie in no file system."""
+    lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "@lockstep-" in line}
+
+
+class LeftBehind:
+    """Made before a test, asked after it. Each name is unique, and another job's is there for a moment only: what
+    is new and stays, was left behind."""
+
+    def __init__(self):
+        self.before = self._names()
+
+    @staticmethod
+    def _names():
+        return shared_memory() | meeting_sockets()
+
+    def names(self):
+        new = self._names() - self.before
+        deadline = time.monotonic() + PATIENCE
+        while new and time.monotonic() < deadline:
+            time.sleep(0.05)
+            new &= self._names()
+        return new
