@@ -12,7 +12,8 @@ import time
 from lockstep_testing import wait_until
 
 
-def _run(*words):
+def attempt(*words):
+    """Runs a command; returns its exit code and its last line."""
     result = subprocess.run([str(w) for w in words], capture_output=True, text=True)
     return result.returncode, (result.stderr or result.stdout).strip().split("\n")[-1]
 
@@ -23,14 +24,14 @@ def why_no_hosts():
         if not shutil.which(tool):
             return f"no `{tool}` (iproute2, util-linux)"
     name = f"lockstep{os.getpid()}try"
-    code, error = _run("ip", "netns", "add", name)
+    code, error = attempt("ip", "netns", "add", name)
     if code:
         return f"`ip netns add` is not permitted here: {error}"
-    code, error = _run("ip", "link", "add", f"lst{os.getpid()}", "netns", name, "type", "veth", "peer", "name", "peer", "netns", name)
-    _run("ip", "netns", "del", name)
+    code, error = attempt("ip", "link", "add", f"lst{os.getpid()}", "netns", name, "type", "veth", "peer", "name", "peer", "netns", name)
+    attempt("ip", "netns", "del", name)
     if code:
         return f"`ip link add type veth` is not permitted here: {error}"
-    code, error = _run("unshare", "--pid", "--uts", "--fork", "--mount-proc", "true")
+    code, error = attempt("unshare", "--pid", "--uts", "--fork", "--mount-proc", "true")
     return f"`unshare --pid --uts` is not permitted here: {error}" if code else None
 
 
@@ -58,7 +59,7 @@ class Host:
 
     def kill(self):
         """Ends all of it at once, as a loss of power does; its addresses go with it."""
-        _run("ip", "netns", "exec", self.name, "ip", "link", "set", "veth", "down")
+        attempt("ip", "netns", "exec", self.name, "ip", "link", "set", "veth", "down")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
 
@@ -72,7 +73,7 @@ class Host:
         self.first.wait(20)
         self.first.stdout.close()
         for _ in range(100):
-            if _run("ip", "netns", "del", self.name)[0] == 0:
+            if attempt("ip", "netns", "del", self.name)[0] == 0:
                 return
             time.sleep(0.05)
 
@@ -85,20 +86,20 @@ def two_hosts(netem=None):
     made, hosts = [], []
     try:
         for name in names:
-            code, error = _run("ip", "netns", "add", name)
+            code, error = attempt("ip", "netns", "add", name)
             assert code == 0, error
             made.append(name)
-        code, error = _run("ip", "link", "add", "veth", "netns", names[0], "type", "veth", "peer", "name", "veth", "netns", names[1])
+        code, error = attempt("ip", "link", "add", "veth", "netns", names[0], "type", "veth", "peer", "name", "veth", "netns", names[1])
         assert code == 0, error
         for name, address in zip(names, addresses):
             for words in (("addr", "add", f"{address}/24", "dev", "veth"), ("link", "set", "veth", "up"), ("link", "set", "lo", "up")):
-                code, error = _run("ip", "-n", name, *words)
+                code, error = attempt("ip", "-n", name, *words)
                 assert code == 0, error
             if netem:
                 if not shutil.which("tc"):
                     yield "no `tc` (iproute2)"
                     return
-                code, error = _run("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "netem", *netem)
+                code, error = attempt("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "netem", *netem)
                 if code:
                     yield f"`tc qdisc add netem` fails here: {error}"
                     return
@@ -109,7 +110,7 @@ def two_hosts(netem=None):
         for host in hosts:
             host.close()
         for name in made[len(hosts):]:
-            _run("ip", "netns", "del", name)
+            attempt("ip", "netns", "del", name)
         wait_until(lambda: not any(n in _run_output("ip", "netns", "list") for n in made), 20, "the end of the namespaces")
 
 

@@ -610,6 +610,18 @@ TEST(ShmBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
   EXPECT_THAT(outcomes[0].text(), HasSubstr("has given the group up"));
 }
 
+TEST(ShmBackend, AnAbortOverTheLossOfAnotherNamesThatOne) {
+  const auto outcomes = run(3, [](int rank, c10d::Backend& shm, const auto&) {
+    if (rank == 2) return shm.shutdown();
+    if (rank == 1) return all_reduce(shm, at::ones({4}));
+    Tensors received{at::ones({4})};
+    EXPECT_THROW(shm.recv(received, 2, 0)->wait(), PeerLostError);
+    shm.abort();
+  });
+  EXPECT_TRUE(outcomes[1].is<PeerLostError>()) << outcomes[1].text();
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("rank 2 (process "));
+}
+
 TEST(ShmBackend, MisuseIsAnErrorOfThisRankAlone) {
   expect_ok(run(1, [](int, c10d::Backend& shm, const auto&) {
     EXPECT_THROW(all_reduce(shm, at::ones({2}), Op::BAND), UsageError);
