@@ -18,6 +18,8 @@ RANK = t.BUILD_DIR / "tests" / "lockstep_fault_rank"
 SIZE = 4
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 PEER_LOST, TIMEOUT = 10, 11
+# A time-out to run into; the ranks must start within it, on a busy machine as well.
+SHORT = 5
 
 
 class Rank:
@@ -58,7 +60,7 @@ def hosted_store():
 
 
 @contextlib.contextmanager
-def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo"):
+def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", prefix=()):
     ranks = []
     try:
         for rank in range(size):
@@ -66,7 +68,7 @@ def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo"):
                                       LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend)
             if store_port:
                 env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="True")
-            ranks.append(Rank([RANK, "loop", "env://" if store_port else f"file://{file}", seconds], env))
+            ranks.append(Rank([*prefix, RANK, "loop", "env://" if store_port else f"file://{file}", seconds], env))
         yield ranks
     finally:
         for rank in ranks:
@@ -157,7 +159,7 @@ class CommFaults(unittest.TestCase):
         for debug in ("info", "detail"):
             victim = choose.randrange(SIZE)
             print(f"seed {SEED + 300}, debug {debug}: rank {victim} is stopped", flush=True)
-            with self.subTest(debug), hosted_store() as (_, port), job(3, debug, port) as ranks:
+            with self.subTest(debug), hosted_store() as (_, port), job(SHORT, debug, port) as ranks:
                 begun(ranks, "round 3")
                 ranks[victim].process.send_signal(signal.SIGSTOP)
                 # The time-out, a second of looking for the cause, and a busy machine. Who fails first

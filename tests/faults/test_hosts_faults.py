@@ -15,7 +15,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, RANK, TIMEOUT, Rank, begun, hosted_store
+from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store
 from test_shm_faults import mentions
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
@@ -115,7 +115,7 @@ class HostsFaults(unittest.TestCase):
     def test_a_stopped_rank_times_out_and_is_named_on_all_hosts(self):
         choose = random.Random(SEED + 3000)
         for victim in choose.sample(range(4), 2):
-            with self.subTest(f"seed {SEED + 3000}: rank {victim}"), declared_hosts("aabb", 2) as ranks:
+            with self.subTest(f"seed {SEED + 3000}: rank {victim}"), declared_hosts("aabb", SHORT) as ranks:
                 begun(ranks, "round 3")
                 ranks[victim].process.send_signal(signal.SIGSTOP)
                 # Time-outs of a rank and of one that waits for it may end at once: the call of the
@@ -170,7 +170,7 @@ class HostsFaults(unittest.TestCase):
     @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
     def test_a_host_that_is_cut_off_runs_into_the_time_out(self):
         for lost in (1, 0):  # With the first host the store goes, too, and answers nothing.
-            with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], 3) as ranks:
+            with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], SHORT) as ranks:
                 begun(ranks, "round 3")
                 pair[lost].kill()
                 self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60,

@@ -11,9 +11,10 @@ import statistics
 import time
 import unittest
 
+import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, TIMEOUT, begun, hosted_store, job
+from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -60,6 +61,20 @@ class ShmFaults(unittest.TestCase):
         print(f"seeds {SEED} to {SEED + len(reaction) - 1}: all survivors had ended after "
               f"{statistics.median(reaction):.3f} s (median), {max(reaction):.3f} s (longest)", flush=True)
 
+    def test_a_killed_rank_of_another_process_namespace_is_named(self):
+        """As in containers that share the host's network: no rank sees the others' process numbers."""
+        prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        code, error = hosts.attempt(*prefix, "true")
+        if code:
+            self.skipTest(f"`{' '.join(prefix)}` is not permitted here: {error}")
+        choose = random.Random(SEED + 4000)
+        for victim in choose.sample(range(3), 2):
+            with self.subTest(f"seed {SEED + 4000}: rank {victim}"), hosted_store() as (_, port), \
+                    job(30, "info", port, size=3, backend="shm", prefix=prefix) as ranks:
+                begun(ranks, "round 3")
+                os.kill(hosts.only_child(ranks[victim].process.pid), signal.SIGKILL)
+                self.end_survivors(ranks, victim, {PEER_LOST})
+
     def test_a_rank_killed_while_the_group_forms(self):
         for number in range(60 if LONG else 4):
             seed = SEED + 1000 + number
@@ -86,7 +101,7 @@ class ShmFaults(unittest.TestCase):
     def test_stopped_rank_times_out_and_is_named(self):
         choose = random.Random(SEED + 3000)
         victim = choose.randrange(4)
-        with hosted_store() as (_, port), job(2, "info", port, backend="shm") as ranks:
+        with hosted_store() as (_, port), job(SHORT, "info", port, backend="shm") as ranks:
             begun(ranks, "round 3")
             ranks[victim].process.send_signal(signal.SIGSTOP)
             self.end_survivors(ranks, victim, {TIMEOUT})

@@ -1,7 +1,6 @@
 #include "lockstep/comm/backends/gloo/gloo.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <type_traits>
 
 #include "lockstep/base/error.h"
 
@@ -25,11 +24,6 @@ std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& opt
 }
 
 }  // namespace
-
-bool takes_timeouts() {
-  using Own = void (c10d::ProcessGroupGloo::*)(std::chrono::milliseconds);
-  return std::is_same_v<decltype(&c10d::ProcessGroupGloo::setTimeout), Own>;
-}
 
 BackendInfo info() {
   return {"gloo", true, {}, {}};

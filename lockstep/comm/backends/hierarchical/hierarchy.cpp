@@ -8,7 +8,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/call_signature.h"
@@ -23,9 +22,12 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
+/// How much longer than the time-out a wait goes on: the ones that are late may wait themselves,
+/// for a message by the group over Gloo, and say for whom within kReportPatience of their time-out.
+constexpr milliseconds kGrace{1'500};
 /// How much longer than a leader its host's ranks wait for it: it waits for the other hosts, and
 /// when these are late it is the one to say who.
-constexpr milliseconds kSlack{4'000};
+constexpr milliseconds kSlack{5'000};
 /// How long a leader that lost another one, or waited for it in vain, looks for the cause that the
 /// ranks of that host tell. They notice their own dead within some 20 ms, and their own late at
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
@@ -89,12 +91,7 @@ Between make_between(const BackendOptions& options, const Layout& layout) {
   between.global_ranks = picked(names_of(options), layout.leaders());
   std::vector<int> leaders;
   for (int host = 0; host < between.size; ++host) leaders.push_back(host);
-  // The watch ends waits earlier than Gloo would, which closes its connections then.
-  const milliseconds patient = options.timeout + std::chrono::hours(24);
-  if (!gloo::takes_timeouts()) between.timeout = patient;
-  auto backend = make_backend(name, between);
-  if (gloo::takes_timeouts()) backend->setTimeout(patient);
-  return {std::move(backend), leaders};
+  return {make_backend(name, between), leaders};
 }
 
 void append(std::string& text, const void* data, size_t bytes) {
@@ -204,7 +201,7 @@ void Hierarchy::step(const std::function<void(std::byte*)>& give,
                      const std::function<void()>& take) {
   if (give) give(group_.give(group_.slot_bytes()));
   group_.arrive();
-  group_.await(*call_, first_step_ ? timeout_ : timeout_ + kSlack);
+  first_step_ ? group_.await(*call_, timeout_, kGrace) : group_.await(*call_, timeout_ + kSlack);
   first_step_ = false;
   if (take) take();
 }
@@ -384,7 +381,7 @@ void Hierarchy::receive(int host, std::byte* data, size_t bytes, Transfers& tran
 }
 
 void Hierarchy::finish(Transfers& transfers) {
-  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_); });
+  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_ + kGrace); });
 }
 
 std::string Hierarchy::name_of_host(int host) const {

@@ -7,6 +7,8 @@ namespace {
 
 /// How long a wait goes on before the store is asked, and the pause between two looks.
 constexpr std::chrono::milliseconds kLook{40};
+/// Longer than any deadline. A wait without a time-out would be given the group's by Gloo.
+constexpr std::chrono::hours kWithoutEnd{24 * 365};
 /// Waits that follow each other within this time need not wake the thread.
 constexpr std::chrono::seconds kAwake{1};
 
@@ -36,7 +38,7 @@ Watch::End Watch::wait(c10d::Work& work, Clock::time_point deadline) {
   std::exception_ptr error;
   bool finished = false;
   try {
-    finished = work.wait();
+    finished = work.wait(kWithoutEnd);
   } catch (...) {
     error = std::current_exception();
   }

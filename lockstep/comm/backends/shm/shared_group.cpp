@@ -45,10 +45,11 @@ void SharedGroup::arrive() {
   segment_.record(rank()).step.store(step_, std::memory_order_release);
 }
 
-void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout) {
+void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout,
+                        std::chrono::milliseconds grace) {
   if (all_here(spin_)) return;
   auto& barrier = segment_.header().barrier;
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = Clock::now() + timeout + grace;
   auto look = Clock::now() + kSlice;
   while (!barrier.reached(step_, size())) {
     throw_if_failed(call.text());

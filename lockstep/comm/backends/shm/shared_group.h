@@ -61,8 +61,10 @@ class SharedGroup {
     return size() == 1 || segment_.header().barrier.spin(step_, size(), budget);
   }
   /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
-  /// group, TimeoutError naming those that did not come within `timeout`.
-  void await(const Call& call, std::chrono::milliseconds timeout);
+  /// group, TimeoutError naming those that did not come within `timeout`. `grace`: how much longer
+  /// it waits before it says so, for one of them to say first for whom it waits itself.
+  void await(const Call& call, std::chrono::milliseconds timeout,
+             std::chrono::milliseconds grace = std::chrono::milliseconds(0));
   /// After the first step of a call: throws MismatchError on all ranks when they did not all make
   /// the same. The group can be used afterwards.
   void compare(const Call& call, std::chrono::milliseconds timeout);
@@ -98,7 +100,8 @@ class SharedGroup {
   /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
   /// 2 (process 4712) has ended".
   std::string how_it_went(int rank) const;
-  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended"; empty when none did.
+  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended"; empty when none
+  /// did.
   std::string noted_cause(int rank) const;
   /// Of this rank, for the others; the first counts.
   void note_cause(const std::string& cause) noexcept;
