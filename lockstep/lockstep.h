@@ -18,6 +18,7 @@
 #include "lockstep/data/sampler.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/launch/spawn.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/models/models.h"
 #include "lockstep/models/norm_pool.h"
 #include "lockstep/optim/backward.h"

@@ -37,6 +37,14 @@ const char* prefix_of(LogLevel level) {
   }
 }
 
+/// As launchers say it: torchrun's variable, Open MPI's, Slurm's.
+std::optional<std::string> rank_text() {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
+    if (auto rank = env_string(name)) return rank;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 LogLevel log_level() {
@@ -49,7 +57,7 @@ void set_log_level(LogLevel level) {
 
 void log(LogLevel level, std::string_view text) {
   if (level < log_level()) return;
-  const auto rank = env_string("RANK");
+  const auto rank = rank_text();
   const bool first = !rank || *rank == "0";
   if (!first && level < LogLevel::warning) return;
   std::string line;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
 
 namespace lockstep {
@@ -106,7 +107,7 @@ std::string human_bytes(uint64_t bytes) {
 
 std::string human_seconds(double seconds) {
   char text[32];
-  const auto whole = static_cast<int64_t>(seconds + 0.5);
+  const int64_t whole = std::llround(seconds);
   if (seconds < 1) {
     std::snprintf(text, sizeof text, "%.0fms", seconds * 1000);
   } else if (seconds < 60) {

@@ -36,7 +36,7 @@ void append_rank_state(NamedTensors& state, const std::vector<json>& ranks) {
 /// What rank 0 did, told to all: empty for success.
 void share_outcome(const ProcessGroup& group, const std::string& error) {
   const json outcome = group.size() > 1 ? group.broadcast_object(json(error), 0) : json(error);
-  if (outcome != "") throw CheckpointError(outcome.get<std::string>());
+  if (const auto text = outcome.get<std::string>(); !text.empty()) throw CheckpointError(text);
 }
 
 std::pair<fs::path, std::optional<Checkpoint>> read_newest(const CheckpointFolder& folder) {

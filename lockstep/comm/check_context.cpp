@@ -8,6 +8,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/errors.h"
+#include "lockstep/comm/native_log.h"
 #include "lockstep/comm/process_identity.h"
 #include "lockstep/comm/socket.h"
 
@@ -104,6 +105,7 @@ c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
   const std::lock_guard lock(connecting_);
   if (lost_) std::rethrow_exception(lost_);
   if (!store_) {
+    const QuietNativeLog quiet;
     try {
       auto own = over_tcp_ ? own_connection(shared_store_, patience, timeout()) : shared_store_;
       store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
@@ -117,6 +119,7 @@ c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
 }
 
 int64_t CheckContext::read_number(const std::string& key) {
+  const QuietNativeLog quiet;
   auto& numbers = store();
   if (over_tcp_) return numbers.add(key, 0);
   // The look for the key makes a file store read what is new; its get answers from memory.
@@ -151,6 +154,7 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
   }
   auto* store = connected_.load(std::memory_order_acquire);
   if (!store) return;
+  const QuietNativeLog quiet;
   try {
     store->set(failed_key(rank_), (known ? "!" : "?") + word);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
@@ -163,6 +167,7 @@ std::string CheckContext::told() const {
 }
 
 std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
+  const QuietNativeLog quiet;
   if (!store().check({failed_key(rank)})) return std::nullopt;
   const std::string word = store().get_to_str(failed_key(rank));
   return Word{word.substr(1), word[0] == '!'};
@@ -205,6 +210,7 @@ std::string CheckContext::identity_of(int rank) {
 }
 
 std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
+  const QuietNativeLog quiet;
   std::vector<int> result;
   for (int rank : ranks) {
     std::string identity;

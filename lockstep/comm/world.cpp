@@ -11,6 +11,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/host_place.h"
@@ -157,29 +158,89 @@ std::string choose_by_places(const std::vector<std::string>& places) {
   return everywhere && several ? "hierarchical" : "gloo";
 }
 
-// Every rank votes, so that all choose alike even where some hosts have fewer devices.
-std::string choose_backend(const InitOptions& options, Store store, Store gloo,
-                           const JobEnvironment& job) {
-  if (options.backend != "auto") {
-    backend_info(options.backend);
-    return options.backend;
+/// What a rank says of itself before the group is formed.
+struct Vote {
+  std::string asked;  ///< The backend it was told to use, or auto.
+  std::string hosts;  ///< What joins hosts below `hierarchical`.
+  std::string kind;   ///< nccl where it has a device, else cpu.
+  std::string place;
+
+  std::string encoded() const { return asked + " " + hosts + " " + kind + " " + place; }
+  static Vote decode(const std::string& text) {
+    const auto words = split(text, ' ');
+    if (words.size() < 3) return {text, {}, {}, {}};
+    const size_t length = words[0].size() + words[1].size() + words[2].size() + 3;
+    return {words[0], words[1], words[2], text.substr(std::min(length, text.size()))};
   }
+};
+
+Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
   const bool cuda = !options.cpu_only && backend_info("nccl").available &&
                     cuda_devices() >= std::max(1, job.local_size);
-  const std::string place = shared_memory_place();
-  const std::string mine = (cuda ? "nccl " : "cpu ") + place;
-  if (job.world_size > 1) {
-    store.set("vote/" + std::to_string(job.rank), mine);
-    if (!all_vote(store, gloo, job.world_size)) return "gloo";
+  return {options.backend, hierarchical::between_hosts(), cuda ? "nccl" : "cpu",
+          shared_memory_place()};
+}
+
+/// By rank; where not `all` are known to be there, those that are.
+std::map<int, Vote> read_votes(Store store, int world_size, bool all) {
+  std::map<int, Vote> votes;
+  for (int rank = 0; rank < world_size; ++rank) {
+    const std::string key = "vote/" + std::to_string(rank);
+    if (all || store.check({key})) votes[rank] = Vote::decode(store.get(key));
   }
-  bool all_cuda = cuda;
+  return votes;
+}
+
+// Two different words of a list by rank, `auto` agreeing with all.
+void expect_alike(const std::map<int, Vote>& votes, std::string Vote::*word,
+                  const std::string& what, const std::string& remedy) {
+  const std::pair<const int, Vote>* first = nullptr;
+  for (const auto& vote : votes) {
+    if (vote.second.*word == "auto") continue;
+    if (!first) first = &vote;
+    if (vote.second.*word == first->second.*word) continue;
+    const auto said = [&](const auto& one) {
+      return "rank " + std::to_string(one.first) + " has '" + one.second.*word + "'";
+    };
+    throw MismatchError("init: the ranks' " + what + " differ: " + said(*first) + ", " + said(vote),
+                        remedy);
+  }
+}
+
+std::string choose_from(const std::map<int, Vote>& votes) {
+  bool all_cuda = true;
   std::vector<std::string> places;
-  for (int rank = 0; rank < job.world_size; ++rank) {
-    const std::string vote = rank == job.rank ? mine : store.get("vote/" + std::to_string(rank));
-    all_cuda = all_cuda && vote.rfind("nccl ", 0) == 0;
-    places.push_back(vote.substr(vote.find(' ') + 1));
+  for (const auto& [rank, vote] : votes) {
+    if (vote.asked != "auto") return vote.asked;
+    all_cuda = all_cuda && vote.kind == "nccl";
+    places.push_back(vote.place);
   }
   return all_cuda ? "nccl" : choose_by_places(places);
+}
+
+// Every rank votes, so that all choose alike even where some hosts have fewer devices, and where
+// they cannot, all are told. Python's ranks do not vote: who may meet those does not wait for it.
+std::string choose_backend(const InitOptions& options, Store store, Store gloo,
+                           const JobEnvironment& job) {
+  const bool automatic = options.backend == "auto";
+  const Vote mine = own_vote(options, job);
+  std::map<int, Vote> votes{{job.rank, mine}};
+  if (job.world_size > 1) {
+    store.set("vote/" + std::to_string(job.rank), mine.encoded());
+    const bool waits = options.backend != "gloo" && options.backend != "nccl";
+    const bool all = waits && all_vote(store, gloo, job.world_size);
+    votes = read_votes(store, job.world_size, all);
+    expect_alike(votes, &Vote::asked, "backends", "give all ranks the same --backend");
+    if (waits && !all && automatic) return "gloo";
+    if (waits && !all)
+      throw MismatchError("init: rank " + std::to_string(job.rank) + " has the backend '" +
+                              options.backend + "', but Python's ranks are of the job",
+                          "use --backend gloo, or auto, which takes it then");
+  }
+  const std::string backend = automatic ? choose_from(votes) : options.backend;
+  if (backend == "hierarchical")
+    expect_alike(votes, &Vote::hosts, "LOCKSTEP_HOSTS_BACKEND", "set it alike on all hosts");
+  return backend;
 }
 
 }  // namespace

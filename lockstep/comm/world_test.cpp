@@ -259,6 +259,42 @@ TEST(InitErrors, ARankGivenTwiceIsNamed) {
   EXPECT_EQ(named, 1) << messages[0] << '\n' << messages[1] << '\n' << messages[2];
 }
 
+/// What init says on each of two ranks that ask for these backends, or which one they then have.
+std::vector<std::string> join_with(const std::vector<std::string>& backends) {
+  TemporaryDirectory folder;
+  const std::string method = "file://" + (folder.path() / "meet").string();
+  std::vector<std::string> said(backends.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < backends.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      InitOptions options =
+          options_of(method, static_cast<int>(rank), static_cast<int>(backends.size()));
+      options.timeout = milliseconds(10'000);
+      options.backend = backends[rank];
+      try {
+        World world = init(options);
+        at::Tensor one = at::ones({1});
+        world.group().all_reduce(one);
+        said[rank] = world.group().backend();
+      } catch (const MismatchError& error) {
+        said[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return said;
+}
+
+TEST(InitErrors, DifferentBackendsAreNamedOnAllRanks) {
+  for (const auto& text : join_with({"shm", "hierarchical"}))
+    EXPECT_THAT(text, HasSubstr("backends differ: rank 0 has 'shm', rank 1 has 'hierarchical'"));
+}
+
+TEST(World, AutomaticRanksFollowTheOneThatAsks) {
+  EXPECT_EQ(join_with({"auto", "shm"}), (std::vector<std::string>{"shm", "shm"}));
+  EXPECT_EQ(join_with({"gloo", "auto"}), (std::vector<std::string>{"gloo", "gloo"}));
+}
+
 TEST(InitErrors, MissingRanksAreNamed) {
   TemporaryDirectory folder;
   InitOptions options = options_of("file://" + (folder.path() / "meet").string(), 0, 3);

@@ -27,9 +27,13 @@ std::string range_text(const char* what, int from, int to, int of) {
 Binding by_core(const BindingRequest& request, const Topology& topology) {
   const int cores = static_cast<int>(topology.cores.size());
   if (request.local_size > cores) {
+    const bool bound_before = request.allowed < request.online;
     throw UsageError("--bind-to core: " + std::to_string(request.local_size) + " ranks, but " +
                          counted(cores, "core") + " that they may use",
-                     "start fewer ranks, or use --bind-to none");
+                     bound_before ? "a launcher, taskset or a container has bound this rank "
+                                    "already: start with `mpirun --bind-to none`, or use "
+                                    "--bind-to none here"
+                                  : "start fewer ranks, or use --bind-to none");
   }
   const auto [from, to] = share(cores, request.local_rank, request.local_size);
   Binding binding;

@@ -63,6 +63,14 @@ TEST(Binding, MoreRanksThanCoresIsAnError) {
               ThrowsMessage<UsageError>(HasSubstr("3 ranks, but 2 cores")));
 }
 
+TEST(Binding, ARankThatALauncherHasBoundIsTold) {
+  auto bound = request("core", 0, 2);
+  bound.allowed = 1;
+  const auto topology = machine(1, 1);
+  EXPECT_THAT([&] { choose_binding(bound, &topology); },
+              ThrowsMessage<UsageError>(HasSubstr("mpirun --bind-to none")));
+}
+
 TEST(Binding, DomainsAreSharedOrDealtOut) {
   const auto topology = machine(8, 2);
   const std::vector<int> first = {0, 1, 2, 3, 8, 9, 10, 11};

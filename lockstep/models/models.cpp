@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/models/norm_pool.h"
 
 namespace lockstep {
@@ -56,6 +57,10 @@ class Children : public nn::Module {
   }
 };
 
+at::Tensor through(const nn::Linear& layer, const at::Tensor& x) {
+  return linear(x, layer->weight, layer->bias);
+}
+
 /// Linear layers with ReLU between them, as nn.Sequential(Linear, ReLU, ..., Linear).
 class Perceptron : public Model {
  public:
@@ -70,8 +75,8 @@ class Perceptron : public Model {
 
   at::Tensor forward(at::Tensor input) override {
     at::Tensor x = as_rows(label_, input, 784, "[batch, 784] or [batch, 1, 28, 28]");
-    for (size_t i = 0; i + 1 < layers_.size(); ++i) x = at::relu(layers_[i]->forward(x));
-    return layers_.back()->forward(x);
+    for (size_t i = 0; i + 1 < layers_.size(); ++i) x = at::relu(through(layers_[i], x));
+    return through(layers_.back(), x);
   }
 
  private:
@@ -89,7 +94,7 @@ class LinearRegression : public Model {
   }
 
   at::Tensor forward(at::Tensor input) override {
-    return at::linear(as_rows("linear", input, kFeatures, "[batch, 20]"), weight_, bias_);
+    return linear(as_rows("linear", input, kFeatures, "[batch, 20]"), weight_, bias_);
   }
 
  private:
@@ -122,7 +127,7 @@ class ConvNet : public Model {
 
   at::Tensor forward(at::Tensor input) override {
     at::Tensor x = layer2_->forward(layer1_->forward(as_images("convnet", input)));
-    return fc_->forward(x.reshape({x.size(0), -1}));
+    return through(fc_, x.reshape({x.size(0), -1}));
   }
 
  private:
@@ -150,8 +155,8 @@ class FashionCnn : public Model {
 
   at::Tensor forward(at::Tensor input) override {
     at::Tensor x = layer2_->forward(layer1_->forward(as_images("fashion-cnn", input)));
-    x = drop_->forward(fc1_->forward(x.flatten(1)));
-    return fc3_->forward(fc2_->forward(x));
+    x = drop_->forward(through(fc1_, x.flatten(1)));
+    return through(fc3_, through(fc2_, x));
   }
 
  private:

@@ -19,7 +19,7 @@ class Bf16Hook : public c10d::CppCommHookInterface<ProcessGroup> {
     // Divided first, as in Python, so that the sum does not overflow.
     std::vector<at::Tensor> compressed{
         bucket.getBuffer().to(at::kBFloat16).div_(static_cast<double>(state_.size()))};
-    at::Tensor wide = bucket.getBuffer();
+    const at::Tensor& wide = bucket.getBuffer();
     auto narrow = compressed.front();
     return group.allreduce(compressed)
         ->getFuture()

@@ -34,7 +34,7 @@ const TrainerOptions& checked(const TrainerOptions& options) {
 Trainer::Trainer(const World& world, TrainTask task, TrainerOptions options)
     : world_(world),
       task_(std::move(task)),
-      options_(checked(options)),
+      options_(checked(std::move(options))),
       loop_(task_, world.group(), options_),
       start_(Clock::now()) {
   options_.identity["number of ranks"] = std::to_string(world.size());

@@ -53,6 +53,11 @@ class Bench(unittest.TestCase):
         # 4 MB are read and written twice: no memory does that in the time of 4 bytes.
         self.assertGreater(rows[1]["bound_us"], 100 * rows[0]["bound_us"])
 
+    def test_a_barrier_is_a_size_of_none(self):
+        rows = bench("allreduce", "--sizes", "0,67108864", "--steps", 5, "--rounds", 1)["results"]
+        self.assertIsNone(rows[0]["bound_us"])
+        self.assertGreater(rows[1]["p50_us"], 10 * rows[0]["p50_us"])
+
     def test_one_rank_has_nothing_to_copy(self):
         row, = bench("all-reduce", "--sizes", "1024", "--devices", 1, "--steps", 5, "--rounds", 1)["results"]
         self.assertIsNone(row["bound_us"])

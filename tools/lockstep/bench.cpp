@@ -123,9 +123,10 @@ void check(const BenchOptions& options) {
   }
   check_profile(options);
   for (const int64_t bytes : options.sizes) {
-    if (bytes < 4 || bytes % 4 != 0) {
+    if (bytes % 4 != 0) {
       throw UsageError("--sizes: " + std::to_string(bytes) +
-                       " is no whole number of float32 values; expected a multiple of 4");
+                       " is no whole number of float32 values; expected a multiple of 4, or 0 "
+                       "for a barrier");
     }
   }
 }
@@ -169,7 +170,8 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
   if (takes("--backend")) {
     cli.list("--backend", options.backends, several ? "Backends to compare" : "The backend");
   }
-  if (takes("--sizes")) cli.list("--sizes", options.sizes, "Bytes of float32 values", {4, 1e11});
+  if (takes("--sizes"))
+    cli.list("--sizes", options.sizes, "Bytes of float32 values; 0: a barrier", {0, 1e11});
   if (takes("--steps")) {
     const std::string what = kind.name == "loader"      ? "Timed batches"
                              : kind.name == "allreduce" ? "Timed all-reduces of each size"

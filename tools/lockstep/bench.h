@@ -18,8 +18,8 @@ struct BenchOptions {
   int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
   std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
   std::vector<std::string> backends = {"auto"};  ///< What a user gets who names none.
-  /// From a scalar to a large model's gradients; 437 KB are those of the MLP.
-  std::vector<int64_t> sizes = {4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
+  /// 0 is a barrier; from a scalar to a large model's gradients; 437 KB are those of the MLP.
+  std::vector<int64_t> sizes = {0, 4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
   /// Timed steps, all-reduces or batches a run; enough for a median that repeats within some 5%.
   int64_t steps = 300;
   std::string bind_to = "auto";  ///< See launch::choose_binding; ours only, not Python's.
@@ -39,7 +39,7 @@ struct BenchOptions {
 
   int rounds_or_default() const { return rounds > 0 ? rounds : (compare_python ? 5 : 3); }
   int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
-  std::vector<int64_t> devices_or(std::vector<int64_t> usual) const {
+  std::vector<int64_t> devices_or(const std::vector<int64_t>& usual) const {
     return devices.empty() ? usual : devices;
   }
 };

@@ -62,6 +62,13 @@ struct SizeFigures {
   Json bound_us;
 };
 
+SizeFigures measure_barrier(const ProcessGroup& group, int64_t warmup, int64_t steps) {
+  std::vector<double> times;
+  for (int64_t i = 0; i < warmup; ++i) group.barrier();
+  time_calls([&] { group.barrier(); }, steps, times);
+  return {median(std::move(times)), {}};
+}
+
 SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor,
                     int64_t warmup, int64_t steps) {
   const int64_t steps_of_turn = std::max<int64_t>(1, steps / kTurns);
@@ -95,9 +102,11 @@ Json bench_allreduce_worker(const Json& config) {
   }
   Json p50 = Json::array(), bound = Json::array();
   for (const auto& row : config.at("sizes")) {
-    const auto tensor = at::zeros({row.at("bytes").get<int64_t>() / 4}, world.device());
-    const auto figures = measure(world.group(), slots ? &*slots : nullptr, tensor,
-                                 config.at("warmup"), row.at("steps"));
+    const int64_t bytes = row.at("bytes"), warmup = config.at("warmup"), steps = row.at("steps");
+    const auto figures = bytes == 0
+                             ? measure_barrier(world.group(), warmup, steps)
+                             : measure(world.group(), slots ? &*slots : nullptr,
+                                       at::zeros({bytes / 4}, world.device()), warmup, steps);
     p50.push_back(figures.p50_us);
     bound.push_back(figures.bound_us);
   }

@@ -32,10 +32,11 @@ struct SizeTarget {
   const char* size;
   double bound;
 };
-constexpr SizeTarget kAllReduce[] = {
-    {4, "4 B", 1.0 / 100},      {1024, "1 KB", 1.0 / 100},    {16384, "16 KB", 1.0 / 35},
-    {65536, "64 KB", 1.0 / 35}, {437544, "437 KB", 1.0 / 12}, {1 << 20, "1 MB", 1.0 / 8},
-    {4 << 20, "4 MB", 1.0 / 5}, {16 << 20, "16 MB", 1.0 / 5}, {64 << 20, "64 MB", 1.0 / 5}};
+constexpr SizeTarget kAllReduce[] = {{0, "", 1.0 / 100},           {4, "4 B", 1.0 / 100},
+                                     {1024, "1 KB", 1.0 / 100},    {16384, "16 KB", 1.0 / 35},
+                                     {65536, "64 KB", 1.0 / 35},   {437544, "437 KB", 1.0 / 12},
+                                     {1 << 20, "1 MB", 1.0 / 8},   {4 << 20, "4 MB", 1.0 / 5},
+                                     {16 << 20, "16 MB", 1.0 / 5}, {64 << 20, "64 MB", 1.0 / 5}};
 /// From this size on so much of what copying alone allows; see bench_allreduce_worker.
 constexpr int64_t kLarge = 4 << 20;
 constexpr double kOfBound = 0.8;
@@ -115,14 +116,14 @@ void all_reduce_targets(const BenchOptions& given, const Add& add) {
   std::vector<int64_t> sizes;
   for (const auto& target : kAllReduce) sizes.push_back(target.bytes);
   compare(2, sizes, [&](size_t i, double ratio, const BenchRow& details) {
-    add({"all-reduce of " + std::string(kAllReduce[i].size) +
+    const std::string size = kAllReduce[i].size;
+    add({(size.empty() ? "barrier" : "all-reduce of " + size) +
              ", 2 ranks over shared memory: of Gloo's time",
          kAllReduce[i].bound},
         ratio, details);
     if (kAllReduce[i].bytes < kLarge) return;
-    add({"all-reduce of " + std::string(kAllReduce[i].size) +
-             ", 2 ranks over shared memory: of the bound by memcpy",
-         kOfBound, /*at_most=*/false},
+    add({"all-reduce of " + size + ", 2 ranks over shared memory: of the bound by memcpy", kOfBound,
+         /*at_most=*/false},
         details["shm"]["of_bound"], details);
   });
   for (const int64_t ranks : {4, 8}) {

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/check_context.h"
+#include "lockstep/comm/native_log.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -24,6 +25,7 @@ Cause decode(const std::string& word) {
 // The add makes one rank the first on every kind of store. One that ends between its two requests
 // leaves the others to what they know themselves.
 Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
+  const QuietNativeLog quiet;
   context.tell_failed(call + " " + cause.text, /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
@@ -50,6 +52,7 @@ std::optional<Cause> Alarm::heard() noexcept {
   if (known_) return known_;
   const auto word = courier_.ask<std::string>(
       [](CheckContext& context) {
+        const QuietNativeLog quiet;
         c10d::Store& store = context.store();
         return store.check({kCause}) ? store.get_to_str(kCause) : std::string();
       },

@@ -2,6 +2,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/host_place.h"
@@ -27,7 +28,10 @@ std::string between_hosts() {
                      "leave it unset for gloo; for CUDA tensors use --backend nccl, which knows "
                      "hosts by itself");
   }
-  backend_info(name);
+  if (name != "gloo" && name != "mpi") {
+    throw UsageError("environment variable LOCKSTEP_HOSTS_BACKEND: " +
+                     unknown_word("backend", name, {"gloo", "mpi"}));
+  }
   return name;
 }
 
