@@ -49,19 +49,18 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
                      DebugLevel debug = DebugLevel::info);
 
 /// Decorates a backend:
-/// - Before a collective it compares over the store what the ranks call: sequence number,
-/// operation,
-///   dtype, shape, root, reduction and splits. A difference throws MismatchError on every rank,
-///   naming both sides; a rank that does not come, TimeoutError naming it; one whose process has
-///   ended, PeerLostError. The call blocks until all ranks have come. Sends and receives of CPU
-///   tensors are compared likewise, on a thread that starts with the first of them.
+/// - Before a collective (see CheckedBackendOptions for which ones) it compares what the ranks call
+///   over the store: sequence number, operation, dtype, shape, root, reduction, splits. A
+///   difference throws MismatchError on every rank, naming both sides; a rank that does not come,
+///   TimeoutError naming it; one whose process has ended, PeerLostError. The call blocks until all
+///   ranks have come. Sends and receives of CPU tensors are compared likewise, on a thread that
+///   starts with the first of them.
 /// - Time-outs and lost connections of the backend (at the call, from Work::wait, from the future)
 ///   become TimeoutError and PeerLostError with operation, sequence number, ranks and seconds. The
 ///   rank at fault is found from the processes that have ended on this host and from what the
 ///   others report to the store; that takes up to a second, after the failure only.
-/// - From then on the process ignores SIGPIPE, unless it has a handler of its own: a write to a
-/// lost
-///   peer would end it otherwise, without a word.
+/// - From then on the process ignores SIGPIPE, unless it has a handler of its own: a write
+///   to a lost peer would end it otherwise, without a word.
 /// Errors of use (a wrong device, a wrong number of tensors) pass as they are.
 ///
 /// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options

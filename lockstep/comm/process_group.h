@@ -26,18 +26,20 @@ struct P2POp {
   enum class Kind { send, recv } kind;
   at::Tensor tensor;
   int peer;     ///< The other rank of the group.
-  int tag = 0;  ///< Gloo matches sends to receives by it.
+  int tag = 0;  ///< Sends are matched to receives by it, in their order.
 };
 
 /// Ranks that communicate. A handle; copies share the group, which the World closes: after that
 /// every call throws CommError. One thread at a time; all ranks of a group must make the same calls
 /// in the same order. Ranks in arguments are ranks of this group; one out of range, a tensor list
 /// of the wrong length or a tensor that is not contiguous is a UsageError, before anything is sent.
-/// (shm and mpi take the latter too: they copy it in and, before `wait` returns, out.)
+/// (shm, hierarchical and mpi take the latter too: they copy it in and, before `wait` returns,
+/// out.)
 ///
 /// Tensors must be on the backend's device. A synchronous call returns when the
 /// result is there; its `_async` twin returns at once with a Work. Every call throws MismatchError
-/// when ranks disagree (for the first collectives of a group, always at debug level `detail`),
+/// when ranks disagree (over shm and hierarchical always; over gloo and mpi at a group's first ten
+/// collectives, and always at debug level `detail`; over nccl at `detail`),
 /// TimeoutError naming operation, sequence number, ranks and seconds, and PeerLostError.
 class ProcessGroup {
  public:

@@ -10,7 +10,7 @@ bool unscale_gradients(const std::vector<at::Tensor>& parameters, const StepScal
   const c10::AutoGradMode no_grad(false);
   const at::Tensor factor = scale.grad_scale.reshape({});
   for (const at::Tensor& parameter : parameters) {
-    at::Tensor gradient = parameter.grad();
+    const at::Tensor& gradient = parameter.grad();
     if (gradient.defined()) gradient.div_(factor.to(gradient.device()));
   }
   return true;
