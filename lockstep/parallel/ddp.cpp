@@ -41,7 +41,7 @@ void throw_unfinished(int rank, const std::vector<std::string>& names) {
 
 class DdpCore::Impl {
  public:
-  Impl(ModuleState state, const ProcessGroup& group, const DdpOptions& options) {
+  Impl(const ModuleState& state, const ProcessGroup& group, const DdpOptions& options) {
     if (options.broadcast_buffers) {
       for (const NamedTensor& item : state.buffers) buffers_.push_back(item.tensor);
     }
