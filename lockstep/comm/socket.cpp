@@ -89,7 +89,7 @@ int look_up(const std::string& host, milliseconds timeout, std::vector<ResolvedA
   while (gai_error(list[0]) == EAI_INPROGRESS) {
     const auto left = left_until(deadline);
     if (left.count() == 0) {
-      if (gai_cancel(list[0]) == EAI_NOTCANCELED) lookup.release();
+      if (gai_cancel(list[0]) == EAI_NOTCANCELED) static_cast<void>(lookup.release());
       return EAI_AGAIN;
     }
     const timespec wait{left.count() / 1000, (left.count() % 1000) * 1'000'000};

@@ -22,12 +22,9 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-/// How much longer than the time-out a wait goes on: the ones that are late may wait themselves,
-/// for a message by the group over Gloo, and say for whom within kReportPatience of their time-out.
-constexpr milliseconds kGrace{1'500};
 /// How much longer than a leader its host's ranks wait for it: it waits for the other hosts, and
 /// when these are late it is the one to say who.
-constexpr milliseconds kSlack{5'000};
+constexpr milliseconds kSlack{4'000};
 /// How long a leader that lost another one, or waited for it in vain, looks for the cause that the
 /// ranks of that host tell. They notice their own dead within some 20 ms, and their own late at
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
@@ -201,7 +198,7 @@ void Hierarchy::step(const std::function<void(std::byte*)>& give,
                      const std::function<void()>& take) {
   if (give) give(group_.give(group_.slot_bytes()));
   group_.arrive();
-  first_step_ ? group_.await(*call_, timeout_, kGrace) : group_.await(*call_, timeout_ + kSlack);
+  group_.await(*call_, first_step_ ? timeout_ : timeout_ + kSlack);
   first_step_ = false;
   if (take) take();
 }
@@ -381,7 +378,7 @@ void Hierarchy::receive(int host, std::byte* data, size_t bytes, Transfers& tran
 }
 
 void Hierarchy::finish(Transfers& transfers) {
-  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_ + kGrace); });
+  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_); });
 }
 
 std::string Hierarchy::name_of_host(int host) const {

@@ -45,11 +45,10 @@ void SharedGroup::arrive() {
   segment_.record(rank()).step.store(step_, std::memory_order_release);
 }
 
-void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout,
-                        std::chrono::milliseconds grace) {
+void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout) {
   if (all_here(spin_)) return;
   auto& barrier = segment_.header().barrier;
-  const auto deadline = Clock::now() + timeout + grace;
+  const auto deadline = Clock::now() + timeout;
   auto look = Clock::now() + kSlice;
   while (!barrier.reached(step_, size())) {
     throw_if_failed(call.text());

@@ -61,10 +61,8 @@ class SharedGroup {
     return size() == 1 || segment_.header().barrier.spin(step_, size(), budget);
   }
   /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
-  /// group, TimeoutError naming those that did not come within `timeout`. `grace`: how much longer
-  /// it waits before it says so, for one of them to say first for whom it waits itself.
-  void await(const Call& call, std::chrono::milliseconds timeout,
-             std::chrono::milliseconds grace = std::chrono::milliseconds(0));
+  /// group, TimeoutError naming those that did not come within `timeout`.
+  void await(const Call& call, std::chrono::milliseconds timeout);
   /// After the first step of a call: throws MismatchError on all ranks when they did not all make
   /// the same. The group can be used afterwards.
   void compare(const Call& call, std::chrono::milliseconds timeout);
