@@ -79,6 +79,12 @@ def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", p
             rank.process.stdout.close()
 
 
+def mentions(text, rank):
+    """Whether it is among "rank 2", "ranks 1 and 2", "ranks 0, 1 and 2"."""
+    named = re.findall(r"ranks? (\d+(?:(?:, | and )\d+)*)", text)
+    return str(rank) in re.findall(r"\d+", " ".join(named))
+
+
 def begun(ranks, line):
     def check():
         for index, rank in enumerate(ranks):
@@ -96,20 +102,23 @@ class CommFaults(unittest.TestCase):
     def tearDown(self):
         self.assertEqual(self.left_behind.names(), set())
 
-    def survivors_name(self, ranks, victim, allowed, within):
-        """Every other rank ends in time with one of the exit codes, naming the victim."""
+    def survivors_name(self, ranks, victim, allowed, within, or_who_waits_for_it=False):
+        """Every other rank ends in time with one of the exit codes, naming the victim; `or_who_waits_for_it`: or
+        one that names it."""
         deadline = time.monotonic() + within
+        texts = {}
         for index, rank in enumerate(ranks):
             if index == victim:
                 continue
             try:
-                code, text = rank.end(max(0.1, deadline - time.monotonic()))
+                code, texts[index] = rank.end(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self.fail(f"rank {index} still runs {within} s after rank {victim} failed: {rank.lines[-5:]}")
-            self.assertIn(code, allowed, f"rank {index}: {text}")
-            # "rank 2", "ranks 1 and 2", "ranks 0, 1 and 2"; its own name is another number.
-            named = re.findall(r"ranks? (\d+(?:(?:, | and )\d+)*)", text)
-            self.assertIn(str(victim), re.findall(r"\d+", " ".join(named)), f"rank {index}: {text}")
+            self.assertIn(code, allowed, f"rank {index}: {texts[index]}")
+        direct = {index for index, text in texts.items() if mentions(text, victim)}
+        for index in set(texts) - direct:
+            behind = or_who_waits_for_it and any(mentions(texts[index], other) for other in direct)
+            self.assertTrue(behind, f"rank {index}: {texts[index]}")
 
     def kill_one(self, seed, debug, over_file):
         choose = random.Random(seed)
@@ -164,7 +173,8 @@ class CommFaults(unittest.TestCase):
                 ranks[victim].process.send_signal(signal.SIGSTOP)
                 # The time-out, a second of looking for the cause, and a busy machine. Who fails first
                 # closes its connections when it ends, which the others may see before their time-out.
-                self.survivors_name(ranks, victim, {TIMEOUT, PEER_LOST}, 20)
+                # Of two time-outs that end at once, that of a message to a rank which itself waits may come first.
+                self.survivors_name(ranks, victim, {TIMEOUT, PEER_LOST}, 20, or_who_waits_for_it=True)
                 ranks[victim].process.send_signal(signal.SIGCONT)
                 code, text = ranks[victim].end(20)
                 self.assertIn(code, {TIMEOUT, PEER_LOST}, text)

@@ -15,8 +15,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store
-from test_shm_faults import mentions
+from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store, mentions
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")

@@ -5,7 +5,6 @@ LOCKSTEP_FAULT_SEED repeats a run; LOCKSTEP_LONG_TESTS=1 makes 500 kills of it."
 
 import os
 import random
-import re
 import signal
 import statistics
 import time
@@ -14,15 +13,10 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job
+from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, mentions
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
-
-
-def mentions(text, victim):
-    named = re.findall(r"ranks? (\d+(?:(?:, | and )\d+)*)", text)
-    return str(victim) in re.findall(r"\d+", " ".join(named))
 
 
 class ShmFaults(unittest.TestCase):
