@@ -19,7 +19,9 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// The products are those of addmm's own backward for a transposed weight.
+/// The products are those of addmm's own backward for a transposed weight. So is the order of the
+/// inputs, bias first: buckets follow the order in which gradients come, and the order in which
+/// Gloo adds three ranks' values follows their place in the bucket.
 class LinearBackward : public Node {
  public:
   LinearBackward(const at::Tensor& x, const at::Tensor& weight)
@@ -40,10 +42,10 @@ class LinearBackward : public Node {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return result;
     const at::Tensor x = x_.unpack(), weight = weight_.unpack();
-    if (task_should_compute_output(0)) result[0] = gradient.mm(weight);
-    if (task_should_compute_output(1)) result[1] = gradient.t().mm(x);
     // Of a row each: the engine sums what was broadcast.
-    if (task_should_compute_output(2)) result[2] = gradient;
+    if (task_should_compute_output(0)) result[0] = gradient;
+    if (task_should_compute_output(1)) result[1] = gradient.mm(weight);
+    if (task_should_compute_output(2)) result[2] = gradient.t().mm(x);
     return result;
   }
 
@@ -85,7 +87,7 @@ bool linear_is_one_node(const at::Tensor& x, const at::Tensor& weight, const at:
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!linear_is_one_node(x, weight, bias)) return at::linear(x, weight, bias);
   const auto node = make_node<std::decay_t<decltype(x.grad_fn())>, LinearBackward>(x, weight);
-  node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+  node->set_next_edges(torch::autograd::collect_next_edges(bias, x, weight));
   at::Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <string>
@@ -63,6 +65,41 @@ TEST(Linear, HasTheBitsOfLibTorch) {
         expect_alike(given);
         expect_alike(layer(rows, in, out, at::kDouble));
       }
+}
+
+/// Buckets follow it, and with them the bits of three ranks over Gloo.
+TEST(Linear, GradientsComeInLibTorchsOrder) {
+  using torch::autograd::variable_list;
+  struct Note : torch::autograd::FunctionPostHook {
+    Note(std::string& to, char letter) : to_(to), letter_(letter) {}
+    variable_list operator()(const variable_list& outputs, const variable_list&) override {
+      to_ += letter_;
+      return outputs;
+    }
+    std::string& to_;
+    char letter_;
+  };
+  const auto order = [](bool ours) {
+    at::manual_seed(6);
+    const auto apply = [&](const Layer& layer, const at::Tensor& x) {
+      return ours ? linear(x, layer.weight, layer.bias) : at::linear(x, layer.weight, layer.bias);
+    };
+    std::vector<Layer> layers{layer(8, 6, 5), layer(8, 5, 4), layer(8, 4, 3)};
+    std::string letters;
+    std::vector<decltype(torch::autograd::impl::grad_accumulator(layers[0].x))> held;
+    char letter = 'a';
+    for (const Layer& one : layers)
+      for (const at::Tensor& leaf : {one.weight, one.bias}) {
+        held.push_back(torch::autograd::impl::grad_accumulator(leaf));
+        held.back()->add_post_hook(std::make_unique<Note>(letters, letter++));
+      }
+    at::Tensor x = at::randn({8, 6});
+    for (const Layer& one : layers) x = at::relu(apply(one, x));
+    x.sum().backward();
+    return letters;
+  };
+  EXPECT_EQ(order(true), order(false));
+  EXPECT_EQ(order(false), "fedcba");
 }
 
 TEST(Linear, GivesGradientsOnlyWhereTheyAreWanted) {
