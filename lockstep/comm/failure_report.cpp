@@ -60,8 +60,9 @@ bool look(CheckContext& context, int peer, Findings& findings) {
 Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
   Findings findings;
   try {
-    context.store();                 // Without a connection nobody is told.
-  } catch (const std::exception&) {  // The look below finds it lost.
+    // Without a connection nobody is told; that it is lost the look below finds.
+    context.store();
+  } catch (const std::exception&) {
   }
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };

@@ -162,7 +162,7 @@ std::string choose_by_places(const std::vector<std::string>& places) {
 struct Vote {
   std::string asked;  ///< The backend it was told to use, or auto.
   std::string hosts;  ///< What joins hosts below `hierarchical`.
-  std::string kind;   ///< nccl where it has a device, else cpu.
+  std::string kind;   ///< nccl where `auto` found a device, else cpu.
   std::string place;
 
   std::string encoded() const { return asked + " " + hosts + " " + kind + " " + place; }
@@ -175,8 +175,8 @@ struct Vote {
 };
 
 Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
-  const bool cuda = !options.cpu_only && backend_info("nccl").available &&
-                    cuda_devices() >= std::max(1, job.local_size);
+  const bool cuda = options.backend == "auto" && !options.cpu_only &&
+                    backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
   return {options.backend, hierarchical::between_hosts(), cuda ? "nccl" : "cpu",
           shared_memory_place()};
 }

@@ -95,30 +95,29 @@ def begun(ranks, line):
     t.wait_until(check, 60, f"'{line}' of all ranks")
 
 
+def survivors_name(case, ranks, lost, allowed, within=20, or_who_waits_for_it=False):
+    """Every rank but the lost ones ends in time with one of the exit codes, naming one of those; with
+    `or_who_waits_for_it` or one that names it."""
+    deadline = time.monotonic() + within
+    texts = {}
+    for index in sorted(set(range(len(ranks))) - set(lost)):
+        try:
+            code, texts[index] = ranks[index].end(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            case.fail(f"rank {index} still runs {within} s after {lost} failed: {ranks[index].lines[-5:]}")
+        case.assertIn(code, allowed, f"rank {index}: {texts[index]}")
+    direct = {index for index, text in texts.items() if any(mentions(text, victim) for victim in lost)}
+    for index in set(texts) - direct:
+        behind = or_who_waits_for_it and any(mentions(texts[index], other) for other in direct)
+        case.assertTrue(behind, f"rank {index}: {texts[index]}")
+
+
 class CommFaults(unittest.TestCase):
     def setUp(self):
         self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(self.left_behind.names(), set())
-
-    def survivors_name(self, ranks, victim, allowed, within, or_who_waits_for_it=False):
-        """Every other rank ends in time with one of the exit codes, naming the victim; `or_who_waits_for_it`: or
-        one that names it."""
-        deadline = time.monotonic() + within
-        texts = {}
-        for index, rank in enumerate(ranks):
-            if index == victim:
-                continue
-            try:
-                code, texts[index] = rank.end(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.fail(f"rank {index} still runs {within} s after rank {victim} failed: {rank.lines[-5:]}")
-            self.assertIn(code, allowed, f"rank {index}: {texts[index]}")
-        direct = {index for index, text in texts.items() if mentions(text, victim)}
-        for index in set(texts) - direct:
-            behind = or_who_waits_for_it and any(mentions(texts[index], other) for other in direct)
-            self.assertTrue(behind, f"rank {index}: {texts[index]}")
+        self.left_behind.expect_nothing()
 
     def kill_one(self, seed, debug, over_file):
         choose = random.Random(seed)
@@ -139,7 +138,7 @@ class CommFaults(unittest.TestCase):
                 time.sleep(delay)  # The random moment; nothing is waited for.
                 ranks[victim].process.kill()
                 # Far below the group's time-out: the loss itself is noticed.
-                self.survivors_name(ranks, victim, {PEER_LOST}, 15)
+                survivors_name(self, ranks, {victim}, {PEER_LOST}, 15)
 
     def test_killed_rank_is_named_by_all_survivors(self):
         for number, debug in enumerate(["info", "info", "detail", "off"]):
@@ -174,7 +173,7 @@ class CommFaults(unittest.TestCase):
                 # The time-out, a second of looking for the cause, and a busy machine. Who fails first
                 # closes its connections when it ends, which the others may see before their time-out.
                 # Of two time-outs that end at once, that of a message to a rank which itself waits may come first.
-                self.survivors_name(ranks, victim, {TIMEOUT, PEER_LOST}, 20, or_who_waits_for_it=True)
+                survivors_name(self, ranks, {victim}, {TIMEOUT, PEER_LOST}, or_who_waits_for_it=True)
                 ranks[victim].process.send_signal(signal.SIGCONT)
                 code, text = ranks[victim].end(20)
                 self.assertIn(code, {TIMEOUT, PEER_LOST}, text)

@@ -15,7 +15,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store, mentions
+from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store, survivors_name
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -71,21 +71,7 @@ class HostsFaults(unittest.TestCase):
         self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(self.left_behind.names(), set())
-
-    def end_survivors(self, ranks, lost, allowed, within=20, or_who_waits_for_it=False):
-        """`or_who_waits_for_it`: a survivor may also name one that names the rank at fault."""
-        deadline = time.monotonic() + within
-        texts = {}
-        for index, rank in enumerate(ranks):
-            if index in lost:
-                continue
-            code, texts[index] = rank.end(max(0.1, deadline - time.monotonic()))
-            self.assertIn(code, allowed, f"rank {index}: {texts[index]}")
-        direct = {index for index, text in texts.items() if any(mentions(text, victim) for victim in lost)}
-        for index in set(texts) - direct:
-            behind = or_who_waits_for_it and any(mentions(texts[index], other) for other in direct)
-            self.assertTrue(behind, f"rank {index}: {texts[index]}")
+        self.left_behind.expect_nothing()
 
     def moment(self, choose):
         return choose.choice([("joined", choose.uniform(0, 0.05)), ("round 3", choose.uniform(0, 0.2)),
@@ -106,7 +92,7 @@ class HostsFaults(unittest.TestCase):
                 time.sleep(delay)  # The random moment; nothing is waited for.
                 ranks[victim].process.kill()
                 killed = time.monotonic()
-                self.end_survivors(ranks, {victim}, {PEER_LOST})
+                survivors_name(self, ranks, {victim}, {PEER_LOST})
                 reaction.append(time.monotonic() - killed)
         print(f"all survivors had ended after {statistics.median(reaction):.2f} s (median), {max(reaction):.2f} s (longest)",
               flush=True)
@@ -119,7 +105,7 @@ class HostsFaults(unittest.TestCase):
                 ranks[victim].process.send_signal(signal.SIGSTOP)
                 # Time-outs of a rank and of one that waits for it may end at once: the call of the
                 # latter then names the former.
-                self.end_survivors(ranks, {victim}, {TIMEOUT, PEER_LOST}, 30, or_who_waits_for_it=True)
+                survivors_name(self, ranks, {victim}, {TIMEOUT, PEER_LOST}, 30, or_who_waits_for_it=True)
                 ranks[victim].process.send_signal(signal.SIGCONT)
                 code, text = ranks[victim].end(20)
                 self.assertIn(code, {TIMEOUT, PEER_LOST}, text)
@@ -149,7 +135,7 @@ class HostsFaults(unittest.TestCase):
                 begun(ranks, line)
                 time.sleep(delay)  # The random moment; nothing is waited for.
                 os.kill(hosts.only_child(ranks[victim].process.pid), signal.SIGKILL)
-                self.end_survivors(ranks, {victim}, {PEER_LOST})
+                survivors_name(self, ranks, {victim}, {PEER_LOST})
 
     @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
     def test_a_host_whose_processes_all_end_is_named(self):
@@ -164,7 +150,7 @@ class HostsFaults(unittest.TestCase):
                 begun(ranks, line)
                 time.sleep(delay)  # The random moment; nothing is waited for.
                 pair[lost].kill_processes()
-                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {PEER_LOST})
+                survivors_name(self, ranks, {0, 1} if lost == 0 else {2, 3}, {PEER_LOST})
 
     @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
     def test_a_host_that_is_cut_off_runs_into_the_time_out(self):
@@ -172,7 +158,7 @@ class HostsFaults(unittest.TestCase):
             with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], SHORT) as ranks:
                 begun(ranks, "round 3")
                 pair[lost].kill()
-                self.end_survivors(ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60,
+                survivors_name(self, ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60,
                                     or_who_waits_for_it=True)
 
 

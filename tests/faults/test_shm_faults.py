@@ -13,7 +13,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, mentions
+from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, survivors_name
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -24,16 +24,7 @@ class ShmFaults(unittest.TestCase):
         self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(self.left_behind.names(), set())
-
-    def end_survivors(self, ranks, victim, allowed):
-        deadline = time.monotonic() + 20
-        for index, rank in enumerate(ranks):
-            if index == victim:
-                continue
-            code, text = rank.end(max(0.1, deadline - time.monotonic()))
-            self.assertIn(code, allowed, f"rank {index}: {text}")
-            self.assertTrue(mentions(text, victim), f"rank {index}: {text}")
+        self.left_behind.expect_nothing()
 
     def test_killed_rank_is_named_by_all_survivors(self):
         reaction = []
@@ -50,7 +41,7 @@ class ShmFaults(unittest.TestCase):
                 time.sleep(delay)  # The random moment; nothing is waited for.
                 ranks[victim].process.kill()
                 killed = time.monotonic()
-                self.end_survivors(ranks, victim, {PEER_LOST})
+                survivors_name(self, ranks, {victim}, {PEER_LOST})
                 reaction.append(time.monotonic() - killed)
         print(f"seeds {SEED} to {SEED + len(reaction) - 1}: all survivors had ended after "
               f"{statistics.median(reaction):.3f} s (median), {max(reaction):.3f} s (longest)", flush=True)
@@ -67,7 +58,7 @@ class ShmFaults(unittest.TestCase):
                     job(30, "info", port, size=3, backend="shm", prefix=prefix) as ranks:
                 begun(ranks, "round 3")
                 os.kill(hosts.only_child(ranks[victim].process.pid), signal.SIGKILL)
-                self.end_survivors(ranks, victim, {PEER_LOST})
+                survivors_name(self, ranks, {victim}, {PEER_LOST})
 
     def test_a_rank_killed_while_the_group_forms(self):
         for number in range(60 if LONG else 4):
@@ -98,7 +89,7 @@ class ShmFaults(unittest.TestCase):
         with hosted_store() as (_, port), job(SHORT, "info", port, backend="shm") as ranks:
             begun(ranks, "round 3")
             ranks[victim].process.send_signal(signal.SIGSTOP)
-            self.end_survivors(ranks, victim, {TIMEOUT})
+            survivors_name(self, ranks, {victim}, {TIMEOUT})
             ranks[victim].process.send_signal(signal.SIGCONT)
             code, text = ranks[victim].end(20)
             self.assertIn(code, {TIMEOUT, PEER_LOST}, text)

@@ -1,7 +1,8 @@
 """What a job leaves behind in shared memory and among sockets' names, beside others' jobs on the machine."""
 
 import pathlib
-import time
+
+from lockstep_testing import wait_until
 
 # Of Open MPI, PMIx and UCX, which keep files in /dev/shm while a job of theirs runs.
 OF_MPI = ("vader_segment", "sm_segment", "btl_", "osc_", "pmix", "psm", "ucx")
@@ -31,10 +32,11 @@ class LeftBehind:
     def _names():
         return shared_memory() | meeting_sockets()
 
-    def names(self):
+    def expect_nothing(self):
         new = self._names() - self.before
-        deadline = time.monotonic() + PATIENCE
-        while new and time.monotonic() < deadline:
-            time.sleep(0.05)
-            new &= self._names()
-        return new
+
+        def is_gone():
+            new.intersection_update(self._names())
+            return not new
+
+        wait_until(is_gone, PATIENCE, f"the end of {sorted(new)}, or of what of it is left behind,")

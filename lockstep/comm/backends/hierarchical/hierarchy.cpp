@@ -131,8 +131,8 @@ Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<M
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
   form_between(options);
-  checks_->set_lookout([this] { return failure(); });
   if (lifeline_) lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); });
+  checks_->set_lookout([this] { return failure(); });  // Last: the checks outlive a failed start.
 }
 
 std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options) const {
