@@ -273,12 +273,10 @@ Figures of_size(const std::vector<Json>& rounds, const std::string& key, size_t 
   return figures;
 }
 
-void add_bound(BenchRow& row, const Figures& own, const Figures& bound) {
+void add_bound(BenchRow& row, const Figures& bound, const Figures& shares) {
   row["bound_us"] = nullptr;
   row["of_bound"] = nullptr;
   if (bound.empty()) return;
-  Figures shares;
-  for (size_t i = 0; i < own.size(); ++i) shares.push_back(bound[i] / own[i]);
   row["bound_us"] = median(bound);
   row["of_bound"] = median(shares);
 }
@@ -313,7 +311,7 @@ BenchRows BenchRunner::allreduce() {
         BenchRow row = {{"bytes", options.sizes[i]}, {"ranks", ranks}, {"backend", backend}};
         const Figures figures = of_size(own[backend], "p50_us", i);
         add_comparison(row, "p50_us", figures, of_size(python, "p50_us", i));
-        add_bound(row, figures, of_size(own[backend], "bound_us", i));
+        add_bound(row, of_size(own[backend], "bound_us", i), of_size(own[backend], "of_bound", i));
         rows.push_back(row);
       }
     }

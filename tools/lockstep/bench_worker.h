@@ -43,8 +43,9 @@ World join_group(const nlohmann::json& config);
 /// `profiles`, one object a rank (see to_object), on rank 0.
 nlohmann::json bench_step_worker(const nlohmann::json& config);
 
-/// The worker of `bench allreduce`: `p50_us` and `bound_us`, a figure a size. `bound_us` are null
-/// where nothing is to be moved or not by copying: one rank, tensors on a device.
+/// The worker of `bench allreduce`: `p50_us`, `bound_us` and `of_bound`, a figure a size. The
+/// latter two are null where nothing is to be moved or not by copying: one rank, tensors on a
+/// device.
 ///
 /// The bound is the time that copying alone takes. Through shared memory each of two ranks must at
 /// least read its tensor and write as much to memory that the other sees, and read as much from
@@ -53,8 +54,10 @@ nlohmann::json bench_step_worker(const nlohmann::json& config);
 /// by piece into a slot and a neighbour's slot into the tensor; the best of several sizes of
 /// pieces counts. More ranks must read more than that, up to twice as much: for them the bound is
 /// out of reach. It holds for tensors of the rank's own, as here; what lies in shared memory from
-/// the start, as DistributedDataParallel's buckets do, is not copied. Alternates with the
-/// all-reduces, on the same tensor.
+/// the start, as DistributedDataParallel's buckets do, is not copied. Nor does it hold for copies
+/// past the caches, which shared memory makes between processors that share none, and which there
+/// are faster than memcpy's. Alternates with the all-reduces, on the same tensor; `of_bound` is the
+/// median of the turns' shares.
 nlohmann::json bench_allreduce_worker(const nlohmann::json& config);
 
 /// Memory that all ranks of `bench allreduce` map for the bound: so much a rank.

@@ -9,7 +9,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
-#include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/call_signature.h"
 #include "lockstep/comm/check_context.h"
 #include "lockstep/comm/errors.h"
@@ -56,7 +55,6 @@ shm::SharedGroupOptions local_options(const BackendOptions& options, const Layou
   local.segment.timeout = options.timeout;
   local.segment.group = options.group_name;
   local.names = picked(names_of(options), layout.mine());
-  local.spin = shm::spin_time(local.segment.size);
   return local;
 }
 

@@ -35,10 +35,16 @@ inline std::string judge_plainly(const Disagreement& d) {
          std::to_string(d.receiver) + " called " + d.recv;
 }
 
+struct Slots {
+  size_t bytes = 4096;  ///< Small, so that little data takes many steps.
+  Writes writes = Writes::by_distance;
+};
+
 /// All ranks of a group in this process, each with its own mapping of the segment.
 class World {
  public:
-  explicit World(int size, MessagesOptions options = {}, size_t message_bytes = 64 << 10)
+  explicit World(int size, MessagesOptions options = {}, size_t message_bytes = 64 << 10,
+                 Slots slots = {})
       : groups_(static_cast<size_t>(size)), messages_(static_cast<size_t>(size)) {
     std::promise<std::string> name;
     const std::shared_future<std::string> told = name.get_future().share();
@@ -52,7 +58,8 @@ class World {
         group.segment.rank = rank;
         group.segment.size = size;
         group.segment.message_bytes = message_bytes;
-        group.segment.slot_bytes = 4096;
+        group.segment.slot_bytes = slots.bytes;
+        group.writes = slots.writes;
         const auto at = static_cast<size_t>(rank);
         groups_[at] = std::make_unique<SharedGroup>(group, meeting);
         messages_[at] = std::make_unique<Messages>(*groups_[at], options);

@@ -67,7 +67,7 @@ class DirectReduce : public Plan {
 
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    copy_bytes(group.give(bytes), data_ + pieces_.offset(step), bytes);
+    group.put(group.give(bytes), data_ + pieces_.offset(step), bytes);
   }
 
   void drain(int64_t step, SharedGroup& group) override {
@@ -109,8 +109,8 @@ class SharedReduce : public Plan {
     const size_t bytes = blocks_.bytes(step);
     std::byte* slot = group.give(group.slot_bytes());
     const std::byte* block = data_ + blocks_.offset(step);
-    copy_bytes(slot, block, mine.begin);
-    copy_bytes(slot + mine.end, block + mine.end, bytes - mine.end);
+    group.put(slot, block, mine.begin);
+    group.put(slot + mine.end, block + mine.end, bytes - mine.end);
   }
 
   void drain(int64_t step, SharedGroup& group) override {
@@ -141,8 +141,9 @@ class SharedReduce : public Plan {
     // In pieces that are still in the first-level cache when they are copied.
     for (size_t left = mine.end - mine.begin; left > 0;) {
       const size_t bytes = std::min(left, kReduceBytes);
-      kernel_(result, sources_.data(), group.size(), bytes / element_);
-      if (takes_) copy_bytes(own, result, bytes);
+      std::byte* target = takes_ ? own : result;
+      kernel_(target, sources_.data(), group.size(), bytes / element_);
+      if (takes_) group.put(result, own, bytes);
       for (auto& source : sources_) source = static_cast<const std::byte*>(source) + bytes;
       own += bytes;
       result += bytes;
@@ -221,7 +222,7 @@ class Broadcast : public Plan {
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    if (group.rank() == root_) copy_bytes(group.give(bytes), data_ + pieces_.offset(step), bytes);
+    if (group.rank() == root_) group.put(group.give(bytes), data_ + pieces_.offset(step), bytes);
   }
   void drain(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
@@ -244,7 +245,7 @@ class AllGather : public Plan {
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    copy_bytes(group.give(bytes), input_ + pieces_.offset(step), bytes);
+    group.put(group.give(bytes), input_ + pieces_.offset(step), bytes);
   }
   void drain(int64_t step, SharedGroup& group) override {
     if (outputs_.empty()) return;
@@ -277,8 +278,8 @@ class Scatter : public Plan {
     std::byte* slot = group.give(group.slot_bytes());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != root_)
-        copy_bytes(slot + static_cast<size_t>(rank) * share_,
-                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
+        group.put(slot + static_cast<size_t>(rank) * share_,
+                  inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
     }
   }
   void drain(int64_t step, SharedGroup& group) override {
@@ -315,8 +316,8 @@ class ReduceScatter : public Plan {
     std::byte* slot = group.give(group.slot_bytes());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != group.rank())
-        copy_bytes(slot + static_cast<size_t>(rank) * share_,
-                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
+        group.put(slot + static_cast<size_t>(rank) * share_,
+                  inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
     }
   }
   void drain(int64_t step, SharedGroup& group) override {
@@ -367,7 +368,7 @@ class AllToAll : public Plan {
     for (size_t rank = 0; rank < sends_.size(); ++rank) {
       if (static_cast<int>(rank) == group.rank()) continue;
       const auto [at, bytes] = piece(step, send_bytes_[rank]);
-      copy_bytes(slot + rank * share_, sends_[rank] + at, bytes);
+      group.put(slot + rank * share_, sends_[rank] + at, bytes);
     }
   }
 
@@ -531,14 +532,15 @@ void start(SharedGroup& group, const Call& call, Plan& plan) {
   group.arrive();
 }
 
-void finish(SharedGroup& group, const Call& call, Plan& plan, std::chrono::milliseconds timeout) {
-  group.await(call, timeout);
+void finish(SharedGroup& group, const Call& call, Plan& plan, std::chrono::milliseconds timeout,
+            std::chrono::nanoseconds spin) {
+  group.await(call, timeout, spin);
   group.compare(call, timeout);
   plan.drain(0, group);
   for (int64_t step = 1; step < plan.steps(); ++step) {
     plan.fill(step, group);
     group.arrive();
-    group.await(call, timeout);
+    group.await(call, timeout, spin);
     plan.drain(step, group);
   }
 }

@@ -36,17 +36,17 @@ void on_all_ranks(World& world, int size, const Part& part) {
 void run(SharedGroup& group, const char* name, std::unique_ptr<Plan> plan) {
   const PlainCall call(name, 1);
   start(group, call, *plan);
-  finish(group, call, *plan, kLimit);
+  finish(group, call, *plan, kLimit, group.spin());
 }
 
 class Plans : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Plans, ::testing::Values(2, 3, 5));
 
-TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
-  const int size = GetParam();
+/// In turn with some of `counts` of numbers.
+void expect_every_collective_moves_what_it_shall(World& world, int size,
+                                                 const std::vector<size_t>& counts, int rounds) {
   const uint64_t seed = std::random_device()();
   SCOPED_TRACE("seed " + std::to_string(seed));
-  World world(size);  // Slots of 4 KiB: a thousand numbers.
   const auto kernel = reduce_kernel(DataType::i32, Reduction::sum);
   on_all_ranks(world, size, [&](int rank, SharedGroup& group) {
     std::mt19937_64 random(seed);
@@ -55,8 +55,8 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
       std::iota(values.begin(), values.end(), of * 1000 + salt);
       return values;
     };
-    for (int round = 0; round < 40; ++round) {
-      const size_t count = std::vector<size_t>{0, 1, 3, 1023, 1024, 1025, 9001}[random() % 7];
+    for (int round = 0; round < rounds; ++round) {
+      const size_t count = counts[random() % counts.size()];
       const int root = static_cast<int>(random() % static_cast<uint64_t>(size));
       const auto n = static_cast<size_t>(size);
 
@@ -117,6 +117,21 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
       run(group, "barrier", barrier_plan());
     }
   });
+}
+
+TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
+  World world(GetParam());  // Slots of 4 KiB: a thousand numbers.
+  expect_every_collective_moves_what_it_shall(world, GetParam(), {0, 1, 3, 1023, 1024, 1025, 9001},
+                                              40);
+}
+
+TEST_P(Plans, WhatIsStreamedPastTheCachesIsTheSame) {
+  const size_t slot = 64 << 10;
+  for (const Writes writes : {Writes::streamed, Writes::cached}) {
+    World world(GetParam(), {}, 64 << 10, {slot, writes});
+    expect_every_collective_moves_what_it_shall(
+        world, GetParam(), {2048, slot / 4, slot / 4 + 1, slot - 3, 100'003}, 10);
+  }
 }
 
 TEST_P(Plans, ReducesInARegionWhereTheDataLies) {

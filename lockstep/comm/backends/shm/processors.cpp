@@ -2,24 +2,49 @@
 
 #include <sched.h>
 
+#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <thread>
 
 namespace lockstep::shm {
+namespace {
 
-int usable_processors() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::thread::hardware_concurrency());  // More than 1024 processors.
+static_assert(sizeof(ProcessorSet) == sizeof(cpu_set_t));
+
+size_t count(const ProcessorSet& set) {
+  size_t sum = 0;
+  for (const uint64_t word : set) sum += static_cast<size_t>(std::popcount(word));
+  return sum > 0 ? sum : std::max(1U, std::thread::hardware_concurrency());
 }
 
-std::chrono::nanoseconds spin_time(int ranks) {
-  return ranks <= usable_processors() ? std::chrono::microseconds(100)
-                                      : std::chrono::microseconds(1);
+bool within(const ProcessorSet& inner, const ProcessorSet& outer) {
+  if (outer == ProcessorSet{}) return true;
+  for (size_t i = 0; i < inner.size(); ++i) {
+    if ((inner[i] & ~outer[i]) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+ProcessorSet allowed_processors() {
+  ProcessorSet words{};
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) std::memcpy(words.data(), &set, sizeof(set));
+  return words;
+}
+
+bool has_own_processor(const std::vector<ProcessorSet>& ranks, size_t rank) {
+  const auto& own = ranks[rank];
+  const auto bound = std::count_if(ranks.begin(), ranks.end(),
+                                   [&](const ProcessorSet& other) { return within(other, own); });
+  return static_cast<size_t>(bound) <= count(own);
 }
 
 bool has_spare_processors(int ranks) {
-  return 2 * ranks <= usable_processors();
+  return 2 * static_cast<size_t>(ranks) <= count(allowed_processors());
 }
 
 }  // namespace lockstep::shm

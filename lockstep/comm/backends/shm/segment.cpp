@@ -15,7 +15,7 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::array<char, 8> kMagic{'l', 'o', 'c', 'k', 's', 'h', 'm', '\0'};
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 size_t records_offset() {
   return sizeof(SegmentHeader);
@@ -55,6 +55,8 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
     throw UsageError("shared memory: rank " + std::to_string(rank_) + " of " +
                      std::to_string(size_) + "; it joins up to 4096 ranks");
   rank_ == 0 ? host(options, meeting) : join(options, meeting);
+  record(rank_).processors = allowed_processors();
+  record(rank_).bound.store(1, std::memory_order_release);
 }
 
 Segment::~Segment() {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "lockstep/comm/backends/shm/memory.h"
+#include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/backends/shm/step_barrier.h"
 
 namespace lockstep::shm {
@@ -31,11 +32,17 @@ struct alignas(64) RankRecord {
   std::atomic<RankState> state;
   std::atomic<uint32_t> caused;  ///< 1 once `cause` is written.
   std::atomic<uint32_t> locked;  ///< 1 once the rank holds its lock (see Segment::has_ended).
+  std::atomic<uint32_t> bound;   ///< 1 once `processors`, on which it may run, is written.
   std::atomic<uint64_t> calls;   ///< How many collectives it has called.
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::array<char, 232> identity;
+  ProcessorSet processors;
+  /// The last step for which it has written much data. Its line is written just before it arrives
+  /// and read just afterwards, by one other rank (see Distance), and lies away from the others, or
+  /// the processor would fetch it with them.
+  alignas(256) std::atomic<uint64_t> last_put;
   /// Whose end the first of its messages failed of: if it ends over that, the others learn why.
-  std::array<char, 512> cause;
+  alignas(256) std::array<char, 512> cause;
 };
 
 /// Why the group is of no more use: the first failure, told once, by whoever found it.

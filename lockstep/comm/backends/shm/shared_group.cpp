@@ -6,6 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/shm/futex.h"
+#include "lockstep/comm/backends/shm/streaming.h"
 #include "lockstep/comm/errors.h"
 #include "lockstep/comm/process_identity.h"
 
@@ -18,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kSlice{20};
 /// Who writes a verdict and dies over it leaves it unfinished.
 constexpr std::chrono::milliseconds kWriting{100};
+/// From so much at a time it matters how it is written.
+constexpr size_t kMuch = 8 << 10;
 
 }  // namespace
 
@@ -25,7 +28,9 @@ SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
     : segment_(options.segment, meeting),
       names_(std::move(options.names)),
       judge_(std::move(options.judge)),
-      spin_(options.spin) {
+      spin_(options.spin),
+      caller_spin_(options.caller_spin),
+      writes_(options.writes) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }
 
@@ -36,17 +41,39 @@ void SharedGroup::begin(const Call& call) {
   segment_.record(rank()).calls.store(++calls_, std::memory_order_relaxed);
 }
 
+void SharedGroup::put(std::byte* to, const std::byte* from, size_t bytes) {
+  if (bytes == 0) return;
+  const bool much = bytes >= kMuch;
+  put_much_ = put_much_ || much;
+  if (much && streams()) {
+    stream_bytes(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 void SharedGroup::arrive() {
   ++step_;
   if (size() == 1) return;
+  looks_how_far_ = put_much_;
+  if (put_much_) {
+    end_stream();
+    segment_.record(rank()).last_put.store(step_, std::memory_order_relaxed);
+  }
+  put_much_ = false;
   segment_.header().barrier.arrive(step_, size());
   // Afterwards: who dies before it has arrived must not be taken for one that has, or the others
   // would find nobody missing and wait for ever.
   segment_.record(rank()).step.store(step_, std::memory_order_release);
 }
 
-void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout) {
-  if (all_here(spin_)) return;
+void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout,
+                        std::chrono::nanoseconds spin) {
+  if (!all_here(spin)) wait_for_all(call, timeout);
+  if (kCanStream && looks_how_far_) look_how_far();
+}
+
+void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeout) {
   auto& barrier = segment_.header().barrier;
   const auto deadline = Clock::now() + timeout;
   auto look = Clock::now() + kSlice;
@@ -60,6 +87,30 @@ void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout) {
     if (absent.empty() || notice_lost(absent) || now < deadline) continue;
     give_up(Verdict::timed_out, late(absent, timeout));
   }
+}
+
+bool SharedGroup::find_processor() const {
+  std::vector<ProcessorSet> ranks;
+  for (int other = 0; other < size(); ++other) {
+    const auto& record = segment_.record(other);
+    if (record.bound.load(std::memory_order_acquire) == 0) return false;
+    ranks.push_back(record.processors);
+  }
+  const bool has = has_own_processor(ranks, static_cast<size_t>(rank()));
+  has_processor_.store(has ? Known::yes : Known::no, std::memory_order_relaxed);
+  return has;
+}
+
+void SharedGroup::look_how_far() {
+  looks_how_far_ = false;
+  const auto others = static_cast<uint64_t>(size()) - 1;
+  const auto ahead = static_cast<int>(1 + step_ % others);
+  const auto& record = segment_.record((rank() + ahead) % size());
+  const auto before = Clock::now();
+  end_loads();
+  const uint64_t put = record.last_put.load(std::memory_order_acquire);
+  const auto took = Clock::now() - before;
+  if (put == step_) distance_.add(took);  // Else the line was not touched.
 }
 
 void SharedGroup::compare(const Call& call, std::chrono::milliseconds timeout) {

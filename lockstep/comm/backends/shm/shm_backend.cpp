@@ -38,7 +38,6 @@ SharedGroupOptions group_options(const BackendOptions& options) {
   group.segment.timeout = options.timeout;
   group.segment.group = options.group_name;
   group.names = options.global_ranks;
-  group.spin = spin_time(options.size);
   group.judge = [names = options.global_ranks,
                  name = options.group_name](const std::vector<std::string>& encoded) {
     std::vector<CallSignature> calls;
@@ -58,7 +57,6 @@ Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::st
 
 ShmQueue::Options queue_options(int size) {
   ShmQueue::Options options;
-  options.patience = spin_time(size);
   if (has_spare_processors(size)) options.inline_bytes = 256 << 10;
   return options;
 }

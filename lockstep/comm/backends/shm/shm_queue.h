@@ -19,8 +19,6 @@ namespace lockstep::shm {
 class ShmQueue {
  public:
   struct Options {
-    /// How long a caller that need not wait looks for the others.
-    std::chrono::nanoseconds patience{50'000};
     /// Calls that move more are left to the thread at once, where there is a core for it.
     size_t inline_bytes = SIZE_MAX;
   };

@@ -1,0 +1,46 @@
+#include "lockstep/comm/backends/shm/processors.h"
+
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace lockstep::shm {
+namespace {
+
+ProcessorSet set_of(std::initializer_list<int> processors) {
+  ProcessorSet set{};
+  for (const int one : processors) set[static_cast<size_t>(one) / 64] |= 1ULL << (one % 64);
+  return set;
+}
+
+TEST(Processors, AreThoseThatTheThreadMayRunOn) {
+  std::thread([] {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+    EXPECT_EQ(allowed_processors(), set_of({sched_getcpu()}));
+    EXPECT_FALSE(has_spare_processors(1));
+  }).join();
+}
+
+TEST(Processors, ARankHasItsOwnWhereNoMoreAreBoundThanThereAre) {
+  const ProcessorSet both = set_of({0, 1}), first = set_of({0}), second = set_of({1});
+  EXPECT_TRUE(has_own_processor({both, both}, 0));
+  EXPECT_FALSE(has_own_processor({both, both, both}, 2));
+  EXPECT_TRUE(has_own_processor({first, second}, 1)) << "each bound to one of its own";
+  EXPECT_FALSE(has_own_processor({first, first}, 0)) << "both bound to the same one";
+  EXPECT_FALSE(has_own_processor({first, second, first, second}, 1));
+  EXPECT_TRUE(has_own_processor({set_of({700, 1000}), set_of({3})}, 0));
+}
+
+TEST(Processors, WhereTheyAreNotKnownTheMachinesCount) {
+  const auto all = static_cast<size_t>(std::max(1U, std::thread::hardware_concurrency()));
+  EXPECT_TRUE(has_own_processor(std::vector<ProcessorSet>(all), 0));
+  EXPECT_FALSE(has_own_processor(std::vector<ProcessorSet>(all + 1), 0));
+}
+
+}  // namespace
+}  // namespace lockstep::shm
