@@ -533,14 +533,14 @@ void start(SharedGroup& group, const Call& call, Plan& plan) {
 }
 
 void finish(SharedGroup& group, const Call& call, Plan& plan, std::chrono::milliseconds timeout,
-            std::chrono::nanoseconds spin) {
-  group.await(call, timeout, spin);
+            Waiter waiter) {
+  group.await(call, timeout, waiter);
   group.compare(call, timeout);
   plan.drain(0, group);
   for (int64_t step = 1; step < plan.steps(); ++step) {
     plan.fill(step, group);
     group.arrive();
-    group.await(call, timeout, spin);
+    group.await(call, timeout, waiter);
     plan.drain(step, group);
   }
 }

@@ -63,9 +63,8 @@ std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans);
 
 /// Begins a call: its first step is given, and the others are told.
 void start(SharedGroup& group, const Call& call, Plan& plan);
-/// The rest of it; each wait looks for the others for `spin` before it sleeps. Throws what
-/// SharedGroup throws.
+/// The rest of it. Throws what SharedGroup throws.
 void finish(SharedGroup& group, const Call& call, Plan& plan, std::chrono::milliseconds timeout,
-            std::chrono::nanoseconds spin);
+            Waiter waiter = Waiter::thread);
 
 }  // namespace lockstep::shm

@@ -36,7 +36,7 @@ void on_all_ranks(World& world, int size, const Part& part) {
 void run(SharedGroup& group, const char* name, std::unique_ptr<Plan> plan) {
   const PlainCall call(name, 1);
   start(group, call, *plan);
-  finish(group, call, *plan, kLimit, group.spin());
+  finish(group, call, *plan, kLimit, Waiter::caller);
 }
 
 class Plans : public ::testing::TestWithParam<int> {};

@@ -29,7 +29,7 @@ SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
       names_(std::move(options.names)),
       judge_(std::move(options.judge)),
       spin_(options.spin),
-      caller_spin_(options.caller_spin),
+      caller_spin_(options.spin, options.caller_spin),
       writes_(options.writes) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }
@@ -67,10 +67,17 @@ void SharedGroup::arrive() {
   segment_.record(rank()).step.store(step_, std::memory_order_release);
 }
 
-void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout,
-                        std::chrono::nanoseconds spin) {
-  if (!all_here(spin)) wait_for_all(call, timeout);
+void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout, Waiter waiter) {
+  if (!look_for_all(waiter)) wait_for_all(call, timeout);
   if (kCanStream && looks_how_far_) look_how_far();
+}
+
+bool SharedGroup::look_for_all(Waiter waiter) {
+  if (waiter == Waiter::thread || !has_processor()) return all_here(spin());
+  if (all_here({})) return true;
+  const bool found = all_here(caller_spin_.now());
+  caller_spin_.learn(found);
+  return found;
 }
 
 void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeout) {

@@ -10,6 +10,7 @@
 
 #include "lockstep/comm/backends/shm/distance.h"
 #include "lockstep/comm/backends/shm/segment.h"
+#include "lockstep/comm/backends/shm/spin_budget.h"
 
 namespace lockstep::shm {
 
@@ -25,6 +26,9 @@ class Call {
   /// "all_reduce(sum) of float32 [4], collective 7 of group '0',"
   virtual std::string text() const = 0;
 };
+
+/// Who waits for a call: its caller, who has nothing else to do, or the group's thread.
+enum class Waiter : uint8_t { caller, thread };
 
 /// How much data is written where other ranks read it.
 enum class Writes : uint8_t {
@@ -42,9 +46,10 @@ struct SharedGroupOptions {
   /// How long a wait looks for the others before it sleeps, where each rank has a processor to
   /// itself: about as long as sleeping and waking take.
   std::chrono::nanoseconds spin{100'000};
-  /// The same of a caller that has nothing else to do until the call is finished. In a step of
-  /// training the ranks come within some 200 us of each other, and who sleeps then wakes too late:
-  /// 500 us made a step of an MLP 5% faster than 100 us, more made none.
+  /// The same, at most, of a caller that has nothing else to do until the call is finished (see
+  /// SpinBudget). In a step of training the ranks come within some 200 us of each other, and who
+  /// sleeps then wakes too late: 500 us made a step of an MLP 5% faster than 100 us, more made
+  /// none.
   std::chrono::nanoseconds caller_spin{500'000};
   /// Each rank chooses for itself: what is read is the same.
   Writes writes = Writes::by_distance;
@@ -84,9 +89,7 @@ class SharedGroup {
   }
   /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
   /// group, TimeoutError naming those that did not come within `timeout`.
-  void await(const Call& call, std::chrono::milliseconds timeout) { await(call, timeout, spin()); }
-  /// The same, looking for them for `spin` before it sleeps.
-  void await(const Call& call, std::chrono::milliseconds timeout, std::chrono::nanoseconds spin);
+  void await(const Call& call, std::chrono::milliseconds timeout, Waiter waiter = Waiter::thread);
   /// After the first step of a call: throws MismatchError on all ranks when they did not all make
   /// the same. The group can be used afterwards.
   void compare(const Call& call, std::chrono::milliseconds timeout);
@@ -97,12 +100,9 @@ class SharedGroup {
     return segment_.slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);
   }
 
-  /// How long a thread of the group's, or a caller, looks for others before it sleeps. Where ranks
-  /// share processors hardly: it keeps the processor from the one that is waited for. Any thread.
+  /// How long a thread of the group's looks for others before it sleeps. Where ranks share
+  /// processors hardly: it keeps the processor from the one that is waited for. Any thread.
   std::chrono::nanoseconds spin() const { return has_processor() ? spin_ : kSharedSpin; }
-  std::chrono::nanoseconds caller_spin() const {
-    return has_processor() ? caller_spin_ : kSharedSpin;
-  }
 
   /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
   /// it has failed before. Never blocks.
@@ -149,6 +149,8 @@ class SharedGroup {
     return known == Known::unknown ? find_processor() : known == Known::yes;
   }
   bool find_processor() const;
+  /// Looks for the others without sleeping; true when they have come.
+  bool look_for_all(Waiter waiter);
   /// `await`, when looking was not enough.
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
   /// Takes the time for one line of another rank, in turn each other's.
@@ -163,7 +165,7 @@ class SharedGroup {
   std::vector<int> names_;
   std::function<std::string(const std::vector<std::string>&)> judge_;
   std::chrono::nanoseconds spin_;
-  std::chrono::nanoseconds caller_spin_;
+  SpinBudget caller_spin_;
   mutable std::atomic<Known> has_processor_{Known::unknown};
   Writes writes_;
   Distance distance_;

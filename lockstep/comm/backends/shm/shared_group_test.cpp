@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/comm/backends/shm/messages_world.h"
+#include "lockstep/comm/backends/shm/spin_budget.h"
 
 namespace lockstep::shm {
 namespace {
@@ -71,6 +72,22 @@ TEST(SharedGroup, LooksForOthersWhereEachRankHasAProcessor) {
   const auto together = spins_when_bound_to({processors[0], processors[0]});
   EXPECT_LT(together[0], microseconds(10));
   EXPECT_LT(together[1], microseconds(10));
+}
+
+TEST(SpinBudget, FallsFastWhenLookingIsInVainAndRisesSlowly) {
+  SpinBudget budget(microseconds(100), microseconds(500));
+  EXPECT_EQ(budget.now(), microseconds(500));
+  budget.learn(true);
+  EXPECT_EQ(budget.now(), microseconds(500));
+  budget.learn(false);
+  EXPECT_EQ(budget.now(), microseconds(250));
+  for (int i = 0; i < 9; ++i) budget.learn(false);
+  EXPECT_EQ(budget.now(), microseconds(100));
+  budget.learn(true);
+  EXPECT_EQ(budget.now(), microseconds(120));
+  for (int i = 0; i < 30; ++i) budget.learn(true);
+  EXPECT_EQ(budget.now(), microseconds(500));
+  EXPECT_EQ(SpinBudget(microseconds(50), microseconds(7)).now(), microseconds(50));
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ bool ShmQueue::run_here(const c10::intrusive_ptr<ShmWork>& work, bool blocking,
     start(group_, *work, work->plan());
     if (!blocking && !group_.all_here(group_.spin())) return false;
     finish(group_, *work, work->plan(), work->timeout(),
-           blocking ? group_.caller_spin() : group_.spin());
+           blocking ? Waiter::caller : Waiter::thread);
   } catch (...) {
     error = std::current_exception();
   }
@@ -64,7 +64,7 @@ void ShmQueue::run_first(std::unique_lock<std::mutex>& lock) {
   std::exception_ptr error;
   try {
     if (!work->begun) start(group_, *work, work->plan());
-    finish(group_, *work, work->plan(), work->timeout(), group_.spin());
+    finish(group_, *work, work->plan(), work->timeout());
   } catch (...) {
     error = std::current_exception();
   }
