@@ -19,6 +19,7 @@ using Json = nlohmann::json;
 /// The all-reduces and the copies of a size take turns so often: a machine whose processors are
 /// moved about, as a virtual one's are, changes its speed several times a second.
 constexpr int64_t kTurns = 30;
+constexpr int64_t kLeastOfTurn = 5;  ///< For a median.
 
 /// From what stays in the first cache to what hardly stays in the second.
 constexpr std::array<int64_t, 4> kPieces = {16 << 10, 64 << 10, 256 << 10, kBoundBytes};
@@ -88,13 +89,15 @@ double share(const std::vector<std::vector<double>>& bound,
 
 SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor,
                     int64_t warmup, int64_t steps) {
-  const auto turns = static_cast<size_t>(std::min(kTurns, steps));
-  const int64_t steps_of_turn = steps / static_cast<int64_t>(turns);
+  const int64_t count = std::clamp<int64_t>(steps / kLeastOfTurn, 1, kTurns);
+  const int64_t steps_of_turn = (steps + count - 1) / count;
+  const auto turns = static_cast<size_t>(count);
   std::vector<std::vector<double>> reduced(turns);
   std::array<std::vector<std::vector<double>>, kPieces.size()> copied;
   for (auto& times : copied) times.resize(turns);
   for (int64_t i = 0; i < warmup; ++i) group.all_reduce(tensor);
   for (size_t turn = 0; turn < turns; ++turn) {
+    if (slots) group.all_reduce(tensor);  // The caches are full of copies.
     time_calls([&] { group.all_reduce(tensor); }, steps_of_turn, reduced[turn]);
     for (size_t i = 0; slots && i < kPieces.size(); ++i) {
       group.barrier();

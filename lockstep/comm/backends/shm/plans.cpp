@@ -16,6 +16,7 @@ size_t direct_limit(const SharedGroup& group) {
 
 /// What a rank reduces at a time. A multiple of every element's size.
 constexpr size_t kReduceBytes = 8 << 10;
+static_assert(kReduceBytes >= SharedGroup::kMuch, "or results are never written past the caches");
 
 size_t up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;

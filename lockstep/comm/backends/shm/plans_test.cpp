@@ -93,7 +93,7 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
 
       const PlainCall call("all_to_all", 1);
       const auto length = [&](int from, int to) {
-        return static_cast<size_t>(from * 700 + to) * 4;
+        return static_cast<size_t>(from * 3700 + to) * 4;
       };
       std::vector<std::vector<int32_t>> sent, received;
       std::vector<const std::byte*> from;
@@ -127,8 +127,9 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
 
 TEST_P(Plans, WhatIsStreamedPastTheCachesIsTheSame) {
   const size_t slot = 64 << 10;
-  for (const Writes writes : {Writes::streamed, Writes::cached}) {
+  for (const Writes writes : {Writes::streamed, Writes::cached, Writes::by_distance}) {
     World world(GetParam(), {}, 64 << 10, {slot, writes});
+    EXPECT_EQ(world.group(0).streams(), writes == Writes::streamed) << "before the first look";
     expect_every_collective_moves_what_it_shall(
         world, GetParam(), {2048, slot / 4, slot / 4 + 1, slot - 3, 100'003}, 10);
   }

@@ -13,8 +13,9 @@ using ProcessorSet = std::array<uint64_t, 16>;
 /// Those that the calling thread may run on.
 ProcessorSet allowed_processors();
 
-/// Whether a rank can compute while all the others of its host do, each bound to the processors of
-/// `ranks[i]`: no more of them must stay within its set than that has processors.
+/// Whether a rank has a processor while all the others of its group compute, rank i bound to those
+/// of `ranks[i]`, as far as it is seen from its own: no more of them stay within its set than that
+/// has processors. Sets that overlap in part are not added up.
 bool has_own_processor(const std::vector<ProcessorSet>& ranks, size_t rank);
 
 /// Whether a thread beside each rank's own has a processor as well.

@@ -18,7 +18,8 @@ constexpr std::array<char, 8> kMagic{'l', 'o', 'c', 'k', 's', 'h', 'm', '\0'};
 constexpr uint32_t kVersion = 4;
 
 size_t records_offset() {
-  return sizeof(SegmentHeader);
+  constexpr size_t kAlign = alignof(RankRecord);
+  return (sizeof(SegmentHeader) + kAlign - 1) / kAlign * kAlign;
 }
 size_t slots_offset(size_t size) {
   return records_offset() + size * sizeof(RankRecord);

@@ -19,8 +19,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kSlice{20};
 /// Who writes a verdict and dies over it leaves it unfinished.
 constexpr std::chrono::milliseconds kWriting{100};
-/// From so much at a time it matters how it is written.
-constexpr size_t kMuch = 8 << 10;
 
 }  // namespace
 
@@ -68,16 +66,19 @@ void SharedGroup::arrive() {
 }
 
 void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout, Waiter waiter) {
-  if (!look_for_all(waiter)) wait_for_all(call, timeout);
+  if (waiter == Waiter::caller && has_processor()) {
+    await_as_caller(call, timeout);
+  } else if (!all_here(spin())) {
+    wait_for_all(call, timeout);
+  }
   if (kCanStream && looks_how_far_) look_how_far();
 }
 
-bool SharedGroup::look_for_all(Waiter waiter) {
-  if (waiter == Waiter::thread || !has_processor()) return all_here(spin());
-  if (all_here({})) return true;
-  const bool found = all_here(caller_spin_.now());
-  caller_spin_.learn(found);
-  return found;
+void SharedGroup::await_as_caller(const Call& call, std::chrono::milliseconds timeout) {
+  if (all_here({})) return;
+  const auto begin = Clock::now();
+  if (!all_here(caller_spin_.now())) wait_for_all(call, timeout);
+  caller_spin_.learn(Clock::now() - begin);
 }
 
 void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeout) {
@@ -113,11 +114,12 @@ void SharedGroup::look_how_far() {
   const auto others = static_cast<uint64_t>(size()) - 1;
   const auto ahead = static_cast<int>(1 + step_ % others);
   const auto& record = segment_.record((rank() + ahead) % size());
+  const auto begin = Clock::now();
   const auto before = Clock::now();
   end_loads();
   const uint64_t put = record.last_put.load(std::memory_order_acquire);
-  const auto took = Clock::now() - before;
-  if (put == step_) distance_.add(took);  // Else the line was not touched.
+  const auto took = Clock::now() - before, clock = before - begin;
+  if (put == step_) distance_.add(took - clock);  // Else the line was not touched.
 }
 
 void SharedGroup::compare(const Call& call, std::chrono::milliseconds timeout) {

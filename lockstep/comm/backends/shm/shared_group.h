@@ -74,10 +74,13 @@ class SharedGroup {
   void begin(const Call& call);
   /// Where this rank's data of the step to come goes: `bytes` of them, at most a slot.
   std::byte* give(size_t bytes) { return segment_.slot(rank(), step_ + 1) + offset(bytes); }
-  /// Copies to memory that other ranks read in the step to come or the one after it, in the way
-  /// that is fastest for them and this rank together.
+  /// From so much at a time `put` chooses how it writes.
+  static constexpr size_t kMuch = 8 << 10;
+  /// Copies to memory that other ranks read once this one has next arrived, in the way that is
+  /// fastest for them and this rank together.
   void put(std::byte* to, const std::byte* from, size_t bytes);
-  /// Whether `put` of much data goes past the caches at present.
+  /// Whether `put` of much data goes past the caches at present. How far the others are is learnt
+  /// in steps for which both this rank and another put much.
   bool streams() const {
     return writes_ == Writes::streamed || (writes_ == Writes::by_distance && distance_.far());
   }
@@ -149,8 +152,7 @@ class SharedGroup {
     return known == Known::unknown ? find_processor() : known == Known::yes;
   }
   bool find_processor() const;
-  /// Looks for the others without sleeping; true when they have come.
-  bool look_for_all(Waiter waiter);
+  void await_as_caller(const Call& call, std::chrono::milliseconds timeout);
   /// `await`, when looking was not enough.
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
   /// Takes the time for one line of another rank, in turn each other's.

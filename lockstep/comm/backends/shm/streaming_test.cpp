@@ -41,12 +41,12 @@ bool far_after(Distance& distance, int looks, nanoseconds each) {
 TEST(Distance, IsWhatMostLooksOfLateSay) {
   Distance distance;
   EXPECT_FALSE(distance.far()) << "before the first look";
-  EXPECT_FALSE(far_after(distance, 100, nanoseconds(70)));
+  EXPECT_FALSE(far_after(distance, 100, nanoseconds(50)));
   EXPECT_FALSE(far_after(distance, 1, std::chrono::seconds(1))) << "one interrupt";
-  EXPECT_FALSE(far_after(distance, 20, nanoseconds(70)));
-  EXPECT_TRUE(far_after(distance, 20, nanoseconds(165)));
-  EXPECT_TRUE(far_after(distance, 1, nanoseconds(30)));
-  EXPECT_FALSE(far_after(distance, 20, nanoseconds(70)));
+  EXPECT_FALSE(far_after(distance, 20, nanoseconds(40)));
+  EXPECT_TRUE(far_after(distance, 20, nanoseconds(140)));
+  EXPECT_TRUE(far_after(distance, 1, nanoseconds(-5))) << "one look, and a slow clock";
+  EXPECT_FALSE(far_after(distance, 20, nanoseconds(40)));
 }
 
 }  // namespace
