@@ -1,16 +1,15 @@
 #include "lockstep/comm/backends/shm/processors.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <thread>
+
+#include "lockstep/base/cores.h"
 
 namespace lockstep::shm {
 namespace {
 
-static_assert(sizeof(ProcessorSet) == sizeof(cpu_set_t));
+constexpr size_t kWordBits = 64;
 
 size_t count(const ProcessorSet& set) {
   size_t sum = 0;
@@ -28,12 +27,14 @@ bool within(const ProcessorSet& inner, const ProcessorSet& outer) {
 
 }  // namespace
 
-ProcessorSet allowed_processors() {
-  ProcessorSet words{};
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) std::memcpy(words.data(), &set, sizeof(set));
-  return words;
+ProcessorSet own_processors() {
+  ProcessorSet set{};
+  for (const int processor : allowed_processors()) {
+    const auto at = static_cast<size_t>(processor);
+    if (at / kWordBits >= set.size()) return {};
+    set[at / kWordBits] |= uint64_t{1} << (at % kWordBits);
+  }
+  return set;
 }
 
 bool has_own_processor(const std::vector<ProcessorSet>& ranks, size_t rank) {
@@ -44,7 +45,7 @@ bool has_own_processor(const std::vector<ProcessorSet>& ranks, size_t rank) {
 }
 
 bool has_spare_processors(int ranks) {
-  return 2 * static_cast<size_t>(ranks) <= count(allowed_processors());
+  return 2 * static_cast<size_t>(ranks) <= allowed_processors().size();
 }
 
 }  // namespace lockstep::shm

@@ -10,8 +10,8 @@ namespace lockstep::shm {
 /// Processors by their numbers, a bit each. Empty: not known, as on a machine of more than 1024.
 using ProcessorSet = std::array<uint64_t, 16>;
 
-/// Those that the calling thread may run on.
-ProcessorSet allowed_processors();
+/// Those of lockstep::allowed_processors().
+ProcessorSet own_processors();
 
 /// Whether a rank has a processor while all the others of its group compute, rank i bound to those
 /// of `ranks[i]`, as far as it is seen from its own: no more of them stay within its set than that

@@ -56,7 +56,7 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
     throw UsageError("shared memory: rank " + std::to_string(rank_) + " of " +
                      std::to_string(size_) + "; it joins up to 4096 ranks");
   rank_ == 0 ? host(options, meeting) : join(options, meeting);
-  record(rank_).processors = allowed_processors();
+  record(rank_).processors = own_processors();
   record(rank_).bound.store(1, std::memory_order_release);
 }
 

@@ -1,33 +1,21 @@
 #include "lockstep/comm/backends/shm/shared_group.h"
 
 #include <gtest/gtest.h>
-#include <sched.h>
 
 #include <array>
-#include <functional>
 #include <future>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/backends/shm/messages_world.h"
+#include "lockstep/base/cores.h"
 #include "lockstep/comm/backends/shm/spin_budget.h"
 
 namespace lockstep::shm {
 namespace {
 
 using std::chrono::microseconds;
-
-/// A rank whose process is bound to one processor when it joins.
-void run_bound_to(int processor, const std::function<void()>& run) {
-  std::thread([&] {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(processor, &set);
-    EXPECT_EQ(sched_setaffinity(0, sizeof(set), &set), 0);  // All the same: the other rank waits.
-    run();
-  }).join();
-}
 
 /// How long each of two ranks looks for the other, bound to these.
 std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> processors) {
@@ -39,32 +27,20 @@ std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> p
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      run_bound_to(processors.at(rank), [&] {
-        SharedGroupOptions options;
-        options.segment.rank = static_cast<int>(rank);
-        options.segment.size = 2;
-        options.spin = microseconds(77);
-        groups.at(rank) = std::make_unique<SharedGroup>(options, meeting);
-      });
+      set_allowed_processors({processors.at(rank)});
+      SharedGroupOptions options;
+      options.segment.rank = static_cast<int>(rank);
+      options.segment.size = 2;
+      options.spin = microseconds(77);
+      groups.at(rank) = std::make_unique<SharedGroup>(options, meeting);
     });
   }
   for (auto& thread : threads) thread.join();
   return {groups[0]->spin(), groups[1]->spin()};
 }
 
-std::vector<int> processors_of_this_thread() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  sched_getaffinity(0, sizeof(set), &set);
-  std::vector<int> processors;
-  for (int i = 0; i < CPU_SETSIZE; ++i) {
-    if (CPU_ISSET(i, &set)) processors.push_back(i);
-  }
-  return processors;
-}
-
 TEST(SharedGroup, LooksForOthersWhereEachRankHasAProcessor) {
-  const std::vector<int> processors = processors_of_this_thread();
+  const std::vector<int> processors = allowed_processors();
   if (processors.size() < 2) GTEST_SKIP() << "needs two processors";
   const auto apart = spins_when_bound_to({processors[0], processors[1]});
   EXPECT_EQ(apart[0], microseconds(77));
