@@ -11,11 +11,15 @@ install(
   EXPORT LockstepTargets
   NAMESPACE Lockstep::
   DESTINATION ${lockstep_cmake_dir})
-install(
-  DIRECTORY lockstep/
-  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep
-  FILES_MATCHING
-  PATTERN "*.h")
+install(FILES lockstep/lockstep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
+get_property(rooms GLOBAL PROPERTY LOCKSTEP_ROOMS)
+foreach(room IN LISTS rooms)
+  get_property(headers GLOBAL PROPERTY LOCKSTEP_HEADERS_OF_${room})
+  foreach(header IN LISTS headers)
+    cmake_path(GET header PARENT_PATH folder)
+    install(FILES ${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/${folder})
+  endforeach()
+endforeach()
 if(LOCKSTEP_BUILD_TOOLS)
   install(TARGETS lockstep_bin RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   install(TARGETS lockstep_cli LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})

@@ -3,6 +3,8 @@
 // <torch/nn/modules/linear.h>.
 #pragma once
 
+#include "lockstep/autograd/backward.h"
+#include "lockstep/autograd/linear.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -18,10 +20,8 @@
 #include "lockstep/data/sampler.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/launch/spawn.h"
-#include "lockstep/models/linear.h"
 #include "lockstep/models/models.h"
 #include "lockstep/models/norm_pool.h"
-#include "lockstep/optim/backward.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/callbacks.h"

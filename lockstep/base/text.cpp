@@ -1,6 +1,7 @@
 #include "lockstep/base/text.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 #include <cmath>
@@ -120,6 +121,12 @@ std::string human_seconds(double seconds) {
                   static_cast<int>(whole % 3600 / 60));
   }
   return text;
+}
+
+std::string seconds_text(std::chrono::milliseconds time) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", static_cast<double>(time.count()) / 1000.0);
+  return std::string(text.data()) + " s";
 }
 
 }  // namespace lockstep

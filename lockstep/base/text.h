@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,5 +33,8 @@ std::string human_bytes(uint64_t bytes);
 
 /// "2h05m", "3m07s", "12.3s", "450ms".
 std::string human_seconds(double seconds);
+
+/// "5 s", "1.5 s", "120 s": as a user would write a time-out.
+std::string seconds_text(std::chrono::milliseconds time);
 
 }  // namespace lockstep

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/checked_backend.h"
+#include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/group_impl.h"
 
 namespace lockstep {

@@ -1,37 +1,11 @@
 #pragma once
 
-#include <chrono>
-#include <cstdint>
 #include <memory>
 
-#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/process_group.h"
 
 namespace lockstep {
-
-/// When a collective of this rank began and ended, by the steady clock, which the processes of one
-/// host share. What lies between is also the wait for ranks that come later.
-struct ObservedCall {
-  using Time = std::chrono::steady_clock::time_point;
-  Operation operation = Operation::barrier;
-  int64_t bytes = 0;  ///< Of this rank's input tensors.
-  Time begin;         ///< The caller began it.
-  Time returned;      ///< The caller got its thread back: from here on it can do other things.
-  Time end;           ///< The result was there.
-};
-
-/// Is told of a group's collectives. Calls come from the threads that begin and end them, several
-/// at once.
-class CallObserver {
- public:
-  virtual ~CallObserver() = default;
-  /// Before a collective is begun.
-  virtual void call_begins() noexcept = 0;
-  /// Once for each that began, in the order in which they end; maybe shortly after those who wait
-  /// for it have gone on. `failed`: by throwing at its beginning, or with an
-  /// error.
-  virtual void call_ended(const ObservedCall& call, bool failed) noexcept = 0;
-};
 
 /// From here on `observer` is told of every collective that goes through the group on this rank,
 /// those of DistributedDataParallel too; null ends it. Sends and receives are not told of, nor is

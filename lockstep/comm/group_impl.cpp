@@ -8,11 +8,11 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/checked_backend.h"
-#include "lockstep/comm/native_log.h"
+#include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/checks/native_log.h"
+#include "lockstep/comm/checks/translate.h"
 #include "lockstep/comm/native_store.h"
-#include "lockstep/comm/translate.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "lockstep/comm/debug_level.h"
+#include "lockstep/comm/checks/debug_level.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work_state.h"

@@ -8,8 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/checks/translate.h"
 #include "lockstep/comm/group_impl.h"
-#include "lockstep/comm/translate.h"
 
 namespace lockstep {
 namespace {

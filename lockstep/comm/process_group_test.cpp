@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/test_ranks.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/native_log.h"
+#include "lockstep/comm/checks/native_log.h"
 #include "lockstep/comm/native_store.h"
 
 namespace lockstep {

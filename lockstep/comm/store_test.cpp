@@ -9,7 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/comm/socket.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/comm/store_host.h"
 
 namespace lockstep {

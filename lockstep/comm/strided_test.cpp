@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/test_ranks.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/test_ranks.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

@@ -2,8 +2,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/comm/native_store.h"
-#include "lockstep/comm/socket.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/store_host.h"
 

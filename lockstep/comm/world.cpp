@@ -9,16 +9,16 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
-#include "lockstep/comm/host_place.h"
-#include "lockstep/comm/mpirun_meeting.h"
-#include "lockstep/comm/poll.h"
-#include "lockstep/comm/rendezvous.h"
-#include "lockstep/comm/socket.h"
+#include "lockstep/comm/rendezvous/mpirun_meeting.h"
+#include "lockstep/comm/rendezvous/rendezvous.h"
+#include "lockstep/comm/shared_memory/host_place.h"
 
 namespace lockstep {
 namespace {
@@ -270,8 +270,8 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   const milliseconds timeout = timeout_of(options);
   context->debug = debug_of(options);
   if (options.backend != "auto") backend_info(options.backend);
-  Rendezvous plan =
-      plan_rendezvous(options, [](const std::string& name) { return env_string(name); });
+  Rendezvous plan = plan_rendezvous(options.init_method, options.rank, options.world_size,
+                                    [](const std::string& name) { return env_string(name); });
   find_master(plan, timeout);
   job = plan.job;
   default_local_ranks(job);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/debug_level.h"
+#include "lockstep/comm/checks/debug_level.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 

@@ -12,10 +12,10 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/test_wait.h"
-#include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/rendezvous.h"
-#include "lockstep/comm/socket.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/rendezvous/rendezvous.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep {
 namespace {
@@ -316,10 +316,8 @@ TEST(Backends, SayWhyTheyAreAbsent) {
 }
 
 TEST(Rendezvous, ReadsRankAndSizeFromTheUrl) {
-  InitOptions options;
-  options.init_method = "tcp://[::1]:4000?rank=1&world_size=3";
   const auto nothing = [](const std::string&) { return std::optional<std::string>(); };
-  const Rendezvous plan = plan_rendezvous(options, nothing);
+  const Rendezvous plan = plan_rendezvous("tcp://[::1]:4000?rank=1&world_size=3", -1, -1, nothing);
   EXPECT_EQ(plan.job.rank, 1);
   EXPECT_EQ(plan.job.world_size, 3);
   EXPECT_EQ(plan.job.master_addr, "::1");
@@ -329,26 +327,21 @@ TEST(Rendezvous, ReadsRankAndSizeFromTheUrl) {
 }
 
 TEST(Rendezvous, TheProgramsRankMustNotContradictTheEnvironment) {
-  InitOptions options;
-  options.rank = 1;
-  options.world_size = 2;
   const auto lookup = [](const std::string& name) -> std::optional<std::string> {
     if (name == "RANK") return "0";
     return std::nullopt;
   };
-  EXPECT_THAT(message_of<UsageError>([&] { plan_rendezvous(options, lookup); }),
+  EXPECT_THAT(message_of<UsageError>([&] { plan_rendezvous("env://", 1, 2, lookup); }),
               AllOf(HasSubstr("RANK 1"), HasSubstr("RANK=0")));
 }
 
 TEST(Rendezvous, TcpTakesTheRankFromTheLauncher) {
-  InitOptions options;
-  options.init_method = "tcp://10.0.0.9:4000";
   const auto lookup = [](const std::string& name) -> std::optional<std::string> {
     if (name == "SLURM_PROCID") return "1";
     if (name == "SLURM_NTASKS") return "2";
     return std::nullopt;
   };
-  const Rendezvous plan = plan_rendezvous(options, lookup);
+  const Rendezvous plan = plan_rendezvous("tcp://10.0.0.9:4000", -1, -1, lookup);
   EXPECT_EQ(plan.job.rank, 1);
   EXPECT_EQ(plan.job.world_size, 2);
   EXPECT_EQ(plan.job.master_addr, "10.0.0.9");

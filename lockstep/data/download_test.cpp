@@ -12,10 +12,10 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
-#include "lockstep/base/test_wait.h"
 #include "lockstep/data/download_progress.h"
 #include "lockstep/data/mnist.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep {
 namespace {

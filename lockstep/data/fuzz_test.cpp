@@ -13,7 +13,7 @@
 #include "lockstep/data/idx.h"
 #include "lockstep/data/npy.h"
 #include "lockstep/data/safetensors.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

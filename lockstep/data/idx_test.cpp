@@ -3,7 +3,7 @@
 #include <ATen/ops/tensor.h>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

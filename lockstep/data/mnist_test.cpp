@@ -5,7 +5,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

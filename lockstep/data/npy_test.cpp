@@ -4,8 +4,8 @@
 #include <ATen/ops/tensor.h>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/test_files.h"
 #include "lockstep/data/zip.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

@@ -12,7 +12,7 @@
 #include <csignal>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

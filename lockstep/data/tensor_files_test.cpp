@@ -7,7 +7,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/data/safetensors.h"
-#include "lockstep/data/test_files.h"
+#include "tests/support/test_files.h"
 
 namespace lockstep {
 namespace {

@@ -14,7 +14,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/job_environment.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/comm/store_host.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/launcher.h"

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "lockstep/base/file.h"
-#include "lockstep/launch/lines.h"
+#include "lockstep/launch/line_cutter.h"
 #include "lockstep/launch/output.h"
 
 namespace lockstep::launch {

@@ -8,9 +8,9 @@
 
 #include <array>
 
+#include "lockstep/autograd/linear.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/models/linear.h"
 #include "lockstep/models/norm_pool.h"
 
 namespace lockstep {

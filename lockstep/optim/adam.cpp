@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/optim/layout.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/state.h"
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "lockstep/optim/layout.h"
+#include "lockstep/optim/dense_layout.h"
 
 namespace lockstep {
 namespace {

@@ -7,9 +7,9 @@
 
 #include <cmath>
 
-#include "lockstep/optim/layout.h"
-#include "lockstep/optim/scale.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/state.h"
+#include "lockstep/optim/unscale.h"
 
 namespace lockstep {
 namespace {

@@ -8,8 +8,8 @@
 
 #include <map>
 
-#include "lockstep/optim/scale.h"
 #include "lockstep/optim/state.h"
+#include "lockstep/optim/unscale.h"
 
 namespace lockstep {
 namespace {

@@ -11,9 +11,9 @@
 
 #include <algorithm>
 
+#include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/optim/backward_hook.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"

@@ -6,13 +6,13 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/optim/sgd.h>
 
+#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/test_ranks.h"
-#include "lockstep/optim/backward.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/ddp_test_modules.h"
 #include "lockstep/parallel/scaled_copy.h"
+#include "tests/support/ddp_test_modules.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

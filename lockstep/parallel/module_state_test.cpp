@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/test_ranks.h"
-#include "lockstep/parallel/ddp_test_modules.h"
+#include "tests/support/ddp_test_modules.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "lockstep/parallel/scale.h"
+#include "lockstep/parallel/scale_kernel.h"
 
 namespace lockstep::detail {
 namespace {

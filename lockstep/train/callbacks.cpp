@@ -23,8 +23,7 @@ void Checkpointer::on_epoch_end(Trainer& trainer, const EpochResult& result) {
 
 void Checkpointer::on_interrupt(Trainer& trainer, int signal_number) {
   trainer.save(folder_);
-  console_.line("saved " + (folder_.path() / "latest").string() +
-                "; the same command with --resume auto goes on from there");
+  if (saved_) saved_(folder_.path() / "latest");
 }
 
 void EarlyStop::observe(const Metrics& test) {

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <limits>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/train/callback.h"
-#include "lockstep/train/console.h"
 
 namespace lockstep {
 
@@ -14,9 +14,10 @@ namespace lockstep {
 /// keep.
 class Checkpointer : public Callback {
  public:
-  /// `console` must outlive it.
-  Checkpointer(CheckpointFolder folder, int64_t every_n_steps, Console& console)
-      : folder_(std::move(folder)), every_n_steps_(every_n_steps), console_(console) {}
+  /// Is told of a checkpoint that was saved because a signal ends the run.
+  using OnInterruptSaved = std::function<void(const std::filesystem::path& latest)>;
+  Checkpointer(CheckpointFolder folder, int64_t every_n_steps, OnInterruptSaved saved = {})
+      : folder_(std::move(folder)), every_n_steps_(every_n_steps), saved_(std::move(saved)) {}
   void on_step(Trainer& trainer, const StepResult& result) override;
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
   void on_interrupt(Trainer& trainer, int signal_number) override;
@@ -24,7 +25,7 @@ class Checkpointer : public Callback {
  private:
   CheckpointFolder folder_;
   int64_t every_n_steps_;
-  Console& console_;
+  OnInterruptSaved saved_;
 };
 
 /// Ends the run when the test loss has not become lower for `patience` epochs. A loss that is NaN

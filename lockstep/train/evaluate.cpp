@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "lockstep/train/memory_format.h"
-#include "lockstep/train/reduce.h"
+#include "lockstep/train/metric_reduction.h"
 
 namespace lockstep {
 namespace {

@@ -8,11 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
-#include "lockstep/optim/backward.h"
 
 namespace lockstep {
 using nlohmann::json;

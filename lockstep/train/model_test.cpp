@@ -15,8 +15,8 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
+#include "lockstep/train/metric_reduction.h"
 #include "lockstep/train/random_state.h"
-#include "lockstep/train/reduce.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "lockstep/optim/backward.h"
+#include "lockstep/autograd/backward.h"
 #include "lockstep/train/memory_format.h"
 
 namespace lockstep {

@@ -9,9 +9,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/call_observer.h"
-#include "lockstep/comm/test_ranks.h"
 #include "lockstep/models/models.h"
 #include "lockstep/parallel/ddp.h"
+#include "tests/support/test_ranks.h"
 
 namespace lockstep {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "lockstep/base/error.h"
-#include "lockstep/checkpoint/collective.h"
+#include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/random_state.h"
 #include "lockstep/train/stop_signal.h"

@@ -9,7 +9,7 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/train/callback.h"
-#include "lockstep/train/reduce.h"
+#include "lockstep/train/metric_reduction.h"
 #include "lockstep/train/step_loop.h"
 #include "lockstep/train/trainer_options.h"
 

@@ -12,7 +12,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/checkpoint/collective.h"
+#include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/weights.h"
 

@@ -1,51 +1,93 @@
-"""Lower rooms never include upper ones; headers never include all of LibTorch."""
+"""Rooms include what their CMakeLists.txt says and nothing else: never a room above or beside them.
 
+The rules are those of lockstep_room(... ROOMS ...), which CMake links by and writes to rooms.json.
+"""
+
+import json
+import pathlib
 import re
 import unittest
 
 import lockstep_testing as t
 
-# What each room may include beside itself; docs/architecture.md shows the same picture.
-MAY_INCLUDE = {
-    "base": set(),
-    "comm": {"base"},
-    "data": {"base", "comm"},
-    "models": {"base"},
-    "optim": {"base", "comm"},
-    "launch": {"base", "comm"},
-    "parallel": {"base", "comm", "optim"},
-    "checkpoint": {"base", "comm", "data"},
-    "train": {"base", "comm", "data", "models", "optim", "launch", "parallel", "checkpoint"},
-}
-INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]lockstep/([a-z]+)/', re.M)
+ROOMS = json.loads((t.BUILD_DIR / "rooms.json").read_text())
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]((?:lockstep|tools|tests)/[^">]+)[">]', re.M)
 ALL_OF_TORCH = re.compile(r"^\s*#\s*include\s*[<\"]torch/(torch|all|extension)\.h", re.M)
+SUFFIXES = (".h", ".inc", ".cpp")
+# Includes all rooms, and lies in none.
+EVERYTHING = "lockstep/lockstep.h"
 
 
-def files(*patterns):
-    for pattern in patterns:
-        yield from sorted((t.SOURCE_DIR / "lockstep").rglob(pattern))
+def library_files():
+    for path in sorted((t.SOURCE_DIR / "lockstep").rglob("*")):
+        if path.suffix in SUFFIXES:
+            yield str(path.relative_to(t.SOURCE_DIR))
+
+
+def stem(path):
+    return str(pathlib.PurePath(path).with_suffix(""))
+
+
+def room_of_files():
+    """A file is of the room that lists it or its source; else of the last room of its folder."""
+    listed, by_stem, by_folder = {}, {}, {}
+    for room, facts in ROOMS.items():
+        for path in facts["sources"] + facts["headers"] + facts["tests"]:
+            listed[path] = room
+            if path.startswith("lockstep/"):
+                by_folder[str(pathlib.PurePath(path).parent)] = room
+        for path in facts["sources"]:
+            by_stem[stem(path)] = room
+    rooms = {}
+    for path in library_files():
+        folder = str(pathlib.PurePath(path).parent)
+        rooms[path] = listed.get(path) or by_stem.get(stem(path)) or by_folder.get(folder)
+    return rooms
 
 
 class Layering(unittest.TestCase):
-    def test_rooms_are_known(self):
-        rooms = {p.name for p in (t.SOURCE_DIR / "lockstep").iterdir() if p.is_dir()}
-        self.assertEqual(rooms, set(MAY_INCLUDE))
+    maxDiff = None
 
-    def test_lower_rooms_do_not_include_upper_ones(self):
+    def test_every_file_is_of_a_room(self):
+        self.assertEqual([path for path, room in room_of_files().items() if not room and path != EVERYTHING], [])
+
+    def test_rooms_have_no_circle(self):
+        order = list(ROOMS)
+        up = [(room, below) for room in order for below in ROOMS[room]["may_include"]
+              if order.index(below) >= order.index(room)]
+        self.assertEqual(up, [])
+
+    def test_includes_follow_what_cmake_links(self):
+        rooms = room_of_files()
         wrong = []
-        for path in files("*.h", "*.cpp"):
-            room = path.relative_to(t.SOURCE_DIR / "lockstep").parts[0]
-            if room.endswith(".h"):
-                continue  # lockstep/lockstep.h includes all rooms
-            allowed = MAY_INCLUDE[room] | {room}
-            for included in INCLUDE.findall(path.read_text()):
-                if included not in allowed:
-                    wrong.append(f"{path.relative_to(t.SOURCE_DIR)} includes lockstep/{included}")
+        for path, room in rooms.items():
+            if path == EVERYTHING:
+                continue
+            test = path in ROOMS[room]["tests"]
+            allowed = {room, *ROOMS[room]["may_include"], *(ROOMS[room]["tests_may_include"] if test else [])}
+            for included in INCLUDE.findall((t.SOURCE_DIR / path).read_text()):
+                if path.endswith("_test.cpp") and included.startswith("tests/support/"):
+                    continue
+                if rooms.get(included) not in allowed:
+                    wrong.append(f"{path} ({room}) includes {included} ({rooms.get(included)})")
         self.assertEqual(wrong, [])
+
+    def test_public_headers_include_public_headers_only(self):
+        public = {header for facts in ROOMS.values() for header in facts["headers"]} | {EVERYTHING}
+        wrong = [f"{header} includes {included}" for header in sorted(public)
+                 for included in INCLUDE.findall((t.SOURCE_DIR / header).read_text()) if included not in public]
+        self.assertEqual(wrong, [])
+
+    def test_the_page_shows_the_same_rules(self):
+        page = (t.SOURCE_DIR / "docs" / "architecture.md").read_text()
+        shown = {}
+        for folder, name, below in re.findall(r"^\| `([^`]+)`(?: \(`([^`]+)`\))? \|.*\| ([^|]*) \|$", page, re.M):
+            shown[name or folder.removeprefix("lockstep/").replace("/backends/", "_").replace("/", "_")] = set(
+                re.findall(r"`([^`]+)`", below))
+        self.assertEqual(shown, {room: set(facts["may_include"]) for room, facts in ROOMS.items()})
 
     def test_no_file_includes_all_of_libtorch(self):
-        wrong = [str(p.relative_to(t.SOURCE_DIR)) for p in files("*.h", "*.cpp") if ALL_OF_TORCH.search(p.read_text())]
-        self.assertEqual(wrong, [])
+        self.assertEqual([p for p in library_files() if ALL_OF_TORCH.search((t.SOURCE_DIR / p).read_text())], [])
 
 
 if __name__ == "__main__":

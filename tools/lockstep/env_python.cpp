@@ -7,10 +7,10 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 
-#include "bench_process.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "tools/lockstep/bench/process.h"
 
 namespace lockstep::tool {
 namespace {

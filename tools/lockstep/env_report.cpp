@@ -18,16 +18,16 @@
 #include <map>
 #include <thread>
 
-#include "bench_data.h"
 #include "env_python.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
-#include "lockstep/comm/job_environment.h"
-#include "lockstep/train/placement.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "tools/lockstep/bench/bench_data.h"
+#include "tools/lockstep/train/placement.h"
 
 extern char** environ;
 

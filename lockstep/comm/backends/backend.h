@@ -4,10 +4,11 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/debug_level.h"
+#include "lockstep/comm/checks/debug_level.h"
 
 namespace c10d {
 class Backend;
@@ -15,6 +16,11 @@ class Store;
 }  // namespace c10d
 
 namespace lockstep {
+
+struct BackendOptions;
+/// Makes a backend by its name; see make_backend.
+using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& name,
+                                                                       const BackendOptions&)>;
 
 struct BackendOptions {
   c10::intrusive_ptr<c10d::Store> store;  ///< The group's own prefix of the shared store.
@@ -30,6 +36,7 @@ struct BackendOptions {
   /// host_id.
   std::string host = {};
   DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.
+  BackendFactory factory = {};          ///< hierarchical: makes those that it is built on.
 };
 
 /// A backend of this build, and why it cannot be used here if so.
@@ -39,18 +46,5 @@ struct BackendInfo {
   std::string reason;  ///< Why not; empty when available.
   std::string remedy;  ///< What to do about it; empty when available.
 };
-
-/// Every backend that Lockstep knows, in the order in which they are preferred.
-std::vector<BackendInfo> available_backends();
-
-/// What `available_backends` says of one. Throws UsageError for an unknown name, with the nearest.
-BackendInfo backend_info(const std::string& name);
-
-/// Forms the group: blocks until all ranks have come. Throws UsageError for an unknown or absent
-/// backend (why, and what to do); LibTorch's errors for what goes wrong while connecting. Before it
-/// is released its `shutdown` must be called, or `abort` to give up what is in flight; for NCCL on
-/// every rank in the same order and before `main` ends.
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
-                                               const BackendOptions& options);
 
 }  // namespace lockstep

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/checks/call_signature.h"
 
 namespace lockstep::backends {
 

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/checks/call_signature.h"
 
 namespace lockstep::backends {
 

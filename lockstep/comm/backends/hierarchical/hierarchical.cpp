@@ -5,7 +5,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 #include "lockstep/comm/backends/shm/shm.h"
-#include "lockstep/comm/host_place.h"
+#include "lockstep/comm/shared_memory/host_place.h"
 
 namespace lockstep::hierarchical {
 
@@ -39,9 +39,9 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
   const auto members = meet(options);
   std::vector<std::string> places;
   for (const auto& member : members) places.push_back(member.place);
-  const Layout layout = Layout::of(places, options.rank);
+  const HostLayout layout = HostLayout::of(places, options.rank);
   if (layout.one_host()) return shm::make(options);
-  if (layout.one_rank_a_host()) return make_backend(between_hosts(), options);
+  if (layout.one_rank_a_host()) return options.factory(between_hosts(), options);
   return c10::make_intrusive<HierarchicalBackend>(options, layout, members);
 }
 

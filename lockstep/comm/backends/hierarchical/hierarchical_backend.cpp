@@ -6,11 +6,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/backends/hierarchical/programs.h"
+#include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
 #include "lockstep/comm/backends/tensor_checks.h"
-#include "lockstep/comm/check_context.h"
-#include "lockstep/comm/checked_backend.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/checks/checked_backend.h"
 
 namespace lockstep::hierarchical {
 
@@ -57,7 +57,7 @@ std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
   auto checks =
       std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
                                      options.global_ranks, options.group_name, options.timeout);
-  checks->connect();  // The alarm needs it when the store's host may be gone.
+  checks->connect();  // FirstFailure needs it when the store's host may be gone.
   return checks;
 }
 
@@ -74,7 +74,7 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
   checks.context = context;
   announce_checks(*flat.store, options.rank, options.group_name, options.debug);
   try {
-    return make_checked_backend(make_backend("gloo", flat), flat.store, checks);
+    return make_checked_backend(options.factory("gloo", flat), flat.store, checks);
   } catch (const std::exception&) {
     if (const auto failure = context->seen_failure())
       throw_failure(context->me() + ": forming group '" + options.group_name + "' failed: ",
@@ -85,7 +85,7 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
 
 }  // namespace
 
-HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const Layout& layout,
+HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,
                                          const std::vector<Member>& members)
     : c10d::Backend(options.rank, options.size),
       names_(names_of(options)),

@@ -26,7 +26,7 @@ class HierarchicalBackend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<Tensors>;
 
-  HierarchicalBackend(const BackendOptions& options, const Layout& layout,
+  HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,
                       const std::vector<Member>& members);
   ~HierarchicalBackend() override;
 

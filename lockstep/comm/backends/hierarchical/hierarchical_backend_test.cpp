@@ -12,9 +12,10 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
-#include "lockstep/comm/backends/hierarchical/programs.h"
-#include "lockstep/comm/rank_threads.h"
+#include "lockstep/comm/backends/hierarchical/host_collectives.h"
+#include "tests/support/rank_threads.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -36,6 +37,7 @@ BackendOptions options_of(const testing::StorePtr& store, const std::string& hos
                           std::chrono::milliseconds timeout) {
   BackendOptions options;
   options.store = c10::make_intrusive<c10d::PrefixStore>("hierarchical", store);
+  options.factory = make_backend;
   options.rank = rank;
   options.size = static_cast<int>(hosts.size());
   options.timeout = timeout;
@@ -92,10 +94,10 @@ class Placements : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, Placements, ::testing::Values("aabb", "aaab", "aabbc", "abcab"),
                          [](const auto& info) { return info.param; });
 
-// What travels with the comparison of calls, a piece of the least size, many of the largest; for
+// What travels with the comparison of calls, a chunk of the least size, many of the largest; for
 // elements of four bytes.
-constexpr int64_t kSmall = SmallData::kMost / 4, kLeast = kLeastPieceBytes / 4,
-                  kPiece = kPieceBytes / 4;
+constexpr int64_t kSmall = SmallData::kMost / 4, kLeast = kLeastChunkBytes / 4,
+                  kPiece = kChunkBytes / 4;
 const std::vector<int64_t> kSizes = {
     0,          1,      13,         kSmall - 1, kSmall,         kSmall + 1,
     kLeast - 1, kLeast, kLeast + 1, kPiece + 1, 9 * kPiece + 3, 1000};

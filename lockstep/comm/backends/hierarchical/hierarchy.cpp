@@ -7,13 +7,13 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
-#include "lockstep/comm/call_signature.h"
-#include "lockstep/comm/check_context.h"
-#include "lockstep/comm/errors.h"
-#include "lockstep/comm/process_identity.h"
-#include "lockstep/comm/socket.h"
+#include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -48,7 +48,7 @@ std::vector<int> picked(const std::vector<int>& names, const std::vector<int>& r
   return result;
 }
 
-shm::SharedGroupOptions local_options(const BackendOptions& options, const Layout& layout) {
+shm::SharedGroupOptions local_options(const BackendOptions& options, const HostLayout& layout) {
   shm::SharedGroupOptions local;
   local.segment.rank = layout.local;
   local.segment.size = static_cast<int>(layout.mine().size());
@@ -58,7 +58,7 @@ shm::SharedGroupOptions local_options(const BackendOptions& options, const Layou
   return local;
 }
 
-shm::Meeting local_meeting(const BackendOptions& options, const Layout& layout) {
+shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layout) {
   const auto store = part_of(options.store, "host/" + std::to_string(layout.host));
   return {[store](const std::string& name) { store->set("meeting", name); },
           [store] { return store->get_to_str("meeting"); }};
@@ -70,7 +70,7 @@ struct Between {
   std::vector<int> leaders;
 };
 
-Between make_between(const BackendOptions& options, const Layout& layout) {
+Between make_between(const BackendOptions& options, const HostLayout& layout) {
   const std::string name = between_hosts();
   BackendOptions between = options;
   between.store = part_of(options.store, "leaders");
@@ -78,7 +78,7 @@ Between make_between(const BackendOptions& options, const Layout& layout) {
   if (name == "mpi") {
     // MPI starts on all ranks or on none.
     between.timeout = options.timeout + kSlack;
-    return {make_backend(name, between), layout.leaders()};
+    return {options.factory(name, between), layout.leaders()};
   }
   if (!layout.leads()) return {};
   between.rank = layout.host;
@@ -86,7 +86,7 @@ Between make_between(const BackendOptions& options, const Layout& layout) {
   between.global_ranks = picked(names_of(options), layout.leaders());
   std::vector<int> leaders;
   for (int host = 0; host < between.size; ++host) leaders.push_back(host);
-  return {make_backend(name, between), leaders};
+  return {options.factory(name, between), leaders};
 }
 
 void append(std::string& text, const void* data, size_t bytes) {
@@ -117,14 +117,14 @@ struct Hierarchy::Frame {
   std::array<std::byte, SmallData::kMost> data{};
 };
 
-Hierarchy::Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members,
+Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
                      std::shared_ptr<CheckContext> checks)
     : layout_(std::move(layout)),
       members_(std::move(members)),
       names_(names_of(options)),
       group_name_(options.group_name),
       checks_(std::move(checks)),
-      alarm_(checks_),
+      first_failure_(checks_),
       lifeline_(make_lifeline(options)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
@@ -151,7 +151,7 @@ void Hierarchy::form_between(const BackendOptions& options) {
     Between between = make_between(options, layout_);
     between_ = std::move(between.backend);
     if (!layout_.leads()) return;
-    leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), alarm_);
+    leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), first_failure_);
     frames_.resize(layout_.hosts.size());
   } catch (const std::exception& error) {
     const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;
@@ -184,7 +184,8 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
     throw;
   } catch (const CommError&) {
     // Told on this host by whoever noticed it; the other hosts are told by all who hear of it here.
-    if (const auto known = failure()) alarm_.raise({known->timed_out, known->text}, call.text());
+    if (const auto known = failure())
+      first_failure_.raise({known->timed_out, known->text}, call.text());
     throw;
   } catch (const std::exception& error) {
     abort("failed in " + call.text() + " " + error.what());
@@ -393,7 +394,7 @@ Cause Hierarchy::cause_of(const HostFailure& failure) {
   const bool late = failure.kind == HostFailure::Kind::late;
   for (const auto end = Clock::now() + (late ? kLatePatience : kLostPatience);
        Clock::now() < end;) {
-    if (auto heard = alarm_.heard()) return *heard;
+    if (auto heard = first_failure_.heard()) return *heard;
     std::this_thread::sleep_for(milliseconds(10));
   }
   if (!late) return {false, how_lost(failure.host, failure.text)};
@@ -408,8 +409,9 @@ std::string Hierarchy::how_lost(int host, const std::string& why) const {
 // of it by the verdict on their host.
 void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
   try {
-    const Cause cause = alarm_.raise(cause_of({HostFailure::Kind::lost, broken.host, broken.why}),
-                                     "group '" + group_name_ + "':");
+    const Cause cause =
+        first_failure_.raise(cause_of({HostFailure::Kind::lost, broken.host, broken.why}),
+                             "group '" + group_name_ + "':");
     condemn(cause);
   } catch (const std::exception& error) {
     log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
@@ -428,7 +430,7 @@ std::optional<CheckContext::Failure> Hierarchy::failure() const {
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
-  give_up(alarm_.raise(cause_of(failure), call_->text()));
+  give_up(first_failure_.raise(cause_of(failure), call_->text()));
 }
 
 void Hierarchy::give_up(const Cause& cause) {
@@ -441,7 +443,7 @@ void Hierarchy::abort(const std::string& cause) noexcept {
   std::string text = group_.name(layout_.local) + " " + cause;
   if (const std::string failed = checks_->told(); !failed.empty())
     text += "; it failed in " + failed;
-  condemn(alarm_.raise({false, text}, "the group's end:"));
+  condemn(first_failure_.raise({false, text}, "the group's end:"));
   if (leaders_) leaders_->interrupt();
 }
 

@@ -8,13 +8,13 @@
 #include <vector>
 
 #include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/backends/hierarchical/alarm.h"
-#include "lockstep/comm/backends/hierarchical/layout.h"
+#include "lockstep/comm/backends/hierarchical/first_failure.h"
+#include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/hierarchical/leaders.h"
 #include "lockstep/comm/backends/hierarchical/lifeline.h"
-#include "lockstep/comm/backends/shm/plans.h"
-#include "lockstep/comm/backends/shm/shared_group.h"
-#include "lockstep/comm/check_context.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/shared_memory/plans.h"
+#include "lockstep/comm/shared_memory/shared_group.h"
 
 namespace lockstep::hierarchical {
 
@@ -51,20 +51,21 @@ class SmallData {
 ///    transport, and tell their ranks in a later step. When calls differ all ranks of all hosts
 ///    tell each other what they called, and throw the same MismatchError; the group goes on.
 /// 2. A failure on a host is noticed there (see SharedGroup) and told to the other hosts by the
-///    Alarm, which leaders hear while they wait for each other; a leader that cannot be reached any
-///    more is told of likewise. All ranks throw the first cause, at present and later calls.
+///    FirstFailure, which leaders hear while they wait for each other; a leader that cannot be
+///    reached any more is told of likewise. All ranks throw the first cause, at present and later
+///    calls.
 /// 3. A host of which nobody is left to tell anything is noticed by the Lifeline, whatever the
 /// ranks
 ///    are doing; so `checks` learn of each failure, for the waits of the group that is not ours.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come. `checks`: see Alarm; they get a lookout. Throws
-  /// PeerLostError when a host was lost meanwhile.
-  Hierarchy(const BackendOptions& options, Layout layout, std::vector<Member> members,
+  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure; they get a lookout.
+  /// Throws PeerLostError when a host was lost meanwhile.
+  Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
             std::shared_ptr<CheckContext> checks);
   ~Hierarchy();
 
-  const Layout& layout() const { return layout_; }
+  const HostLayout& layout() const { return layout_; }
   shm::SharedGroup& local() { return group_; }
 
   /// Runs `body`, which makes the calls below. Throws MismatchError, and PeerLostError or
@@ -120,12 +121,12 @@ class Hierarchy {
   void condemn(const Cause& cause) noexcept;
   std::optional<CheckContext::Failure> failure() const;
 
-  const Layout layout_;
+  const HostLayout layout_;
   const std::vector<Member> members_;
   std::vector<int> names_;  ///< The ranks' numbers in the default group.
   const std::string group_name_;
   const std::shared_ptr<CheckContext> checks_;
-  Alarm alarm_;
+  FirstFailure first_failure_;
   /// Null on a rank that does not lead. Made before what may wait for a host that is lost
   /// meanwhile.
   std::unique_ptr<Lifeline> lifeline_;

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "lockstep/comm/errors.h"
+#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
 
@@ -28,19 +28,19 @@ void Leaders::receive(int host, std::byte* data, size_t bytes, Transfers& transf
 
 void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
   for (auto& transfer : transfers) {
-    Watch::End end = Watch::End::done;
+    TransferWait::End end = TransferWait::End::done;
     try {
-      end = ends_waits_ ? watch_.wait(*transfer.work, deadline)
-                        : watch_.poll(*transfer.work, deadline);
+      end =
+          ends_waits_ ? wait_.wait(*transfer.work, deadline) : wait_.poll(*transfer.work, deadline);
     } catch (const std::exception&) {
       throw HostFailure{HostFailure::Kind::lost, transfer.host,
                         failure_text(std::current_exception())};
     }
-    if (end == Watch::End::done) continue;
-    throw HostFailure{
-        end == Watch::End::late ? HostFailure::Kind::late : HostFailure::Kind::alarmed,
-        transfer.host,
-        {}};
+    if (end == TransferWait::End::done) continue;
+    throw HostFailure{end == TransferWait::End::late ? HostFailure::Kind::late
+                                                     : HostFailure::Kind::failed_elsewhere,
+                      transfer.host,
+                      {}};
   }
   transfers.clear();
 }

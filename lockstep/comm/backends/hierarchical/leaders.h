@@ -7,13 +7,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "lockstep/comm/backends/hierarchical/watch.h"
+#include "lockstep/comm/backends/hierarchical/transfer_wait.h"
 
 namespace lockstep::hierarchical {
 
 /// Thrown by Leaders: a message between hosts did not come to its end.
 struct HostFailure {
-  enum class Kind { lost, late, alarmed } kind;
+  enum class Kind { lost, late, failed_elsewhere } kind;
   int host = 0;      ///< The other one.
   std::string text;  ///< What the backend said of it.
 };
@@ -30,13 +30,14 @@ using Transfers = std::vector<Transfer>;
 /// transfer has ended. One thread at a time.
 class Leaders {
  public:
-  using Clock = Watch::Clock;
+  using Clock = TransferWait::Clock;
   /// `ranks`: of each host's leader in the backend, which has send and recv for CPU tensors.
-  Leaders(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> ranks, Alarm& alarm)
+  Leaders(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> ranks,
+          FirstFailure& first_failure)
       : backend_(std::move(backend)),
         ranks_(std::move(ranks)),
         ends_waits_(backend_->getBackendName() == "gloo"),
-        watch_(alarm) {}
+        wait_(first_failure) {}
 
   int hosts() const { return static_cast<int>(ranks_.size()); }
 
@@ -46,15 +47,15 @@ class Leaders {
   /// Waits for all and empties the list. Throws HostFailure.
   void finish(Transfers& transfers, Clock::time_point deadline);
   /// Ends what waits, now and later. Any thread.
-  void interrupt() { watch_.interrupt(); }
+  void interrupt() { wait_.interrupt(); }
 
  private:
   void post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   const std::vector<int> ranks_;
-  const bool ends_waits_;  ///< What a Watch can wait for; others are asked again and again.
-  Watch watch_;
+  const bool ends_waits_;  ///< What a TransferWait can wait for; others are asked again and again.
+  TransferWait wait_;
 };
 
 }  // namespace lockstep::hierarchical

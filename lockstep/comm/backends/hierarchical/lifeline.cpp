@@ -14,9 +14,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/errors.h"
-#include "lockstep/comm/socket.h"
+#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
 namespace {

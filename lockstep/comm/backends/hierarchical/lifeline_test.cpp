@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/test_wait.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep::hierarchical {
 namespace {

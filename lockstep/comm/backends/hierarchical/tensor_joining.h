@@ -4,7 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "lockstep/comm/backends/hierarchical/programs.h"
+#include "lockstep/comm/backends/hierarchical/host_collectives.h"
 
 namespace lockstep::hierarchical {
 

@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
 #include "lockstep/comm/backends/tensor_checks.h"
-#include "lockstep/comm/process_identity.h"
 
 namespace lockstep::mpi {
 

@@ -5,9 +5,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/backends/mpi/engine.h"
-#include "lockstep/comm/backends/mpi/types.h"
-#include "lockstep/comm/backends/mpi/work.h"
+#include "lockstep/comm/backends/mpi/mpi_engine.h"
+#include "lockstep/comm/backends/mpi/mpi_types.h"
+#include "lockstep/comm/backends/mpi/mpi_work.h"
 
 namespace lockstep::mpi {
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <random>
 
-#include "lockstep/comm/backends/mpi/mpi_ranks_test.h"
+#include "tests/support/mpi_test_ranks.h"
 
 namespace lockstep::mpi::testing {
 namespace {

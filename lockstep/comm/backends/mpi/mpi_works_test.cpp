@@ -8,7 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
-#include "lockstep/comm/backends/mpi/mpi_ranks_test.h"
+#include "tests/support/mpi_test_ranks.h"
 
 namespace lockstep::mpi::testing {
 namespace {

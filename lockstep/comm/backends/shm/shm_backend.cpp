@@ -7,12 +7,12 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/shm/processors.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/shm/shm_message_work.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/backends/sparse_all_reduce.h"
 #include "lockstep/comm/backends/tensor_checks.h"
+#include "lockstep/comm/shared_memory/processors.h"
 
 namespace lockstep::shm {
 

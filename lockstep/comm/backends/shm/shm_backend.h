@@ -5,8 +5,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/backends/shm/messages.h"
 #include "lockstep/comm/backends/shm/shm_queue.h"
+#include "lockstep/comm/shared_memory/messages.h"
 
 namespace lockstep::shm {
 

@@ -13,7 +13,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/rank_threads.h"
+#include "tests/support/rank_threads.h"
 
 namespace lockstep::shm {
 namespace {

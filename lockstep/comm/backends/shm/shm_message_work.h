@@ -6,8 +6,8 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/backends/shm/messages.h"
 #include "lockstep/comm/backends/shm/shm_work.h"
+#include "lockstep/comm/shared_memory/messages.h"
 
 namespace lockstep::shm {
 

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/backends/op_type.h"
-#include "lockstep/comm/errors.h"
 
 namespace lockstep::shm {
 namespace {

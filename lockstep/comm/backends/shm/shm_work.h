@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/backends/shm/plans.h"
-#include "lockstep/comm/call_signature.h"
+#include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/shared_memory/plans.h"
 
 namespace lockstep::shm {
 

@@ -4,7 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "lockstep/comm/backends/shm/reduce.h"
+#include "lockstep/comm/shared_memory/reduction_kernels.h"
 
 namespace lockstep::shm {
 

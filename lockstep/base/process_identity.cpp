@@ -1,0 +1,70 @@
+#include "lockstep/base/process_identity.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <fstream>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+std::string first_line(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string link_target(const char* path) {
+  std::array<char, 128> target{};
+  const ssize_t length = readlink(path, target.data(), target.size());
+  return length > 0 ? std::string(target.data(), static_cast<size_t>(length)) : std::string();
+}
+
+/// Two processes with the same place see each other's numbers.
+std::string place() {
+  return first_line("/proc/sys/kernel/random/boot_id") + "," + link_target("/proc/self/ns/pid");
+}
+
+struct Stat {
+  char state = 0;
+  std::string start_time;
+};
+
+/// Fields 3 and 22 of /proc/PID/stat; the second field may hold spaces and brackets.
+Stat read_stat(const std::string& pid) {
+  const std::string line = first_line("/proc/" + pid + "/stat");
+  const size_t close = line.rfind(')');
+  if (close == std::string::npos) return {};
+  std::istringstream fields(line.substr(close + 1));
+  std::vector<std::string> values;
+  for (std::string field; values.size() < 20 && fields >> field;) values.push_back(field);
+  if (values.size() < 20) return {};
+  return {values[0][0], values[19]};
+}
+
+}  // namespace
+
+std::string process_identity() {
+  const std::string pid = std::to_string(getpid());
+  return place() + " " + pid + " " + read_stat("self").start_time;
+}
+
+int process_number(const std::string& identity) {
+  const auto parts = split(identity, ' ');
+  return parts.size() == 3 ? static_cast<int>(parse_int(parts[1]).value_or(-1)) : -1;
+}
+
+ProcessState process_state(const std::string& identity) {
+  const auto parts = split(identity, ' ');
+  if (parts.size() != 3 || parts[2].empty() || parts[0] != place()) return ProcessState::unknown;
+  const Stat stat = read_stat(parts[1]);
+  const bool gone = stat.state == 0 || stat.start_time != parts[2];
+  return gone || stat.state == 'Z' || stat.state == 'X' ? ProcessState::ended : ProcessState::alive;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "lockstep/comm/backends/hierarchical/store_requests.h"
+
+namespace lockstep::hierarchical {
+
+/// Why a group is of no more use.
+struct Cause {
+  bool timed_out = false;  ///< Else a rank was lost.
+  std::string text;        ///< "rank 3 (process 4711) has ended"
+};
+
+/// The first failure of a group, told to all its hosts through the store. Any thread may call;
+/// nothing throws or blocks for long, as a store that is lost as well changes nothing.
+class FirstFailure {
+ public:
+  /// `context`: of the checks of the group's ranks among themselves, who tell each other there in
+  /// what they failed.
+  explicit FirstFailure(std::shared_ptr<CheckContext> context) : requests_(std::move(context)) {}
+
+  /// Tells it unless another cause was told before; returns the one that holds. The checks are told
+  /// that this rank failed in `call`. From then on the store is asked no more.
+  Cause raise(const Cause& cause, const std::string& call) noexcept;
+  /// What was told, if anything; asks the store.
+  std::optional<Cause> heard() noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::optional<Cause> known_;
+  StoreRequests requests_;
+};
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,520 @@
+#include "lockstep/comm/backends/hierarchical/host_collectives.h"
+
+#include <array>
+#include <cstring>
+
+#include "lockstep/comm/backends/hierarchical/chunks.h"
+
+namespace lockstep::hierarchical {
+namespace {
+
+void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+/// `sources` in the kernel's order, which may hold `target`.
+void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
+          size_t bytes) {
+  std::vector<const void*> data(sources.begin(), sources.end());
+  // In chunks that stay in the first-level cache.
+  constexpr size_t kStep = 8 << 10;
+  for (size_t at = 0; at < bytes; at += kStep) {
+    const size_t step = std::min(kStep, bytes - at);
+    joining.kernel(target + at, data.data(), static_cast<int>(data.size()),
+                   step / joining.element());
+    for (auto& source : data) source = static_cast<const std::byte*>(source) + step;
+  }
+}
+
+void finish_average(const Joining& joining, std::byte* data, size_t bytes) {
+  if (joining.divide) joining.divide(data, bytes / joining.element());
+}
+
+// Begins a call of large data; nothing is done where this host's calls differ.
+template <class Local>
+void agree_over(Hierarchy& hierarchy, Local local) {
+  if (hierarchy.begin()) local();
+  hierarchy.conclude();
+}
+
+/// Nothing but the comparison: a barrier.
+class Nothing : public SmallData {
+  void give(std::byte*) override {}
+  void join_ranks(const std::vector<const std::byte*>&, std::byte*) override {}
+  void join_hosts(const std::vector<const std::byte*>&, std::byte*) override {}
+  void take(const std::byte*) override {}
+};
+
+// --- all_reduce ---------------------------------------------------------------------------------
+
+class SmallReduce : public SmallData {
+ public:
+  SmallReduce(std::byte* data, size_t bytes, const Joining& joining)
+      : data_(data), bytes_(bytes), joining_(joining) {}
+  void give(std::byte* slot) override { copy_bytes(slot, data_, bytes_); }
+  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
+    join(joining_, ranks, host, bytes_);
+  }
+  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
+    join(joining_, hosts, result, bytes_);
+    finish_average(joining_, result, bytes_);
+  }
+  void take(const std::byte* result) override { copy_bytes(data_, result, bytes_); }
+
+ private:
+  std::byte* data_;
+  size_t bytes_;
+  const Joining& joining_;
+};
+
+/// A leader's part of an all_reduce between the hosts: each shares the sum out in parts, one a
+/// host, and hands its part to the others when it has it. Of two hosts each takes the whole: that
+/// moves as many bytes, in one step instead of two. Chunks go through post, advance and finish in
+/// this order, and up to three are under way, at different stages.
+class HostReduce {
+ public:
+  HostReduce(Hierarchy& hierarchy, std::byte* data, const Chunks& chunks, const Joining& joining)
+      : hierarchy_(hierarchy),
+        data_(data),
+        chunks_(chunks),
+        joining_(joining),
+        hosts_(hierarchy.layout().hosts.size()),
+        me_(static_cast<size_t>(hierarchy.layout().host)) {
+    const size_t largest = std::min(chunks.total, chunks.size);
+    const size_t each = hosts_ == 2 ? up_to_line(largest) : part_size(largest);
+    const size_t used = std::min(kStages, chunks.count());
+    std::byte* memory = hierarchy.scratch(used * (hosts_ - 1) * each);
+    for (size_t k = 0; k < used; ++k) stages_[k].received = memory + k * (hosts_ - 1) * each;
+  }
+
+  void post(size_t chunk) {
+    Stage& stage = stages_[chunk % kStages];
+    std::byte* start = data_ + chunks_.offset(chunk);
+    const Part mine = part(chunk, me_);
+    for (size_t host = 0; host < hosts_; ++host) {
+      if (host == me_) continue;
+      const Part theirs = part(chunk, host);
+      hierarchy_.receive(static_cast<int>(host), received(stage, mine, host), mine.bytes,
+                         stage.transfers);
+      hierarchy_.send(static_cast<int>(host), start + theirs.begin, theirs.bytes, stage.transfers);
+    }
+  }
+
+  void advance(size_t chunk) {
+    Stage& stage = stages_[chunk % kStages];
+    hierarchy_.finish(stage.transfers);
+    const Part mine = part(chunk, me_);
+    std::byte* start = data_ + chunks_.offset(chunk);
+    std::vector<const std::byte*> sources;
+    for (size_t host = 0; host < hosts_; ++host)
+      sources.push_back(host == me_ ? start + mine.begin : received(stage, mine, host));
+    join(joining_, sources, start + mine.begin, mine.bytes);
+    finish_average(joining_, start + mine.begin, mine.bytes);
+    if (hosts_ == 2) return;
+    for (size_t host = 0; host < hosts_; ++host) {
+      if (host == me_) continue;
+      const Part theirs = part(chunk, host);
+      hierarchy_.receive(static_cast<int>(host), start + theirs.begin, theirs.bytes,
+                         stage.transfers);
+      hierarchy_.send(static_cast<int>(host), start + mine.begin, mine.bytes, stage.transfers);
+    }
+  }
+
+  void finish(size_t chunk) { hierarchy_.finish(stages_[chunk % kStages].transfers); }
+
+ private:
+  static constexpr size_t kStages = 3;
+  struct Stage {
+    std::byte* received = nullptr;  ///< From the other hosts.
+    Transfers transfers;
+  };
+  struct Part {
+    size_t begin, bytes;
+  };
+  size_t part_size(size_t bytes) const { return up_to_line((bytes + hosts_ - 1) / hosts_); }
+  Part part(size_t chunk, size_t host) const {
+    const size_t bytes = chunks_.bytes(chunk);
+    if (hosts_ == 2) return {0, bytes};
+    const size_t each = part_size(bytes);
+    const size_t begin = std::min(bytes, host * each);
+    return {begin, std::min(bytes, begin + each) - begin};
+  }
+  std::byte* received(const Stage& stage, const Part& mine, size_t host) const {
+    return stage.received + (host < me_ ? host : host - 1) * mine.bytes;
+  }
+
+  Hierarchy& hierarchy_;
+  std::byte* data_;
+  const Chunks chunks_;
+  const Joining& joining_;
+  const size_t hosts_;
+  const size_t me_;
+  std::array<Stage, kStages> stages_;
+};
+
+void reduce_piece(Hierarchy& hierarchy, std::byte* data, const Chunks& chunks, size_t chunk,
+                  const Joining& joining) {
+  hierarchy.run_local(shm::reduce_plan(hierarchy.local(), data + chunks.offset(chunk),
+                                       chunks.bytes(chunk) / joining.element(), joining.type,
+                                       joining.kernel, 0));
+}
+
+void large_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
+  const Chunks chunks = in_chunks(bytes, kLeastChunkBytes, kChunkBytes);
+  const bool leads = hierarchy.layout().leads();
+  std::optional<HostReduce> between;
+  if (leads) between.emplace(hierarchy, data, chunks, joining);
+  agree_over(hierarchy, [&] { reduce_piece(hierarchy, data, chunks, 0, joining); });
+  const size_t count = chunks.count();
+  for (size_t turn = 0; turn < count + 2; ++turn) {
+    if (turn > 0 && turn < count) reduce_piece(hierarchy, data, chunks, turn, joining);
+    if (leads && turn < count) between->post(turn);
+    if (leads && turn > 0 && turn <= count) between->advance(turn - 1);
+    if (turn < 2) continue;
+    const size_t done = turn - 2;
+    if (leads) between->finish(done);
+    hierarchy.run_local(
+        shm::broadcast_plan(hierarchy.local(), data + chunks.offset(done), chunks.bytes(done), 0));
+  }
+}
+
+// --- broadcast ----------------------------------------------------------------------------------
+
+class SmallBroadcast : public SmallData {
+ public:
+  SmallBroadcast(const HostLayout& layout, std::byte* data, size_t bytes, int root)
+      : data_(data),
+        bytes_(bytes),
+        is_root_(layout.mine()[static_cast<size_t>(layout.local)] == root),
+        host_(static_cast<size_t>(layout.host_of(root))),
+        local_(static_cast<size_t>(layout.local_of(root))),
+        is_host_(layout.host == static_cast<int>(host_)) {}
+  void give(std::byte* slot) override {
+    if (is_root_) copy_bytes(slot, data_, bytes_);
+  }
+  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
+    if (is_host_) copy_bytes(host, ranks[local_], bytes_);
+  }
+  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
+    copy_bytes(result, hosts[host_], bytes_);
+  }
+  void take(const std::byte* result) override {
+    if (!is_root_) copy_bytes(data_, result, bytes_);
+  }
+
+ private:
+  std::byte* data_;
+  size_t bytes_;
+  bool is_root_;
+  size_t host_, local_;
+  bool is_host_;
+};
+
+/// A host's place in the binomial tree over `hosts` hosts from `root`: from whom it gets (-1 at the
+/// root), and to whom it passes on.
+struct TreePlace {
+  int parent = -1;
+  std::vector<int> children;
+};
+
+TreePlace tree_place(int host, int root, int hosts) {
+  const auto real = [&](int index) { return (index + root) % hosts; };
+  const int index = (host - root + hosts) % hosts;
+  int lowest = 1;  // The lowest set bit of the index; for the root the first power above all.
+  while (lowest < hosts && (index & lowest) == 0) lowest *= 2;
+  TreePlace place;
+  if (index != 0) place.parent = real(index - lowest);
+  for (int bit = lowest / 2; bit > 0; bit /= 2)
+    if (index + bit < hosts) place.children.push_back(real(index + bit));
+  return place;
+}
+
+void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
+  const HostLayout& layout = hierarchy.layout();
+  const Chunks chunks = in_chunks(bytes, kLeastChunkBytes, kChunkBytes);
+  const int host = layout.host_of(root);
+  const bool first = layout.host == host;
+  const TreePlace place = tree_place(layout.host, host, static_cast<int>(layout.hosts.size()));
+  Transfers sends;
+  std::array<Transfers, 2> receives;
+  const auto receive = [&](size_t chunk) {
+    if (layout.leads() && !first && chunk < chunks.count())
+      hierarchy.receive(place.parent, data + chunks.offset(chunk), chunks.bytes(chunk),
+                        receives[chunk % 2]);
+  };
+  const auto local = [&](size_t chunk) {
+    hierarchy.run_local(shm::broadcast_plan(hierarchy.local(), data + chunks.offset(chunk),
+                                            chunks.bytes(chunk),
+                                            first ? layout.local_of(root) : 0));
+  };
+  agree_over(hierarchy, [&] {
+    if (first) local(0);
+  });
+  receive(0);
+  for (size_t chunk = 0; chunk < chunks.count(); ++chunk) {
+    receive(chunk + 1);
+    if (first && chunk > 0) local(chunk);
+    if (layout.leads()) {
+      if (!first) hierarchy.finish(receives[chunk % 2]);
+      for (const int child : place.children)
+        hierarchy.send(child, data + chunks.offset(chunk), chunks.bytes(chunk), sends);
+    }
+    if (!first) local(chunk);
+  }
+  if (layout.leads()) hierarchy.finish(sends);
+}
+
+// --- all_gather ---------------------------------------------------------------------------------
+
+/// Block k of `bytes` for each rank, where they lie one after the other, in the order of hosts.
+std::vector<std::byte*> blocks_of(std::byte* start, size_t count, size_t bytes) {
+  std::vector<std::byte*> blocks;
+  for (size_t k = 0; k < count; ++k) blocks.push_back(start + k * bytes);
+  return blocks;
+}
+
+class SmallGather : public SmallData {
+ public:
+  SmallGather(const HostLayout& layout, const std::byte* input, size_t bytes,
+              const std::vector<std::byte*>& outputs)
+      : layout_(layout), input_(input), bytes_(bytes), outputs_(outputs) {}
+  void give(std::byte* slot) override { copy_bytes(slot, input_, bytes_); }
+  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
+    for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes_, ranks[k], bytes_);
+  }
+  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
+    for (size_t host = 0; host < hosts.size(); ++host) {
+      const size_t bytes = layout_.hosts[host].size() * bytes_;
+      copy_bytes(result, hosts[host], bytes);
+      result += bytes;
+    }
+  }
+  void take(const std::byte* result) override {
+    for (const auto& host : layout_.hosts) {
+      for (const int rank : host) {
+        copy_bytes(outputs_[static_cast<size_t>(rank)], result, bytes_);
+        result += bytes_;
+      }
+    }
+  }
+
+ private:
+  const HostLayout& layout_;
+  const std::byte* input_;
+  size_t bytes_;
+  const std::vector<std::byte*>& outputs_;
+};
+
+/// The memory of one chunk of an all_gather under way.
+struct GatherStage {
+  std::byte* sent = nullptr;      ///< This host's blocks.
+  std::byte* received = nullptr;  ///< The others', by host.
+  Transfers transfers;
+};
+
+void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
+                      const std::vector<std::byte*>& outputs) {
+  const HostLayout& layout = hierarchy.layout();
+  const auto& mine = layout.mine();
+  const size_t others = outputs.size() - mine.size();
+  const size_t largest = std::max<size_t>(64, kChunkBytes / outputs.size());
+  const Chunks chunks = in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
+  std::array<GatherStage, 2> stages;
+  const size_t of_stage = up_to_line(outputs.size() * std::min(bytes, chunks.size));
+  std::byte* memory = hierarchy.scratch(stages.size() * of_stage);
+  for (auto& stage : stages) {
+    stage.received = memory;
+    stage.sent = memory + others * std::min(bytes, chunks.size);
+    memory += of_stage;
+  }
+  const auto gather_local = [&](size_t chunk) {
+    std::vector<std::byte*> targets;
+    for (const int rank : mine)
+      targets.push_back(outputs[static_cast<size_t>(rank)] + chunks.offset(chunk));
+    hierarchy.run_local(shm::all_gather_plan(hierarchy.local(), input + chunks.offset(chunk),
+                                             chunks.bytes(chunk), std::move(targets)));
+  };
+  const auto post = [&](size_t chunk) {
+    GatherStage& stage = stages[chunk % 2];
+    const size_t each = chunks.bytes(chunk);
+    const auto blocks = blocks_of(stage.sent, mine.size(), each);
+    for (size_t k = 0; k < mine.size(); ++k)
+      copy_bytes(blocks[k], outputs[static_cast<size_t>(mine[k])] + chunks.offset(chunk), each);
+    std::byte* to = stage.received;
+    for (size_t host = 0; host < layout.hosts.size(); ++host) {
+      if (static_cast<int>(host) == layout.host) continue;
+      const size_t theirs = layout.hosts[host].size() * each;
+      hierarchy.receive(static_cast<int>(host), to, theirs, stage.transfers);
+      hierarchy.send(static_cast<int>(host), stage.sent, mine.size() * each, stage.transfers);
+      to += theirs;
+    }
+  };
+  const auto hand_out = [&](size_t chunk) {
+    GatherStage& stage = stages[chunk % 2];
+    if (layout.leads()) hierarchy.finish(stage.transfers);
+    const size_t each = chunks.bytes(chunk);
+    hierarchy.run_local(shm::broadcast_plan(hierarchy.local(), stage.received, others * each, 0));
+    const std::byte* from = stage.received;
+    for (size_t host = 0; host < layout.hosts.size(); ++host) {
+      if (static_cast<int>(host) == layout.host) continue;
+      for (const int rank : layout.hosts[host]) {
+        copy_bytes(outputs[static_cast<size_t>(rank)] + chunks.offset(chunk), from, each);
+        from += each;
+      }
+    }
+  };
+  agree_over(hierarchy, [&] { gather_local(0); });
+  for (size_t turn = 0; turn <= chunks.count(); ++turn) {
+    if (turn > 0 && turn < chunks.count()) gather_local(turn);
+    if (layout.leads() && turn < chunks.count()) post(turn);
+    if (turn > 0) hand_out(turn - 1);
+  }
+}
+
+// --- reduce_scatter -----------------------------------------------------------------------------
+
+class SmallScatter : public SmallData {
+ public:
+  SmallScatter(const HostLayout& layout, const std::vector<const std::byte*>& inputs,
+               std::byte* output, size_t bytes, const Joining& joining)
+      : inputs_(inputs),
+        output_(output),
+        bytes_(bytes),
+        rank_(static_cast<size_t>(layout.mine()[static_cast<size_t>(layout.local)])),
+        joining_(joining) {}
+  void give(std::byte* slot) override {
+    for (size_t rank = 0; rank < inputs_.size(); ++rank)
+      copy_bytes(slot + rank * bytes_, inputs_[rank], bytes_);
+  }
+  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
+    join(joining_, ranks, host, inputs_.size() * bytes_);
+  }
+  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
+    join(joining_, hosts, result, inputs_.size() * bytes_);
+    finish_average(joining_, result, inputs_.size() * bytes_);
+  }
+  void take(const std::byte* result) override {
+    copy_bytes(output_, result + rank_ * bytes_, bytes_);
+  }
+
+ private:
+  const std::vector<const std::byte*>& inputs_;
+  std::byte* output_;
+  size_t bytes_, rank_;
+  const Joining& joining_;
+};
+
+/// The memory of one chunk of a reduce_scatter under way.
+struct ScatterStage {
+  std::byte* blocks = nullptr;    ///< For each rank, by host: this rank's, on the leader the sum.
+  std::byte* received = nullptr;  ///< For the ranks of this host, from each host.
+  Transfers transfers;
+};
+
+void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
+                          std::byte* output, size_t bytes, const Joining& joining) {
+  const HostLayout& layout = hierarchy.layout();
+  const auto& mine = layout.mine();
+  const size_t hosts = layout.hosts.size(), me = static_cast<size_t>(layout.host);
+  const size_t largest = std::max<size_t>(64, kChunkBytes / inputs.size());
+  const Chunks chunks = in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
+  std::vector<size_t> first(1, 0);  // Of each host's ranks, how many come before them.
+  for (const auto& host : layout.hosts) first.push_back(first.back() + host.size());
+  std::array<ScatterStage, 2> stages;
+  const size_t of_blocks = up_to_line(inputs.size() * std::min(bytes, chunks.size));
+  const size_t of_received =
+      layout.leads() ? up_to_line(hosts * mine.size() * std::min(bytes, chunks.size)) : 0;
+  std::byte* memory = hierarchy.scratch(stages.size() * (of_blocks + of_received));
+  for (auto& stage : stages) {
+    stage.blocks = memory;
+    stage.received = memory + of_blocks;
+    memory += of_blocks + of_received;
+  }
+  const auto reduce_local = [&](size_t chunk) {
+    ScatterStage& stage = stages[chunk % 2];
+    const size_t each = chunks.bytes(chunk);
+    std::byte* to = stage.blocks;
+    for (const auto& host : layout.hosts) {
+      for (const int rank : host) {
+        copy_bytes(to, inputs[static_cast<size_t>(rank)] + chunks.offset(chunk), each);
+        to += each;
+      }
+    }
+    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.blocks,
+                                         inputs.size() * each / joining.element(), joining.type,
+                                         joining.kernel, 0));
+  };
+  const auto post = [&](size_t chunk) {
+    ScatterStage& stage = stages[chunk % 2];
+    const size_t each = chunks.bytes(chunk), share = mine.size() * each;
+    for (size_t host = 0; host < hosts; ++host) {
+      if (host == me) continue;
+      hierarchy.receive(static_cast<int>(host), stage.received + host * share, share,
+                        stage.transfers);
+      hierarchy.send(static_cast<int>(host), stage.blocks + first[host] * each,
+                     layout.hosts[host].size() * each, stage.transfers);
+    }
+  };
+  const auto hand_out = [&](size_t chunk) {
+    ScatterStage& stage = stages[chunk % 2];
+    const size_t each = chunks.bytes(chunk), share = mine.size() * each;
+    std::byte* own = stage.blocks + first[me] * each;
+    if (layout.leads()) {
+      hierarchy.finish(stage.transfers);
+      std::vector<const std::byte*> sources;
+      for (size_t host = 0; host < hosts; ++host)
+        sources.push_back(host == me ? own : stage.received + host * share);
+      join(joining, sources, own, share);
+      finish_average(joining, own, share);
+    }
+    std::vector<const std::byte*> parts;
+    for (size_t k = 0; k < mine.size(); ++k) parts.push_back(own + k * each);
+    hierarchy.run_local(shm::scatter_plan(hierarchy.local(), std::move(parts),
+                                          output + chunks.offset(chunk), each, 0));
+  };
+  agree_over(hierarchy, [&] { reduce_local(0); });
+  for (size_t turn = 0; turn <= chunks.count(); ++turn) {
+    if (turn > 0 && turn < chunks.count()) reduce_local(turn);
+    if (layout.leads() && turn < chunks.count()) post(turn);
+    if (turn > 0) hand_out(turn - 1);
+  }
+}
+
+}  // namespace
+
+void barrier(Hierarchy& hierarchy) {
+  Nothing nothing;
+  hierarchy.exchange(nothing);
+}
+
+void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining) {
+  const size_t bytes = count * joining.element();
+  if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
+  SmallReduce small(data, bytes, joining);
+  hierarchy.exchange(small);
+}
+
+void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
+  if (bytes > SmallData::kMost) return large_broadcast(hierarchy, data, bytes, root);
+  SmallBroadcast small(hierarchy.layout(), data, bytes, root);
+  hierarchy.exchange(small);
+}
+
+void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
+                const std::vector<std::byte*>& outputs) {
+  if (outputs.size() * bytes > SmallData::kMost)
+    return large_all_gather(hierarchy, input, bytes, outputs);
+  SmallGather small(hierarchy.layout(), input, bytes, outputs);
+  hierarchy.exchange(small);
+}
+
+void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
+                    std::byte* output, size_t count, const Joining& joining) {
+  const size_t bytes = count * joining.element();
+  if (inputs.size() * bytes > SmallData::kMost)
+    return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
+  SmallScatter small(hierarchy.layout(), inputs, output, bytes, joining);
+  hierarchy.exchange(small);
+}
+
+}  // namespace lockstep::hierarchical

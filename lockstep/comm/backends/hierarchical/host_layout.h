@@ -1,0 +1,32 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::hierarchical {
+
+/// Which ranks of a group share a host, as one of them sees it.
+struct HostLayout {
+  /// The group's ranks by host, ascending; hosts in the order of their lowest ranks. The first of a
+  /// host is its leader.
+  std::vector<std::vector<int>> hosts;
+  int host = 0;   ///< This rank's.
+  int local = 0;  ///< This rank's index within it.
+
+  /// `places[r]`: where rank r runs; equal where ranks can share memory, empty for one that can
+  /// share it with none.
+  static HostLayout of(const std::vector<std::string>& places, int rank);
+
+  int ranks() const;
+  const std::vector<int>& mine() const { return hosts[static_cast<size_t>(host)]; }
+  bool leads() const { return local == 0; }
+  bool one_host() const { return hosts.size() == 1; }
+  bool one_rank_a_host() const { return static_cast<int>(hosts.size()) == ranks(); }
+  std::vector<int> leaders() const;
+  /// The host of a rank.
+  int host_of(int rank) const;
+  /// The index of a rank within its host.
+  int local_of(int rank) const;
+};
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "lockstep/comm/backends/mpi/mpi_engine.h"
+
+namespace lockstep::mpi {
+
+/// How one reduction of one dtype is done by MPI.
+struct Reduction {
+  at::ScalarType dtype;  ///< In which it is done: float32 for float16 and bfloat16, which MPI has
+                         ///< not; sums are then rounded once, whatever their order.
+  MPI_Datatype type = MPI_DATATYPE_NULL;
+  MPI_Op op = MPI_OP_NULL;
+};
+
+/// Throws UsageError for a reduction that the dtype does not have: bitwise ones of fractions, the
+/// order or average of what has none. bool sums are "or", products "and", as shm's.
+Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
+
+/// Before an MPI_SUM: multiplies by the factor of premul_sum, in place. `mine`: this rank's own
+/// copy of what it gives.
+void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op);
+/// After an MPI_SUM of `size` ranks: divides for avg, in place; whole numbers towards zero.
+void average(const at::Tensor& sum, const c10d::ReduceOp& op, int size);
+
+/// The MPI type of an element that is only moved.
+MPI_Datatype moved_type(const at::Tensor& tensor);
+
+/// The most elements that one MPI operation may have: counts are ints.
+inline constexpr int64_t kMostElements = INT32_MAX;
+/// `elements` as MPI's count. Throws UsageError naming the operation when it is over the most.
+int count_of(const char* operation, int64_t elements);
+
+}  // namespace lockstep::mpi

@@ -1,0 +1,256 @@
+// The comparison of the ranks' calls: the half of call_signature.h that knows what each collective
+// demands.
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/call_signature.h"
+
+namespace lockstep {
+namespace {
+
+using Calls = std::vector<CallSignature>;
+
+const char* kSameCalls = "all ranks must make the same calls in the same order";
+
+bool same_call(const CallSignature& a, const CallSignature& b) {
+  return a.operation == b.operation && a.reduction == b.reduction && a.root == b.root &&
+         a.sequence == b.sequence;
+}
+
+/// The names of what differs, for the hint.
+std::string difference(const CallSignature& a, const CallSignature& b) {
+  const auto shapes = [](const CallSignature& call) {
+    std::vector<std::vector<int64_t>> result;
+    for (const auto* list : {&call.inputs, &call.outputs})
+      for (const auto& tensor : *list) result.push_back(tensor.shape);
+    return result;
+  };
+  const auto dtypes = [](const CallSignature& call) {
+    std::vector<c10::ScalarType> result;
+    for (const auto* list : {&call.inputs, &call.outputs})
+      for (const auto& tensor : *list) result.push_back(tensor.dtype);
+    return result;
+  };
+  if (a.operation != b.operation) return "operation";
+  std::vector<std::string> names;
+  if (a.sequence != b.sequence) names.push_back("sequence number");
+  if (a.reduction != b.reduction) names.push_back("reduction");
+  if (a.root != b.root) names.push_back("root");
+  if (dtypes(a).size() != dtypes(b).size()) {
+    names.push_back("number of tensors");
+  } else {
+    if (dtypes(a) != dtypes(b)) names.push_back("dtype");
+    if (shapes(a) != shapes(b)) names.push_back("shape");
+  }
+  if (a.input_splits != b.input_splits || a.output_splits != b.output_splits)
+    names.push_back("splits");
+  return join(names, " and ");
+}
+
+std::string message(const std::string& text, const std::string& differs) {
+  return text + "\n  hint: " + kSameCalls + "; here differs: " + differs;
+}
+
+/// Every rank must have made the call of the lowest rank, as far as `same` looks.
+template <class Same>
+std::optional<std::string> expect_same(const Calls& calls, const RankNames& names,
+                                       const std::string& group, Same same) {
+  std::vector<std::vector<int>> camps;
+  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
+    const auto camp = std::find_if(camps.begin(), camps.end(), [&](const std::vector<int>& ranks) {
+      return same(calls[static_cast<size_t>(ranks[0])], calls[static_cast<size_t>(rank)]);
+    });
+    if (camp == camps.end()) {
+      camps.push_back({rank});
+    } else {
+      camp->push_back(rank);
+    }
+  }
+  if (camps.size() == 1) return std::nullopt;
+  const auto first_of = [&](size_t camp) -> const CallSignature& {
+    return calls[static_cast<size_t>(camps[camp][0])];
+  };
+  const CallSignature& first = first_of(0);
+  std::string text = rank_list(camps[0], names) + " called " + describe(first, names) +
+                     " as collective " + std::to_string(first.sequence) + " of group '" + group +
+                     "', but ";
+  std::vector<std::string> others;
+  for (size_t i = 1; i < camps.size(); ++i) {
+    const CallSignature& call = first_of(i);
+    std::string other = rank_list(camps[i], names) + " called " + describe(call, names);
+    if (call.sequence != first.sequence) other += " as collective " + std::to_string(call.sequence);
+    others.push_back(std::move(other));
+  }
+  return message(text + join(others, " and "), difference(first, first_of(1)));
+}
+
+/// What rank `from` gives to rank `to` must be what that one expects.
+std::optional<std::string> expect_match(const Calls& calls, int from, const TensorSignature& given,
+                                        int to, const TensorSignature& expected,
+                                        const RankNames& names, const std::string& group) {
+  if (given == expected) return std::nullopt;
+  const auto& a = calls[static_cast<size_t>(from)];
+  const auto& b = calls[static_cast<size_t>(to)];
+  const std::string differs = given.dtype != expected.dtype ? "dtype" : "shape";
+  if (from == to)
+    return message(rank_list({from}, names) + " called " + describe(a, names) + " as collective " +
+                       std::to_string(a.sequence) + " of group '" + group +
+                       "', which gives itself " + describe(given) + " and expects " +
+                       describe(expected),
+                   differs);
+  return message(rank_list({from}, names) + " called " + describe(a, names) + " as collective " +
+                     std::to_string(a.sequence) + " of group '" + group + "' and gives " +
+                     rank_list({to}, names) + " " + describe(given) + ", but " +
+                     rank_list({to}, names) + " called " + describe(b, names) + " and expects " +
+                     describe(expected),
+                 differs);
+}
+
+std::optional<std::string> check_gather(const Calls& calls, const RankNames& names,
+                                        const std::string& group) {
+  const int size = static_cast<int>(calls.size());
+  const int root = calls[0].root;
+  if (root < 0 || root >= size) return std::nullopt;
+  const auto& outputs = calls[static_cast<size_t>(root)].outputs;
+  if (static_cast<int>(outputs.size()) != size) return std::nullopt;
+  for (int rank = 0; rank < size; ++rank) {
+    const auto& inputs = calls[static_cast<size_t>(rank)].inputs;
+    if (inputs.size() != 1) continue;
+    if (auto bad = expect_match(calls, rank, inputs[0], root, outputs[static_cast<size_t>(rank)],
+                                names, group))
+      return bad;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> check_scatter(const Calls& calls, const RankNames& names,
+                                         const std::string& group) {
+  const int size = static_cast<int>(calls.size());
+  const int root = calls[0].root;
+  if (root < 0 || root >= size) return std::nullopt;
+  const auto& inputs = calls[static_cast<size_t>(root)].inputs;
+  if (static_cast<int>(inputs.size()) != size) return std::nullopt;
+  for (int rank = 0; rank < size; ++rank) {
+    const auto& outputs = calls[static_cast<size_t>(rank)].outputs;
+    if (outputs.size() != 1) continue;
+    if (auto bad = expect_match(calls, root, inputs[static_cast<size_t>(rank)], rank, outputs[0],
+                                names, group))
+      return bad;
+  }
+  return std::nullopt;
+}
+
+/// Rank i's inputs[j] goes to rank j's outputs[i].
+std::optional<std::string> check_all_to_all(const Calls& calls, const RankNames& names,
+                                            const std::string& group) {
+  const size_t size = calls.size();
+  for (size_t from = 0; from < size; ++from) {
+    for (size_t to = 0; to < size; ++to) {
+      if (calls[from].inputs.size() != size || calls[to].outputs.size() != size) continue;
+      if (auto bad = expect_match(calls, static_cast<int>(from), calls[from].inputs[to],
+                                  static_cast<int>(to), calls[to].outputs[from], names, group))
+        return bad;
+    }
+  }
+  return std::nullopt;
+}
+
+/// The part of a tensor, cut along dimension 0 by `splits` or evenly, that belongs to `rank`.
+std::optional<TensorSignature> part_of(const std::vector<TensorSignature>& tensors,
+                                       const std::vector<int64_t>& splits, size_t rank,
+                                       size_t size) {
+  if (tensors.size() != 1 || tensors[0].shape.empty()) return std::nullopt;
+  if (!splits.empty() && splits.size() != size) return std::nullopt;
+  TensorSignature part = tensors[0];
+  part.shape[0] = splits.empty() ? part.shape[0] / static_cast<int64_t>(size) : splits[rank];
+  return part;
+}
+
+std::optional<std::string> check_all_to_all_single(const Calls& calls, const RankNames& names,
+                                                   const std::string& group) {
+  const size_t size = calls.size();
+  for (size_t from = 0; from < size; ++from) {
+    for (size_t to = 0; to < size; ++to) {
+      const auto given = part_of(calls[from].inputs, calls[from].input_splits, to, size);
+      const auto expected = part_of(calls[to].outputs, calls[to].output_splits, from, size);
+      if (!given || !expected) continue;
+      if (auto bad = expect_match(calls, static_cast<int>(from), *given, static_cast<int>(to),
+                                  *expected, names, group))
+        return bad;
+    }
+  }
+  return std::nullopt;
+}
+
+/// All ranks give the same list; rank i gets the i-th of it.
+std::optional<std::string> check_reduce_scatter(const Calls& calls, const RankNames& names,
+                                                const std::string& group) {
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    const auto& call = calls[rank];
+    if (call.inputs.size() != calls.size() || call.outputs.size() != 1) continue;
+    if (auto bad = expect_match(calls, static_cast<int>(rank), call.inputs[rank],
+                                static_cast<int>(rank), call.outputs[0], names, group))
+      return bad;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<std::string> find_mismatch(const Calls& calls, const RankNames& names,
+                                         const std::string& group) {
+  if (auto bad = expect_same(calls, names, group, same_call)) return bad;
+  const auto same_inputs = [](const CallSignature& a, const CallSignature& b) {
+    return a.inputs == b.inputs;
+  };
+  switch (calls[0].operation) {
+    case Operation::gather:
+      return check_gather(calls, names, group);
+    case Operation::scatter:
+      return check_scatter(calls, names, group);
+    case Operation::all_to_all:
+      return check_all_to_all(calls, names, group);
+    case Operation::all_to_all_single:
+      return check_all_to_all_single(calls, names, group);
+    case Operation::reduce_scatter:
+      if (auto bad = expect_same(calls, names, group, same_inputs)) return bad;
+      return check_reduce_scatter(calls, names, group);
+    case Operation::all_gather:
+      // The list of outputs is the same on all ranks, and where its tensors differ (NCCL can) so do
+      // the inputs.
+      return expect_same(calls, names, group, [](const CallSignature& a, const CallSignature& b) {
+        const bool even =
+            std::equal(a.outputs.begin() + !a.outputs.empty(), a.outputs.end(), a.outputs.begin());
+        return a.outputs == b.outputs && (!even || a.inputs == b.inputs);
+      });
+    default:
+      return expect_same(calls, names, group, [](const CallSignature& a, const CallSignature& b) {
+        return a.inputs == b.inputs && a.outputs == b.outputs;
+      });
+  }
+}
+
+std::optional<std::string> find_p2p_mismatch(const CallSignature& send, int sender,
+                                             const CallSignature& recv, int receiver, int tag,
+                                             const RankNames& names, const std::string& group) {
+  const auto elements = [](const TensorSignature& tensor) {
+    return std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1},
+                           std::multiplies<>());
+  };
+  if (send.inputs.size() != 1 || recv.outputs.size() != 1) return std::nullopt;
+  const bool dtype = send.inputs[0].dtype != recv.outputs[0].dtype;
+  const bool size = elements(send.inputs[0]) != elements(recv.outputs[0]);
+  if (!dtype && !size) return std::nullopt;
+  return rank_list({sender}, names) + " called " + describe(send, names) + " as message " +
+         std::to_string(send.sequence) + " with tag " + std::to_string(tag) + " of group '" +
+         group + "', but " + rank_list({receiver}, names) + " called " + describe(recv, names) +
+         "\n  hint: a receive must have the dtype and the number of elements of its send; here "
+         "differs: " +
+         (dtype && size ? "dtype and size"
+          : dtype       ? "dtype"
+                        : "size");
+}
+
+}  // namespace lockstep

@@ -1,0 +1,259 @@
+#include "lockstep/comm/checks/call_signature.h"
+
+#include <algorithm>
+#include <cstring>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::array<std::string_view, 22> kOperationNames = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_reduce_sparse",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "all_gather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "a batch of calls",
+    "send",
+    "recv",
+    "recv_any",
+};
+static_assert(kOperationNames.size() == static_cast<size_t>(Operation::recv_any) + 1);
+
+std::string reduction_name(int reduction) {
+  switch (reduction) {
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "avg";
+    case c10d::ReduceOp::PRODUCT:
+      return "product";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    case c10d::ReduceOp::BAND:
+      return "band";
+    case c10d::ReduceOp::BOR:
+      return "bor";
+    case c10d::ReduceOp::BXOR:
+      return "bxor";
+    case c10d::ReduceOp::PREMUL_SUM:
+      return "premul_sum";
+    default:
+      return "reduction " + std::to_string(reduction);
+  }
+}
+
+template <class Range>
+std::string bracketed(const Range& numbers) {
+  std::vector<std::string> parts;
+  for (int64_t number : numbers) parts.push_back(std::to_string(number));
+  return "[" + join(parts, ", ") + "]";
+}
+
+std::string number_of(int rank, const RankNames& names) {
+  const bool known = rank >= 0 && rank < static_cast<int>(names.size());
+  return std::to_string(known ? names[static_cast<size_t>(rank)] : rank);
+}
+
+std::string describe_all(const std::vector<TensorSignature>& tensors) {
+  if (tensors.empty()) return "no tensor";
+  if (tensors.size() == 1) return describe(tensors[0]);
+  const bool alike = std::all_of(tensors.begin(), tensors.end(),
+                                 [&](const TensorSignature& t) { return t == tensors[0]; });
+  if (alike) return std::to_string(tensors.size()) + " x " + describe(tensors[0]);
+  constexpr size_t kShown = 8;
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < std::min(tensors.size(), kShown); ++i)
+    parts.push_back(describe(tensors[i]));
+  if (tensors.size() > kShown) parts.push_back("... " + std::to_string(tensors.size()) + " in all");
+  return "(" + join(parts, ", ") + ")";
+}
+
+/// "reduce(sum, root 1)", "send(to rank 1)", "barrier".
+std::string head(Operation operation, int reduction, int root, const RankNames& names) {
+  std::vector<std::string> arguments;
+  if (reduction >= 0) arguments.push_back(reduction_name(reduction));
+  if (root >= 0) {
+    const std::string_view label = operation == Operation::send   ? "to rank "
+                                   : operation == Operation::recv ? "from rank "
+                                                                  : "root ";
+    arguments.push_back(std::string(label) + number_of(root, names));
+  }
+  std::string text(operation_name(operation));
+  if (!arguments.empty()) text += "(" + join(arguments, ", ") + ")";
+  return text;
+}
+
+class Writer {
+ public:
+  void number(int64_t value) {
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void numbers(const std::vector<int64_t>& values) {
+    number(static_cast<int64_t>(values.size()));
+    for (int64_t value : values) number(value);
+  }
+  void tensors(const std::vector<TensorSignature>& tensors) {
+    number(static_cast<int64_t>(tensors.size()));
+    for (const auto& tensor : tensors) {
+      number(static_cast<int64_t>(tensor.dtype));
+      numbers(tensor.shape);
+    }
+  }
+  std::string finish() { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+  int64_t number() {
+    int64_t value = 0;
+    if (bytes_.size() < sizeof(value)) fail();
+    std::memcpy(&value, bytes_.data(), sizeof(value));
+    bytes_.remove_prefix(sizeof(value));
+    return value;
+  }
+  std::vector<int64_t> numbers() {
+    std::vector<int64_t> values(count());
+    for (auto& value : values) value = number();
+    return values;
+  }
+  std::vector<TensorSignature> tensors() {
+    std::vector<TensorSignature> result(count());
+    for (auto& tensor : result) {
+      tensor.dtype = static_cast<c10::ScalarType>(number());
+      tensor.shape = numbers();
+    }
+    return result;
+  }
+  void finish() const {
+    if (!bytes_.empty()) fail();
+  }
+
+ private:
+  size_t count() {
+    const int64_t value = number();
+    if (value < 0 || static_cast<size_t>(value) > bytes_.size() / sizeof(int64_t)) fail();
+    return static_cast<size_t>(value);
+  }
+  [[noreturn]] static void fail() {
+    throw CommError("what another rank called cannot be read from the store",
+                    "run the same version of Lockstep on all ranks");
+  }
+  std::string_view bytes_;
+};
+
+}  // namespace
+
+std::string_view operation_name(Operation operation) {
+  return kOperationNames.at(static_cast<size_t>(operation));
+}
+
+void CallSummary::set_tensor(const at::Tensor& first, size_t count) {
+  tensors = static_cast<int>(count);
+  if (!first.defined()) return;
+  dtype = first.scalar_type();
+  const auto sizes = first.sizes();
+  dims = static_cast<int8_t>(std::min<size_t>(sizes.size(), kMaxDims));
+  std::copy_n(sizes.begin(), dims, shape.begin());
+}
+
+TensorSignature signature_of(const at::Tensor& tensor) {
+  return {tensor.scalar_type(), tensor.sizes().vec()};
+}
+
+std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<TensorSignature> result;
+  result.reserve(tensors.size());
+  for (const auto& tensor : tensors) result.push_back(signature_of(tensor));
+  return result;
+}
+
+std::string rank_list(const std::vector<int>& group_ranks, const RankNames& names) {
+  if (group_ranks.empty()) return "no rank";
+  std::vector<std::string> parts;
+  for (int rank : group_ranks) parts.push_back(number_of(rank, names));
+  if (parts.size() == 1) return "rank " + parts[0];
+  const std::string last = parts.back();
+  parts.pop_back();
+  return "ranks " + join(parts, ", ") + " and " + last;
+}
+
+std::string describe(const TensorSignature& tensor) {
+  return std::string(c10::getDtypeNames(tensor.dtype).first) + " " + bracketed(tensor.shape);
+}
+
+std::string describe(const CallSignature& call, const RankNames& names) {
+  std::string text = head(call.operation, call.reduction, call.root, names);
+  if (!call.inputs.empty()) text += " of " + describe_all(call.inputs);
+  if (!call.outputs.empty()) text += " into " + describe_all(call.outputs);
+  if (!call.input_splits.empty()) text += ", input splits " + bracketed(call.input_splits);
+  if (!call.output_splits.empty()) text += ", output splits " + bracketed(call.output_splits);
+  return text;
+}
+
+std::string describe(const CallSummary& call, const RankNames& names) {
+  std::string text = head(call.operation, call.reduction, call.root, names);
+  if (call.dims < 0) return text;
+  const auto end = call.shape.begin() + call.dims;
+  text +=
+      " of " + describe(TensorSignature{call.dtype, std::vector<int64_t>(call.shape.begin(), end)});
+  if (call.tensors > 1) text += " and " + std::to_string(call.tensors - 1) + " more";
+  return text;
+}
+
+std::string encode(const CallSignature& call) {
+  Writer writer;
+  writer.number(static_cast<int64_t>(call.operation));
+  writer.number(call.reduction);
+  writer.number(call.root);
+  writer.number(static_cast<int64_t>(call.sequence));
+  writer.tensors(call.inputs);
+  writer.tensors(call.outputs);
+  writer.numbers(call.input_splits);
+  writer.numbers(call.output_splits);
+  return writer.finish();
+}
+
+CallSignature decode(std::string_view bytes) {
+  Reader reader(bytes);
+  CallSignature call;
+  const int64_t operation = reader.number();
+  if (operation < 0 || operation > static_cast<int64_t>(Operation::recv_any))
+    throw CommError("another rank called operation " + std::to_string(operation) +
+                        ", which this version does not know",
+                    "run the same version of Lockstep on all ranks");
+  call.operation = static_cast<Operation>(operation);
+  call.reduction = static_cast<int>(reader.number());
+  call.root = static_cast<int>(reader.number());
+  call.sequence = static_cast<uint64_t>(reader.number());
+  call.inputs = reader.tensors();
+  call.outputs = reader.tensors();
+  call.input_splits = reader.numbers();
+  call.output_splits = reader.numbers();
+  reader.finish();
+  return call;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/comm/checks/operation.h"
+
+namespace lockstep {
+
+/// What one rank called, as far as messages need it once the call is under way. Made for every
+/// call: no allocation.
+struct CallSummary {
+  static constexpr int kMaxDims = 6;
+  Operation operation = Operation::barrier;
+  int8_t reduction = -1;  ///< c10d::ReduceOp::RedOpType; -1: none.
+  int8_t dims = -1;       ///< Of the first tensor; -1: no tensor.
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  int root = -1;          ///< Rank of the group; -1: none. For P2P the other rank.
+  int tensors = 0;        ///< Including the first.
+  uint64_t sequence = 0;  ///< Of the group's collectives, from 1. For P2P of the channel.
+  std::array<int64_t, kMaxDims> shape{};
+
+  void set_tensor(const at::Tensor& first, size_t count);
+};
+
+struct TensorSignature {
+  c10::ScalarType dtype;
+  std::vector<int64_t> shape;
+  bool operator==(const TensorSignature&) const = default;
+};
+
+/// What one rank called, as far as the ranks must agree on it.
+struct CallSignature {
+  Operation operation = Operation::barrier;
+  int reduction = -1;
+  int root = -1;
+  uint64_t sequence = 0;
+  std::vector<TensorSignature> inputs;   ///< What this rank gives.
+  std::vector<TensorSignature> outputs;  ///< What it gets, where the ranks' views of it differ.
+  std::vector<int64_t> input_splits;     ///< all_to_all_single: rows for each rank.
+  std::vector<int64_t> output_splits;    ///< Likewise, from each rank.
+};
+
+TensorSignature signature_of(const at::Tensor& tensor);
+std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensors);
+
+/// Ranks of the group, by their number in the default group.
+using RankNames = std::vector<int>;
+/// "rank 3", "ranks 1 and 3", "ranks 1, 2 and 5".
+std::string rank_list(const std::vector<int>& group_ranks, const RankNames& names);
+
+/// "all_reduce(sum) of float32 [3, 4]", "broadcast(root 0) of int64 []",
+/// "scatter(root 1) of 2 x float32 [5] into float32 [5]", "barrier".
+std::string describe(const CallSignature& call, const RankNames& names);
+std::string describe(const CallSummary& call, const RankNames& names);
+std::string describe(const TensorSignature& tensor);
+
+/// Bytes that travel between ranks on hosts of one byte order.
+std::string encode(const CallSignature& call);
+/// Throws CommError for bytes that `encode` did not make.
+CallSignature decode(std::string_view bytes);
+
+/// Compares what the ranks of `group` called, one signature a rank. None when they agree; else
+/// "rank 0 called A as collective 7 of group 'default', but rank 1 called B".
+std::optional<std::string> find_mismatch(const std::vector<CallSignature>& calls,
+                                         const RankNames& names, const std::string& group);
+
+/// The same for one send and its receive.
+std::optional<std::string> find_p2p_mismatch(const CallSignature& send, int sender,
+                                             const CallSignature& recv, int receiver, int tag,
+                                             const RankNames& names, const std::string& group);
+
+}  // namespace lockstep

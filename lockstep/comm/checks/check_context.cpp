@@ -1,0 +1,261 @@
+#include "lockstep/comm/checks/check_context.h"
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/native_log.h"
+
+namespace lockstep {
+
+std::string announcement_key(int rank) {
+  return "here/" + std::to_string(rank);
+}
+std::string check_prefix(const std::string& group) {
+  return "lockstep_checks/" + group;
+}
+
+namespace {
+
+/// How long the connection may take when it is made late: the store may be gone by then.
+constexpr std::chrono::milliseconds kLateConnect{2'000};
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Null for another kind.
+const c10d::TCPStore* tcp_store_of(const StorePtr& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
+}
+
+/// PrefixStore tells its prefix to its heirs only.
+struct PrefixReader : c10d::PrefixStore {
+  static const std::string& prefix(const c10d::PrefixStore& store) {
+    return store.*(&PrefixReader::prefix_);
+  }
+};
+
+/// The same keys as `store`'s over another connection.
+StorePtr with_prefixes_of(const StorePtr& store, StorePtr bottom) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  if (!prefixed) return bottom;
+  return c10::make_intrusive<c10d::PrefixStore>(
+      PrefixReader::prefix(*prefixed),
+      with_prefixes_of(prefixed->getUnderlyingStore(), std::move(bottom)));
+}
+
+/// As TCPStore::clone, which would take as long as any request to the store may, and logs every
+/// attempt: so one looks first whether somebody is there.
+StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patience,
+                        std::chrono::milliseconds silence) {
+  const c10d::TCPStore& shared = *tcp_store_of(store);
+  try {
+    wait_until_listening(shared.getHost(), shared.getPort(), patience);
+  } catch (const CommError&) {
+    C10_THROW_ERROR(DistNetworkError, failure_text(std::current_exception()));
+  }
+  c10d::TCPStoreOptions options;
+  options.port = shared.getPort();
+  options.waitWorkers = false;
+  options.useLibUV = shared.isLibUvBackend();
+  options.timeout = patience;
+  auto own = c10::make_intrusive<c10d::TCPStore>(shared.getHost(), options);
+  own->setTimeout(shared.getTimeout());
+  limit_silence(shared.getPort(), silence);
+  return with_prefixes_of(store, std::move(own));
+}
+
+RankNames names_or_numbers(RankNames names, int size) {
+  for (int rank = static_cast<int>(names.size()); rank < size; ++rank) names.push_back(rank);
+  return names;
+}
+
+}  // namespace
+
+CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                           RankNames names, std::string group, std::chrono::milliseconds timeout)
+    : shared_store_(std::move(store)),
+      over_tcp_(tcp_store_of(shared_store_) != nullptr),
+      rank_(rank),
+      size_(size),
+      names_(names_or_numbers(std::move(names), size)),
+      group_(std::move(group)),
+      timeout_ms_(timeout.count()),
+      identities_(static_cast<size_t>(size)) {}
+
+CheckContext::~CheckContext() = default;
+
+c10d::Store& CheckContext::store() {
+  return connected(std::min(kLateConnect, timeout()));
+}
+
+void CheckContext::connect() {
+  connected(timeout());
+}
+
+c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
+  if (auto* store = connected_.load(std::memory_order_acquire)) return *store;
+  const std::lock_guard lock(connecting_);
+  if (lost_) std::rethrow_exception(lost_);
+  if (!store_) {
+    const QuietNativeLog quiet;
+    try {
+      auto own = over_tcp_ ? own_connection(shared_store_, patience, timeout()) : shared_store_;
+      store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
+    } catch (...) {
+      lost_ = std::current_exception();
+      throw;
+    }
+    connected_.store(store_.get(), std::memory_order_release);
+  }
+  return *store_;
+}
+
+int64_t CheckContext::read_number(const std::string& key) {
+  const QuietNativeLog quiet;
+  auto& numbers = store();
+  if (over_tcp_) return numbers.add(key, 0);
+  // The look for the key makes a file store read what is new; its get answers from memory.
+  return numbers.check({key}) ? parse_int(numbers.get_to_str(key)).value_or(0) : 0;
+}
+
+std::vector<int> CheckContext::others() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_) ranks.push_back(rank);
+  return ranks;
+}
+
+bool CheckContext::all_announced() {
+  std::vector<std::string> keys;
+  for (int rank : others()) keys.push_back(announcement_key(rank));
+  return store().check(keys);
+}
+
+namespace {
+std::string failed_key(int rank) {
+  return "failed/" + std::to_string(rank);
+}
+constexpr size_t kLongestWord = 400;
+}  // namespace
+
+void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
+  const std::string word = text.substr(0, std::min(text.find('\n'), kLongestWord));
+  {
+    const std::lock_guard lock(mutex_);
+    told_ = word;
+  }
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(failed_key(rank_), (known ? "!" : "?") + word);
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::string CheckContext::told() const {
+  const std::lock_guard lock(mutex_);
+  return told_;
+}
+
+std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
+  const QuietNativeLog quiet;
+  if (!store().check({failed_key(rank)})) return std::nullopt;
+  const std::string word = store().get_to_str(failed_key(rank));
+  return Word{word.substr(1), word[0] == '!'};
+}
+
+std::vector<int> CheckContext::unannounced() {
+  std::vector<int> missing;
+  for (int rank : others())
+    if (!store().check({announcement_key(rank)})) missing.push_back(rank);
+  return missing;
+}
+
+void CheckContext::remember_identities() {
+  std::vector<std::string> keys;
+  for (int rank : others()) keys.push_back(announcement_key(rank));
+  auto& announcements = store();
+  std::vector<std::vector<uint8_t>> values;
+  if (announcements.hasExtendedApi()) {
+    values = announcements.multiGet(keys);
+  } else {
+    for (const auto& key : keys) values.push_back(announcements.get(key));
+  }
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < values.size(); ++i)
+    identities_[static_cast<size_t>(others()[i])].assign(values[i].begin(), values[i].end());
+}
+
+std::string CheckContext::known_identity(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return identities_[static_cast<size_t>(rank)];
+}
+
+std::string CheckContext::identity_of(int rank) {
+  if (auto known = known_identity(rank); !known.empty()) return known;
+  auto& keys = store();
+  if (!keys.check({announcement_key(rank)})) return {};
+  const std::string identity = keys.get_to_str(announcement_key(rank));
+  const std::lock_guard lock(mutex_);
+  return identities_[static_cast<size_t>(rank)] = identity;
+}
+
+std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
+  const QuietNativeLog quiet;
+  std::vector<int> result;
+  for (int rank : ranks) {
+    std::string identity;
+    try {
+      identity = identity_of(rank);
+    } catch (const std::exception&) {
+      identity = known_identity(rank);
+    }
+    if (process_state(identity) == ProcessState::ended) result.push_back(rank);
+  }
+  return result;
+}
+
+std::string CheckContext::name_with_process(int group_rank) {
+  const int process = process_number(known_identity(group_rank));
+  const std::string name = rank_list({group_rank}, names_);
+  return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
+}
+
+void CheckContext::set_lookout(Lookout lookout) {
+  const std::lock_guard lock(looking_);
+  lookout_ = std::move(lookout);
+}
+
+std::optional<CheckContext::Failure> CheckContext::seen_failure() const {
+  const std::lock_guard lock(looking_);
+  return lookout_ ? lookout_() : std::nullopt;
+}
+
+std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
+  std::vector<std::string> names, words;
+  for (int rank : ranks) {
+    names.push_back(name_with_process(rank));
+    try {
+      if (const auto word = word_of(rank))
+        words.push_back("; " + rank_list({rank}, names_) + " failed in " + word->text);
+    } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
+    }
+  }
+  return join(names, ", ") + (ranks.size() == 1 ? " has ended" : " have ended") + join(words, "");
+}
+
+void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
+  if (failure.timed_out) throw TimeoutError(what + failure.text);
+  throw PeerLostError(what + failure.text);
+}
+
+}  // namespace lockstep

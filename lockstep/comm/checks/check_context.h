@@ -1,0 +1,131 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/checks/call_signature.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace lockstep {
+
+/// What the checks, the works and the failure reports of one group share. Outlives the backend
+/// where a future still needs it, and holds no thread and no backend. Any thread may call.
+class CheckContext {
+ public:
+  CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RankNames names,
+               std::string group, std::chrono::milliseconds timeout);
+  ~CheckContext();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& group() const { return group_; }
+  const RankNames& names() const { return names_; }
+  /// "rank 3": this rank's number in the default group.
+  std::string me() const { return rank_list({rank_}, names_); }
+
+  std::chrono::milliseconds timeout() const {
+    return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
+  }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
+
+  /// Keys of this group under a prefix of their own. A connection of its own over TCP: another
+  /// thread's blocking wait on the shared one does not hold up the checks. Made at the first call
+  /// unless `connect` was called, within some seconds; throws the store's error when that fails,
+  /// and at once ever after.
+  c10d::Store& store();
+  /// Makes that connection, for which it takes up to the time-out: while the group forms the store
+  /// is surely there. Throws as `store` does.
+  void connect();
+
+  /// A number that `add` keeps, 0 when unset. One round trip over TCP; a file is only read, where
+  /// adding 0 would write a record at every look.
+  int64_t read_number(const std::string& key);
+
+  /// Whether all ranks have announced themselves (see announce_checks); asks the store.
+  bool all_announced();
+  /// Tells the other ranks in what this one failed, and, when it is `known`, why; never throws, and
+  /// waits for no connection: without one nobody is told.
+  void tell_failed(const std::string& text, bool known) noexcept;
+  /// What this rank told last, also when the store was lost; empty when it told nothing. Never
+  /// blocks.
+  std::string told() const;
+  /// What another rank told so; none when it told nothing. Asks the store.
+  struct Word {
+    std::string text;
+    bool known = false;
+  };
+  std::optional<Word> word_of(int rank);
+
+  /// Why the group is of no more use, as one sees who watches over it by other means.
+  struct Failure {
+    bool timed_out = false;  ///< Else a rank was lost.
+    std::string text;        ///< "rank 3 (process 4711) has ended"
+  };
+  using Lookout = std::function<std::optional<Failure>()>;
+  /// Whom the waits of this group ask, every 50 ms; it must not block. Once this returns the one
+  /// before is asked no more. Empty: nobody.
+  void set_lookout(Lookout lookout);
+  /// What the lookout sees.
+  std::optional<Failure> seen_failure() const;
+
+  /// The ranks that have not; asks the store.
+  std::vector<int> unannounced();
+  /// Reads the other ranks' announcements, which must be there: a rank whose end takes the store
+  /// with it can then still be named.
+  void remember_identities();
+  /// Of `ranks`, those whose process has ended, as far as it can be seen from this host. Asks the
+  /// store for identities that it does not know yet; never throws.
+  std::vector<int> ended(const std::vector<int>& ranks);
+  std::vector<int> others() const;
+  /// "rank 1 (process 4711)".
+  std::string name_with_process(int group_rank);
+  /// "rank 1 (process 4711) has ended", and in what it failed where it told that before: the first
+  /// cause may be another rank. Asks the store; never throws.
+  std::string how_they_ended(const std::vector<int>& ranks);
+
+ private:
+  c10d::Store& connected(std::chrono::milliseconds patience);
+  std::string identity_of(int rank);
+  std::string known_identity(int rank) const;
+
+  const c10::intrusive_ptr<c10d::Store> shared_store_;
+  const bool over_tcp_;
+  const int rank_;
+  const int size_;
+  const RankNames names_;
+  const std::string group_;
+  std::atomic<int64_t> timeout_ms_;
+
+  std::mutex connecting_;  ///< Held while a connection is made; guards the next two.
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::exception_ptr lost_;                       ///< Why there is no connection and will be none.
+  std::atomic<c10d::Store*> connected_{nullptr};  ///< Of `store_`, once it is there.
+
+  mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next two.
+  std::string told_;
+  std::vector<std::string> identities_;  ///< Empty text: not known.
+
+  mutable std::mutex looking_;  ///< Held while the lookout is asked.
+  Lookout lookout_;
+};
+
+/// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
+[[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
+
+/// The key under which a rank announces itself.
+std::string announcement_key(int rank);
+/// The prefix of all keys of the checks of a group.
+std::string check_prefix(const std::string& group);
+
+}  // namespace lockstep

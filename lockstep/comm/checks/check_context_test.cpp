@@ -1,0 +1,99 @@
+// What the checks share when the store is lost before they have a connection of their own.
+#include "lockstep/comm/checks/check_context.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/native_store.h"
+#include "lockstep/comm/store.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// A store in this process and a client of it, as another process has one.
+struct Served {
+  Store server = tcp_store({.is_listener = true});
+  Store client = tcp_store({.port = tcp_store_port(server), .timeout = seconds(60)});
+
+  StorePtr prefixed() const {
+    return c10::make_intrusive<c10d::PrefixStore>(
+        "outer", c10::make_intrusive<c10d::PrefixStore>("inner/", native_store(client)));
+  }
+  std::shared_ptr<CheckContext> context(int rank) const {
+    return std::make_shared<CheckContext>(prefixed(), rank, 2, RankNames{}, "default", seconds(60));
+  }
+};
+
+TEST(CheckContext, ItsConnectionHasTheKeysOfTheSharedOne) {
+  const Served served;
+  auto context = served.context(0);
+  context->connect();
+  context->store().set("key", std::string("value"));
+  EXPECT_EQ(served.prefixed()->get_to_str(check_prefix("default") + "/key"), "value");
+  EXPECT_EQ(context->store().getTimeout(), milliseconds(60'000));
+}
+
+// The time-out is a minute, which a connect in vain would take.
+TEST(CheckContext, NobodyWaitsForTheConnectionToALostStore) {
+  Served served;
+  auto context = served.context(0);
+  served.server = {};
+  const auto started = Clock::now();
+  auto asked = std::async(std::launch::async, [&] {
+    EXPECT_THROW(context->store(), std::exception);
+    return Clock::now() - started;
+  });
+  // While the other thread tries to connect.
+  while (asked.wait_for(milliseconds(20)) != std::future_status::ready) {
+    const auto before = Clock::now();
+    context->tell_failed("all_reduce", /*known=*/true);
+    EXPECT_EQ(context->told(), "all_reduce");
+    EXPECT_EQ(context->name_with_process(1), "rank 1");
+    ASSERT_LT(Clock::now() - before, seconds(1));
+  }
+  EXPECT_LT(asked.get(), seconds(10));
+}
+
+TEST(CheckContext, AStoreThatWasLostIsNotTriedAgainByEveryCaller) {
+  Served served;
+  auto context = served.context(0);
+  served.server = {};
+  try {
+    context->store();
+    ADD_FAILURE() << "connected to nobody";
+  } catch (const std::exception& error) {
+    EXPECT_TRUE(is_store_lost(error)) << error.what();
+  }
+  const auto before = Clock::now();
+  for (int i = 0; i < 5; ++i) EXPECT_THROW(context->store(), std::exception);
+  EXPECT_TRUE(context->ended({1}).empty());
+  EXPECT_EQ(context->how_they_ended({1}), "rank 1 has ended");
+  EXPECT_LT(Clock::now() - before, seconds(1));
+}
+
+TEST(CheckContext, ALookoutIsAskedUntilItIsReplaced) {
+  auto context = std::make_shared<CheckContext>(c10::make_intrusive<c10d::HashStore>(), 0, 2,
+                                                RankNames{}, "default", seconds(60));
+  EXPECT_FALSE(context->seen_failure());
+  context->set_lookout([] { return CheckContext::Failure{false, "rank 1 has ended"}; });
+  ASSERT_TRUE(context->seen_failure());
+  EXPECT_THROW(throw_failure("barrier: ", *context->seen_failure()), PeerLostError);
+  EXPECT_THROW(throw_failure("barrier: ", {true, "late"}), TimeoutError);
+  context->set_lookout({});
+  EXPECT_FALSE(context->seen_failure());
+}
+
+}  // namespace
+}  // namespace lockstep

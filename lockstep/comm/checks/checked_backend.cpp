@@ -1,0 +1,559 @@
+#include "lockstep/comm/checks/checked_backend.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/process_identity.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/checks/checked_work.h"
+#include "lockstep/comm/checks/failure_report.h"
+#include "lockstep/comm/checks/observed_call.h"
+#include "lockstep/comm/checks/p2p_gate.h"
+#include "lockstep/comm/checks/rank_checks.h"
+
+namespace lockstep {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using TensorLists = std::vector<Tensors>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Milliseconds = std::chrono::milliseconds;
+
+CallSummary summary(Operation operation, int reduction = -1, int64_t root = -1) {
+  CallSummary call;
+  call.operation = operation;
+  call.reduction = static_cast<int8_t>(reduction);
+  call.root = static_cast<int>(root);
+  return call;
+}
+
+CallSummary summary_of(Operation operation, const Tensors& tensors, int reduction = -1,
+                       int64_t root = -1) {
+  CallSummary call = summary(operation, reduction, root);
+  if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
+  return call;
+}
+
+CallSummary summary_of(Operation operation, const Tensor& tensor, int reduction = -1) {
+  CallSummary call = summary(operation, reduction);
+  call.set_tensor(tensor, 1);
+  return call;
+}
+
+int reduction_of(const c10d::ReduceOp& op) {
+  return static_cast<int>(op.op_);
+}
+
+/// All tensors of the lists, one list after the other.
+Tensors flattened(const TensorLists& lists) {
+  Tensors result;
+  for (const auto& list : lists) result.insert(result.end(), list.begin(), list.end());
+  return result;
+}
+
+/// Calls what not every LibTorch that we build with has.
+template <class Result, class Inner, class Call>
+Result forward(Inner& inner, Call call) {
+  if constexpr (std::is_invocable_v<Call, Inner&>) {
+    return call(inner);
+  } else {
+    TORCH_CHECK(false, "this LibTorch has no such call");
+  }
+}
+
+class CheckedBackend final : public c10d::Backend {
+ public:
+  CheckedBackend(BackendPtr inner, StorePtr store, CheckedBackendOptions options)
+      : c10d::Backend(inner->getRank(), inner->getSize()),
+        inner_(std::move(inner)),
+        store_(std::move(store)),
+        options_(std::move(options)),
+        compares_first_(inner_->getBackendName() == "gloo" || inner_->getBackendName() == "mpi"),
+        over_own_(inner_->getBackendName() == "shm" || inner_->getBackendName() == "hierarchical"),
+        context_(options_.context ? options_.context : make_context()),
+        checks_(*context_, options_.announced, comparison_limit()),
+        gate_(context_, checks_) {
+    if (!options_.announced)
+      announce_checks(*store_, getRank(), options_.group_name, options_.debug);
+    // The first comparison needs it; by then the store's host may be gone.
+    if (comparison_limit() > 0) context_->connect();
+  }
+
+  const BackendPtr& inner() const { return inner_; }
+  void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
+
+  const std::string getBackendName() const override { return inner_->getBackendName(); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
+  bool supportsSplitting() const override { return inner_->supportsSplitting(); }
+  bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
+  bool supportsTimeEstimation() const override { return inner_->supportsTimeEstimation(); }
+  bool supportsShrinking() const override { return inner_->supportsShrinking(); }
+  bool supportsTensorAlloc(c10::DeviceIndex device) override {
+    return inner_->supportsTensorAlloc(device);
+  }
+  void setTimeout(Milliseconds timeout) override {
+    inner_->setTimeout(timeout);
+    context_->set_timeout(timeout);
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    return collective(
+        summary_of(Operation::broadcast, tensors, -1, opts.rootRank), opts.timeout,
+        [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
+        [&] { return inner_->broadcast(tensors, opts); });
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_reduce, tensors, reduction_of(opts.reduceOp)), opts.timeout,
+        [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
+        [&] { return inner_->allreduce(tensors, opts); });
+  }
+
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_reduce_sparse, tensors, reduction_of(opts.reduceOp)),
+        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
+        [&] { return inner_->allreduce_sparse(tensors, opts); });
+  }
+
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_reduce_coalesced, tensors, reduction_of(opts.reduceOp)),
+        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
+        [&] { return inner_->allreduce_coalesced(tensors, opts); });
+  }
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    return collective(
+        summary_of(Operation::reduce, tensors, reduction_of(opts.reduceOp), opts.rootRank),
+        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
+        [&] { return inner_->reduce(tensors, opts); });
+  }
+
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_gather, inputs), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(inputs);
+          call.outputs = signatures_of(flattened(outputs));
+        },
+        [&] { return inner_->allgather(outputs, inputs, opts); });
+  }
+
+  WorkPtr _allgather_base(Tensor& output, Tensor& input,
+                          const c10d::AllgatherOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_gather_into_tensor, input), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = {signature_of(input)};
+          call.outputs = {signature_of(output)};
+        },
+        [&] { return inner_->_allgather_base(output, input, opts); });
+  }
+
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_gather_coalesced, inputs), opts.timeout,
+        [&](CallSignature& call) { call.inputs = signatures_of(inputs); },
+        [&] { return inner_->allgather_coalesced(outputs, inputs, opts); });
+  }
+
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_gather_into_tensor_coalesced, inputs), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(inputs);
+          call.outputs = signatures_of(outputs);
+        },
+        [&] { return inner_->allgather_into_tensor_coalesced(outputs, inputs, opts); });
+  }
+
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    return collective(
+        summary_of(Operation::gather, inputs, -1, opts.rootRank), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(inputs);
+          if (getRank() == opts.rootRank) call.outputs = signatures_of(flattened(outputs));
+        },
+        [&] { return inner_->gather(outputs, inputs, opts); });
+  }
+
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& opts) override {
+    return collective(
+        summary_of(Operation::scatter, outputs, -1, opts.rootRank), opts.timeout,
+        [&](CallSignature& call) {
+          if (getRank() == opts.rootRank) call.inputs = signatures_of(flattened(inputs));
+          call.outputs = signatures_of(outputs);
+        },
+        [&] { return inner_->scatter(outputs, inputs, opts); });
+  }
+
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& opts) override {
+    return collective(
+        summary_of(Operation::reduce_scatter, outputs, reduction_of(opts.reduceOp)), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(flattened(inputs));
+          call.outputs = signatures_of(outputs);
+        },
+        [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
+  }
+
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override {
+    return collective(
+        summary_of(Operation::reduce_scatter_tensor, input, reduction_of(opts.reduceOp)),
+        opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = {signature_of(input)};
+          call.outputs = {signature_of(output)};
+        },
+        [&] { return inner_->_reduce_scatter_base(output, input, opts); });
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override {
+    return collective(
+        summary_of(Operation::reduce_scatter_tensor_coalesced, inputs, reduction_of(opts.reduceOp)),
+        opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(inputs);
+          call.outputs = signatures_of(outputs);
+        },
+        [&] { return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+  }
+
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_to_all_single, input), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = {signature_of(input)};
+          call.outputs = {signature_of(output)};
+          call.input_splits = input_splits;
+          call.output_splits = output_splits;
+        },
+        [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, opts); });
+  }
+
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    return collective(
+        summary_of(Operation::all_to_all, inputs), opts.timeout,
+        [&](CallSignature& call) {
+          call.inputs = signatures_of(inputs);
+          call.outputs = signatures_of(outputs);
+        },
+        [&] { return inner_->alltoall(outputs, inputs, opts); });
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+    return collective(
+        summary(Operation::barrier), opts.timeout, [](CallSignature&) {},
+        [&] { return inner_->barrier(opts); });
+  }
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+    CallSummary call = summary(Operation::monitored_barrier);
+    begin(call, opts.timeout, [](CallSignature&) {});
+    translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+  }
+
+  WorkPtr send(Tensors& tensors, int dst, int tag) override {
+    return point_to_point(Operation::send, tensors, dst, tag,
+                          [this, tag](Tensors& t, int peer) { return inner_->send(t, peer, tag); });
+  }
+  WorkPtr recv(Tensors& tensors, int src, int tag) override {
+    return point_to_point(Operation::recv, tensors, src, tag,
+                          [this, tag](Tensors& t, int peer) { return inner_->recv(t, peer, tag); });
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return point_to_point(
+        Operation::recv_any, tensors, P2PGate::kAnyRank, tag, [this, tag](Tensors& t, int peer) {
+          return peer < 0 ? inner_->recvAnysource(t, tag) : inner_->recv(t, peer, tag);
+        });
+  }
+
+  void startCoalescing() override {
+    inner_->startCoalescing();
+    coalescing_ = true;
+  }
+  WorkPtr endCoalescing() override {
+    coalescing_ = false;
+    CallSummary call = summary(Operation::coalesced);
+    WorkPtr work =
+        translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
+    return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
+  }
+
+  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
+    inner_->registerOnCompletionHook(std::move(hook));
+  }
+  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
+  void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
+  void setGroupUid(const std::string& uid) override {
+    c10d::Backend::setGroupUid(uid);
+    inner_->setGroupUid(uid);
+  }
+  void eagerConnectSingleDevice(at::Device device) override {
+    inner_->eagerConnectSingleDevice(device);
+  }
+  c10d::ErrorType getError() override { return inner_->getError(); }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
+  Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return inner_->allocateTensor(size, options);
+  }
+  void abort() override {
+    checks_.leave();
+    gate_.close();
+    inner_->abort();
+  }
+  void shutdown() override {
+    checks_.leave();
+    gate_.close();
+    inner_->shutdown();
+  }
+
+  BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
+                   const c10::intrusive_ptr<Options>& opts) override {
+    return like_this(inner_->split(store, ranks, opts), store, names_of(ranks),
+                     opts ? opts->group_name : std::string());
+  }
+  BackendPtr merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
+                   const int& size) override {
+    return like_this(inner_->merge(store, opts, rank, size), store, {},
+                     opts ? opts->group_name : std::string());
+  }
+  BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                    const c10::intrusive_ptr<Options>& opts) override {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < getSize(); ++rank)
+      if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), rank) ==
+          ranks_to_exclude.end())
+        ranks.push_back(rank);
+    auto store =
+        c10::make_intrusive<c10d::PrefixStore>("shrunk" + std::to_string(++shrink_count_), store_);
+    return like_this(inner_->shrink(ranks_to_exclude, flags, opts), store, names_of(ranks), {});
+  }
+
+  // Not in every LibTorch that we build with, so without `override`.
+  void suspend() {
+    forward<void>(inner_,
+                  [](auto& backend) -> decltype(backend->suspend()) { backend->suspend(); });
+  }
+  void resume() {
+    forward<void>(inner_, [](auto& backend) -> decltype(backend->resume()) { backend->resume(); });
+  }
+  std::unordered_map<std::string, uint64_t> getMemoryStats() {
+    using Stats = std::unordered_map<std::string, uint64_t>;
+    return forward<Stats>(inner_, [](auto& backend) -> decltype(backend->getMemoryStats()) {
+      return backend->getMemoryStats();
+    });
+  }
+
+ private:
+  /// How many of the group's first collectives are compared.
+  uint64_t comparison_limit() const {
+    if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
+    if (options_.debug == DebugLevel::detail) return RankChecks::kAll;
+    return compares_first_ ? static_cast<uint64_t>(std::max(0, options_.first_collectives)) : 0;
+  }
+
+  Milliseconds timeout_of(Milliseconds given) const {
+    return given.count() > 0 ? given : context_->timeout();
+  }
+
+  /// Numbers the call and, while the group is compared, compares it.
+  template <class Describe>
+  void begin(CallSummary& call, Milliseconds timeout, Describe describe) {
+    call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+    if (!checks_.compares(call.sequence)) return;
+    CallSignature signature;
+    signature.operation = call.operation;
+    signature.reduction = call.reduction;
+    signature.root = call.root;
+    signature.sequence = call.sequence;
+    describe(signature);
+    checks_.compare(signature, timeout_of(timeout));
+  }
+
+  template <class Issue>
+  auto translated(const CallSummary& call, Milliseconds timeout, int peer, Issue issue)
+      -> decltype(issue()) {
+    try {
+      return issue();
+    } catch (...) {
+      std::rethrow_exception(
+          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout), peer));
+    }
+  }
+
+  WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
+    if (!work || over_own_) return work;
+    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer);
+  }
+
+  template <class Describe, class Issue>
+  WorkPtr collective(CallSummary call, Milliseconds timeout, Describe describe, Issue issue) {
+    const auto run = [&] {
+      begin(call, timeout, describe);
+      return decorated(translated(call, timeout, -1, issue), call, timeout, -1);
+    };
+    return observer_ ? observed(call.operation, describe, run) : run();
+  }
+
+  /// Tells the observer of a collective that `run` makes.
+  template <class Describe, class Run>
+  WorkPtr observed(Operation operation, Describe describe, Run run) {
+    ObservedCall seen;
+    seen.operation = operation;
+    CallSignature signature;
+    describe(signature);
+    for (const auto& input : signature.inputs) {
+      seen.bytes +=
+          c10::multiply_integers(input.shape) * static_cast<int64_t>(c10::elementSize(input.dtype));
+    }
+    const std::shared_ptr<CallObserver> observer = observer_;
+    observer->call_begins();
+    seen.begin = std::chrono::steady_clock::now();
+    WorkPtr work;
+    try {
+      work = run();
+    } catch (...) {
+      seen.returned = seen.end = std::chrono::steady_clock::now();
+      observer->call_ended(seen, /*failed=*/true);
+      throw;
+    }
+    seen.returned = std::chrono::steady_clock::now();
+    tell_end(observer, seen, work);
+    return work;
+  }
+
+  static void tell_end(const std::shared_ptr<CallObserver>& observer, ObservedCall seen,
+                       const WorkPtr& work) {
+    seen.end = seen.returned;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    if (work && !work->isCompleted()) {
+      try {
+        future = work->getFuture();
+      } catch (const c10::Error&) {
+        // A backend whose works have none: what is known is when the call came back.
+      }
+    }
+    if (!future) return observer->call_ended(seen, work && work->exception());
+    future->addCallback(
+        [observer, seen](c10::ivalue::Future& done) mutable {
+          seen.end = std::chrono::steady_clock::now();
+          observer->call_ended(seen, done.hasError());
+        },
+        /*uses_future=*/false);
+  }
+
+  template <class Issue>
+  WorkPtr point_to_point(Operation operation, Tensors& tensors, int peer, int tag, Issue issue) {
+    const CallSummary call = summary_of(operation, tensors, -1, peer);
+    const auto issue_decorated = [this, call, issue](Tensors& t, int source) {
+      WorkPtr work =
+          translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
+      return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
+    };
+    if (compares_first_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
+        checks_.compares(1)) {
+      if (auto held =
+              gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated))
+        return held;
+    }
+    return issue_decorated(tensors, peer);
+  }
+
+  RankNames names_of(const std::vector<int>& ranks) const {
+    RankNames names;
+    for (int rank : ranks) names.push_back(context_->names().at(static_cast<size_t>(rank)));
+    return names;
+  }
+
+  BackendPtr like_this(BackendPtr inner, const StorePtr& store, RankNames names,
+                       const std::string& group) const {
+    if (!inner) return inner;
+    CheckedBackendOptions options = options_;
+    options.context = nullptr;
+    options.global_ranks = std::move(names);
+    options.timeout = context_->timeout();
+    options.announced = false;
+    if (!group.empty()) options.group_name = group;
+    return make_checked_backend(std::move(inner), store, std::move(options));
+  }
+
+  std::shared_ptr<CheckContext> make_context() const {
+    return std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
+                                          options_.group_name, options_.timeout);
+  }
+
+  const BackendPtr inner_;
+  const StorePtr store_;
+  const CheckedBackendOptions options_;
+  const bool compares_first_;  ///< A mismatch of it aborts, hangs or gives wrong data.
+  const bool over_own_;        ///< A backend of ours, whose errors are ours already.
+  const std::shared_ptr<CheckContext> context_;
+  RankChecks checks_;
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<bool> coalescing_{false};
+  int shrink_count_ = 0;
+  std::shared_ptr<CallObserver> observer_;
+  P2PGate gate_;  ///< Last: its thread calls into the rest.
+};
+
+}  // namespace
+
+void announce_checks(c10d::Store& store, int rank, const std::string& group_name,
+                     DebugLevel debug) {
+  const std::string prefix = check_prefix(group_name) + "/";
+  store.set(prefix + announcement_key(rank), process_identity());
+  if (debug == DebugLevel::off) RankChecks::switch_off(store, prefix);
+}
+
+/// Gloo and the store's client write to sockets without MSG_NOSIGNAL. (A Python process never sees
+/// it: Python ignores the signal from the start.)
+static void ignore_broken_pipes() {
+  struct sigaction current {};
+  sigaction(SIGPIPE, nullptr, &current);
+  const bool by_default = (current.sa_flags & SA_SIGINFO) == 0 && current.sa_handler == SIG_DFL;
+  if (by_default) std::signal(SIGPIPE, SIG_IGN);
+}
+
+BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackendOptions options) {
+  ignore_broken_pipes();
+  return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store),
+                                             std::move(options));
+}
+
+BackendPtr unchecked_backend(const BackendPtr& backend) {
+  auto* checked = dynamic_cast<CheckedBackend*>(backend.get());
+  return checked ? checked->inner() : backend;
+}
+
+void set_call_observer(c10d::Backend& backend, std::shared_ptr<CallObserver> observer) {
+  auto* checked = dynamic_cast<CheckedBackend*>(&backend);
+  TORCH_CHECK(checked, "set_call_observer: not a decorated backend");
+  checked->set_observer(std::move(observer));
+}
+
+}  // namespace lockstep

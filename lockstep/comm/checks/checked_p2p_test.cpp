@@ -1,0 +1,254 @@
+// Sends and receives through the checked backend.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/checks/checked_backend.h"
+#include "tests/support/rank_threads.h"
+#include "tests/support/test_wait.h"
+
+namespace lockstep {
+namespace {
+
+using c10d::Backend;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::run_ranks;
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+CheckedBackendOptions options_of(DebugLevel debug, int milliseconds = 20'000) {
+  CheckedBackendOptions options;
+  options.debug = debug;
+  options.timeout = std::chrono::milliseconds(milliseconds);
+  return options;
+}
+
+WorkPtr isend(Backend& backend, at::Tensor tensor, int dst, int tag = 0) {
+  Tensors tensors{std::move(tensor)};
+  return backend.send(tensors, dst, tag);
+}
+WorkPtr irecv(Backend& backend, at::Tensor tensor, int src, int tag = 0) {
+  Tensors tensors{std::move(tensor)};
+  return backend.recv(tensors, src, tag);
+}
+WorkPtr irecv_any(Backend& backend, at::Tensor tensor, int tag = 0) {
+  Tensors tensors{std::move(tensor)};
+  return backend.recvAnysource(tensors, tag);
+}
+
+at::Tensor filled(int64_t n, double value) {
+  return at::full({n}, value, at::kFloat);
+}
+
+void expect_ok(const std::vector<Outcome>& outcomes) {
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+/// Both sides must get a MismatchError with all texts.
+void expect_mismatch(const at::Tensor& sent, const at::Tensor& received,
+                     const std::vector<std::string>& texts) {
+  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    (rank == 0 ? isend(backend, sent, 1, 5) : irecv(backend, received, 0, 5))->wait();
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+    for (const auto& text : texts) EXPECT_THAT(outcome.text(), HasSubstr(text));
+  }
+}
+
+TEST(CheckedP2P, ReceiveTooSmall) {
+  expect_mismatch(at::ones({8}), at::ones({4}),
+                  {"rank 0 called send(to rank 1) of float32 [8] as message 1 with tag 5",
+                   "rank 1 called recv(from rank 0) into float32 [4]", "differs: size"});
+}
+
+TEST(CheckedP2P, ReceiveTooLarge) {
+  expect_mismatch(at::ones({4}), at::ones({8}), {"float32 [4]", "float32 [8]", "differs: size"});
+}
+
+TEST(CheckedP2P, Dtype) {
+  expect_mismatch(at::ones({4}), at::ones({4}, at::kInt),
+                  {"float32 [4]", "int32 [4]", "differs: dtype"});
+}
+
+class CheckedP2PLevels : public ::testing::TestWithParam<DebugLevel> {};
+
+TEST_P(CheckedP2PLevels, ManyMessagesKeepTheirOrder) {
+  constexpr int kMessages = 25;  // More than the compared ones.
+  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+    std::vector<WorkPtr> works;
+    std::vector<at::Tensor> received;
+    for (int i = 0; i < kMessages; ++i) {
+      if (rank == 0) {
+        works.push_back(isend(backend, filled(3, i), 1));
+      } else {
+        received.push_back(at::zeros({3}));
+        works.push_back(irecv(backend, received.back(), 0));
+      }
+    }
+    for (auto& work : works) work->wait();
+    for (size_t i = 0; i < received.size(); ++i)
+      EXPECT_EQ(received[i][0].item<float>(), static_cast<float>(i));
+  });
+  expect_ok(outcomes);
+}
+
+TEST_P(CheckedP2PLevels, ExchangeStartedByReceivesOnBothSides) {
+  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+    for (int i = 0; i < 15; ++i) {
+      auto incoming = at::zeros({4});
+      auto receive = irecv(backend, incoming, 1 - rank);
+      auto send = isend(backend, filled(4, 10.0 * rank + i), 1 - rank);
+      send->wait();
+      receive->wait();
+      EXPECT_EQ(incoming[3].item<float>(),
+                10.0F * static_cast<float>(1 - rank) + static_cast<float>(i));
+    }
+  });
+  expect_ok(outcomes);
+}
+
+TEST_P(CheckedP2PLevels, TagsAreApart) {
+  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+    if (rank == 0) {
+      auto first = isend(backend, filled(1, 1), 1, 1);
+      auto second = isend(backend, filled(2, 2), 1, 2);
+      second->wait();
+      first->wait();
+    } else {
+      auto two = at::zeros({2});
+      auto one = at::zeros({1});
+      irecv(backend, two, 0, 2)->wait();
+      irecv(backend, one, 0, 1)->wait();
+      EXPECT_EQ(two[1].item<float>(), 2);
+      EXPECT_EQ(one[0].item<float>(), 1);
+    }
+  });
+  expect_ok(outcomes);
+}
+
+TEST_P(CheckedP2PLevels, FromAnyFarBeyondTheLimit) {
+  static constexpr int kEach = 30;
+  const auto outcomes = run_ranks(3, options_of(GetParam()), [](int rank, Backend& backend) {
+    if (rank > 0) {
+      for (int i = 0; i < kEach; ++i) isend(backend, filled(2, 100.0 * rank + i), 0)->wait();
+      return;
+    }
+    std::map<int, int> next;
+    for (int i = 0; i < 2 * kEach; ++i) {
+      auto incoming = at::zeros({2});
+      auto work = irecv_any(backend, incoming);
+      work->wait();
+      const int source = work->sourceRank();
+      ASSERT_TRUE(source == 1 || source == 2) << source;
+      EXPECT_EQ(incoming[0].item<float>(),
+                100.0F * static_cast<float>(source) + static_cast<float>(next[source]++));
+    }
+    EXPECT_EQ(next[1], kEach);
+    EXPECT_EQ(next[2], kEach);
+  });
+  expect_ok(outcomes);
+}
+
+TEST_P(CheckedP2PLevels, FromAnyAfterOrdinaryOnesHaveGoneFree) {
+  const auto outcomes = run_ranks(3, options_of(GetParam()), [](int rank, Backend& backend) {
+    auto tensor = at::zeros({1});
+    if (rank == 1) {
+      for (int i = 0; i < 24; ++i) isend(backend, at::ones({1}), 0)->wait();
+    } else if (rank == 2) {
+      for (int i = 0; i < 6; ++i) isend(backend, at::ones({1}), 0)->wait();
+    } else {
+      for (int i = 0; i < 12; ++i) irecv(backend, tensor, 1)->wait();
+      for (int i = 0; i < 12; ++i) irecv_any(backend, tensor)->wait();
+      // What is left over of both, whoever was taken above.
+      for (int i = 0; i < 6; ++i) irecv_any(backend, tensor)->wait();
+    }
+  });
+  expect_ok(outcomes);
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, CheckedP2PLevels,
+                         ::testing::Values(DebugLevel::off, DebugLevel::info, DebugLevel::detail),
+                         [](const auto& info) {
+                           return info.param == DebugLevel::off    ? "off"
+                                  : info.param == DebugLevel::info ? "info"
+                                                                   : "detail";
+                         });
+
+TEST(CheckedP2P, FromAnyOfAnotherSize) {
+  const auto outcomes = run_ranks(3, options_of(DebugLevel::info), [](int rank, Backend& backend) {
+    if (rank == 0) irecv_any(backend, at::zeros({4}))->wait();
+    if (rank == 2) isend(backend, at::ones({5}), 0)->wait();
+  });
+  EXPECT_TRUE(outcomes[1].ok());
+  for (int rank : {0, 2}) {
+    const auto& outcome = outcomes[static_cast<size_t>(rank)];
+    EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(), HasSubstr("rank 2 called send(to rank 0) of float32 [5]"));
+    EXPECT_THAT(outcome.text(), HasSubstr("rank 0 called recv_any into float32 [4]"));
+  }
+}
+
+TEST(CheckedP2P, NobodySends) {
+  std::atomic<bool> done{false};
+  const auto outcomes =
+      run_ranks(2, options_of(DebugLevel::info, 400), [&](int rank, Backend& backend) {
+        if (rank == 1) {
+          wait_until([&] { return done.load(); }, "rank 0 to be done");
+          return;
+        }
+        try {
+          irecv(backend, at::zeros({4}), 1, 3)->wait();
+        } catch (...) {
+          done = true;
+          throw;
+        }
+      });
+  EXPECT_TRUE(outcomes[0].is<TimeoutError>()) << outcomes[0].text();
+  EXPECT_THAT(outcomes[0].text(),
+              HasSubstr("rank 0 called recv(from rank 1) of float32 [4] with tag 3 in group "
+                        "'default' and waited 0.4 s: rank 1 did not call the send"));
+}
+
+TEST(CheckedP2P, ShortWaitLeavesTheReceiveGoingOn) {
+  std::atomic<bool> waited{false};
+  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    if (rank == 1) {
+      wait_until([&] { return waited.load(); }, "rank 0 to have waited");
+      isend(backend, filled(2, 6), 0)->wait();
+      return;
+    }
+    auto incoming = at::zeros({2});
+    auto work = irecv(backend, incoming, 1);
+    EXPECT_FALSE(work->isCompleted());
+    EXPECT_THROW(work->wait(std::chrono::milliseconds(20)), TimeoutError);
+    waited = true;
+    work->wait();
+    EXPECT_EQ(incoming[1].item<float>(), 6);
+    EXPECT_EQ(work->sourceRank(), 1);
+  });
+  expect_ok(outcomes);
+}
+
+TEST(CheckedP2P, AbortAndCloseEndWhatIsHeldBack) {
+  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    if (rank == 1) return;
+    auto aborted = irecv(backend, at::zeros({2}), 1);
+    aborted->abort();
+    EXPECT_THROW(aborted->wait(), CommError);
+    EXPECT_TRUE(aborted->isCompleted());
+    auto closed = irecv(backend, at::zeros({2}), 1, 9);
+    backend.shutdown();
+    EXPECT_THROW(closed->wait(), CommError);
+  });
+  expect_ok(outcomes);
+}
+
+}  // namespace
+}  // namespace lockstep

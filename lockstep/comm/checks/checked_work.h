@@ -1,0 +1,24 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+
+#include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/check_context.h"
+
+namespace c10d {
+class Work;
+}
+
+namespace lockstep {
+
+/// Decorates a backend's work: wait, exception and future give our errors; all else passes. `peer`
+/// is the other side of a message, -1 for a collective.
+c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
+                                                 std::shared_ptr<CheckContext> context,
+                                                 const CallSummary& call,
+                                                 std::chrono::milliseconds timeout, int peer = -1);
+
+}  // namespace lockstep

@@ -1,0 +1,139 @@
+#include "lockstep/comm/checks/failure_report.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Findings {
+  std::vector<int> ended;
+  std::vector<int> silent;
+  std::map<int, std::string> words;  ///< What the ranks that failed as well were doing.
+  std::optional<CheckContext::Failure> seen;
+  bool store_lost = false;
+};
+
+bool is_p2p(Operation operation) {
+  return operation >= Operation::send;
+}
+
+std::string what_i_did(const CheckContext& context, const CallSummary& call) {
+  std::string text = describe(call, context.names());
+  if (is_p2p(call.operation) || call.sequence == 0)
+    return text + " in group '" + context.group() + "'";
+  return text + ", collective " + std::to_string(call.sequence) + " of group '" + context.group() +
+         "',";
+}
+
+/// One look at the store and the processes; true when no more need be waited for. A message has one
+/// peer, whose silence says something; that of the others, who may be busy, does not.
+bool look(CheckContext& context, int peer, Findings& findings) {
+  findings.seen = context.seen_failure();
+  std::vector<int> wordless;
+  bool peer_knows = false;
+  for (int rank : context.others()) {
+    const auto word = context.word_of(rank);
+    if (word) findings.words[rank] = word->text;
+    if (!word) wordless.push_back(rank);
+    if (rank == peer && word) peer_knows = word->known;
+  }
+  findings.ended = context.ended(wordless);
+  if (peer < 0) {
+    findings.silent = wordless;
+    return !findings.ended.empty() || findings.seen || wordless.empty();
+  }
+  findings.silent.clear();
+  if (!findings.words.count(peer)) findings.silent = {peer};
+  return !findings.ended.empty() || findings.seen || peer_knows;
+}
+
+Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
+  Findings findings;
+  try {
+    // Without a connection nobody is told; that it is lost the look below finds.
+    context.store();
+  } catch (const std::exception&) {
+  }
+  const auto deadline = Clock::now() + kReportPatience;
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
+  context.tell_failed(what_i_did(context, call), /*known=*/false);
+  try {
+    while (!look(context, peer, findings) && Clock::now() < deadline) pause();
+  } catch (const std::exception&) {
+    findings.store_lost = true;
+    const auto looked = [&] {
+      findings.ended = context.ended(context.others());
+      findings.seen = context.seen_failure();
+      return !findings.ended.empty() || findings.seen;
+    };
+    while (!looked() && Clock::now() < deadline) pause();
+  }
+  return findings;
+}
+
+/// Who is at fault, as far as it is known without what others tell.
+std::string root_cause(CheckContext& context, const Findings& findings) {
+  if (!findings.ended.empty()) return context.how_they_ended(findings.ended);
+  if (findings.seen) return findings.seen->text;
+  if (findings.silent.empty()) return {};
+  return "no word from " + rank_list(findings.silent, context.names()) +
+         (findings.silent.size() == 1 ? ", which" : ", who") +
+         " did not come, is lost or still waits";
+}
+
+/// The sentences after the colon.
+std::string whole_cause(CheckContext& context, const Findings& findings, int peer) {
+  std::vector<std::string> parts;
+  if (auto root = root_cause(context, findings); !root.empty()) parts.push_back(std::move(root));
+  if (findings.store_lost)
+    parts.push_back("the store, held by rank 0 or the launcher, is lost as well");
+  for (const auto& [rank, word] : findings.words)
+    if (findings.ended.empty() && (peer < 0 || rank == peer))
+      parts.push_back(rank_list({rank}, context.names()) + " failed in " + word);
+  return join(parts, "; ");
+}
+
+}  // namespace
+
+std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
+                                     const CallSummary& call, std::chrono::milliseconds timeout,
+                                     int peer) {
+  const FailureKind kind = failure_kind(error);
+  if (kind != FailureKind::timeout && kind != FailureKind::connection) return error;
+  const Findings findings = investigate(context, call, peer);
+  const std::string mine = what_i_did(context, call);
+  const std::string why = whole_cause(context, findings, peer);
+  if (!why.empty()) context.tell_failed(mine + " " + why, /*known=*/true);
+  std::string text = context.me() + ": " + mine;
+  text +=
+      kind == FailureKind::timeout
+          ? " did not finish within " + seconds_text(timeout)
+          : " lost its connection to " +
+                rank_list(peer < 0 ? context.others() : std::vector<int>{peer}, context.names());
+  if (!why.empty()) text += ": " + why;
+  text += " [" + failure_text(error) + "]";
+  const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
+  if (kind == FailureKind::connection || lost) return std::make_exception_ptr(PeerLostError(text));
+  return std::make_exception_ptr(TimeoutError(
+      text,
+      "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));
+}
+
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
+                                    std::chrono::milliseconds timeout) {
+  return std::make_exception_ptr(TimeoutError(context.me() + ": " + what_i_did(context, call) +
+                                              " is not finished after " + seconds_text(timeout) +
+                                              "; it goes on"));
+}
+
+}  // namespace lockstep

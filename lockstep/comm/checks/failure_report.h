@@ -1,0 +1,28 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/check_context.h"
+
+namespace lockstep {
+
+/// How far a rank may look for the cause of a failure after it, at most.
+inline constexpr std::chrono::milliseconds kReportPatience{1000};
+
+/// Turns what a backend threw for `call` into TimeoutError or PeerLostError; other exceptions come
+/// back as they are. Tells the other ranks through the store that this one failed, and waits up to
+/// kReportPatience for their word: who has ended, who failed as well, who is silent. `peer` is
+/// the other side of a message, -1 for a collective; `timeout` is the one that applied.
+std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
+                                     const CallSummary& call, std::chrono::milliseconds timeout,
+                                     int peer = -1);
+
+/// For a wait that its caller limited to `timeout`, while the operation goes on.
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
+                                    std::chrono::milliseconds timeout);
+
+}  // namespace lockstep

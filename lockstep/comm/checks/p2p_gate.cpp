@@ -1,0 +1,326 @@
+#include "lockstep/comm/checks/p2p_gate.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/pending_work.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kLookForEnded{50};
+
+std::string send_key(const std::string& channel, int64_t index) {
+  return channel + "/s" + std::to_string(index);
+}
+std::string recv_key(const std::string& channel, int64_t index) {
+  return channel + "/r" + std::to_string(index);
+}
+
+c10d::OpType type_of(Operation operation) {
+  if (operation == Operation::send) return c10d::OpType::SEND;
+  return operation == Operation::recv ? c10d::OpType::RECV : c10d::OpType::RECVANYSOURCE;
+}
+
+}  // namespace
+
+P2PGate::~P2PGate() {
+  close();
+}
+
+std::string P2PGate::channel_key(int sender, int receiver, int tag) const {
+  return "p2p/" + std::to_string(sender) + "/" + std::to_string(receiver) + "/" +
+         std::to_string(tag);
+}
+
+std::string P2PGate::release_key(int receiver, int tag) const {
+  return "p2p/release/" + std::to_string(receiver) + "/" + std::to_string(tag);
+}
+
+P2PGate::Held P2PGate::make_held(Operation operation, const std::vector<at::Tensor>& tensors,
+                                 int peer, int tag, std::chrono::milliseconds timeout,
+                                 const Issue& issue) const {
+  Held held;
+  held.call.operation = operation;
+  held.call.root = peer;
+  held.call.set_tensor(tensors.at(0), tensors.size());
+  held.signature.operation = operation;
+  held.signature.root = peer;
+  (operation == Operation::send ? held.signature.inputs : held.signature.outputs) =
+      signatures_of(tensors);
+  held.tensors = tensors;
+  held.issue = issue;
+  held.tag = tag;
+  held.timeout = timeout;
+  held.deadline = Clock::now() + timeout;
+  return held;
+}
+
+c10::intrusive_ptr<c10d::Work> P2PGate::submit(Operation operation,
+                                               std::vector<at::Tensor>& tensors, int peer, int tag,
+                                               std::chrono::milliseconds timeout,
+                                               const Issue& issue) {
+  std::lock_guard lock(mutex_);
+  if (stop_) return {};
+  Channel* channel = nullptr;
+  if (operation == Operation::send) {
+    channel = &sends_[{peer, tag}];
+    if (!hold_send(peer, tag, *channel)) return {};
+  } else if (operation == Operation::recv) {
+    channel = &recvs_[{peer, tag}];
+    if (!hold_recv(tag, *channel)) return {};
+  } else if (!hold_any(tag)) {
+    return {};
+  }
+  Held held = make_held(operation, tensors, peer, tag, timeout, issue);
+  const int me = context_->rank();
+  if (channel) {
+    held.index = channel->next++;
+    held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
+    const bool send = operation == Operation::send;
+    const std::string at = send ? send_key(channel_key(me, peer, tag), held.index)
+                                : recv_key(channel_key(peer, me, tag), held.index);
+    if (!channel->free) context_->store().set(at, encode(held.signature));
+  }
+  held.work = c10::make_intrusive<PendingWork>(context_, held.call, type_of(operation));
+  c10::intrusive_ptr<c10d::Work> work = held.work;
+  (channel ? channel->held : tags_[tag].held).push_back(std::move(held));
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+  return work;
+}
+
+bool P2PGate::hold_send(int peer, int tag, Channel& channel) {
+  if (!channel.free && !channel.claimed && !within_limit(channel.next)) {
+    const std::string mode = channel_key(context_->rank(), peer, tag) + "/mode";
+    channel.claimed = true;
+    channel.free = context_->store().compareSet(mode, "", "free") == "free";
+  }
+  return !channel.free || !channel.held.empty();
+}
+
+bool P2PGate::hold_recv(int tag, Channel& channel) {
+  const Tag& state = tags_[tag];
+  if (state.released || (!state.any_used && !within_limit(channel.next))) channel.free = true;
+  return !channel.free || !channel.held.empty();
+}
+
+bool P2PGate::hold_any(int tag) {
+  Tag& state = tags_[tag];
+  const int me = context_->rank();
+  bool release = false;
+  if (!state.any_used) {
+    state.any_used = true;
+    for (int peer : context_->others()) {
+      const std::string mode = channel_key(peer, me, tag) + "/mode";
+      release |= context_->store().compareSet(mode, "", "any") != "any";
+      release |= recvs_[{peer, tag}].free;
+    }
+  }
+  release |= !within_limit(state.any_count++) && state.held.empty();
+  if (release && !state.released) {
+    context_->store().set(release_key(me, tag), "1");
+    state.released = true;
+  }
+  return !state.released || !state.held.empty();
+}
+
+void P2PGate::close() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  const auto fail_all = [this](std::deque<Held>& all) {
+    for (Held& held : all)
+      fail(held, std::make_exception_ptr(
+                     CommError(context_->me() + ": " + describe(held.call, context_->names()) +
+                               " had not begun when group '" + context_->group() + "' closed")));
+    all.clear();
+  };
+  std::lock_guard lock(mutex_);
+  for (auto& [key, channel] : sends_) fail_all(channel.held);
+  for (auto& [key, channel] : recvs_) fail_all(channel.held);
+  for (auto& [key, tag] : tags_) fail_all(tag.held);
+}
+
+bool P2PGate::anything_held() const {
+  for (const auto& [key, channel] : sends_)
+    if (!channel.held.empty()) return true;
+  for (const auto& [key, channel] : recvs_)
+    if (!channel.held.empty()) return true;
+  for (const auto& [key, tag] : tags_)
+    if (!tag.held.empty()) return true;
+  return false;
+}
+
+void P2PGate::run() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    changed_.wait(lock, [this] { return stop_ || anything_held(); });
+    PollPause pause;
+    Every look(kLookForEnded);
+    while (!stop_ && anything_held()) {
+      if (advance(look.due())) {
+        pause = PollPause();
+        continue;
+      }
+      // Never zero: the mutex must be free for a moment.
+      changed_.wait_for(lock, std::max(pause.next(), std::chrono::microseconds(20)));
+    }
+  }
+}
+
+bool P2PGate::advance(bool look_for_ended) {
+  bool progress = false;
+  const auto guarded = [&](std::deque<Held>& held, auto step) {
+    try {
+      while (!held.empty() && step() == Progress::done) progress = true;
+    } catch (...) {  // The store is lost.
+      fail(held.front(),
+           std::make_exception_ptr(PeerLostError(
+               context_->me() + ": " + describe(held.front().call, context_->names()) +
+               " of group '" + context_->group() +
+               "' lost the store, which rank 0 or the launcher holds [" +
+               failure_text(std::current_exception()) + "]")));
+      held.pop_front();
+    }
+  };
+  for (auto& [key, channel] : sends_)
+    guarded(channel.held, [&, peer = key.first, &c = channel] { return advance_send(peer, c); });
+  for (auto& [key, channel] : recvs_)
+    guarded(channel.held, [&, peer = key.first, &c = channel] { return advance_recv(peer, c); });
+  for (auto& [key, tag] : tags_) guarded(tag.held, [&, &t = tag] { return advance_any(t); });
+  const auto expire_all = [&](std::deque<Held>& all, const std::vector<int>& peers) {
+    while (!all.empty() && expire(all.front(), peers, look_for_ended)) all.pop_front();
+  };
+  for (auto& [key, channel] : sends_) expire_all(channel.held, {key.first});
+  for (auto& [key, channel] : recvs_) expire_all(channel.held, {key.first});
+  for (auto& [key, tag] : tags_) expire_all(tag.held, context_->others());
+  return progress;
+}
+
+P2PGate::Progress P2PGate::advance_send(int peer, Channel& channel) {
+  Held& held = channel.held.front();
+  auto& store = context_->store();
+  const std::string other = recv_key(channel_key(context_->rank(), peer, held.tag), held.index);
+  if (!channel.free && store.check({other})) {
+    settle(held, peer, other);
+  } else if (channel.free || store.check({release_key(peer, held.tag)})) {
+    channel.free = true;
+    issue(held, peer);
+  } else {
+    return Progress::none;
+  }
+  channel.held.pop_front();
+  return Progress::done;
+}
+
+P2PGate::Progress P2PGate::advance_recv(int peer, Channel& channel) {
+  Held& held = channel.held.front();
+  const std::string other = send_key(channel_key(peer, context_->rank(), held.tag), held.index);
+  if (tags_[held.tag].released) channel.free = true;
+  if (channel.free) {
+    issue(held, peer);
+  } else if (context_->store().check({other})) {
+    settle(held, peer, other);
+  } else {
+    return Progress::none;
+  }
+  channel.held.pop_front();
+  return Progress::done;
+}
+
+P2PGate::Progress P2PGate::advance_any(Tag& tag) {
+  Held& held = tag.held.front();
+  if (tag.released) {
+    issue(held, kAnyRank);
+    tag.held.pop_front();
+    return Progress::done;
+  }
+  auto& store = context_->store();
+  for (int peer : context_->others()) {
+    Channel& channel = recvs_[{peer, held.tag}];
+    if (!channel.held.empty()) continue;  // The next message is another receive's.
+    const std::string name = channel_key(peer, context_->rank(), held.tag);
+    const std::string other = send_key(name, channel.next);
+    if (!store.check({other})) continue;
+    held.index = channel.next++;
+    held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
+    store.set(recv_key(name, held.index), encode(held.signature));
+    settle(held, peer, other);
+    tag.held.pop_front();
+    return Progress::done;
+  }
+  return Progress::none;
+}
+
+void P2PGate::settle(Held& held, int peer, const std::string& other_key) {
+  auto& store = context_->store();
+  const CallSignature other = decode(store.get_to_str(other_key));
+  const bool send = held.signature.operation == Operation::send;
+  const int me = context_->rank();
+  const auto mismatch = send ? find_p2p_mismatch(held.signature, me, other, peer, held.tag,
+                                                 context_->names(), context_->group())
+                             : find_p2p_mismatch(other, peer, held.signature, me, held.tag,
+                                                 context_->names(), context_->group());
+  if (mismatch) {
+    fail(held, std::make_exception_ptr(MismatchError(*mismatch)));
+  } else {
+    issue(held, peer);
+  }
+  try {
+    store.deleteKey(other_key);
+  } catch (const std::exception&) {  // A key more in a store that is lost.
+  }
+}
+
+void P2PGate::issue(Held& held, int peer) {
+  if (held.work->given_up()) return;
+  try {
+    held.work->issued(held.issue(held.tensors, peer), peer);
+  } catch (...) {
+    fail(held, std::current_exception());
+  }
+}
+
+void P2PGate::fail(Held& held, std::exception_ptr error) {
+  held.work->failed(std::move(error));
+}
+
+bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_ended) {
+  const bool late = Clock::now() >= held.deadline;
+  if (!late && !look_for_ended) return false;
+  const auto ended = context_->ended(peers);
+  const std::string mine = context_->me() + " called " + describe(held.call, context_->names()) +
+                           " with tag " + std::to_string(held.tag) + " in group '" +
+                           context_->group() + "'";
+  const auto give_up = [&](bool timed_out, const std::string& cause) {
+    const std::string text = mine + ", but " + cause;
+    context_->tell_failed(text, /*known=*/true);
+    fail(held, timed_out ? std::make_exception_ptr(TimeoutError(text))
+                         : std::make_exception_ptr(PeerLostError(text)));
+    return true;
+  };
+  if (ended.size() == peers.size()) return give_up(false, context_->how_they_ended(ended));
+  if (const auto failure = context_->seen_failure())
+    return give_up(failure->timed_out, "the group has failed: " + failure->text);
+  if (!late) return false;
+  context_->tell_failed(
+      mine + ", for which " + rank_list(peers, context_->names()) + " did not come",
+      /*known=*/true);
+  const char* counterpart = held.signature.operation == Operation::send
+                                ? " did not call the receive"
+                                : " did not call the send";
+  fail(held, std::make_exception_ptr(TimeoutError(
+                 mine + " and waited " + seconds_text(held.timeout) + ": " +
+                     rank_list(peers, context_->names()) + counterpart,
+                 "do both sides use the same ranks and tag? Else give a longer time-out")));
+  return true;
+}
+
+}  // namespace lockstep

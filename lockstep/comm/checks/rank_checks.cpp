@@ -1,0 +1,216 @@
+#include "lockstep/comm/checks/rank_checks.h"
+
+#include <cstdlib>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The number under "state": passed comparisons in the low 40 bits, mismatches among them above, and
+// one bit for a group in which a rank gave up.
+constexpr int64_t kMismatch = int64_t{1} << 40;
+constexpr int64_t kBroken = int64_t{1} << 62;
+int64_t passed(int64_t state) {
+  return state & (kMismatch - 1);
+}
+int64_t mismatches(int64_t state) {
+  return (state & (kBroken - 1)) >> 40;
+}
+
+constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
+constexpr std::chrono::milliseconds kLookForEnded{50};
+
+const char* kModeKey = "mode";
+const char* kStateKey = "state";
+const char* kArrivedKey = "arrived";
+const char* kBrokenKey = "broken";
+constexpr char kLost = 'L';
+constexpr char kTimeout = 'T';
+
+std::string call_key(int rank) {
+  return "call/" + std::to_string(rank);
+}
+std::string verdict_key(int64_t comparison) {
+  return "verdict/" + std::to_string(comparison);
+}
+
+}  // namespace
+
+void RankChecks::switch_off(c10d::Store& store, const std::string& prefix) {
+  store.compareSet(prefix + kModeKey, "", "0");
+}
+
+bool RankChecks::decide() {
+  std::lock_guard lock(mutex_);
+  if (decided_) return true;
+  try {
+    limit_ = context_.size() == 1 ? 0 : agree();
+  } catch (const std::exception& e) {
+    if (!is_store_lost(e)) throw;
+    throw PeerLostError(context_.me() + ": group '" + context_.group() +
+                        "' lost the store, which rank 0 or the launcher holds, before its first "
+                        "call [" +
+                        failure_text(std::current_exception()) + "]");
+  }
+  decided_ = true;
+  return true;
+}
+
+uint64_t RankChecks::agree() {
+  const auto deadline =
+      Clock::now() + (announced_ ? std::chrono::milliseconds(0) : kAnnouncementGrace);
+  bool all = context_.all_announced();
+  for (PollPause pause; !all && Clock::now() < deadline; all = context_.all_announced())
+    pause.sleep();
+  const std::string mine = std::to_string(all ? limit_.load() : 0);
+  const std::string agreed = context_.store().compareSet(kModeKey, "", mine);
+  if (agreed != "0") {
+    context_.remember_identities();
+    return std::strtoull(agreed.c_str(), nullptr, 10);
+  }
+  const auto silent = context_.unannounced();
+  log_debug("group '" + context_.group() + "' compares no calls: " +
+            (silent.empty() ? std::string("one of its ranks is told not to")
+                            : rank_list(silent, context_.names()) +
+                                  " did not announce itself (a Python process?)"));
+  return 0;
+}
+
+std::string RankChecks::called(const CallSignature& call) const {
+  return context_.me() + " called " + describe(call, context_.names()) + " as collective " +
+         std::to_string(call.sequence) + " of group '" + context_.group() + "'";
+}
+
+void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds timeout) {
+  std::lock_guard lock(mutex_);
+  auto& store = context_.store();
+  try {
+    store.set(call_key(context_.rank()), encode(call));
+    ++compared_;
+    const int64_t arrived = store.add(kArrivedKey, 1);
+    if (arrived == compared_ * context_.size()) {
+      throw_if_broken(judge(call));
+    } else {
+      await(call, timeout);
+    }
+  } catch (const MismatchError&) {
+    throw;
+  } catch (const CommError& e) {
+    context_.tell_failed("the comparison of calls: " + std::string(e.what()), /*known=*/true);
+    throw;
+  } catch (const std::exception& e) {
+    if (!is_store_lost(e)) throw;
+    throw PeerLostError(called(call) +
+                        ", and lost the store, which rank 0 or the launcher holds [" +
+                        failure_text(std::current_exception()) + "]");
+  }
+}
+
+int64_t RankChecks::judge(const CallSignature& mine) {
+  auto& store = context_.store();
+  std::vector<CallSignature> calls;
+  for (int rank = 0; rank < context_.size(); ++rank)
+    calls.push_back(rank == context_.rank() ? mine : decode(store.get_to_str(call_key(rank))));
+  const auto mismatch = find_mismatch(calls, context_.names(), context_.group());
+  if (!mismatch) return store.add(kStateKey, 1);
+  store.set(verdict_key(compared_), *mismatch);
+  store.add(kStateKey, 1 + kMismatch);
+  ++mismatches_;
+  throw MismatchError(*mismatch);
+}
+
+void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds timeout) {
+  auto& store = context_.store();
+  const auto deadline = Clock::now() + timeout;
+  Every look(kLookForEnded);
+  for (PollPause pause;; pause.sleep()) {
+    const int64_t state = context_.read_number(kStateKey);
+    if (passed(state) >= compared_) {
+      if (mismatches(state) == mismatches_) return;
+      ++mismatches_;
+      throw MismatchError(store.get_to_str(verdict_key(compared_)));
+    }
+    throw_if_broken(state);
+    const bool late = Clock::now() >= deadline;
+    if (!late && !look.due()) continue;
+    const auto ended = context_.ended(context_.others());
+    if (const auto failure = context_.seen_failure(); failure && ended.empty())
+      throw_failure(called(mine) + ", but the group has failed: ", *failure);
+    if (late || !ended.empty()) give_up(mine, timeout, ended);
+  }
+}
+
+void RankChecks::throw_if_broken(int64_t state) {
+  if ((state & kBroken) == 0) return;
+  const std::string stored = context_.store().get_to_str(kBrokenKey);
+  const std::string text = "group '" + context_.group() + "' has failed: " + stored.substr(1);
+  if (stored[0] == kLost) throw PeerLostError(text);
+  throw TimeoutError(text);
+}
+
+std::string RankChecks::who_is_missing(const CallSignature& mine) {
+  auto& store = context_.store();
+  std::vector<std::string> parts;
+  for (int rank : context_.others()) {
+    const std::string name = rank_list({rank}, context_.names());
+    if (!store.check({call_key(rank)})) {
+      parts.push_back(name + " did not come (it has called no collective yet)");
+      continue;
+    }
+    const CallSignature last = decode(store.get_to_str(call_key(rank)));
+    if (last.sequence >= mine.sequence) continue;
+    parts.push_back(name + " did not come (its last was " + describe(last, context_.names()) +
+                    ", collective " + std::to_string(last.sequence) + ")");
+  }
+  return join(parts, "; ");
+}
+
+void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
+                         const std::vector<int>& ended) {
+  const std::string missing = who_is_missing(mine);
+  if (!ended.empty()) {
+    const std::string text = called(mine) + ", but " + context_.how_they_ended(ended) +
+                             (missing.empty() ? missing : ": " + missing);
+    break_group(kLost, text);
+    throw PeerLostError(text);
+  }
+  // Between telling its call and counting itself, or as the last that is to compare them all.
+  const std::string stuck = rank_list(context_.others(), context_.names()) +
+                            " told the same, but one of them does not go on";
+  const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " +
+                           (missing.empty() ? stuck : missing);
+  break_group(kTimeout, text);
+  throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
+}
+
+void RankChecks::leave() noexcept {
+  // Before the first comparison there is no connection yet, and making one now could block.
+  if (context_.size() == 1 || limit_ == 0 || !decided_) return;
+  // Held by a call of this rank's own that waits: then there is something to tell.
+  if (std::unique_lock lock(mutex_, std::try_to_lock); lock) {
+    if (static_cast<uint64_t>(compared_) >= limit_) return;
+  }
+  try {
+    // A rank that closes because it failed passes on what it found; the others want the first
+    // cause.
+    const auto word = context_.word_of(context_.rank());
+    break_group(kLost, context_.me() + (word ? " failed in " + word->text : " has closed it"));
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+void RankChecks::break_group(char kind, const std::string& text) {
+  auto& store = context_.store();
+  const std::string mine = kind + text;
+  if (store.compareSet(kBrokenKey, "", mine) == mine) store.add(kStateKey, kBroken);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/check_context.h"
+
+namespace lockstep {
+
+/// Compares the ranks' calls over the store. Each rank sets its signature under its own key and
+/// adds one to the number of arrivals; who arrives last reads all signatures, judges, and adds one
+/// to the number of passed comparisons, which the others poll. So a comparison costs each rank two
+/// round trips and some polls, whatever the size of the group, and leaves no keys behind.
+class RankChecks {
+ public:
+  /// `announced`: CheckedBackendOptions::announced. `limit`: how many of the first collectives this
+  /// rank would compare; 0 for none, kAll for all.
+  RankChecks(CheckContext& context, bool announced, uint64_t limit)
+      : context_(context), announced_(announced), limit_(limit) {}
+  static constexpr uint64_t kAll = UINT64_MAX;
+
+  /// Whether the call of this number (from 1) is to be compared. The first one asks the store: it
+  /// needs that all ranks have announced themselves, and the rank that asks first decides for all.
+  bool compares(uint64_t number) {
+    return number <= limit_.load(std::memory_order_relaxed) && (decided_ || decide()) &&
+           number <= limit_.load(std::memory_order_relaxed);
+  }
+
+  /// Decides for all, before anyone asks, that nothing is compared.
+  static void switch_off(c10d::Store& store, const std::string& prefix);
+
+  /// Blocks until all ranks have come with a call. Throws MismatchError, TimeoutError naming the
+  /// ranks that did not come, PeerLostError naming those that ended. After the last two the group
+  /// is of no use: every later comparison, on every rank, throws what the first one threw.
+  void compare(const CallSignature& call, std::chrono::milliseconds timeout);
+
+  /// Tells ranks that wait, or will wait, for this one in a comparison that it has closed the
+  /// group: its process may live on for long. Nothing to tell once the compared collectives are
+  /// over.
+  void leave() noexcept;
+
+ private:
+  bool decide();
+  uint64_t agree();
+  int64_t judge(const CallSignature& mine);
+  void await(const CallSignature& mine, std::chrono::milliseconds timeout);
+  /// Throws when `state` says that the group is broken.
+  void throw_if_broken(int64_t state);
+  [[noreturn]] void give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
+                            const std::vector<int>& ended);
+  std::string who_is_missing(const CallSignature& mine);
+  void break_group(char kind, const std::string& text);
+  std::string called(const CallSignature& call) const;
+
+  CheckContext& context_;
+  const bool announced_;
+  std::atomic<uint64_t> limit_;  ///< Ours, then the group's.
+  std::atomic<bool> decided_{false};
+  std::mutex mutex_;
+  int64_t compared_ = 0;    ///< Comparisons that this rank has entered.
+  int64_t mismatches_ = 0;  ///< Of them, those that ended in a mismatch.
+};
+
+}  // namespace lockstep

@@ -1,0 +1,264 @@
+#include "lockstep/comm/rendezvous/job_environment.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+using Map = std::map<std::string, std::string>;
+
+JobEnvironment read(const Map& variables) {
+  return read_job_environment([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end()) return std::nullopt;
+    return found->second;
+  });
+}
+
+std::string failure(const Map& variables) {
+  try {
+    read(variables);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+Map with(Map base, const Map& more) {
+  for (const auto& [name, value] : more) base[name] = value;
+  return base;
+}
+
+const Map kTorchrun = {{"RANK", "3"},
+                       {"LOCAL_RANK", "1"},
+                       {"WORLD_SIZE", "4"},
+                       {"LOCAL_WORLD_SIZE", "2"},
+                       {"GROUP_RANK", "1"},
+                       {"GROUP_WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "10.1.2.3"},
+                       {"MASTER_PORT", "29511"},
+                       {"TORCHELASTIC_RUN_ID", "none"},
+                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                       {"TORCHELASTIC_RESTART_COUNT", "2"}};
+
+const Map kSlurm = {{"SLURM_PROCID", "3"},    {"SLURM_NTASKS", "5"},
+                    {"SLURM_LOCALID", "1"},   {"SLURM_NODEID", "1"},
+                    {"SLURM_NNODES", "3"},    {"SLURM_TASKS_PER_NODE", "2(x2),1"},
+                    {"SLURM_JOB_ID", "4711"}, {"SLURM_STEP_NODELIST", "gpu[07-08,12]"}};
+
+const Map kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
+                      {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                      {"OMPI_COMM_WORLD_NODE_RANK", "1"},  {"PMIX_NAMESPACE", "prterun-a-99@1"}};
+
+TEST(JobEnvironment, WithoutLauncherIsAGroupOfOne) {
+  const auto job = read({});
+  EXPECT_EQ(job.launcher, "none");
+  EXPECT_EQ(job.rank, 0);
+  EXPECT_EQ(job.world_size, 1);
+}
+
+TEST(JobEnvironment, ReadsTorchrun) {
+  const auto job = read(kTorchrun);
+  EXPECT_EQ(job.launcher, "torchrun");
+  EXPECT_EQ(job.rank, 3);
+  EXPECT_EQ(job.world_size, 4);
+  EXPECT_EQ(job.local_rank, 1);
+  EXPECT_EQ(job.local_size, 2);
+  EXPECT_EQ(job.node_rank, 1);
+  EXPECT_EQ(job.master_addr, "10.1.2.3");
+  EXPECT_EQ(job.master_port, 29511);
+  EXPECT_TRUE(job.agent_store);
+  EXPECT_FALSE(job.single_host);
+  EXPECT_EQ(job.restart_count, 2);
+}
+
+TEST(JobEnvironment, NamesOurOwnLauncher) {
+  EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN_TOKEN", "x"}})).launcher, "lockstep");
+  EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_SPAWNED_BY", "12"}})).launcher, "lockstep");
+}
+
+TEST(JobEnvironment, OneHostIsKnownFromTheLocalSizeOrALoopbackMaster) {
+  EXPECT_TRUE(read(with(kTorchrun, {{"GROUP_WORLD_SIZE", "1"}})).single_host);
+  EXPECT_TRUE(read({{"RANK", "0"},
+                    {"WORLD_SIZE", "2"},
+                    {"MASTER_ADDR", "127.0.0.1"},
+                    {"MASTER_PORT", "1234"}})
+                  .single_host);
+  EXPECT_FALSE(read({{"RANK", "0"},
+                     {"WORLD_SIZE", "2"},
+                     {"MASTER_ADDR", "10.0.0.1"},
+                     {"MASTER_PORT", "1234"}})
+                   .single_host);
+}
+
+TEST(JobEnvironment, ReadsSlurm) {
+  const auto job = read(kSlurm);
+  EXPECT_EQ(job.launcher, "slurm");
+  EXPECT_EQ(job.rank, 3);
+  EXPECT_EQ(job.world_size, 5);
+  EXPECT_EQ(job.local_rank, 1);
+  EXPECT_EQ(job.local_size, 2);
+  EXPECT_EQ(job.node_rank, 1);
+  EXPECT_EQ(job.master_addr, "gpu07");
+  EXPECT_FALSE(job.agent_store);
+  EXPECT_FALSE(job.single_host);
+}
+
+TEST(JobEnvironment, SlurmsPortFollowsFromTheJobAndTheStep) {
+  const auto port = [](const Map& more) { return read(with(kSlurm, more)).master_port; };
+  EXPECT_EQ(port({}), port({{"SLURM_PROCID", "0"}, {"SLURM_NODEID", "0"}, {"SLURM_LOCALID", "0"}}));
+  EXPECT_NE(port({}), port({{"SLURM_JOB_ID", "4712"}}));
+  EXPECT_NE(port({}), port({{"SLURM_STEP_ID", "1"}}));
+  EXPECT_GE(port({}), 1024);
+  EXPECT_LT(port({}), 32768);
+  EXPECT_EQ(port({{"MASTER_PORT", "4000"}}), 4000);
+}
+
+TEST(JobEnvironment, SlurmsLastNodeHasFewerTasks) {
+  const auto job =
+      read(with(kSlurm, {{"SLURM_PROCID", "4"}, {"SLURM_NODEID", "2"}, {"SLURM_LOCALID", "0"}}));
+  EXPECT_EQ(job.local_size, 1);
+}
+
+TEST(JobEnvironment, SlurmsStepCountsNotTheJob) {
+  const auto job = read(with(kSlurm, {{"SLURM_STEP_NUM_TASKS", "4"}}));
+  EXPECT_EQ(job.world_size, 4);
+}
+
+TEST(JobEnvironment, SlurmOnOneNodeStaysOnLoopback) {
+  const auto job = read(with(kSlurm, {{"SLURM_NNODES", "1"},
+                                      {"SLURM_NODEID", "0"},
+                                      {"SLURM_LOCALID", "3"},
+                                      {"SLURM_STEP_NODELIST", "gpu07"}}));
+  EXPECT_EQ(job.master_addr, "127.0.0.1");
+  EXPECT_TRUE(job.single_host);
+  EXPECT_EQ(job.local_size, 5);
+}
+
+TEST(JobEnvironment, ReadsOpenMpi) {
+  const auto job = read(kOpenMpi);
+  EXPECT_EQ(job.launcher, "openmpi");
+  EXPECT_EQ(job.rank, 1);
+  EXPECT_EQ(job.world_size, 2);
+  EXPECT_EQ(job.local_rank, 1);
+  EXPECT_EQ(job.node_rank, 0);
+  EXPECT_EQ(job.master_addr, "127.0.0.1");
+  EXPECT_NE(job.master_port, 0);
+  EXPECT_EQ(job.master_port, read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}})).master_port);
+}
+
+TEST(JobEnvironment, OpenMpiDoesNotSayWhereRank0Listens) {
+  const auto job = read(with(kOpenMpi, {{"PMIX_SERVER_TMPDIR", "/tmp/session"}}));
+  EXPECT_TRUE(job.master_unknown);
+  EXPECT_EQ(job.meeting_file, "/tmp/session/lockstep-store.prterun-a-99@1");
+  EXPECT_EQ(read(kOpenMpi).meeting_file, "");
+  const auto told = read(with(kOpenMpi, {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "4000"}}));
+  EXPECT_FALSE(told.master_unknown);
+  EXPECT_EQ(told.master_port, 4000);
+}
+
+TEST(JobEnvironment, OpenMpiOnSeveralHostsHasNoFolderThatAllSee) {
+  const Map hosts = with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                                    {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                                    {"PMIX_SERVER_TMPDIR", "/tmp/session"}});
+  EXPECT_TRUE(read(hosts).master_unknown);
+  EXPECT_EQ(read(hosts).master_addr, "");
+  EXPECT_EQ(read(hosts).meeting_file, "");
+  const auto named = read(with(hosts, {{"MASTER_ADDR", "node1"}}));
+  EXPECT_EQ(named.master_addr, "node1");
+  EXPECT_TRUE(named.master_unknown);
+  EXPECT_NE(named.master_port, 0);
+}
+
+TEST(JobEnvironment, TorchrunUnderSlurmIsNoContradiction) {
+  const auto job = read(with(kTorchrun, kSlurm));
+  EXPECT_EQ(job.launcher, "torchrun");
+  EXPECT_EQ(job.rank, 3);
+  EXPECT_EQ(job.world_size, 4);
+}
+
+TEST(JobEnvironment, ContradictingLaunchersAreNamed) {
+  const Map bare = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}};
+  EXPECT_THAT(failure(with(bare, kSlurm)),
+              AllOf(HasSubstr("RANK=0"), HasSubstr("SLURM_PROCID=3"), HasSubstr("hint:")));
+  EXPECT_THAT(failure(with(kOpenMpi, kSlurm)),
+              AllOf(HasSubstr("OMPI_COMM_WORLD_RANK=1"), HasSubstr("SLURM_PROCID=3")));
+}
+
+TEST(JobEnvironment, TheUserMaySayWhichLauncherHolds) {
+  const Map both = with(kOpenMpi, kSlurm);
+  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "openmpi"}})).rank, 1);
+  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "slurm"}})).rank, 3);
+  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "none"}})).world_size, 1);
+  EXPECT_THAT(failure(with(both, {{"LOCKSTEP_LAUNCHER", "slrum"}})), HasSubstr("slurm"));
+  EXPECT_THAT(failure(with(both, {{"LOCKSTEP_LAUNCHER", "torchrun"}})), HasSubstr("not set"));
+}
+
+TEST(JobEnvironment, AgreeingLaunchersFillEachOtherIn) {
+  const auto job = read(with(
+      kSlurm,
+      {{"RANK", "3"}, {"WORLD_SIZE", "5"}, {"MASTER_ADDR", "gpu07"}, {"MASTER_PORT", "4000"}}));
+  EXPECT_EQ(job.local_rank, 1);
+  EXPECT_EQ(job.local_size, 2);
+  EXPECT_EQ(
+      read(with(kSlurm, {{"WORLD_SIZE", "5"}, {"MASTER_ADDR", "gpu07"}, {"MASTER_PORT", "4000"}}))
+          .rank,
+      3);
+}
+
+TEST(JobEnvironment, AShellWithinAnAllocationContradictsNobody) {
+  const Map shell = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}, {"SLURM_JOB_ID", "1"}};
+  EXPECT_EQ(read(with(kOpenMpi, shell)).launcher, "openmpi");
+  EXPECT_EQ(read(with({{"RANK", "1"},
+                       {"WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "127.0.0.1"},
+                       {"MASTER_PORT", "4000"}},
+                      shell))
+                .rank,
+            1);
+}
+
+TEST(JobEnvironment, NamesWhatIsMissing) {
+  EXPECT_THAT(failure({{"RANK", "0"}}), HasSubstr("WORLD_SIZE is not set"));
+  EXPECT_THAT(failure({{"WORLD_SIZE", "2"}}), HasSubstr("RANK is not set"));
+  EXPECT_THAT(failure({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "1"}}),
+              HasSubstr("MASTER_ADDR is not set"));
+  EXPECT_THAT(failure({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}),
+              HasSubstr("MASTER_PORT is not set"));
+}
+
+TEST(JobEnvironment, NamesWhatIsMalformed) {
+  EXPECT_THAT(failure(with(kTorchrun, {{"RANK", "4"}})),
+              AllOf(HasSubstr("RANK=4"), HasSubstr("0 to 3")));
+  EXPECT_THAT(failure(with(kTorchrun, {{"RANK", "one"}})), HasSubstr("RANK='one'"));
+  EXPECT_THAT(failure(with(kTorchrun, {{"MASTER_PORT", "99999"}})), HasSubstr("MASTER_PORT"));
+  EXPECT_THAT(failure(with(kTorchrun, {{"LOCAL_RANK", "2"}})), HasSubstr("local rank"));
+  EXPECT_THAT(failure(with(kSlurm, {{"SLURM_STEP_NODELIST", "gpu[07"}})), HasSubstr("gpu[07"));
+}
+
+TEST(SlurmNodelist, Expands) {
+  EXPECT_THAT(expand_slurm_nodelist("a"), ElementsAre("a"));
+  EXPECT_THAT(expand_slurm_nodelist("node[01-03,7],gpu-a"),
+              ElementsAre("node01", "node02", "node03", "node7", "gpu-a"));
+  EXPECT_THAT(expand_slurm_nodelist("r[1-2]n[8-9]"), ElementsAre("r1n8", "r1n9", "r2n8", "r2n9"));
+  EXPECT_THAT(expand_slurm_nodelist("n[098-101]x"),
+              ElementsAre("n098x", "n099x", "n100x", "n101x"));
+}
+
+TEST(SlurmNodelist, RefusesWhatDoesNotParse) {
+  for (const char* list : {"", "a,,b", "a[1", "a]1[", "a[3-1]", "a[x]", "a[[1]]"}) {
+    EXPECT_THROW(expand_slurm_nodelist(list), UsageError) << list;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

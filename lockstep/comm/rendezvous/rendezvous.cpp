@@ -1,0 +1,180 @@
+#include "lockstep/comm/rendezvous/rendezvous.h"
+
+#include <map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/rendezvous/mpirun_meeting.h"
+
+namespace lockstep {
+namespace {
+
+struct Url {
+  std::string scheme;
+  std::string rest;  // Between "://" and "?".
+  std::map<std::string, std::string> query;
+};
+
+Url parse_url(const std::string& text) {
+  const auto colon = text.find("://");
+  const std::vector<std::string> known = {"env", "tcp", "file"};
+  Url url;
+  url.scheme = text.substr(0, colon);
+  if (colon == std::string::npos ||
+      std::find(known.begin(), known.end(), url.scheme) == known.end()) {
+    throw UsageError("init method '" + text +
+                     "': expected env://, tcp://HOST:PORT or file:///PATH");
+  }
+  url.rest = text.substr(colon + 3);
+  const auto question = url.rest.find('?');
+  if (question == std::string::npos) return url;
+  for (const auto& pair : split(url.rest.substr(question + 1), '&')) {
+    const auto equals = pair.find('=');
+    if (equals == std::string::npos) throw UsageError("init method '" + text + "': '" + pair + "'");
+    url.query[pair.substr(0, equals)] = pair.substr(equals + 1);
+  }
+  url.rest.resize(question);
+  return url;
+}
+
+int query_number(const Url& url, const std::string& name) {
+  const auto found = url.query.find(name);
+  if (found == url.query.end()) return -1;
+  const auto value = parse_int(found->second);
+  if (!value || *value < 0 || *value > INT32_MAX) {
+    throw UsageError("init method: " + name + "=" + found->second +
+                     " is no whole number of at least 0");
+  }
+  return static_cast<int>(*value);
+}
+
+// The environment with the caller's own rank and size in place of unset ones; where both are there
+// they must agree.
+Lookup overlay(const Lookup& lookup, const std::map<std::string, int>& given) {
+  for (const auto& [name, value] : given) {
+    const auto set = lookup(name);
+    if (value >= 0 && set && *set != std::to_string(value)) {
+      throw UsageError("the program asked for " + name + " " + std::to_string(value) +
+                       ", but the environment says " + name + "=" + *set);
+    }
+  }
+  return [lookup, given](const std::string& name) -> std::optional<std::string> {
+    const auto found = given.find(name);
+    if (found != given.end() && found->second >= 0) return std::to_string(found->second);
+    return lookup(name);
+  };
+}
+
+void read_endpoint(const std::string& text, const std::string& method, JobEnvironment& job) {
+  const auto colon = text.rfind(':');
+  std::string host = text.substr(0, colon);
+  const std::string port_text = colon == std::string::npos ? "" : text.substr(colon + 1);
+  const int64_t port = parse_int(port_text).value_or(0);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  if (host.empty() || port < 1 || port > 65535) {
+    throw UsageError("init method '" + method +
+                     "': expected tcp://HOST:PORT, PORT from 1 to 65535");
+  }
+  job.master_addr = host;
+  job.master_port = static_cast<uint16_t>(port);
+}
+
+// The caller names rank and size; the environment may still say which of this host's ranks it is.
+JobEnvironment explicit_job(int rank, int world_size, const Lookup& lookup) {
+  if (world_size < 1 || rank < 0 || rank >= world_size) {
+    throw UsageError("rank " + std::to_string(rank) + " is out of range: a job of " +
+                     std::to_string(world_size) + " has ranks 0 to " +
+                     std::to_string(world_size - 1));
+  }
+  JobEnvironment job;
+  job.launcher = "explicit";
+  job.rank = rank;
+  job.world_size = world_size;
+  job.single_host = world_size == 1;
+  const auto local = lookup("LOCAL_RANK");
+  const auto local_size = lookup("LOCAL_WORLD_SIZE");
+  if (local && local_size) {
+    job.local_rank = static_cast<int>(parse_int(*local).value_or(-1));
+    job.local_size = static_cast<int>(parse_int(*local_size).value_or(-1));
+  }
+  return job;
+}
+
+// tcp:// and file:// need no MASTER_ADDR and MASTER_PORT of the environment.
+JobEnvironment environment_job(const Lookup& lookup) {
+  return read_job_environment([&lookup](const std::string& name) -> std::optional<std::string> {
+    if (name == "MASTER_ADDR") return "127.0.0.1";
+    if (name == "MASTER_PORT") return "1";
+    return lookup(name);
+  });
+}
+
+}  // namespace
+
+Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int asked_size,
+                           const Lookup& lookup) {
+  const Url url = parse_url(init_method);
+  const int rank = asked_rank >= 0 ? asked_rank : query_number(url, "rank");
+  const int size = asked_size >= 0 ? asked_size : query_number(url, "world_size");
+  Rendezvous plan;
+  if (url.scheme == "env") {
+    plan.job = read_job_environment(overlay(lookup, {{"RANK", rank}, {"WORLD_SIZE", size}}));
+    const bool alone = plan.job.world_size == 1 && !plan.job.agent_store;
+    plan.kind = alone ? Rendezvous::Kind::none : Rendezvous::Kind::tcp;
+    return plan;
+  }
+  plan.job = rank >= 0 && size >= 0
+                 ? explicit_job(rank, size, lookup)
+                 : environment_job(overlay(lookup, {{"RANK", rank}, {"WORLD_SIZE", size}}));
+  if (plan.job.launcher == "none") {
+    throw UsageError("init method '" + init_method + "': rank and world_size are missing",
+                     "give both in the options, or start the program by `lockstep run`");
+  }
+  plan.job.agent_store = false;
+  if (url.scheme == "tcp") {
+    plan.kind = Rendezvous::Kind::tcp;
+    const bool said_single =
+        plan.job.launcher != "explicit" && plan.job.local_size == plan.job.world_size;
+    read_endpoint(url.rest, init_method, plan.job);
+    plan.job.single_host =
+        plan.job.world_size == 1 || said_single || is_loopback_host(plan.job.master_addr);
+  } else {
+    plan.kind = Rendezvous::Kind::file;
+    plan.path = url.rest;
+    if (plan.path.empty()) throw UsageError("init method 'file://': the path is missing");
+    plan.job.single_host = plan.job.local_size == plan.job.world_size || plan.job.world_size == 1;
+  }
+  return plan;
+}
+
+bool holds_store(const Rendezvous& plan) {
+  return plan.kind == Rendezvous::Kind::tcp && !plan.job.agent_store && plan.job.rank == 0;
+}
+
+void find_master(Rendezvous& plan, std::chrono::milliseconds timeout) {
+  if (plan.kind != Rendezvous::Kind::tcp || !plan.job.master_unknown) return;
+  plan.listen_fd = meet_under_mpirun(plan.job, timeout).release();
+}
+
+Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout) {
+  if (plan.kind == Rendezvous::Kind::none) return hash_store();
+  if (plan.kind == Rendezvous::Kind::file) {
+    Store store = file_store(plan.path, plan.job.world_size);
+    store.set_timeout(timeout);
+    return store;
+  }
+  TcpStoreOptions options;
+  options.host = plan.job.master_addr;
+  options.port = plan.job.master_port;
+  options.is_listener = holds_store(plan);
+  options.listen_fd = plan.listen_fd;
+  options.all_interfaces = !plan.job.single_host;
+  options.world_size = plan.job.world_size;
+  options.timeout = timeout;
+  return tcp_store(options);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <string>
+
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/comm/store.h"
+
+namespace lockstep {
+
+/// How the ranks of a job meet: who this process is, and by what they exchange addresses.
+struct Rendezvous {
+  JobEnvironment job;
+  enum class Kind { none, tcp, file } kind = Kind::none;
+  std::string path;    ///< Of the file.
+  int listen_fd = -1;  ///< Rank 0: a socket that listens already; `open_store` takes it over.
+};
+
+/// Reads the init method, the caller's own rank and size (-1: not said) and the environment;
+/// connects to nothing. See InitOptions. Throws UsageError.
+Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int asked_size,
+                           const Lookup& lookup);
+
+/// Where the launcher did not say at what address rank 0 listens, finds it out: rank 0 takes a free
+/// port and tells the others (see mpirun_meeting.h). Blocks until it has. Else does nothing.
+void find_master(Rendezvous& plan, std::chrono::milliseconds timeout);
+
+/// Makes or joins the store. Rank 0 listens, unless the launcher does. Throws as tcp_store does.
+Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout);
+
+/// True when this process is the one that holds the store for the others.
+bool holds_store(const Rendezvous& plan);
+
+}  // namespace lockstep

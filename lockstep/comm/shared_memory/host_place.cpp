@@ -1,0 +1,30 @@
+#include "lockstep/comm/shared_memory/host_place.h"
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "lockstep/base/env.h"
+#include "lockstep/comm/shared_memory/segment.h"
+
+namespace lockstep {
+
+std::string host_id() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::string id = std::string(name) + "/" + boot;
+  if (const auto declared = env_string("LOCKSTEP_HOST_ID")) id += "/" + *declared;
+  return id;
+}
+
+std::string shared_memory_place() {
+  if (!shm::missing_support().empty()) return {};
+  std::error_code ignored;
+  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+  return host_id() + "/" + network + "/" + std::to_string(geteuid());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,301 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/comm/shared_memory/message_ring.h"
+#include "lockstep/comm/shared_memory/shared_group.h"
+
+namespace lockstep::shm {
+
+class Messages;
+
+/// A send or a receive under way. Any thread.
+class Message : public std::enable_shared_from_this<Message> {
+ public:
+  /// Whether it has ended, well or not: its memory is no longer touched.
+  bool done() const { return done_.load(std::memory_order_seq_cst); }
+  /// Why it failed: a CommError; null when it did not, or is not done.
+  std::exception_ptr error() const { return done() ? error_ : nullptr; }
+  /// The rank that sent or sends; of a receive from any -1 until it has met a send.
+  int source() const { return source_.load(std::memory_order_acquire); }
+  /// Blocks until it is done and its callback has run. Throws what it failed of; a TimeoutError
+  /// after `timeout`, which ends it. Not from its own callback.
+  void wait(std::chrono::milliseconds timeout);
+  /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
+  /// at once when it is done already. It must not throw nor close the Messages. One a message.
+  void then(std::function<void()> finished);
+
+ private:
+  friend class Messages;
+  using Clock = std::chrono::steady_clock;
+  enum class Stage {
+    waiting,   ///< For the other side's call.
+    moving,    ///< Its data is under way.
+    disputed,  ///< The other side has called something else; it tells what.
+  };
+  bool settled() const { return settled_.load(std::memory_order_seq_cst); }
+
+  Messages* engine_ = nullptr;
+  bool send_ = false;
+  int peer_ = -1;  ///< -1: any.
+  int tag_ = 0;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+  size_t moved_ = 0;
+  std::shared_ptr<const Call> call_;
+  uint64_t hash_ = 0;
+  std::chrono::milliseconds timeout_{};
+  Clock::time_point deadline_;
+  uint64_t id_ = 0;        ///< As the other side knows it.
+  uint64_t other_id_ = 0;  ///< send: the receive's.
+  uint64_t number_ = 0;    ///< send: the how manieth to that rank.
+  size_t live_ = 0;        ///< Where it is in Messages::live_.
+  Stage stage_ = Stage::waiting;
+  std::atomic<int> source_{-1};
+  std::atomic<bool> done_{false};
+  std::atomic<bool> settled_{false};  ///< done, and `finished_` has run.
+  std::exception_ptr error_;
+  std::function<void()> finished_;
+};
+
+using MessagePtr = std::shared_ptr<Message>;
+
+/// A send and a receive that met and do not fit.
+struct Disagreement {
+  std::string send;  ///< Call::encoded of both; empty when that side can no longer tell.
+  std::string recv;
+  int sender = 0;  ///< Ranks of the group.
+  int receiver = 0;
+  int tag = 0;
+  uint64_t number = 0;  ///< The how manieth message from the one to the other it is, from 1.
+};
+
+struct MessagesOptions {
+  /// The text of a MismatchError. May throw; then, and when it is empty, a plain text is used.
+  std::function<std::string(const Disagreement&)> judge;
+  /// Up to this size data goes with the announcement, and is copied once more when the receive
+  /// comes later. At most an eighth of the ring is used.
+  size_t eager_bytes = 4096;
+  /// So many messages of a sender may wait for their receives at the receiver, which holds their
+  /// eager data; beyond that only the oldest of each tag is announced, the others wait at the
+  /// sender.
+  int announced = 64;
+};
+
+/// What a send or a receive needs beside its peer.
+struct MessageCall {
+  int tag = 0;
+  void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
+  size_t bytes = 0;
+  /// `hash` equal for a send and a receive that fit; `encoded` for the judge; `text` for errors:
+  /// "send(to rank 1) of float32 [4] with tag 5 of group '0'".
+  std::shared_ptr<const Call> call;
+  std::chrono::milliseconds timeout{120'000};  ///< Until it is done; then it fails.
+};
+
+/// Sends and receives of one rank. All methods from any thread.
+///
+/// Each ordered pair of ranks has a ring of its own (message_ring.h) and the receiver takes out all
+/// that comes, in order, so that nothing in it can stand in another's way:
+///
+///   sender                          receiver
+///   announce(tag, size, data if small) ->
+///                                <- ack: received                       (small)
+///                                <- clear: a receive is there, go on    (large)
+///   data, data, ... ->                                                  (large)
+///                                <- refuse(my call)                     (another dtype or size)
+///   signature(my call) ->
+///
+/// - Order. Announcements of a pair come in the order of the sends; a receive meets the oldest
+///   announcement of its tag, an announcement the oldest receive. A message that waits for its
+///   receive lies in a list of the receiver and holds up no other.
+/// - Bounds. A sender has at most `announced` unanswered announcements to a rank, and beyond these
+///   one for each tag that has none: a receive can only be waiting for the oldest of its tag, so
+///   this suffices for any order of receives. Data of large messages comes only when its place is
+///   known. A rank that calls nothing takes nothing out: the ring fills and its senders wait.
+/// - No deadlock. Taking out needs no room in the other direction: answers wait in a list, at most
+///   one for each unanswered announcement. So a full ring is emptied by any rank that has something
+///   under way, and a rank that has nothing under way is waited for by nobody but for its calls.
+/// - A send is done when its receive has agreed and the data has been taken or lies in the ring; so
+///   both sides always learn of a mismatch, and what was sent is received even if the sender ends.
+/// - Death. Nothing is locked across processes, and what a writer has not published is not there. A
+///   rank that waits looks every 20 ms whether its peer lives, then takes out what it left behind,
+///   and only then fails what is still unmet. The death of one rank fails no message between
+///   others; the group's verdict fails all.
+/// - Waiting. A thread in `wait` does the work itself: it looks for SharedGroup::spin, then sleeps
+///   on the rank's Mailbox. When messages are under way and no thread waits, a thread of this
+///   object does the work, always asleep when there is none. It starts with the first message that
+///   cannot be finished at once, and takes over within some 200 us of the last wait.
+class Messages {
+ public:
+  /// `group` must outlive it. One for each group and rank.
+  explicit Messages(SharedGroup& group, MessagesOptions options = {});
+  ~Messages();
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
+
+  static constexpr int kAnyRank = -1;
+  /// Never block and throw for wrong ranks only (UsageError): all else is the message's error.
+  MessagePtr post_send(int dst, MessageCall call);
+  MessagePtr post_recv(int src, MessageCall call);
+
+  /// Fails what is under way with a CommError and ends the thread. Blocks for at most some 100 ms,
+  /// while answers that others wait for do not fit into their rings. Idempotent.
+  void close();
+
+  /// Up to which size a message travels with its announcement.
+  size_t eager_bytes() const { return eager_; }
+  int size() const { return size_; }
+  /// Announcements of others that wait here for their receives.
+  size_t unreceived();
+  /// In what pieces larger ones travel.
+  size_t chunk_bytes() const { return chunk_; }
+
+ private:
+  friend class Message;
+  using Clock = std::chrono::steady_clock;
+  class Lock;
+  class Driver;
+
+  /// Messages that the other side knows by number.
+  class Table {
+   public:
+    uint64_t add(MessagePtr message);
+    MessagePtr* find(uint64_t id);
+    MessagePtr take(uint64_t id);
+
+   private:
+    struct Slot {
+      MessagePtr message;
+      uint32_t generation = 0;
+    };
+    std::vector<Slot> slots_;
+    std::vector<uint32_t> free_;
+  };
+  struct Answer {
+    Frame frame{};
+    std::string payload;
+  };
+  /// An announcement without a receive yet.
+  struct Arrived {
+    int from = 0;
+    Frame frame{};
+    std::vector<std::byte> payload;
+    MessagePtr own;  ///< A send to oneself.
+  };
+  struct Peer {
+    RingWriter out;
+    RingReader in;
+    bool opened = false;  ///< `out` has been used.
+    bool lost = false;
+    size_t live = 0;      ///< Messages to or from it, those from any not counted.
+    uint64_t number = 0;  ///< Of sends.
+    Table sends;          ///< Announced, not answered.
+    int unanswered = 0;
+    std::unordered_map<int, int> unanswered_of;  ///< By tag.
+    std::list<MessagePtr> withheld;
+    std::deque<Answer> answers;
+    std::deque<MessagePtr> announcing;  ///< Counted as unanswered, not yet in the ring.
+    std::deque<MessagePtr> sending;
+  };
+  static constexpr size_t kBuckets = 64;
+  static size_t bucket(int tag) { return static_cast<uint32_t>(tag) % kBuckets; }
+
+  // messages.cpp: what a call does. `mutex_` is held in all that follows unless said otherwise.
+  MessagePtr make(bool send, int peer, MessageCall call);
+  bool admit(const MessagePtr& message);
+  void grant(Peer& peer, MessagePtr message);
+  void answered(Peer& peer, int tag);
+  bool meet_earlier(const MessagePtr& recv);
+  MessagePtr take_posted(int from, int tag);
+  void match(int from, const Frame& frame, const std::byte* payload, const MessagePtr& recv);
+  void match_own(const MessagePtr& send, const MessagePtr& recv);
+  void refuse(int from, const Frame& frame, const MessagePtr& recv);
+  void finish(const MessagePtr& message, std::exception_ptr error = nullptr);
+
+  // message_traffic.cpp: what comes and goes through the rings.
+  bool progress();
+  bool drain(int rank);
+  void handle(int rank, const Frame& frame, const std::byte* payload);
+  void on_clear(int rank, const Frame& frame);
+  void on_refuse(int rank, const Frame& frame, std::string theirs);
+  void on_data(const Frame& frame, const std::byte* payload);
+  void answer(int rank, Answer answer);
+  bool flush(int rank);
+  bool flush_answers(Peer& peer);
+  bool flush_announcements(Peer& peer);
+  bool flush_data(int rank, Peer& peer);
+  bool write_announcement(Peer& peer, const Message& message);
+  void publish(int rank);
+  void open(int rank);
+  Mailbox& mailbox(int rank);
+
+  // message_waits.cpp: who does the work when, and what ends it.
+  void wait(Message& message, std::chrono::milliseconds timeout);
+  void drive(Message& message, std::chrono::milliseconds timeout);
+  bool look();  ///< Without the mutex: whether `progress` has something to do.
+  template <class Enough>
+  void doze(const Enough& enough, std::chrono::nanoseconds limit);  ///< Without the mutex.
+  void settle(const std::vector<MessagePtr>& finished);             ///< Without the mutex.
+  void attend(Clock::time_point now);
+  void lose(int rank);
+  void fail_all(const std::function<std::exception_ptr(const Message&)>& error);
+  std::exception_ptr verdict_error(const Message& message) const;
+  bool all_others_lost() const;
+  void expire(const MessagePtr& message, std::chrono::milliseconds timeout);
+  std::exception_ptr lost_error(const Message& message) const;
+  std::exception_ptr mismatch(const Disagreement& disagreement) const;
+  std::exception_ptr untold_mismatch(const Message& recv) const;
+  static std::string encoded(const Message& message);
+  std::string me() const;
+  bool busy() const { return !live_.empty() || owed_ > 0 || unanswered_ > 0; }
+  bool needed() const { return busy() && drivers_.load(std::memory_order_seq_cst) == 0; }
+  void start_or_wake_thread();
+  void run();
+
+  SharedGroup& group_;
+  const MessagesOptions options_;
+  const int rank_;
+  const int size_;
+  size_t eager_ = 0;
+  size_t chunk_ = 0;
+  Mailbox own_mailbox_{};  ///< For a group of one, which has no memory for messages.
+  Mailbox* mailbox_ = &own_mailbox_;
+
+  std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::vector<MessagePtr> live_;
+  std::array<std::list<MessagePtr>, kBuckets> posted_;  ///< Receives without a send.
+  std::array<std::list<Arrived>, kBuckets> arrived_;
+  Table receiving_;
+  std::vector<MessagePtr> finished_;  ///< Done in this turn, callbacks to run.
+  size_t owed_ = 0;              ///< Answers and sends under way that wait for room, of all peers.
+  size_t unanswered_ = 0;        ///< Of all peers. Those given up are to be told to their receives.
+  std::atomic<int> blocked_{0};  ///< Peers whose ring had no room.
+  Clock::time_point next_attention_;
+  bool closed_ = false;
+
+  std::atomic<int> inside_{0};   ///< Threads that still need this object, counted in `wait`.
+  std::atomic<int> drivers_{0};  ///< Those of them that do the work.
+  std::atomic<bool> parked_{false};
+  std::atomic<bool> stop_{false};
+  std::condition_variable changed_;
+  std::thread thread_;
+};
+
+}  // namespace lockstep::shm

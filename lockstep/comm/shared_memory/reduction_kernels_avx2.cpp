@@ -1,0 +1,2 @@
+#define LOCKSTEP_SHM_KERNELS kernels_avx2
+#include "lockstep/comm/shared_memory/reduction_loops.inc"

@@ -1,0 +1,141 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "lockstep/comm/shared_memory/memory.h"
+#include "lockstep/comm/shared_memory/processors.h"
+#include "lockstep/comm/shared_memory/step_barrier.h"
+
+namespace lockstep::shm {
+
+/// What a rank publishes with the first step of a call, in front of its data: whether all make the
+/// same call is then known to all, for the price of a cache line that is read anyway.
+struct SlotHeader {
+  uint64_t call = 0;  ///< A hash of what the ranks must agree on.
+};
+
+/// Memory that is written by one rank in one step and read by all in the next. Small data lies in
+/// the header's own cache line.
+inline constexpr size_t kSlotHeader = 64;
+inline constexpr size_t kInlineBytes = kSlotHeader - sizeof(SlotHeader);
+inline constexpr int kSlots = 3;  ///< See StepBarrier, 5.
+
+enum class RankState : uint32_t { absent, joined, left };
+
+struct alignas(64) RankRecord {
+  std::atomic<RankState> state;
+  std::atomic<uint32_t> caused;  ///< 1 once `cause` is written.
+  std::atomic<uint32_t> locked;  ///< 1 once the rank holds its lock (see Segment::has_ended).
+  std::atomic<uint32_t> bound;   ///< 1 once `processors`, on which it may run, is written.
+  std::atomic<uint64_t> calls;   ///< How many collectives it has called.
+  std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
+  std::array<char, 232> identity;
+  ProcessorSet processors;
+  /// The last step for which it has written much data. Its line is written just before it arrives
+  /// and read just afterwards, by one other rank (see Distance), and lies away from the others, or
+  /// the processor would fetch it with them.
+  alignas(256) std::atomic<uint64_t> last_put;
+  /// Whose end the first of its messages failed of: if it ends over that, the others learn why.
+  alignas(256) std::array<char, 512> cause;
+};
+
+/// Why the group is of no more use: the first failure, told once, by whoever found it.
+struct alignas(64) Verdict {
+  enum Kind : uint32_t { none, writing, lost, timed_out };
+  std::atomic<uint32_t> kind;
+  std::array<char, 1020> text;
+};
+
+struct alignas(64) SegmentHeader {
+  std::array<char, 8> magic;
+  uint32_t version;
+  uint32_t size;
+  uint64_t slot_bytes;
+  uint64_t message_bytes;
+  uint64_t total_bytes;
+  StepBarrier barrier;
+  Verdict verdict;
+};
+
+struct SegmentOptions {
+  int rank = 0;
+  int size = 1;
+  /// Of each of a rank's three slots. Smaller means more steps, larger means that a step's data
+  /// leaves the cache before it is read. Of 64 to 512 KiB this was fastest, measured with 512 KiB
+  /// of level-2 cache a core.
+  size_t slot_bytes = 256 << 10;
+  /// Of the ring for messages from one rank to another; only those that are used take memory.
+  size_t message_bytes = 64 << 10;
+  std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
+  std::string group = "0";                     ///< For messages.
+};
+
+/// How the ranks find each other: a store's set and its blocking get.
+struct Meeting {
+  std::function<void(const std::string& value)> tell;
+  std::function<std::string()> ask;  ///< Throws when rank 0 does not tell in time.
+};
+
+/// Shared memory of a group of processes on one host, mapped. It has no name: rank 0 makes a memfd
+/// and hands it to the others over a Unix socket whose name lies outside the file system and ends
+/// with the process; nothing is left behind however they end, and no mount's size limits it. Only
+/// processes of the same user are given it. Its pages are reserved when it is made, so that a lack
+/// of memory is an error here and no SIGBUS later; those for messages as they are used.
+class Segment {
+ public:
+  /// Blocks until rank 0 has been met by all. Throws TimeoutError naming who did not come,
+  /// SystemError, UsageError for ranks of other users or other versions.
+  Segment(const SegmentOptions& options, const Meeting& meeting);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  SegmentHeader& header() const { return *header_; }
+  RankRecord& record(int rank) const;
+  /// Whether the rank's process has ended, as far as that can be seen. Never blocks.
+  ///
+  /// One of this process namespace is seen by its number. One of another, as in a container beside
+  /// this one, by a lock of an open file description of its own (fcntl, F_OFD_SETLK) on the byte of
+  /// the memory at its rank, which the kernel lets go of when the process ends.
+  bool has_ended(int rank) const;
+  size_t slot_bytes() const { return slot_bytes_; }
+  /// The slot that `rank` writes in `step`; the data follows the header.
+  std::byte* slot(int rank, uint64_t step) const {
+    const auto index = static_cast<size_t>(rank) * kSlots + step % kSlots;
+    return slots_ + index * (kSlotHeader + slot_bytes_);
+  }
+  size_t message_bytes() const { return message_bytes_; }
+  /// Zeroed memory of `message_bytes` for what `from` sends to `to`.
+  std::byte* messages(int from, int to) const {
+    const auto index =
+        static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
+    return messages_ + index * message_bytes_;
+  }
+
+ private:
+  void map(int fd, size_t bytes);
+  void lock(int fd);
+  void enter(int rank, const std::string& identity);
+  void host(const SegmentOptions& options, const Meeting& meeting);
+  void join(const SegmentOptions& options, const Meeting& meeting);
+
+  int rank_;
+  int size_;
+  size_t slot_bytes_;
+  size_t message_bytes_;
+  Mapping mapping_;
+  Descriptor lock_;
+  SegmentHeader* header_ = nullptr;
+  std::byte* slots_ = nullptr;
+  std::byte* messages_ = nullptr;
+};
+
+}  // namespace lockstep::shm

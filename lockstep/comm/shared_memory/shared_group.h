@@ -1,0 +1,181 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/shared_memory/distance.h"
+#include "lockstep/comm/shared_memory/segment.h"
+#include "lockstep/comm/shared_memory/spin_budget.h"
+
+namespace lockstep::shm {
+
+/// What this rank calls, as far as the others and messages need it. Asked for its texts only when
+/// something has gone wrong.
+class Call {
+ public:
+  virtual ~Call() = default;
+  /// Equal on all ranks whose calls fit together.
+  virtual uint64_t hash() const = 0;
+  /// The whole, for the others to compare; at most a slot.
+  virtual std::string encoded() const = 0;
+  /// "all_reduce(sum) of float32 [4], collective 7 of group '0',"
+  virtual std::string text() const = 0;
+};
+
+/// Who waits for a call: its caller, who has nothing else to do, or the group's thread.
+enum class Waiter : uint8_t { caller, thread };
+
+/// How much data is written where other ranks read it.
+enum class Writes : uint8_t {
+  by_distance,  ///< As `Distance` tells.
+  cached,       ///< As memcpy does: fastest when the ranks' processors share a cache.
+  streamed,     ///< Past the caches: 2.4 times as fast when they do not, half as fast when they do.
+};
+
+struct SharedGroupOptions {
+  SegmentOptions segment;
+  /// Names of the ranks in messages: their numbers in the default group; empty: the same.
+  std::vector<int> names;
+  /// From all ranks' `Call::encoded`: who differs in what.
+  std::function<std::string(const std::vector<std::string>&)> judge;
+  /// How long a wait looks for the others before it sleeps, where each rank has a processor to
+  /// itself: about as long as sleeping and waking take.
+  std::chrono::nanoseconds spin{100'000};
+  /// The same, at most, of a caller that has nothing else to do until the call is finished (see
+  /// SpinBudget). In a step of training the ranks come within some 200 us of each other, and who
+  /// sleeps then wakes too late: 500 us made a step of an MLP 5% faster than 100 us, more made
+  /// none.
+  std::chrono::nanoseconds caller_spin{500'000};
+  /// Each rank chooses for itself: what is read is the same.
+  Writes writes = Writes::by_distance;
+};
+
+/// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
+/// time may be in a call; `give_up` may come from any.
+///
+/// A peer that ends is noticed by those who wait for it within some 20 ms: whoever sees it first
+/// writes the group's verdict into shared memory, and all waits, present and later, throw it.
+class SharedGroup {
+ public:
+  SharedGroup(SharedGroupOptions options, const Meeting& meeting);
+
+  int rank() const { return segment_.rank(); }
+  int size() const { return segment_.size(); }
+  size_t slot_bytes() const { return segment_.slot_bytes(); }
+  Segment& segment() { return segment_; }
+  const Segment& segment() const { return segment_; }
+
+  /// Begins a call: its hash goes with the step to come. Throws when the group has failed before.
+  void begin(const Call& call);
+  /// Where this rank's data of the step to come goes: `bytes` of them, at most a slot.
+  std::byte* give(size_t bytes) { return segment_.slot(rank(), step_ + 1) + offset(bytes); }
+  /// From so much at a time `put` chooses how it writes.
+  static constexpr size_t kMuch = 8 << 10;
+  /// Copies to memory that other ranks read once this one has next arrived, in the way that is
+  /// fastest for them and this rank together.
+  void put(std::byte* to, const std::byte* from, size_t bytes);
+  /// Whether `put` of much data goes past the caches at present. How far the others are is learnt
+  /// in steps for which both this rank and another put much.
+  bool streams() const {
+    return writes_ == Writes::streamed || (writes_ == Writes::by_distance && distance_.far());
+  }
+  /// Tells the others that this rank has given.
+  void arrive();
+  /// Looks whether all have arrived, for at most `budget`.
+  bool all_here(std::chrono::nanoseconds budget) const {
+    return size() == 1 || segment_.header().barrier.spin(step_, size(), budget);
+  }
+  /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
+  /// group, TimeoutError naming those that did not come within `timeout`.
+  void await(const Call& call, std::chrono::milliseconds timeout, Waiter waiter = Waiter::thread);
+  /// After the first step of a call: throws MismatchError on all ranks when they did not all make
+  /// the same. The group can be used afterwards.
+  void compare(const Call& call, std::chrono::milliseconds timeout);
+  /// The same for what a hash cannot say; all ranks must come to it.
+  [[noreturn]] void differ(const Call& call, std::chrono::milliseconds timeout);
+  /// What `rank` gave in the step last awaited, or `ago` steps before it (0 or 1): `bytes` of them.
+  std::byte* given(int rank, size_t bytes, int ago = 0) const {
+    return segment_.slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);
+  }
+
+  /// How long a thread of the group's looks for others before it sleeps. Where ranks share
+  /// processors hardly: it keeps the processor from the one that is waited for. Any thread.
+  std::chrono::nanoseconds spin() const { return has_processor() ? spin_ : kSharedSpin; }
+
+  /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
+  /// it has failed before. Never blocks.
+  void give_up(Verdict::Kind kind, const std::string& cause) noexcept;
+  /// Tells the others that this rank calls nothing any more.
+  void leave() noexcept {
+    segment_.record(rank()).state.store(RankState::left, std::memory_order_seq_cst);
+  }
+  bool failed() const {
+    return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
+  }
+  /// Throws the group's failure as that of `what` this rank did; nothing when there is none.
+  void throw_if_failed(const std::string& what) const;
+  /// For waits outside of steps: throws the group's failure as that of `what` this rank did, also
+  /// when one of `ranks` has ended or left, whom it then gives up.
+  void look_after(const std::vector<int>& ranks, const std::string& what);
+  /// Names of the ranks in messages: their numbers in the default group.
+  const std::vector<int>& names() const { return names_; }
+  /// "rank 1 (process 4711)".
+  std::string name(int rank) const;
+  bool gone(int rank) const;
+  /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
+  /// 2 (process 4712) has ended".
+  std::string how_it_went(int rank) const;
+  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended"; empty when none
+  /// did.
+  std::string noted_cause(int rank) const;
+  /// Of this rank, for the others; the first counts.
+  void note_cause(const std::string& cause) noexcept;
+
+ private:
+  enum class Known : uint8_t { unknown, no, yes };
+  static constexpr std::chrono::nanoseconds kSharedSpin{1'000};
+
+  static size_t offset(size_t bytes) {
+    return bytes <= kInlineBytes ? sizeof(SlotHeader) : kSlotHeader;
+  }
+  SlotHeader& header_of(int rank, uint64_t step) const {
+    return *reinterpret_cast<SlotHeader*>(segment_.slot(rank, step));
+  }
+  /// Whether this rank has a processor to itself. False until all have come: only then it is known.
+  bool has_processor() const {
+    const auto known = has_processor_.load(std::memory_order_relaxed);
+    return known == Known::unknown ? find_processor() : known == Known::yes;
+  }
+  bool find_processor() const;
+  void await_as_caller(const Call& call, std::chrono::milliseconds timeout);
+  /// `await`, when looking was not enough.
+  void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
+  /// Takes the time for one line of another rank, in turn each other's.
+  void look_how_far();
+  std::vector<int> missing() const;
+  /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
+  /// group up and returns true when there are any.
+  bool notice_lost(const std::vector<int>& ranks);
+  std::string late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
+
+  Segment segment_;
+  std::vector<int> names_;
+  std::function<std::string(const std::vector<std::string>&)> judge_;
+  std::chrono::nanoseconds spin_;
+  SpinBudget caller_spin_;
+  mutable std::atomic<Known> has_processor_{Known::unknown};
+  Writes writes_;
+  Distance distance_;
+  bool put_much_ = false;       ///< Since this rank last arrived.
+  bool looks_how_far_ = false;  ///< Once all have arrived.
+  uint64_t step_ = 0;           ///< The last at which this rank has arrived.
+  uint64_t calls_ = 0;
+  uint64_t hash_ = 0;  ///< Of the present call.
+};
+
+}  // namespace lockstep::shm

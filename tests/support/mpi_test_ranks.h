@@ -1,0 +1,110 @@
+#pragma once
+
+// For the tests that mpirun starts: this process is one rank, and all ranks run the same tests in
+// the same order.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/backends/mpi/mpi_backend.h"
+#include "lockstep/comm/native_store.h"
+#include "lockstep/comm/world.h"
+#include "tests/support/rank_threads.h"
+
+namespace lockstep::mpi::testing {
+
+using Op = c10d::ReduceOp::RedOpType;
+using Tensors = std::vector<at::Tensor>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+/// The pieces of large operations in these tests.
+inline constexpr int64_t kPiece = 1000;
+
+/// The job, from the start of main to its end.
+const World& world();
+/// The same on all ranks; LOCKSTEP_TEST_SEED repeats a run.
+uint64_t seed();
+
+/// A part of the job's store that no other caller of the same name uses.
+inline c10::intrusive_ptr<c10d::Store> store_for(const std::string& name) {
+  return native_store(prefix_store(name, world().store()));
+}
+
+/// What `make` gets for a group of these ranks of the job, of which this one is one.
+inline BackendOptions options_of(const std::string& name, std::vector<int> ranks,
+                                 std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  BackendOptions options;
+  options.store = store_for(name);
+  options.group_name = name;
+  options.size = static_cast<int>(ranks.size());
+  options.rank =
+      static_cast<int>(std::find(ranks.begin(), ranks.end(), world().rank()) - ranks.begin());
+  options.timeout = timeout;
+  options.global_ranks = std::move(ranks);
+  return options;
+}
+
+inline std::vector<int> everyone() {
+  std::vector<int> ranks(static_cast<size_t>(world().size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+inline c10::intrusive_ptr<MpiBackend> make_group(const std::string& name, std::vector<int> ranks,
+                                                 int64_t piece = kPiece) {
+  MpiBackendOptions own;
+  own.piece = piece;
+  return c10::make_intrusive<MpiBackend>(options_of(name, std::move(ranks)), own);
+}
+
+/// A group of all ranks, without our checks.
+class Ranks : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+    mpi = make_group(test->name(), everyone());
+    SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed()));
+  }
+  void TearDown() override {
+    mpi->barrier({})->wait();
+    mpi->shutdown();
+  }
+  static int rank() { return world().rank(); }
+  static int size() { return world().size(); }
+
+  c10::intrusive_ptr<MpiBackend> mpi;
+};
+
+/// Small whole numbers: sums and products are exact in every type and order.
+inline at::Tensor whole_numbers(uint64_t call, int rank, at::IntArrayRef shape,
+                                at::ScalarType type) {
+  auto generator =
+      at::make_generator<at::CPUGeneratorImpl>(call * 64 + static_cast<uint64_t>(rank));
+  const int64_t low = type == at::kByte || type == at::kBool ? 0 : -2;
+  return at::randint(low, type == at::kBool ? 2 : 3, shape, generator, at::kLong).to(type);
+}
+
+inline void expect_same(const at::Tensor& actual, const at::Tensor& wanted,
+                        const std::string& what) {
+  EXPECT_TRUE(actual.equal(wanted)) << "rank " << world().rank() << ", " << what << "\n"
+                                    << actual.flatten().slice(0, 0, 8) << "\n"
+                                    << wanted.flatten().slice(0, 0, 8);
+}
+
+inline void all_reduce(c10d::Backend& backend, const at::Tensor& tensor,
+                       c10d::ReduceOp op = Op::SUM) {
+  Tensors tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = std::move(op);
+  backend.allreduce(tensors, options)->wait();
+}
+
+}  // namespace lockstep::mpi::testing

@@ -1,0 +1,335 @@
+#include "tools/lockstep/bench/bench.h"
+#include "tools/lockstep/bench/mpirun.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/comm/backend_registry.h"
+#include "lockstep/launch/binding.h"
+#include "lockstep/models/models.h"
+#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/cli.h"
+#include "tools/lockstep/commands.h"
+#include "tools/lockstep/env_python.h"
+#include "tools/lockstep/env_report.h"
+
+namespace lockstep::tool {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// A benchmark: what it measures, and which flags it takes beside those that all take.
+struct Kind {
+  std::string name;
+  std::string summary;
+  std::vector<std::string> flags;
+  std::vector<std::string> examples;
+};
+
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> all = {
+      {"step",
+       "Measures a training step of a model with DistributedDataParallel, in microseconds.",
+       {"--model", "--batch-size", "--devices", "--backend", "--steps", "--threads", "--bind-to",
+        "--profile"},
+       {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python",
+        "lockstep bench step --model convnet --profile --trace step.json"}},
+      {"allreduce",
+       "Measures all-reduces of tensors of several sizes, in microseconds, beside the bound that "
+       "memory sets: the time in which all ranks at once, without waiting for each other, copy "
+       "what "
+       "each of two must move at least, its tensor into shared memory and as much from there back "
+       "into it (twice the tensor's bytes read and twice written).",
+       {"--devices", "--backend", "--sizes", "--steps", "--threads", "--bind-to"},
+       {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
+      {"loader",
+       "Measures the loader on MNIST with normalisation, in samples a second.",
+       {"--batch-size", "--steps", "--threads", "--bind-to", "--data-dir"},
+       {"lockstep bench loader --data-dir data --compare-python"}},
+      {"launch",
+       "Measures `lockstep run` to the first all-reduce and out, in seconds.",
+       {"--devices", "--backend", "--threads", "--bind-to"},
+       {"lockstep bench launch --devices 2,4 --compare-python"}},
+      {"train",
+       "Measures `lockstep train` of an MLP on MNIST as a whole: seconds, memory, accuracy.",
+       {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--bind-to",
+        "--data-dir"},
+       {"lockstep bench train --epochs 3 --compare-python"}},
+      {"targets",
+       "Measures all figures that the project promises, against Python, and says which are met.",
+       {"--steps", "--threads", "--bind-to", "--data-dir"},
+       {"lockstep bench targets --output targets.json"}},
+  };
+  return all;
+}
+
+std::vector<std::string> kind_names() {
+  std::vector<std::string> names;
+  for (const auto& kind : kinds()) names.push_back(kind.name);
+  return names;
+}
+
+std::string cell(const Json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_null()) return "-";
+  if (!value.is_number_float()) return value.dump();
+  const double number = value.get<double>();
+  const double size = std::abs(number);
+  char text[32];
+  std::snprintf(text, sizeof text, size >= 1000 ? "%.0f" : size >= 10 ? "%.1f" : "%.3f", number);
+  return text;
+}
+
+void check_profile(const BenchOptions& options) {
+  const auto needs_profile = [&](const char* flag, bool given) {
+    if (given && !options.profile) throw UsageError(std::string(flag) + " needs --profile");
+  };
+  needs_profile("--operations", options.operations);
+  needs_profile("--trace", !options.trace.empty());
+  if (!options.profile) return;
+  if (options.compare_python) {
+    throw UsageError("--profile: Python's steps are not looked into; leave out --compare-python");
+  }
+  if (std::count(options.backends.begin(), options.backends.end(), "nccl") > 0) {
+    throw UsageError(
+        "--profile: with nccl a step's parts run on the device, which a profile of the "
+        "processes does not see; expected another --backend");
+  }
+  const size_t runs =
+      options.models.size() * options.backends.size() * options.devices_or({2}).size();
+  if (!options.trace.empty() && runs > 1) {
+    throw UsageError(
+        "--trace: a trace holds one run, but " + std::to_string(runs) + " are asked for",
+        "give one --model, one number of --devices and one --backend");
+  }
+}
+
+void check(const BenchOptions& options) {
+  for (const auto& model : options.models) expect_one_of("--model", model, model_names());
+  std::vector<std::string> backends = {"auto"};
+  for (const auto& backend : available_backends()) backends.push_back(backend.name);
+  for (const auto& name : options.backends) {
+    expect_one_of("--backend", name, backends);
+    if (name == "auto") continue;
+    const auto backend = backend_info(name);
+    if (backend.available) continue;
+    throw UsageError("--backend: " + name + " cannot be used: " + backend.reason, backend.remedy);
+  }
+  check_profile(options);
+  for (const int64_t bytes : options.sizes) {
+    if (bytes % 4 != 0) {
+      throw UsageError("--sizes: " + std::to_string(bytes) +
+                       " is no whole number of float32 values; expected a multiple of 4, or 0 "
+                       "for a barrier");
+    }
+  }
+}
+
+void add_profile_options(Cli& cli, BenchOptions& options) {
+  cli.group("Where the time goes");
+  cli.flag("--profile", options.profile,
+           "A table of the step's parts (data, forward, backward, communication, optimizer) with "
+           "batches from a loader. Communication is exposed while the step waits for it and hidden "
+           "while backward computes. Times are means of the middle half of the steps, which add "
+           "up, and medians, which need not; rank 0's, and the least and most of all ranks. Marks "
+           "cost some 0.5 us a step. Without --devices 2");
+  cli.flag(
+      "--operations", options.operations,
+      "With --profile also LibTorch's operations, by the time that they take themselves; slows "
+      "each by some 0.5 us");
+  cli.option("--trace", options.trace,
+             "With --profile: write all ranks' steps for Perfetto or Chrome's about:tracing",
+             "FILE");
+}
+
+/// The flags of one benchmark.
+void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
+  const auto takes = [&](const char* flag) {
+    return std::find(kind.flags.begin(), kind.flags.end(), flag) != kind.flags.end();
+  };
+  const std::string batch_size = kind.name == "step" ? "0: 32" : "0: 64";
+  const bool several = kind.name != "train";
+  const std::string devices = kind.name == "step" ? "without it 1 and 2" : "without it 2";
+  cli.group("What is measured");
+  if (takes("--model")) cli.list("--model", options.models, join(model_names(), ", "));
+  if (takes("--batch-size")) {
+    cli.option("--batch-size", options.batch_size, "Samples of a rank in a step; " + batch_size,
+               {0, 1e9});
+  }
+  if (takes("--devices")) {
+    cli.list("--devices", options.devices,
+             (several ? "Ranks, several measured one after the other; " : "Ranks; ") + devices,
+             {1, 1024});
+  }
+  if (takes("--backend")) {
+    cli.list("--backend", options.backends, several ? "Backends to compare" : "The backend");
+  }
+  if (takes("--sizes"))
+    cli.list("--sizes", options.sizes, "Bytes of float32 values; 0: a barrier", {0, 1e11});
+  if (takes("--steps")) {
+    const std::string what = kind.name == "loader"      ? "Timed batches"
+                             : kind.name == "allreduce" ? "Timed all-reduces of each size"
+                                                        : "Timed steps";
+    cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
+  }
+  if (takes("--threads")) cli.option("--threads", options.threads, "Threads of a rank", {1, 1024});
+  if (takes("--profile")) add_profile_options(cli, options);
+  if (takes("--bind-to")) {
+    cli.choice(
+        "--bind-to", options.bind_to, launch::binding_names(),
+        "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
+  }
+  if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
+  if (takes("--data-dir")) {
+    cli.option("--data-dir", options.data_dir,
+               "Where MNIST lies; without it LOCKSTEP_DATA_DIR, else ./data, and where there is "
+               "none the built-in digits",
+               "DIR");
+  }
+}
+
+void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool& json,
+                        std::string& output) {
+  const bool always = kind.name == "targets";
+  cli.option("--rounds", options.rounds,
+             std::string("Runs of each side, whose median counts; 0: ") +
+                 (always ? "5" : "3, or 5 with --compare-python"),
+             {0, 1000});
+  if (!always) {
+    cli.flag("--compare-python", options.compare_python,
+             "Run the same work in Python in alternation, and show the ratios");
+  }
+  cli.group("Output");
+  cli.flag("--json", json, "One JSON object on standard output in place of the table");
+  cli.option("--output", output, "Write the JSON object to this file too", "FILE");
+}
+
+Json report_of(const std::string& kind, const BenchOptions& options, const BenchRows& rows) {
+  Json context = machine_context();
+  context["threads"] = options.threads;
+  context["bind_to"] = options.bind_to;
+  context["steps"] = options.steps;
+  context["rounds"] = options.rounds_or_default();
+  if (options.compare_python) {
+    const auto python = require_python_with_torch();
+    context["python"] = python.version;
+    context["python_torch"] = python.torch_version;
+  }
+  return {{"benchmark", kind}, {"context", context}, {"results", rows}};
+}
+
+BenchRows measure(const std::string& kind, const BenchOptions& options, bool print) {
+  if (kind == "targets") return bench_targets(options, print);
+  refuse_under_mpirun();
+  BenchRunner runner(options);
+  if (kind == "step") return options.profile ? runner.profiled_step() : runner.step();
+  if (kind == "allreduce") return runner.allreduce();
+  if (kind == "loader") return runner.loader();
+  if (kind == "launch") return runner.launch();
+  return runner.train();
+}
+
+}  // namespace
+
+std::string bench_table(const BenchRows& rows) {
+  if (rows.empty()) return {};
+  std::vector<std::vector<std::string>> lines(1);
+  for (const auto& [key, value] : rows.front().items()) lines[0].push_back(key);
+  for (const auto& row : rows) {
+    lines.emplace_back();
+    for (const auto& key : lines[0]) lines.back().push_back(cell(row[key]));
+  }
+  std::vector<size_t> widths(lines[0].size());
+  for (const auto& line : lines) {
+    for (size_t i = 0; i < widths.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  }
+  std::string text;
+  for (const auto& line : lines) {
+    for (size_t i = 0; i < widths.size(); ++i) {
+      const bool number = !rows.front()[lines[0][i]].is_string();
+      const std::string padding(widths[i] - line[i].size(), ' ');
+      if (i > 0) text += "  ";
+      text += number ? padding + line[i] : line[i] + padding;
+    }
+    text.erase(text.find_last_not_of(' ') + 1);
+    text += '\n';
+  }
+  return text;
+}
+
+void bench_progress(const std::string& text) {
+  if (::isatty(STDERR_FILENO)) std::fprintf(stderr, "\r\033[K%s\r", text.c_str());
+}
+
+namespace {
+
+/// What `lockstep bench` without a known benchmark's name does: says which there are.
+void explain(const std::vector<std::string>& args) {
+  for (const auto& word : args) {
+    if (!word.starts_with('-')) expect_one_of("WHAT", word, kind_names());
+  }
+  Cli cli(
+      "lockstep bench",
+      "Measures Lockstep on this machine, in fresh processes, and with --compare-python against "
+      "the same work in Python. 'lockstep bench WHAT --help' lists a benchmark's flags.");
+  std::string list;
+  for (const auto& kind : kinds()) {
+    list += (list.empty() ? "" : "; ") + kind.name + ": " + kind.summary.substr(9);
+    if (list.ends_with('.')) list.pop_back();
+    for (const auto& example : kind.examples) cli.example(example);
+  }
+  std::string what;
+  cli.positional("WHAT", what, list, /*required=*/false);
+  if (!cli.parse(args)) return;
+  throw UsageError("no benchmark named; expected one of " + join(kind_names(), ", "),
+                   "lockstep bench step; 'lockstep bench --help' says what each measures");
+}
+
+int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
+  BenchOptions options;
+  bool json = false;
+  std::string output;
+  Cli cli("lockstep bench " + kind.name, kind.summary);
+  add_options(cli, kind, options);
+  add_common_options(cli, kind, options, json, output);
+  for (const auto& example : kind.examples) cli.example(example);
+  if (!cli.parse(args)) return 0;
+  check(options);
+  if (kind.name == "targets") options.compare_python = true;
+
+  const OrderlyInterrupts orderly_interrupts;
+  const BenchRows rows = measure(kind.name, options, /*print=*/!json);
+  bench_progress("");
+  const std::string text = report_of(kind.name, options, rows).dump(2) + "\n";
+  if (!output.empty()) write_file_atomically(output, text);
+  if (json) {
+    print(text);
+  } else if (kind.name != "targets") {
+    print(options.profile ? profile_tables(rows) : bench_table(rows));
+  }
+  return 0;
+}
+
+}  // namespace
+
+int bench_command(const std::vector<std::string>& args) {
+  if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
+  for (auto word = args.begin(); word != args.end(); ++word) {
+    for (const auto& kind : kinds()) {
+      if (*word != kind.name && (*word != "all-reduce" || kind.name != "allreduce")) continue;
+      std::vector<std::string> rest(args.begin(), word);
+      rest.insert(rest.end(), word + 1, args.end());
+      return run_benchmark(kind, rest);
+    }
+  }
+  explain(args);
+  return 0;
+}
+
+}  // namespace lockstep::tool

@@ -1,0 +1,465 @@
+#include <arpa/inet.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <map>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "tools/lockstep/bench/bench.h"
+#include "tools/lockstep/bench/bench_data.h"
+#include "tools/lockstep/bench/mpirun.h"
+#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/bench/worker.h"
+#include "tools/lockstep/env_python.h"
+#include "tools/lockstep/env_report.h"
+
+namespace lockstep::tool {
+
+/// The Python twins' sources by file name; made by CMake from bench/.
+const std::map<std::string, std::string>& bench_scripts();
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// Longer than any sensible run of one side of a round.
+constexpr auto kRunTimeout = std::chrono::minutes(10);
+/// More than the collectives that a group checks at its start, and enough for caches and buckets.
+constexpr int64_t kWarmup = 30;
+
+/// How often a tensor of that size is reduced: large ones fewer times, the same on all sides.
+int64_t allreduce_steps(int64_t bytes, int64_t steps) {
+  constexpr int64_t kBytesInAll = 2'000'000'000;
+  return std::min(steps, std::max<int64_t>(10, kBytesInAll / std::max<int64_t>(bytes, 1)));
+}
+
+std::string own_program() {
+  return std::filesystem::read_symlink("/proc/self/exe").string();
+}
+
+/// The environment of a rank: our launcher's variables and nobody else's.
+std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks, int threads) {
+  std::map<std::string, std::string> env;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string name = std::string(*entry).substr(0, std::string(*entry).find('='));
+    for (const char* prefix : {"TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_", "MASTER_", "GROUP_"}) {
+      if (name.rfind(prefix, 0) == 0) env[name] = "";
+    }
+  }
+  for (const char* name : {"RANK", "LOCAL_RANK"}) env[name] = rank < 0 ? "" : std::to_string(rank);
+  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) {
+    env[name] = rank < 0 ? "" : std::to_string(ranks);
+  }
+  env["OMP_NUM_THREADS"] = std::to_string(threads);
+  // Gloo in Python looks for an interface by the host's name, ours takes loopback: the same for
+  // all.
+  if (!env_string("GLOO_SOCKET_IFNAME")) env["GLOO_SOCKET_IFNAME"] = "lo";
+  env["PYTHONDONTWRITEBYTECODE"] = "1";
+  return env;
+}
+
+/// A port that was free a moment ago, for programs that cannot be handed a socket.
+int free_port() {
+  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    throw SystemError("no free port on loopback", errno);
+  }
+  return ntohs(address.sin_port);
+}
+
+/// The results of one side, a list a round.
+using Figures = std::vector<double>;
+
+void add_comparison(Json& row, const std::string& key, const Figures& own, const Figures& python) {
+  row[key] = median(own);
+  if (python.empty()) return;
+  Figures ratios;
+  for (size_t i = 0; i < own.size(); ++i) ratios.push_back(own[i] / python[i]);
+  row["python_" + key] = median(python);
+  row["ratio"] = median(ratios);
+}
+
+}  // namespace
+
+double median(std::vector<double> values) {
+  if (values.empty()) throw Error("no values to take the median of");
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+struct BenchRunner::Impl {
+  BenchOptions options;
+  TemporaryDirectory folder{"lockstep-bench"};
+  std::optional<PythonFound> python;
+  int runs = 0;
+
+  explicit Impl(const BenchOptions& given) : options(given) {
+    if (!options.compare_python) return;
+    python = require_python_with_torch();
+    for (const auto& [name, text] : bench_scripts()) {
+      write_file_atomically(folder.path() / name, text);
+    }
+  }
+
+  std::vector<std::string> own_command(const Json& config) const {
+    return {own_program(), "bench", "worker", config.dump()};
+  }
+
+  std::vector<std::string> python_command(const std::string& script, const Json& config) const {
+    return {python->path.string(), (folder.path() / script).string(), config.dump()};
+  }
+
+  /// A name in our folder that no run before has used.
+  std::string fresh(const std::string& what) {
+    return (folder.path() / (what + std::to_string(runs++))).string();
+  }
+
+  /// Runs the same work as `ranks` fresh processes that meet by a file, and returns rank 0's
+  /// result.
+  Json run_ranks(bool with_python, Json config, int64_t ranks) {
+    config["bind_to"] = options.bind_to;
+    config["ranks"] = ranks;
+    config["result"] = fresh("result");
+    config["init_method"] = "file://" + fresh("meet");
+    const std::string kind = config["kind"];
+    if (with_python && config["backend"] != "nccl") config["backend"] = "gloo";
+    std::vector<ProcessSpec> specs;
+    const bool by_mpirun = config["backend"] == "mpi";
+    if (by_mpirun) {
+      specs.push_back(
+          {under_mpirun(ranks, own_command(config)), rank_environment(-1, 0, options.threads)});
+    }
+    for (int64_t rank = 0; rank < ranks && !by_mpirun; ++rank) {
+      specs.push_back({with_python ? python_command(kind + ".py", config) : own_command(config),
+                       rank_environment(rank, ranks, options.threads)});
+    }
+    const auto results = run_processes(specs, kRunTimeout);
+    // The first that failed by itself says more than those that were then ended.
+    for (const bool by_itself : {true, false}) {
+      for (const auto& result : results) {
+        if (!by_itself || result.status < 128) {
+          expect_success((with_python ? "Python's " : "") + kind + " benchmark", result);
+        }
+      }
+    }
+    return Json::parse(read_file(config["result"].get<std::string>()));
+  }
+
+  /// Runs one command; its wall time and peak memory.
+  ProcessResult run_whole(const std::string& what, std::vector<std::string> command) {
+    auto result =
+        run_process({std::move(command), rank_environment(-1, 0, options.threads)}, kRunTimeout);
+    expect_success(what, result);
+    return result;
+  }
+
+  void progress(const std::string& what, int round) const {
+    bench_progress(what + ": round " + std::to_string(round + 1) + " of " +
+                   std::to_string(options.rounds_or_default()));
+  }
+};
+
+BenchRunner::BenchRunner(const BenchOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+BenchRunner::~BenchRunner() = default;
+
+BenchRows BenchRunner::step() {
+  const auto& options = impl_->options;
+  BenchRows rows;
+  for (const auto& model : options.models) {
+    for (const int64_t ranks : options.devices_or({1, 2})) {
+      std::map<std::string, Figures> own;
+      Figures python;
+      const int64_t batch_size = options.batch_size_or(32);
+      Json config = {{"kind", "step"},
+                     {"model", model},
+                     {"batch_size", batch_size},
+                     {"warmup", kWarmup},
+                     {"steps", options.steps}};
+      for (int round = 0; round < options.rounds_or_default(); ++round) {
+        impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
+        for (const auto& backend : options.backends) {
+          config["backend"] = backend;
+          own[backend].push_back(impl_->run_ranks(false, config, ranks)["us_per_step"]);
+        }
+        if (impl_->python) {
+          python.push_back(impl_->run_ranks(true, config, ranks)["us_per_step"]);
+        }
+      }
+      for (const auto& backend : options.backends) {
+        BenchRow row = {
+            {"model", model}, {"batch_size", batch_size}, {"ranks", ranks}, {"backend", backend}};
+        add_comparison(row, "us_per_step", own[backend], python);
+        rows.push_back(row);
+      }
+    }
+  }
+  return rows;
+}
+
+BenchRows BenchRunner::profiled_step() {
+  const auto& options = impl_->options;
+  BenchRows rows;
+  for (const auto& model : options.models) {
+    for (const int64_t ranks : options.devices_or({2})) {
+      for (const auto& backend : options.backends) {
+        const Json config = {{"kind", "step"},
+                             {"model", model},
+                             {"batch_size", options.batch_size_or(32)},
+                             {"backend", backend},
+                             {"warmup", kWarmup},
+                             {"steps", options.steps},
+                             {"profile", true},
+                             {"operations", options.operations}};
+        std::vector<Json> rounds;
+        for (int round = 0; round < options.rounds_or_default(); ++round) {
+          impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
+          rounds.push_back(impl_->run_ranks(false, config, ranks));
+        }
+        std::sort(rounds.begin(), rounds.end(), [](const Json& a, const Json& b) {
+          return a["us_per_step"].get<double>() < b["us_per_step"].get<double>();
+        });
+        const Json& middle = rounds[(rounds.size() - 1) / 2];
+        BenchRow row = {{"model", model},
+                        {"batch_size", config["batch_size"]},
+                        {"ranks", ranks},
+                        {"backend", middle["backend"]},
+                        {"us_per_step", middle["us_per_step"]}};
+        if (!options.trace.empty()) {
+          Json metadata = machine_context();
+          metadata["threads"] = options.threads;
+          metadata.update(row);
+          write_trace(options.trace, middle["profiles"], metadata);
+        }
+        add_profile(row, middle["profiles"]);
+        rows.push_back(row);
+      }
+    }
+  }
+  return rows;
+}
+
+namespace {
+
+/// Memory without a name, which goes with this process. Ranks find it by `path_of_memory`: mpirun
+/// hands no descriptors on.
+UniqueFd shared_memory(int64_t bytes) {
+  UniqueFd fd(::memfd_create("lockstep-bench", MFD_CLOEXEC));
+  if (!fd || ::ftruncate(fd.get(), bytes) != 0) {
+    throw SystemError("cannot make memory for the benchmark", errno);
+  }
+  return fd;
+}
+
+std::string path_of_memory(const UniqueFd& fd) {
+  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd.get());
+}
+
+Figures of_size(const std::vector<Json>& rounds, const std::string& key, size_t i) {
+  Figures figures;
+  for (const auto& round : rounds) {
+    if (!round[key][i].is_null()) figures.push_back(round[key][i]);
+  }
+  return figures;
+}
+
+void add_bound(BenchRow& row, const Figures& bound, const Figures& shares) {
+  row["bound_us"] = nullptr;
+  row["of_bound"] = nullptr;
+  if (bound.empty()) return;
+  row["bound_us"] = median(bound);
+  row["of_bound"] = median(shares);
+}
+
+}  // namespace
+
+BenchRows BenchRunner::allreduce() {
+  const auto& options = impl_->options;
+  Json sizes = Json::array();
+  for (const int64_t bytes : options.sizes) {
+    sizes.push_back({{"bytes", bytes}, {"steps", allreduce_steps(bytes, options.steps)}});
+  }
+  BenchRows rows;
+  for (const int64_t ranks : options.devices_or({2})) {
+    const UniqueFd memory = shared_memory(ranks * kBoundBytes);
+    std::map<std::string, std::vector<Json>> own;  // A result a round.
+    std::vector<Json> python;
+    Json config = {{"kind", "allreduce"},
+                   {"sizes", sizes},
+                   {"warmup", kWarmup / 3},
+                   {"memory", path_of_memory(memory)}};
+    for (int round = 0; round < options.rounds_or_default(); ++round) {
+      impl_->progress("allreduce, " + counted(ranks, "rank"), round);
+      for (const auto& backend : options.backends) {
+        config["backend"] = backend;
+        own[backend].push_back(impl_->run_ranks(false, config, ranks));
+      }
+      if (impl_->python) python.push_back(impl_->run_ranks(true, config, ranks));
+    }
+    for (size_t i = 0; i < options.sizes.size(); ++i) {
+      for (const auto& backend : options.backends) {
+        BenchRow row = {{"bytes", options.sizes[i]}, {"ranks", ranks}, {"backend", backend}};
+        const Figures figures = of_size(own[backend], "p50_us", i);
+        add_comparison(row, "p50_us", figures, of_size(python, "p50_us", i));
+        add_bound(row, of_size(own[backend], "bound_us", i), of_size(own[backend], "of_bound", i));
+        rows.push_back(row);
+      }
+    }
+  }
+  return rows;
+}
+
+BenchRows BenchRunner::loader() {
+  const auto& options = impl_->options;
+  const BenchData data(options.data_dir);
+  const int64_t batch_size = options.batch_size_or(64);
+  Figures own;
+  Figures python;
+  const Json config = {{"kind", "loader"},
+                       {"backend", "gloo"},
+                       {"folder", data.folder().string()},
+                       {"batch_size", batch_size},
+                       {"workers", 0},
+                       {"epochs", 2},
+                       {"warmup", kWarmup},
+                       {"batches", options.steps}};
+  for (int round = 0; round < options.rounds_or_default(); ++round) {
+    impl_->progress("loader", round);
+    own.push_back(impl_->run_ranks(false, config, 1)["samples_per_s"]);
+    if (impl_->python) python.push_back(impl_->run_ranks(true, config, 1)["samples_per_s"]);
+  }
+  BenchRow row = {{"dataset", data.name()}, {"batch_size", batch_size}, {"workers", 0}};
+  add_comparison(row, "samples_per_s", own, python);
+  return {row};
+}
+
+BenchRows BenchRunner::launch() {
+  const auto& options = impl_->options;
+  BenchRows rows;
+  for (const int64_t ranks : options.devices_or({2})) {
+    for (const auto& backend : options.backends) {
+      Figures own;
+      Figures python;
+      for (int round = 0; round < options.rounds_or_default(); ++round) {
+        impl_->progress("launch, " + counted(ranks, "rank"), round);
+        std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
+                                            std::to_string(ranks)};
+        const auto worker = impl_->own_command({{"kind", "launch"}, {"backend", backend}});
+        command.insert(command.end(), worker.begin(), worker.end());
+        if (backend == "mpi") command = under_mpirun(ranks, worker);
+        own.push_back(
+            impl_->run_whole(backend == "mpi" ? "mpirun" : "lockstep run", command).seconds);
+        if (impl_->python) {
+          const std::string script = (impl_->folder.path() / "launch.py").string();
+          python.push_back(impl_
+                               ->run_whole("torchrun", {impl_->python->path.string(), "-m",
+                                                        "torch.distributed.run", "--nproc-per-node",
+                                                        std::to_string(ranks), "--master-port",
+                                                        std::to_string(free_port()), script})
+                               .seconds);
+        }
+      }
+      BenchRow row = {{"ranks", ranks}, {"backend", backend}};
+      add_comparison(row, "seconds", own, python);
+      rows.push_back(row);
+    }
+  }
+  return rows;
+}
+
+namespace {
+
+/// The accuracy in "test accuracy 0.9731 loss 0.0912", `lockstep train`'s last line.
+double accuracy_in(const std::string& output) {
+  auto lines = split(output, '\n');
+  while (!lines.empty() && lines.back().empty()) lines.pop_back();
+  const auto words = split(lines.empty() ? std::string() : lines.back(), ' ');
+  if (words.size() > 2 && words[0] == "test" && words[1] == "accuracy") {
+    if (const auto value = parse_double(words[2])) return *value;
+  }
+  throw Error("lockstep train's last line is not 'test accuracy X loss Y': '" +
+              (lines.empty() ? std::string() : lines.back()) + "'");
+}
+
+}  // namespace
+
+BenchRows BenchRunner::train() {
+  const auto& options = impl_->options;
+  const BenchData data(options.data_dir);
+  const int64_t batch_size = options.batch_size_or(64);
+  const int64_t ranks = options.devices_or({2}).front();
+  Figures seconds, python_seconds, peak, python_peak, accuracy, python_accuracy;
+  for (int round = 0; round < options.rounds_or_default(); ++round) {
+    impl_->progress("train", round);
+    const std::string& backend = options.backends.front();
+    std::vector<std::string> command = {own_program(),  "train",
+                                        "--model",      "mlp",
+                                        "--dataset",    "mnist",
+                                        "--data-dir",   data.folder().string(),
+                                        "--backend",    backend,
+                                        "--max-epochs", std::to_string(options.epochs),
+                                        "--batch-size", std::to_string(batch_size),
+                                        "--optimizer",  "sgd",
+                                        "--lr",         "0.01",
+                                        "--momentum",   "0.9",
+                                        "--seed",       "0",
+                                        "--threads",    std::to_string(options.threads),
+                                        "--bind-to",    options.bind_to,
+                                        "--quiet"};
+    if (backend == "mpi") {
+      command = under_mpirun(ranks, command);
+    } else {
+      command.insert(command.end(), {"--devices", std::to_string(ranks)});
+    }
+    const auto own = impl_->run_whole("lockstep train", command);
+    seconds.push_back(own.seconds);
+    peak.push_back(static_cast<double>(own.peak_bytes));
+    accuracy.push_back(accuracy_in(own.out));
+    if (!impl_->python) continue;
+    const Json config = {{"kind", "train"},
+                         {"init_method", "file://" + impl_->fresh("meet")},
+                         {"result", impl_->fresh("result")},
+                         {"folder", data.folder().string()},
+                         {"ranks", ranks},
+                         {"epochs", options.epochs},
+                         {"batches", 0},
+                         {"batch_size", batch_size},
+                         {"lr", 0.01},
+                         {"momentum", 0.9},
+                         {"seed", 0}};
+    const auto twin =
+        impl_->run_whole("Python's training", impl_->python_command("train.py", config));
+    python_seconds.push_back(twin.seconds);
+    python_peak.push_back(static_cast<double>(twin.peak_bytes));
+    python_accuracy.push_back(
+        Json::parse(read_file(config["result"].get<std::string>()))["accuracy"]);
+  }
+  BenchRow row = {{"model", "mlp"},
+                  {"dataset", data.name()},
+                  {"ranks", ranks},
+                  {"backend", options.backends.front()},
+                  {"epochs", options.epochs}};
+  add_comparison(row, "seconds", seconds, python_seconds);
+  row["peak_bytes"] = median(peak);
+  row["accuracy"] = median(accuracy);
+  if (impl_->python) {
+    BenchRow memory;
+    add_comparison(memory, "peak_bytes", peak, python_peak);
+    row["python_peak_bytes"] = memory["python_peak_bytes"];
+    row["memory_ratio"] = memory["ratio"];
+    row["python_accuracy"] = median(python_accuracy);
+  }
+  return {row};
+}
+
+}  // namespace lockstep::tool

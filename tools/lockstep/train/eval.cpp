@@ -1,0 +1,49 @@
+#include <exception>
+
+#include "lockstep/base/error.h"
+#include "lockstep/launch/error_file.h"
+#include "tools/lockstep/commands.h"
+#include "tools/lockstep/train/train_flags.h"
+#include "tools/lockstep/train/training.h"
+
+namespace lockstep::tool {
+namespace {
+
+int eval_rank(const RunConfig& config) {
+  const InitOptions options = init_options(config);
+  place_rank(config);
+  const World world = init(options);
+  Console console(world.rank() == 0, config.quiet);
+  try {
+    run_evaluation(config, world, console);
+  } catch (const std::exception& error) {
+    launch::write_error_file(error);
+    throw;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int eval_command(const std::vector<std::string>& args) {
+  RunConfig config;
+  Cli cli("lockstep eval", "Tests saved weights on the held-out part of a data set.");
+  cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
+  cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
+  add_model_and_data_flags(cli, config);
+  cli.option("--load-weights", config.load_weights,
+             "The weights: a safetensors file, a checkpoint's folder (step-*), or a folder of "
+             "checkpoints, whose newest is taken",
+             "PATH");
+  add_process_flags(cli, config);
+  if (!cli.parse(args)) return 0;
+  if (config.load_weights.empty()) {
+    throw UsageError("--load-weights is missing: the file whose weights to test",
+                     "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
+  }
+  check_config(config);
+  if (spawn_ranks(config)) return 0;
+  return eval_rank(config);
+}
+
+}  // namespace lockstep::tool

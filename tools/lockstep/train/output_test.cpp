@@ -1,0 +1,193 @@
+// What a run prints and writes: console, progress, metrics file.
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <csignal>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/train/stop_signal.h"
+#include "tools/lockstep/train/console.h"
+#include "tools/lockstep/train/metrics_file.h"
+#include "tools/lockstep/train/progress.h"
+
+namespace lockstep {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+/// Standard output goes to a descriptor of the test's while one lives.
+class RedirectedOutput {
+ public:
+  explicit RedirectedOutput(int to) : saved_(::dup(STDOUT_FILENO)) { ::dup2(to, STDOUT_FILENO); }
+  ~RedirectedOutput() { ::dup2(saved_.get(), STDOUT_FILENO); }
+
+ private:
+  UniqueFd saved_;
+};
+
+struct Pipe {
+  Pipe() {
+    int ends[2];
+    if (::pipe(ends) != 0) throw std::runtime_error("pipe");
+    read.reset(ends[0]);
+    write.reset(ends[1]);
+  }
+  UniqueFd read;
+  UniqueFd write;
+};
+
+TEST(OutcomeLine, HasTheFormThatScriptsRead) {
+  EXPECT_EQ(outcome_line({0.09123, 0.97309, 10}), "test accuracy 0.9731 loss 0.0912");
+  EXPECT_EQ(outcome_line({0.09123, std::nan(""), 10}), "test loss 0.0912");
+  EXPECT_EQ(outcome_line({-std::nan(""), 0.5, 10}), "test accuracy 0.5000 loss nan");
+}
+
+TEST(Console, QuietLeavesTheResult) {
+  testing::internal::CaptureStdout();
+  {
+    Console console(true, true);
+    console.line("progress");
+    console.live("bar");
+    console.result("outcome");
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "outcome\n");
+}
+
+TEST(Console, OtherRanksPrintNothing) {
+  testing::internal::CaptureStdout();
+  Console(false, false).result("outcome");
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+}
+
+TEST(Console, AClosedPipeAsksTheRunToStop) {
+  const StopSignal signals;
+  Pipe pipe;
+  pipe.read.reset();
+  bool closed = false;
+  {
+    const RedirectedOutput redirected(pipe.write.get());
+    Console console(true, false);
+    console.line("nobody reads this");
+    closed = console.closed();
+  }
+  EXPECT_TRUE(closed);
+  EXPECT_EQ(signals.received(), SIGPIPE);
+}
+
+TEST(Console, AFullDiskIsAnError) {
+  const UniqueFd full(::open("/dev/full", O_WRONLY | O_CLOEXEC));
+  if (!full) GTEST_SKIP() << "this system has no /dev/full";
+  std::string message;
+  {
+    const RedirectedOutput redirected(full.get());
+    Console console(true, false);
+    try {
+      console.line("text");
+    } catch (const SystemError& error) {
+      message = error.what();
+    }
+  }
+  EXPECT_THAT(message, HasSubstr("cannot write standard output: No space left"));
+}
+
+TEST(ProgressBar, FillsTheWidthAndNeverMore) {
+  const std::string facts = "loss 0.1234  12345 samples/s  ETA 12.3s";
+  for (int width = 1; width < 200; ++width) {
+    for (double done : {0.0, 0.33, 1.0}) {
+      const std::string bar = progress_bar("epoch 2/5", done, facts, width, false);
+      EXPECT_LT(static_cast<int>(bar.size()), std::max(width, 1)) << width;
+    }
+  }
+  EXPECT_EQ(progress_bar("epoch 2/5", 0.5, "loss 1", 44, false),
+            "epoch 2/5 [=========>        ]  50%  loss 1");
+}
+
+TEST(ProgressBar, ColoursOnlyWhenAsked) {
+  EXPECT_THAT(progress_bar("e", 0.5, "f", 80, true), HasSubstr("\x1b[32m"));
+  EXPECT_THAT(progress_bar("e", 0.5, "f", 80, false), testing::Not(HasSubstr("\x1b")));
+}
+
+class MetricsRows : public testing::Test {
+ protected:
+  // The callback reads nothing from the trainer.
+  Trainer& no_trainer() { return *reinterpret_cast<Trainer*>(this); }
+  void log(MetricsFile& file, int64_t step, int64_t epoch) {
+    LogResult result;
+    result.step.step = step;
+    result.step.epoch = epoch;
+    result.step.lr = 0.05;
+    result.metrics = {0.5, 0.25, 100};
+    file.on_log(no_trainer(), result);
+  }
+  void end_epoch(MetricsFile& file, int64_t step, int64_t epoch, double accuracy = 0.75) {
+    EpochResult result;
+    result.step = step;
+    result.epoch = epoch;
+    result.test = {std::numeric_limits<double>::infinity(), accuracy, 10};
+    file.on_epoch_end(no_trainer(), result);
+  }
+  std::vector<std::string> places() {
+    std::vector<std::string> all;
+    for (const std::string& line : split(read_file(path_), '\n')) {
+      if (line.empty()) continue;
+      const auto row = nlohmann::json::parse(line);
+      all.push_back(row["split"].get<std::string>() + " " + row["step"].dump() + " " +
+                    row["epoch"].dump());
+    }
+    return all;
+  }
+  TemporaryDirectory folder_;
+  std::filesystem::path path_ = folder_.path() / "metrics.jsonl";
+};
+
+TEST_F(MetricsRows, HaveTheKeysInOrder) {
+  MetricsFile file(path_, false, 0, 0);
+  log(file, 50, 0);
+  end_epoch(file, 79, 0, std::nan(""));
+  EXPECT_EQ(read_file(path_),
+            "{\"step\":50,\"epoch\":1,\"split\":\"train\",\"loss\":0.5,\"accuracy\":0.25,"
+            "\"lr\":0.05,\"samples_per_s\":0.0,\"seconds\":0.0}\n"
+            "{\"step\":79,\"epoch\":1,\"split\":\"test\",\"loss\":null,\"accuracy\":null,"
+            "\"lr\":0.0,\"samples_per_s\":0.0,\"seconds\":0.0}\n");
+}
+
+TEST_F(MetricsRows, ANewRunStartsAnew) {
+  {
+    MetricsFile file(path_, false, 0, 0);
+    log(file, 50, 0);
+  }
+  MetricsFile again(path_, false, 0, 0);
+  EXPECT_THAT(places(), ElementsAre());
+}
+
+TEST_F(MetricsRows, AResumedRunKeepsTheRowsUpToItsCheckpoint) {
+  {
+    MetricsFile file(path_, false, 0, 0);
+    log(file, 50, 0);
+    end_epoch(file, 60, 0);
+    log(file, 100, 1);
+    end_epoch(file, 120, 1);
+    log(file, 150, 2);
+  }
+  write_file_atomically(path_, read_file(path_) + "{\"step\":20");  // cut short by a kill
+  MetricsFile file(path_, true, 120, 1);
+  EXPECT_THAT(places(), ElementsAre("train 50 1", "test 60 1", "train 100 2"));
+  end_epoch(file, 120, 1);
+  EXPECT_THAT(places(), ElementsAre("train 50 1", "test 60 1", "train 100 2", "test 120 2"));
+}
+
+TEST_F(MetricsRows, AFolderThatIsNotThereIsNamed) {
+  EXPECT_THAT([&] { MetricsFile(folder_.path() / "none" / "m.jsonl", false, 0, 0); },
+              testing::ThrowsMessage<SystemError>(HasSubstr("none/m.jsonl")));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,92 @@
+#include "tools/lockstep/train/placement.h"
+
+#include <ATen/Parallel.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "lockstep/base/cores.h"
+#include "lockstep/base/env.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/launch/variables.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kMostThreads = 4096;
+
+/// "4,2" sets the threads of nested regions too; the first is ours. What OpenMP would not take
+/// either counts as unset.
+std::optional<int64_t> omp_threads() {
+  const auto text = env_string("OMP_NUM_THREADS");
+  if (!text) return std::nullopt;
+  const auto value = parse_int(split(*text, ',').front());
+  return value && *value >= 1 && *value <= kMostThreads ? value : std::nullopt;
+}
+
+/// How many of the host's ranks share this process's processors.
+int sharers(const JobEnvironment& job, int local_size) {
+  const int allowed = static_cast<int>(allowed_processors().size()), online = online_processors();
+  const bool dealt_out = job.launcher == "slurm" || job.launcher == "openmpi";
+  if (!dealt_out || allowed >= online) return local_size;
+  return std::max(1, (local_size * allowed + online - 1) / online);
+}
+
+}  // namespace
+
+ThreadChoice choose_threads(const ThreadRequest& request) {
+  if (request.asked) return {static_cast<int>(*request.asked), "--threads"};
+  if (request.omp && !request.omp_is_the_launchers) {
+    return {static_cast<int>(*request.omp), "OMP_NUM_THREADS"};
+  }
+  return {std::max(1, request.cores / std::max(1, request.local_size)),
+          counted(request.cores, "core") + ", " + counted(request.local_size, "rank") +
+              "; fewer for small models"};
+}
+
+Placement choose_placement(std::optional<int64_t> threads, const std::string& bind_to,
+                           const JobEnvironment& job) {
+  const bool known = job.local_size > 0 || job.single_host || job.world_size == 1;
+  const int local_size = job.local_size > 0 ? job.local_size : job.world_size;
+  ThreadRequest request;
+  request.asked = threads;
+  request.omp = omp_threads();
+  request.omp_is_the_launchers = env_flag(launch::kThreadsByLauncherVariable);
+  request.cores = usable_cores();
+  request.local_size = sharers(job, local_size);
+  Placement placement;
+  placement.threads = choose_threads(request);
+  if (!known && bind_to == "auto") {
+    placement.binding.reason = "none: the launcher does not say how many ranks this host has";
+    return placement;
+  }
+  launch::BindingRequest binding;
+  binding.word = bind_to;
+  binding.local_rank = job.local_rank >= 0 ? job.local_rank : job.rank;
+  binding.local_size = local_size;
+  placement.binding = launch::choose_binding(binding);
+  return placement;
+}
+
+bool threads_are_asked_for(std::optional<int64_t> threads) {
+  return threads || (omp_threads() && !env_flag(launch::kThreadsByLauncherVariable));
+}
+
+int threads_worth_using(int threads, const torch::nn::Module& module, int64_t batch_size) {
+  constexpr int64_t kWorthAThread = 5'000'000;
+  int64_t parameters = 0;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.dim() > 2) return threads;
+    parameters += parameter.numel();
+  }
+  const int64_t worth = std::max<int64_t>(1, parameters * batch_size / kWorthAThread);
+  return static_cast<int>(std::min<int64_t>(threads, worth));
+}
+
+void apply(const Placement& placement) {
+  if (!placement.binding.processors.empty()) set_allowed_processors(placement.binding.processors);
+  at::set_num_threads(placement.threads.threads);
+}
+
+}  // namespace lockstep

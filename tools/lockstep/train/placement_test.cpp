@@ -1,0 +1,132 @@
+#include "tools/lockstep/train/placement.h"
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include "lockstep/base/cores.h"
+#include "lockstep/base/error.h"
+#include "lockstep/launch/variables.h"
+#include "lockstep/models/models.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+
+ThreadRequest eight_cores(int ranks) {
+  ThreadRequest request;
+  request.cores = 8;
+  request.local_size = ranks;
+  return request;
+}
+
+TEST(Threads, CoresAreSharedByTheRanks) {
+  EXPECT_EQ(choose_threads(eight_cores(1)).threads, 8);
+  EXPECT_EQ(choose_threads(eight_cores(3)).threads, 2);
+  EXPECT_EQ(choose_threads(eight_cores(20)).threads, 1);
+  EXPECT_EQ(choose_threads(eight_cores(1)).reason, "8 cores, 1 rank; fewer for small models");
+}
+
+TEST(Threads, WhatIsAskedForWins) {
+  auto request = eight_cores(2);
+  request.omp = 3;
+  EXPECT_EQ(choose_threads(request).threads, 3);
+  EXPECT_EQ(choose_threads(request).reason, "OMP_NUM_THREADS");
+  request.omp_is_the_launchers = true;
+  EXPECT_EQ(choose_threads(request).threads, 4);
+  request.asked = 5;
+  EXPECT_EQ(choose_threads(request).threads, 5);
+  EXPECT_EQ(choose_threads(request).reason, "--threads");
+}
+
+TEST(Threads, LittleWorkIsNotHandedOut) {
+  const auto mlp = make_model("mlp"), wide = make_model("wide"), convnet = make_model("convnet");
+  EXPECT_EQ(threads_worth_using(8, *mlp, 32), 1);
+  EXPECT_EQ(threads_worth_using(8, *mlp, 128), 2);
+  EXPECT_EQ(threads_worth_using(1, *mlp, 128), 1);
+  EXPECT_EQ(threads_worth_using(8, *wide, 32), 8);
+  EXPECT_EQ(threads_worth_using(8, *convnet, 1), 8);
+  EXPECT_EQ(threads_worth_using(8, *make_model("linear"), 32), 1);
+}
+
+class InEnvironment : public ::testing::Test {
+ protected:
+  InEnvironment() {
+    ::unsetenv("OMP_NUM_THREADS");
+    ::unsetenv(launch::kThreadsByLauncherVariable);
+  }
+  ~InEnvironment() override {
+    ::unsetenv("OMP_NUM_THREADS");
+    ::unsetenv(launch::kThreadsByLauncherVariable);
+  }
+  static JobEnvironment job(int rank, int size) {
+    JobEnvironment job;
+    job.launcher = "torchrun";
+    job.rank = job.local_rank = rank;
+    job.world_size = job.local_size = size;
+    job.single_host = true;
+    return job;
+  }
+};
+
+TEST_F(InEnvironment, TorchrunsOneStands) {
+  ::setenv("OMP_NUM_THREADS", "1", 1);
+  EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, 1);
+  ::setenv(launch::kThreadsByLauncherVariable, "1", 1);
+  EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, usable_cores());
+  EXPECT_FALSE(threads_are_asked_for({}));
+  EXPECT_TRUE(threads_are_asked_for(2));
+  ::unsetenv(launch::kThreadsByLauncherVariable);
+  EXPECT_TRUE(threads_are_asked_for({}));
+}
+
+TEST_F(InEnvironment, NestedAndDamagedOmpValues) {
+  ::setenv("OMP_NUM_THREADS", "3,2", 1);
+  EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, 3);
+  ::setenv("OMP_NUM_THREADS", "many", 1);
+  EXPECT_EQ(choose_placement({}, "none", job(0, 1)).threads.threads, usable_cores());
+}
+
+TEST_F(InEnvironment, AnUnknownLayoutIsNotBound) {
+  auto unknown = job(1, 4);
+  unknown.local_rank = unknown.local_size = -1;
+  unknown.single_host = false;
+  const auto placement = choose_placement({}, "auto", unknown);
+  EXPECT_TRUE(placement.binding.processors.empty());
+  EXPECT_THAT(placement.binding.reason, HasSubstr("does not say"));
+  EXPECT_EQ(placement.threads.threads, std::max(1, usable_cores() / 4));
+}
+
+TEST_F(InEnvironment, APlacementHoldsForThreadsThatComeLater) {
+  const int before = at::get_num_threads();
+  const int last = allowed_processors().back();
+  std::thread([&] {
+    Placement placement;
+    placement.threads.threads = 3;
+    placement.binding.processors = {last};
+    apply(placement);
+    EXPECT_EQ(at::get_num_threads(), 3);
+    std::thread([&] { EXPECT_EQ(allowed_processors(), std::vector<int>{last}); }).join();
+  }).join();
+  at::set_num_threads(before);
+}
+
+TEST_F(InEnvironment, CoresByRank) {
+  if (!launch::read_topology()) GTEST_SKIP() << launch::no_topology_reason();
+  const int ranks = std::min(2, usable_cores());
+  std::vector<int> all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto binding = choose_placement({}, "core", job(rank, ranks)).binding;
+    EXPECT_THAT(binding.reason, HasSubstr("core: "));
+    all.insert(all.end(), binding.processors.begin(), binding.processors.end());
+  }
+  EXPECT_THAT(all, ::testing::UnorderedElementsAreArray(allowed_processors()));
+  EXPECT_THROW(choose_placement({}, "core", job(0, 100'000)), UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "lockstep/train/callback.h"
+#include "tools/lockstep/train/console.h"
+
+namespace lockstep {
+
+/// "0.9731": four digits after the point; "nan", whatever its sign, "inf" and "-inf".
+std::string four_digits(double value);
+
+/// "test accuracy 0.9731 loss 0.0912"; for regression "test loss 0.0912".
+std::string outcome_line(const Metrics& test);
+
+/// Shows how a run goes on rank 0: a line for every log and epoch; on a terminal a live bar in
+/// place of the former. Until the first log the bar has rank 0's own loss.
+class Progress : public Callback {
+ public:
+  /// `console` must outlive it.
+  explicit Progress(Console& console) : console_(console) {}
+  void on_start(Trainer& trainer) override;
+  void on_step(Trainer& trainer, const StepResult& result) override;
+  void on_log(Trainer& trainer, const LogResult& result) override;
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
+  void on_interrupt(Trainer& trainer, int signal_number) override;
+  void on_end(Trainer& trainer, const FitResult& result) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::string bar(const StepResult& result) const;
+
+  Console& console_;
+  int64_t max_epochs_ = 0;
+  int64_t first_step_ = -1;  ///< Done before this process began.
+  int64_t last_step_ = 0;
+  int64_t samples_ = 0;  ///< Of all ranks, since the process began to train.
+  LogResult last_log_;
+  Clock::time_point drawn_;
+};
+
+/// The bar itself, for a terminal of so many columns: "epoch 2/5 [=====>    ]  52%  loss 0.1234
+/// 12345 samples/s  ETA 12.3s". At most `width` - 1 characters, colour codes not counted.
+std::string progress_bar(const std::string& label, double done, const std::string& facts, int width,
+                         bool color);
+
+}  // namespace lockstep

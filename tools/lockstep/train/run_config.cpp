@@ -1,0 +1,332 @@
+#include "tools/lockstep/train/run_config.h"
+
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <variant>
+#include <vector>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/words.h"
+#include "lockstep/comm/backend_registry.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/launch/binding.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/train/memory_format.h"
+
+namespace lockstep {
+namespace {
+
+using Field = std::variant<std::string RunConfig::*, bool RunConfig::*, int64_t RunConfig::*,
+                           uint64_t RunConfig::*, double RunConfig::*,
+                           std::optional<int64_t> RunConfig::*, std::optional<double> RunConfig::*>;
+
+struct Key {
+  const char* name;
+  Field field;
+};
+
+const std::vector<Key>& keys() {
+  using C = RunConfig;
+  static const std::vector<Key> all{
+      {"model", &C::model},
+      {"dataset", &C::dataset},
+      {"data-dir", &C::data_dir},
+      {"download", &C::download},
+      {"devices", &C::devices},
+      {"accelerator", &C::accelerator},
+      {"strategy", &C::strategy},
+      {"backend", &C::backend},
+      {"threads", &C::threads},
+      {"bind-to", &C::bind_to},
+      {"memory-format", &C::memory_format},
+      {"num-workers", &C::num_workers},
+      {"timeout", &C::timeout},
+      {"max-epochs", &C::max_epochs},
+      {"batch-size", &C::batch_size},
+      {"optimizer", &C::optimizer},
+      {"lr", &C::lr},
+      {"momentum", &C::momentum},
+      {"weight-decay", &C::weight_decay},
+      {"nesterov", &C::nesterov},
+      {"schedule", &C::schedule},
+      {"warmup-steps", &C::warmup_steps},
+      {"lr-step-size", &C::lr_step_size},
+      {"lr-gamma", &C::lr_gamma},
+      {"min-lr", &C::min_lr},
+      {"accumulate-grad-batches", &C::accumulate_grad_batches},
+      {"gradient-clip-val", &C::gradient_clip_val},
+      {"on-nan", &C::on_nan},
+      {"early-stop-patience", &C::early_stop_patience},
+      {"limit-train-batches", &C::limit_train_batches},
+      {"limit-test-batches", &C::limit_test_batches},
+      {"seed", &C::seed},
+      {"deterministic", &C::deterministic},
+      {"checkpoint-dir", &C::checkpoint_dir},
+      {"checkpoint-every", &C::checkpoint_every},
+      {"keep-checkpoints", &C::keep_checkpoints},
+      {"resume", &C::resume},
+      {"load-weights", &C::load_weights},
+      {"save-weights", &C::save_weights},
+      {"save-best", &C::save_best},
+      {"metrics-file", &C::metrics_file},
+      {"log-every-n-steps", &C::log_every_n_steps},
+      {"quiet", &C::quiet},
+  };
+  return all;
+}
+
+std::vector<std::string> key_names() {
+  std::vector<std::string> names;
+  for (const Key& key : keys()) names.emplace_back(key.name);
+  return names;
+}
+
+template <class T>
+struct Unwrapped {
+  using type = T;
+};
+template <class T>
+struct Unwrapped<std::optional<T>> {
+  using type = T;
+};
+
+template <class T>
+const char* expected_text() {
+  if constexpr (std::is_same_v<T, std::string>) return "a text in quotes";
+  if constexpr (std::is_same_v<T, bool>) return "true or false";
+  if constexpr (std::is_same_v<T, double>) return "a number";
+  return "a whole number";
+}
+
+template <class T>
+std::optional<T> value_of(const toml::node& node) {
+  if constexpr (std::is_same_v<T, double>) {
+    if (node.is_boolean()) return std::nullopt;
+    return node.value<double>();
+  } else if constexpr (std::is_same_v<T, uint64_t>) {
+    const auto value = node.value_exact<int64_t>();
+    return value ? std::optional(static_cast<uint64_t>(*value)) : std::nullopt;
+  } else {
+    return node.value_exact<T>();
+  }
+}
+
+void set(RunConfig& config, const Key& key, const toml::node& node, const std::string& where) {
+  std::visit(
+      [&](auto member) {
+        using T = typename Unwrapped<std::decay_t<decltype(config.*member)>>::type;
+        const auto value = value_of<T>(node);
+        if (!value) throw UsageError(where + ": " + key.name + " must be " + expected_text<T>());
+        config.*member = *value;
+      },
+      key.field);
+}
+
+toml::table parsed(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw UsageError("--config " + path.string() + ": there is no such file",
+                     "a run's own configuration is config.toml in its --checkpoint-dir");
+  }
+  if (std::filesystem::is_directory(path, ignored)) {
+    throw UsageError("--config " + path.string() + ": this is a folder; a file is needed");
+  }
+  try {
+    return toml::parse(read_file(path), path.string());
+  } catch (const toml::parse_error& error) {
+    throw UsageError(path.string() + ", line " + std::to_string(error.source().begin.line) +
+                         ": this is no TOML: " + std::string(error.description()),
+                     "lines are as in: max-epochs = 3, or: model = \"mlp\"");
+  }
+}
+
+/// TOML wants a point or an exponent in a number that is not whole; 17 digits keep every bit.
+std::string number_text(double value) {
+  std::ostringstream text;
+  text.precision(std::numeric_limits<double>::max_digits10);
+  text << value;
+  double shorter = 0;
+  for (int digits = 1; digits < 17; ++digits) {
+    std::ostringstream attempt;
+    attempt.precision(digits);
+    attempt << value;
+    shorter = std::stod(attempt.str());
+    if (shorter == value) {
+      text.str(attempt.str());
+      break;
+    }
+  }
+  std::string result = text.str();
+  if (result.find_first_of(".en") == std::string::npos) result += ".0";
+  return result;
+}
+
+std::string toml_text(const std::string& value) {
+  std::ostringstream text;
+  text << toml::value<std::string>(value);
+  return text.str();
+}
+std::string toml_text(bool value) {
+  return value ? "true" : "false";
+}
+std::string toml_text(int64_t value) {
+  return std::to_string(value);
+}
+// TOML's whole numbers have a sign; the upper half of a seed's range becomes negative.
+std::string toml_text(uint64_t value) {
+  return std::to_string(static_cast<int64_t>(value));
+}
+std::string toml_text(double value) {
+  return number_text(value);
+}
+template <class T>
+std::string toml_text(const std::optional<T>& value) {
+  return value ? toml_text(*value) : std::string();
+}
+
+template <class T>
+void check_at_least(const char* flag, T value, T minimum) {
+  if (value >= minimum) return;
+  std::ostringstream text;
+  text << flag << " is " << value << "; it must be at least " << minimum;
+  throw UsageError(text.str());
+}
+
+void check_strategy(const std::string& strategy) {
+  static const std::vector<std::string> kLater{"fsdp", "zero", "dp", "pipeline", "tensor"};
+  if (std::find(kLater.begin(), kLater.end(), strategy) != kLater.end()) {
+    throw UsageError("--strategy " + strategy + " is not there yet", "use --strategy ddp");
+  }
+  expect_one_of("--strategy", strategy, {"ddp"});
+}
+
+void check_ranges(const RunConfig& config) {
+  check_at_least<int64_t>("--devices", config.devices, 1);
+  check_at_least<int64_t>("--max-epochs", config.max_epochs, 0);
+  check_at_least<int64_t>("--batch-size", config.batch_size, 1);
+  check_at_least<int64_t>("--num-workers", config.num_workers, 0);
+  check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
+  check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
+  check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
+  check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
+  check_at_least<int64_t>("--early-stop-patience", config.early_stop_patience, 0);
+  check_at_least<int64_t>("--limit-train-batches", config.limit_train_batches.value_or(1), 1);
+  check_at_least<int64_t>("--limit-test-batches", config.limit_test_batches.value_or(1), 1);
+  check_at_least<int64_t>("--checkpoint-every", config.checkpoint_every, 0);
+  check_at_least<int64_t>("--keep-checkpoints", config.keep_checkpoints, 0);
+  check_at_least<int64_t>("--log-every-n-steps", config.log_every_n_steps, 1);
+  check_at_least("--lr", config.lr.value_or(0), 0.0);
+  check_at_least("--momentum", config.momentum.value_or(0), 0.0);
+  check_at_least("--weight-decay", config.weight_decay.value_or(0), 0.0);
+  check_at_least("--gradient-clip-val", config.gradient_clip_val, 0.0);
+  check_at_least("--min-lr", config.min_lr, 0.0);
+  if (config.timeout && !(*config.timeout > 0)) {
+    throw UsageError("--timeout must be more than 0 seconds");
+  }
+}
+
+void check_dataset(const std::string& name) {
+  if (name.starts_with("file:")) return;
+  auto known = dataset_names();
+  known.push_back("file:PATH");
+  expect_one_of("--dataset", name, known);
+}
+
+/// What can be said of each value by itself.
+void check_values(const RunConfig& config) {
+  expect_one_of("--model", config.model, model_names());
+  check_dataset(config.dataset);
+  expect_one_of("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
+  expect_one_of("--backend", config.backend, backend_names());
+  expect_one_of("--bind-to", config.bind_to, launch::binding_names());
+  expect_one_of("--memory-format", config.memory_format, memory_format_names());
+  check_strategy(config.strategy);
+  expect_one_of("--optimizer", config.optimizer, optimizer_names());
+  expect_one_of("--schedule", config.schedule, schedule_names());
+  expect_one_of("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
+  check_ranges(config);
+}
+
+/// A value from a file, checked where the file and the line can still be told.
+void check_value(const Key& key, const toml::node& node, const std::string& where) {
+  RunConfig alone;
+  set(alone, key, node, where);
+  try {
+    check_values(alone);
+  } catch (const UsageError& error) {
+    std::string text = error.what();
+    if (text.starts_with("--")) text.erase(0, 2);  // a key has no dashes
+    throw UsageError(where + ": " + text);
+  }
+}
+
+}  // namespace
+
+double default_lr(const std::string& optimizer, const std::string& model) {
+  if (optimizer == "sgd") return model == "convnet" || model == "fashion-cnn" ? 0.01 : 0.05;
+  return optimizer == "adagrad" ? 0.01 : 0.001;
+}
+
+double default_momentum(const std::string& optimizer) {
+  return optimizer == "sgd" ? 0.9 : 0;
+}
+
+void read_config(const std::filesystem::path& path, RunConfig& config) {
+  const toml::table table = parsed(path);
+  for (const auto& [name, node] : table) {
+    std::string wanted(name.str());
+    std::replace(wanted.begin(), wanted.end(), '_', '-');
+    const std::string where = path.string() + ", line " + std::to_string(node.source().begin.line);
+    const auto same = [&](const Key& key) { return wanted == key.name; };
+    const auto key = std::find_if(keys().begin(), keys().end(), same);
+    if (key == keys().end()) {
+      const auto meant = did_you_mean(wanted, key_names());
+      throw UsageError(where + ": unknown key '" + std::string(name.str()) + "'" +
+                           (meant.empty() ? "" : "; " + meant),
+                       "keys are the flags' names, as 'lockstep train --help' lists them, without "
+                       "dashes before");
+    }
+    check_value(*key, node, where);
+    set(config, *key, node, where);
+  }
+}
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names = {"auto"};
+  for (const auto& backend : available_backends()) names.push_back(backend.name);
+  std::sort(names.begin() + 1, names.end());
+  return names;
+}
+
+std::string to_toml(const RunConfig& config) {
+  std::string text;
+  for (const Key& key : keys()) {
+    const std::string name = key.name;
+    if (name == "resume") continue;
+    const std::string value =
+        std::visit([&](auto member) { return toml_text(config.*member); }, key.field);
+    if (!value.empty()) text += name + " = " + value + "\n";
+  }
+  return text;
+}
+
+void check_config(const RunConfig& config) {
+  check_values(config);
+  if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
+    throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
+  }
+  if (config.resume == "auto" && config.checkpoint_dir.empty()) {
+    throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");
+  }
+  if (config.resume != "none" && !config.load_weights.empty()) {
+    throw UsageError("--resume and --load-weights exclude each other",
+                     "--load-weights starts anew from weights; --resume goes on with a run");
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,151 @@
+#include "tools/lockstep/train/train_flags.h"
+
+#include "lockstep/base/text.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/launch/binding.h"
+#include "lockstep/launch/spawn.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/train/memory_format.h"
+#include "tools/lockstep/train/placement.h"
+#include "tools/lockstep/train/training.h"
+
+namespace lockstep::tool {
+
+void add_model_and_data_flags(Cli& cli, RunConfig& config) {
+  cli.group("Model and data");
+  cli.choice("--model", config.model, model_names(),
+             "The model. `linear` is trained with the mean squared error: the cross-entropy of its "
+             "one output, which the tutorial it comes from uses, is always 0 and trains nothing");
+  cli.option("--dataset", config.dataset,
+             join(dataset_names(), ", ") +
+                 ", or file:PATH with tensors named data and targets (safetensors, npz, a folder "
+                 "of npy)",
+             "NAME");
+  cli.option("--data-dir", config.data_dir,
+             "Where the files of mnist and fashion-mnist lie; without it LOCKSTEP_DATA_DIR, else "
+             "./data",
+             "DIR");
+  cli.flag("--download", config.download, "Fetch files of the data set that are missing");
+  cli.option("--num-workers", config.num_workers,
+             "Threads that prepare batches; 0: the training thread does it", {0, 1024});
+  cli.option("--limit-test-batches", config.limit_test_batches,
+             "Batches of 256 held-out samples that each process uses at most", {1});
+}
+
+void add_process_flags(Cli& cli, RunConfig& config) {
+  cli.group("Processes");
+  cli.option("--devices", config.devices,
+             "Processes to start on this host; not under a launcher such as `lockstep run` or "
+             "torchrun, which has started them already",
+             {1, 4096});
+  cli.choice("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"},
+             "Where to compute; auto: CUDA when every process has a device of its own");
+  cli.choice("--backend", config.backend, backend_names(), "How processes communicate");
+  cli.option(
+      "--threads", config.threads,
+      "Threads of LibTorch in a process; without it OMP_NUM_THREADS, else the cores that the "
+      "host's processes share, in equal parts, but for small models fewer. `lockstep env` says "
+      "how many",
+      {1, 4096});
+  cli.choice("--bind-to", config.bind_to, launch::binding_names(),
+             "Keep each process to its part of the host's cores (core) or to a NUMA domain (numa); "
+             "auto: numa where there are several domains and nobody else has bound the processes");
+  cli.choice("--memory-format", config.memory_format, memory_format_names(),
+             "Order of images and convolutions in memory; auto: channels-last for models with 2-d "
+             "convolutions on the CPU, where it is faster, else contiguous, which gives Python's "
+             "bits");
+  cli.option("--timeout", config.timeout,
+             "Seconds after which a wait for other processes is an error; without it "
+             "LOCKSTEP_TIMEOUT, else 120");
+}
+
+void add_training_flags(Cli& cli, RunConfig& config) {
+  cli.group("Training");
+  cli.option("--strategy", config.strategy, "How training is spread over processes: ddp", "NAME");
+  cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
+  cli.option("--batch-size", config.batch_size,
+             "Samples of a batch in each process; a step of N processes uses N times as many", {1});
+  cli.choice("--optimizer", config.optimizer, optimizer_names(), "The optimizer");
+  cli.option(
+      "--lr", config.lr,
+      "Learning rate; without it 0.05 for sgd (0.01 for the models with convolutions), 0.01 for "
+      "adagrad, 0.001 for the others",
+      {0});
+  cli.option("--momentum", config.momentum, "Of sgd and rmsprop; without it 0.9 and 0", {0});
+  cli.option("--weight-decay", config.weight_decay,
+             "L2 penalty, for adamw decoupled from the gradient; without it 0.01 for adamw and 0 "
+             "for the others, as in PyTorch",
+             {0});
+  cli.flag("--nesterov", config.nesterov, "Nesterov's momentum, for sgd");
+  cli.choice("--schedule", config.schedule, schedule_names(),
+             "How the learning rate changes over the run");
+  cli.option("--warmup-steps", config.warmup_steps,
+             "Steps in which the learning rate rises to --lr", {0});
+  cli.option("--lr-step-size", config.lr_step_size,
+             "Epochs after which --schedule step multiplies the rate by --lr-gamma", {1});
+  cli.option("--lr-gamma", config.lr_gamma, "See --lr-step-size");
+  cli.option("--min-lr", config.min_lr, "Where --schedule cosine and linear end", {0});
+  cli.option("--accumulate-grad-batches", config.accumulate_grad_batches,
+             "Batches whose gradients are averaged for one step", {1});
+  cli.option("--gradient-clip-val", config.gradient_clip_val,
+             "Largest norm of all gradients together; 0: no clipping", {0});
+  cli.option("--limit-train-batches", config.limit_train_batches,
+             "Batches of an epoch that each process uses at most", {1});
+  cli.choice("--on-nan", config.on_nan, {"stop", "skip", "proceed"},
+             "What to do when a loss or gradient is NaN or infinite: stop with the step and rank, "
+             "skip the step on all ranks, or proceed unchecked");
+  cli.option("--early-stop-patience", config.early_stop_patience,
+             "Stop after so many epochs without a lower test loss; 0: never", {0});
+  cli.seed("--seed", config.seed,
+           "Of weights and order of samples: as torch.manual_seed(S) right before the model and "
+           "DistributedSampler(seed=S) in Python");
+  cli.flag("--deterministic", config.deterministic,
+           "Refuse operations whose result differs from run to run");
+}
+
+void add_output_flags(Cli& cli, RunConfig& config) {
+  cli.group("Files");
+  cli.option("--checkpoint-dir", config.checkpoint_dir,
+             "Save checkpoints here, after each epoch and when a signal ends the run", "DIR");
+  cli.option("--checkpoint-every", config.checkpoint_every,
+             "Save one every so many steps too; 0: not within an epoch", {0});
+  cli.option("--keep-checkpoints", config.keep_checkpoints, "The newest so many stay; 0: all", {0});
+  cli.option("--resume", config.resume,
+             "none; auto: the newest whole checkpoint in --checkpoint-dir, if there is one; or a "
+             "checkpoint's folder. Goes on to the same bits as a run that was not interrupted",
+             "auto|none|DIR");
+  cli.option("--load-weights", config.load_weights,
+             "Start from the weights of a safetensors file or a checkpoint's folder", "PATH");
+  cli.option("--save-weights", config.save_weights, "Save the weights at the end as safetensors",
+             "FILE");
+  cli.option("--save-best", config.save_best,
+             "Save the weights of the epoch with the lowest test loss as safetensors", "FILE");
+  cli.option("--metrics-file", config.metrics_file, "Write metrics as JSON lines", "FILE");
+  cli.group("Output");
+  cli.option("--log-every-n-steps", config.log_every_n_steps,
+             "Steps between lines, and between rows of --metrics-file", {1});
+  cli.flag("--quiet", config.quiet, "Print the last line only");
+}
+
+bool spawn_ranks(const RunConfig& config) {
+  if (config.devices == 1) return false;
+  if (read_job_environment().launcher == "none") check_files(config);
+  return spawn(static_cast<int>(config.devices));
+}
+
+void place_rank(const RunConfig& config) {
+  apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
+}
+
+std::string config_file_in(const std::vector<std::string>& args) {
+  std::string file;
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (args[i] == "--config" && i + 1 < args.size()) file = args[i + 1];
+    if (args[i].starts_with("--config=")) file = args[i].substr(9);
+  }
+  return file;
+}
+
+}  // namespace lockstep::tool

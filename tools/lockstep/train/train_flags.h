@@ -1,0 +1,30 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tools/lockstep/cli.h"
+#include "tools/lockstep/train/run_config.h"
+
+namespace lockstep::tool {
+
+/// Flags that `train` and `eval` share: model, data set, processes. They write into `config`.
+void add_model_and_data_flags(Cli& cli, RunConfig& config);
+void add_process_flags(Cli& cli, RunConfig& config);
+
+/// Flags of `train` alone.
+void add_training_flags(Cli& cli, RunConfig& config);
+void add_output_flags(Cli& cli, RunConfig& config);
+
+/// The file that --config names in `args`; empty when there is none. Read before the flags, which
+/// win.
+std::string config_file_in(const std::vector<std::string>& args);
+
+/// Starts `config.devices` processes where several are wanted and no launcher has started this one
+/// as a rank: true in the parent, when all are done. What their rank 0 would check of the files is
+/// checked first.
+bool spawn_ranks(const RunConfig& config);
+/// Threads and processors of this rank, as asked for or by this host's ranks. Before init().
+void place_rank(const RunConfig& config);
+
+}  // namespace lockstep::tool

@@ -1,0 +1,286 @@
+#include "tools/lockstep/train/training.h"
+
+#include <ATen/Context.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/words.h"
+#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/memory_format.h"
+#include "lockstep/train/trainer.h"
+#include "lockstep/train/weights.h"
+#include "tools/lockstep/train/metrics_file.h"
+#include "tools/lockstep/train/progress.h"
+#include "tools/lockstep/train/train_task.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+int64_t cuda_devices() {
+  return at::hasCUDA() ? static_cast<int64_t>(at::getNumGPUs()) : 0;
+}
+
+OnNan policy_of(const std::string& word) {
+  if (word == "skip") return OnNan::skip;
+  return word == "proceed" ? OnNan::proceed : OnNan::stop;
+}
+
+/// What must be the same for a resumed run to go on as the one before would have.
+std::map<std::string, std::string> identity_of(const RunConfig& config) {
+  const auto limit = config.limit_train_batches;
+  return {{"--model", config.model},
+          {"--dataset", config.dataset},
+          {"--batch-size", std::to_string(config.batch_size)},
+          {"--accumulate-grad-batches", std::to_string(config.accumulate_grad_batches)},
+          {"--limit-train-batches", limit ? std::to_string(*limit) : "none"},
+          {"--memory-format", config.memory_format},
+          {"--optimizer", config.optimizer},
+          {"--seed", std::to_string(config.seed)}};
+}
+
+/// In the words of the flags what `scheduled_lr` would say in those of its options.
+void check_schedule(const RunConfig& config, int64_t total_steps) {
+  const bool falls = config.schedule == "cosine" || config.schedule == "linear";
+  if (!falls || total_steps == 0 || config.warmup_steps < total_steps) return;
+  throw UsageError("--warmup-steps " + std::to_string(config.warmup_steps) +
+                       " leaves nothing for --schedule " + config.schedule + ": the run has " +
+                       counted(total_steps, "step"),
+                   "give fewer --warmup-steps or more --max-epochs");
+}
+
+TrainerOptions trainer_options(const RunConfig& config, const TrainTask& task) {
+  TrainerOptions options;
+  options.max_epochs = config.max_epochs;
+  options.accumulate_grad_batches = config.accumulate_grad_batches;
+  options.gradient_clip_val = config.gradient_clip_val;
+  options.limit_train_batches = config.limit_train_batches.value_or(0);
+  options.limit_test_batches = config.limit_test_batches.value_or(0);
+  options.log_every_n_steps = config.log_every_n_steps;
+  options.on_nan = policy_of(config.on_nan);
+  options.identity = identity_of(config);
+  const int64_t all = task.train->batches_per_epoch();
+  const int64_t batches = std::min(all, config.limit_train_batches.value_or(all));
+  const int64_t steps =
+      (batches + config.accumulate_grad_batches - 1) / config.accumulate_grad_batches;
+  options.schedule.name = config.schedule;
+  options.schedule.warmup_steps = config.warmup_steps;
+  options.schedule.total_steps = steps * config.max_epochs;
+  check_schedule(config, options.schedule.total_steps);
+  options.schedule.step_size = steps * config.lr_step_size;
+  options.schedule.gamma = config.lr_gamma;
+  options.schedule.min_lr = config.min_lr;
+  return options;
+}
+
+void check_can_write(const char* flag, const std::string& file) {
+  if (file.empty()) return;
+  const fs::path path(file);
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  const std::string what = std::string(flag) + " " + file + ": ";
+  std::error_code ignored;
+  if (!fs::is_directory(folder, ignored)) {
+    throw UsageError(what + "there is no folder " + folder.string(),
+                     "make it, or name a file in a folder that is there");
+  }
+  if (fs::is_directory(path, ignored)) {
+    throw UsageError(what + "this is a folder; a file's name is needed",
+                     "for example " + (path / "weights.safetensors").string());
+  }
+  if (::access(folder.c_str(), W_OK) != 0) {
+    throw UsageError(
+        what + "cannot write to folder " + folder.string() + ": " + std::strerror(errno),
+        "name a file in a folder that you may write to");
+  }
+}
+
+void check_checkpoint_dir(const RunConfig& config) {
+  if (config.checkpoint_dir.empty()) return;
+  const std::string what = "--checkpoint-dir " + config.checkpoint_dir;
+  std::error_code error;
+  fs::create_directories(config.checkpoint_dir, error);
+  if (error) {
+    throw UsageError(what + ": cannot make this folder: " + error.message(),
+                     "choose a folder that you may write to");
+  }
+  CheckpointFolder folder(config.checkpoint_dir);
+  folder.prepare();
+  const auto others = folder.list();
+  if (config.resume != "none" || others.empty()) return;
+  throw CheckpointError(what + " holds checkpoints of another run already (" +
+                            others.front().filename().string() + ")",
+                        "--resume auto goes on with that run; a new one needs another folder");
+}
+
+void check_resume(const std::string& resume) {
+  std::error_code ignored;
+  if (resume == "none" || resume == "auto" || fs::is_directory(resume, ignored)) return;
+  const bool is_file = fs::exists(resume, ignored);
+  const auto meant = is_file ? "" : did_you_mean(resume, {"auto", "none"});
+  throw UsageError(
+      "--resume " + resume + ": " + (is_file ? "this is a file" : "there is no such folder") +
+          "; expected auto, none, or a checkpoint's folder",
+      meant.empty() ? "give the --checkpoint-dir of an earlier run, or a step-* folder in it"
+                    : meant);
+}
+
+int64_t held_out_samples(const TrainTask& task) {
+  return task.test->sampler().options().dataset_size;
+}
+
+void print_opening(const RunConfig& config, const World& world, const TrainTask& task,
+                   int64_t steps, Console& console) {
+  int64_t parameters = 0;
+  for (const at::Tensor& parameter : task.model->parameters()) parameters += parameter.numel();
+  const int64_t ranks = world.size();
+  console.line("model " + config.model + " (" + with_thousands(parameters) +
+               " parameters), dataset " + config.dataset + " (" +
+               with_thousands(task.train->sampler().options().dataset_size) + " samples, " +
+               with_thousands(held_out_samples(task)) + " held out)");
+  console.line(counted(ranks, "rank") + " over " + world.group().backend() + " on " +
+               world.device().str() + ", batch size " + std::to_string(config.batch_size) +
+               " a rank, " +
+               std::to_string(config.batch_size * config.accumulate_grad_batches * ranks) +
+               " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
+}
+
+/// The outcome of a part of the test data must not be taken for that of all of it.
+void finish_output(const RunConfig& config, const World& world, const Metrics& test,
+                   int64_t held_out, Console& console) {
+  if (world.rank() == 0 && test.samples < held_out) {
+    log_warning("tested on " + with_thousands(test.samples) + " of " +
+                counted(held_out, "held-out sample") + " only, by --limit-test-batches " +
+                std::to_string(config.limit_test_batches.value_or(0)));
+  }
+  console.result(outcome_line(test));
+  if (console.closed()) throw InterruptedError(SIGPIPE);
+}
+
+/// Resumes, and prepares what is written beside training.
+void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::Device device,
+            Console& console) {
+  if (config.early_stop_patience > 0) {
+    trainer.add_callback(std::make_shared<EarlyStop>(config.early_stop_patience));
+  }
+  if (!config.save_best.empty()) {
+    trainer.add_callback(std::make_shared<BestModel>(config.save_best));
+  }
+  CheckpointFolder folder(config.checkpoint_dir, config.keep_checkpoints);
+  const bool saves = !config.checkpoint_dir.empty();
+  const auto checkpoint = load_checkpoint(world.group(), config.resume, saves ? &folder : nullptr,
+                                          trainer.options().identity, device);
+  if (checkpoint) {
+    trainer.restore(*checkpoint);
+    console.line("resumed after step " + std::to_string(checkpoint->info.step) + " (epoch " +
+                 std::to_string(checkpoint->info.epoch + 1) + ", batch " +
+                 std::to_string(checkpoint->info.batches) + ")");
+    if (checkpoint->info.epoch >= config.max_epochs) {
+      console.line("nothing to train: all of --max-epochs " + std::to_string(config.max_epochs) +
+                   " are done; testing the model as it is");
+    }
+  }
+  if (trainer.is_first_rank()) {
+    trainer.add_callback(std::make_shared<Progress>(console));
+    if (!config.metrics_file.empty()) {
+      trainer.add_callback(std::make_shared<MetricsFile>(
+          config.metrics_file, checkpoint.has_value(), checkpoint ? checkpoint->info.step : 0,
+          checkpoint ? checkpoint->info.epoch : 0));
+    }
+  }
+  if (!saves) return;
+  if (trainer.is_first_rank()) {
+    if (checkpoint) folder.supersede_after(checkpoint->info.step);
+    write_file_atomically(fs::path(config.checkpoint_dir) / "config.toml", to_toml(config));
+  }
+  trainer.add_callback(std::make_shared<Checkpointer>(
+      folder, config.checkpoint_every, [&console](const fs::path& latest) {
+        console.line("saved " + latest.string() +
+                     "; the same command with --resume auto goes on from there");
+      }));
+}
+
+RunConfig resolved(RunConfig config) {
+  config.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
+  config.momentum = config.momentum.value_or(default_momentum(config.optimizer));
+  return config;
+}
+
+}  // namespace
+
+InitOptions init_options(const RunConfig& config) {
+  InitOptions options;
+  options.backend = config.backend;
+  const bool wants_cuda = config.accelerator == "cuda" || config.accelerator == "gpu";
+  if (wants_cuda && cuda_devices() == 0) {
+    throw UsageError("--accelerator " + config.accelerator + ": there is no CUDA device here",
+                     "use --accelerator cpu, or a LibTorch with CUDA and a driver that works");
+  }
+  if (wants_cuda && config.devices > cuda_devices()) {
+    throw UsageError("--devices " + std::to_string(config.devices) + ": this host has only " +
+                     std::to_string(cuda_devices()) + " CUDA devices");
+  }
+  if (config.accelerator == "cpu" && config.backend == "nccl") {
+    throw UsageError("--backend nccl needs CUDA devices; --accelerator is cpu",
+                     "use --backend gloo");
+  }
+  options.cpu_only = config.accelerator == "cpu";
+  if (wants_cuda && config.backend == "auto") options.backend = "nccl";
+  if (config.timeout) {
+    options.timeout = std::chrono::milliseconds(std::llround(*config.timeout * 1000));
+  }
+  return options;
+}
+
+void check_files(const RunConfig& config) {
+  check_can_write("--save-weights", config.save_weights);
+  check_can_write("--save-best", config.save_best);
+  check_can_write("--metrics-file", config.metrics_file);
+  check_resume(config.resume);
+  if (!config.load_weights.empty()) check_weights_exist(config.load_weights);
+  check_checkpoint_dir(config);
+}
+
+FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
+  RunConfig config = resolved(wanted);
+  if (world.rank() == 0) check_files(config);
+  TrainTask task = make_train_task(config, world);
+  config.memory_format = memory_format_name(task.memory_format);
+  const c10::Device device = task.device;
+  const int64_t held_out = held_out_samples(task);
+  const TrainerOptions options = trainer_options(config, task);
+  print_opening(config, world, task, options.schedule.total_steps, console);
+  Trainer trainer(world, std::move(task), options);
+  attach(config, world, trainer, device, console);
+  const FitResult result = trainer.fit();
+  if (result.stopped_early) {
+    console.line("stopped early: the test loss has not become lower for " +
+                 counted(config.early_stop_patience, "epoch"));
+  }
+  if (world.rank() == 0 && !config.save_weights.empty()) {
+    save_weights(trainer.model(), config.save_weights);
+  }
+  finish_output(config, world, result.test, held_out, console);
+  return result;
+}
+
+Metrics run_evaluation(const RunConfig& config, const World& world, Console& console) {
+  if (world.rank() == 0) check_files(config);
+  TrainTask task = make_evaluation_task(config, world);
+  const Metrics test = evaluate(*task.model, task.loss, *task.test, world.group(), task.device,
+                                config.limit_test_batches.value_or(0), task.memory_format);
+  finish_output(config, world, test, held_out_samples(task), console);
+  return test;
+}
+
+}  // namespace lockstep

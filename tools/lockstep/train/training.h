@@ -1,0 +1,30 @@
+#pragma once
+
+#include <string>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/train/results.h"
+#include "tools/lockstep/train/console.h"
+#include "tools/lockstep/train/run_config.h"
+
+namespace lockstep {
+
+/// How the process joins the job. Throws UsageError for an accelerator or backend that is not
+/// there.
+InitOptions init_options(const RunConfig& config);
+
+/// Checks what is to be read and written, so that hours of training are not lost to a mistyped
+/// name: that files and the checkpoint folder can be made (the folder is), that the folder holds no
+/// other run's checkpoints, that what is to be resumed or loaded is there. Throws UsageError and
+/// DataError naming the flag.
+void check_files(const RunConfig& config);
+
+/// What `lockstep train` does in a rank: loads the data, makes the model from the seed, resumes,
+/// trains, saves, and prints the outcome as the last line of rank 0's standard output. Every rank
+/// of `world` calls with the same configuration. See Trainer::fit for what it throws.
+FitResult run_training(const RunConfig& config, const World& world, Console& console);
+
+/// What `lockstep eval` does in a rank: the outcome of `config.load_weights` on the held-out part.
+Metrics run_evaluation(const RunConfig& config, const World& world, Console& console);
+
+}  // namespace lockstep
