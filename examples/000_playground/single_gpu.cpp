@@ -13,9 +13,9 @@
 
 #include <cstdio>
 
-#include "examples/000_playground/mlp.h"
-#include "examples/common/data.h"
-#include "examples/common/program.h"
+#include "000_playground/mlp.h"
+#include "common/data.h"
+#include "common/program.h"
 #include "lockstep/lockstep.h"
 
 namespace {

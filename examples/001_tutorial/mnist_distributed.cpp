@@ -16,8 +16,8 @@
 
 #include <cstdio>
 
-#include "examples/001_tutorial/convnet.h"
-#include "examples/001_tutorial/options.h"
+#include "001_tutorial/convnet.h"
+#include "001_tutorial/options.h"
 #include "lockstep/lockstep.h"
 
 namespace {

@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <string>
 
-#include "examples/common/data.h"
-#include "examples/common/program.h"
+#include "common/data.h"
+#include "common/program.h"
 
 namespace tutorial {
 

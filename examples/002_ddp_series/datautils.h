@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "examples/common/program.h"
+#include "common/program.h"
 #include "lockstep/data/dataset.h"
 
 namespace series {
@@ -31,16 +31,13 @@ struct Args {
 template <class AddMore>
 Args read_args(int argc, char** argv, AddMore add_more) {
   Args args;
-  std::string total_epochs, save_every;
   examples::Flags flags("simple distributed training job");
-  flags.positional("total_epochs", total_epochs, "Total epochs to train the model");
-  flags.positional("save_every", save_every, "How often to save a snapshot");
+  flags.positional("total_epochs", args.total_epochs, "Total epochs to train the model", {0});
+  flags.positional("save_every", args.save_every, "How often to save a snapshot", {1});
   flags.option("--batch-size", args.batch_size, "Input batch size on each device; --batch_size too",
                {1});
   add_more(flags);
   examples::parse(flags, argc, argv);
-  args.total_epochs = examples::whole_number("total_epochs", total_epochs, 0);
-  args.save_every = examples::whole_number("save_every", save_every, 1);
   return args;
 }
 

@@ -18,7 +18,7 @@
 #include <cstdio>
 #include <filesystem>
 
-#include "examples/002_ddp_series/datautils.h"
+#include "002_ddp_series/datautils.h"
 #include "lockstep/lockstep.h"
 
 namespace {

@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "examples/002_ddp_series/datautils.h"
+#include "002_ddp_series/datautils.h"
 #include "lockstep/lockstep.h"
 
 namespace {

@@ -14,8 +14,8 @@
 #include <chrono>
 #include <cstdio>
 
-#include "examples/common/data.h"
-#include "examples/common/program.h"
+#include "common/data.h"
+#include "common/program.h"
 #include "lockstep/lockstep.h"
 
 namespace {
@@ -44,9 +44,9 @@ Options read_options(int argc, char** argv) {
 lockstep::DatasetSplits load_data(const lockstep::World& world,
                                   const examples::DataOptions& options) {
   lockstep::DatasetSplits splits;
-  if (world.rank() == 0) splits = examples::images(lockstep::fashion_mnist_source(), options);
+  if (world.rank() == 0) splits = examples::images("fashion-mnist", options);
   world.group().barrier();
-  if (world.rank() != 0) splits = examples::images(lockstep::fashion_mnist_source(), options);
+  if (world.rank() != 0) splits = examples::images("fashion-mnist", options);
   return splits;
 }
 

@@ -1,32 +1,16 @@
 // MNIST for the example programs, or the built-in digits where there is no MNIST.
 #pragma once
 
-#include <algorithm>
-#include <filesystem>
 #include <optional>
 #include <string>
 
-#include "examples/common/program.h"
+#include "common/program.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/data/dataset.h"
-#include "lockstep/data/mnist.h"
 
 namespace examples {
-
-/// True when the training images lie in `data_dir`, plain or compressed.
-inline bool files_are_there(const lockstep::MnistLike& source,
-                            const std::filesystem::path& data_dir) {
-  const std::string& name = source.files.front().name;
-  const auto holds = [&](const std::filesystem::path& folder) {
-    return std::filesystem::exists(folder / name) ||
-           std::filesystem::exists(folder / (name + ".gz"));
-  };
-  return holds(data_dir) ||
-         std::any_of(source.folders.begin(), source.folders.end(),
-                     [&](const auto& folder) { return holds(data_dir / folder); });
-}
 
 /// The first `limit` samples; all of them for 0.
 inline lockstep::TensorDataset first_samples(lockstep::TensorDataset dataset, int64_t limit) {
@@ -51,17 +35,15 @@ inline void add_data_flags(Flags& flags, DataOptions& options, const std::string
   flags.option("--limit", options.limit, "Use so many samples only; 0: all", {0});
 }
 
-/// MNIST or Fashion-MNIST (28 x 28 pixels, ten classes) from `options.dir`, downloaded when asked
+/// mnist or fashion-mnist (28 x 28 pixels, ten classes) from `options.dir`, downloaded when asked
 /// for. Where no folder was named and the default one does not hold it, rank 0 says so and the
 /// built-in digits, of the same shape, serve. Throws DataError when a named folder does not.
-inline lockstep::DatasetSplits images(const lockstep::MnistLike& source,
-                                      const DataOptions& options) {
+inline lockstep::DatasetSplits images(std::string name, const DataOptions& options) {
   lockstep::DatasetOptions dataset_options;
   dataset_options.data_dir =
       options.dir.value_or(lockstep::env_string("LOCKSTEP_DATA_DIR").value_or("./data"));
   dataset_options.download = options.download;
-  std::string name = source.name;
-  if (!options.download && !files_are_there(source, dataset_options.data_dir)) {
+  if (!options.download && !lockstep::dataset_folder(name, dataset_options)) {
     const auto missing = "no " + name + " in " + dataset_options.data_dir.string();
     if (options.dir) {
       throw lockstep::DataError(missing,
@@ -80,7 +62,7 @@ inline lockstep::DatasetSplits images(const lockstep::MnistLike& source,
 }
 
 inline lockstep::DatasetSplits mnist(const DataOptions& options) {
-  return images(lockstep::mnist_source(), options);
+  return images("mnist", options);
 }
 
 }  // namespace examples

@@ -1,21 +1,19 @@
 // What the example programs share: reading flags as the Python originals write them, and ending
-// with a message and an exit code when something goes wrong. Both are the lockstep binary's own.
+// with a message and an exit code when something goes wrong.
 #pragma once
 
 #include <cerrno>
 #include <cstdlib>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
-#include "tools/lockstep/cli.h"
+#include "lockstep/tool/cli.h"
 
 namespace examples {
 
 /// The flags of a program: `option(NAMES, VARIABLE, HELP, {MIN, MAX})`, whose present value is the
-/// default; see tools/lockstep/cli.h.
+/// default; see lockstep/tool/cli.h.
 class Flags : public lockstep::tool::Cli {
  public:
   explicit Flags(const std::string& about) : Cli(program_invocation_short_name, about) {}
@@ -43,16 +41,6 @@ inline void parse(Flags& flags, int argc, char** argv,
   if (!flags.parse(with_long_flags(argc, argv, two_letter_flags))) {
     std::exit(lockstep::kExitSuccess);
   }
-}
-
-/// The whole number that a positional argument gives.
-inline int whole_number(const std::string& name, const std::string& text, int minimum) {
-  const auto value = lockstep::parse_int(text);
-  if (!value || *value < minimum || *value > std::numeric_limits<int>::max()) {
-    throw lockstep::UsageError(name + ": '" + text + "' is not a whole number of at least " +
-                               std::to_string(minimum));
-  }
-  return static_cast<int>(*value);
 }
 
 /// Which of the machines this is must be below their number.

@@ -11,6 +11,7 @@
 // and the same on the second with --node-rank 1.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/lockstep.h"

@@ -3,6 +3,7 @@
 //   build/examples/quickstart/single
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/lockstep.h"

@@ -14,9 +14,9 @@ namespace lockstep {
 /// done; any thread may call. Throws what `loss.backward` throws.
 ///
 /// What the walk does not know goes to LibTorch's engine: tensors that are not on the CPU, hooks on
-/// tensors or nodes (but for those of backward_hook.h, which DistributedDataParallel's own reducer
-/// has), nested tensors and subclasses, anomaly and inference mode. A node of the user's own that
-/// asks the engine for a callback at the end of backward needs `loss.backward()`.
+/// tensors or nodes other than those of DistributedDataParallel's own reducer, nested tensors and
+/// subclasses, anomaly and inference mode. A node of the user's own that asks the engine for a
+/// callback at the end of backward needs `loss.backward()`.
 void backward(const at::Tensor& loss, const at::Tensor& gradient = {});
 
 /// Whether `backward` walks this loss's graph itself. For tests, and to see why a step is slow.

@@ -12,8 +12,8 @@ inline constexpr int kExitUsage = 2;
 
 /// The root of every exception that Lockstep throws.
 ///
-/// `what()` says what happened, where (rank, file, operation) and what was expected; when there is
-/// something the user can do, a second line says it: "  hint: ...".
+/// `what()` says what happened, where (rank, file, operation) and what was expected. Where the user
+/// can do something about it, a second line says what: "  hint: ...".
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message, const std::string& hint = {});
@@ -63,8 +63,8 @@ class TimeoutError : public CommError {
   using CommError::CommError;
 };
 
-/// What a PeerLostError hints at unless it knows better. The launcher recognises by it, in what a
-/// worker printed, that another worker is the cause.
+/// The hint of a PeerLostError that has no better one. The launcher looks for it in what a worker
+/// printed: another worker is then the cause.
 inline constexpr const char* kPeerLostHint =
     "look at what the lost rank printed last; it is the cause";
 

@@ -50,11 +50,10 @@ void write_all(int fd, const void* data, size_t size, const std::filesystem::pat
 /// Flushes a file's or a folder's entries to the disk. Throws SystemError.
 void fsync_path(const std::filesystem::path& path);
 
-/// A file that becomes visible under its name only when it is complete: it is written beside its
+/// A file that becomes visible under its name only when it is complete. It is written beside its
 /// target, flushed to the disk, and renamed over it by `commit()`. Without `commit()` nothing of it
-/// stays. A reader sees the old content or the new one, never a part. A symbolic link is followed;
-/// a target that is there and is no regular file (a device, a pipe, a folder) is refused by an
-/// Error.
+/// stays. A reader sees the old content or the new one, never a part. A symbolic link is followed.
+/// Throws Error for a target that is there and is no regular file (a device, a pipe, a folder).
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path target);

@@ -5,9 +5,9 @@
 
 namespace lockstep {
 
-/// Lines on standard error, whole: each is one write of "[rank3] warning: text\n", so lines of
-/// several processes and threads do not mix. Ranks other than 0 write only warnings and errors;
-/// the rank is what the launcher's variable says (RANK, Open MPI's or Slurm's).
+/// Lines on standard error. Each is one write of "[rank3] warning: text\n", so the lines of several
+/// processes and threads do not mix. Ranks other than 0 write only warnings and errors. The rank is
+/// what the launcher's variable says (RANK, Open MPI's or Slurm's).
 /// LOCKSTEP_LOG_LEVEL=debug|info|warning|error|quiet (default info) says what is written.
 enum class LogLevel { debug, info, warning, error, quiet };
 

@@ -6,8 +6,15 @@
 
 namespace lockstep {
 
-/// The pauses of a loop that polls a store: none at first, as what is awaited mostly comes within
-/// some round trips, then growing with the time already waited, to at most 2 ms.
+/// Until then; at least 0.
+inline std::chrono::milliseconds time_left(std::chrono::steady_clock::time_point deadline) {
+  using std::chrono::milliseconds;
+  const auto left = deadline - std::chrono::steady_clock::now();
+  return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(left));
+}
+
+/// The pauses of a loop that polls a store. There is none at first, as the answer mostly comes
+/// within some round trips. Then they grow with the time already waited, to at most 2 ms.
 class PollPause {
  public:
   using Clock = std::chrono::steady_clock;

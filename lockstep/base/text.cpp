@@ -1,29 +1,19 @@
 #include "lockstep/base/text.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 
+#include "lockstep/base/error.h"
+
 namespace lockstep {
 namespace {
-
-size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
-  for (size_t i = 0; i <= a.size(); ++i) d[i][0] = i;
-  for (size_t j = 0; j <= b.size(); ++j) d[0][j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t substitution = d[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
-      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, substitution});
-      const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
-      if (swapped) d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
-    }
-  }
-  return d[a.size()][b.size()];
-}
 
 template <class T>
 std::optional<T> parse_whole(std::string_view text) {
@@ -69,27 +59,14 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
   return joined;
 }
 
-std::optional<std::string> nearest(std::string_view word,
-                                   const std::vector<std::string>& candidates) {
-  const std::string lower = to_lower(word);
-  std::optional<std::string> best;
-  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
-  for (const auto& candidate : candidates) {
-    const size_t distance = edit_distance(lower, to_lower(candidate));
-    if (distance < best_distance) {
-      best = candidate;
-      best_distance = distance;
-    }
-  }
-  return best;
-}
-
-std::string unknown_word(std::string_view kind, std::string_view word,
-                         const std::vector<std::string>& candidates) {
-  std::string message = "unknown " + std::string(kind) + " '" + std::string(word) + "'";
-  if (const auto near = nearest(word, candidates))
-    return message + "; did you mean '" + *near + "'?";
-  return message + "; known: " + join(candidates, ", ");
+std::string random_hex(size_t bytes) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::vector<unsigned char> random(bytes);
+  if (getrandom(random.data(), bytes, 0) != static_cast<ssize_t>(bytes))
+    throw SystemError("getrandom", errno);
+  std::string text;
+  for (const unsigned char byte : random) text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  return text;
 }
 
 std::string human_bytes(uint64_t bytes) {

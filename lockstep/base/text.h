@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,14 +20,8 @@ std::string to_lower(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 
-/// The candidate nearest to a mistyped word by edit distance (Damerau-Levenshtein, adjacent swaps
-/// count one); none when no candidate is near enough to be what was meant.
-std::optional<std::string> nearest(std::string_view word,
-                                   const std::vector<std::string>& candidates);
-
-/// "unknown KIND 'WORD'; did you mean 'X'?" or, when nothing is near, "...; known: A, B, C".
-std::string unknown_word(std::string_view kind, std::string_view word,
-                         const std::vector<std::string>& candidates);
+/// Random hexadecimal text of `bytes` bytes from the system, for names that nobody guesses.
+std::string random_hex(size_t bytes);
 
 /// "1.5 GB", "437 KB", "12 B": powers of 1000, at most one digit after the point.
 std::string human_bytes(uint64_t bytes);

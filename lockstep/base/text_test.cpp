@@ -22,18 +22,11 @@ TEST(Text, SplitAndJoinAreInverse) {
   EXPECT_EQ(join(split("a,,b", ','), ","), "a,,b");
 }
 
-TEST(Text, NearestFindsTyposAndSwaps) {
-  const std::vector<std::string> known = {"--max-epochs", "--batch-size", "--lr"};
-  EXPECT_EQ(nearest("--max-epoch", known), "--max-epochs");
-  EXPECT_EQ(nearest("--bacth-size", known), "--batch-size");
-  EXPECT_FALSE(nearest("--colour", known));
-}
-
-TEST(Text, UnknownWordListsWhatIsKnownWhenNothingIsNear) {
-  EXPECT_EQ(unknown_word("model", "mpl", {"mlp", "linear"}),
-            "unknown model 'mpl'; did you mean 'mlp'?");
-  EXPECT_EQ(unknown_word("model", "resnet50", {"mlp", "linear"}),
-            "unknown model 'resnet50'; known: mlp, linear");
+TEST(Text, RandomTextIsHexadecimalAndNeverTheSame) {
+  const std::string text = random_hex(16);
+  EXPECT_EQ(text.size(), 32U);
+  EXPECT_EQ(text.find_first_not_of("0123456789abcdef"), std::string::npos) << text;
+  EXPECT_NE(text, random_hex(16));
 }
 
 TEST(Text, HumanUnits) {
@@ -44,6 +37,11 @@ TEST(Text, HumanUnits) {
   EXPECT_EQ(human_seconds(12.34), "12.3s");
   EXPECT_EQ(human_seconds(187), "3m07s");
   EXPECT_EQ(human_seconds(7500), "2h05m");
+}
+
+TEST(Text, SecondsAsAUserWritesThem) {
+  EXPECT_EQ(seconds_text(std::chrono::milliseconds(1500)), "1.5 s");
+  EXPECT_EQ(seconds_text(std::chrono::milliseconds(120'000)), "120 s");
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "lockstep/base/words.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -12,6 +13,38 @@ constexpr size_t kMostSuggestions = 3;
 
 std::string_view without_dashes(std::string_view word) {
   return word.substr(std::min(word.find_first_not_of('-'), word.size()));
+}
+
+/// How many letters must be added, left out, replaced or swapped with the next
+/// (Damerau-Levenshtein).
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i) d[i][0] = i;
+  for (size_t j = 0; j <= b.size(); ++j) d[0][j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t substitution = d[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, substitution});
+      const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (swapped) d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+    }
+  }
+  return d[a.size()][b.size()];
+}
+
+/// The word nearest to a mistyped one; none where none is near enough to be what was meant.
+std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& known) {
+  const std::string lower = to_lower(word);
+  std::optional<std::string> best;
+  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
+  for (const auto& candidate : known) {
+    const size_t distance = edit_distance(lower, to_lower(candidate));
+    if (distance < best_distance) {
+      best = candidate;
+      best_distance = distance;
+    }
+  }
+  return best;
 }
 
 template <class Matches>
@@ -50,6 +83,13 @@ std::string did_you_mean(std::string_view word, const std::vector<std::string>& 
     text += similar[i];
   }
   return text.empty() ? text : text + "'?";
+}
+
+std::string unknown_word(std::string_view kind, std::string_view word,
+                         const std::vector<std::string>& known) {
+  const std::string meant = did_you_mean(word, known);
+  return "unknown " + std::string(kind) + " '" + std::string(word) + "'; " +
+         (meant.empty() ? "known: " + join(known, ", ") : meant);
 }
 
 void expect_one_of(const std::string& flag, const std::string& word,

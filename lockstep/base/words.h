@@ -7,14 +7,21 @@
 
 namespace lockstep {
 
-/// The known words that a mistyped one may stand for, at most three: the same but for its case,
-/// else those that it begins ("--nproc" of "--nproc-per-node"), else the nearest by edit distance,
-/// else those of which it is or begins a later part ("--epochs" of "--max-epochs").
+/// The known words that a mistyped one may stand for, at most three. The first of these that finds
+/// any:
+/// - the same word but for its case,
+/// - words that it begins ("--nproc" of "--nproc-per-node"),
+/// - the nearest by edit distance,
+/// - words of which it is or begins a later part ("--epochs" of "--max-epochs").
 std::vector<std::string> similar_words(std::string_view word,
                                        const std::vector<std::string>& known);
 
 /// "did you mean 'mlp'?" or "did you mean 'a' or 'b'?"; empty when no known word is similar.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
+
+/// "unknown KIND 'WORD'; did you mean 'X'?" or, where no known word is similar, "...; known: A, B".
+std::string unknown_word(std::string_view kind, std::string_view word,
+                         const std::vector<std::string>& known);
 
 /// Throws UsageError unless `word` is one of `known`, in the one wording that all flags have:
 /// "--backend: unknown value 'glo'; expected one of auto, gloo, nccl", with `did_you_mean` as hint.

@@ -26,6 +26,7 @@ TEST(Words, ATypoMeansTheNearest) {
   EXPECT_EQ(similar_words("--bacth-size", kFlags), (Words{"--batch-size"}));
   EXPECT_EQ(similar_words("--max-epoch", kFlags), (Words{"--max-epochs"}));
   EXPECT_EQ(similar_words("glo", {"auto", "gloo"}), (Words{"gloo"}));
+  EXPECT_EQ(similar_words("mpl", {"linear", "mlp"}), (Words{"mlp"}));
 }
 
 TEST(Words, ALaterPartMeansTheWordsThatHaveIt) {
@@ -45,6 +46,13 @@ TEST(Words, SuggestionsReadAsAQuestion) {
   EXPECT_EQ(did_you_mean("--dir", kFlags), "did you mean '--log-dir' or '--data-dir'?");
   EXPECT_EQ(did_you_mean("--lo", kFlags),
             "did you mean '--log-dir', '--load-weights' or '--log-every-n-steps'?");
+}
+
+TEST(Words, AnUnknownWordListsWhatIsKnownWhereNothingIsSimilar) {
+  EXPECT_EQ(unknown_word("model", "mpl", {"mlp", "linear"}),
+            "unknown model 'mpl'; did you mean 'mlp'?");
+  EXPECT_EQ(unknown_word("model", "resnet50", {"mlp", "linear"}),
+            "unknown model 'resnet50'; known: mlp, linear");
 }
 
 TEST(Words, AnUnknownValueNamesTheFlagAndWhatItTakes) {

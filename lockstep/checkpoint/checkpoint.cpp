@@ -1,18 +1,15 @@
 #include "lockstep/checkpoint/checkpoint.h"
 
-#include <fcntl.h>
 #include <torch/version.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <vector>
 
 #include "lockstep/base/file.h"
-#include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
+#include "lockstep/data/content_reader.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -24,35 +21,12 @@ constexpr char kModelFile[] = "model.safetensors";
 constexpr char kStateFile[] = "state.safetensors";
 constexpr char kInfoFile[] = "state.json";
 
-struct Digest {
-  uint64_t bytes = 0;
-  std::string sha256;
-};
-
-/// Reads the file once in pieces: a checkpoint may be larger than the memory that is free.
-Digest digest_of(const fs::path& path) {
-  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!fd) throw SystemError("cannot open " + path.string(), errno);
-  Hasher hasher(Hasher::Algorithm::sha256);
-  Digest digest;
-  std::vector<char> buffer(1 << 20);
-  while (true) {
-    const ssize_t n = ::read(fd.get(), buffer.data(), buffer.size());
-    if (n == 0) break;
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      throw SystemError("cannot read " + path.string(), errno);
-    }
-    hasher.update(buffer.data(), static_cast<size_t>(n));
-    digest.bytes += static_cast<uint64_t>(n);
-  }
-  digest.sha256 = hasher.finish();
-  return digest;
+std::string sha256_of(const fs::path& path) {
+  return content_hash(path, Hasher::Algorithm::sha256, ContentOptions::Packing::plain);
 }
 
 json described(const fs::path& path) {
-  const Digest digest = digest_of(path);
-  return {{"bytes", digest.bytes}, {"sha256", digest.sha256}};
+  return {{"bytes", fs::file_size(path)}, {"sha256", sha256_of(path)}};
 }
 
 json to_json(const CheckpointInfo& info) {
@@ -106,9 +80,9 @@ void check_file(const fs::path& folder, const std::string& name, const json& exp
     damaged(folder, name + " has " + std::to_string(bytes) + " bytes in place of " +
                         expected.at("bytes").dump());
   }
-  const Digest digest = digest_of(path);
-  if (digest.sha256 != expected.at("sha256").get<std::string>()) {
-    damaged(folder, name + " has SHA-256 " + digest.sha256 + " in place of " +
+  const std::string sha256 = sha256_of(path);
+  if (sha256 != expected.at("sha256").get<std::string>()) {
+    damaged(folder, name + " has SHA-256 " + sha256 + " in place of " +
                         expected.at("sha256").get<std::string>());
   }
 }

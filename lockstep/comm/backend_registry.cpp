@@ -1,9 +1,10 @@
 #include "lockstep/comm/backend_registry.h"
 
+#include <array>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
@@ -12,33 +13,46 @@
 
 namespace lockstep {
 
-std::vector<BackendInfo> available_backends() {
-  return {nccl::info(), shm::info(), hierarchical::info(), gloo::info(), mpi::info()};
-}
+namespace {
 
-BackendInfo backend_info(const std::string& name) {
+struct Backend {
+  BackendInfo (*info)();
+  MadeBackend (*make)(const BackendOptions&);
+};
+/// In the order in which they are preferred.
+constexpr std::array<Backend, 5> kBackends{{{nccl::info, nccl::make},
+                                            {shm::info, shm::make},
+                                            {hierarchical::info, hierarchical::make},
+                                            {gloo::info, gloo::make},
+                                            {mpi::info, mpi::make}}};
+
+const Backend& backend_named(const std::string& name) {
   std::vector<std::string> names;
-  for (auto& info : available_backends()) {
-    if (info.name == name) return info;
-    names.push_back(info.name);
+  for (const auto& backend : kBackends) {
+    names.push_back(backend.info().name);
+    if (names.back() == name) return backend;
   }
   throw UsageError(unknown_word("backend", name, names));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
-                                               const BackendOptions& options) {
-  const BackendInfo info = backend_info(name);
-  if (!info.available) {
+}  // namespace
+
+std::vector<BackendInfo> available_backends() {
+  std::vector<BackendInfo> infos;
+  for (const auto& backend : kBackends) infos.push_back(backend.info());
+  return infos;
+}
+
+BackendInfo backend_info(const std::string& name) {
+  return backend_named(name).info();
+}
+
+MadeBackend make_backend(const std::string& name, const BackendOptions& options) {
+  const Backend& backend = backend_named(name);
+  const BackendInfo info = backend.info();
+  if (!info.available)
     throw UsageError("backend '" + name + "' cannot be used: " + info.reason, info.remedy);
-  }
-  if (name == "nccl") return nccl::make(options);
-  if (name == "mpi") return mpi::make(options);
-  if (name == "hierarchical") {
-    BackendOptions built_on_others = options;
-    built_on_others.factory = make_backend;
-    return hierarchical::make(built_on_others);
-  }
-  return name == "shm" ? shm::make(options) : gloo::make(options);
+  return backend.make(options);
 }
 
 }  // namespace lockstep

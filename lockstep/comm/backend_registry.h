@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <string>
 #include <vector>
 
@@ -19,7 +17,6 @@ BackendInfo backend_info(const std::string& name);
 /// backend (why, and what to do); LibTorch's errors for what goes wrong while connecting. Before it
 /// is released its `shutdown` must be called, or `abort` to give up what is in flight; for NCCL on
 /// every rank in the same order and before `main` ends.
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
-                                               const BackendOptions& options);
+MadeBackend make_backend(const std::string& name, const BackendOptions& options);
 
 }  // namespace lockstep

@@ -10,8 +10,8 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/native_log.h"
-#include "lockstep/comm/checks/translate.h"
 #include "lockstep/comm/native_store.h"
 
 namespace lockstep {
@@ -59,8 +59,7 @@ std::string rank_text(const std::vector<int>& ranks) {
   throw CommError(what + ": " + reason);
 }
 
-c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context,
-                                              c10::intrusive_ptr<c10d::Backend> inner,
+c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend made,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::string& name,
                                               const std::vector<int>& global_ranks) {
@@ -70,7 +69,9 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context,
   options.timeout = context.timeout;
   options.group_name = name;
   options.announced = true;
-  return make_checked_backend(std::move(inner), store, std::move(options));
+  options.needs_comparison = made.traits.needs_comparison;
+  options.names_failures = made.traits.names_failures;
+  return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
@@ -114,7 +115,8 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
       size(static_cast<int>(this->global_ranks.size())),
       backend_name(std::move(backend)),
       timeout(this->context->timeout),
-      device_(backend_name == "nccl" ? this->context->device : c10::Device(c10::kCPU)),
+      device_(backend_info(backend_name).traits.on_cuda ? this->context->device
+                                                        : c10::Device(c10::kCPU)),
       waiters_(std::make_shared<detail::WaiterPool>()) {
   // The nesting of Python's init_process_group and new_group, so that its ranks meet ours: further
   // groups lie within the default group's prefix.
@@ -132,16 +134,17 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.timeout = timeout;
   options.interface = this->context->interface;
   options.address = this->context->address;
+  options.host = this->context->host;
   options.device = device_;
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;
   options.debug = this->context->debug;
   try {
     const QuietNativeLog quiet;
-    auto inner = make_backend(backend_name, options);
-    transport_ = inner->getBackendName();
+    auto made = make_backend(backend_name, options);
+    traits_ = made.traits;
     backend_ =
-        with_checks(*this->context, std::move(inner), check_store, this->name, this->global_ranks);
+        with_checks(*this->context, std::move(made), check_store, this->name, this->global_ranks);
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& error) {
@@ -156,7 +159,8 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   native_->setDefaultBackend(backend_type(backend_name));
   if (device_.is_cuda()) native_->setBoundDeviceId(device_);
   native_->setBackend(device_.type(), backend_type(backend_name), backend_);
-  if (backend_name == "gloo") native_->setBackend(c10::kCUDA, backend_type("gloo"), backend_);
+  if (backend_info(backend_name).traits.takes_cuda)
+    native_->setBackend(c10::kCUDA, backend_type(backend_name), backend_);
   native_->setGroupName(this->name);
 }
 
@@ -179,7 +183,7 @@ Work ProcessGroup::Impl::make_work(c10::intrusive_ptr<c10d::Work> work,
                                    std::vector<at::Tensor> kept_alive, bool p2p) const {
   return Work(std::make_shared<detail::WorkState>(
       std::move(work), std::move(outputs), std::move(kept_alive),
-      p2p && (transport_ == "gloo" || transport_ == "hierarchical") ? waiters_ : nullptr));
+      p2p && traits_.tells_only_waiters ? waiters_ : nullptr));
 }
 
 void ProcessGroup::Impl::close(bool abort) noexcept {

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/checks/debug_level.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
@@ -28,6 +29,7 @@ struct GroupContext {
   std::string backend;
   std::string interface;
   std::string address;  ///< This host's address that the other ranks reach.
+  std::string host;     ///< BackendOptions::host.
   c10::Device device = c10::kCPU;
   std::chrono::milliseconds timeout{120'000};
   DebugLevel debug = DebugLevel::info;
@@ -46,12 +48,12 @@ class ProcessGroup::Impl {
   /// The backend with its checks. Throws CommError once the group is closed.
   c10d::Backend& backend() const;
   c10d::ProcessGroup& native() const;
-  /// The backend that was made: hierarchical makes a simpler one where there is no hierarchy.
-  const std::string& transport() const { return transport_; }
+  /// Of the backend that was made.
+  const BackendTraits& traits() const { return traits_; }
   /// Where tensors of this group's own messages live.
   c10::Device device() const { return device_; }
 
-  /// The operation's handle. `p2p`: of the kind whose end Gloo tells only to who waits.
+  /// The operation's handle. `p2p`: it is a send or a receive.
   Work make_work(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
                  std::vector<at::Tensor> kept_alive, bool p2p = false) const;
 
@@ -70,7 +72,7 @@ class ProcessGroup::Impl {
 
  private:
   c10::Device device_;
-  std::string transport_;
+  BackendTraits traits_;
   std::shared_ptr<detail::WaiterPool> waiters_;
   c10::intrusive_ptr<c10d::ProcessGroup> native_;
   c10::intrusive_ptr<c10d::Backend> backend_;

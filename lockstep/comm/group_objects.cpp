@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/process_group.h"
 
@@ -53,13 +54,6 @@ std::vector<int64_t> gather_sizes(const ProcessGroup& group, int64_t mine, c10::
   return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + group.size()};
 }
 
-void check_root(const ProcessGroup& group, const char* operation, const char* argument, int rank) {
-  if (rank >= 0 && rank < group.size()) return;
-  throw UsageError(std::string(operation) + ": " + argument + "=" + std::to_string(rank) +
-                   " is out of range; the group has ranks 0 to " +
-                   std::to_string(group.size() - 1));
-}
-
 // A null or closed group throws here, before its state is looked at.
 void check_open(const ProcessGroup& group) {
   group.native();
@@ -90,7 +84,7 @@ std::vector<json> ProcessGroup::all_gather_object(const json& object) const {
 
 std::vector<json> ProcessGroup::gather_object(const json& object, int dst) const {
   check_open(*this);
-  check_root(*this, "gather_object", "dst", dst);
+  backends::check_rank("gather_object", "dst", dst, size());
   const c10::Device where = impl().device();
   const at::Tensor bytes = encode(object);
   const auto sizes = gather_sizes(*this, bytes.numel(), where);
@@ -109,7 +103,7 @@ std::vector<json> ProcessGroup::gather_object(const json& object, int dst) const
 
 json ProcessGroup::broadcast_object(const json& object, int src) const {
   check_open(*this);
-  check_root(*this, "broadcast_object", "src", src);
+  backends::check_rank("broadcast_object", "src", src, size());
   const c10::Device where = impl().device();
   at::Tensor bytes = rank() == src ? encode(object).to(where) : at::Tensor();
   at::Tensor length =
@@ -123,7 +117,7 @@ json ProcessGroup::broadcast_object(const json& object, int src) const {
 
 json ProcessGroup::scatter_object(const std::vector<json>& objects, int src) const {
   check_open(*this);
-  check_root(*this, "scatter_object", "src", src);
+  backends::check_rank("scatter_object", "src", src, size());
   const c10::Device where = impl().device();
   // Two numbers go first: the longest size, for all, and each one's own.
   Tensors encoded, headers;

@@ -3,12 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/checks/translate.h"
+#include "lockstep/comm/backends/tensor_checks.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/group_impl.h"
 
 namespace lockstep {
@@ -43,57 +43,192 @@ ProcessGroup::Impl& checked(const std::shared_ptr<ProcessGroup::Impl>& impl) {
   return *impl;
 }
 
-void check_rank(const ProcessGroup::Impl& impl, const char* operation, const char* argument,
-                int rank) {
-  if (rank >= 0 && rank < impl.size) return;
-  throw UsageError(std::string(operation) + ": " + argument + "=" + std::to_string(rank) +
-                   " is out of range; the group has ranks 0 to " + std::to_string(impl.size - 1));
+using backends::check_rank;
+using backends::rows_of_ranks;
+using Impl = ProcessGroup::Impl;
+
+/// A blocking call says so to backends that then work in the calling thread.
+enum class Mode { async, blocking };
+
+template <class CallOptions>
+CallOptions options_of(const Impl& impl, Mode mode) {
+  CallOptions options;
+  options.timeout = impl.timeout;
+  options.asyncOp = mode == Mode::async || !impl.traits().runs_in_caller;
+  return options;
 }
 
-/// Blocking calls say so to our own backends, which then work in the calling thread. To NCCL it
-/// would mean another stream.
-thread_local bool blocking = false;
-bool is_async(const ProcessGroup::Impl& impl) {
-  return !blocking || (impl.transport() != "shm" && impl.transport() != "hierarchical");
+template <class CallOptions>
+CallOptions options_of(const Impl& impl, Mode mode, ReduceOp op) {
+  auto options = options_of<CallOptions>(impl, mode);
+  options.reduceOp = native_op(op);
+  return options;
 }
-class Blocking {
- public:
-  Blocking() { blocking = true; }
-  ~Blocking() { blocking = false; }
-};
 
-void check_count(const ProcessGroup::Impl& impl, const char* operation, const char* argument,
-                 size_t count, size_t expected) {
+void check_count(const Impl& impl, Operation operation, const char* argument, size_t count,
+                 bool one_a_rank = true) {
+  const size_t expected = one_a_rank ? static_cast<size_t>(impl.size) : 0;
   if (count == expected) return;
-  throw UsageError(std::string(operation) + ": " + argument + " has " + std::to_string(count) +
-                   " tensors on rank " + std::to_string(impl.rank) + ", expected " +
-                   std::to_string(expected) +
-                   (expected == 0 ? " on a rank other than the root" : ", one a rank"));
+  throw UsageError(std::string(operation_name(operation)) + ": " + argument + " has " +
+                   std::to_string(count) + " tensors on rank " + std::to_string(impl.rank) +
+                   ", expected " + std::to_string(expected) +
+                   (one_a_rank ? ", one a rank" : " on a rank other than the root"));
 }
 
-/// The other backends take contiguous tensors only, at least in some operations.
-bool takes_strided(const ProcessGroup::Impl& impl) {
-  return impl.transport() == "shm" || impl.transport() == "mpi";
-}
-
-void check_tensor(const ProcessGroup::Impl& impl, const char* operation, const at::Tensor& tensor) {
-  if (!tensor.defined()) throw UsageError(std::string(operation) + ": an undefined tensor");
-  if (tensor.layout() == at::kStrided && !tensor.is_contiguous() && !takes_strided(impl)) {
-    throw UsageError(std::string(operation) + ": the tensor is not contiguous",
+void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tensor) {
+  const std::string name(operation_name(operation));
+  if (!tensor.defined()) throw UsageError(name + ": an undefined tensor");
+  if (tensor.layout() == at::kStrided && !tensor.is_contiguous() && !impl.traits().takes_strided) {
+    throw UsageError(name + ": the tensor is not contiguous",
                      "pass tensor.contiguous(), and copy the result back where it is an output");
   }
 }
 
-void check_tensors(const ProcessGroup::Impl& impl, const char* operation, const Tensors& tensors) {
+void check_tensors(const Impl& impl, Operation operation, c10::ArrayRef<at::Tensor> tensors) {
   for (const auto& tensor : tensors) check_tensor(impl, operation, tensor);
 }
 
-void check_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
+void check_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
                     int size) {
   if (large.numel() == small.numel() * size) return;
-  throw UsageError(std::string(operation) + ": the larger tensor has " +
+  throw UsageError(std::string(operation_name(operation)) + ": the larger tensor has " +
                    std::to_string(large.numel()) + " elements, expected " + std::to_string(size) +
                    " times the smaller one's " + std::to_string(small.numel()));
+}
+
+/// The handle of what `call` begins.
+template <class Call>
+Work started(const Impl& impl, Tensors outputs, Tensors kept_alive, Call call, bool p2p = false) {
+  return impl.make_work(translated(call), std::move(outputs), std::move(kept_alive), p2p);
+}
+
+Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
+  check_tensor(impl, Operation::all_reduce, tensor);
+  const auto options = options_of<c10d::AllreduceOptions>(impl, mode, op);
+  Tensors tensors{tensor};
+  return started(impl, tensors, {}, [&] { return impl.backend().allreduce(tensors, options); });
+}
+
+Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceOp op) {
+  if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
+  check_tensors(impl, Operation::all_reduce_coalesced, tensors);
+  const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, mode, op);
+  return started(impl, tensors, {},
+                 [&] { return impl.backend().allreduce_coalesced(tensors, options); });
+}
+
+Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp op) {
+  check_rank(Operation::reduce, "dst", dst, impl.size);
+  check_tensor(impl, Operation::reduce, tensor);
+  auto options = options_of<c10d::ReduceOptions>(impl, mode, op);
+  options.rootRank = dst;
+  Tensors tensors{tensor};
+  return started(impl, tensors, {}, [&] { return impl.backend().reduce(tensors, options); });
+}
+
+Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
+  check_rank(Operation::broadcast, "src", src, impl.size);
+  check_tensor(impl, Operation::broadcast, tensor);
+  auto options = options_of<c10d::BroadcastOptions>(impl, mode);
+  options.rootRank = src;
+  Tensors tensors{tensor};
+  return started(impl, tensors, {}, [&] { return impl.backend().broadcast(tensors, options); });
+}
+
+Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input) {
+  check_count(impl, Operation::all_gather, "outputs", outputs.size());
+  check_tensor(impl, Operation::all_gather, input);
+  check_tensors(impl, Operation::all_gather, outputs);
+  const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
+  std::vector<Tensors> lists{outputs};
+  Tensors inputs{input};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().allgather(lists, inputs, options); });
+}
+
+Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input) {
+  check_tensors(impl, Operation::all_gather_into_tensor, {output, input});
+  check_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
+  const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
+  return started(impl, {output}, {input},
+                 [&] { return impl.backend()._allgather_base(output, input, options); });
+}
+
+Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input, int dst) {
+  check_rank(Operation::gather, "dst", dst, impl.size);
+  check_count(impl, Operation::gather, "outputs", outputs.size(), impl.rank == dst);
+  check_tensor(impl, Operation::gather, input);
+  check_tensors(impl, Operation::gather, outputs);
+  auto options = options_of<c10d::GatherOptions>(impl, mode);
+  options.rootRank = dst;
+  std::vector<Tensors> lists;
+  if (impl.rank == dst) lists.push_back(outputs);
+  Tensors inputs{input};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().gather(lists, inputs, options); });
+}
+
+Work scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs, int src) {
+  check_rank(Operation::scatter, "src", src, impl.size);
+  check_count(impl, Operation::scatter, "inputs", inputs.size(), impl.rank == src);
+  check_tensor(impl, Operation::scatter, output);
+  check_tensors(impl, Operation::scatter, inputs);
+  auto options = options_of<c10d::ScatterOptions>(impl, mode);
+  options.rootRank = src;
+  std::vector<Tensors> lists;
+  if (impl.rank == src) lists.push_back(inputs);
+  Tensors outputs{output};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().scatter(outputs, lists, options); });
+}
+
+Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs,
+                    ReduceOp op) {
+  check_count(impl, Operation::reduce_scatter, "inputs", inputs.size());
+  check_tensor(impl, Operation::reduce_scatter, output);
+  check_tensors(impl, Operation::reduce_scatter, inputs);
+  const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
+  Tensors outputs{output};
+  std::vector<Tensors> lists{inputs};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().reduce_scatter(outputs, lists, options); });
+}
+
+Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
+                           ReduceOp op) {
+  check_tensors(impl, Operation::reduce_scatter_tensor, {output, input});
+  check_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
+  const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
+  return started(impl, {output}, {input},
+                 [&] { return impl.backend()._reduce_scatter_base(output, input, options); });
+}
+
+Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
+  check_count(impl, Operation::all_to_all, "outputs", outputs.size());
+  check_count(impl, Operation::all_to_all, "inputs", inputs.size());
+  check_tensors(impl, Operation::all_to_all, outputs);
+  check_tensors(impl, Operation::all_to_all, inputs);
+  const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().alltoall(outputs, inputs, options); });
+}
+
+Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
+                       std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
+  constexpr Operation operation = Operation::all_to_all_single;
+  check_tensors(impl, operation, {output, input});
+  rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
+  rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
+  const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
+  return started(impl, {output}, {input}, [&] {
+    return impl.backend().alltoall_base(output, input, output_splits, input_splits, options);
+  });
+}
+
+Work barrier(const Impl& impl, Mode mode) {
+  auto options = options_of<c10d::BarrierOptions>(impl, mode);
+  if (impl.device().is_cuda()) options.device_ids = {impl.device().index()};
+  return started(impl, {}, {}, [&] { return impl.backend().barrier(options); });
 }
 
 }  // namespace
@@ -136,225 +271,27 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
   return translated([&] { return backend.allocateTensor(static_cast<long>(numel), options); });
 }
 
-Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
-  auto& impl = checked(impl_);
-  check_tensor(impl, "all_reduce", tensor);
-  c10d::AllreduceOptions options;
-  options.reduceOp = native_op(op);
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  Tensors tensors{tensor};
-  auto work = translated([&] { return impl.backend().allreduce(tensors, options); });
-  return impl.make_work(std::move(work), tensors, {});
-}
-
-Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) const {
-  auto& impl = checked(impl_);
-  if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
-  check_tensors(impl, "all_reduce_coalesced", tensors);
-  c10d::AllreduceCoalescedOptions options;
-  options.reduceOp = native_op(op);
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  auto work = translated([&] { return impl.backend().allreduce_coalesced(tensors, options); });
-  return impl.make_work(std::move(work), tensors, {});
-}
-
-Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const {
-  auto& impl = checked(impl_);
-  check_rank(impl, "reduce", "dst", dst);
-  check_tensor(impl, "reduce", tensor);
-  c10d::ReduceOptions options;
-  options.reduceOp = native_op(op);
-  options.rootRank = dst;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  Tensors tensors{tensor};
-  auto work = translated([&] { return impl.backend().reduce(tensors, options); });
-  return impl.make_work(std::move(work), tensors, {});
-}
-
-Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
-  auto& impl = checked(impl_);
-  check_rank(impl, "broadcast", "src", src);
-  check_tensor(impl, "broadcast", tensor);
-  c10d::BroadcastOptions options;
-  options.rootRank = src;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  Tensors tensors{tensor};
-  auto work = translated([&] { return impl.backend().broadcast(tensors, options); });
-  return impl.make_work(std::move(work), tensors, {});
-}
-
-Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) const {
-  auto& impl = checked(impl_);
-  check_count(impl, "all_gather", "outputs", outputs.size(), static_cast<size_t>(impl.size));
-  check_tensor(impl, "all_gather", input);
-  check_tensors(impl, "all_gather", outputs);
-  c10d::AllgatherOptions options;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  std::vector<Tensors> lists{outputs};
-  Tensors inputs{input};
-  auto work = translated([&] { return impl.backend().allgather(lists, inputs, options); });
-  return impl.make_work(std::move(work), outputs, inputs);
-}
-
-Work ProcessGroup::all_gather_into_tensor_async(at::Tensor& output, const at::Tensor& input) const {
-  auto& impl = checked(impl_);
-  check_tensors(impl, "all_gather_into_tensor", {output, input});
-  check_multiple("all_gather_into_tensor", output, input, impl.size);
-  c10d::AllgatherOptions options;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  at::Tensor in = input;
-  auto work = translated([&] { return impl.backend()._allgather_base(output, in, options); });
-  return impl.make_work(std::move(work), {output}, {input});
-}
-
-Work ProcessGroup::gather_async(Tensors& outputs, const at::Tensor& input, int dst) const {
-  auto& impl = checked(impl_);
-  check_rank(impl, "gather", "dst", dst);
-  check_count(impl, "gather", "outputs", outputs.size(),
-              impl.rank == dst ? static_cast<size_t>(impl.size) : 0);
-  check_tensor(impl, "gather", input);
-  check_tensors(impl, "gather", outputs);
-  c10d::GatherOptions options;
-  options.rootRank = dst;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  std::vector<Tensors> lists;
-  if (impl.rank == dst) lists.push_back(outputs);
-  Tensors inputs{input};
-  auto work = translated([&] { return impl.backend().gather(lists, inputs, options); });
-  return impl.make_work(std::move(work), outputs, inputs);
-}
-
-Work ProcessGroup::scatter_async(at::Tensor& output, const Tensors& inputs, int src) const {
-  auto& impl = checked(impl_);
-  check_rank(impl, "scatter", "src", src);
-  check_count(impl, "scatter", "inputs", inputs.size(),
-              impl.rank == src ? static_cast<size_t>(impl.size) : 0);
-  check_tensor(impl, "scatter", output);
-  check_tensors(impl, "scatter", inputs);
-  c10d::ScatterOptions options;
-  options.rootRank = src;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  std::vector<Tensors> lists;
-  if (impl.rank == src) lists.push_back(inputs);
-  Tensors outputs{output};
-  auto work = translated([&] { return impl.backend().scatter(outputs, lists, options); });
-  return impl.make_work(std::move(work), outputs, inputs);
-}
-
-Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& inputs,
-                                        ReduceOp op) const {
-  auto& impl = checked(impl_);
-  check_count(impl, "reduce_scatter", "inputs", inputs.size(), static_cast<size_t>(impl.size));
-  check_tensor(impl, "reduce_scatter", output);
-  check_tensors(impl, "reduce_scatter", inputs);
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = native_op(op);
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  Tensors outputs{output};
-  std::vector<Tensors> lists{inputs};
-  auto work = translated([&] { return impl.backend().reduce_scatter(outputs, lists, options); });
-  return impl.make_work(std::move(work), outputs, inputs);
-}
-
-Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
-                                               ReduceOp op) const {
-  auto& impl = checked(impl_);
-  check_tensors(impl, "reduce_scatter_tensor", {output, input});
-  check_multiple("reduce_scatter_tensor", input, output, impl.size);
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = native_op(op);
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  at::Tensor in = input;
-  auto work = translated([&] { return impl.backend()._reduce_scatter_base(output, in, options); });
-  return impl.make_work(std::move(work), {output}, {input});
-}
-
-Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) const {
-  auto& impl = checked(impl_);
-  check_count(impl, "all_to_all", "outputs", outputs.size(), static_cast<size_t>(impl.size));
-  check_count(impl, "all_to_all", "inputs", inputs.size(), static_cast<size_t>(impl.size));
-  check_tensors(impl, "all_to_all", outputs);
-  check_tensors(impl, "all_to_all", inputs);
-  c10d::AllToAllOptions options;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  Tensors in = inputs;
-  auto work = translated([&] { return impl.backend().alltoall(outputs, in, options); });
-  return impl.make_work(std::move(work), outputs, inputs);
-}
-
-Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor& input,
-                                           const std::vector<int64_t>& output_splits,
-                                           const std::vector<int64_t>& input_splits) const {
-  auto& impl = checked(impl_);
-  check_tensors(impl, "all_to_all_single", {output, input});
-  const auto check_splits = [&](const char* name, const std::vector<int64_t>& splits,
-                                const at::Tensor& tensor) {
-    const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-    const int64_t sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
-    const bool fits = splits.empty()
-                          ? rows % impl.size == 0
-                          : splits.size() == static_cast<size_t>(impl.size) && sum == rows;
-    if (!fits) {
-      throw UsageError(std::string("all_to_all_single: ") + name + " do not cut " +
-                       std::to_string(rows) + " rows into " + std::to_string(impl.size) +
-                       " parts (" + std::to_string(splits.size()) + " splits, sum " +
-                       std::to_string(sum) + "; none for even parts)");
-    }
-  };
-  check_splits("output_splits", output_splits, output);
-  check_splits("input_splits", input_splits, input);
-  c10d::AllToAllOptions options;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  at::Tensor in = input;
-  auto out_counts = output_splits;
-  auto in_counts = input_splits;
-  auto work = translated(
-      [&] { return impl.backend().alltoall_base(output, in, out_counts, in_counts, options); });
-  return impl.make_work(std::move(work), {output}, {input});
-}
-
-Work ProcessGroup::barrier_async() const {
-  auto& impl = checked(impl_);
-  c10d::BarrierOptions options;
-  options.timeout = impl.timeout;
-  options.asyncOp = is_async(impl);
-  if (impl.device().is_cuda()) options.device_ids = {impl.device().index()};
-  return impl.make_work(translated([&] { return impl.backend().barrier(options); }), {}, {});
-}
-
 Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   auto& impl = checked(impl_);
-  check_rank(impl, "send", "dst", dst);
-  check_tensor(impl, "send", tensor);
+  check_rank(Operation::send, "dst", dst, impl.size);
+  check_tensor(impl, Operation::send, tensor);
   Tensors tensors{tensor};
-  auto work = translated([&] { return impl.backend().send(tensors, dst, tag); });
-  return impl.make_work(std::move(work), {}, tensors, true);
+  return started(
+      impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, true);
 }
 
 Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
   auto& impl = checked(impl_);
-  check_rank(impl, "recv", "src", src);
-  check_tensor(impl, "recv", tensor);
+  check_rank(Operation::recv, "src", src, impl.size);
+  check_tensor(impl, Operation::recv, tensor);
   Tensors tensors{tensor};
-  auto work = translated([&] { return impl.backend().recv(tensors, src, tag); });
-  return impl.make_work(std::move(work), tensors, {}, true);
+  return started(
+      impl, tensors, {}, [&] { return impl.backend().recv(tensors, src, tag); }, true);
 }
 
 int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
-  check_tensor(impl, "recv_any", tensor);
+  check_tensor(impl, Operation::recv_any, tensor);
   Tensors tensors{tensor};
   auto native = translated([&] { return impl.backend().recvAnysource(tensors, tag); });
   const Work work = impl.make_work(std::move(native), tensors, {}, true);
@@ -379,60 +316,93 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
   return {impl.make_work(std::move(work), all, {})};
 }
 
-namespace {
-
-template <class Start>
-void wait_here(Start start) {
-  Work work = [&] {
-    const Blocking here;
-    return start();
-  }();
-  work.wait();
-}
-
-}  // namespace
-
 void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op) const {
-  wait_here([&] { return all_reduce_async(tensor, op); });
+  lockstep::all_reduce(checked(impl_), Mode::blocking, tensor, op).wait();
+}
+Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
+  return lockstep::all_reduce(checked(impl_), Mode::async, tensor, op);
 }
 void ProcessGroup::all_reduce_coalesced(Tensors& tensors, ReduceOp op) const {
-  wait_here([&] { return all_reduce_coalesced_async(tensors, op); });
+  lockstep::all_reduce_coalesced(checked(impl_), Mode::blocking, tensors, op).wait();
+}
+Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) const {
+  return lockstep::all_reduce_coalesced(checked(impl_), Mode::async, tensors, op);
 }
 void ProcessGroup::reduce(at::Tensor& tensor, int dst, ReduceOp op) const {
-  wait_here([&] { return reduce_async(tensor, dst, op); });
+  lockstep::reduce(checked(impl_), Mode::blocking, tensor, dst, op).wait();
+}
+Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const {
+  return lockstep::reduce(checked(impl_), Mode::async, tensor, dst, op);
 }
 void ProcessGroup::broadcast(at::Tensor& tensor, int src) const {
-  wait_here([&] { return broadcast_async(tensor, src); });
+  lockstep::broadcast(checked(impl_), Mode::blocking, tensor, src).wait();
+}
+Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
+  return lockstep::broadcast(checked(impl_), Mode::async, tensor, src);
 }
 void ProcessGroup::all_gather(Tensors& outputs, const at::Tensor& input) const {
-  wait_here([&] { return all_gather_async(outputs, input); });
+  lockstep::all_gather(checked(impl_), Mode::blocking, outputs, input).wait();
+}
+Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) const {
+  return lockstep::all_gather(checked(impl_), Mode::async, outputs, input);
 }
 void ProcessGroup::all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const {
-  wait_here([&] { return all_gather_into_tensor_async(output, input); });
+  lockstep::all_gather_into_tensor(checked(impl_), Mode::blocking, output, input).wait();
+}
+Work ProcessGroup::all_gather_into_tensor_async(at::Tensor& output, const at::Tensor& input) const {
+  return lockstep::all_gather_into_tensor(checked(impl_), Mode::async, output, input);
 }
 void ProcessGroup::gather(Tensors& outputs, const at::Tensor& input, int dst) const {
-  wait_here([&] { return gather_async(outputs, input, dst); });
+  lockstep::gather(checked(impl_), Mode::blocking, outputs, input, dst).wait();
+}
+Work ProcessGroup::gather_async(Tensors& outputs, const at::Tensor& input, int dst) const {
+  return lockstep::gather(checked(impl_), Mode::async, outputs, input, dst);
 }
 void ProcessGroup::scatter(at::Tensor& output, const Tensors& inputs, int src) const {
-  wait_here([&] { return scatter_async(output, inputs, src); });
+  lockstep::scatter(checked(impl_), Mode::blocking, output, inputs, src).wait();
+}
+Work ProcessGroup::scatter_async(at::Tensor& output, const Tensors& inputs, int src) const {
+  return lockstep::scatter(checked(impl_), Mode::async, output, inputs, src);
 }
 void ProcessGroup::reduce_scatter(at::Tensor& output, const Tensors& inputs, ReduceOp op) const {
-  wait_here([&] { return reduce_scatter_async(output, inputs, op); });
+  lockstep::reduce_scatter(checked(impl_), Mode::blocking, output, inputs, op).wait();
+}
+Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& inputs,
+                                        ReduceOp op) const {
+  return lockstep::reduce_scatter(checked(impl_), Mode::async, output, inputs, op);
 }
 void ProcessGroup::reduce_scatter_tensor(at::Tensor& output, const at::Tensor& input,
                                          ReduceOp op) const {
-  wait_here([&] { return reduce_scatter_tensor_async(output, input, op); });
+  lockstep::reduce_scatter_tensor(checked(impl_), Mode::blocking, output, input, op).wait();
+}
+Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
+                                               ReduceOp op) const {
+  return lockstep::reduce_scatter_tensor(checked(impl_), Mode::async, output, input, op);
 }
 void ProcessGroup::all_to_all(Tensors& outputs, const Tensors& inputs) const {
-  wait_here([&] { return all_to_all_async(outputs, inputs); });
+  lockstep::all_to_all(checked(impl_), Mode::blocking, outputs, inputs).wait();
+}
+Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) const {
+  return lockstep::all_to_all(checked(impl_), Mode::async, outputs, inputs);
 }
 void ProcessGroup::all_to_all_single(at::Tensor& output, const at::Tensor& input,
                                      const std::vector<int64_t>& output_splits,
                                      const std::vector<int64_t>& input_splits) const {
-  wait_here([&] { return all_to_all_single_async(output, input, output_splits, input_splits); });
+  lockstep::all_to_all_single(checked(impl_), Mode::blocking, output, input, output_splits,
+                              input_splits)
+      .wait();
+}
+Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor& input,
+                                           const std::vector<int64_t>& output_splits,
+                                           const std::vector<int64_t>& input_splits) const {
+  return lockstep::all_to_all_single(checked(impl_), Mode::async, output, input, output_splits,
+                                     input_splits);
 }
 void ProcessGroup::barrier() const {
-  wait_here([&] { return barrier_async(); });
+  lockstep::barrier(checked(impl_), Mode::blocking).wait();
+}
+Work ProcessGroup::barrier_async() const {
+  return lockstep::barrier(checked(impl_), Mode::async);
 }
 void ProcessGroup::send(const at::Tensor& tensor, int dst, int tag) const {
   isend(tensor, dst, tag).wait();

@@ -29,18 +29,21 @@ struct P2POp {
   int tag = 0;  ///< Sends are matched to receives by it, in their order.
 };
 
-/// Ranks that communicate. A handle; copies share the group, which the World closes: after that
-/// every call throws CommError. One thread at a time; all ranks of a group must make the same calls
-/// in the same order. Ranks in arguments are ranks of this group; one out of range, a tensor list
-/// of the wrong length or a tensor that is not contiguous is a UsageError, before anything is sent.
-/// (shm, hierarchical and mpi take the latter too: they copy it in and, before `wait` returns,
-/// out.)
+/// Ranks that communicate. A handle, whose copies share the group. The World closes it: after that
+/// every call throws CommError. One thread at a time. All ranks of a group must make the same calls
+/// in the same order.
 ///
-/// Tensors must be on the backend's device. A synchronous call returns when the
-/// result is there; its `_async` twin returns at once with a Work. Every call throws MismatchError
-/// when ranks disagree (over shm and hierarchical always; over gloo and mpi at a group's first ten
-/// collectives, and always at debug level `detail`; over nccl at `detail`),
-/// TimeoutError naming operation, sequence number, ranks and seconds, and PeerLostError.
+/// Ranks in arguments are ranks of this group. Tensors must be on the backend's device. gloo and
+/// nccl take contiguous tensors only. shm, hierarchical and mpi take others too: they copy them in
+/// and, before `wait` returns, out. A mistake in the arguments is a UsageError before anything is
+/// sent: a rank out of range, a tensor list of the wrong length, a tensor that must be contiguous.
+///
+/// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
+/// Work. Every call throws:
+/// - MismatchError when ranks disagree. Over shm and hierarchical every call is compared, over gloo
+///   and mpi a group's first ten collectives. At debug level `detail` all are, on any backend.
+/// - TimeoutError naming operation, sequence number, ranks and seconds.
+/// - PeerLostError naming the ranks that ended.
 class ProcessGroup {
  public:
   class Impl;
@@ -67,7 +70,7 @@ class ProcessGroup {
   [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   void broadcast(at::Tensor& tensor, int src) const;
   [[nodiscard]] Work broadcast_async(at::Tensor& tensor, int src) const;
-  /// `outputs` has one tensor a rank, each of `input`'s shape.
+  /// `outputs` has one tensor per rank, each of `input`'s shape.
   void all_gather(std::vector<at::Tensor>& outputs, const at::Tensor& input) const;
   [[nodiscard]] Work all_gather_async(std::vector<at::Tensor>& outputs,
                                       const at::Tensor& input) const;
@@ -75,15 +78,15 @@ class ProcessGroup {
   void all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const;
   [[nodiscard]] Work all_gather_into_tensor_async(at::Tensor& output,
                                                   const at::Tensor& input) const;
-  /// `outputs` has one tensor a rank on rank `dst` and is empty on the others.
+  /// `outputs` has one tensor per rank on rank `dst` and is empty on the others.
   void gather(std::vector<at::Tensor>& outputs, const at::Tensor& input, int dst) const;
   [[nodiscard]] Work gather_async(std::vector<at::Tensor>& outputs, const at::Tensor& input,
                                   int dst) const;
-  /// `inputs` has one tensor a rank on rank `src` and is empty on the others.
+  /// `inputs` has one tensor per rank on rank `src` and is empty on the others.
   void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int src) const;
   [[nodiscard]] Work scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                    int src) const;
-  /// `inputs` has one tensor a rank; `output` gets the reduction of everyone's inputs[rank()].
+  /// `inputs` has one tensor per rank. `output` gets the reduction of all ranks' inputs[rank()].
   void reduce_scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs,
                       ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work reduce_scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
@@ -108,32 +111,32 @@ class ProcessGroup {
   /// A barrier over the store that throws TimeoutError naming every rank that did not come.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
-  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are: over
-  /// shared memory its data lies where all ranks reach it, and all_reduce of it, or of the same
-  /// part of it on every rank, copies nothing in or out. Elsewhere an ordinary tensor. The values
-  /// are undefined. All ranks call with the same arguments, and use it alike afterwards
-  /// (MismatchError); it may outlive the group. PyTorch's symmetric memory.
+  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are:
+  /// PyTorch's symmetric memory. Over shared memory its data lies where all ranks reach it. An
+  /// all_reduce of it, or of the same part of it on every rank, copies nothing in or out. Over
+  /// other backends it is an ordinary tensor. The values are undefined. All ranks call with the
+  /// same arguments, and use it alike afterwards (MismatchError). It may outlive the group.
   at::Tensor symmetric_empty(int64_t numel, at::ScalarType dtype) const;
 
   void send(const at::Tensor& tensor, int dst, int tag = 0) const;
   void recv(at::Tensor& tensor, int src, int tag = 0) const;
-  /// Receives from whoever sends first and returns that rank.
+  /// Receives from the rank that sends first, and returns that rank.
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;
-  /// Starts all operations; safe in any order of them on the ranks. One Work an operation, in their
-  /// order, or one for all where the backend groups them (NCCL): wait for all that come back.
+  /// Starts all operations. Safe in any order of them on the ranks. Gives one Work per operation,
+  /// in their order, or one for all where the backend groups them (NCCL). Wait for all of them.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
   /// Objects travel as JSON (CBOR on the wire); their sizes may differ between ranks.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;
   std::vector<nlohmann::json> gather_object(const nlohmann::json& object, int dst) const;
   nlohmann::json broadcast_object(const nlohmann::json& object, int src) const;
-  /// `objects` has one a rank on rank `src` and is ignored on the others.
+  /// `objects` has one per rank on rank `src` and is ignored on the others.
   nlohmann::json scatter_object(const std::vector<nlohmann::json>& objects, int src) const;
 
-  /// Every rank of this group calls; ranks of one color form a group, ordered by (key, rank). A
-  /// negative color joins none and gets a null handle.
+  /// Every rank of this group calls. Ranks of one color form a group, ordered by (key, rank). A
+  /// rank with a negative color joins none and gets a null handle.
   ProcessGroup split(int color, int key = 0) const;
 
   explicit operator bool() const { return impl_ != nullptr; }

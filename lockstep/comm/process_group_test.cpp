@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::RankOptions;
-using testing::run_ranks;
+using testing::run_group;
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -43,7 +43,7 @@ at::Tensor sum_of_all(int size, int64_t length = 7, at::ScalarType dtype = at::k
 }
 
 TEST_P(OfSize, AllReduceSums) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     EXPECT_EQ(group.backend(), "gloo");
     at::Tensor tensor = own(group.rank());
     group.all_reduce(tensor);
@@ -55,7 +55,7 @@ TEST_P(OfSize, AllReduceSums) {
 }
 
 TEST_P(OfSize, EveryReduction) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const int size = group.size();
     const auto reduce = [&](ReduceOp op, at::ScalarType dtype) {
       at::Tensor tensor = own(group.rank(), 7, dtype);
@@ -80,7 +80,7 @@ TEST_P(OfSize, EveryReduction) {
 }
 
 TEST_P(OfSize, EveryDtype) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kByte,
                              at::kChar, at::kInt, at::kLong, at::kComplexFloat}) {
       at::Tensor tensor = own(group.rank(), 7, dtype);
@@ -97,7 +97,7 @@ TEST_P(OfSize, EveryDtype) {
 }
 
 TEST_P(OfSize, AllReduceCoalesced) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     Tensors tensors{own(group.rank(), 3), own(group.rank(), 5)};
     group.all_reduce_coalesced(tensors);
     expect_equal(tensors[0], sum_of_all(group.size(), 3));
@@ -106,7 +106,7 @@ TEST_P(OfSize, AllReduceCoalesced) {
 }
 
 TEST_P(OfSize, ReduceBroadcastFromEveryRoot) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     for (int root = 0; root < group.size(); ++root) {
       at::Tensor tensor = own(group.rank());
       group.reduce(tensor, root);
@@ -119,7 +119,7 @@ TEST_P(OfSize, ReduceBroadcastFromEveryRoot) {
 }
 
 TEST_P(OfSize, AllGather) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     Tensors outputs;
     for (int i = 0; i < group.size(); ++i) outputs.push_back(at::empty({7}));
     group.all_gather(outputs, own(group.rank()));
@@ -133,7 +133,7 @@ TEST_P(OfSize, AllGather) {
 }
 
 TEST_P(OfSize, GatherAndScatter) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const int root = group.size() - 1;
     Tensors gathered, parts;
     if (group.rank() == root) {
@@ -152,7 +152,7 @@ TEST_P(OfSize, GatherAndScatter) {
 }
 
 TEST_P(OfSize, ReduceScatter) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const int size = group.size();
     at::Tensor output = at::empty({4});
     group.reduce_scatter_tensor(output, own(group.rank(), 4 * size));
@@ -168,7 +168,7 @@ TEST_P(OfSize, ReduceScatter) {
 }
 
 TEST_P(OfSize, AllToAll) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const int size = group.size(), rank = group.rank();
     Tensors outputs, inputs;
     for (int i = 0; i < size; ++i) {
@@ -187,7 +187,7 @@ TEST_P(OfSize, AllToAll) {
 }
 
 TEST_P(OfSize, AllToAllWithSplits) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const int size = group.size(), rank = group.rank();
     // Rank i sends j + 1 rows to rank j, so rank j gets j + 1 rows from each.
     std::vector<int64_t> in_splits, out_splits(static_cast<size_t>(size), rank + 1);
@@ -204,7 +204,7 @@ TEST_P(OfSize, AllToAllWithSplits) {
 
 TEST_P(OfSize, Barrier) {
   std::atomic<int> arrived{0};
-  run_ranks(GetParam(), [&](ProcessGroup group) {
+  run_group(GetParam(), [&](ProcessGroup group) {
     ++arrived;
     group.barrier();
     EXPECT_EQ(arrived, group.size());
@@ -218,7 +218,7 @@ TEST(MonitoredBarrier, NamesWhoDidNotCome) {
   std::promise<void> over;
   auto wait_over = over.get_future().share();
   std::atomic<int> left{2};
-  run_ranks(4, [&](ProcessGroup group) {
+  run_group(4, [&](ProcessGroup group) {
     group.monitored_barrier(milliseconds(20'000));
     if (group.rank() % 2 == 1) return wait_over.wait();
     try {
@@ -232,7 +232,7 @@ TEST(MonitoredBarrier, NamesWhoDidNotCome) {
 }
 
 TEST_P(OfSize, AsyncWithWaitAndCallback) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     std::vector<at::Tensor> tensors;
     std::vector<Work> works;
     std::promise<std::exception_ptr> called;
@@ -255,7 +255,7 @@ TEST_P(OfSize, AsyncWithWaitAndCallback) {
 }
 
 TEST(PointToPoint, SendsInARing) {
-  run_ranks(3, [](ProcessGroup group) {
+  run_group(3, [](ProcessGroup group) {
     const int next = (group.rank() + 1) % 3, previous = (group.rank() + 2) % 3;
     const at::Tensor mine = own(group.rank());
     at::Tensor taken = at::empty({7});
@@ -267,7 +267,7 @@ TEST(PointToPoint, SendsInARing) {
 }
 
 TEST(PointToPoint, ReceivesFromAny) {
-  run_ranks(3, [](ProcessGroup group) {
+  run_group(3, [](ProcessGroup group) {
     if (group.rank() != 0) return group.send(own(group.rank()), 0, 1);
     std::vector<int> sources;
     for (int i = 0; i < 2; ++i) {
@@ -281,7 +281,7 @@ TEST(PointToPoint, ReceivesFromAny) {
 }
 
 TEST(PointToPoint, BatchInAnyOrder) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     const int other = 1 - group.rank();
     at::Tensor a = at::empty({7}), b = at::empty({3});
     std::vector<P2POp> ops{{P2POp::Kind::recv, a, other, 1},
@@ -296,7 +296,7 @@ TEST(PointToPoint, BatchInAnyOrder) {
 }
 
 TEST(PointToPoint, TellsOfItsEnd) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     const int other = 1 - group.rank();
     at::Tensor tensor = at::empty({7});
     const Work receiving = group.irecv(tensor, other);
@@ -315,7 +315,7 @@ TEST(PointToPoint, TellsOfItsEnd) {
 
 TEST(PointToPoint, ClosingEndsWhatIsPending) {
   std::atomic<int> told{0};
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     at::Tensor tensor = at::empty({7});
     const Work receiving = group.irecv(tensor, 1 - group.rank());
     receiving.then([&](std::exception_ptr error) { told += error != nullptr; });
@@ -325,7 +325,7 @@ TEST(PointToPoint, ClosingEndsWhatIsPending) {
 }
 
 TEST_P(OfSize, Objects) {
-  run_ranks(GetParam(), [](ProcessGroup group) {
+  run_group(GetParam(), [](ProcessGroup group) {
     const auto make = [](int rank) {
       return nlohmann::json{{"rank", rank},
                             {"text", std::string(static_cast<size_t>(rank) * 50, 'x')},
@@ -347,7 +347,7 @@ TEST_P(OfSize, Objects) {
 }
 
 TEST(Groups, SplitByColorAndKey) {
-  run_ranks(4, [](ProcessGroup group) {
+  run_group(4, [](ProcessGroup group) {
     // Even and odd ranks, each in reverse order.
     const ProcessGroup half = group.split(group.rank() % 2, -group.rank());
     EXPECT_EQ(half.size(), 2);
@@ -369,7 +369,7 @@ TEST(Groups, SplitByColorAndKey) {
 }
 
 TEST(Groups, ANegativeColorJoinsNone) {
-  run_ranks(3, [](ProcessGroup group) {
+  run_group(3, [](ProcessGroup group) {
     const ProcessGroup part = group.split(group.rank() == 1 ? -1 : 0);
     EXPECT_EQ(static_cast<bool>(part), group.rank() != 1);
     if (!part) {
@@ -380,7 +380,7 @@ TEST(Groups, ANegativeColorJoinsNone) {
 }
 
 TEST(Errors, ArgumentsAreCheckedBeforeAnythingIsSent) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     at::Tensor tensor = at::ones({4, 4}), crooked = tensor.t(), undefined;
     Tensors one{at::ones({1})};
     EXPECT_THROW(group.broadcast(tensor, 2), UsageError);
@@ -406,7 +406,7 @@ TEST(Errors, ACollectiveGivesUpAfterItsTimeout) {
   options.debug = DebugLevel::off;
   std::promise<void> over;
   auto wait_over = over.get_future().share();
-  run_ranks(
+  run_group(
       2,
       [&](ProcessGroup group) {
         group.barrier();
@@ -461,7 +461,7 @@ TEST(Errors, AClosedGroupSaysSo) {
 }
 
 TEST(Native, IsAC10dGroupWhoseCallsReachTheBackend) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     auto& native = group.native();
     EXPECT_EQ(native.getRank(), group.rank());
     EXPECT_EQ(native.getBackendName(), "gloo");
@@ -476,7 +476,7 @@ TEST(Threads, OverATcpStore) {
   TcpStoreOptions listen;
   listen.is_listener = true;
   options.store = tcp_store(listen);
-  run_ranks(
+  run_group(
       2,
       [](ProcessGroup group) {
         at::Tensor tensor = own(group.rank());

@@ -1,7 +1,5 @@
 #include "lockstep/comm/store.h"
 
-#include <c10/util/Exception.h>
-
 #include <filesystem>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -10,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/native_log.h"
 #include "lockstep/comm/native_store.h"
 
@@ -29,12 +28,6 @@ std::string keys_text(const std::vector<std::string>& keys) {
   if (keys.size() <= kShown) return "'" + join(keys, "', '") + "'";
   const std::vector<std::string> shown(keys.begin(), keys.begin() + kShown);
   return "'" + join(shown, "', '") + "' and " + std::to_string(keys.size() - kShown) + " more";
-}
-
-// c10d reports a time-out by text only: DistStoreError or system_error, by the kind of store.
-bool says_timeout(const std::string& text) {
-  const std::string lower = to_lower(text);
-  return lower.find("timeout") != std::string::npos || lower.find("timed out") != std::string::npos;
 }
 
 /// c10d's own counts those that leave in two steps, between which two ranks that leave at once see
@@ -68,18 +61,19 @@ class SharedFileStore : public c10d::FileStore {
 };
 
 [[noreturn]] void throw_ours(const char* operation, const std::vector<std::string>& keys,
-                             const std::string& reason, bool network,
-                             std::chrono::milliseconds timeout) {
+                             const std::exception_ptr& error, std::chrono::milliseconds timeout) {
   const std::string what = std::string("store: ") + operation + " of " + keys_text(keys);
-  if (says_timeout(reason)) {
+  const FailureKind kind = failure_kind(error);
+  if (kind == FailureKind::timeout || kind == FailureKind::silence) {
     throw TimeoutError(what + ": nobody set it within " +
                        human_seconds(static_cast<double>(timeout.count()) / 1000));
   }
-  if (network) {
-    throw PeerLostError(what + ": lost the process that holds the store (" + reason + ")",
-                        std::string(kPeerLostHint) + " (rank 0, or the launcher, holds it)");
+  if (kind == FailureKind::connection) {
+    throw PeerLostError(
+        what + ": lost the process that holds the store (" + failure_text(error) + ")",
+        std::string(kPeerLostHint) + " (rank 0, or the launcher, holds it)");
   }
-  throw CommError(what + ": " + reason);
+  throw CommError(what + ": " + failure_text(error));
 }
 
 // Runs a call on the c10d store and turns its exceptions into ours.
@@ -91,14 +85,8 @@ auto guarded(const std::shared_ptr<c10d::Store>& store, const char* operation,
   const QuietNativeLog quiet;
   try {
     return call(*store);
-  } catch (const c10::DistNetworkError& error) {
-    throw_ours(operation, keys, error.what_without_backtrace(), true,
-               timeout.value_or(store->getTimeout()));
-  } catch (const c10::Error& error) {
-    throw_ours(operation, keys, error.what_without_backtrace(), false,
-               timeout.value_or(store->getTimeout()));
-  } catch (const std::exception& error) {
-    throw_ours(operation, keys, error.what(), false, timeout.value_or(store->getTimeout()));
+  } catch (const std::exception&) {
+    throw_ours(operation, keys, std::current_exception(), timeout.value_or(store->getTimeout()));
   }
 }
 

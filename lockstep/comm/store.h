@@ -14,11 +14,12 @@ class Store;
 
 namespace lockstep {
 
-/// A key-value store that all ranks share: how they meet and agree. A handle; copies share the
-/// store. Any thread may call, but a TCP store carries one request at a time, so a call waits for
-/// another thread's that waits; `clone` gives a connection of one's own. Every waiting call gives
-/// up after the store's time-out with a TimeoutError that names the keys; a store whose process is
-/// gone gives a PeerLostError.
+/// A key-value store that all ranks share: how they meet and agree. A handle, whose copies share
+/// the store. Any thread may call. But a TCP store carries one request at a time, so a call waits
+/// while another thread's call waits. `clone` gives a connection of its own.
+///
+/// Every waiting call gives up after the store's time-out with a TimeoutError that names the keys.
+/// A store whose process is gone gives a PeerLostError.
 class Store {
  public:
   Store() = default;
@@ -32,10 +33,10 @@ class Store {
   std::vector<std::string> multi_get(const std::vector<std::string>& keys);
   /// Adds to the number under the key (0 when unset) and returns the sum. Atomic.
   int64_t add(const std::string& key, int64_t amount);
-  /// Sets the key to `desired` if its value is `expected` (an empty `expected` also matches an
-  /// unset key) and returns the value that is then stored: `desired` on success, else what is
-  /// there; when the key is unset and `expected` is not empty, `expected`, and nothing is stored.
-  /// Atomic.
+  /// Sets the key to `desired` if its value is `expected`. An empty `expected` also matches an
+  /// unset key. Returns the value that is then stored: `desired` on success, else what is there.
+  /// For an unset key and an `expected` that is not empty it stores nothing and returns
+  /// `expected`. Atomic.
   std::string compare_set(const std::string& key, const std::string& expected,
                           const std::string& desired);
   void wait(const std::vector<std::string>& keys,

@@ -11,6 +11,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/store_host.h"
+#include "tests/support/run_ranks.h"
 
 namespace lockstep {
 namespace {
@@ -145,18 +146,14 @@ TEST(FileStore, TheLastUserRemovesTheFileWhenAllLeaveAtOnce) {
   for (int round = 0; round < 200; ++round) {
     const auto path = folder.path() / std::to_string(round);
     std::barrier all(kUsers);
-    std::vector<std::thread> users;
-    for (int i = 0; i < kUsers; ++i) {
-      users.emplace_back([&] {
-        Store store = file_store(path, kUsers);
-        store.add("users", 1);
-        Store copy = store.clone();
-        all.arrive_and_wait();
-        copy = {};
-        store = {};
-      });
-    }
-    for (auto& user : users) user.join();
+    testing::expect_ok(testing::run_ranks(kUsers, [&](int) {
+      Store store = file_store(path, kUsers);
+      store.add("users", 1);
+      Store copy = store.clone();
+      all.arrive_and_wait();
+      copy = {};
+      store = {};
+    }));
     ASSERT_FALSE(std::filesystem::exists(path)) << "round " << round;
   }
 }
@@ -242,22 +239,6 @@ TEST(TcpStore, WaitsForAListenerThatComesLater) {
   server.set("a", "1");
   connecting.join();
   EXPECT_EQ(client.get("a"), "1");
-}
-
-TEST(Socket, ListensWhereItIsTold) {
-  EXPECT_EQ(bound_host(listen_on("127.0.0.1", 0).get()), "127.0.0.1");
-  EXPECT_TRUE(is_loopback_host(bound_host(listen_on("localhost", 0).get())));
-  EXPECT_THAT(message_of<CommError>([] { listen_on("192.0.2.1", 0); }),
-              HasSubstr("not of this host"));
-}
-
-TEST(Socket, KnowsLoopback) {
-  EXPECT_TRUE(is_loopback_host("127.0.1.1"));
-  EXPECT_TRUE(is_loopback_host("::1"));
-  EXPECT_TRUE(is_loopback_host("localhost"));
-  EXPECT_FALSE(is_loopback_host("10.0.0.1"));
-  EXPECT_FALSE(is_loopback_host("example"));
-  EXPECT_EQ(local_address_towards("127.0.0.1"), "127.0.0.1");
 }
 
 TEST(Store, AnEmptyHandleIsRefused) {

@@ -8,13 +8,13 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
-using testing::run_ranks;
+using testing::run_group;
 
 uint64_t seed_of_run() {
   if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);
@@ -34,7 +34,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, SymmetricMemory, ::testing::Values(1, 2, 3, 4, 7
 TEST_P(SymmetricMemory, AllReduceHasTheBitsOfOrdinaryTensors) {
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
-  run_ranks(GetParam(),
+  run_group(GetParam(),
             [&](ProcessGroup group) {
               std::mt19937_64 random(seed + static_cast<uint64_t>(group.rank()));
               std::mt19937_64 same(seed);  // What all ranks choose alike.
@@ -65,7 +65,7 @@ TEST_P(SymmetricMemory, AllReduceHasTheBitsOfOrdinaryTensors) {
 }
 
 TEST(SymmetricMemories, IsAnOrdinaryTensorElsewhere) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     at::Tensor memory = group.symmetric_empty(100'000, at::kFloat);
     memory.fill_(group.rank() + 1);
     group.all_reduce(memory);
@@ -75,7 +75,7 @@ TEST(SymmetricMemories, IsAnOrdinaryTensorElsewhere) {
 }
 
 TEST(SymmetricMemories, OtherPartsOrOtherMemoryOnTheRanksIsAMismatch) {
-  run_ranks(2,
+  run_group(2,
             [](ProcessGroup group) {
               const at::Tensor memory = group.symmetric_empty(200'000, at::kFloat);
               const auto refused = [&](at::Tensor tensor) {
@@ -99,7 +99,7 @@ TEST(SymmetricMemories, OtherPartsOrOtherMemoryOnTheRanksIsAMismatch) {
 
 TEST(SymmetricMemories, ARankThatLeavesInsteadIsNamed) {
   for (const int leaver : {0, 1, 2}) {
-    run_ranks(3,
+    run_group(3,
               [&](ProcessGroup group) {
                 if (group.rank() == leaver) return;
                 try {
@@ -123,7 +123,7 @@ TEST(SymmetricMemories, IsReleasedWithItsLastTensorAndMayOutliveTheGroup) {
   };
   std::vector<at::Tensor> kept(2);
   const auto made = [&](int times) {
-    run_ranks(2,
+    run_group(2,
               [&](ProcessGroup group) {
                 for (int i = 0; i < times; ++i) {
                   at::Tensor memory = group.symmetric_empty(50'000, at::kFloat);

@@ -3,6 +3,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/socket.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/store_host.h"
@@ -16,11 +17,9 @@ using std::chrono::milliseconds;
 Store make_store(const std::string& host, const c10d::TCPStoreOptions& options) {
   try {
     return wrap_store(c10::make_intrusive<c10d::TCPStore>(host, options));
-  } catch (const c10::Error& error) {
+  } catch (const std::exception&) {
     throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " +
-                    error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " + error.what());
+                    failure_text(std::current_exception()));
   }
 }
 

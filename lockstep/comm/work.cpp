@@ -7,7 +7,7 @@
 #include <functional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/checks/translate.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/work_state.h"
 
 namespace lockstep {

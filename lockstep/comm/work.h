@@ -15,8 +15,8 @@ namespace detail {
 class WorkState;
 }
 
-/// An asynchronous communication. A handle; copies share the operation. The tensors of the
-/// operation must not be touched until it is complete; the handle keeps them alive. Destroying the
+/// An asynchronous communication. A handle, whose copies share the operation. The tensors of the
+/// operation must not be touched until it is complete. The handle keeps them alive. Destroying the
 /// last handle neither waits nor cancels. Any thread may call.
 class Work {
  public:

@@ -8,10 +8,11 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
-#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
@@ -62,14 +63,8 @@ DebugLevel debug_of(const InitOptions& options) {
 // Debian's own entry in /etc/hosts does, the route to any other address tells.
 std::string reachable_address(const JobEnvironment& job) {
   if (job.single_host) return "127.0.0.1";
-  if (job.master_addr.empty()) {
-    const std::string outward = local_address_towards("192.0.2.1");
-    return outward.empty() ? "127.0.0.1" : outward;
-  }
-  const std::string address = local_address_towards(job.master_addr);
-  if (!address.empty() && !is_loopback_host(address)) return address;
-  const std::string outward = local_address_towards("192.0.2.1");
-  return outward.empty() ? "127.0.0.1" : outward;
+  const std::string address = job.master_addr.empty() ? "" : local_address_towards(job.master_addr);
+  return address.empty() || is_loopback_host(address) ? outward_address() : address;
 }
 
 int cuda_devices() {

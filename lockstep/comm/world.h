@@ -15,10 +15,13 @@
 namespace lockstep {
 
 struct InitOptions {
-  /// nccl, shm, hierarchical, gloo, or auto: nccl when every rank has a CUDA device of its own,
-  /// else shm when all ranks are on one host, hierarchical when several hosts have them and some
-  /// have several, else gloo; also gloo when Python's ranks are among them. See host_place.h for
-  /// what counts as a host. mpi, under mpirun, is never chosen by auto.
+  /// nccl, shm, hierarchical, gloo, mpi or auto. auto takes the first of these that fits:
+  /// - gloo when Python's ranks are among the job's,
+  /// - nccl when every rank has a CUDA device of its own,
+  /// - shm when all ranks are on one host,
+  /// - hierarchical when there are several hosts and some has several ranks,
+  /// - gloo.
+  /// Ranks are on one host when they can share memory: see docs/hosts.md.
   std::string backend = "auto";
   /// auto then takes no device into account: the tensors will be on the CPU.
   bool cpu_only = false;
@@ -28,7 +31,7 @@ struct InitOptions {
   int rank = -1;        ///< -1: from the URL (tcp://host:port?rank=0&world_size=2) or environment.
   int world_size = -1;  ///< Likewise.
   /// Every collective and the meeting itself give up after this long. None: LOCKSTEP_TIMEOUT
-  /// (seconds), else two minutes. PyTorch waits 30; a person at a terminal wants to know sooner.
+  /// (seconds), else two minutes. PyTorch waits 30. A person at a terminal wants to know sooner.
   std::optional<std::chrono::milliseconds> timeout = {};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.
@@ -72,10 +75,13 @@ class World {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Joins the job. Blocks until all ranks have come or the time-out passes. Throws UsageError for a
-/// bad environment or options (a rank out of range or given twice, launchers' variables that
-/// contradict each other), TimeoutError (who is missing, which address) and CommError. Once a
-/// process: a World that is closed may be followed by another only where its store is a new one.
+/// Joins the job. Blocks until all ranks have come or the time-out passes. Throws:
+/// - UsageError for a bad environment or options: a rank out of range or given twice, launchers'
+///   variables that contradict each other,
+/// - MismatchError when ranks were told to use different backends,
+/// - TimeoutError naming the missing ranks and the address,
+/// - CommError.
+/// Once per process: another World may follow a closed one only with a new store.
 World init(const InitOptions& options = {});
 
 }  // namespace lockstep

@@ -8,13 +8,13 @@
 #include <atomic>
 #include <cstdlib>
 #include <functional>
-#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
+#include "tests/support/run_ranks.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
@@ -22,7 +22,10 @@ namespace {
 
 using std::chrono::milliseconds;
 using ::testing::AllOf;
+using testing::expect_ok;
 using ::testing::HasSubstr;
+using testing::rethrow_first;
+using testing::run_ranks;
 
 template <class E, class F>
 std::string message_of(F&& call) {
@@ -55,24 +58,12 @@ InitOptions options_of(const std::string& method, int rank, int size) {
   return options;
 }
 
-/// One World a thread, as processes would have.
+/// One World per thread, as processes would have.
 void run_worlds(const std::string& method, int size, const std::function<void(World&)>& body) {
-  std::vector<std::thread> threads;
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        World world = init(options_of(method, rank, size));
-        body(world);
-      } catch (...) {
-        errors[static_cast<size_t>(rank)] = std::current_exception();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  rethrow_first(run_ranks(size, [&](int rank) {
+    World world = init(options_of(method, rank, size));
+    body(world);
+  }));
 }
 
 /// The same by a free port. Another process may take the port between; then the ranks do not meet,
@@ -242,16 +233,12 @@ TEST(InitErrors, ARankGivenTwiceIsNamed) {
   TemporaryDirectory folder;
   const std::string method = "file://" + (folder.path() / "meet").string();
   std::vector<std::string> messages(3);
-  std::vector<std::thread> threads;
-  for (const int rank : {0, 1, 1}) {
-    const size_t index = threads.size();
-    threads.emplace_back([&, rank, index] {
-      InitOptions options = options_of(method, rank, 2);
-      options.timeout = milliseconds(10'000);
-      messages[index] = message_of<UsageError>([&] { init(options).group().barrier(); });
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  expect_ok(run_ranks(3, [&](int process) {
+    InitOptions options = options_of(method, std::min(process, 1), 2);
+    options.timeout = milliseconds(10'000);
+    messages[static_cast<size_t>(process)] =
+        message_of<UsageError>([&] { init(options).group().barrier(); });
+  }));
   const auto named = std::count_if(messages.begin(), messages.end(), [](const std::string& text) {
     return text.find("rank 1") != std::string::npos &&
            text.find("two processes") != std::string::npos;
@@ -264,24 +251,21 @@ std::vector<std::string> join_with(const std::vector<std::string>& backends) {
   TemporaryDirectory folder;
   const std::string method = "file://" + (folder.path() / "meet").string();
   std::vector<std::string> said(backends.size());
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < backends.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      InitOptions options =
-          options_of(method, static_cast<int>(rank), static_cast<int>(backends.size()));
-      options.timeout = milliseconds(10'000);
-      options.backend = backends[rank];
-      try {
-        World world = init(options);
-        at::Tensor one = at::ones({1});
-        world.group().all_reduce(one);
-        said[rank] = world.group().backend();
-      } catch (const MismatchError& error) {
-        said[rank] = error.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  const int size = static_cast<int>(backends.size());
+  expect_ok(run_ranks(size, [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    InitOptions options = options_of(method, rank, size);
+    options.timeout = milliseconds(10'000);
+    options.backend = backends[at];
+    try {
+      World world = init(options);
+      at::Tensor one = at::ones({1});
+      world.group().all_reduce(one);
+      said[at] = world.group().backend();
+    } catch (const MismatchError& error) {
+      said[at] = error.what();
+    }
+  }));
   return said;
 }
 

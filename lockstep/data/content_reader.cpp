@@ -200,4 +200,15 @@ void ContentReader::expect_end() {
   }
 }
 
+std::string content_hash(const std::filesystem::path& path, Hasher::Algorithm algorithm,
+                         ContentOptions::Packing packing) {
+  ContentReader file(path, {.packing = packing});
+  Hasher hasher(algorithm);
+  std::vector<char> buffer(1 << 20);
+  while (const size_t n = file.read_some(buffer.data(), buffer.size())) {
+    hasher.update(buffer.data(), n);
+  }
+  return hasher.finish();
+}
+
 }  // namespace lockstep

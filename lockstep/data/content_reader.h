@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include "lockstep/base/hash.h"
+
 namespace lockstep {
 
 /// Which bytes of a file make up the content and how they are packed.
@@ -70,5 +72,9 @@ class ContentReader {
   uint64_t offset_ = 0;
   uint32_t crc32_ = 0;
 };
+
+/// The hash of a file's content, read in pieces: it may be larger than the memory that is free.
+std::string content_hash(const std::filesystem::path& path, Hasher::Algorithm algorithm,
+                         ContentOptions::Packing packing);
 
 }  // namespace lockstep

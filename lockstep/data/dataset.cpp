@@ -6,7 +6,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/data/digits.h"
 #include "lockstep/data/mnist.h"
 #include "lockstep/data/tensor_files.h"
@@ -65,15 +65,18 @@ DatasetSplits load_random(const DatasetOptions& options) {
   return {std::move(train), make_regression(generator, options.random_test)};
 }
 
+DatasetOptions with_data_dir(DatasetOptions options) {
+  if (options.data_dir.empty()) {
+    options.data_dir = env_string("LOCKSTEP_DATA_DIR").value_or("data");
+  }
+  return options;
+}
+
 }  // namespace
 
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options) {
-  DatasetOptions resolved = options;
-  if (resolved.data_dir.empty()) {
-    resolved.data_dir = env_string("LOCKSTEP_DATA_DIR").value_or("data");
-  }
-  if (name == "mnist") return load_mnist(mnist_source(), resolved);
-  if (name == "fashion-mnist") return load_mnist(fashion_mnist_source(), resolved);
+  const DatasetOptions resolved = with_data_dir(options);
+  if (const MnistLike* source = mnist_like(name)) return load_mnist(*source, resolved);
   if (name == "digits") return load_digits(resolved);
   if (name == "random") return load_random(resolved);
   constexpr std::string_view kFile = "file:";
@@ -81,6 +84,13 @@ DatasetSplits load_dataset(const std::string& name, const DatasetOptions& option
     return load_tensor_dataset(name.substr(kFile.size()), resolved.test_fraction);
   }
   throw UsageError(unknown_word("data set", name, dataset_names()));
+}
+
+std::optional<std::filesystem::path> dataset_folder(const std::string& name,
+                                                    const DatasetOptions& options) {
+  const MnistLike* source = mnist_like(name);
+  if (!source) throw UsageError("data set '" + name + "' has no folder of files");
+  return mnist_folder(*source, with_data_dir(options).data_dir);
 }
 
 std::vector<std::string> dataset_names() {

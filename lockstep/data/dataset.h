@@ -5,10 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/data/download.h"
+#include "lockstep/data/download_options.h"
 
 namespace lockstep {
 
@@ -73,6 +74,12 @@ struct DatasetOptions {
 /// nearest one) and DataError, which names the file, the offset and what was expected, for files
 /// that are missing, truncated, damaged, foreign or do not belong together.
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options = {});
+
+/// The folder where load_dataset looks for the files of mnist or fashion-mnist by these options:
+/// one that has all of them, or at least some. None when there is not one of the files. Throws
+/// UsageError for a set that is not one of them.
+std::optional<std::filesystem::path> dataset_folder(const std::string& name,
+                                                    const DatasetOptions& options = {});
 
 /// The names that load_dataset knows, file:PATH left out.
 std::vector<std::string> dataset_names();

@@ -5,8 +5,8 @@
 #include <openssl/pem.h>
 #include <openssl/x509v3.h>
 
-#include <condition_variable>
 #include <cstdlib>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -241,24 +241,20 @@ TEST_F(Download, WrongContentIsRefusedAndNotKept) {
 TEST_F(Download, StalledTransferTimesOut) {
   options_.stall_timeout = 1s;
   options_.attempts = 1;
-  std::mutex mutex;
-  std::condition_variable ended;
-  bool over = false;
-  server_.handlers().Get("/x", [&](const auto&, httplib::Response& response) {
+  std::promise<void> over;
+  const std::shared_future<void> ended = over.get_future().share();
+  server_.handlers().Get("/x", [this, ended](const auto&, httplib::Response& response) {
     response.set_content_provider(content_.size(), "application/octet-stream",
-                                  [&](size_t offset, size_t, httplib::DataSink& sink) {
+                                  [this, ended](size_t offset, size_t, httplib::DataSink& sink) {
                                     if (offset == 0) return sink.write(content_.data(), 1000);
-                                    std::unique_lock lock(mutex);
-                                    ended.wait(lock, [&] { return over; });
+                                    ended.wait();
                                     return false;
                                   });
   });
   server_.start();
   EXPECT_THAT(failure_of({server_.url("/x")}), HasSubstr("no byte came for 1.0s"));
   EXPECT_THAT(entries(), ElementsAre("x.gz.part")) << "what has arrived is kept";
-  const std::lock_guard lock(mutex);
-  over = true;
-  ended.notify_all();
+  over.set_value();
 }
 
 TEST_F(Download, NobodyListens) {

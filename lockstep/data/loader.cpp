@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/data/pipeline_runner.h"
 #include "lockstep/data/prefetcher.h"
 
 namespace lockstep {
@@ -55,9 +56,8 @@ class BufferPool {
  private:
   Buffer make() const { return {make(data_), make(target_)}; }
   at::Tensor make(const SampleSpec& spec) const {
-    std::vector<int64_t> shape{rows_};
-    shape.insert(shape.end(), spec.shape.begin(), spec.shape.end());
-    return at::empty(shape, at::TensorOptions().dtype(spec.dtype).pinned_memory(pin_));
+    return at::empty(spec.batch_shape(rows_),
+                     at::TensorOptions().dtype(spec.dtype).pinned_memory(pin_));
   }
 
   const SampleSpec data_;
@@ -239,10 +239,9 @@ class DataLoader::Impl {
     const auto count = static_cast<int64_t>(indices.size());
     if (!worker.raw.data.defined()) {
       const SampleSpec spec = worker.source->data_spec();
-      std::vector<int64_t> shape{std::min(options_.batch_size, samples_)};
-      shape.insert(shape.end(), spec.shape.begin(), spec.shape.end());
-      worker.raw.data = at::empty(shape, spec.dtype);
-      worker.rows.resize(shape[0]);
+      const int64_t rows = std::min(options_.batch_size, samples_);
+      worker.raw.data = at::empty(spec.batch_shape(rows), spec.dtype);
+      worker.rows.resize(rows);
       std::iota(worker.rows.begin(), worker.rows.end(), 0);
     }
     worker.source->read(indices, worker.raw.data.narrow(0, 0, count), batch.target);

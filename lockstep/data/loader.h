@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "lockstep/data/dataset.h"
+#include "lockstep/data/sample_source.h"
 #include "lockstep/data/sampler.h"
-#include "lockstep/data/source.h"
 #include "lockstep/data/transforms.h"
 
 namespace lockstep {

@@ -1,11 +1,9 @@
 #include "lockstep/data/mnist.h"
 
 #include <algorithm>
-#include <optional>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
@@ -45,6 +43,7 @@ size_t found_count(const Paths& paths) {
 struct Found {
   fs::path folder;
   Paths paths;
+  bool complete() const { return found_count(paths) == paths.size(); }
 };
 
 /// The first folder that has all four files, else the one that has most of them.
@@ -150,13 +149,7 @@ std::vector<std::string> mirrors_of(const MnistLike& source, const DatasetOption
 }
 
 std::string content_md5(const fs::path& path, ContentOptions::Packing packing) {
-  ContentReader file(path, {.packing = packing});
-  Hasher hasher(Hasher::Algorithm::md5);
-  std::vector<char> buffer(1 << 20);
-  while (const size_t n = file.read_some(buffer.data(), buffer.size())) {
-    hasher.update(buffer.data(), n);
-  }
-  return hasher.finish();
+  return content_hash(path, Hasher::Algorithm::md5, packing);
 }
 
 /// Compares with the published checksum: of the content where it is known, so that another packing
@@ -192,9 +185,7 @@ Found download_missing(const MnistLike& source, const DatasetOptions& options) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
-  const auto filled = [&] {
-    return found_count(find_files(options.data_dir, source).paths) == source.files.size();
-  };
+  const auto filled = [&] { return find_files(options.data_dir, source).complete(); };
   constexpr std::chrono::seconds kPatience{10};
   const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
   const auto lock = FolderLock::acquire(
@@ -226,13 +217,25 @@ void refuse_other_set(const MnistLike& source, const Paths& paths) {
 
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
   Found found = find_files(options.data_dir, source);
-  if (found_count(found.paths) < found.paths.size()) {
+  if (!found.complete()) {
     if (!options.download) throw_missing(options.data_dir, source, found);
     found = download_missing(source, options);
   }
   refuse_other_set(source, found.paths);
   return {load_mnist_part(source.name, found.paths[0], found.paths[1]),
           load_mnist_part(source.name, found.paths[2], found.paths[3])};
+}
+
+std::optional<fs::path> mnist_folder(const MnistLike& source, const fs::path& data_dir) {
+  Found found = find_files(data_dir, source);
+  return found_count(found.paths) > 0 ? std::optional(std::move(found.folder)) : std::nullopt;
+}
+
+const MnistLike* mnist_like(const std::string& name) {
+  for (const MnistLike* source : {&mnist_source(), &fashion_mnist_source()}) {
+    if (source->name == name) return source;
+  }
+  return nullptr;
 }
 
 const MnistLike& mnist_source() {

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,13 @@ struct MnistLike {
 
 const MnistLike& mnist_source();
 const MnistLike& fashion_mnist_source();
+/// Null for any other name than mnist and fashion-mnist.
+const MnistLike* mnist_like(const std::string& name);
+
+/// The folder at or below `data_dir` that has most of the four files, plain or gzip; none when
+/// there is no such file.
+std::optional<std::filesystem::path> mnist_folder(const MnistLike& source,
+                                                  const std::filesystem::path& data_dir);
 
 /// load_dataset for one of the two.
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options);

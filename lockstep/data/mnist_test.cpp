@@ -62,6 +62,18 @@ TEST_F(Mnist, FindsTheFilesInEachLayout) {
   }
 }
 
+TEST_F(Mnist, TheFolderIsOneThatHasFiles) {
+  const DatasetOptions options{.data_dir = folder_.path()};
+  EXPECT_EQ(dataset_folder("mnist", options), std::nullopt);
+  SmallMnist().write(folder_.path() / "MNIST/raw", true);
+  EXPECT_EQ(dataset_folder("mnist", options), folder_.path() / "MNIST/raw");
+  EXPECT_EQ(dataset_folder("fashion-mnist", options), std::nullopt);
+  fs::remove(folder_.path() / "MNIST/raw/t10k-labels-idx1-ubyte.gz");
+  EXPECT_EQ(dataset_folder("mnist", options), folder_.path() / "MNIST/raw")
+      << "load_dataset names what is missing there";
+  EXPECT_THAT(complaint<UsageError>([] { dataset_folder("digits"); }), HasSubstr("'digits'"));
+}
+
 TEST_F(Mnist, FashionMnistHasItsOwnFolders) {
   SmallMnist().write(folder_.path() / "FashionMNIST/raw", true);
   EXPECT_EQ(load_mnist(fashion_mnist_source(), {.data_dir = folder_.path()}).train.name,

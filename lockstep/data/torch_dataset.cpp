@@ -2,15 +2,11 @@
 
 #include "lockstep/base/error.h"
 
-namespace lockstep {
+namespace lockstep::detail {
 namespace {
 
 SampleSpec spec_of(const at::Tensor& sample) {
   return {sample.sizes().vec(), sample.scalar_type()};
-}
-
-SampleSpec spec_of_row(const at::Tensor& stacked) {
-  return {stacked.sizes().slice(1).vec(), stacked.scalar_type()};
 }
 
 }  // namespace
@@ -22,7 +18,7 @@ void ExampleSource::inspect(int64_t size) {
   const auto one = [&](const char* part, const std::vector<at::Tensor>& tensors) {
     if (tensors.size() != 1 || !tensors[0].defined() || (first.stacked && tensors[0].dim() == 0))
       throw DataError("data set '" + name_ + "' gave no " + part + " for sample 0");
-    return first.stacked ? spec_of_row(tensors[0]) : spec_of(tensors[0]);
+    return first.stacked ? SampleSpec::of_rows(tensors[0]) : spec_of(tensors[0]);
   };
   data_spec_ = one("data", first.data);
   target_spec_ = one("target", first.target);
@@ -39,7 +35,7 @@ void ExampleSource::read(std::span<const int64_t> indices, const at::Tensor& dat
       if (!tensor.defined())
         throw DataError("data set '" + name_ + "' gave no " + part + " for " + which);
       const bool row = examples.stacked && tensor.dim() > 0;
-      const SampleSpec found = row ? spec_of_row(tensor) : spec_of(tensor);
+      const SampleSpec found = row ? SampleSpec::of_rows(tensor) : spec_of(tensor);
       if (found == spec) return;
       throw DataError("data set '" + name_ + "': the " + part + " of " + which + " is " +
                       found.describe() + ", but that of sample 0 is " + spec.describe());
@@ -65,4 +61,4 @@ void ExampleSource::read(std::span<const int64_t> indices, const at::Tensor& dat
   copy("target", examples.target, target_spec_, target);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::detail

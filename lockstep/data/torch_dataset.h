@@ -12,9 +12,10 @@
 #include <vector>
 
 #include "lockstep/data/dataset.h"
-#include "lockstep/data/source.h"
+#include "lockstep/data/sample_source.h"
 
 namespace lockstep {
+namespace detail {
 
 /// What a data set gave for a list of indices: one tensor each, or, when `stacked`, one for all
 /// with a leading dimension.
@@ -91,6 +92,8 @@ class TorchDatasetSource : public ExampleSource {
   Dataset dataset_;
 };
 
+}  // namespace detail
+
 /// Any `torch::data` data set with random access as a source for a DataLoader: a
 /// `Dataset<Self, Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read
 /// when a batch needs them, in the loader's threads; each thread has its own copy of the data set,
@@ -99,7 +102,7 @@ class TorchDatasetSource : public ExampleSource {
 ///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
 template <typename Dataset>
 std::unique_ptr<SampleSource> torch_source(Dataset dataset, std::string name = "torch::data") {
-  return std::make_unique<TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
+  return std::make_unique<detail::TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
 }
 
 /// All samples of a `torch::data` data set, read once into memory: faster from the first epoch's

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/random.h"
+#include "lockstep/data/pipeline_runner.h"
 
 namespace lockstep {
 namespace {
@@ -19,12 +19,6 @@ namespace {
                          const std::string& expected) {
   throw UsageError(transform.name() + " got samples of " + input.describe() + ", expected " +
                    expected);
-}
-
-std::vector<int64_t> batch_shape(int64_t rows, const SampleSpec& spec) {
-  std::vector<int64_t> shape{rows};
-  shape.insert(shape.end(), spec.shape.begin(), spec.shape.end());
-  return shape;
 }
 
 using Table = std::array<float, 256>;
@@ -156,12 +150,12 @@ class BatchTransform : public Transform {
       : name_(std::move(name)), function_(std::move(function)) {}
   std::string name() const override { return name_; }
   SampleSpec output(const SampleSpec& input) const override {
-    const at::Tensor result = call(at::zeros(batch_shape(1, input), input.dtype));
-    return {result.sizes().slice(1).vec(), result.scalar_type()};
+    const at::Tensor result = call(at::zeros(input.batch_shape(1), input.dtype));
+    return SampleSpec::of_rows(result);
   }
   void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
              const TransformContext&) const override {
-    const at::Tensor batch = at::empty(batch_shape(rows.size(), input), input.dtype);
+    const at::Tensor batch = at::empty(input.batch_shape(rows.size()), input.dtype);
     rows.gather_into(batch);
     const at::Tensor result = call(batch);
     if (result.sizes() != out.sizes() || result.scalar_type() != out.scalar_type())
@@ -214,41 +208,12 @@ SampleSpec Pipeline::output(const SampleSpec& input) const {
 
 at::Tensor Pipeline::operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch) const {
   const at::Tensor input = batch.contiguous();
-  PipelineRunner runner(*this, {input.sizes().slice(1).vec(), input.scalar_type()});
-  at::Tensor out = at::empty(batch_shape(input.size(0), runner.output()), runner.output().dtype);
+  PipelineRunner runner(*this, SampleSpec::of_rows(input));
+  at::Tensor out = at::empty(runner.output().batch_shape(input.size(0)), runner.output().dtype);
   std::vector<int64_t> rows(input.size(0));
   std::iota(rows.begin(), rows.end(), 0);
   runner.run(RowView(input, rows), out, seed, epoch, rows);
   return out;
-}
-
-PipelineRunner::PipelineRunner(const Pipeline& pipeline, const SampleSpec& input) : output_(input) {
-  uint64_t ordinal = 0;
-  for (const TransformPtr& transform : pipeline.transforms()) {
-    SampleSpec next = transform->output(output_);
-    if (!transform->is_reshape()) steps_.push_back({transform, output_, next, ordinal, {}});
-    output_ = std::move(next);
-    ++ordinal;
-  }
-}
-
-void PipelineRunner::run(const RowView& rows, const at::Tensor& out, uint64_t seed, int64_t epoch,
-                         std::span<const int64_t> indices) {
-  if (steps_.empty()) return rows.gather_into(out);
-  const int64_t count = rows.size();
-  while (static_cast<int64_t>(iota_.size()) < count) iota_.push_back(int64_t(iota_.size()));
-  const at::Tensor* from = nullptr;
-  for (Step& step : steps_) {
-    const bool last = &step == &steps_.back();
-    if (!last && (!step.scratch.defined() || step.scratch.size(0) < count))
-      step.scratch = at::empty(batch_shape(count, step.output), step.output.dtype);
-    const at::Tensor to =
-        last ? out.view(batch_shape(count, step.output)) : step.scratch.narrow(0, 0, count);
-    const TransformContext context{KeyedRandom(seed, step.ordinal).next(), epoch, indices};
-    const std::span<const int64_t> all(iota_.data(), static_cast<size_t>(count));
-    step.transform->apply(from ? RowView(*from, all) : rows, step.input, to, context);
-    from = &step.scratch;
-  }
 }
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/source.h"
+#include "lockstep/data/sample_source.h"
 
 namespace lockstep {
 
@@ -104,28 +104,6 @@ class Pipeline {
 
  private:
   std::vector<TransformPtr> transforms_;
-};
-
-/// A pipeline made ready for one input, with the memory between its steps. One thread at a time.
-class PipelineRunner {
- public:
-  PipelineRunner(const Pipeline& pipeline, const SampleSpec& input);
-  const SampleSpec& output() const { return output_; }
-  /// Writes `out` [rows.size(), ...], contiguous, of output()'s shape and dtype.
-  void run(const RowView& rows, const at::Tensor& out, uint64_t seed, int64_t epoch,
-           std::span<const int64_t> indices);
-
- private:
-  struct Step {
-    TransformPtr transform;
-    SampleSpec input;
-    SampleSpec output;
-    uint64_t ordinal = 0;
-    at::Tensor scratch;  ///< The step's output, for all steps but the last.
-  };
-  std::vector<Step> steps_;  ///< Without those that only reshape.
-  SampleSpec output_;
-  std::vector<int64_t> iota_;
 };
 
 }  // namespace lockstep

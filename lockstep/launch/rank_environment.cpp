@@ -1,13 +1,21 @@
 #include "lockstep/launch/rank_environment.h"
 
-#include <sys/random.h>
-
 #include <cstdlib>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::launch {
+
+UniqueFd listen_for_ranks(RankLayout& layout) {
+  ListenOptions options;
+  options.unknown_for = std::chrono::milliseconds(0);  // A person at a terminal waits.
+  options.else_all = true;
+  UniqueFd listener = listen_on(layout.master_addr, layout.master_port, options);
+  layout.master_port = bound_port(listener.get());
+  return listener;
+}
 
 std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,
                                                                   int local_rank,
@@ -41,18 +49,6 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
     env.emplace_back(kThreadsByLauncherVariable, "1");
   }
   return env;
-}
-
-std::string random_hex(size_t bytes) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  while (text.size() < 2 * bytes) {
-    unsigned char byte = 0;
-    if (getrandom(&byte, 1, 0) != 1) continue;
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
 }
 
 }  // namespace lockstep::launch

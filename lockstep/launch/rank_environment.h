@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-namespace lockstep::launch {
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
 
-/// Random hexadecimal text of `bytes` bytes, from the system.
-std::string random_hex(size_t bytes);
+namespace lockstep::launch {
 
 /// The ranks of one job that this host runs, in torchrun's terms.
 struct RankLayout {
@@ -26,6 +26,11 @@ struct RankLayout {
   std::string role = "default";
   std::string token = random_hex(8);  ///< See kTokenVariable.
 };
+
+/// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0:
+/// before anyone is told of it, so that no port is raced for. On all addresses where the master's
+/// is none of this machine. Throws CommError naming address and port.
+UniqueFd listen_for_ranks(RankLayout& layout);
 
 /// The launcher's variables for one rank: those of torchrun, and the run's token.
 std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,

@@ -18,7 +18,6 @@
 #include "lockstep/comm/store_host.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/launch/listener.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/variables.h"
 
@@ -76,7 +75,7 @@ launch::RankLayout layout_of(int nprocs, const SpawnOptions& options) {
   layout.nodes = (layout.world_size + nprocs - 1) / nprocs;
   layout.node_rank = layout.first_rank / nprocs;
   layout.agent_store = layout.world_size == nprocs;
-  layout.run_id = launch::random_hex(16);
+  layout.run_id = random_hex(16);
   const auto address =
       options.master_addr.empty() ? env_string("MASTER_ADDR") : options.master_addr;
   const auto port = options.master_port != 0 ? std::optional<int64_t>(options.master_port)
@@ -109,12 +108,11 @@ launch::WorkerPlan worker_plan(const launch::RankLayout& layout, int local_rank,
 
 void run_parent(int nprocs, const SpawnOptions& options, int64_t call) {
   auto layout = layout_of(nprocs, options);
-  launch::Listener listener;
+  UniqueFd listener;
   launch::LaunchPlan plan;
   if (layout.agent_store) {
-    listener = launch::listen_on(layout.master_addr, layout.master_port);
-    layout.master_port = listener.port;
-    plan.serve = [&] { return host_store(listener.socket.release()); };
+    listener = launch::listen_for_ranks(layout);
+    plan.serve = [&] { return host_store(listener.release()); };
   }
   auto argv = own_command_line();
   if (!options.args.empty()) {

@@ -11,6 +11,7 @@
 #include "lockstep/autograd/linear.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/models/norm_pool.h"
 
 namespace lockstep {
@@ -18,15 +19,9 @@ namespace {
 
 namespace nn = torch::nn;
 
-std::string shape_text(at::IntArrayRef sizes) {
-  std::vector<std::string> parts;
-  for (int64_t size : sizes) parts.push_back(std::to_string(size));
-  return "[" + join(parts, ", ") + "]";
-}
-
 [[noreturn]] void refuse_input(const char* model, const at::Tensor& input, const char* expected) {
   throw UsageError(std::string("model ") + model + ": the input has shape " +
-                   shape_text(input.sizes()) + ", expected " + expected);
+                   c10::str(input.sizes()) + ", expected " + expected);
 }
 
 at::Tensor as_rows(const char* model, const at::Tensor& input, int64_t features,

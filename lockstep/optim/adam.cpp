@@ -10,7 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/optim/state.h"
+#include "lockstep/optim/optimizer_state.h"
 
 namespace lockstep {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/sgd.h"

@@ -2,7 +2,7 @@
 #include <numbers>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {

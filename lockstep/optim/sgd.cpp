@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/optim/state.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/optim/unscale.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 
 #include <map>
 
-#include "lockstep/optim/state.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/optim/unscale.h"
 
 namespace lockstep {

@@ -264,21 +264,6 @@ class BucketReducer : public GradientReducer {
 
 }  // namespace
 
-std::string why_not_own(const std::vector<ReducedParameter>& parameters,
-                        const DdpOptions& options) {
-  if (options.find_unused_parameters) return "find_unused_parameters";
-  if (options.static_graph) return "static_graph";
-  if (options.custom_hook || options.async_custom_hook || options.comm_hook != CommHook::none)
-    return "communication hooks";
-  for (const ReducedParameter& parameter : parameters) {
-    if (parameter.sparse_gradient) return "sparse gradients";
-    if (!parameter.tensor.device().is_cpu()) return "parameters that are not on the CPU";
-    if (!c10::isFloatingType(parameter.tensor.scalar_type()))
-      return "parameters that are not real numbers";
-  }
-  return {};
-}
-
 std::unique_ptr<GradientReducer> make_bucket_reducer(
     const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
     const DdpOptions& options) {

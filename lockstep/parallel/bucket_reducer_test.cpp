@@ -12,7 +12,7 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/scaled_copy.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -22,7 +22,7 @@ using ddp_test::Lookup;
 using ddp_test::Net;
 using ddp_test::Switch;
 using ddp_test::values;
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 
 /// Layers of several sizes and strides.
@@ -71,7 +71,7 @@ struct History {
 /// the step before, and zeroed in place. `walk`: by our own backward, where it can.
 History train(const Case& c, Reducer reducer, bool walk) {
   History history;
-  run_ranks(c.ranks,
+  run_group(c.ranks,
             [&](ProcessGroup group) {
               auto net = std::make_shared<Wide>(c.type);
               fill(*net, 1);
@@ -142,7 +142,7 @@ TEST_P(BucketReducer, GivesTheSameBitsInOurOwnBackward) {
 }
 
 TEST(BucketReducers, SaysWhatItDoesNotDo) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     const auto refusal = [&](auto net, DdpOptions options) -> std::string {
       options.reducer = Reducer::lockstep;
       try {
@@ -164,7 +164,7 @@ TEST(BucketReducers, SaysWhatItDoesNotDo) {
 }
 
 TEST(BucketReducers, AParameterThatComesTwiceIsNamed) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
     DistributedDataParallel ddp(net, group, {.reducer = Reducer::lockstep});
@@ -186,7 +186,7 @@ TEST(BucketReducers, AParameterThatComesTwiceIsNamed) {
 TEST(BucketReducers, GradientsOutliveTheWrapperAndTheGroup) {
   for (const std::string backend : {"gloo", "shm"}) {
     std::vector<std::shared_ptr<Net>> nets(2);
-    run_ranks(2,
+    run_group(2,
               [&](ProcessGroup group) {
                 auto net = std::make_shared<Net>();
                 fill(*net, 1);
@@ -204,7 +204,7 @@ TEST(BucketReducers, GradientsOutliveTheWrapperAndTheGroup) {
 }
 
 TEST(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     DistributedDataParallel ddp(net, group);
     torch::optim::SGD sgd(net->parameters(), 0.1);
@@ -218,7 +218,7 @@ TEST(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
 }
 
 TEST(BucketReducers, AGraphOfGradientsIsNotAveragedButTheGradientsAre) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
     DistributedDataParallel ddp(net, group);

@@ -5,7 +5,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 
 at::Tensor flat_gradients(torch::nn::Module& module) {
@@ -26,7 +26,7 @@ at::Tensor flat_gradients(torch::nn::Module& module) {
 /// The gradients after `steps` steps of two ranks with these options, as rank 0 has them.
 at::Tensor result_of(const DdpOptions& options, int ranks = 2, int steps = 3) {
   at::Tensor result;
-  run_ranks(ranks, [&](ProcessGroup group) {
+  run_group(ranks, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
     DistributedDataParallel ddp(net, group, options);
@@ -114,7 +114,7 @@ TEST(CommHook, TheUsersOwnInTwoParts) {
 }
 
 TEST(CommHook, BucketsTellWhatIsInThem) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     std::vector<GradientBucket> seen;
     DdpOptions options;
     options.bucket_cap_mb = 50.0 / (1024 * 1024);
@@ -146,7 +146,7 @@ TEST(CommHook, BucketsTellWhatIsInThem) {
 }
 
 void expect_refused(GradientHook hook, const std::string& text) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.custom_hook = hook;
     auto net = std::make_shared<Net>();

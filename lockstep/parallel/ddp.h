@@ -85,31 +85,22 @@ class DdpCore {
  public:
   DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options);
   ~DdpCore();
-  DdpCore(const DdpCore&) = delete;
-  DdpCore& operator=(const DdpCore&) = delete;
+  DdpCore(DdpCore&&) noexcept;
+  DdpCore& operator=(DdpCore&&) noexcept;
 
-  /// False when there is nothing to do around forward: one rank and no hook that changes bits.
-  bool active() const { return active_; }
-  /// What an inactive one does in place of before_forward and after_forward.
-  void count_forward() { iterations_ += synchronizing_ ? 1 : 0; }
   void before_forward();
   /// True when `after_forward` must see the outputs: unused parameters, a static graph's first
   /// step.
   bool wants_outputs() const;
   /// May replace the outputs by copies that autograd sees pass.
   void after_forward(std::vector<at::Tensor>& outputs);
-  bool synchronizing() const { return synchronizing_; }
-  void set_synchronizing(bool on) { synchronizing_ = on; }
+  /// Whether the next backward averages gradients. It stays where it is when this is moved.
+  bool& synchronizing();
   DdpStatistics statistics() const;
-  const ProcessGroup& group() const { return group_; }
+  const ProcessGroup& group() const;
 
  private:
-  class Impl;
-  ProcessGroup group_;
-  bool active_ = false;
-  bool synchronizing_ = true;
-  int64_t iterations_ = 0;
-  int64_t elements_ = 0;
+  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -142,21 +133,16 @@ class DistributedDataParallel {
  public:
   DistributedDataParallel(ModulePtr module, const ProcessGroup& group,
                           const DdpOptions& options = {})
-      : module_(std::move(module)),
-        core_(std::make_unique<detail::DdpCore>(*module_, group, options)) {}
+      : module_(std::move(module)), core_(*module_, group, options) {}
 
   template <class... Args>
   auto forward(Args&&... args) {
-    if (!core_->active()) {
-      core_->count_forward();
-      return module_->forward(std::forward<Args>(args)...);
-    }
-    core_->before_forward();
+    core_.before_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
     std::vector<at::Tensor> tensors;
-    const bool pass = core_->wants_outputs();
+    const bool pass = core_.wants_outputs();
     if (pass) visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-    core_->after_forward(tensors);
+    core_.after_forward(tensors);
     if (pass) {
       visit_tensors(
           output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
@@ -172,28 +158,27 @@ class DistributedDataParallel {
   /// it averages the sum. The forward must be inside too.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(detail::DdpCore& core) : core_(core), before_(core.synchronizing()) {
-      core_.set_synchronizing(false);
-    }
-    ~NoSync() { core_.set_synchronizing(before_); }
+    explicit NoSync(bool& synchronizing)
+        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
+    ~NoSync() { synchronizing_ = before_; }
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;
 
    private:
-    detail::DdpCore& core_;
+    bool& synchronizing_;
     bool before_;
   };
-  NoSync no_sync() { return NoSync(*core_); }
+  NoSync no_sync() { return NoSync(core_.synchronizing()); }
 
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }
   const auto& module() const { return *module_; }
-  const ProcessGroup& group() const { return core_->group(); }
-  DdpStatistics statistics() const { return core_->statistics(); }
+  const ProcessGroup& group() const { return core_.group(); }
+  DdpStatistics statistics() const { return core_.statistics(); }
 
  private:
   ModulePtr module_;
-  std::unique_ptr<detail::DdpCore> core_;
+  detail::DdpCore core_;
 };
 
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -16,11 +16,11 @@ namespace {
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 
 void train_until_rank_1_leaves(const DdpOptions& options) {
   const auto start = std::chrono::steady_clock::now();
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
     DistributedDataParallel ddp(net, group, options);

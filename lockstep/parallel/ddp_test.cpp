@@ -6,7 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -18,7 +18,7 @@ using ddp_test::Net;
 using ddp_test::Rich;
 using ddp_test::Tied;
 using ddp_test::values;
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 
 template <class Module, class... Args>
 std::shared_ptr<Module> filled(double seed, Args... args) {
@@ -69,7 +69,7 @@ TEST(Ddp, AveragesGradientsOverRanks) {
   const auto expected = averaged<Net>(
       2, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
   for (const bool view : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group) {
+    run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
       options.gradient_as_bucket_view = view;
       // Only rank 0's parameters count.
@@ -87,7 +87,7 @@ TEST(Ddp, AveragesGradientsOverRanks) {
 TEST(Ddp, ThreeRanks) {
   const auto expected = averaged<Net>(
       3, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
-  run_ranks(3, [&](ProcessGroup group) {
+  run_group(3, [&](ProcessGroup group) {
     auto net = filled<Net>(1);
     DistributedDataParallel ddp(net, group);
     ddp(input(group.rank())).square().sum().backward();
@@ -99,7 +99,7 @@ TEST(Ddp, ThreeRanks) {
 }
 
 TEST(Ddp, BroadcastsParametersAndBuffersAtStart) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto module = filled<Counter>(group.rank());
     module->seen.fill_(group.rank() + 3);
     module->steps.fill_(group.rank() + 9);
@@ -113,7 +113,7 @@ TEST(Ddp, BroadcastsParametersAndBuffersAtStart) {
 
 TEST(Ddp, BroadcastsBuffersBeforeEachForwardUnlessTold) {
   for (const bool broadcast : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group) {
+    run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
       options.broadcast_buffers = broadcast;
       auto module = filled<Counter>(0);
@@ -134,7 +134,7 @@ TEST(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
   const auto local = averaged<Net>(
       1, 1, [](Net& net, int) { net.forward(input(0, 1)).square().sum().backward(); });
   for (const bool view : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group) {
+    run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
       options.gradient_as_bucket_view = view;
       auto net = filled<Net>(1);
@@ -155,7 +155,7 @@ TEST(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
 }
 
 TEST(Ddp, ForwardWithoutGradientsBetweenSteps) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = filled<Net>(1);
     DistributedDataParallel ddp(net, group);
     for (int step = 0; step < 3; ++step) {
@@ -169,7 +169,7 @@ TEST(Ddp, ForwardWithoutGradientsBetweenSteps) {
 TEST(Ddp, TrainsTheSameWithAndWithoutViews) {
   std::vector<std::vector<at::Tensor>> ends(2);
   for (const bool view : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group) {
+    run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
       options.gradient_as_bucket_view = view;
       auto net = filled<Net>(2);
@@ -194,7 +194,7 @@ TEST(Ddp, TrainsTheSameWithAndWithoutViews) {
 
 TEST(Ddp, GradientsAreViewsOfTheBucketsUnlessTold) {
   for (const bool view : {true, false}) {
-    run_ranks(2, [&](ProcessGroup group) {
+    run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
       options.gradient_as_bucket_view = view;
       auto net = filled<Net>(2);
@@ -206,7 +206,7 @@ TEST(Ddp, GradientsAreViewsOfTheBucketsUnlessTold) {
 }
 
 TEST(Ddp, FrozenParametersAreBroadcastButGetNoGradient) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = filled<Net>(group.rank());
     net->first->weight.set_requires_grad(false);
     DistributedDataParallel ddp(net, group);
@@ -222,7 +222,7 @@ TEST(Ddp, TiedParametersCountOnce) {
   const auto expected = averaged<Tied>(2, 1, [](Tied& net, int rank) {
     net.forward(values({3, 4}, rank)).sum().backward();
   });
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = filled<Tied>(1);
     fill(*net, 1);
     DistributedDataParallel ddp(net, group);
@@ -233,7 +233,7 @@ TEST(Ddp, TiedParametersCountOnce) {
 }
 
 TEST(Ddp, SparseGradientsAreAveraged) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto net = filled<Lookup>(1);
     DistributedDataParallel ddp(net, group);
     for (int step = 0; step < 2; ++step) {
@@ -251,7 +251,7 @@ TEST(Ddp, SparseGradientsAreAveraged) {
 }
 
 TEST(Ddp, InputsAndOutputsOfAnyType) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
     auto net = filled<Rich>(1);
@@ -270,7 +270,7 @@ TEST(Ddp, InputsAndOutputsOfAnyType) {
 }
 
 TEST(Ddp, IgnoredTensorsStayLocal) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.ignored = {"second.bias"};
     auto net = filled<Net>(group.rank());
@@ -285,7 +285,7 @@ TEST(Ddp, IgnoredTensorsStayLocal) {
 }
 
 TEST(Ddp, StatisticsShowTheBuckets) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.bucket_cap_mb = 50.0 / (1024 * 1024);
     options.first_bucket_mb = 1;
@@ -311,7 +311,7 @@ TEST(Ddp, StatisticsShowTheBuckets) {
 TEST(Ddp, OneRankNeedsNoReducer) {
   const auto expected = averaged<Net>(
       1, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
-  run_ranks(1, [&](ProcessGroup group) {
+  run_group(1, [&](ProcessGroup group) {
     auto net = filled<Net>(1);
     DistributedDataParallel ddp(net, group);
     ddp(input(0)).square().sum().backward();

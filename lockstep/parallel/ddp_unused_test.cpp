@@ -6,7 +6,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
@@ -15,7 +15,7 @@ using ddp_test::fill;
 using ddp_test::Heads;
 using ddp_test::Switch;
 using ddp_test::values;
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -31,7 +31,7 @@ std::shared_ptr<Module> filled() {
 }
 
 TEST(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto module = filled<Switch>();
     DistributedDataParallel ddp(module, group);
     ddp(input(group.rank()), true).sum().backward();
@@ -48,7 +48,7 @@ TEST(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
 }
 
 TEST(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
     auto module = filled<Switch>();
@@ -64,7 +64,7 @@ TEST(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
 }
 
 TEST(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
     auto module = filled<Switch>();
@@ -80,7 +80,7 @@ TEST(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
 }
 
 TEST(DdpUnused, AnOutputThatTheLossLeavesOut) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
     auto module = filled<Heads>();
@@ -95,7 +95,7 @@ TEST(DdpUnused, AnOutputThatTheLossLeavesOut) {
 }
 
 TEST(DdpUnused, StaticGraphLearnsThemOnce) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.static_graph = true;
     auto module = filled<Switch>();
@@ -114,7 +114,7 @@ TEST(DdpUnused, StaticGraphLearnsThemOnce) {
 }
 
 TEST(DdpUnused, AGraphMayOutliveTheWrapper) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.static_graph = true;
     auto module = filled<Switch>();

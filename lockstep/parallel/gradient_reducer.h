@@ -41,12 +41,10 @@ std::unique_ptr<GradientReducer> make_gradient_reducer(
 std::unique_ptr<GradientReducer> make_c10d_reducer(const std::vector<ReducedParameter>& parameters,
                                                    const ProcessGroup& group,
                                                    const DdpOptions& options);
-/// Our own; `why_not_own` must be empty.
+/// Our own: for dense gradients of real numbers on the CPU, every parameter used, no hook.
 std::unique_ptr<GradientReducer> make_bucket_reducer(
     const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
     const DdpOptions& options);
-/// What of this our own reducer does not do; empty when it does it all.
-std::string why_not_own(const std::vector<ReducedParameter>& parameters, const DdpOptions& options);
 
 /// The error of a backward that left parameters of these names without a gradient.
 [[noreturn]] void throw_unfinished(int rank, const std::vector<std::string>& names);

@@ -6,12 +6,12 @@
 
 #include "lockstep/base/error.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
 
-using lockstep::testing::run_ranks;
+using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 using torch::nn::Module;
 
@@ -22,7 +22,7 @@ struct Free : Module {
 /// Two ranks wrap what `make` gives; both must fail with a text that has all of `texts`.
 void expect_mismatch(const std::function<void(Free&, int rank)>& make,
                      const std::vector<std::string>& texts) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto module = std::make_shared<Free>();
     module->register_parameter("same", at::zeros({2}));
     make(*module, group.rank());
@@ -88,7 +88,7 @@ TEST(ModuleState, ABufferThatDiffersIsNamed) {
 }
 
 TEST(ModuleState, NothingToTrainIsAUsageError) {
-  run_ranks(1, [&](ProcessGroup group) {
+  run_group(1, [&](ProcessGroup group) {
     auto module = std::make_shared<Free>();
     EXPECT_THROW(DistributedDataParallel(module, group), UsageError);
     module->register_parameter("w", at::zeros(3), /*requires_grad=*/false);
@@ -102,7 +102,7 @@ TEST(ModuleState, ANullGroupIsAUsageError) {
 }
 
 TEST(ModuleState, BadBucketSizesAreUsageErrors) {
-  run_ranks(2, [&](ProcessGroup group) {
+  run_group(2, [&](ProcessGroup group) {
     auto module = std::make_shared<ddp_test::Net>();
     DdpOptions options;
     options.bucket_cap_mb = -1;

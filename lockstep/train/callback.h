@@ -3,7 +3,7 @@
 #include <map>
 #include <string>
 
-#include "lockstep/train/results.h"
+#include "lockstep/train/training_results.h"
 
 namespace lockstep {
 

@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "lockstep/train/loss.h"
 #include "lockstep/train/memory_format.h"
-#include "lockstep/train/metric_reduction.h"
 
 namespace lockstep {
 namespace {

@@ -6,9 +6,8 @@
 #include <cstdint>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/data/loader.h"
-#include "lockstep/models/models.h"
-#include "lockstep/train/loss.h"
+#include "lockstep/train/train_task.h"
+#include "lockstep/train/training_results.h"
 
 namespace lockstep {
 

@@ -1,14 +1,11 @@
 #include "lockstep/train/finite_check.h"
 
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/isfinite.h>
 
 #include <cmath>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -31,21 +28,14 @@ std::string text_of(double value) {
 
 }  // namespace
 
-FiniteCheck::FiniteCheck(OnNan policy, const ProcessGroup& group,
-                         std::vector<at::Tensor> parameters)
-    : policy_(policy), group_(group), parameters_(std::move(parameters)) {}
-
-void FiniteCheck::backward(const at::Tensor& loss, double loss_value) {
-  if (policy_ == OnNan::proceed || std::isfinite(loss_value)) {
-    lockstep::backward(loss);
-    return;
-  }
-  if (!bad_loss_) bad_loss_ = loss_value;
-  lockstep::backward(loss, at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
+bool FiniteCheck::loss_is_good(double loss) {
+  if (policy_ == OnNan::proceed || std::isfinite(loss)) return true;
+  if (!bad_loss_) bad_loss_ = loss;
+  return false;
 }
 
-bool FiniteCheck::gradients_are_finite() const {
-  for (auto parameter = parameters_.rbegin(); parameter != parameters_.rend(); ++parameter) {
+bool FiniteCheck::gradients_are_finite(const std::vector<at::Tensor>& parameters) const {
+  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
     const at::Tensor& gradient = parameter->grad();
     if (!gradient.defined()) continue;
     // The sum of finite numbers may overflow: then, and only then, look at each of them.
@@ -71,9 +61,10 @@ std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
   return "the loss is " + join(bad, ", ") + where;
 }
 
-bool FiniteCheck::step_is_good(int64_t step, int64_t epoch) {
+bool FiniteCheck::step_is_good(const std::vector<at::Tensor>& parameters, int64_t step,
+                               int64_t epoch) {
   if (policy_ == OnNan::proceed) return true;
-  if (gradients_are_finite()) {
+  if (gradients_are_finite(parameters)) {
     if (!bad_loss_) return true;
     // The loss does not reach the gradients that were looked at, so the other ranks cannot know:
     // this one must leave, and they notice that.

@@ -15,21 +15,22 @@ namespace lockstep {
 /// Notices a loss or gradient that is NaN or infinite, and lets all ranks decide alike without
 /// communication in the steps that are well.
 ///
-/// A rank whose loss is not finite runs backward from NaN, so that DDP's all-reduce makes the
-/// gradients NaN on every rank; each rank then sees that in its own copy. Only after that do ranks
+/// A rank whose loss is not finite is to run backward from NaN: then DDP's all-reduce makes the
+/// gradients NaN on every rank, and each rank sees that in its own copy. Only after that do ranks
 /// talk, to name the one where it began. With `stop`, one gradient is looked at (the last
 /// parameter's, which every loss of a network reaches); with `skip` all of them.
 class FiniteCheck {
  public:
-  FiniteCheck(OnNan policy, const ProcessGroup& group, std::vector<at::Tensor> parameters);
+  FiniteCheck(OnNan policy, const ProcessGroup& group) : policy_(policy), group_(group) {}
 
-  /// Runs backward. `loss_value` is the loss as a number, before any division for accumulation.
-  void backward(const at::Tensor& loss, double loss_value);
+  /// Before a batch's backward, with its loss before any division for accumulation. False when
+  /// backward is to run from NaN.
+  bool loss_is_good(double loss);
 
-  /// After the backward of a step's last batch: true when the step is to be made, false when it is
-  /// to be skipped on all ranks. Throws NumericError with `stop`, on all ranks. The first few skips
-  /// of a run are warned of one by one.
-  bool step_is_good(int64_t step, int64_t epoch);
+  /// After the backward of a step's last batch, with the parameters that have its gradients: true
+  /// when the step is to be made, false when it is to be skipped on all ranks. Throws NumericError
+  /// with `stop`, on all ranks. The first few skips of a run are warned of one by one.
+  bool step_is_good(const std::vector<at::Tensor>& parameters, int64_t step, int64_t epoch);
 
   /// At the end of an epoch of so many steps: throws NumericError, on all ranks, when all of them
   /// were skipped, and tells how many were.
@@ -38,12 +39,11 @@ class FiniteCheck {
   int64_t skipped() const { return skipped_; }
 
  private:
-  bool gradients_are_finite() const;
+  bool gradients_are_finite(const std::vector<at::Tensor>& parameters) const;
   std::string explain(int64_t step, int64_t epoch) const;
 
   OnNan policy_;
   ProcessGroup group_;
-  std::vector<at::Tensor> parameters_;
   std::optional<double> bad_loss_;  ///< Of a batch of the step in progress, on this rank.
   int64_t skipped_ = 0;             ///< In the run.
   int64_t skipped_in_epoch_ = 0;

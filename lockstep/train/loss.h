@@ -2,14 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "lockstep/train/results.h"
+#include "lockstep/train/metric_sums.h"
+#include "lockstep/train/train_task.h"
 
 namespace lockstep {
-
-enum class LossKind {
-  cross_entropy,  ///< Outputs [B, classes], targets int64 [B].
-  mean_squared,   ///< Outputs and targets [B, K], float32.
-};
 
 /// The mean over the batch, with a graph behind it: a tensor of no dimension.
 at::Tensor batch_loss(LossKind kind, const at::Tensor& output, const at::Tensor& target);

@@ -15,8 +15,9 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
-#include "lockstep/train/metric_reduction.h"
+#include "lockstep/train/metric_sums.h"
 #include "lockstep/train/random_state.h"
+#include "lockstep/train/stop_agreement.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -35,7 +36,7 @@ TEST(Loss, CountsWhatArgmaxFindsWhateverTheLayout) {
   add_batch(sums, LossKind::cross_entropy, 0.5, output, target, 41);
   EXPECT_EQ(sums.correct, expected);
   EXPECT_EQ(sums.samples, 41);
-  EXPECT_DOUBLE_EQ(sums.mean_loss(), 0.5);
+  EXPECT_DOUBLE_EQ(metrics_of(sums).loss, 0.5);
   MetricSums strided;
   add_batch(strided, LossKind::cross_entropy, 0.5, output.t().contiguous().t(), target, 41);
   EXPECT_EQ(strided.correct, expected);

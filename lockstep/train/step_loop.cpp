@@ -1,11 +1,14 @@
 #include "lockstep/train/step_loop.h"
 
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "lockstep/autograd/backward.h"
+#include "lockstep/train/loss.h"
 #include "lockstep/train/memory_format.h"
 
 namespace lockstep {
@@ -22,7 +25,7 @@ StepLoop::StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOpti
       group_(group),
       options_(options),
       parameters_(task.model->parameters()),
-      finite_(options.on_nan, group, parameters_),
+      finite_(options.on_nan, group),
       schedule_(options.schedule),
       base_lr_(task.optimizer->lr()),
       start_(std::chrono::steady_clock::now()) {
@@ -81,7 +84,11 @@ void StepLoop::forward_and_backward(const Batch& batch, int64_t batches_of_step)
   at::Tensor loss = batch_loss(task_.loss, output, target);
   const double value = loss.item<double>();
   if (batches_of_step > 1) loss = loss / static_cast<double>(batches_of_step);
-  finite_.backward(loss, value);
+  if (finite_.loss_is_good(value)) {
+    backward(loss);
+  } else {
+    backward(loss, at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
+  }
   last_loss_ = value;
   if (options_.on_nan == OnNan::skip && !std::isfinite(value)) {
     sums_.samples += batch.size();  // its loss would hide that of all others
@@ -96,7 +103,7 @@ void StepLoop::update(int64_t epoch) {
   const double lr = scheduled_lr(schedule_, base_lr_, step_);
   if (lr != optimizer.lr()) optimizer.set_lr(lr);
   ++step_;
-  if (finite_.step_is_good(step_, epoch)) {
+  if (finite_.step_is_good(parameters_, step_, epoch)) {
     if (options_.gradient_clip_val > 0) clip_grad_norm(parameters_, options_.gradient_clip_val);
     optimizer.step();
   }
@@ -107,9 +114,7 @@ void StepLoop::warm_up_reducer() {
   if (!ddp_) return;
   task_.model->train();
   const auto zeros = [&](const SampleSpec& spec) {
-    std::vector<int64_t> shape = spec.shape;
-    shape.insert(shape.begin(), 2);
-    return at::zeros(shape, at::TensorOptions().dtype(spec.dtype).device(task_.device));
+    return at::zeros(spec.batch_shape(2), at::device(task_.device).dtype(spec.dtype));
   };
   const at::Tensor output =
       ddp_->forward(with_memory_format(zeros(task_.train->data_spec()), task_.memory_format));

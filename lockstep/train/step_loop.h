@@ -1,8 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
-#include <c10/core/MemoryFormat.h>
 
 #include <chrono>
 #include <cstdint>
@@ -10,29 +8,13 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/data/loader.h"
-#include "lockstep/models/models.h"
-#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/finite_check.h"
-#include "lockstep/train/loss.h"
-#include "lockstep/train/results.h"
+#include "lockstep/train/metric_sums.h"
+#include "lockstep/train/train_task.h"
 #include "lockstep/train/trainer_options.h"
 
 namespace lockstep {
-
-/// What a training run works with. The model's parameters are already on `device` and belong to
-/// `optimizer`. The loaders must be made alike on all ranks.
-struct TrainTask {
-  std::shared_ptr<Model> model;
-  LossKind loss = LossKind::cross_entropy;
-  std::unique_ptr<Optimizer> optimizer;
-  std::unique_ptr<DataLoader> train;
-  std::unique_ptr<DataLoader> test;
-  c10::Device device = c10::kCPU;
-  /// Of the model's tensors and of batches of 4 dimensions; see memory_format.h.
-  at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
-};
 
 /// Forward, backward, step, batch after batch: the inner loop of training, without anything that
 /// only watches. With several ranks the model is wrapped in DistributedDataParallel; a group of one

@@ -11,12 +11,12 @@
 #include "lockstep/comm/call_observer.h"
 #include "lockstep/models/models.h"
 #include "lockstep/parallel/ddp.h"
-#include "tests/support/test_ranks.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
 
-using testing::run_ranks;
+using testing::run_group;
 
 void expect_within(const TimeSpan& inner, const TimeSpan& outer) {
   EXPECT_LE(outer.begin, inner.begin);
@@ -54,7 +54,7 @@ TEST(StepProfiler, AStepThatThrowsEndsItsMarks) {
 
 TEST(StepProfiler, SeesTheReducersCollectivesOverGloo) {
   static constexpr int kSteps = 5;
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     at::manual_seed(1);
     const auto model = make_model("convnet");
     DistributedDataParallel ddp(model, group);
@@ -131,7 +131,7 @@ struct Counter : CallObserver {
 };
 
 TEST(CallObserver, CountsEveryCollectiveOnce) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     const auto counter = std::make_shared<Counter>();
     observe_calls(group, counter);
     at::Tensor tensor = at::ones({8});
@@ -150,7 +150,7 @@ TEST(CallObserver, CountsEveryCollectiveOnce) {
 }
 
 TEST(CallObserver, ACallThatThrowsHasFailed) {
-  run_ranks(2, [](ProcessGroup group) {
+  run_group(2, [](ProcessGroup group) {
     const auto counter = std::make_shared<Counter>();
     observe_calls(group, counter);
     at::Tensor tensor = group.rank() == 0 ? at::ones({8}) : at::ones({9});

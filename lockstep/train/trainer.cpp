@@ -1,11 +1,19 @@
 #include "lockstep/train/trainer.h"
 
 #include <algorithm>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/metric_sums.h"
 #include "lockstep/train/random_state.h"
+#include "lockstep/train/step_loop.h"
+#include "lockstep/train/stop_agreement.h"
 #include "lockstep/train/stop_signal.h"
 #include "lockstep/train/weights.h"
 
@@ -31,27 +39,67 @@ const TrainerOptions& checked(const TrainerOptions& options) {
 
 }  // namespace
 
-Trainer::Trainer(const World& world, TrainTask task, TrainerOptions options)
-    : world_(world),
-      task_(std::move(task)),
-      options_(checked(std::move(options))),
-      loop_(task_, world.group(), options_),
-      start_(Clock::now()) {
-  options_.identity["number of ranks"] = std::to_string(world.size());
-}
+class Trainer::Impl {
+ public:
+  Impl(Trainer& trainer, const World& world, TrainTask task, TrainerOptions options)
+      : trainer_(trainer),
+        world_(world),
+        task_(std::move(task)),
+        options_(checked(std::move(options))),
+        loop_(task_, world.group(), options_),
+        start_(Clock::now()) {
+    options_.identity["number of ranks"] = std::to_string(world.size());
+  }
 
-Trainer::~Trainer() = default;
+  FitResult fit();
+  void restore(const Checkpoint& checkpoint);
+  void save(CheckpointFolder& folder);
+  void add_callback(std::shared_ptr<Callback> callback) {
+    callbacks_.push_back(std::move(callback));
+  }
+  Model& model() { return *task_.model; }
+  const World& world() const { return world_; }
+  const TrainerOptions& options() const { return options_; }
+  int64_t total_steps() const { return loop_.total_steps(); }
 
-void Trainer::add_callback(std::shared_ptr<Callback> callback) {
-  callbacks_.push_back(std::move(callback));
-}
+ private:
+  void after_step(const StepResult& result);
+  void log_step(const StepResult& result);
+  void collect_sums();
+  void finish_epoch();
+  Metrics test();
+  bool wants_to_stop() const;
+  [[noreturn]] void interrupt(int signal_number);
+  Metrics reduced(MetricSums& sums) const;
+  double seconds() const;
 
-FitResult Trainer::fit() {
+  Trainer& trainer_;
+  const World& world_;
+  TrainTask task_;
+  TrainerOptions options_;
+  StepLoop loop_;
+  std::optional<StopAgreement> agreement_;
+  std::vector<std::shared_ptr<Callback>> callbacks_;
+  int64_t epoch_ = 0;
+  int64_t batches_ = 0;           ///< Of the epoch that are behind us.
+  MetricSums log_sums_;           ///< This rank's, since the last log.
+  MetricSums epoch_sums_;         ///< This rank's, of the epoch.
+  int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
+  double log_start_ = 0;
+  double epoch_start_ = 0;
+  int stop_requested_ = 0;
+  StepResult last_step_;
+  Metrics test_;
+  NamedTensors random_state_;  ///< To be set when `fit` begins.
+  Clock::time_point start_;
+};
+
+FitResult Trainer::Impl::fit() {
   const StopSignal signals;
-  agreement_ = std::make_unique<StopAgreement>(world_.group(), task_.device);
+  agreement_.emplace(world_.group(), task_.device);
   start_ = Clock::now();
   if (!random_state_.empty()) set_random_state(random_state_, task_.device);
-  for (const auto& callback : callbacks_) callback->on_start(*this);
+  for (const auto& callback : callbacks_) callback->on_start(trainer_);
   const auto look_for_signal = [&] { stop_requested_ = agreement_->now(signals.received()); };
   try {
     while (epoch_ < options_.max_epochs && !wants_to_stop()) {
@@ -67,10 +115,7 @@ FitResult Trainer::fit() {
       look_for_signal();
       if (stop_requested_ != 0) interrupt(stop_requested_);
     }
-    if (test_.samples == 0) {
-      test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-                       options_.limit_test_batches, task_.memory_format);
-    }
+    if (test_.samples == 0) test_ = test();
   } catch (const CommError&) {
     // The other ranks got the signal too, and one of them is gone already.
     if (signals.received() != 0) throw InterruptedError(signals.received());
@@ -82,38 +127,37 @@ FitResult Trainer::fit() {
   result.test = test_;
   result.stopped_early = epoch_ < options_.max_epochs;
   result.seconds = seconds();
-  for (const auto& callback : callbacks_) callback->on_end(*this, result);
+  for (const auto& callback : callbacks_) callback->on_end(trainer_, result);
   if (signals.received() != 0) throw InterruptedError(signals.received());
   return result;
 }
 
-void Trainer::after_step(const StepResult& result) {
+void Trainer::Impl::after_step(const StepResult& result) {
   batches_ = result.batches;
   last_step_ = result;
   // Logged first: a checkpoint of this step must not be on the disk before the step's own row is.
   if (result.step % options_.log_every_n_steps == 0) log_step(result);
-  for (const auto& callback : callbacks_) callback->on_step(*this, result);
+  for (const auto& callback : callbacks_) callback->on_step(trainer_, result);
 }
 
-void Trainer::collect_sums() {
+void Trainer::Impl::collect_sums() {
   const MetricSums sums = loop_.take_sums();
   log_sums_.add(sums);
   epoch_sums_.add(sums);
 }
 
-void Trainer::log_step(const StepResult& result) {
+void Trainer::Impl::log_step(const StepResult& result) {
   collect_sums();
   LogResult log;
   log.step = result;
-  log.metrics =
-      metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(log_sums_, {})));
+  log.metrics = reduced(log_sums_);
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
   log_start_ = now;
-  for (const auto& callback : callbacks_) callback->on_log(*this, log);
+  for (const auto& callback : callbacks_) callback->on_log(trainer_, log);
 }
 
-void Trainer::finish_epoch() {
+void Trainer::Impl::finish_epoch() {
   collect_sums();
   if (log_sums_.samples > 0) log_step(last_step_);
   EpochResult result;
@@ -122,36 +166,44 @@ void Trainer::finish_epoch() {
   result.step = loop_.step();
   result.lr = task_.optimizer->lr();
   const double trained = seconds();
-  result.train =
-      metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(epoch_sums_, {})));
+  result.train = reduced(epoch_sums_);
   const int64_t samples = result.train.samples - std::exchange(restored_samples_, 0);
   result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
-  test_ = evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-                   options_.limit_test_batches, task_.memory_format);
+  test_ = test();
   result.test = test_;
   result.seconds = seconds();
   result.test_samples_per_s =
       static_cast<double>(test_.samples) / std::max(result.seconds - trained, 1e-9);
   ++epoch_;
   batches_ = 0;
-  for (const auto& callback : callbacks_) callback->on_epoch_end(*this, result);
+  for (const auto& callback : callbacks_) callback->on_epoch_end(trainer_, result);
 }
 
-bool Trainer::wants_to_stop() const {
+Metrics Trainer::Impl::test() {
+  return evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
+                  options_.limit_test_batches, task_.memory_format);
+}
+
+bool Trainer::Impl::wants_to_stop() const {
   return std::any_of(callbacks_.begin(), callbacks_.end(),
                      [](const auto& callback) { return callback->wants_to_stop(); });
 }
 
-void Trainer::interrupt(int signal_number) {
-  for (const auto& callback : callbacks_) callback->on_interrupt(*this, signal_number);
+void Trainer::Impl::interrupt(int signal_number) {
+  for (const auto& callback : callbacks_) callback->on_interrupt(trainer_, signal_number);
   throw InterruptedError(signal_number);
 }
 
-double Trainer::seconds() const {
+/// Over all ranks; the sums begin anew.
+Metrics Trainer::Impl::reduced(MetricSums& sums) const {
+  return metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(sums, {})));
+}
+
+double Trainer::Impl::seconds() const {
   return std::chrono::duration<double>(Clock::now() - start_).count();
 }
 
-void Trainer::save(CheckpointFolder& folder) {
+void Trainer::Impl::save(CheckpointFolder& folder) {
   collect_sums();
   // The epoch's sums of all ranks become rank 0's after a resume.
   const MetricSums sums = reduce_over_ranks(world_.group(), task_.device, epoch_sums_);
@@ -166,7 +218,7 @@ void Trainer::save(CheckpointFolder& folder) {
                             {"epoch.classified", static_cast<double>(sums.classified)},
                             {"epoch.samples", static_cast<double>(sums.samples)}};
   for (const auto& callback : callbacks_) checkpoint.info.values.merge(callback->values());
-  if (is_first_rank()) {
+  if (world_.rank() == 0) {
     checkpoint.model = state_dict(*task_.model);
     for (auto& [name, tensor] : checkpoint.model) tensor = tensor.detach();
     for (const auto& [name, tensor] : task_.optimizer->state()) {
@@ -176,7 +228,7 @@ void Trainer::save(CheckpointFolder& folder) {
   save_checkpoint(world_.group(), folder, checkpoint, random_state(task_.device));
 }
 
-void Trainer::restore(const Checkpoint& checkpoint) {
+void Trainer::Impl::restore(const Checkpoint& checkpoint) {
   loop_.warm_up_reducer();
   load_state_dict(*task_.model, checkpoint.model, "the checkpoint's model.safetensors");
   task_.optimizer->load_state(with_prefix_removed(checkpoint.state, "optimizer."));
@@ -191,7 +243,7 @@ void Trainer::restore(const Checkpoint& checkpoint) {
   };
   restored_samples_ = static_cast<int64_t>(value("epoch.samples"));
   epoch_sums_ = {};
-  if (is_first_rank()) {
+  if (world_.rank() == 0) {
     epoch_sums_.loss = value("epoch.loss");
     epoch_sums_.loss_terms = static_cast<int64_t>(value("epoch.loss_terms"));
     epoch_sums_.correct = static_cast<int64_t>(value("epoch.correct"));
@@ -199,6 +251,38 @@ void Trainer::restore(const Checkpoint& checkpoint) {
     epoch_sums_.samples = static_cast<int64_t>(value("epoch.samples"));
   }
   for (const auto& callback : callbacks_) callback->load_values(info.values);
+}
+
+Trainer::Trainer(const World& world, TrainTask task, TrainerOptions options)
+    : impl_(std::make_unique<Impl>(*this, world, std::move(task), std::move(options))) {}
+Trainer::~Trainer() = default;
+
+void Trainer::add_callback(std::shared_ptr<Callback> callback) {
+  impl_->add_callback(std::move(callback));
+}
+FitResult Trainer::fit() {
+  return impl_->fit();
+}
+void Trainer::restore(const Checkpoint& checkpoint) {
+  impl_->restore(checkpoint);
+}
+void Trainer::save(CheckpointFolder& folder) {
+  impl_->save(folder);
+}
+Model& Trainer::model() {
+  return impl_->model();
+}
+const World& Trainer::world() const {
+  return impl_->world();
+}
+const TrainerOptions& Trainer::options() const {
+  return impl_->options();
+}
+int64_t Trainer::total_steps() const {
+  return impl_->total_steps();
+}
+bool Trainer::is_first_rank() const {
+  return world().rank() == 0;
 }
 
 }  // namespace lockstep

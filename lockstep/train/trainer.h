@@ -2,15 +2,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
-#include <vector>
 
-#include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/train/callback.h"
-#include "lockstep/train/metric_reduction.h"
-#include "lockstep/train/step_loop.h"
+#include "lockstep/train/train_task.h"
 #include "lockstep/train/trainer_options.h"
 
 namespace lockstep {
@@ -41,39 +37,15 @@ class Trainer {
   /// 0 only.
   void save(CheckpointFolder& folder);
 
-  Model& model() { return *task_.model; }
-  const World& world() const { return world_; }
-  const TrainerOptions& options() const { return options_; }
-  int64_t total_steps() const { return loop_.total_steps(); }
-  bool is_first_rank() const { return world_.rank() == 0; }
+  Model& model();
+  const World& world() const;
+  const TrainerOptions& options() const;
+  int64_t total_steps() const;
+  bool is_first_rank() const;
 
  private:
-  void after_step(const StepResult& result);
-  void log_step(const StepResult& result);
-  void collect_sums();
-  void finish_epoch();
-  bool wants_to_stop() const;
-  [[noreturn]] void interrupt(int signal_number);
-  double seconds() const;
-
-  const World& world_;
-  TrainTask task_;
-  TrainerOptions options_;
-  StepLoop loop_;
-  std::unique_ptr<StopAgreement> agreement_;
-  std::vector<std::shared_ptr<Callback>> callbacks_;
-  int64_t epoch_ = 0;
-  int64_t batches_ = 0;           ///< Of the epoch that are behind us.
-  MetricSums log_sums_;           ///< This rank's, since the last log.
-  MetricSums epoch_sums_;         ///< This rank's, of the epoch.
-  int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
-  double log_start_ = 0;
-  double epoch_start_ = 0;
-  int stop_requested_ = 0;
-  StepResult last_step_;
-  Metrics test_;
-  NamedTensors random_state_;  ///< To be set when `fit` begins.
-  std::chrono::steady_clock::time_point start_;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #include "lockstep/train/weights.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <map>
@@ -9,18 +10,11 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/save_checkpoint.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
-
-std::string shape_text(const at::Tensor& tensor) {
-  std::vector<std::string> sizes;
-  for (const int64_t size : tensor.sizes()) sizes.push_back(std::to_string(size));
-  return "[" + join(sizes, ", ") + "]";
-}
 
 void collect(const torch::nn::Module& module, const std::string& prefix, NamedTensors& into) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
@@ -49,16 +43,17 @@ std::string differences(const NamedTensors& own, std::map<std::string, at::Tenso
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
     if (found == given.end()) {
-      missing.push_back(name + " " + shape_text(tensor));
+      missing.push_back(name + " " + c10::str(tensor.sizes()));
       continue;
     }
     if (found->second.sizes() != tensor.sizes()) {
-      other_shape.push_back(name + " " + shape_text(found->second) + " in place of " +
-                            shape_text(tensor));
+      other_shape.push_back(name + " " + c10::str(found->second.sizes()) + " in place of " +
+                            c10::str(tensor.sizes()));
     }
     given.erase(found);
   }
-  for (const auto& [name, tensor] : given) unexpected.push_back(name + " " + shape_text(tensor));
+  for (const auto& [name, tensor] : given)
+    unexpected.push_back(name + " " + c10::str(tensor.sizes()));
   std::vector<std::string> parts;
   for (const auto& part : {summary(missing, "missing"), summary(unexpected, "unexpected"),
                            summary(other_shape, "of another shape")}) {
@@ -117,13 +112,8 @@ void check_weights_exist(const fs::path& path) {
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
   check_weights_exist(path);
   NamedTensors tensors = read_weights(path);
-  constexpr std::string_view kPrefix = "module.";
-  const bool wrapped =
-      !tensors.empty() && std::all_of(tensors.begin(), tensors.end(),
-                                      [&](auto& t) { return t.first.starts_with(kPrefix); });
-  if (wrapped) {
-    for (auto& [name, tensor] : tensors) name.erase(0, kPrefix.size());
-  }
+  NamedTensors unwrapped = with_prefix_removed(tensors, "module.");
+  if (unwrapped.size() == tensors.size()) tensors = std::move(unwrapped);
   load_state_dict(module, tensors, path.string());
 }
 

@@ -3,7 +3,10 @@
 #include <filesystem>
 
 #include "lockstep/data/safetensors.h"
-#include "lockstep/models/models.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep {
 

@@ -56,7 +56,7 @@ class Outcome(unittest.TestCase):
         match = OUTCOME.fullmatch(last_line(result))
         self.assertTrue(match, result.stdout)
         self.assertGreaterEqual(float(match[1]), 0.97)
-        self.assertRegex(result.stdout, r"(?m)^2 ranks over (shm|gloo) on cpu, batch size 64 a rank, 128 a step, 395 ")
+        self.assertRegex(result.stdout, r"(?m)^2 ranks over (shm|gloo) on cpu, batch size 64 per rank, 128 a step, 395 ")
         epochs = [float(a) for a in re.findall(r"^epoch \d/\d  train .*test loss \S+  accuracy (\S+)", result.stdout, re.M)]
         self.assertEqual(len(epochs), 5)
         self.assertLess(epochs[0], 0.97, "the digits must need some epochs")
@@ -264,7 +264,7 @@ class Files(unittest.TestCase):
             config.write_text("max_epochs = 1\nlimit-train-batches = 4\nbatch-size = 16\nlr = 0.5\n")
             saved = folder / "checkpoints"
             result = train("--config", config, "--batch-size", 8, "--checkpoint-dir", saved)
-            self.assertIn("batch size 8 a rank", result.stdout)
+            self.assertIn("batch size 8 per rank", result.stdout)
             self.assertIn("4 steps in 1 epoch\n", result.stdout)
             resolved = tomllib.loads((saved / "config.toml").read_text())
             self.assertEqual(resolved["batch-size"], 8)

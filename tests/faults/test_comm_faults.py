@@ -97,19 +97,21 @@ def begun(ranks, line):
 
 def survivors_name(case, ranks, lost, allowed, within=20, or_who_waits_for_it=False):
     """Every rank but the lost ones ends in time with one of the exit codes, naming one of those; with
-    `or_who_waits_for_it` or one that names it."""
+    `or_who_waits_for_it` or one that names it. Returns (exit code, last error line) by rank."""
     deadline = time.monotonic() + within
-    texts = {}
+    ends = {}
     for index in sorted(set(range(len(ranks))) - set(lost)):
         try:
-            code, texts[index] = ranks[index].end(max(0.1, deadline - time.monotonic()))
+            ends[index] = ranks[index].end(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             case.fail(f"rank {index} still runs {within} s after {lost} failed: {ranks[index].lines[-5:]}")
-        case.assertIn(code, allowed, f"rank {index}: {texts[index]}")
+        case.assertIn(ends[index][0], allowed, f"rank {index}: {ends[index][1]}")
+    texts = {index: text for index, (_, text) in ends.items()}
     direct = {index for index, text in texts.items() if any(mentions(text, victim) for victim in lost)}
     for index in set(texts) - direct:
         behind = or_who_waits_for_it and any(mentions(texts[index], other) for other in direct)
         case.assertTrue(behind, f"rank {index}: {texts[index]}")
+    return ends
 
 
 class CommFaults(unittest.TestCase):

@@ -72,6 +72,23 @@ class Layering(unittest.TestCase):
                     wrong.append(f"{path} ({room}) includes {included} ({rooms.get(included)})")
         self.assertEqual(wrong, [])
 
+    def test_rooms_write_the_whole_path(self):
+        """Else an include may lead to another room and not show it."""
+        other = re.compile(r'^\s*#\s*include\s*"((?!(?:lockstep|tests/support)/)[^"]*)"', re.M)
+        self.assertEqual([f"{path} includes {included}" for path in library_files()
+                          for included in other.findall((t.SOURCE_DIR / path).read_text())], [])
+
+    def test_tools_include_no_tests_and_examples_public_headers_only(self):
+        public = {header for facts in ROOMS.values() for header in facts["headers"]} | {EVERYTHING}
+        wrong = []
+        for folder in ("tools", "examples"):
+            for path in sorted(p for p in (t.SOURCE_DIR / folder).rglob("*") if p.suffix in SUFFIXES):
+                for included in INCLUDE.findall(path.read_text()):
+                    if folder == "examples" and included not in public or (
+                            included.startswith("tests/") and not path.stem.endswith("_test")):
+                        wrong.append(f"{path.relative_to(t.SOURCE_DIR)} includes {included}")
+        self.assertEqual(wrong, [])
+
     def test_public_headers_include_public_headers_only(self):
         public = {header for facts in ROOMS.values() for header in facts["headers"]} | {EVERYTHING}
         wrong = [f"{header} includes {included}" for header in sorted(public)

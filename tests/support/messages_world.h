@@ -8,13 +8,17 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/messages.h"
+#include "tests/support/run_ranks.h"
 
 namespace lockstep::shm::testing {
+
+using lockstep::testing::expect_ok;
+using lockstep::testing::rethrow_first;
+using lockstep::testing::run_ranks;
 
 /// A call for tests: fits any other of the same `kind`.
 class PlainCall : public Call {
@@ -35,37 +39,28 @@ inline std::string judge_plainly(const Disagreement& d) {
          std::to_string(d.receiver) + " called " + d.recv;
 }
 
-struct Slots {
-  size_t bytes = 4096;  ///< Small, so that little data takes many steps.
-  Writes writes = Writes::by_distance;
-};
-
-/// All ranks of a group in this process, each with its own mapping of the segment.
+/// All ranks of a group in this process, each with its own mapping of the segment. Its slots are
+/// small, so that little data takes many steps.
 class World {
  public:
   explicit World(int size, MessagesOptions options = {}, size_t message_bytes = 64 << 10,
-                 Slots slots = {})
+                 size_t slot_bytes = 4096)
       : groups_(static_cast<size_t>(size)), messages_(static_cast<size_t>(size)) {
     std::promise<std::string> name;
     const std::shared_future<std::string> told = name.get_future().share();
     const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
                           [&] { return told.get(); }};
     if (!options.judge) options.judge = judge_plainly;
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-      threads.emplace_back([&, rank] {
-        SharedGroupOptions group;
-        group.segment.rank = rank;
-        group.segment.size = size;
-        group.segment.message_bytes = message_bytes;
-        group.segment.slot_bytes = slots.bytes;
-        group.writes = slots.writes;
-        const auto at = static_cast<size_t>(rank);
-        groups_[at] = std::make_unique<SharedGroup>(group, meeting);
-        messages_[at] = std::make_unique<Messages>(*groups_[at], options);
-      });
-    }
-    for (auto& thread : threads) thread.join();
+    rethrow_first(run_ranks(size, [&](int rank) {
+      SharedGroupOptions group;
+      group.segment.rank = rank;
+      group.segment.size = size;
+      group.segment.message_bytes = message_bytes;
+      group.segment.slot_bytes = slot_bytes;
+      const auto at = static_cast<size_t>(rank);
+      groups_[at] = std::make_unique<SharedGroup>(group, meeting);
+      messages_[at] = std::make_unique<Messages>(*groups_[at], options);
+    }));
   }
   ~World() {
     for (int rank = 0; rank < static_cast<int>(groups_.size()); ++rank) leave(rank);

@@ -4,7 +4,6 @@
 // the same order.
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,10 +16,13 @@
 #include "lockstep/comm/backends/mpi/mpi_backend.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/world.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
+#include "tests/support/whole_numbers.h"
 
 namespace lockstep::mpi::testing {
 
+using lockstep::testing::expect_same;
+using lockstep::testing::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -82,22 +84,6 @@ class Ranks : public ::testing::Test {
 
   c10::intrusive_ptr<MpiBackend> mpi;
 };
-
-/// Small whole numbers: sums and products are exact in every type and order.
-inline at::Tensor whole_numbers(uint64_t call, int rank, at::IntArrayRef shape,
-                                at::ScalarType type) {
-  auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(call * 64 + static_cast<uint64_t>(rank));
-  const int64_t low = type == at::kByte || type == at::kBool ? 0 : -2;
-  return at::randint(low, type == at::kBool ? 2 : 3, shape, generator, at::kLong).to(type);
-}
-
-inline void expect_same(const at::Tensor& actual, const at::Tensor& wanted,
-                        const std::string& what) {
-  EXPECT_TRUE(actual.equal(wanted)) << "rank " << world().rank() << ", " << what << "\n"
-                                    << actual.flatten().slice(0, 0, 8) << "\n"
-                                    << wanted.flatten().slice(0, 0, 8);
-}
 
 inline void all_reduce(c10d::Backend& backend, const at::Tensor& tensor,
                        c10d::ReduceOp op = Op::SUM) {

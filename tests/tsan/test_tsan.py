@@ -1,24 +1,43 @@
-"""The shared-memory protocols under ThreadSanitizer: no race, and the tests pass."""
+"""What several threads share under ThreadSanitizer: no race, and the tests pass."""
 
 import subprocess
+import tempfile
 import unittest
 
 import lockstep_testing as t
 
-PROGRAM = t.BUILD_DIR / "tests" / "lockstep_shm_tsan"
+# LibTorch and what it brings are not instrumented: what they synchronise by atomics is not seen.
+SUPPRESSIONS = """
+called_from_lib:libtorch_cpu.so
+called_from_lib:libc10.so
+called_from_lib:libgomp
+"""
 
 
 class ThreadSanitizer(unittest.TestCase):
-    def test_no_races(self):
-        env = t.clean_environment(TSAN_OPTIONS="halt_on_error=0 exitcode=66")
-        # A child of fork is no thread that the sanitizer knows.
-        done = subprocess.run([PROGRAM, "--gtest_brief=1", "--gtest_filter=-*AKilled*"], env=env, text=True,
+    def check(self, program, *flags, options=""):
+        env = t.clean_environment(TSAN_OPTIONS=f"halt_on_error=0 exitcode=66 {options}")
+        done = subprocess.run([t.BUILD_DIR / "tests" / program, "--gtest_brief=1", *flags], env=env, text=True,
                               capture_output=True, timeout=280)
         out = done.stdout + done.stderr
         if "unexpected memory mapping" in out:
             self.skipTest("ThreadSanitizer does not start here: " + out.strip().splitlines()[0])
         self.assertEqual(done.returncode, 0, out[-6000:])
         self.assertIn("PASSED", out)
+
+
+class ProtocolsOfSharedMemory(ThreadSanitizer):
+    def test_no_races(self):
+        # A child of fork is no thread that the sanitizer knows.
+        self.check("lockstep_shm_tsan", "--gtest_filter=-*AKilled*")
+
+
+class Backends(ThreadSanitizer):
+    def test_no_races(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
+            known.write(SUPPRESSIONS)
+            known.flush()
+            self.check("lockstep_backends_tsan", options=f"suppressions={known.name} ignore_noninstrumented_modules=1")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "cli.h"
 #include "commands.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/store_host.h"
+#include "lockstep/tool/cli.h"
 
 namespace lockstep::tool {
 namespace {

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "cli.h"
 #include "library.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/tool/cli.h"
 #include "run.h"
 
 namespace {

@@ -14,7 +14,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/launch/listener.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/variables.h"
 #include "run_options.h"
@@ -192,13 +191,10 @@ int run_command(const std::vector<std::string>& args) {
   const auto program = launch::find_program(options->program, options->kind);
   auto layout = layout_of(*options);
   const bool serves = options->node_rank == 0;
-  launch::Listener listener;
-  if (serves) {
-    listener = launch::listen_on(layout.master_addr, layout.master_port);
-    layout.master_port = listener.port;
-  }
+  UniqueFd listener;
+  if (serves) listener = launch::listen_for_ranks(layout);
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
-    say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads a rank");
+    say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const LogFolders logs(*options);
   launch::LaunchPlan plan;
@@ -219,7 +215,7 @@ int run_command(const std::vector<std::string>& args) {
     launch_as_other_host(plan, last_host);
     return kExitSuccess;
   }
-  plan.serve = [&] { return serve_store(listener.socket.release()); };
+  plan.serve = [&] { return serve_store(listener.release()); };
   if (options->nodes > 1) plan.may_leave = [&] { return last_host.may_leave(); };
   launch::launch(plan);
   return kExitSuccess;

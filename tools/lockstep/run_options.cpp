@@ -8,13 +8,13 @@
 #include <cstring>
 #include <filesystem>
 
-#include "cli.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/rank_environment.h"
+#include "lockstep/tool/cli.h"
 
 namespace lockstep::tool {
 namespace {
@@ -237,7 +237,7 @@ void resolve_meeting(const RawFlags& raw, RunOptions& options) {
   if (options.nodes > 1 && !options.master_port) options.master_port = kDefaultPort;
   const bool named = raw.rdzv_id && !raw.standalone;
   if (named) options.run_id = *raw.rdzv_id;
-  if (!named) options.run_id = options.nodes > 1 ? "none" : launch::random_hex(16);
+  if (!named) options.run_id = options.nodes > 1 ? "none" : random_hex(16);
 }
 
 std::set<int> parse_filter(const std::string& text, int nproc) {

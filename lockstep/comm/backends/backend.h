@@ -4,7 +4,6 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -17,10 +16,34 @@ class Store;
 
 namespace lockstep {
 
-struct BackendOptions;
-/// Makes a backend by its name; see make_backend.
-using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& name,
-                                                                       const BackendOptions&)>;
+/// What c10d's interface does not tell of a backend. Each backend states its own once, beside its
+/// `info`; nobody asks for a backend's name instead.
+struct BackendTraits {
+  /// Takes tensors that are not contiguous: it copies them in and out.
+  bool takes_strided = false;
+  /// A call with asyncOp = false runs in its caller's thread. (NCCL takes it for another stream.)
+  bool runs_in_caller = false;
+  /// Ranks whose calls differ abort, hang or get wrong data: the first calls are to be compared.
+  bool needs_comparison = false;
+  /// Its errors are lockstep::Error's already and name the ranks at fault.
+  bool names_failures = false;
+  /// The end of a send or a receive is told only to the one who waits for it.
+  bool tells_only_waiters = false;
+  /// A wait that runs into its own time-out breaks the connection; Work::abort ends it unharmed.
+  bool ends_waits_by_abort = false;
+  /// Its ranks start it on all of the job's ranks or on none.
+  bool starts_everywhere = false;
+  /// Its tensors are of a CUDA device of the rank's own.
+  bool on_cuda = false;
+  /// Takes tensors of CUDA devices beside those of the CPU.
+  bool takes_cuda = false;
+};
+
+/// A backend with the traits of what was made: hierarchical makes a simpler one where it can.
+struct MadeBackend {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  BackendTraits traits;
+};
 
 struct BackendOptions {
   c10::intrusive_ptr<c10d::Store> store;  ///< The group's own prefix of the shared store.
@@ -36,7 +59,6 @@ struct BackendOptions {
   /// host_id.
   std::string host = {};
   DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.
-  BackendFactory factory = {};          ///< hierarchical: makes those that it is built on.
 };
 
 /// A backend of this build, and why it cannot be used here if so.
@@ -45,6 +67,7 @@ struct BackendInfo {
   bool available = false;
   std::string reason;  ///< Why not; empty when available.
   std::string remedy;  ///< What to do about it; empty when available.
+  BackendTraits traits;
 };
 
 }  // namespace lockstep

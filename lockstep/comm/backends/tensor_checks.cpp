@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <numeric>
+
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/call_signature.h"
 
@@ -9,60 +12,95 @@ namespace lockstep::backends {
 
 using Tensors = std::vector<at::Tensor>;
 
-void check_dense(const char* operation, const at::Tensor& tensor) {
-  if (!tensor.is_cpu())
-    throw UsageError(std::string(operation) + ": a tensor on " + tensor.device().str() +
-                         "; this group's backend joins CPU tensors",
-                     "use --backend nccl for CUDA tensors, or gloo");
-  if (tensor.layout() != at::kStrided)
-    throw UsageError(std::string(operation) + ": the tensor is not dense",
-                     "all_reduce takes sparse tensors; for the others use tensor.to_dense()");
+namespace {
+
+[[noreturn]] void refuse(Operation operation, const std::string& why,
+                         const std::string& remedy = {}) {
+  throw UsageError(std::string(operation_name(operation)) + ": " + why, remedy);
 }
 
-const at::Tensor& only(const char* operation, const Tensors& tensors) {
+}  // namespace
+
+void check_dense(Operation operation, const at::Tensor& tensor) {
+  if (!tensor.is_cpu())
+    refuse(operation,
+           "a tensor on " + tensor.device().str() + "; this group's backend joins CPU tensors",
+           "use --backend nccl for CUDA tensors, or gloo");
+  if (tensor.layout() != at::kStrided)
+    refuse(operation, "the tensor is not dense",
+           "all_reduce takes sparse tensors; for the others use tensor.to_dense()");
+}
+
+const at::Tensor& only(Operation operation, const Tensors& tensors) {
   if (tensors.size() != 1)
-    throw UsageError(std::string(operation) + ": " + std::to_string(tensors.size()) +
-                     " tensors, expected one");
+    refuse(operation, std::to_string(tensors.size()) + " tensors, expected one");
   check_dense(operation, tensors[0]);
   return tensors[0];
 }
 
-const Tensors& only_list(const char* operation, const std::vector<Tensors>& lists, int size) {
+const Tensors& only_list(Operation operation, const std::vector<Tensors>& lists, int size) {
   if (lists.size() != 1 || lists[0].size() != static_cast<size_t>(size))
-    throw UsageError(std::string(operation) + ": expected one list of " + std::to_string(size) +
-                     " tensors, one a rank");
+    refuse(operation, "expected one list of " + std::to_string(size) + " tensors, one a rank");
   for (const auto& tensor : lists[0]) check_dense(operation, tensor);
   return lists[0];
 }
 
-void expect_alike(const char* operation, const at::Tensor& one, const Tensors& others) {
+void expect_alike(Operation operation, const at::Tensor& one, const Tensors& others) {
   for (const auto& other : others) {
+    check_dense(operation, other);
     if (other.sizes() == one.sizes() && other.scalar_type() == one.scalar_type()) continue;
-    throw UsageError(std::string(operation) + ": a rank's tensor is " +
-                     describe(signature_of(one)) + ", the list holds " +
-                     describe(signature_of(other)));
+    refuse(operation, "a rank's tensor is " + describe(signature_of(one)) + ", the list holds " +
+                          describe(signature_of(other)));
   }
 }
 
-void expect_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
+void expect_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
                      int size) {
   check_dense(operation, large);
   check_dense(operation, small);
   if (large.scalar_type() == small.scalar_type() && large.numel() == small.numel() * size) return;
-  throw UsageError(std::string(operation) + ": " + describe(signature_of(large)) + " is not " +
-                   std::to_string(size) + " times " + describe(signature_of(small)));
+  refuse(operation, describe(signature_of(large)) + " is not " + std::to_string(size) + " times " +
+                        describe(signature_of(small)));
 }
 
-void check_root(const char* operation, int64_t root, int size) {
-  if (root >= 0 && root < size) return;
-  throw UsageError(std::string(operation) + ": root " + std::to_string(root) +
+void expect_one_dtype(Operation operation, const Tensors& inputs, const Tensors& outputs) {
+  for (const auto* list : {&inputs, &outputs}) {
+    for (const auto& tensor : *list) {
+      check_dense(operation, tensor);
+      if (tensor.scalar_type() == inputs[0].scalar_type()) continue;
+      refuse(operation, std::string("an ") + (list == &inputs ? "input" : "output") + " is " +
+                            describe(signature_of(tensor)) + ", the first input " +
+                            describe(signature_of(inputs[0])));
+    }
+  }
+}
+
+void expect_count(Operation operation, const char* what, size_t count, size_t expected) {
+  if (count != expected)
+    refuse(operation,
+           std::to_string(count) + " " + what + ", expected " + std::to_string(expected));
+}
+
+void check_rank(std::string_view operation, const char* argument, int64_t rank, int size) {
+  if (rank >= 0 && rank < size) return;
+  throw UsageError(std::string(operation) + ": " + argument + "=" + std::to_string(rank) +
                    " is out of range; the group has ranks 0 to " + std::to_string(size - 1));
 }
 
-void check_peer(const char* operation, int peer, int size) {
-  if (peer >= 0 && peer < size) return;
-  throw UsageError(std::string(operation) + ": rank " + std::to_string(peer) +
-                   " is out of range; the group has ranks 0 to " + std::to_string(size - 1));
+std::vector<int64_t> rows_of_ranks(Operation operation, const char* argument,
+                                   const at::Tensor& tensor, const std::vector<int64_t>& splits,
+                                   int size) {
+  const auto ranks = static_cast<size_t>(size);
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  const int64_t sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  const bool negative = std::any_of(splits.begin(), splits.end(), [](int64_t s) { return s < 0; });
+  const bool even = splits.empty() && rows % size == 0;
+  if (!even && (splits.size() != ranks || sum != rows || negative))
+    refuse(operation, std::string(argument) + " do not cut " + std::to_string(rows) +
+                          " rows into " + std::to_string(size) + " parts (" +
+                          std::to_string(splits.size()) + " splits, sum " + std::to_string(sum) +
+                          "; none for even parts)");
+  return even ? std::vector<int64_t>(ranks, rows / size) : splits;
 }
 
 }  // namespace lockstep::backends

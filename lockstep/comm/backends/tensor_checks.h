@@ -3,26 +3,41 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
-/// What callers may pass to a backend for CPU tensors; each throws UsageError naming the operation.
+#include "lockstep/comm/checks/operation.h"
+
+/// What callers may pass to a backend for CPU tensors. Each throws UsageError naming the operation.
 namespace lockstep::backends {
 
 /// A dense tensor of the CPU.
-void check_dense(const char* operation, const at::Tensor& tensor);
+void check_dense(Operation operation, const at::Tensor& tensor);
 /// One such tensor.
-const at::Tensor& only(const char* operation, const std::vector<at::Tensor>& tensors);
+const at::Tensor& only(Operation operation, const std::vector<at::Tensor>& tensors);
 /// One list of such tensors, one a rank.
-const std::vector<at::Tensor>& only_list(const char* operation,
+const std::vector<at::Tensor>& only_list(Operation operation,
                                          const std::vector<std::vector<at::Tensor>>& lists,
                                          int size);
-/// Others of one's shape and dtype.
-void expect_alike(const char* operation, const at::Tensor& one,
+/// Dense others of one's shape and dtype.
+void expect_alike(Operation operation, const at::Tensor& one,
                   const std::vector<at::Tensor>& others);
-/// Two dense tensors of the CPU, the first `size` times the second.
-void expect_multiple(const char* operation, const at::Tensor& large, const at::Tensor& small,
+/// Two dense tensors of the CPU and of one dtype, the first `size` times the second.
+void expect_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
                      int size);
-void check_root(const char* operation, int64_t root, int size);
-void check_peer(const char* operation, int peer, int size);
+/// Dense tensors of one dtype.
+void expect_one_dtype(Operation operation, const std::vector<at::Tensor>& inputs,
+                      const std::vector<at::Tensor>& outputs);
+/// As many `what` as expected.
+void expect_count(Operation operation, const char* what, size_t count, size_t expected);
+/// A rank of a group of `size`; `argument`: its name in the message.
+void check_rank(std::string_view operation, const char* argument, int64_t rank, int size);
+inline void check_rank(Operation operation, const char* argument, int64_t rank, int size) {
+  check_rank(operation_name(operation), argument, rank, size);
+}
+/// How many rows of `tensor` belong to each rank: `splits`, or even parts where it is empty.
+std::vector<int64_t> rows_of_ranks(Operation operation, const char* argument,
+                                   const at::Tensor& tensor, const std::vector<int64_t>& splits,
+                                   int size);
 
 }  // namespace lockstep::backends

@@ -28,31 +28,6 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Milliseconds = std::chrono::milliseconds;
 
-CallSummary summary(Operation operation, int reduction = -1, int64_t root = -1) {
-  CallSummary call;
-  call.operation = operation;
-  call.reduction = static_cast<int8_t>(reduction);
-  call.root = static_cast<int>(root);
-  return call;
-}
-
-CallSummary summary_of(Operation operation, const Tensors& tensors, int reduction = -1,
-                       int64_t root = -1) {
-  CallSummary call = summary(operation, reduction, root);
-  if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
-  return call;
-}
-
-CallSummary summary_of(Operation operation, const Tensor& tensor, int reduction = -1) {
-  CallSummary call = summary(operation, reduction);
-  call.set_tensor(tensor, 1);
-  return call;
-}
-
-int reduction_of(const c10d::ReduceOp& op) {
-  return static_cast<int>(op.op_);
-}
-
 /// All tensors of the lists, one list after the other.
 Tensors flattened(const TensorLists& lists) {
   Tensors result;
@@ -60,15 +35,22 @@ Tensors flattened(const TensorLists& lists) {
   return result;
 }
 
-/// Calls what not every LibTorch that we build with has.
-template <class Result, class Inner, class Call>
-Result forward(Inner& inner, Call call) {
-  if constexpr (std::is_invocable_v<Call, Inner&>) {
-    return call(inner);
-  } else {
-    TORCH_CHECK(false, "this LibTorch has no such call");
+/// What a call shows of itself; read only where it is compared or observed.
+struct Arguments {
+  c10::ArrayRef<Tensor> inputs = {};
+  c10::ArrayRef<Tensor> outputs = {};
+  const TensorLists* input_lists = nullptr;   ///< In place of the inputs.
+  const TensorLists* output_lists = nullptr;  ///< In place of the outputs.
+  const std::vector<int64_t>* input_splits = nullptr;
+  const std::vector<int64_t>* output_splits = nullptr;
+
+  void describe(CallSignature& call) const {
+    call.inputs = signatures_of(input_lists ? flattened(*input_lists) : inputs.vec());
+    call.outputs = signatures_of(output_lists ? flattened(*output_lists) : outputs.vec());
+    if (input_splits) call.input_splits = *input_splits;
+    if (output_splits) call.output_splits = *output_splits;
   }
-}
+};
 
 class CheckedBackend final : public c10d::Backend {
  public:
@@ -77,8 +59,6 @@ class CheckedBackend final : public c10d::Backend {
         inner_(std::move(inner)),
         store_(std::move(store)),
         options_(std::move(options)),
-        compares_first_(inner_->getBackendName() == "gloo" || inner_->getBackendName() == "mpi"),
-        over_own_(inner_->getBackendName() == "shm" || inner_->getBackendName() == "hierarchical"),
         context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
         gate_(context_, checks_) {
@@ -106,171 +86,99 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    return collective(
-        summary_of(Operation::broadcast, tensors, -1, opts.rootRank), opts.timeout,
-        [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
-        [&] { return inner_->broadcast(tensors, opts); });
+    return collective(Operation::broadcast, opts, {.inputs = tensors},
+                      [&] { return inner_->broadcast(tensors, opts); });
   }
-
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_reduce, tensors, reduction_of(opts.reduceOp)), opts.timeout,
-        [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
-        [&] { return inner_->allreduce(tensors, opts); });
+    return collective(Operation::all_reduce, opts, {.inputs = tensors},
+                      [&] { return inner_->allreduce(tensors, opts); });
   }
-
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_reduce_sparse, tensors, reduction_of(opts.reduceOp)),
-        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
-        [&] { return inner_->allreduce_sparse(tensors, opts); });
+    return collective(Operation::all_reduce_sparse, opts, {.inputs = tensors},
+                      [&] { return inner_->allreduce_sparse(tensors, opts); });
   }
-
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_reduce_coalesced, tensors, reduction_of(opts.reduceOp)),
-        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
-        [&] { return inner_->allreduce_coalesced(tensors, opts); });
+    return collective(Operation::all_reduce_coalesced, opts, {.inputs = tensors},
+                      [&] { return inner_->allreduce_coalesced(tensors, opts); });
   }
-
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    return collective(
-        summary_of(Operation::reduce, tensors, reduction_of(opts.reduceOp), opts.rootRank),
-        opts.timeout, [&](CallSignature& call) { call.inputs = signatures_of(tensors); },
-        [&] { return inner_->reduce(tensors, opts); });
+    return collective(Operation::reduce, opts, {.inputs = tensors},
+                      [&] { return inner_->reduce(tensors, opts); });
   }
-
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_gather, inputs), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(inputs);
-          call.outputs = signatures_of(flattened(outputs));
-        },
-        [&] { return inner_->allgather(outputs, inputs, opts); });
+    return collective(Operation::all_gather, opts, {.inputs = inputs, .output_lists = &outputs},
+                      [&] { return inner_->allgather(outputs, inputs, opts); });
   }
-
   WorkPtr _allgather_base(Tensor& output, Tensor& input,
                           const c10d::AllgatherOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_gather_into_tensor, input), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = {signature_of(input)};
-          call.outputs = {signature_of(output)};
-        },
-        [&] { return inner_->_allgather_base(output, input, opts); });
+    return collective(Operation::all_gather_into_tensor, opts, {.inputs = input, .outputs = output},
+                      [&] { return inner_->_allgather_base(output, input, opts); });
   }
-
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_gather_coalesced, inputs), opts.timeout,
-        [&](CallSignature& call) { call.inputs = signatures_of(inputs); },
-        [&] { return inner_->allgather_coalesced(outputs, inputs, opts); });
+    return collective(Operation::all_gather_coalesced, opts, {.inputs = inputs},
+                      [&] { return inner_->allgather_coalesced(outputs, inputs, opts); });
   }
-
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) override {
     return collective(
-        summary_of(Operation::all_gather_into_tensor_coalesced, inputs), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(inputs);
-          call.outputs = signatures_of(outputs);
-        },
+        Operation::all_gather_into_tensor_coalesced, opts, {.inputs = inputs, .outputs = outputs},
         [&] { return inner_->allgather_into_tensor_coalesced(outputs, inputs, opts); });
   }
-
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     return collective(
-        summary_of(Operation::gather, inputs, -1, opts.rootRank), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(inputs);
-          if (getRank() == opts.rootRank) call.outputs = signatures_of(flattened(outputs));
-        },
+        Operation::gather, opts,
+        {.inputs = inputs, .output_lists = getRank() == opts.rootRank ? &outputs : nullptr},
         [&] { return inner_->gather(outputs, inputs, opts); });
   }
-
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& opts) override {
     return collective(
-        summary_of(Operation::scatter, outputs, -1, opts.rootRank), opts.timeout,
-        [&](CallSignature& call) {
-          if (getRank() == opts.rootRank) call.inputs = signatures_of(flattened(inputs));
-          call.outputs = signatures_of(outputs);
-        },
+        Operation::scatter, opts,
+        {.outputs = outputs, .input_lists = getRank() == opts.rootRank ? &inputs : nullptr},
         [&] { return inner_->scatter(outputs, inputs, opts); });
   }
-
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const c10d::ReduceScatterOptions& opts) override {
-    return collective(
-        summary_of(Operation::reduce_scatter, outputs, reduction_of(opts.reduceOp)), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(flattened(inputs));
-          call.outputs = signatures_of(outputs);
-        },
-        [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
+    return collective(Operation::reduce_scatter, opts, {.outputs = outputs, .input_lists = &inputs},
+                      [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
   }
-
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input,
                                const c10d::ReduceScatterOptions& opts) override {
-    return collective(
-        summary_of(Operation::reduce_scatter_tensor, input, reduction_of(opts.reduceOp)),
-        opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = {signature_of(input)};
-          call.outputs = {signature_of(output)};
-        },
-        [&] { return inner_->_reduce_scatter_base(output, input, opts); });
+    return collective(Operation::reduce_scatter_tensor, opts, {.inputs = input, .outputs = output},
+                      [&] { return inner_->_reduce_scatter_base(output, input, opts); });
   }
-
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& opts) override {
     return collective(
-        summary_of(Operation::reduce_scatter_tensor_coalesced, inputs, reduction_of(opts.reduceOp)),
-        opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(inputs);
-          call.outputs = signatures_of(outputs);
-        },
+        Operation::reduce_scatter_tensor_coalesced, opts, {.inputs = inputs, .outputs = outputs},
         [&] { return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
   }
-
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& opts) override {
     return collective(
-        summary_of(Operation::all_to_all_single, input), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = {signature_of(input)};
-          call.outputs = {signature_of(output)};
-          call.input_splits = input_splits;
-          call.output_splits = output_splits;
-        },
+        Operation::all_to_all_single, opts,
+        {.inputs = input,
+         .outputs = output,
+         .input_splits = &input_splits,
+         .output_splits = &output_splits},
         [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, opts); });
   }
-
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    return collective(
-        summary_of(Operation::all_to_all, inputs), opts.timeout,
-        [&](CallSignature& call) {
-          call.inputs = signatures_of(inputs);
-          call.outputs = signatures_of(outputs);
-        },
-        [&] { return inner_->alltoall(outputs, inputs, opts); });
+    return collective(Operation::all_to_all, opts, {.inputs = inputs, .outputs = outputs},
+                      [&] { return inner_->alltoall(outputs, inputs, opts); });
   }
-
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-    return collective(
-        summary(Operation::barrier), opts.timeout, [](CallSignature&) {},
-        [&] { return inner_->barrier(opts); });
+    return collective(Operation::barrier, opts, {}, [&] { return inner_->barrier(opts); });
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    CallSummary call = summary(Operation::monitored_barrier);
-    begin(call, opts.timeout, [](CallSignature&) {});
+    CallSummary call;
+    call.operation = Operation::monitored_barrier;
+    begin(call, opts.timeout, {});
     translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
   }
 
@@ -295,7 +203,8 @@ class CheckedBackend final : public c10d::Backend {
   }
   WorkPtr endCoalescing() override {
     coalescing_ = false;
-    CallSummary call = summary(Operation::coalesced);
+    CallSummary call;
+    call.operation = Operation::coalesced;
     WorkPtr work =
         translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
     return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
@@ -334,7 +243,7 @@ class CheckedBackend final : public c10d::Backend {
 
   BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
                    const c10::intrusive_ptr<Options>& opts) override {
-    return like_this(inner_->split(store, ranks, opts), store, names_of(ranks),
+    return like_this(inner_->split(store, ranks, opts), store, picked_names(ranks),
                      opts ? opts->group_name : std::string());
   }
   BackendPtr merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
@@ -351,22 +260,7 @@ class CheckedBackend final : public c10d::Backend {
         ranks.push_back(rank);
     auto store =
         c10::make_intrusive<c10d::PrefixStore>("shrunk" + std::to_string(++shrink_count_), store_);
-    return like_this(inner_->shrink(ranks_to_exclude, flags, opts), store, names_of(ranks), {});
-  }
-
-  // Not in every LibTorch that we build with, so without `override`.
-  void suspend() {
-    forward<void>(inner_,
-                  [](auto& backend) -> decltype(backend->suspend()) { backend->suspend(); });
-  }
-  void resume() {
-    forward<void>(inner_, [](auto& backend) -> decltype(backend->resume()) { backend->resume(); });
-  }
-  std::unordered_map<std::string, uint64_t> getMemoryStats() {
-    using Stats = std::unordered_map<std::string, uint64_t>;
-    return forward<Stats>(inner_, [](auto& backend) -> decltype(backend->getMemoryStats()) {
-      return backend->getMemoryStats();
-    });
+    return like_this(inner_->shrink(ranks_to_exclude, flags, opts), store, picked_names(ranks), {});
   }
 
  private:
@@ -374,7 +268,9 @@ class CheckedBackend final : public c10d::Backend {
   uint64_t comparison_limit() const {
     if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
     if (options_.debug == DebugLevel::detail) return RankChecks::kAll;
-    return compares_first_ ? static_cast<uint64_t>(std::max(0, options_.first_collectives)) : 0;
+    return options_.needs_comparison
+               ? static_cast<uint64_t>(std::max(0, options_.first_collectives))
+               : 0;
   }
 
   Milliseconds timeout_of(Milliseconds given) const {
@@ -382,8 +278,7 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   /// Numbers the call and, while the group is compared, compares it.
-  template <class Describe>
-  void begin(CallSummary& call, Milliseconds timeout, Describe describe) {
+  void begin(CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
     call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
     if (!checks_.compares(call.sequence)) return;
     CallSignature signature;
@@ -391,7 +286,7 @@ class CheckedBackend final : public c10d::Backend {
     signature.reduction = call.reduction;
     signature.root = call.root;
     signature.sequence = call.sequence;
-    describe(signature);
+    arguments.describe(signature);
     checks_.compare(signature, timeout_of(timeout));
   }
 
@@ -407,26 +302,34 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
-    if (!work || over_own_) return work;
+    if (!work || options_.names_failures) return work;
     return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer);
   }
 
-  template <class Describe, class Issue>
-  WorkPtr collective(CallSummary call, Milliseconds timeout, Describe describe, Issue issue) {
+  template <class CallOptions, class Issue>
+  WorkPtr collective(Operation operation, const CallOptions& opts, const Arguments& arguments,
+                     Issue issue) {
+    CallSummary call;
+    call.operation = operation;
+    if constexpr (requires { opts.reduceOp; })
+      call.reduction = static_cast<int8_t>(opts.reduceOp.op_);
+    if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
+    const auto& shown = arguments.inputs.empty() ? arguments.outputs : arguments.inputs;
+    if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
-      begin(call, timeout, describe);
-      return decorated(translated(call, timeout, -1, issue), call, timeout, -1);
+      begin(call, opts.timeout, arguments);
+      return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
     };
-    return observer_ ? observed(call.operation, describe, run) : run();
+    return observer_ ? observed(operation, arguments, run) : run();
   }
 
   /// Tells the observer of a collective that `run` makes.
-  template <class Describe, class Run>
-  WorkPtr observed(Operation operation, Describe describe, Run run) {
+  template <class Run>
+  WorkPtr observed(Operation operation, const Arguments& arguments, Run run) {
     ObservedCall seen;
     seen.operation = operation;
     CallSignature signature;
-    describe(signature);
+    arguments.describe(signature);
     for (const auto& input : signature.inputs) {
       seen.bytes +=
           c10::multiply_integers(input.shape) * static_cast<int64_t>(c10::elementSize(input.dtype));
@@ -469,13 +372,16 @@ class CheckedBackend final : public c10d::Backend {
 
   template <class Issue>
   WorkPtr point_to_point(Operation operation, Tensors& tensors, int peer, int tag, Issue issue) {
-    const CallSummary call = summary_of(operation, tensors, -1, peer);
+    CallSummary call;
+    call.operation = operation;
+    call.root = peer;
+    if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
     const auto issue_decorated = [this, call, issue](Tensors& t, int source) {
       WorkPtr work =
           translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
     };
-    if (compares_first_ && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
+    if (options_.needs_comparison && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
         checks_.compares(1)) {
       if (auto held =
               gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated))
@@ -484,7 +390,7 @@ class CheckedBackend final : public c10d::Backend {
     return issue_decorated(tensors, peer);
   }
 
-  RankNames names_of(const std::vector<int>& ranks) const {
+  RankNames picked_names(const std::vector<int>& ranks) const {
     RankNames names;
     for (int rank : ranks) names.push_back(context_->names().at(static_cast<size_t>(rank)));
     return names;
@@ -510,8 +416,6 @@ class CheckedBackend final : public c10d::Backend {
   const BackendPtr inner_;
   const StorePtr store_;
   const CheckedBackendOptions options_;
-  const bool compares_first_;  ///< A mismatch of it aborts, hangs or gives wrong data.
-  const bool over_own_;        ///< A backend of ours, whose errors are ours already.
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};

@@ -19,10 +19,13 @@ namespace lockstep {
 class CheckContext;
 
 struct CheckedBackendOptions {
-  /// `info` compares the first collectives over Gloo and MPI, where a mismatch aborts, hangs or
-  /// gives wrong data; the other backends are compared at `detail` only. Errors are translated at
-  /// every level.
+  /// `detail` compares all collectives, `info` the first ones of a backend that needs it. Errors
+  /// are translated at every level.
   DebugLevel debug = DebugLevel::info;
+  /// As the backend's traits say: a mismatch aborts, hangs or gives wrong data.
+  bool needs_comparison = true;
+  /// Likewise: the errors of its works are ours already and name the ranks at fault.
+  bool names_failures = false;
   /// The default group's rank of each rank of this group, for messages; empty: the same numbers.
   std::vector<int> global_ranks;
   /// What the backend itself was given; a call's own time-out wins.

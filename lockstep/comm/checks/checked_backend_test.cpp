@@ -11,7 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
@@ -20,9 +20,10 @@ namespace {
 using c10d::Backend;
 using c10d::ReduceOp;
 using test_wait::wait_until;
+using testing::expect_ok;
 using ::testing::HasSubstr;
 using testing::Outcome;
-using testing::run_ranks;
+using testing::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using Part = std::function<void(int, Backend&)>;
@@ -62,7 +63,7 @@ void all_to_all_single(Backend& backend, at::Tensor output, at::Tensor input,
 
 /// Every rank must get a MismatchError with all of `texts`.
 void expect_mismatch(const Part& part, const std::vector<std::string>& texts, int size = 2) {
-  const auto outcomes = run_ranks(size, quick(), part);
+  const auto outcomes = run_gloo(size, quick(), part);
   for (const Outcome& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
     for (const auto& text : texts) EXPECT_THAT(outcome.text(), HasSubstr(text));
@@ -245,7 +246,7 @@ TEST(CheckedBackendMismatch, NamesRanksOfTheDefaultGroup) {
   auto options = quick();
   options.global_ranks = {4, 7};
   options.group_name = "right";
-  const auto outcomes = run_ranks(
+  const auto outcomes = run_gloo(
       2, options, [](int rank, Backend& backend) { broadcast(backend, at::ones({1}), rank); });
   for (const auto& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<MismatchError>());
@@ -256,13 +257,13 @@ TEST(CheckedBackendMismatch, NamesRanksOfTheDefaultGroup) {
 }
 
 TEST(CheckedBackendMismatch, GroupGoesOnAfterOne) {
-  const auto outcomes = run_ranks(2, quick(), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, quick(), [](int rank, Backend& backend) {
     EXPECT_THROW(all_reduce(backend, at::ones({2 + rank})), MismatchError);
     auto tensor = at::ones({2});
     all_reduce(backend, tensor);
     EXPECT_TRUE(tensor.equal(filled(2, 2)));
   });
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+  expect_ok(outcomes);
 }
 
 TEST(CheckedBackendMismatch, OverTcp) {
@@ -271,7 +272,7 @@ TEST(CheckedBackendMismatch, OverTcp) {
   server.isServer = true;
   server.waitWorkers = false;
   auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", server);
-  const auto outcomes = run_ranks(
+  const auto outcomes = run_gloo(
       3, quick(),
       [](int rank, Backend& backend) {
         for (int i = 0; i < 4; ++i) all_reduce(backend, at::ones({2}));
@@ -288,7 +289,7 @@ TEST(CheckedBackendMismatch, OverAFile) {
   const TemporaryDirectory folder;
   auto store =
       c10::make_intrusive<c10d::FileStore>((folder.path() / "store").string(), /*numWorkers=*/-1);
-  const auto outcomes = run_ranks(
+  const auto outcomes = run_gloo(
       3, quick(),
       [](int rank, Backend& backend) {
         for (int i = 0; i < 4; ++i) all_reduce(backend, at::ones({2}));
@@ -305,7 +306,7 @@ TEST(CheckedBackendMissing, TimesOutNamingWhoDidNotCome) {
   auto options = quick();
   options.timeout = kShort;
   std::atomic<int> waiting{2};
-  const auto outcomes = run_ranks(3, options, [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(3, options, [&](int rank, Backend& backend) {
     broadcast(backend, at::ones({2}), 0);
     if (rank == 1) {
       wait_until([&] { return waiting == 0; }, "ranks 0 and 2 to give up");
@@ -332,7 +333,7 @@ TEST(CheckedBackendMissing, WhoComesLaterHearsThatTheGroupFailed) {
   auto options = quick();
   options.timeout = kShort;
   std::atomic<bool> gave_up{false};
-  const auto outcomes = run_ranks(2, options, [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options, [&](int rank, Backend& backend) {
     if (rank == 1) wait_until([&] { return gave_up.load(); }, "rank 0 to give up");
     try {
       backend.barrier({})->wait();

@@ -6,13 +6,11 @@
 
 #include <atomic>
 #include <chrono>
-#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/checked_backend.h"
-#include "lockstep/comm/checks/failure_kind.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
@@ -20,9 +18,12 @@ namespace {
 
 using c10d::Backend;
 using test_wait::wait_until;
-using testing::BackendPtr;
+using testing::expect_ok;
 using ::testing::HasSubstr;
 using testing::Outcome;
+using testing::outcome_of;
+using testing::run_backends;
+using testing::run_gloo;
 using testing::run_ranks;
 using Tensors = std::vector<at::Tensor>;
 
@@ -38,23 +39,12 @@ c10::intrusive_ptr<c10d::Work> all_reduce(Backend& backend, at::Tensor tensor) {
   return backend.allreduce(tensors, {});
 }
 
-template <class F>
-Outcome outcome_of(F f) {
-  Outcome outcome;
-  try {
-    f();
-  } catch (...) {
-    outcome.error = std::current_exception();
-  }
-  return outcome;
-}
-
 /// After `before` shared collectives, rank 1 stays away from rank 0's next until that has failed.
 Outcome stay_away(CheckedBackendOptions options, int before,
                   const std::function<void(Backend&)>& call) {
   std::atomic<bool> done{false};
   Outcome first;
-  const auto outcomes = run_ranks(2, options, [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options, [&](int rank, Backend& backend) {
     for (int i = 0; i < before; ++i) all_reduce(backend, at::ones({2}))->wait();
     if (rank == 0) {
       first = outcome_of([&] { call(backend); });
@@ -63,7 +53,7 @@ Outcome stay_away(CheckedBackendOptions options, int before,
       wait_until([&] { return done.load(); }, "rank 0 to be done");
     }
   });
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+  expect_ok(outcomes);
   return first;
 }
 
@@ -121,7 +111,7 @@ TEST(CheckedFailure, SendWithoutReceive) {
 
 TEST(CheckedFailure, WaitCutShortByTheCallerAsksNobody) {
   std::atomic<bool> waited{false};
-  const auto outcomes = run_ranks(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
     if (rank == 1) wait_until([&] { return waited.load(); }, "rank 0 to have waited");
     auto work = all_reduce(backend, at::ones({2}));
     if (rank == 0) {
@@ -132,14 +122,14 @@ TEST(CheckedFailure, WaitCutShortByTheCallerAsksNobody) {
     }
     work->wait();
   });
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+  expect_ok(outcomes);
 }
 
 TEST(CheckedFailure, RankThatFailedAsWellSaysWhere) {
   // Ranks 0 and 1 each wait for a rank 2 that does not come, in different calls.
   std::atomic<int> failed{0};
   const auto outcomes =
-      run_ranks(3, options_of(DebugLevel::off, 500), [&](int rank, Backend& backend) {
+      run_gloo(3, options_of(DebugLevel::off, 500), [&](int rank, Backend& backend) {
         if (rank == 2) {
           wait_until([&] { return failed == 2; }, "ranks 0 and 1 to fail");
           return;
@@ -161,20 +151,14 @@ TEST(CheckedFailure, RankThatFailedAsWellSaysWhere) {
 
 TEST(CheckedFailure, LostConnectionIsPeerLost) {
   // Rank 1's backend goes away, as in a process that ends; as it is this process, nobody has ended.
-  std::vector<BackendPtr> backends(2);
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::thread> threads;
-  Outcome outcome;
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto options = options_of(DebugLevel::off);
-      auto backend =
-          make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store, options);
-      all_reduce(*backend, at::ones({2}))->wait();
-      if (rank == 0) outcome = outcome_of([&] { all_reduce(*backend, at::ones({2}))->wait(); });
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  const auto outcome = run_ranks(2, [&](int rank) {
+    const auto options = options_of(DebugLevel::off);
+    auto backend =
+        make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store, options);
+    all_reduce(*backend, at::ones({2}))->wait();
+    if (rank == 0) all_reduce(*backend, at::ones({2}))->wait();
+  })[0];
   EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
   EXPECT_THAT(outcome.text(), HasSubstr("rank 0: all_reduce(sum) of float32 [2], collective 2 of "
                                         "group 'default', lost its connection to rank 1"));
@@ -184,22 +168,12 @@ TEST(CheckedFailure, LostConnectionIsPeerLost) {
 std::vector<Outcome> run_mixed(CheckedBackendOptions options,
                                const std::function<void(int, Backend&)>& part) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Outcome> outcomes(3);
-  std::vector<BackendPtr> backends(3);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 3; ++rank) {
-    threads.emplace_back([&, rank] {
-      outcomes[static_cast<size_t>(rank)] = outcome_of([&] {
-        if (rank < 2 && options.announced) announce_checks(*store, rank);
-        auto& backend = backends[static_cast<size_t>(rank)];
-        backend = testing::make_gloo(store, rank, 3, options.timeout);
-        if (rank < 2) backend = make_checked_backend(backend, store, options);
-        part(rank, *backend);
-      });
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return outcomes;
+  const auto make = [&](int rank) {
+    if (rank < 2 && options.announced) announce_checks(*store, rank);
+    const auto gloo = testing::make_gloo(store, rank, 3, options.timeout);
+    return rank < 2 ? make_checked_backend(gloo, store, options) : gloo;
+  };
+  return run_backends(3, make, part);
 }
 
 void collectives_and_messages(int rank, Backend& backend) {
@@ -219,8 +193,7 @@ class CheckedMixed : public ::testing::TestWithParam<std::tuple<DebugLevel, bool
 TEST_P(CheckedMixed, RankThatDoesNotTakePartIsLeftAlone) {
   auto options = options_of(std::get<0>(GetParam()));
   options.announced = std::get<1>(GetParam());
-  for (const auto& outcome : run_mixed(options, collectives_and_messages))
-    EXPECT_TRUE(outcome.ok()) << outcome.text();
+  expect_ok(run_mixed(options, collectives_and_messages));
 }
 
 INSTANTIATE_TEST_SUITE_P(Levels, CheckedMixed,
@@ -232,28 +205,20 @@ TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
   for (const auto& levels : {std::pair{DebugLevel::info, DebugLevel::detail},
                              std::pair{DebugLevel::off, DebugLevel::detail}}) {
     auto store = c10::make_intrusive<c10d::HashStore>();
-    std::vector<Outcome> outcomes(2);
-    std::vector<BackendPtr> backends(2);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 2; ++rank) {
-      threads.emplace_back([&, rank] {
-        outcomes[static_cast<size_t>(rank)] = outcome_of([&] {
-          auto options = options_of(rank ? levels.second : levels.first);
-          options.announced = true;
-          announce_checks(*store, rank, options.group_name, options.debug);
-          auto& backend = backends[static_cast<size_t>(rank)];
-          backend = make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store,
-                                         options);
-          for (int i = 0; i < 30; ++i) {
-            all_reduce(*backend, at::ones({2}))->wait();
-            Tensors tensors{at::ones({2})};
-            (rank ? backend->send(tensors, 0, 0) : backend->recv(tensors, 1, 0))->wait();
-          }
-        });
-      });
-    }
-    for (auto& thread : threads) thread.join();
-    for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+    const auto make = [&](int rank) {
+      auto options = options_of(rank ? levels.second : levels.first);
+      options.announced = true;
+      announce_checks(*store, rank, options.group_name, options.debug);
+      return make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store,
+                                  options);
+    };
+    expect_ok(run_backends(2, make, [](int rank, Backend& backend) {
+      for (int i = 0; i < 30; ++i) {
+        all_reduce(backend, at::ones({2}))->wait();
+        Tensors tensors{at::ones({2})};
+        (rank ? backend.send(tensors, 0, 0) : backend.recv(tensors, 1, 0))->wait();
+      }
+    }));
   }
 }
 
@@ -261,7 +226,7 @@ TEST(CheckedLevels, InfoStopsAfterTheFirstAndDetailDoesNot) {
   for (const DebugLevel level : {DebugLevel::info, DebugLevel::detail}) {
     auto options = options_of(level);
     options.first_collectives = 3;
-    const auto outcomes = run_ranks(2, options, [](int rank, Backend& backend) {
+    const auto outcomes = run_gloo(2, options, [](int rank, Backend& backend) {
       for (int i = 0; i < 3; ++i) all_reduce(backend, at::ones({2}))->wait();
       // Of one size in bytes, so that Gloo itself goes through.
       const auto dtype = rank == 0 ? at::kFloat : at::kInt;
@@ -272,37 +237,6 @@ TEST(CheckedLevels, InfoStopsAfterTheFirstAndDetailDoesNot) {
       EXPECT_EQ(outcome.is<MismatchError>(), level == DebugLevel::detail) << outcome.text();
     }
   }
-}
-
-FailureKind kind_of(const std::exception_ptr& error) {
-  return failure_kind(error);
-}
-
-TEST(Errors, Kinds) {
-  const auto runtime = [](const char* text) {
-    return std::make_exception_ptr(std::runtime_error(text));
-  };
-  EXPECT_EQ(kind_of(runtime("[/src/unbound_buffer.cc:81] Timed out waiting 500ms for recv")),
-            FailureKind::timeout);
-  EXPECT_EQ(kind_of(runtime("[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:41")),
-            FailureKind::connection);
-  EXPECT_EQ(kind_of(runtime("Read error [127.0.0.1]:4: Connection reset by peer")),
-            FailureKind::connection);
-  EXPECT_EQ(kind_of(runtime("Invalid scalar type")), FailureKind::other);
-  EXPECT_EQ(kind_of(std::make_exception_ptr(MismatchError("timeout"))), FailureKind::ours);
-  EXPECT_EQ(kind_of(std::make_exception_ptr(1)), FailureKind::other);
-}
-
-TEST(Errors, TextIsOneLineWithoutThePlaceInTheSource) {
-  EXPECT_EQ(failure_text(std::make_exception_ptr(
-                std::runtime_error("[/src/pair.cc:553] Connection closed by peer\nstack"))),
-            "Connection closed by peer");
-  EXPECT_EQ(failure_text(std::make_exception_ptr(std::runtime_error("[a] b"))), "[a] b");
-}
-
-TEST(Errors, Seconds) {
-  EXPECT_EQ(seconds_text(std::chrono::milliseconds(1500)), "1.5 s");
-  EXPECT_EQ(seconds_text(std::chrono::milliseconds(120'000)), "120 s");
 }
 
 }  // namespace

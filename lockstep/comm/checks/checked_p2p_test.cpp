@@ -8,7 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/checked_backend.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
@@ -16,9 +16,9 @@ namespace {
 
 using c10d::Backend;
 using test_wait::wait_until;
+using testing::expect_ok;
 using ::testing::HasSubstr;
-using testing::Outcome;
-using testing::run_ranks;
+using testing::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -46,14 +46,10 @@ at::Tensor filled(int64_t n, double value) {
   return at::full({n}, value, at::kFloat);
 }
 
-void expect_ok(const std::vector<Outcome>& outcomes) {
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
-}
-
 /// Both sides must get a MismatchError with all texts.
 void expect_mismatch(const at::Tensor& sent, const at::Tensor& received,
                      const std::vector<std::string>& texts) {
-  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
     (rank == 0 ? isend(backend, sent, 1, 5) : irecv(backend, received, 0, 5))->wait();
   });
   for (const auto& outcome : outcomes) {
@@ -81,7 +77,7 @@ class CheckedP2PLevels : public ::testing::TestWithParam<DebugLevel> {};
 
 TEST_P(CheckedP2PLevels, ManyMessagesKeepTheirOrder) {
   constexpr int kMessages = 25;  // More than the compared ones.
-  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(GetParam()), [](int rank, Backend& backend) {
     std::vector<WorkPtr> works;
     std::vector<at::Tensor> received;
     for (int i = 0; i < kMessages; ++i) {
@@ -100,7 +96,7 @@ TEST_P(CheckedP2PLevels, ManyMessagesKeepTheirOrder) {
 }
 
 TEST_P(CheckedP2PLevels, ExchangeStartedByReceivesOnBothSides) {
-  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(GetParam()), [](int rank, Backend& backend) {
     for (int i = 0; i < 15; ++i) {
       auto incoming = at::zeros({4});
       auto receive = irecv(backend, incoming, 1 - rank);
@@ -115,7 +111,7 @@ TEST_P(CheckedP2PLevels, ExchangeStartedByReceivesOnBothSides) {
 }
 
 TEST_P(CheckedP2PLevels, TagsAreApart) {
-  const auto outcomes = run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(GetParam()), [](int rank, Backend& backend) {
     if (rank == 0) {
       auto first = isend(backend, filled(1, 1), 1, 1);
       auto second = isend(backend, filled(2, 2), 1, 2);
@@ -135,7 +131,7 @@ TEST_P(CheckedP2PLevels, TagsAreApart) {
 
 TEST_P(CheckedP2PLevels, FromAnyFarBeyondTheLimit) {
   static constexpr int kEach = 30;
-  const auto outcomes = run_ranks(3, options_of(GetParam()), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(3, options_of(GetParam()), [](int rank, Backend& backend) {
     if (rank > 0) {
       for (int i = 0; i < kEach; ++i) isend(backend, filled(2, 100.0 * rank + i), 0)->wait();
       return;
@@ -157,7 +153,7 @@ TEST_P(CheckedP2PLevels, FromAnyFarBeyondTheLimit) {
 }
 
 TEST_P(CheckedP2PLevels, FromAnyAfterOrdinaryOnesHaveGoneFree) {
-  const auto outcomes = run_ranks(3, options_of(GetParam()), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(3, options_of(GetParam()), [](int rank, Backend& backend) {
     auto tensor = at::zeros({1});
     if (rank == 1) {
       for (int i = 0; i < 24; ++i) isend(backend, at::ones({1}), 0)->wait();
@@ -182,7 +178,7 @@ INSTANTIATE_TEST_SUITE_P(Levels, CheckedP2PLevels,
                          });
 
 TEST(CheckedP2P, FromAnyOfAnotherSize) {
-  const auto outcomes = run_ranks(3, options_of(DebugLevel::info), [](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(3, options_of(DebugLevel::info), [](int rank, Backend& backend) {
     if (rank == 0) irecv_any(backend, at::zeros({4}))->wait();
     if (rank == 2) isend(backend, at::ones({5}), 0)->wait();
   });
@@ -198,7 +194,7 @@ TEST(CheckedP2P, FromAnyOfAnotherSize) {
 TEST(CheckedP2P, NobodySends) {
   std::atomic<bool> done{false};
   const auto outcomes =
-      run_ranks(2, options_of(DebugLevel::info, 400), [&](int rank, Backend& backend) {
+      run_gloo(2, options_of(DebugLevel::info, 400), [&](int rank, Backend& backend) {
         if (rank == 1) {
           wait_until([&] { return done.load(); }, "rank 0 to be done");
           return;
@@ -218,7 +214,7 @@ TEST(CheckedP2P, NobodySends) {
 
 TEST(CheckedP2P, ShortWaitLeavesTheReceiveGoingOn) {
   std::atomic<bool> waited{false};
-  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
     if (rank == 1) {
       wait_until([&] { return waited.load(); }, "rank 0 to have waited");
       isend(backend, filled(2, 6), 0)->wait();
@@ -237,7 +233,7 @@ TEST(CheckedP2P, ShortWaitLeavesTheReceiveGoingOn) {
 }
 
 TEST(CheckedP2P, AbortAndCloseEndWhatIsHeldBack) {
-  const auto outcomes = run_ranks(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
     if (rank == 1) return;
     auto aborted = irecv(backend, at::zeros({2}), 1);
     aborted->abort();

@@ -12,15 +12,15 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/checked_backend.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
 
 namespace lockstep {
 namespace {
 
 using c10d::Backend;
 using testing::BackendPtr;
-using testing::Outcome;
-using testing::run_ranks;
+using testing::expect_ok;
+using testing::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
@@ -29,10 +29,6 @@ CheckedBackendOptions options_of(DebugLevel debug) {
   options.debug = debug;
   options.timeout = std::chrono::milliseconds(20'000);
   return options;
-}
-
-void expect_ok(const std::vector<Outcome>& outcomes) {
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
 
 at::Tensor input_of(int rank, int64_t n) {
@@ -166,10 +162,10 @@ class CheckedPassThrough : public ::testing::TestWithParam<DebugLevel> {};
 TEST_P(CheckedPassThrough, EveryCollectiveGivesTheBackendsBits) {
   constexpr int kSize = 2;
   std::vector<Tensors> checked(kSize), plain(kSize);
-  expect_ok(run_ranks(kSize, options_of(GetParam()), [&](int rank, Backend& backend) {
+  expect_ok(run_gloo(kSize, options_of(GetParam()), [&](int rank, Backend& backend) {
     checked[static_cast<size_t>(rank)] = every_collective(rank, kSize, backend);
   }));
-  expect_ok(run_ranks(kSize, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
+  expect_ok(run_gloo(kSize, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
     const auto inner = unchecked_backend(testing::handle_of(backend));
     plain[static_cast<size_t>(rank)] = every_collective(rank, kSize, *inner);
   }));
@@ -181,7 +177,7 @@ TEST_P(CheckedPassThrough, EveryCollectiveGivesTheBackendsBits) {
 }
 
 TEST_P(CheckedPassThrough, ManyInFlightStayInOrder) {
-  expect_ok(run_ranks(3, options_of(GetParam()), [](int rank, Backend& backend) {
+  expect_ok(run_gloo(3, options_of(GetParam()), [](int rank, Backend& backend) {
     std::vector<Tensors> tensors;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (int i = 0; i < 40; ++i) {
@@ -199,7 +195,7 @@ TEST_P(CheckedPassThrough, ManyInFlightStayInOrder) {
 }
 
 TEST_P(CheckedPassThrough, FutureHoldsTheSameTensors) {
-  expect_ok(run_ranks(2, options_of(GetParam()), [](int rank, Backend& backend) {
+  expect_ok(run_gloo(2, options_of(GetParam()), [](int rank, Backend& backend) {
     Tensors tensors{at::ones({3})};
     auto work = backend.allreduce(tensors, {});
     auto future = work->getFuture();
@@ -239,10 +235,10 @@ at::Tensor reduced_bucket(int rank, const BackendPtr& backend) {
 
 TEST_P(CheckedPassThrough, ReducersWayOfCalling) {
   std::vector<at::Tensor> checked(2), plain(2);
-  expect_ok(run_ranks(2, options_of(GetParam()), [&](int rank, Backend& backend) {
+  expect_ok(run_gloo(2, options_of(GetParam()), [&](int rank, Backend& backend) {
     checked[static_cast<size_t>(rank)] = reduced_bucket(rank, testing::handle_of(backend));
   }));
-  expect_ok(run_ranks(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
+  expect_ok(run_gloo(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
     plain[static_cast<size_t>(rank)] =
         reduced_bucket(rank, unchecked_backend(testing::handle_of(backend)));
   }));
@@ -260,7 +256,7 @@ INSTANTIATE_TEST_SUITE_P(Levels, CheckedPassThrough,
                          });
 
 TEST(CheckedBackend, SaysWhatTheInnerOneSays) {
-  expect_ok(run_ranks(2, options_of(DebugLevel::info), [](int rank, Backend& backend) {
+  expect_ok(run_gloo(2, options_of(DebugLevel::info), [](int rank, Backend& backend) {
     EXPECT_EQ(backend.getBackendName(), "gloo");
     EXPECT_EQ(backend.getRank(), rank);
     EXPECT_EQ(backend.getSize(), 2);
@@ -278,7 +274,7 @@ TEST(CheckedBackend, SaysWhatTheInnerOneSays) {
 }
 
 TEST(CheckedBackend, MistakesOfUsePassAsTheyAre) {
-  expect_ok(run_ranks(1, options_of(DebugLevel::info), [](int, Backend& backend) {
+  expect_ok(run_gloo(1, options_of(DebugLevel::info), [](int, Backend& backend) {
     Tensors none;
     EXPECT_THROW(backend.allreduce(none, {}), c10::Error);
   }));
@@ -286,17 +282,17 @@ TEST(CheckedBackend, MistakesOfUsePassAsTheyAre) {
 
 TEST(CheckedBackend, WriteToALostPeerDoesNotEndTheProcess) {
   std::signal(SIGPIPE, SIG_DFL);
-  expect_ok(run_ranks(1, options_of(DebugLevel::info), [](int, Backend&) {}));
+  expect_ok(run_gloo(1, options_of(DebugLevel::info), [](int, Backend&) {}));
   EXPECT_EQ(std::signal(SIGPIPE, SIG_DFL), SIG_IGN);
   const auto own_handler = [](int) {};
   std::signal(SIGPIPE, own_handler);
-  expect_ok(run_ranks(1, options_of(DebugLevel::info), [](int, Backend&) {}));
+  expect_ok(run_gloo(1, options_of(DebugLevel::info), [](int, Backend&) {}));
   EXPECT_EQ(std::signal(SIGPIPE, SIG_IGN), static_cast<void (*)(int)>(own_handler));
 }
 
 TEST(CheckedBackend, GroupOfOneAsksNobody) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  expect_ok(run_ranks(
+  expect_ok(run_gloo(
       1, options_of(DebugLevel::detail),
       [&](int, Backend& backend) {
         const auto keys = store->getNumKeys();
@@ -311,7 +307,7 @@ TEST(CheckedBackend, GroupOfOneAsksNobody) {
 TEST(CheckedBackend, ComparisonsLeaveNoKeysBehind) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::atomic<int64_t> early{0}, late{0};
-  expect_ok(run_ranks(
+  expect_ok(run_gloo(
       2, options_of(DebugLevel::detail),
       [&](int rank, Backend& backend) {
         const auto work = [&](int count) {
@@ -337,7 +333,7 @@ TEST(CheckedBackend, SplitGivesACheckedGroup) {
   auto options = options_of(DebugLevel::info);
   options.global_ranks = {5, 6, 7};
   auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto outcomes = run_ranks(
+  const auto outcomes = run_gloo(
       3, options,
       [&](int rank, Backend& backend) {
         if (rank == 0) return;

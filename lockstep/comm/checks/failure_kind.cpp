@@ -2,9 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
-#include <cstdio>
-#include <string_view>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -12,33 +11,58 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array<std::string_view, 8> kTimeoutWords = {
-    "timed out",  "timeout",           "time-out",         "time out",
-    "wait timed", "deadline exceeded", "timeoutexception", "failed to pass monitoredbarrier",
-};
-constexpr std::array<std::string_view, 14> kConnectionWords = {
-    "connection closed",     "connection reset",       "connection refused",
-    "connection was closed", "connection aborted",     "connection timed out",
-    "broken pipe",           "socket closed",          "socket not connected",
-    "no route to host",      "network is unreachable", "application timeout caused pair closure",
-    "remote process",        "recvvalue failed",
-};
+// "timed out" stands in messages of all three kinds: what says more comes first.
+constexpr std::array kFailureWords = std::to_array<FailureWords>({
+    {"connection timed out", FailureKind::silence},                     // the kernel
+    {"application timeout caused pair closure", FailureKind::silence},  // Gloo
+    {"connection closed", FailureKind::connection},                     // Gloo, NCCL
+    {"connection was likely closed", FailureKind::connection},          // c10d
+    {"recvvalue failed", FailureKind::connection},                      // c10d
+    {"socket closed", FailureKind::connection},                         // Gloo
+    {"remote process", FailureKind::connection},                        // NCCL
+    {"connection reset", FailureKind::connection},                      // the kernel
+    {"connection refused", FailureKind::connection},
+    {"connection abort", FailureKind::connection},
+    {"broken pipe", FailureKind::connection},
+    {"endpoint is not connected", FailureKind::connection},
+    {"no route to host", FailureKind::connection},
+    {"network is unreachable", FailureKind::connection},
+    {"timed out", FailureKind::timeout},                        // Gloo, c10d, NCCL
+    {"timeout", FailureKind::timeout},                          // c10d, NCCL
+    {"failed to pass monitoredbarrier", FailureKind::timeout},  // c10d
+});
 
-template <class Words>
-bool holds_one_of(std::string_view text, const Words& words) {
-  for (std::string_view word : words)
-    if (text.find(word) != std::string_view::npos) return true;
-  return false;
+FailureKind kind_of_text(std::string_view message) {
+  const FailureWords* found = failure_words_in(message);
+  return found ? found->kind : FailureKind::other;
 }
 
-FailureKind kind_of_text(std::string_view what) {
-  const std::string text = to_lower(what);
-  if (holds_one_of(text, kConnectionWords)) return FailureKind::connection;
-  if (holds_one_of(text, kTimeoutWords)) return FailureKind::timeout;
-  return FailureKind::other;
+/// An exception's whole text without c10's backtrace.
+std::string whole_text(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
 }
 
 }  // namespace
+
+std::span<const FailureWords> failure_words() {
+  return kFailureWords;
+}
+
+const FailureWords* failure_words_in(std::string_view message) {
+  const std::string text = to_lower(message);
+  const auto* found = std::find_if(
+      kFailureWords.begin(), kFailureWords.end(),
+      [&](const FailureWords& row) { return text.find(row.words) != std::string::npos; });
+  return found == kFailureWords.end() ? nullptr : found;
+}
 
 FailureKind failure_kind(const std::exception_ptr& error) noexcept {
   try {
@@ -47,7 +71,7 @@ FailureKind failure_kind(const std::exception_ptr& error) noexcept {
     return FailureKind::ours;
   } catch (const c10::DistNetworkError&) {
     const FailureKind kind = kind_of_text(failure_text(error));
-    return kind == FailureKind::timeout ? kind : FailureKind::connection;
+    return kind == FailureKind::other ? FailureKind::connection : kind;
   } catch (const std::exception&) {
     return kind_of_text(failure_text(error));
   } catch (...) {
@@ -56,16 +80,7 @@ FailureKind failure_kind(const std::exception_ptr& error) noexcept {
 }
 
 std::string failure_text(const std::exception_ptr& error) {
-  std::string text;
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    text = e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    text = e.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
+  std::string text = whole_text(error);
   text = text.substr(0, text.find('\n'));
   const size_t bracket = text.find("] ");
   if (text.rfind('[', 0) == 0 && bracket != std::string::npos &&
@@ -77,7 +92,17 @@ std::string failure_text(const std::exception_ptr& error) {
 bool is_store_lost(const std::exception& error) noexcept {
   if (dynamic_cast<const Error*>(&error)) return false;
   if (dynamic_cast<const c10::DistError*>(&error)) return true;
-  return kind_of_text(error.what()) == FailureKind::connection;
+  return is_lost(kind_of_text(error.what()));
+}
+
+std::exception_ptr translate(std::exception_ptr error) {
+  if (!error) return nullptr;
+  const FailureKind kind = failure_kind(error);
+  if (kind == FailureKind::ours) return error;
+  const std::string text = whole_text(error);
+  if (kind == FailureKind::timeout || kind == FailureKind::silence)
+    return std::make_exception_ptr(TimeoutError(text));
+  return std::make_exception_ptr(CommError(text));
 }
 
 }  // namespace lockstep

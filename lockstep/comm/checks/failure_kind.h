@@ -1,7 +1,9 @@
 #pragma once
 
 #include <exception>
+#include <span>
 #include <string>
+#include <string_view>
 
 namespace lockstep {
 
@@ -9,12 +11,28 @@ namespace lockstep {
 enum class FailureKind {
   ours,        ///< Already one of lockstep::Error.
   timeout,     ///< A wait ran into its time-out.
+  silence,     ///< A connection was given up: its other end was silent for too long.
   connection,  ///< A connection was closed, reset or refused.
   other,       ///< A mistake in the call, a defect, ...
 };
 
-/// Looks at the type and, where the backend has none of its own, at the text: Gloo and NCCL throw
-/// std::runtime_error and c10::Error for everything.
+/// The peer is out of reach.
+inline bool is_lost(FailureKind kind) {
+  return kind == FailureKind::connection || kind == FailureKind::silence;
+}
+
+/// Words by which another library's message tells its kind: Gloo and NCCL throw std::runtime_error
+/// and c10::Error for everything.
+struct FailureWords {
+  std::string_view words;  ///< In lower case.
+  FailureKind kind;
+};
+/// The only list of them. The first row counts whose words a message holds.
+std::span<const FailureWords> failure_words();
+/// The row that counts for a message; null when it holds no words of the list.
+const FailureWords* failure_words_in(std::string_view message);
+
+/// Looks at the type and, where that says too little, at the text.
 FailureKind failure_kind(const std::exception_ptr& error) noexcept;
 
 /// The first line of an exception's text without c10's backtrace and without gloo's
@@ -23,5 +41,19 @@ std::string failure_text(const std::exception_ptr& error);
 
 /// True for the exceptions of a c10d store whose server is gone.
 bool is_store_lost(const std::exception& error) noexcept;
+
+/// Any exception as one of lockstep::Error's family: ours as it is, LibTorch's as a CommError
+/// without its C++ stack. Null stays null.
+std::exception_ptr translate(std::exception_ptr error);
+
+/// Runs a call into LibTorch and lets it throw only our errors.
+template <class F>
+auto translated(F&& call) {
+  try {
+    return call();
+  } catch (...) {
+    std::rethrow_exception(translate(std::current_exception()));
+  }
+}
 
 }  // namespace lockstep

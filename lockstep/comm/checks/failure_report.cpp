@@ -109,7 +109,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
                                      const CallSummary& call, std::chrono::milliseconds timeout,
                                      int peer) {
   const FailureKind kind = failure_kind(error);
-  if (kind != FailureKind::timeout && kind != FailureKind::connection) return error;
+  if (kind != FailureKind::timeout && !is_lost(kind)) return error;
   const Findings findings = investigate(context, call, peer);
   const std::string mine = what_i_did(context, call);
   const std::string why = whole_cause(context, findings, peer);
@@ -123,7 +123,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   if (!why.empty()) text += ": " + why;
   text += " [" + failure_text(error) + "]";
   const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
-  if (kind == FailureKind::connection || lost) return std::make_exception_ptr(PeerLostError(text));
+  if (is_lost(kind) || lost) return std::make_exception_ptr(PeerLostError(text));
   return std::make_exception_ptr(TimeoutError(
       text,
       "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));

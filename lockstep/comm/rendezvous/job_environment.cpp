@@ -4,8 +4,9 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/socket.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep {
 namespace {

@@ -1,13 +1,9 @@
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-
 #include <filesystem>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/log.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
@@ -66,26 +62,6 @@ UniqueFd meet_by_mpi(JobEnvironment& job) {
 }
 
 }  // namespace
-
-std::string outward_address() {
-  const std::string outward = local_address_towards("192.0.2.1");
-  if (!outward.empty() && !is_loopback_host(outward)) return outward;
-  std::string found = "127.0.0.1";
-  ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return found;
-  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
-    const unsigned wanted = IFF_UP | IFF_RUNNING;
-    if (!entry->ifa_addr || entry->ifa_addr->sa_family != AF_INET) continue;
-    if ((entry->ifa_flags & wanted) != wanted || (entry->ifa_flags & IFF_LOOPBACK) != 0) continue;
-    char text[INET_ADDRSTRLEN] = "";
-    const auto* address = reinterpret_cast<const sockaddr_in*>(entry->ifa_addr);
-    if (!::inet_ntop(AF_INET, &address->sin_addr, text, sizeof text)) continue;
-    found = text;
-    break;
-  }
-  ::freeifaddrs(list);
-  return found;
-}
 
 UniqueFd meet_under_mpirun(JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (!job.meeting_file.empty() && fs::is_directory(fs::path(job.meeting_file).parent_path()))

@@ -21,8 +21,4 @@ UniqueFd meet_under_mpirun(JobEnvironment& job, std::chrono::milliseconds timeou
 /// tell something else.
 void forget_meeting(const JobEnvironment& job) noexcept;
 
-/// The addresses of this host that others may reach, likeliest first: the one towards the outside,
-/// else any that is up and not loopback; for want of one, loopback.
-std::string outward_address();
-
 }  // namespace lockstep

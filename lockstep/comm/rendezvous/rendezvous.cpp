@@ -3,7 +3,7 @@
 #include <map>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/socket.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 

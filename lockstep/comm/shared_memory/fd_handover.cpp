@@ -1,7 +1,6 @@
 #include "lockstep/comm/shared_memory/fd_handover.h"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
 
@@ -36,16 +36,6 @@ struct Answer {
   uint32_t granted = 0;
 };
 
-std::string random_name() {
-  std::array<unsigned char, 16> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw SystemError("shared memory: getrandom", errno);
-  std::string name = "lockstep-";
-  constexpr const char* kDigits = "0123456789abcdef";
-  for (const unsigned char byte : bytes) name += {kDigits[byte >> 4], kDigits[byte & 15]};
-  return name;
-}
-
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;  // A first character of 0 makes the name abstract.
@@ -56,19 +46,17 @@ std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
 
-Descriptor make_socket() {
-  Descriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (fd.get() < 0) throw SystemError("shared memory: socket", errno);
+UniqueFd make_socket() {
+  UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!fd) throw SystemError("shared memory: socket", errno);
   return fd;
 }
 
 /// Waits until there is something to read; false when the time is over.
 bool readable(int fd, Clock::time_point deadline) {
   while (true) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd one{fd, POLLIN, 0};
-    const int ready = poll(&one, 1, static_cast<int>(std::max<int64_t>(0, left)));
+    const int ready = poll(&one, 1, static_cast<int>(time_left(deadline).count()));
     if (ready > 0) return true;
     if (ready == 0) return false;
     if (errno != EINTR) throw SystemError("shared memory: poll", errno);
@@ -98,8 +86,8 @@ using Served = std::function<void(int rank, const std::string& identity)>;
 
 /// Serves one connection; the rank that now has the descriptor, or -1.
 int serve(int listener, int fd, int size, const Served& served) {
-  const Descriptor connection(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-  if (connection.get() < 0) return -1;
+  const UniqueFd connection(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  if (!connection) return -1;
   ucred peer{};
   socklen_t length = sizeof(peer);
   if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return -1;
@@ -117,7 +105,7 @@ int serve(int listener, int fd, int size, const Served& served) {
   return same ? hello.rank : -1;
 }
 
-Descriptor receive_answer(int connection, Answer& answer) {
+UniqueFd receive_answer(int connection, Answer& answer) {
   iovec data{&answer, sizeof(answer)};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};
@@ -125,32 +113,23 @@ Descriptor receive_answer(int connection, Answer& answer) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) != sizeof(answer)) return Descriptor();
+  if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) != sizeof(answer)) return {};
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (!header || header->cmsg_type != SCM_RIGHTS) return Descriptor();
+  if (!header || header->cmsg_type != SCM_RIGHTS) return {};
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
-  return Descriptor(fd);
+  return UniqueFd(fd);
 }
 
 }  // namespace
-
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  return *this;
-}
 
 void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::string& group,
               const std::function<void(const std::string& name)>& tell, const Served& served,
               const std::function<void(const std::vector<int>& missing)>& look) {
   constexpr std::chrono::milliseconds kSlice{20};
   const auto deadline = Clock::now() + timeout;
-  const Descriptor listener = make_socket();
-  const std::string name = random_name();
+  const UniqueFd listener = make_socket();
+  const std::string name = "lockstep-" + random_hex(16);
   const auto [address, length] = abstract_address(name);
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
       listen(listener.get(), SOMAXCONN) != 0)
@@ -173,11 +152,11 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
   }
 }
 
-Descriptor receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
-                   const std::string& group) {
+UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
+                 const std::string& group) {
   const auto deadline = Clock::now() + timeout;
   const std::string what = "shared memory of group '" + group + "': ";
-  const Descriptor connection = make_socket();
+  const UniqueFd connection = make_socket();
   const auto [address, length] = abstract_address(name);
   if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
     throw CommError(what + "rank 0 cannot be reached [" + std::strerror(errno) + "]",
@@ -192,8 +171,8 @@ Descriptor receive(const std::string& name, int rank, std::chrono::milliseconds 
   if (!sent || !readable(connection.get(), deadline))
     throw TimeoutError(what + "rank 0 gave no answer");
   Answer answer;
-  Descriptor fd = receive_answer(connection.get(), answer);
-  if (fd.get() >= 0) return fd;
+  UniqueFd fd = receive_answer(connection.get(), answer);
+  if (fd) return fd;
   if (answer.uid != kNobody && answer.granted == 0)
     throw UsageError(what + "rank 0 runs as user " + std::to_string(answer.uid) + ", rank " +
                          std::to_string(rank) + " as user " + std::to_string(geteuid()),

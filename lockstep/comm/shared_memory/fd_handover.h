@@ -5,20 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/file.h"
+
 namespace lockstep::shm {
-
-/// Owns a file descriptor.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 /// Gives `fd` to the other ranks of a group of `size`, from rank 0: listens on a Unix socket in the
 /// abstract name space (no file, gone with the process), tells its name, and serves each rank once;
@@ -34,7 +23,7 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
 /// The other side: who this is goes with it. Throws UsageError when it runs as another user than
 /// rank 0, CommError when rank 0 cannot be reached (another host or network namespace, ended),
 /// TimeoutError.
-Descriptor receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
-                   const std::string& group);
+UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
+                 const std::string& group);
 
 }  // namespace lockstep::shm

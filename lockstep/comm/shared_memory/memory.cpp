@@ -38,11 +38,10 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-Descriptor make_memory(size_t bytes, size_t reserved) {
+UniqueFd make_memory(size_t bytes, size_t reserved) {
   check_file_limit(bytes);
-  Descriptor fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0)
-    throw SystemError("shared memory: memfd_create", errno, "use --backend gloo instead");
+  UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw SystemError("shared memory: memfd_create", errno, "use --backend gloo instead");
   // Nobody can shorten it afterwards, which would end the others by SIGBUS.
   if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
       fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -78,8 +77,8 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 }
 
 std::string missing_support() {
-  const Descriptor fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0) return std::string("memfd_create: ") + std::strerror(errno);
+  const UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return std::string("memfd_create: ") + std::strerror(errno);
   return {};
 }
 

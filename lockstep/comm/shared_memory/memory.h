@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <string>
 
-#include "lockstep/comm/shared_memory/fd_handover.h"
+#include "lockstep/base/file.h"
 
 namespace lockstep::shm {
 
@@ -14,7 +14,7 @@ size_t whole_pages(size_t bytes);
 /// Zeroed memory without a name, for this user's processes only, which nobody can shorten or
 /// extend. The pages of its first `reserved` bytes are there when it returns, so that a lack of
 /// memory is an error here and no SIGBUS later. Throws SystemError.
-Descriptor make_memory(size_t bytes, size_t reserved);
+UniqueFd make_memory(size_t bytes, size_t reserved);
 
 /// Shared memory in this process' address space.
 class Mapping {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/base/copy_bytes.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/shared_memory/messages_lock.h"
 

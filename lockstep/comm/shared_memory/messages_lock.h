@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -9,11 +7,6 @@
 #include "lockstep/comm/shared_memory/messages.h"
 
 namespace lockstep::shm {
-
-/// A message of no bytes may have no address.
-inline void copy_bytes(void* to, const void* from, size_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-}
 
 /// Holds the mutex of Messages; at its end it lets go and tells of what has finished meanwhile.
 class Messages::Lock {

@@ -25,21 +25,6 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// One thread a rank; what they throw is told as failures.
-void run_ranks(int size, const std::function<void(int rank)>& body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
-
 bool comes_true(const std::function<bool()>& condition) {
   const auto end = Clock::now() + kLong;
   while (!condition()) {
@@ -80,7 +65,7 @@ TEST_P(MessagesRings, EverySizeWhicheverSideIsFirst) {
 
 TEST_P(MessagesRings, BothSendLargeOnesFirst) {
   World world(2, {}, GetParam());
-  run_ranks(2, [&](int rank) {
+  expect_ok(run_ranks(2, [&](int rank) {
     for (uint64_t round = 0; round < 5; ++round) {
       const size_t size = 3 * GetParam() + round;
       Bytes out = pattern(size, 10 * round + static_cast<uint64_t>(rank));
@@ -91,13 +76,13 @@ TEST_P(MessagesRings, BothSendLargeOnesFirst) {
       (round % 2 ? recv : send)->wait(kLong);
       EXPECT_EQ(in, pattern(size, 10 * round + static_cast<uint64_t>(1 - rank)));
     }
-  });
+  }));
 }
 
 TEST_P(MessagesRings, TagsAreApartAndInAnyOrder) {
   World world(2, {}, GetParam());
   for (const size_t size : {size_t{8}, 5 * GetParam()}) {
-    run_ranks(2, [&](int rank) {
+    expect_ok(run_ranks(2, [&](int rank) {
       Bytes one = pattern(size, 1);
       Bytes two = pattern(size, 2);
       if (rank == 0) {
@@ -112,7 +97,7 @@ TEST_P(MessagesRings, TagsAreApartAndInAnyOrder) {
         irecv(world[1], 0, got, {.tag = 1})->wait(kLong);
         EXPECT_EQ(got, one);
       }
-    });
+    }));
   }
 }
 
@@ -120,7 +105,7 @@ TEST_P(MessagesRings, OneTagKeepsItsOrderWhateverTheSizes) {
   World world(2, {}, GetParam());
   const std::vector<size_t> sizes = sizes_of(world[0]);
   constexpr size_t kMessages = 100;
-  run_ranks(2, [&](int rank) {
+  expect_ok(run_ranks(2, [&](int rank) {
     std::vector<Bytes> buffers;
     for (size_t i = 0; i < kMessages; ++i) buffers.push_back(pattern(sizes[i % sizes.size()], i));
     std::vector<MessagePtr> all;
@@ -134,7 +119,7 @@ TEST_P(MessagesRings, OneTagKeepsItsOrderWhateverTheSizes) {
         EXPECT_EQ(got, buffers[i]) << i;
       }
     }
-  });
+  }));
 }
 
 INSTANTIATE_TEST_SUITE_P(Bytes, MessagesRings, ::testing::Values(4096, 64 << 10),
@@ -142,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(Bytes, MessagesRings, ::testing::Values(4096, 64 << 10)
 
 TEST(Messages, PingPong) {
   World world(2);
-  run_ranks(2, [&](int rank) {
+  expect_ok(run_ranks(2, [&](int rank) {
     for (unsigned char i = 0; i < 200; ++i) {
       Bytes ball(8, i);
       Bytes got(8);
@@ -151,14 +136,14 @@ TEST(Messages, PingPong) {
       if (rank == 1) isend(world[1], 0, got)->wait(kLong);
       EXPECT_EQ(got, ball);
     }
-  });
+  }));
 }
 
 TEST(Messages, FromAny) {
   constexpr int kRanks = 4;
   constexpr int kEach = 50;
   World world(kRanks);
-  run_ranks(kRanks, [&](int rank) {
+  expect_ok(run_ranks(kRanks, [&](int rank) {
     if (rank > 0) {
       for (int i = 0; i < kEach; ++i) {
         Bytes out(static_cast<size_t>(i % 2 ? 8 : 100'000), static_cast<unsigned char>(i));
@@ -177,7 +162,7 @@ TEST(Messages, FromAny) {
       EXPECT_EQ(number % 2, tag);
       EXPECT_EQ(in.back(), number++);
     }
-  });
+  }));
 }
 
 TEST(Messages, ToOneself) {
@@ -461,7 +446,7 @@ TEST(Messages, ManyThreadsOfOneRank) {
   World world(2);
   constexpr int kThreads = 4;
   constexpr int kRounds = 100;
-  run_ranks(2 * kThreads, [&](int index) {
+  expect_ok(run_ranks(2 * kThreads, [&](int index) {
     const int rank = index % 2;
     const int tag = index / 2;
     for (int round = 0; round < kRounds; ++round) {
@@ -474,7 +459,7 @@ TEST(Messages, ManyThreadsOfOneRank) {
       send->wait(kLong);
       EXPECT_EQ(in, out);
     }
-  });
+  }));
 }
 
 /// Exchanges messages of all sizes with the other of two ranks until one fails.
@@ -630,9 +615,9 @@ TEST_P(MessagesTraffic, Random) {
     for (int again = 0; again < 3; ++again) {
       const std::vector<Parcel> parcels = draw_parcels(random, ranks, world[0]);
       const uint64_t order = random();
-      run_ranks(ranks, [&](int rank) {
+      expect_ok(run_ranks(ranks, [&](int rank) {
         move_parcels(world[rank], rank, parcels, order + static_cast<uint64_t>(rank));
-      });
+      }));
     }
     for (int rank = 0; rank < ranks; ++rank) EXPECT_EQ(world[rank].unreceived(), 0U);
     if (HasFailure()) FAIL() << "seed " << seed;

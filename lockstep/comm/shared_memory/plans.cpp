@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lockstep/base/copy_bytes.h"
+
 namespace lockstep::shm {
 namespace {
 
@@ -16,14 +18,9 @@ size_t direct_limit(const SharedGroup& group) {
 
 /// What a rank reduces at a time. A multiple of every element's size.
 constexpr size_t kReduceBytes = 8 << 10;
-static_assert(kReduceBytes >= SharedGroup::kMuch, "or results are never written past the caches");
 
 size_t up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;
-}
-
-void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
 /// `total` bytes in as few pieces of at most `largest` as can be, of about the same size; at least
@@ -68,7 +65,7 @@ class DirectReduce : public Plan {
 
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    group.put(group.give(bytes), data_ + pieces_.offset(step), bytes);
+    copy_bytes(group.give(bytes), data_ + pieces_.offset(step), bytes);
   }
 
   void drain(int64_t step, SharedGroup& group) override {
@@ -110,8 +107,8 @@ class SharedReduce : public Plan {
     const size_t bytes = blocks_.bytes(step);
     std::byte* slot = group.give(group.slot_bytes());
     const std::byte* block = data_ + blocks_.offset(step);
-    group.put(slot, block, mine.begin);
-    group.put(slot + mine.end, block + mine.end, bytes - mine.end);
+    copy_bytes(slot, block, mine.begin);
+    copy_bytes(slot + mine.end, block + mine.end, bytes - mine.end);
   }
 
   void drain(int64_t step, SharedGroup& group) override {
@@ -144,7 +141,7 @@ class SharedReduce : public Plan {
       const size_t bytes = std::min(left, kReduceBytes);
       std::byte* target = takes_ ? own : result;
       kernel_(target, sources_.data(), group.size(), bytes / element_);
-      if (takes_) group.put(result, own, bytes);
+      if (takes_) copy_bytes(result, own, bytes);
       for (auto& source : sources_) source = static_cast<const std::byte*>(source) + bytes;
       own += bytes;
       result += bytes;
@@ -223,7 +220,7 @@ class Broadcast : public Plan {
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    if (group.rank() == root_) group.put(group.give(bytes), data_ + pieces_.offset(step), bytes);
+    if (group.rank() == root_) copy_bytes(group.give(bytes), data_ + pieces_.offset(step), bytes);
   }
   void drain(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
@@ -246,7 +243,7 @@ class AllGather : public Plan {
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
     const size_t bytes = pieces_.bytes(step);
-    group.put(group.give(bytes), input_ + pieces_.offset(step), bytes);
+    copy_bytes(group.give(bytes), input_ + pieces_.offset(step), bytes);
   }
   void drain(int64_t step, SharedGroup& group) override {
     if (outputs_.empty()) return;
@@ -279,8 +276,8 @@ class Scatter : public Plan {
     std::byte* slot = group.give(group.slot_bytes());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != root_)
-        group.put(slot + static_cast<size_t>(rank) * share_,
-                  inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
+        copy_bytes(slot + static_cast<size_t>(rank) * share_,
+                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
     }
   }
   void drain(int64_t step, SharedGroup& group) override {
@@ -317,8 +314,8 @@ class ReduceScatter : public Plan {
     std::byte* slot = group.give(group.slot_bytes());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != group.rank())
-        group.put(slot + static_cast<size_t>(rank) * share_,
-                  inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
+        copy_bytes(slot + static_cast<size_t>(rank) * share_,
+                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
     }
   }
   void drain(int64_t step, SharedGroup& group) override {
@@ -369,7 +366,7 @@ class AllToAll : public Plan {
     for (size_t rank = 0; rank < sends_.size(); ++rank) {
       if (static_cast<int>(rank) == group.rank()) continue;
       const auto [at, bytes] = piece(step, send_bytes_[rank]);
-      group.put(slot + rank * share_, sends_[rank] + at, bytes);
+      copy_bytes(slot + rank * share_, sends_[rank] + at, bytes);
     }
   }
 

@@ -12,7 +12,9 @@
 namespace lockstep::shm {
 namespace {
 
+using testing::expect_ok;
 using testing::PlainCall;
+using testing::run_ranks;
 using testing::World;
 
 constexpr std::chrono::milliseconds kLimit{20'000};
@@ -24,13 +26,9 @@ const std::byte* bytes_of(const std::vector<int32_t>& numbers) {
   return reinterpret_cast<const std::byte*>(numbers.data());
 }
 
-/// Runs `part` on a thread a rank.
 template <class Part>
 void on_all_ranks(World& world, int size, const Part& part) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] { part(rank, world.group(rank)); });
-  for (auto& thread : threads) thread.join();
+  expect_ok(run_ranks(size, [&](int rank) { part(rank, world.group(rank)); }));
 }
 
 void run(SharedGroup& group, const char* name, std::unique_ptr<Plan> plan) {
@@ -125,14 +123,11 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
                                               40);
 }
 
-TEST_P(Plans, WhatIsStreamedPastTheCachesIsTheSame) {
+TEST_P(Plans, EveryCollectiveDoesSoInLargeSlots) {
   const size_t slot = 64 << 10;
-  for (const Writes writes : {Writes::streamed, Writes::cached, Writes::by_distance}) {
-    World world(GetParam(), {}, 64 << 10, {slot, writes});
-    EXPECT_EQ(world.group(0).streams(), writes == Writes::streamed) << "before the first look";
-    expect_every_collective_moves_what_it_shall(
-        world, GetParam(), {2048, slot / 4, slot / 4 + 1, slot - 3, 100'003}, 10);
-  }
+  World world(GetParam(), {}, 64 << 10, slot);
+  expect_every_collective_moves_what_it_shall(
+      world, GetParam(), {2048, slot / 4, slot / 4 + 1, slot - 3, 100'003}, 10);
 }
 
 TEST_P(Plans, ReducesInARegionWhereTheDataLies) {

@@ -4,12 +4,13 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/shared_memory/fd_handover.h"
 
 namespace lockstep::shm {
 namespace {
 
 /// What rank 0 hands out; gives up when `look` throws.
-Descriptor receive_from_host(const RegionOptions& options, const Meeting& meeting) {
+UniqueFd receive_from_host(const RegionOptions& options, const Meeting& meeting) {
   constexpr std::chrono::milliseconds kPause{1};
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
   const auto look = [&] {
@@ -42,7 +43,7 @@ Region::Region(const RegionOptions& options, const Meeting& meeting)
     mapping_ = Mapping(receive_from_host(options, meeting).get(), total);
     return;
   }
-  const Descriptor memory = make_memory(total, total);
+  const UniqueFd memory = make_memory(total, total);
   mapping_ = Mapping(memory.get(), total);
   if (options.size == 1) return;
   hand_out(

@@ -15,7 +15,7 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::array<char, 8> kMagic{'l', 'o', 'c', 'k', 's', 'h', 'm', '\0'};
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 
 size_t records_offset() {
   constexpr size_t kAlign = alignof(RankRecord);
@@ -86,9 +86,9 @@ void Segment::map(int fd, size_t bytes) {
 
 // A description of its own: the one that rank 0 hands out is all ranks'.
 void Segment::lock(int fd) {
-  lock_ = Descriptor(open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
+  lock_ = UniqueFd(open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
   struct flock mine = lock_of(rank_);
-  if (lock_.get() < 0 || fcntl(lock_.get(), F_OFD_SETLK, &mine) != 0) return;
+  if (!lock_ || fcntl(lock_.get(), F_OFD_SETLK, &mine) != 0) return;
   record(rank_).locked.store(1, std::memory_order_release);
 }
 
@@ -96,7 +96,7 @@ bool Segment::has_ended(int rank) const {
   const RankRecord& other = record(rank);
   const ProcessState state = process_state(other.identity.data());
   if (state != ProcessState::unknown) return state == ProcessState::ended;
-  if (other.locked.load(std::memory_order_acquire) == 0 || lock_.get() < 0) return false;
+  if (other.locked.load(std::memory_order_acquire) == 0 || !lock_) return false;
   struct flock theirs = lock_of(rank);
   return fcntl(lock_.get(), F_OFD_GETLK, &theirs) == 0 && theirs.l_type == F_UNLCK;
 }
@@ -105,7 +105,7 @@ void Segment::host(const SegmentOptions& options, const Meeting& meeting) {
   const auto n = static_cast<size_t>(size_);
   const size_t reserved = messages_offset(n, slot_bytes_);
   const size_t total = reserved + (n > 1 ? n * n * message_bytes_ : 0);
-  const Descriptor memory = make_memory(total, reserved);
+  const UniqueFd memory = make_memory(total, reserved);
   map(memory.get(), total);
   if (size_ > 1) lock(memory.get());
   header_->version = kVersion;
@@ -121,7 +121,7 @@ void Segment::host(const SegmentOptions& options, const Meeting& meeting) {
 }
 
 void Segment::join(const SegmentOptions& options, const Meeting& meeting) {
-  const Descriptor memory = receive(meeting.ask(), rank_, options.timeout, options.group);
+  const UniqueFd memory = receive(meeting.ask(), rank_, options.timeout, options.group);
   SegmentHeader header{};
   constexpr size_t kPlain = offsetof(SegmentHeader, barrier);
   const bool read = pread(memory.get(), static_cast<void*>(&header), kPlain, 0) == ssize_t{kPlain};

@@ -37,12 +37,8 @@ struct alignas(64) RankRecord {
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::array<char, 232> identity;
   ProcessorSet processors;
-  /// The last step for which it has written much data. Its line is written just before it arrives
-  /// and read just afterwards, by one other rank (see Distance), and lies away from the others, or
-  /// the processor would fetch it with them.
-  alignas(256) std::atomic<uint64_t> last_put;
   /// Whose end the first of its messages failed of: if it ends over that, the others learn why.
-  alignas(256) std::array<char, 512> cause;
+  std::array<char, 512> cause;
 };
 
 /// Why the group is of no more use: the first failure, told once, by whoever found it.
@@ -132,7 +128,7 @@ class Segment {
   size_t slot_bytes_;
   size_t message_bytes_;
   Mapping mapping_;
-  Descriptor lock_;
+  UniqueFd lock_;
   SegmentHeader* header_ = nullptr;
   std::byte* slots_ = nullptr;
   std::byte* messages_ = nullptr;

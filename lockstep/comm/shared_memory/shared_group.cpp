@@ -7,7 +7,6 @@
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/shared_memory/futex.h"
-#include "lockstep/comm/shared_memory/streaming.h"
 
 namespace lockstep::shm {
 namespace {
@@ -26,8 +25,7 @@ SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
       names_(std::move(options.names)),
       judge_(std::move(options.judge)),
       spin_(options.spin),
-      caller_spin_(options.spin, options.caller_spin),
-      writes_(options.writes) {
+      caller_spin_(options.spin, options.caller_spin) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }
 
@@ -38,26 +36,9 @@ void SharedGroup::begin(const Call& call) {
   segment_.record(rank()).calls.store(++calls_, std::memory_order_relaxed);
 }
 
-void SharedGroup::put(std::byte* to, const std::byte* from, size_t bytes) {
-  if (bytes == 0) return;
-  const bool much = bytes >= kMuch;
-  put_much_ = put_much_ || much;
-  if (much && streams()) {
-    stream_bytes(to, from, bytes);
-  } else {
-    std::memcpy(to, from, bytes);
-  }
-}
-
 void SharedGroup::arrive() {
   ++step_;
   if (size() == 1) return;
-  looks_how_far_ = put_much_;
-  if (put_much_) {
-    end_stream();
-    segment_.record(rank()).last_put.store(step_, std::memory_order_relaxed);
-  }
-  put_much_ = false;
   segment_.header().barrier.arrive(step_, size());
   // Afterwards: who dies before it has arrived must not be taken for one that has, or the others
   // would find nobody missing and wait for ever.
@@ -70,7 +51,6 @@ void SharedGroup::await(const Call& call, std::chrono::milliseconds timeout, Wai
   } else if (!all_here(spin())) {
     wait_for_all(call, timeout);
   }
-  if (kCanStream && looks_how_far_) look_how_far();
 }
 
 void SharedGroup::await_as_caller(const Call& call, std::chrono::milliseconds timeout) {
@@ -106,19 +86,6 @@ bool SharedGroup::find_processor() const {
   const bool has = has_own_processor(ranks, static_cast<size_t>(rank()));
   has_processor_.store(has ? Known::yes : Known::no, std::memory_order_relaxed);
   return has;
-}
-
-void SharedGroup::look_how_far() {
-  looks_how_far_ = false;
-  const auto others = static_cast<uint64_t>(size()) - 1;
-  const auto ahead = static_cast<int>(1 + step_ % others);
-  const auto& record = segment_.record((rank() + ahead) % size());
-  const auto begin = Clock::now();
-  const auto before = Clock::now();
-  end_loads();
-  const uint64_t put = record.last_put.load(std::memory_order_acquire);
-  const auto took = Clock::now() - before, clock = before - begin;
-  if (put == step_) distance_.add(took - clock);  // Else the line was not touched.
 }
 
 void SharedGroup::compare(const Call& call, std::chrono::milliseconds timeout) {

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/shared_memory/distance.h"
 #include "lockstep/comm/shared_memory/segment.h"
 #include "lockstep/comm/shared_memory/spin_budget.h"
 
@@ -30,13 +29,6 @@ class Call {
 /// Who waits for a call: its caller, who has nothing else to do, or the group's thread.
 enum class Waiter : uint8_t { caller, thread };
 
-/// How much data is written where other ranks read it.
-enum class Writes : uint8_t {
-  by_distance,  ///< As `Distance` tells.
-  cached,       ///< As memcpy does: fastest when the ranks' processors share a cache.
-  streamed,     ///< Past the caches: 2.4 times as fast when they do not, half as fast when they do.
-};
-
 struct SharedGroupOptions {
   SegmentOptions segment;
   /// Names of the ranks in messages: their numbers in the default group; empty: the same.
@@ -51,8 +43,6 @@ struct SharedGroupOptions {
   /// sleeps then wakes too late: 500 us made a step of an MLP 5% faster than 100 us, more made
   /// none.
   std::chrono::nanoseconds caller_spin{500'000};
-  /// Each rank chooses for itself: what is read is the same.
-  Writes writes = Writes::by_distance;
 };
 
 /// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
@@ -74,16 +64,6 @@ class SharedGroup {
   void begin(const Call& call);
   /// Where this rank's data of the step to come goes: `bytes` of them, at most a slot.
   std::byte* give(size_t bytes) { return segment_.slot(rank(), step_ + 1) + offset(bytes); }
-  /// From so much at a time `put` chooses how it writes.
-  static constexpr size_t kMuch = 8 << 10;
-  /// Copies to memory that other ranks read once this one has next arrived, in the way that is
-  /// fastest for them and this rank together.
-  void put(std::byte* to, const std::byte* from, size_t bytes);
-  /// Whether `put` of much data goes past the caches at present. How far the others are is learnt
-  /// in steps for which both this rank and another put much.
-  bool streams() const {
-    return writes_ == Writes::streamed || (writes_ == Writes::by_distance && distance_.far());
-  }
   /// Tells the others that this rank has given.
   void arrive();
   /// Looks whether all have arrived, for at most `budget`.
@@ -155,8 +135,6 @@ class SharedGroup {
   void await_as_caller(const Call& call, std::chrono::milliseconds timeout);
   /// `await`, when looking was not enough.
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
-  /// Takes the time for one line of another rank, in turn each other's.
-  void look_how_far();
   std::vector<int> missing() const;
   /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
   /// group up and returns true when there are any.
@@ -169,11 +147,7 @@ class SharedGroup {
   std::chrono::nanoseconds spin_;
   SpinBudget caller_spin_;
   mutable std::atomic<Known> has_processor_{Known::unknown};
-  Writes writes_;
-  Distance distance_;
-  bool put_much_ = false;       ///< Since this rank last arrived.
-  bool looks_how_far_ = false;  ///< Once all have arrived.
-  uint64_t step_ = 0;           ///< The last at which this rank has arrived.
+  uint64_t step_ = 0;  ///< The last at which this rank has arrived.
   uint64_t calls_ = 0;
   uint64_t hash_ = 0;  ///< Of the present call.
 };

@@ -6,16 +6,18 @@
 #include <future>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/comm/shared_memory/spin_budget.h"
+#include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
 namespace {
 
 using std::chrono::microseconds;
+using testing::rethrow_first;
+using testing::run_ranks;
 
 /// How long each of two ranks looks for the other, bound to these.
 std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> processors) {
@@ -24,18 +26,15 @@ std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> p
   const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
                         [&] { return told.get(); }};
   std::array<std::unique_ptr<SharedGroup>, 2> groups;
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      set_allowed_processors({processors.at(rank)});
-      SharedGroupOptions options;
-      options.segment.rank = static_cast<int>(rank);
-      options.segment.size = 2;
-      options.spin = microseconds(77);
-      groups.at(rank) = std::make_unique<SharedGroup>(options, meeting);
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  rethrow_first(run_ranks(2, [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    set_allowed_processors({processors.at(at)});
+    SharedGroupOptions options;
+    options.segment.rank = rank;
+    options.segment.size = 2;
+    options.spin = microseconds(77);
+    groups.at(at) = std::make_unique<SharedGroup>(options, meeting);
+  }));
   return {groups[0]->spin(), groups[1]->spin()};
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/mnist.h"
@@ -14,13 +13,6 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kTrainSamples = 60'000;
 constexpr int64_t kTestSamples = 10'000;
-
-bool holds_mnist(const fs::path& folder) {
-  for (const auto& file : mnist_source().files) {
-    if (!fs::exists(folder / file.name) && !fs::exists(folder / (file.name + ".gz"))) return false;
-  }
-  return true;
-}
 
 /// The IDX format: two zeros, the type (8: unsigned byte), the number of dimensions, their sizes as
 /// big-endian 32-bit numbers, the bytes.
@@ -37,13 +29,8 @@ void write_idx(const fs::path& path, const at::Tensor& tensor) {
 }  // namespace
 
 std::optional<fs::path> find_mnist_folder(const std::string& data_dir) {
-  const fs::path top =
-      data_dir.empty() ? env_string("LOCKSTEP_DATA_DIR").value_or("data") : data_dir;
-  for (const auto& folder : mnist_source().folders) {
-    if (holds_mnist(top / folder)) return fs::absolute(top / folder);
-  }
-  if (holds_mnist(top)) return fs::absolute(top);
-  return std::nullopt;
+  const auto folder = dataset_folder("mnist", {.data_dir = data_dir});
+  return folder ? std::optional(fs::absolute(*folder)) : std::nullopt;
 }
 
 BenchData::BenchData(const std::string& data_dir) {

@@ -12,6 +12,10 @@
 
 namespace lockstep {
 
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 double loader_samples_per_second(const TensorDataset& dataset, const Pipeline& transforms,
                                  const LoaderBenchOptions& options) {
   if (options.epochs < 1)
@@ -21,11 +25,11 @@ double loader_samples_per_second(const TensorDataset& dataset, const Pipeline& t
                     options.loader);
   std::vector<double> rates;
   for (int64_t epoch = 0; epoch <= options.epochs; ++epoch) {
-    const auto start = std::chrono::steady_clock::now();
+    const double start = options.seconds();
     int64_t samples = 0;
     for (const Batch& batch : loader.epoch(epoch)) samples += batch.size();
-    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-    if (epoch > 0) rates.push_back(static_cast<double>(samples) / taken.count());
+    const double taken = options.seconds() - start;
+    if (epoch > 0) rates.push_back(static_cast<double>(samples) / taken);
   }
   const auto middle = rates.begin() + static_cast<std::ptrdiff_t>(rates.size() / 2);
   std::nth_element(rates.begin(), middle, rates.end());

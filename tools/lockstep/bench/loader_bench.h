@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
@@ -8,9 +9,13 @@
 
 namespace lockstep {
 
+/// Seconds since some moment, by the steady clock.
+double steady_seconds();
+
 struct LoaderBenchOptions {
   LoaderOptions loader{.batch_size = 64};  ///< 64: what the measured peers had.
   int epochs = 5;  ///< Measured ones, after one to warm up; the median is robust against one pause.
+  std::function<double()> seconds = steady_seconds;  ///< Read before and after every epoch.
 };
 
 /// Samples a second that a loader gives when nobody computes on them: whole shuffled epochs through

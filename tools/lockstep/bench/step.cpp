@@ -35,9 +35,8 @@ class StepBench {
 
   /// A batch that stays, as the Python twin's.
   void draw_batch() {
-    std::vector<int64_t> shape = {batch_};
-    shape.insert(shape.end(), info_.input_shape.begin(), info_.input_shape.end());
-    x_ = with_memory_format(at::rand(shape).to(device_), format_);
+    const SampleSpec sample{info_.input_shape};
+    x_ = with_memory_format(at::rand(sample.batch_shape(batch_)).to(device_), format_);
     y_ = (info_.regression ? at::rand({batch_, info_.outputs})
                            : at::randint(info_.outputs, {batch_}, at::kLong))
              .to(device_);

@@ -54,10 +54,8 @@ nlohmann::json bench_step_worker(const nlohmann::json& config);
 /// by piece into a slot and a neighbour's slot into the tensor; the best of several sizes of
 /// pieces counts. More ranks must read more than that, up to twice as much: for them the bound is
 /// out of reach. It holds for tensors of the rank's own, as here; what lies in shared memory from
-/// the start, as DistributedDataParallel's buckets do, is not copied. Nor does it hold for copies
-/// past the caches, which shared memory makes between processors that share none, and which there
-/// are faster than memcpy's. Alternates with the all-reduces, on the same tensor; `of_bound` is the
-/// median of the turns' shares.
+/// the start, as DistributedDataParallel's buckets do, is not copied. Alternates with the
+/// all-reduces, on the same tensor; `of_bound` is the median of the turns' shares.
 nlohmann::json bench_allreduce_worker(const nlohmann::json& config);
 
 /// Memory that all ranks of `bench allreduce` map for the bound: so much a rank.

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "tools/lockstep/cli.h"
+#include "lockstep/tool/cli.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep::tool {

@@ -20,9 +20,9 @@
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
+#include "tools/lockstep/train/make_train_task.h"
 #include "tools/lockstep/train/metrics_file.h"
 #include "tools/lockstep/train/progress.h"
-#include "tools/lockstep/train/train_task.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -150,7 +150,7 @@ void print_opening(const RunConfig& config, const World& world, const TrainTask&
                with_thousands(held_out_samples(task)) + " held out)");
   console.line(counted(ranks, "rank") + " over " + world.group().backend() + " on " +
                world.device().str() + ", batch size " + std::to_string(config.batch_size) +
-               " a rank, " +
+               " per rank, " +
                std::to_string(config.batch_size * config.accumulate_grad_batches * ranks) +
                " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
 }

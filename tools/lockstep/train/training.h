@@ -3,7 +3,7 @@
 #include <string>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/train/results.h"
+#include "lockstep/train/training_results.h"
 #include "tools/lockstep/train/console.h"
 #include "tools/lockstep/train/run_config.h"
 

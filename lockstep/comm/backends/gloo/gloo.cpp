@@ -26,16 +26,17 @@ std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& opt
 }  // namespace
 
 BackendInfo info() {
-  return {"gloo", true, {}, {}};
+  return {"gloo", true, {}, {}, kTraits};
 }
 
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
+MadeBackend make(const BackendOptions& options) {
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo->devices.push_back(make_device(options));
   gloo->group_name = options.group_name;
   gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(options.store, options.rank, options.size,
-                                                     std::move(gloo));
+  return {c10::make_intrusive<c10d::ProcessGroupGloo>(options.store, options.rank, options.size,
+                                                      std::move(gloo)),
+          kTraits};
 }
 
 }  // namespace lockstep::gloo

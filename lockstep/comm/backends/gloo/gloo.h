@@ -4,7 +4,12 @@
 
 namespace lockstep::gloo {
 
+inline constexpr BackendTraits kTraits{.needs_comparison = true,
+                                       .tells_only_waiters = true,
+                                       .ends_waits_by_abort = true,
+                                       .takes_cuda = true};
+
 BackendInfo info();
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
+MadeBackend make(const BackendOptions& options);
 
 }  // namespace lockstep::gloo

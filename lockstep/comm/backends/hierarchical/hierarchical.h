@@ -4,11 +4,16 @@
 
 namespace lockstep::hierarchical {
 
+inline constexpr BackendTraits kTraits{.takes_strided = true,
+                                       .runs_in_caller = true,
+                                       .names_failures = true,
+                                       .tells_only_waiters = true};
+
 BackendInfo info();
 /// A backend for ranks on several hosts, some of them on one: see HierarchicalBackend. Where all
 /// ranks share a host it is the backend shm itself, and where each has a host of its own the one
-/// between hosts. `factory` makes what is between hosts.
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
+/// between hosts.
+MadeBackend make(const BackendOptions& options);
 
 /// Where this rank runs: shared_memory_place, unless the options say it.
 std::string place_of(const BackendOptions& options);

@@ -3,7 +3,6 @@
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,17 +11,20 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
+#include "tests/support/whole_numbers.h"
 
 namespace lockstep::hierarchical {
 namespace {
 
 using ::testing::AllOf;
+using testing::expect_ok;
+using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Outcome;
+using testing::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
@@ -37,7 +39,6 @@ BackendOptions options_of(const testing::StorePtr& store, const std::string& hos
                           std::chrono::milliseconds timeout) {
   BackendOptions options;
   options.store = c10::make_intrusive<c10d::PrefixStore>("hierarchical", store);
-  options.factory = make_backend;
   options.rank = rank;
   options.size = static_cast<int>(hosts.size());
   options.timeout = timeout;
@@ -50,44 +51,16 @@ using Part = std::function<void(int rank, c10d::Backend& backend, const testing:
 
 std::vector<Outcome> run(const std::string& hosts, const Part& part, int milliseconds = 20'000) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Outcome> outcomes(hosts.size());
   std::vector<testing::BackendPtr> backends(hosts.size());
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto index = static_cast<size_t>(rank);
-      try {
-        backends[index] =
-            make(options_of(store, hosts, rank, std::chrono::milliseconds(milliseconds)));
-        part(rank, *backends[index], store);
-      } catch (...) {
-        outcomes[index].error = std::current_exception();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  const auto outcomes = testing::run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
+    auto& backend = backends[static_cast<size_t>(rank)];
+    backend = make(options_of(store, hosts, rank, std::chrono::milliseconds(milliseconds))).backend;
+    part(rank, *backend, store);
+  });
   // In any order, as processes end.
   for (auto& backend : backends)
     if (backend) backend->shutdown();
   return outcomes;
-}
-
-void expect_ok(const std::vector<Outcome>& outcomes) {
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
-}
-
-// Small whole numbers: sums and products are exact in every type and order.
-at::Tensor whole_numbers(uint64_t seed, int rank, at::IntArrayRef shape, at::ScalarType type) {
-  auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(seed * 64 + static_cast<uint64_t>(rank));
-  const int64_t low = type == at::kByte || type == at::kBool ? 0 : -2;
-  return at::randint(low, type == at::kBool ? 2 : 3, shape, generator, at::kLong).to(type);
-}
-
-void expect_same(const at::Tensor& actual, const at::Tensor& wanted, const std::string& what) {
-  EXPECT_TRUE(actual.equal(wanted)) << what << "\n"
-                                    << actual.flatten().slice(0, 0, 8) << "\n"
-                                    << wanted.flatten().slice(0, 0, 8);
 }
 
 class Placements : public ::testing::TestWithParam<std::string> {};
@@ -584,26 +557,23 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsCallsOfTheGroupOverGloo) {
 TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWasLost) {
   for (const bool lost : {false, true}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
-    const auto options = options_of(store, "aab", 2, std::chrono::milliseconds(1'500));
-    std::vector<Outcome> outcomes(2);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 2; ++rank) {
-      threads.emplace_back([&, rank] {
-        try {
-          make(options_of(store, "aab", rank, std::chrono::milliseconds(1'500)));
-        } catch (...) {
-          outcomes[static_cast<size_t>(rank)].error = std::current_exception();
-        }
-      });
-    }
-    meet(options);
-    Lifeline::Options line;
-    line.store = c10::make_intrusive<c10d::PrefixStore>("lifeline", options.store);
-    line.host = 1;
-    line.names = {"host a", "host b"};
-    auto lifeline = std::make_unique<Lifeline>(line);
-    if (lost) lifeline.reset();
-    for (auto& thread : threads) thread.join();
+    std::unique_ptr<Lifeline> lifeline;
+    auto outcomes = testing::run_ranks(3, [&](int rank) {
+      const auto options = options_of(store, "aab", rank, std::chrono::milliseconds(1'500));
+      if (rank < 2) {
+        make(options);
+        return;
+      }
+      meet(options);
+      Lifeline::Options line;
+      line.store = c10::make_intrusive<c10d::PrefixStore>("lifeline", options.store);
+      line.host = 1;
+      line.names = {"host a", "host b"};
+      lifeline = std::make_unique<Lifeline>(line);
+      if (lost) lifeline.reset();
+    });
+    EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].text();
+    outcomes.pop_back();
     for (const auto& outcome : outcomes) EXPECT_FALSE(outcome.ok());
     if (!lost) continue;
     EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();

@@ -6,11 +6,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process_identity.h"
-#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
+#include "lockstep/comm/backends/tensor_work.h"
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -18,6 +19,7 @@
 namespace lockstep::hierarchical {
 namespace {
 
+using backends::names_of;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
@@ -35,13 +37,6 @@ c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& s
   return c10::make_intrusive<c10d::PrefixStore>(part, store);
 }
 
-std::vector<int> names_of(const BackendOptions& options) {
-  std::vector<int> names = options.global_ranks;
-  for (int rank = static_cast<int>(names.size()); rank < options.size; ++rank)
-    names.push_back(rank);
-  return names;
-}
-
 std::vector<int> picked(const std::vector<int>& names, const std::vector<int>& ranks) {
   std::vector<int> result;
   for (const int rank : ranks) result.push_back(names[static_cast<size_t>(rank)]);
@@ -54,7 +49,7 @@ shm::SharedGroupOptions local_options(const BackendOptions& options, const HostL
   local.segment.size = static_cast<int>(layout.mine().size());
   local.segment.timeout = options.timeout;
   local.segment.group = options.group_name;
-  local.names = picked(names_of(options), layout.mine());
+  local.names = picked(names_of(options)->ranks, layout.mine());
   return local;
 }
 
@@ -66,27 +61,26 @@ shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layo
 
 /// The backend between hosts, and each host's leader in it.
 struct Between {
-  c10::intrusive_ptr<c10d::Backend> backend;
+  MadeBackend made;
   std::vector<int> leaders;
 };
 
 Between make_between(const BackendOptions& options, const HostLayout& layout) {
-  const std::string name = between_hosts();
+  const HostsBackend& chosen = hosts_backend();
   BackendOptions between = options;
   between.store = part_of(options.store, "leaders");
   between.group_name = options.group_name + "/leaders";
-  if (name == "mpi") {
-    // MPI starts on all ranks or on none.
+  if (chosen.traits.starts_everywhere) {
     between.timeout = options.timeout + kSlack;
-    return {options.factory(name, between), layout.leaders()};
+    return {chosen.make(between), layout.leaders()};
   }
   if (!layout.leads()) return {};
   between.rank = layout.host;
   between.size = static_cast<int>(layout.hosts.size());
-  between.global_ranks = picked(names_of(options), layout.leaders());
+  between.global_ranks = picked(names_of(options)->ranks, layout.leaders());
   std::vector<int> leaders;
   for (int host = 0; host < between.size; ++host) leaders.push_back(host);
-  return {options.factory(name, between), leaders};
+  return {chosen.make(between), leaders};
 }
 
 void append(std::string& text, const void* data, size_t bytes) {
@@ -121,7 +115,7 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
                      std::shared_ptr<CheckContext> checks)
     : layout_(std::move(layout)),
       members_(std::move(members)),
-      names_(names_of(options)),
+      names_(names_of(options)->ranks),
       group_name_(options.group_name),
       checks_(std::move(checks)),
       first_failure_(checks_),
@@ -149,9 +143,9 @@ std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options
 void Hierarchy::form_between(const BackendOptions& options) {
   try {
     Between between = make_between(options, layout_);
-    between_ = std::move(between.backend);
+    between_ = between.made.backend;
     if (!layout_.leads()) return;
-    leaders_ = std::make_unique<Leaders>(between_, std::move(between.leaders), first_failure_);
+    leaders_ = std::make_unique<Leaders>(between.made, std::move(between.leaders), first_failure_);
     frames_.resize(layout_.hosts.size());
   } catch (const std::exception& error) {
     const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;

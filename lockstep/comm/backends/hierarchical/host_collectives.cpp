@@ -1,16 +1,12 @@
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 
 #include <array>
-#include <cstring>
 
+#include "lockstep/base/copy_bytes.h"
 #include "lockstep/comm/backends/hierarchical/chunks.h"
 
 namespace lockstep::hierarchical {
 namespace {
-
-void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
-}
 
 /// `sources` in the kernel's order, which may hold `target`.
 void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
@@ -37,35 +33,40 @@ void agree_over(Hierarchy& hierarchy, Local local) {
   hierarchy.conclude();
 }
 
-/// Nothing but the comparison: a barrier.
-class Nothing : public SmallData {
-  void give(std::byte*) override {}
-  void join_ranks(const std::vector<const std::byte*>&, std::byte*) override {}
-  void join_hosts(const std::vector<const std::byte*>&, std::byte*) override {}
-  void take(const std::byte*) override {}
-};
+using Sources = std::vector<const std::byte*>;
+
+/// A call with small data, which these functions give, join and take; see SmallData.
+template <class Give, class JoinRanks, class JoinHosts, class Take>
+void exchange_small(Hierarchy& hierarchy, Give give, JoinRanks join_ranks, JoinHosts join_hosts,
+                    Take take) {
+  struct Data final : SmallData {
+    Data(Give& give, JoinRanks& join_ranks, JoinHosts& join_hosts, Take& take)
+        : give_(give), join_ranks_(join_ranks), join_hosts_(join_hosts), take_(take) {}
+    void give(std::byte* slot) override { give_(slot); }
+    void join_ranks(const Sources& ranks, std::byte* host) override { join_ranks_(ranks, host); }
+    void join_hosts(const Sources& hosts, std::byte* to) override { join_hosts_(hosts, to); }
+    void take(const std::byte* result) override { take_(result); }
+    Give& give_;
+    JoinRanks& join_ranks_;
+    JoinHosts& join_hosts_;
+    Take& take_;
+  };
+  Data data(give, join_ranks, join_hosts, take);
+  hierarchy.exchange(data);
+}
 
 // --- all_reduce ---------------------------------------------------------------------------------
 
-class SmallReduce : public SmallData {
- public:
-  SmallReduce(std::byte* data, size_t bytes, const Joining& joining)
-      : data_(data), bytes_(bytes), joining_(joining) {}
-  void give(std::byte* slot) override { copy_bytes(slot, data_, bytes_); }
-  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
-    join(joining_, ranks, host, bytes_);
-  }
-  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
-    join(joining_, hosts, result, bytes_);
-    finish_average(joining_, result, bytes_);
-  }
-  void take(const std::byte* result) override { copy_bytes(data_, result, bytes_); }
-
- private:
-  std::byte* data_;
-  size_t bytes_;
-  const Joining& joining_;
-};
+void small_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
+      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, bytes); },
+      [&](const Sources& hosts, std::byte* result) {
+        join(joining, hosts, result, bytes);
+        finish_average(joining, result, bytes);
+      },
+      [&](const std::byte* result) { copy_bytes(data, result, bytes); });
+}
 
 /// A leader's part of an all_reduce between the hosts: each shares the sum out in parts, one a
 /// host, and hands its part to the others when it has it. Of two hosts each takes the whole: that
@@ -180,35 +181,19 @@ void large_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const
 
 // --- broadcast ----------------------------------------------------------------------------------
 
-class SmallBroadcast : public SmallData {
- public:
-  SmallBroadcast(const HostLayout& layout, std::byte* data, size_t bytes, int root)
-      : data_(data),
-        bytes_(bytes),
-        is_root_(layout.mine()[static_cast<size_t>(layout.local)] == root),
-        host_(static_cast<size_t>(layout.host_of(root))),
-        local_(static_cast<size_t>(layout.local_of(root))),
-        is_host_(layout.host == static_cast<int>(host_)) {}
-  void give(std::byte* slot) override {
-    if (is_root_) copy_bytes(slot, data_, bytes_);
-  }
-  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
-    if (is_host_) copy_bytes(host, ranks[local_], bytes_);
-  }
-  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
-    copy_bytes(result, hosts[host_], bytes_);
-  }
-  void take(const std::byte* result) override {
-    if (!is_root_) copy_bytes(data_, result, bytes_);
-  }
-
- private:
-  std::byte* data_;
-  size_t bytes_;
-  bool is_root_;
-  size_t host_, local_;
-  bool is_host_;
-};
+void small_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
+  const HostLayout& layout = hierarchy.layout();
+  const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
+  const auto host = static_cast<size_t>(layout.host_of(root));
+  const auto local = static_cast<size_t>(layout.local_of(root));
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
+      [&](const Sources& ranks, std::byte* to) {
+        if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
+      },
+      [&](const Sources& hosts, std::byte* result) { copy_bytes(result, hosts[host], bytes); },
+      [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); });
+}
 
 /// A host's place in the binomial tree over `hosts` hosts from `root`: from whom it gets (-1 at the
 /// root), and to whom it passes on.
@@ -273,37 +258,30 @@ std::vector<std::byte*> blocks_of(std::byte* start, size_t count, size_t bytes) 
   return blocks;
 }
 
-class SmallGather : public SmallData {
- public:
-  SmallGather(const HostLayout& layout, const std::byte* input, size_t bytes,
-              const std::vector<std::byte*>& outputs)
-      : layout_(layout), input_(input), bytes_(bytes), outputs_(outputs) {}
-  void give(std::byte* slot) override { copy_bytes(slot, input_, bytes_); }
-  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
-    for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes_, ranks[k], bytes_);
-  }
-  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
-    for (size_t host = 0; host < hosts.size(); ++host) {
-      const size_t bytes = layout_.hosts[host].size() * bytes_;
-      copy_bytes(result, hosts[host], bytes);
-      result += bytes;
-    }
-  }
-  void take(const std::byte* result) override {
-    for (const auto& host : layout_.hosts) {
-      for (const int rank : host) {
-        copy_bytes(outputs_[static_cast<size_t>(rank)], result, bytes_);
-        result += bytes_;
-      }
-    }
-  }
-
- private:
-  const HostLayout& layout_;
-  const std::byte* input_;
-  size_t bytes_;
-  const std::vector<std::byte*>& outputs_;
-};
+void small_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
+                      const std::vector<std::byte*>& outputs) {
+  const auto& layout = hierarchy.layout();
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
+      [&](const Sources& ranks, std::byte* host) {
+        for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes, ranks[k], bytes);
+      },
+      [&](const Sources& hosts, std::byte* result) {
+        for (size_t host = 0; host < hosts.size(); ++host) {
+          const size_t theirs = layout.hosts[host].size() * bytes;
+          copy_bytes(result, hosts[host], theirs);
+          result += theirs;
+        }
+      },
+      [&](const std::byte* result) {
+        for (const auto& host : layout.hosts) {
+          for (const int rank : host) {
+            copy_bytes(outputs[static_cast<size_t>(rank)], result, bytes);
+            result += bytes;
+          }
+        }
+      });
+}
 
 /// The memory of one chunk of an all_gather under way.
 struct GatherStage {
@@ -373,36 +351,26 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
 
 // --- reduce_scatter -----------------------------------------------------------------------------
 
-class SmallScatter : public SmallData {
- public:
-  SmallScatter(const HostLayout& layout, const std::vector<const std::byte*>& inputs,
-               std::byte* output, size_t bytes, const Joining& joining)
-      : inputs_(inputs),
-        output_(output),
-        bytes_(bytes),
-        rank_(static_cast<size_t>(layout.mine()[static_cast<size_t>(layout.local)])),
-        joining_(joining) {}
-  void give(std::byte* slot) override {
-    for (size_t rank = 0; rank < inputs_.size(); ++rank)
-      copy_bytes(slot + rank * bytes_, inputs_[rank], bytes_);
-  }
-  void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) override {
-    join(joining_, ranks, host, inputs_.size() * bytes_);
-  }
-  void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) override {
-    join(joining_, hosts, result, inputs_.size() * bytes_);
-    finish_average(joining_, result, inputs_.size() * bytes_);
-  }
-  void take(const std::byte* result) override {
-    copy_bytes(output_, result + rank_ * bytes_, bytes_);
-  }
-
- private:
-  const std::vector<const std::byte*>& inputs_;
-  std::byte* output_;
-  size_t bytes_, rank_;
-  const Joining& joining_;
-};
+void small_reduce_scatter(Hierarchy& hierarchy, const Sources& inputs, std::byte* output,
+                          size_t bytes, const Joining& joining) {
+  const HostLayout& layout = hierarchy.layout();
+  const size_t all = inputs.size() * bytes;
+  exchange_small(
+      hierarchy,
+      [&](std::byte* slot) {
+        for (size_t rank = 0; rank < inputs.size(); ++rank)
+          copy_bytes(slot + rank * bytes, inputs[rank], bytes);
+      },
+      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, all); },
+      [&](const Sources& hosts, std::byte* result) {
+        join(joining, hosts, result, all);
+        finish_average(joining, result, all);
+      },
+      [&](const std::byte* result) {
+        const int rank = layout.mine()[static_cast<size_t>(layout.local)];
+        copy_bytes(output, result + static_cast<size_t>(rank) * bytes, bytes);
+      });
+}
 
 /// The memory of one chunk of a reduce_scatter under way.
 struct ScatterStage {
@@ -483,29 +451,26 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
 }  // namespace
 
 void barrier(Hierarchy& hierarchy) {
-  Nothing nothing;
-  hierarchy.exchange(nothing);
+  const auto nothing = [](auto...) {};
+  exchange_small(hierarchy, nothing, nothing, nothing, nothing);
 }
 
 void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining) {
   const size_t bytes = count * joining.element();
   if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
-  SmallReduce small(data, bytes, joining);
-  hierarchy.exchange(small);
+  small_all_reduce(hierarchy, data, bytes, joining);
 }
 
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   if (bytes > SmallData::kMost) return large_broadcast(hierarchy, data, bytes, root);
-  SmallBroadcast small(hierarchy.layout(), data, bytes, root);
-  hierarchy.exchange(small);
+  small_broadcast(hierarchy, data, bytes, root);
 }
 
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs) {
   if (outputs.size() * bytes > SmallData::kMost)
     return large_all_gather(hierarchy, input, bytes, outputs);
-  SmallGather small(hierarchy.layout(), input, bytes, outputs);
-  hierarchy.exchange(small);
+  small_all_gather(hierarchy, input, bytes, outputs);
 }
 
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
@@ -513,8 +478,7 @@ void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& i
   const size_t bytes = count * joining.element();
   if (inputs.size() * bytes > SmallData::kMost)
     return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
-  SmallScatter small(hierarchy.layout(), inputs, output, bytes, joining);
-  hierarchy.exchange(small);
+  small_reduce_scatter(hierarchy, inputs, output, bytes, joining);
 }
 
 }  // namespace lockstep::hierarchical

@@ -7,9 +7,18 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/backends/hierarchical/transfer_wait.h"
 
 namespace lockstep::hierarchical {
+
+/// By what the leaders of hosts talk, as between_hosts (hierarchical.h) says.
+struct HostsBackend {
+  std::string name;
+  BackendTraits traits;
+  MadeBackend (*make)(const BackendOptions& options);
+};
+const HostsBackend& hosts_backend();
 
 /// Thrown by Leaders: a message between hosts did not come to its end.
 struct HostFailure {
@@ -32,11 +41,10 @@ class Leaders {
  public:
   using Clock = TransferWait::Clock;
   /// `ranks`: of each host's leader in the backend, which has send and recv for CPU tensors.
-  Leaders(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> ranks,
-          FirstFailure& first_failure)
-      : backend_(std::move(backend)),
+  Leaders(const MadeBackend& made, std::vector<int> ranks, FirstFailure& first_failure)
+      : backend_(made.backend),
         ranks_(std::move(ranks)),
-        ends_waits_(backend_->getBackendName() == "gloo"),
+        ends_waits_(made.traits.ends_waits_by_abort),
         wait_(first_failure) {}
 
   int hosts() const { return static_cast<int>(ranks_.size()); }

@@ -10,13 +10,17 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "tests/support/run_ranks.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep::hierarchical {
 namespace {
 
 using test_wait::wait_until;
+using testing::expect_ok;
 using ::testing::HasSubstr;
+using testing::rethrow_first;
+using testing::run_ranks;
 using Lines = std::vector<std::unique_ptr<Lifeline>>;
 
 Lifeline::Options options_of(const c10::intrusive_ptr<c10d::Store>& store, int host, int hosts,
@@ -33,12 +37,9 @@ Lifeline::Options options_of(const c10::intrusive_ptr<c10d::Store>& store, int h
 Lines joined(int hosts) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   Lines lines(static_cast<size_t>(hosts));
-  std::vector<std::thread> threads;
-  for (int host = 0; host < hosts; ++host)
-    threads.emplace_back([&, host] {
-      lines[static_cast<size_t>(host)] = std::make_unique<Lifeline>(options_of(store, host, hosts));
-    });
-  for (auto& thread : threads) thread.join();
+  rethrow_first(run_ranks(hosts, [&](int host) {
+    lines[static_cast<size_t>(host)] = std::make_unique<Lifeline>(options_of(store, host, hosts));
+  }));
   return lines;
 }
 
@@ -91,12 +92,8 @@ TEST(Lifeline, AGoodByeHoldsThoughTheOtherSaidItAsWell) {
   for (int round = 0; round < 50; ++round) {
     Losses losses[2];
     auto lines = joined(2);
-    std::vector<std::thread> threads;
-    for (size_t host = 0; host < 2; ++host) {
-      losses[host].watch(*lines[host]);
-      threads.emplace_back([&, host] { lines[host]->close(true); });
-    }
-    for (auto& thread : threads) thread.join();
+    for (size_t host = 0; host < 2; ++host) losses[host].watch(*lines[host]);
+    expect_ok(run_ranks(2, [&](int host) { lines[static_cast<size_t>(host)]->close(true); }));
     EXPECT_TRUE(losses[0].all().empty() && losses[1].all().empty()) << "round " << round;
   }
 }

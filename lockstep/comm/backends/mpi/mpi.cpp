@@ -15,11 +15,11 @@ constexpr std::chrono::seconds kBroadcastTimeout{120};
 }  // namespace
 
 BackendInfo info() {
-  return {"mpi", true, {}, {}};
+  return {"mpi", true, {}, {}, kTraits};
 }
 
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
-  return c10::make_intrusive<MpiBackend>(options);
+MadeBackend make(const BackendOptions& options) {
+  return {c10::make_intrusive<MpiBackend>(options), kTraits};
 }
 
 std::string version() {

@@ -11,12 +11,15 @@
 /// ends once. One thread of ours makes all MPI calls (see engine.h), so any thread may call here.
 namespace lockstep::mpi {
 
+inline constexpr BackendTraits kTraits{
+    .takes_strided = true, .needs_comparison = true, .starts_everywhere = true};
+
 BackendInfo info();
 
 /// CPU tensors; the group's ranks must be those of mpirun: `global_ranks` are ranks of
 /// MPI_COMM_WORLD. Blocks until all members have come to `store`, then makes the communicator.
 /// Throws UsageError where the process was not started by mpirun or by another MPI's.
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
+MadeBackend make(const BackendOptions& options);
 
 /// "Open MPI 4.1.4"; empty where this build has no MPI. Does not start MPI.
 std::string version();

@@ -17,10 +17,10 @@ constexpr const char* kRemedy =
 }  // namespace
 
 BackendInfo info() {
-  return {"mpi", false, kReason, kRemedy};
+  return {"mpi", false, kReason, kRemedy, kTraits};
 }
 
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions&) {
+MadeBackend make(const BackendOptions&) {
   throw_absent();
 }
 

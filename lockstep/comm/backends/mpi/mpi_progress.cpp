@@ -246,7 +246,7 @@ void Engine::pause() {
   microseconds nap = std::clamp(waited / 20, kShortestNap, kLongestTick);
   if (!active_.empty()) {
     size_t bytes = 0;
-    for (const auto& work : active_) bytes = std::max(bytes, work->bytes);
+    for (const auto& work : active_) bytes = std::max(bytes, work->bytes());
     const microseconds busy(static_cast<int64_t>(bytes / kSlowBytesPerMicrosecond));
     if (waited < busy + (waiters_ > 0 ? kEager : microseconds(0))) {
       ::sched_yield();

@@ -114,19 +114,8 @@ void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op) {
   }
 }
 
-void average(const at::Tensor& sum, const c10d::ReduceOp& op, int size) {
-  if (op.op_ != Op::AVG || size == 1) return;
-  if (at::isComplexType(sum.scalar_type())) {  // Each part by itself, not by size + 0i.
-    at::view_as_real(sum).div_(size);
-  } else if (at::isIntegralType(sum.scalar_type(), false)) {
-    sum.div_(size, "trunc");
-  } else {
-    sum.div_(size);
-  }
-}
-
-MPI_Datatype moved_type(const at::Tensor& tensor) {
-  switch (tensor.element_size()) {
+MPI_Datatype moved_type(at::ScalarType dtype) {
+  switch (c10::elementSize(dtype)) {
     case 1:
       return MPI_BYTE;
     case 2:
@@ -139,13 +128,13 @@ MPI_Datatype moved_type(const at::Tensor& tensor) {
       return MPI_C_DOUBLE_COMPLEX;
     default:
       throw UsageError(std::string("the backend mpi cannot send elements of dtype ") +
-                       c10::toString(tensor.scalar_type()));
+                       c10::toString(dtype));
   }
 }
 
-int count_of(const char* operation, int64_t elements) {
+int count_of(Operation operation, int64_t elements) {
   if (elements <= kMostElements) return static_cast<int>(elements);
-  throw UsageError(std::string(operation) + ": " + std::to_string(elements) +
+  throw UsageError(std::string(operation_name(operation)) + ": " + std::to_string(elements) +
                        " elements for one rank; MPI counts to " + std::to_string(kMostElements),
                    "cut the tensor into several calls");
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "lockstep/comm/backends/mpi/mpi_engine.h"
+#include "lockstep/comm/checks/operation.h"
 
 namespace lockstep::mpi {
 
@@ -24,15 +25,13 @@ Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
 /// Before an MPI_SUM: multiplies by the factor of premul_sum, in place. `mine`: this rank's own
 /// copy of what it gives.
 void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op);
-/// After an MPI_SUM of `size` ranks: divides for avg, in place; whole numbers towards zero.
-void average(const at::Tensor& sum, const c10d::ReduceOp& op, int size);
 
 /// The MPI type of an element that is only moved.
-MPI_Datatype moved_type(const at::Tensor& tensor);
+MPI_Datatype moved_type(at::ScalarType dtype);
 
 /// The most elements that one MPI operation may have: counts are ints.
 inline constexpr int64_t kMostElements = INT32_MAX;
 /// `elements` as MPI's count. Throws UsageError naming the operation when it is over the most.
-int count_of(const char* operation, int64_t elements);
+int count_of(Operation operation, int64_t elements);
 
 }  // namespace lockstep::mpi

@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
-#include "lockstep/comm/backends/op_type.h"
 
 namespace lockstep::mpi {
 namespace {
@@ -13,79 +11,10 @@ constexpr size_t kAtOnce = 4;
 
 }  // namespace
 
-MpiWork::MpiWork(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group,
-                 Description description)
-    : c10d::Work(group->rank, backends::op_type(description.operation)),
-      engine_(std::move(engine)),
-      group_(std::move(group)),
-      description_(std::move(description)) {}
-
-MpiWork::~MpiWork() = default;
-
-bool MpiWork::isCompleted() {
-  return completed();
-}
-
-bool MpiWork::isSuccess() const {
-  const std::lock_guard lock(mutex_);
-  return completed_ && !exception_;
-}
-
-std::exception_ptr MpiWork::exception() const {
-  const std::lock_guard lock(mutex_);
-  return exception_;
-}
-
 bool MpiWork::wait(std::chrono::milliseconds timeout) {
-  if (!completed()) {
-    const Engine::Waiter waiter(*engine_);
-    if (engine_->is_mpi_thread()) {
-      engine_->progress_until([this] { return completed(); });
-    } else {
-      std::unique_lock lock(mutex_);
-      const auto done = [this] { return completed_; };
-      if (timeout == kNoTimeout) {
-        cv_.wait(lock, done);  // The call has a time-out of its own.
-      } else if (!cv_.wait_for(lock, timeout, done)) {
-        throw TimeoutError(text() + " is not finished after " + seconds_text(timeout) +
-                           "; it goes on");
-      }
-    }
-  }
-  if (const auto error = exception()) std::rethrow_exception(error);
-  return true;
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
-  std::unique_lock lock(mutex_);
-  if (future_) return future_;
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-  future_ = future;
-  const bool done = ended_;
-  lock.unlock();
-  if (done) resolve(*future);
-  return future;
-}
-
-at::Tensor MpiWork::given(const at::Tensor& tensor, at::ScalarType dtype) {
-  kept_.push_back(tensor.to(dtype).contiguous());
-  return kept_.back();
-}
-
-at::Tensor MpiWork::taken(const at::Tensor& tensor, at::ScalarType dtype, bool reads) {
-  if (tensor.is_contiguous() && tensor.scalar_type() == dtype) {
-    kept_.push_back(tensor);
-    return tensor;
-  }
-  at::Tensor flat = reads ? tensor.to(dtype).contiguous()
-                          : at::empty(tensor.sizes(), tensor.options().dtype(dtype));
-  copies_.emplace_back(tensor, flat);
-  return flat;
-}
-
-at::Tensor MpiWork::fresh(at::IntArrayRef shape, const at::TensorOptions& options) {
-  kept_.push_back(at::empty(shape, options));
-  return kept_.back();
+  const Engine::Waiter waiter(*engine_);
+  if (engine_->is_mpi_thread()) engine_->progress_until([this] { return isCompleted(); });
+  return TensorWork::wait(timeout);
 }
 
 void MpiWork::add(const char* call, Start start) {
@@ -158,8 +87,8 @@ void MpiWork::throw_failure(int code) const {
 
 void MpiWork::cancel() {
   next_ = starts_.size();
-  if (description_.operation != Operation::recv && description_.operation != Operation::recv_any)
-    return;
+  const Operation operation = request().operation;
+  if (operation != Operation::recv && operation != Operation::recv_any) return;
   for (auto& request : requests_) {
     if (request != MPI_REQUEST_NULL) MPI_Cancel(&request);
   }
@@ -174,44 +103,10 @@ void MpiWork::release() noexcept {
   next_ = 0;
 }
 
-void MpiWork::complete(std::exception_ptr error) {
-  if (!error) {
-    try {
-      for (const auto& step : steps_) step();
-      for (auto& [to, from] : copies_) to.copy_(from);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
-    exception_ = error;
-    future = future_;
-  }
-  // Before those who wait go on: they may ask the future for its value.
-  if (future) resolve(*future);
-  {
-    const std::lock_guard lock(mutex_);
-    completed_ = true;
-    done_.store(true, std::memory_order_release);
-  }
-  cv_.notify_all();
-}
-
-void MpiWork::resolve(c10::ivalue::Future& future) const {
-  if (const auto error = exception()) {
-    future.setError(error);
-  } else {
-    future.markCompleted(c10::IValue(description_.results));
-  }
-}
-
 std::string MpiWork::text() const {
-  const std::string name(operation_name(description_.operation));
+  const std::string name(operation_name(request().operation));
   if (!is_collective()) return name + " in group '" + group_->name + "'";
-  return name + ", collective " + std::to_string(description_.sequence) + " of group '" +
+  return name + ", collective " + std::to_string(getSequencenumber()) + " of group '" +
          group_->name + "',";
 }
 

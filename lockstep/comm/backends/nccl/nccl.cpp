@@ -8,12 +8,12 @@
 namespace lockstep::nccl {
 
 BackendInfo info() {
-  if (at::detail::getCUDAHooks().deviceCount() > 0) return {"nccl", true, {}, {}};
+  if (at::detail::getCUDAHooks().deviceCount() > 0) return {"nccl", true, {}, {}, kTraits};
   return {"nccl", false, "no CUDA device is visible to this process",
-          "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --backend gloo"};
+          "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --backend gloo", kTraits};
 }
 
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
+MadeBackend make(const BackendOptions& options) {
   if (!options.device.is_cuda() || !options.device.has_index()) {
     throw UsageError("backend 'nccl' needs a CUDA device of its own for each rank");
   }
@@ -33,7 +33,7 @@ c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
   backend->setBoundDeviceId(options.device);
   // NCCL connects at its first collective otherwise, and a missing rank would be noticed only then.
   backend->eagerConnectSingleDevice(options.device);
-  return backend;
+  return {std::move(backend), kTraits};
 }
 
 }  // namespace lockstep::nccl

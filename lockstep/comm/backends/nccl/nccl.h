@@ -6,7 +6,9 @@
 /// found when Lockstep was configured, nccl_absent.cpp everywhere else.
 namespace lockstep::nccl {
 
+inline constexpr BackendTraits kTraits{.on_cuda = true};
+
 BackendInfo info();
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options);
+MadeBackend make(const BackendOptions& options);
 
 }  // namespace lockstep::nccl

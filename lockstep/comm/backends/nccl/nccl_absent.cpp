@@ -7,10 +7,10 @@ namespace lockstep::nccl {
 
 // The build system says what was missing when this build was configured.
 BackendInfo info() {
-  return {"nccl", false, LOCKSTEP_NCCL_ABSENT_REASON, LOCKSTEP_NCCL_ABSENT_REMEDY};
+  return {"nccl", false, LOCKSTEP_NCCL_ABSENT_REASON, LOCKSTEP_NCCL_ABSENT_REMEDY, kTraits};
 }
 
-c10::intrusive_ptr<c10d::Backend> make(const BackendOptions& options) {
+MadeBackend make(const BackendOptions& options) {
   throw UsageError("backend 'nccl' cannot be used: " LOCKSTEP_NCCL_ABSENT_REASON,
                    LOCKSTEP_NCCL_ABSENT_REMEDY);
 }

@@ -2,7 +2,6 @@
 #include "lockstep/comm/backends/shm/shm_backend.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,14 +12,18 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "tests/support/rank_threads.h"
+#include "tests/support/run_backends.h"
+#include "tests/support/whole_numbers.h"
 
 namespace lockstep::shm {
 namespace {
 
 using ::testing::AllOf;
+using testing::expect_ok;
+using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Outcome;
+using testing::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 
@@ -46,27 +49,13 @@ using Part = std::function<void(int rank, c10d::Backend& shm, const testing::Sto
 
 std::vector<Outcome> run(int size, const Part& part, int milliseconds = 20'000) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Outcome> outcomes(static_cast<size_t>(size));
-  std::vector<c10::intrusive_ptr<ShmBackend>> backends(static_cast<size_t>(size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto index = static_cast<size_t>(rank);
-      try {
-        backends[index] = c10::make_intrusive<ShmBackend>(
+  return testing::run_backends(
+      size,
+      [&](int rank) {
+        return c10::make_intrusive<ShmBackend>(
             options_of(store, rank, size, std::chrono::milliseconds(milliseconds)));
-        part(rank, *backends[index], store);
-      } catch (...) {
-        outcomes[index].error = std::current_exception();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return outcomes;
-}
-
-void expect_ok(const std::vector<Outcome>& outcomes) {
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.text();
+      },
+      [&](int rank, c10d::Backend& shm) { part(rank, shm, store); });
 }
 
 struct Case {
@@ -89,14 +78,6 @@ std::vector<Case> cases() {
     }
   }
   return all;
-}
-
-// Small whole numbers: sums and products are exact in every type and order.
-at::Tensor whole_numbers(uint64_t seed, int rank, at::IntArrayRef shape, at::ScalarType type) {
-  auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(seed * 64 + static_cast<uint64_t>(rank));
-  const int64_t low = type == at::kByte || type == at::kBool ? 0 : -2;
-  return at::randint(low, type == at::kBool ? 2 : 3, shape, generator, at::kLong).to(type);
 }
 
 at::Tensor combine(Op op, const at::Tensor& a, const at::Tensor& b) {
@@ -143,12 +124,6 @@ at::Tensor expected(Op op, Tensors inputs) {
     }
   }
   return result.to(type);
-}
-
-void expect_same(const at::Tensor& actual, const at::Tensor& wanted, const std::string& what) {
-  EXPECT_TRUE(actual.equal(wanted)) << what << "\n"
-                                    << actual.flatten().slice(0, 0, 8) << "\n"
-                                    << wanted.flatten().slice(0, 0, 8);
 }
 
 class Sizes : public ::testing::TestWithParam<int> {};

@@ -2,35 +2,43 @@
 
 #include <ATen/ATen.h>
 
-#include "lockstep/base/error.h"
-
 namespace lockstep::shm {
 namespace {
 
 constexpr std::chrono::hours kNoLimit{24 * 365};
 
+/// What a send or a receive says of itself. It owns the memory that is sent or received into: the
+/// message holds it until it is done, also when the program has dropped the work.
+class MessageText : public Call {
+ public:
+  MessageText(const backends::Request& request, int tag,
+              std::shared_ptr<const backends::GroupNames> names, at::Tensor memory)
+      : tag_(tag), names_(std::move(names)), memory_(std::move(memory)) {
+    signature_.operation = request.operation;
+    signature_.root = request.root;
+    signature_.inputs = signatures_of(request.inputs);
+    signature_.outputs = signatures_of(request.outputs);
+  }
+  uint64_t hash() const override {
+    return static_cast<uint64_t>(memory_.numel()) << 8 |
+           static_cast<uint64_t>(memory_.scalar_type());
+  }
+  std::string encoded() const override { return encode(signature_); }
+  std::string text() const override {
+    return describe(signature_, names_->ranks) + " with tag " + std::to_string(tag_) +
+           " of group '" + names_->group + "'";
+  }
+
+ private:
+  CallSignature signature_;
+  int tag_;
+  std::shared_ptr<const backends::GroupNames> names_;
+  at::Tensor memory_;
+};
+
 }  // namespace
 
-MessageText::MessageText(Operation operation, const at::Tensor& tensor, int peer, int tag,
-                         std::shared_ptr<const GroupNames> names, at::Tensor memory)
-    : elements_(tensor.numel()), tag_(tag), names_(std::move(names)), memory_(std::move(memory)) {
-  signature_.operation = operation;
-  signature_.root = peer;
-  (operation == Operation::send ? signature_.inputs : signature_.outputs) = {signature_of(tensor)};
-}
-
-uint64_t MessageText::hash() const {
-  const auto& tensor =
-      signature_.operation == Operation::send ? signature_.inputs[0] : signature_.outputs[0];
-  return static_cast<uint64_t>(elements_) << 8 | static_cast<uint64_t>(tensor.dtype);
-}
-
-std::string MessageText::text() const {
-  return describe(signature_, names_->ranks) + " with tag " + std::to_string(tag_) + " of group '" +
-         names_->group + "'";
-}
-
-std::string judge_messages(const Disagreement& met, const GroupNames& names) {
+std::string judge_messages(const Disagreement& met, const backends::GroupNames& names) {
   if (met.send.empty() || met.recv.empty()) return {};
   CallSignature send = decode(met.send), recv = decode(met.recv);
   send.sequence = recv.sequence = met.number;
@@ -40,48 +48,37 @@ std::string judge_messages(const Disagreement& met, const GroupNames& names) {
       .value_or(std::string());
 }
 
-void ShmMessageWork::begin(MessagePtr message) {
-  message_ = std::move(message);
-  if (memory_.is_same(tensor_) || opType_ == c10d::OpType::SEND) return;
-  watched_ = true;
+void ShmMessageWork::begin(Messages& messages, int tag) {
+  const bool sends = request().operation == Operation::send;
+  const at::Tensor& tensor = (sends ? request().inputs : request().outputs)[0];
+  const at::Tensor memory = sends ? given(tensor) : taken(tensor, false);
+  MessageCall call;
+  call.tag = tag;
+  call.data = memory.data_ptr();
+  call.bytes = memory.nbytes();
+  call.call = std::make_shared<MessageText>(request(), tag, names(), memory);
+  call.timeout = request().timeout;
+  message_ = sends ? messages.post_send(request().root, std::move(call))
+                   : messages.post_recv(request().root, std::move(call));
+  if (!sends && !memory.is_same(tensor)) watch();
+}
+
+void ShmMessageWork::watch() {
+  if (watched_.exchange(true)) return;
   message_->then([self = c10::intrusive_ptr<ShmMessageWork>::unsafe_reclaim_from_nonowning(this)] {
-    self->finished();
+    self->complete(self->message_->error());
   });
 }
 
 bool ShmMessageWork::wait(std::chrono::milliseconds timeout) {
   message_->wait(timeout == kNoTimeout ? kNoLimit : timeout);
-  return true;
+  return watched_ ? TensorWork::wait(timeout) : true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ShmMessageWork::getFuture() {
-  std::unique_lock lock(mutex_);
-  if (future_) return future_;
-  const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-  future_ = future;
-  const bool watch = !watched_, late = ended_;
-  watched_ = true;
-  lock.unlock();
-  const auto self = c10::intrusive_ptr<ShmMessageWork>::unsafe_reclaim_from_nonowning(this);
-  if (watch) message_->then([self] { self->finished(); });
-  if (late) finished();
+  auto future = TensorWork::getFuture();
+  watch();
   return future;
-}
-
-void ShmMessageWork::finished() {
-  const auto error = message_->error();
-  std::unique_lock lock(mutex_);
-  if (!error && !ended_ && !memory_.is_same(tensor_) && opType_ != c10d::OpType::SEND)
-    tensor_.copy_(memory_);
-  ended_ = true;
-  const auto future = future_;
-  lock.unlock();
-  if (!future || future->completed()) return;
-  if (error) {
-    future->setError(error);
-  } else {
-    future->markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
-  }
 }
 
 }  // namespace lockstep::shm

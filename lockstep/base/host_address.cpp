@@ -1,0 +1,208 @@
+#include "lockstep/base/host_address.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+ResolvedAddress describe(const addrinfo& info) {
+  sockaddr_storage storage{};
+  std::memcpy(&storage, info.ai_addr, std::min<size_t>(info.ai_addrlen, sizeof storage));
+  ResolvedAddress address;
+  address.family = info.ai_family;
+  address.text = numeric_text(storage);
+  address.is_loopback = address.text == "::1" || address.text.starts_with("127.");
+  return address;
+}
+
+// One request to the resolver that can be given up: the C library's own call takes as long as the
+// name servers like. A request that cannot be cancelled is left to its thread, with its memory.
+struct Lookup {
+  std::string host;
+  addrinfo hints{};
+  gaicb request{};
+  ~Lookup() {
+    if (request.ar_result) freeaddrinfo(request.ar_result);
+  }
+};
+
+int look_up(const std::string& host, milliseconds timeout, std::vector<ResolvedAddress>& out) {
+  auto lookup = std::make_unique<Lookup>();
+  lookup->host = host;
+  lookup->hints.ai_socktype = SOCK_STREAM;
+  lookup->request.ar_name = lookup->host.c_str();
+  lookup->request.ar_request = &lookup->hints;
+  gaicb* list[1] = {&lookup->request};
+  if (const int error = getaddrinfo_a(GAI_NOWAIT, list, 1, nullptr)) return error;
+  const auto deadline = Clock::now() + timeout;
+  while (gai_error(list[0]) == EAI_INPROGRESS) {
+    const auto left = time_left(deadline);
+    if (left.count() == 0) {
+      if (gai_cancel(list[0]) == EAI_NOTCANCELED) static_cast<void>(lookup.release());
+      return EAI_AGAIN;
+    }
+    const timespec wait{left.count() / 1000, (left.count() % 1000) * 1'000'000};
+    gai_suspend(list, 1, &wait);
+  }
+  if (const int error = gai_error(list[0])) return error;
+  for (const addrinfo* info = lookup->request.ar_result; info; info = info->ai_next) {
+    if (info->ai_family == AF_INET || info->ai_family == AF_INET6) out.push_back(describe(*info));
+  }
+  return out.empty() ? EAI_NONAME : 0;
+}
+
+// Numbers need no resolver, and no thread of one.
+bool parse_numeric(const std::string& host, std::vector<ResolvedAddress>& out) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* result = nullptr;
+  if (getaddrinfo(host.c_str(), nullptr, &hints, &result) != 0) return false;
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(result, freeaddrinfo);
+  out.push_back(describe(*result));
+  return true;
+}
+
+/// The first address of this host's interfaces that `wanted` takes, IPv4 before IPv6; else empty.
+template <class Wanted>
+std::string first_interface_address(const Wanted& wanted) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+      if (!entry->ifa_addr || entry->ifa_addr->sa_family != family || !wanted(*entry)) continue;
+      sockaddr_storage storage{};
+      std::memcpy(&storage, entry->ifa_addr,
+                  family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+      const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+      // An address of the link alone means nothing to others.
+      if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr)) continue;
+      return numeric_text(storage);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string numeric_text(const sockaddr_storage& storage) {
+  char text[INET6_ADDRSTRLEN] = {};
+  if (storage.ss_family == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, text,
+              sizeof text);
+  } else {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr, text,
+              sizeof text);
+  }
+  return text;
+}
+
+sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size) {
+  sockaddr_storage storage{};
+  if (address.family == AF_INET) {
+    auto* in = reinterpret_cast<sockaddr_in*>(&storage);
+    in->sin_family = AF_INET;
+    in->sin_port = htons(port);
+    inet_pton(AF_INET, address.text.c_str(), &in->sin_addr);
+    size = sizeof *in;
+  } else {
+    auto* in = reinterpret_cast<sockaddr_in6*>(&storage);
+    in->sin6_family = AF_INET6;
+    in->sin6_port = htons(port);
+    inet_pton(AF_INET6, address.text.c_str(), &in->sin6_addr);
+    size = sizeof *in;
+  }
+  return storage;
+}
+
+sockaddr_storage local_name(int fd) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) {
+    throw SystemError("cannot tell where socket " + std::to_string(fd) + " is bound", errno);
+  }
+  return storage;
+}
+
+std::vector<ResolvedAddress> resolve_host(const std::string& host, milliseconds timeout,
+                                          milliseconds unknown_for) {
+  if (host.empty()) throw UsageError("the address to connect to is empty");
+  std::vector<ResolvedAddress> addresses;
+  if (parse_numeric(host, addresses)) return addresses;
+  const auto start = Clock::now();
+  const auto unknown_deadline = start + std::min(timeout, unknown_for);
+  milliseconds pause{20};
+  while (true) {
+    const int error = look_up(host, time_left(start + timeout), addresses);
+    if (error == 0) return addresses;
+    const bool unknown = error == EAI_NONAME;
+    const auto deadline = unknown ? unknown_deadline : start + timeout;
+    if (Clock::now() + pause >= deadline) {
+      const std::string text =
+          "cannot resolve the address '" + host + "': " + gai_strerror(error) + " (tried for " +
+          human_seconds(std::chrono::duration<double>(Clock::now() - start).count()) + ")";
+      const std::string hint = "check --master-addr or MASTER_ADDR, or give the address in numbers";
+      if (unknown) throw CommError(text, hint);
+      throw TimeoutError(text, hint);
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, milliseconds(500));
+  }
+}
+
+bool is_loopback_host(const std::string& host) {
+  if (to_lower(host) == "localhost") return true;
+  std::vector<ResolvedAddress> addresses;
+  return parse_numeric(host, addresses) && addresses.front().is_loopback;
+}
+
+std::string address_of_interface(const std::string& interface) {
+  return first_interface_address([&](const ifaddrs& entry) { return interface == entry.ifa_name; });
+}
+
+std::string local_address_towards(const std::string& host) {
+  std::vector<ResolvedAddress> addresses;
+  if (!parse_numeric(host, addresses) && look_up(host, milliseconds(5000), addresses) != 0)
+    return {};
+  for (const auto& address : addresses) {
+    // Connecting a datagram socket picks the route and sends nothing.
+    const UniqueFd fd(socket(address.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    socklen_t size = 0;
+    const auto storage = socket_address(address, 9, size);
+    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) != 0) continue;
+    return numeric_text(local_name(fd.get()));
+  }
+  return {};
+}
+
+std::string outward_address() {
+  // Reserved for documentation (RFC 5737): the route there is the one to any other host.
+  const std::string routed = local_address_towards("192.0.2.1");
+  if (!routed.empty() && !is_loopback_host(routed)) return routed;
+  const std::string found = first_interface_address([](const ifaddrs& entry) {
+    constexpr unsigned kWanted = IFF_UP | IFF_RUNNING;
+    return (entry.ifa_flags & (kWanted | IFF_LOOPBACK)) == kWanted;
+  });
+  return found.empty() ? "127.0.0.1" : found;
+}
+
+}  // namespace lockstep

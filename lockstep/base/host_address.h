@@ -1,0 +1,49 @@
+#pragma once
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// One address of a host, in numbers: "127.0.0.1", "::1".
+struct ResolvedAddress {
+  int family = 0;  ///< AF_INET or AF_INET6
+  std::string text;
+  bool is_loopback = false;
+};
+
+/// The addresses of a host. An unknown name is asked for again for `unknown_for`: a cluster's names
+/// may appear after its processes start. A name that the resolver cannot answer for now is asked
+/// for until the time-out. Throws CommError when it does not exist, TimeoutError when nobody
+/// answers.
+std::vector<ResolvedAddress> resolve_host(
+    const std::string& host, std::chrono::milliseconds timeout,
+    std::chrono::milliseconds unknown_for = std::chrono::seconds(10));
+
+/// True for an address or name that means this host's loopback: 127.x.x.x, ::1, localhost.
+bool is_loopback_host(const std::string& host);
+
+/// The first numeric address of one of this host's interfaces, IPv4 before IPv6; empty when there
+/// is no such interface or it has none.
+std::string address_of_interface(const std::string& interface);
+
+/// The numeric address of this host's interface from which packets to `host` leave; empty when it
+/// cannot be told. Sends nothing.
+std::string local_address_towards(const std::string& host);
+
+/// An address of this host that others reach: the one from which packets to other hosts leave, else
+/// that of an interface which is up, else loopback.
+std::string outward_address();
+
+/// What the system's calls want; its length goes into `size`.
+sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size);
+/// "127.0.0.1", "::1".
+std::string numeric_text(const sockaddr_storage& address);
+/// What a socket is bound to. Throws SystemError.
+sockaddr_storage local_name(int fd);
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/comm/backends/tensor_work.h"
+
+namespace lockstep::backends {
+
+/// Runs a group's calls one after the other, in the order in which they are submitted: in the
+/// caller's thread when none is ahead, else in a thread of its own that starts with the first need.
+class CallQueue {
+ public:
+  using WorkPtr = c10::intrusive_ptr<TensorWork>;
+  /// What a call is made of. What these throw is how the call ends. One is run at a time.
+  struct Steps {
+    /// In the caller's thread: true when the call has ended, false when `later` is to go on with
+    /// it. `blocking`: it must end.
+    std::function<bool(TensorWork&, bool blocking)> here;
+    /// In the queue's thread, also where `here` was not asked.
+    std::function<void(TensorWork&)> later;
+  };
+
+  explicit CallQueue(Steps steps) : steps_(std::move(steps)) {}
+  ~CallQueue() { close(); }
+
+  /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
+  /// request is asynchronous.
+  void submit(const WorkPtr& work);
+  /// Waits for what was submitted and ends the thread. Later calls fail.
+  void close();
+
+ private:
+  /// Unlocks while the call runs. False when it has not ended.
+  bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
+  void run_first(std::unique_lock<std::mutex>& lock);
+  void run();
+
+  const Steps steps_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<WorkPtr> waiting_;
+  bool busy_ = false;  ///< Some thread runs a call.
+  bool closed_ = false;
+  std::thread thread_;
+};
+
+}  // namespace lockstep::backends

@@ -1,0 +1,445 @@
+#include "lockstep/tool/cli.h"
+
+#include <stdio_ext.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/launch/error_file.h"
+#include "lockstep/tool/cli_help.h"
+
+namespace lockstep::tool {
+namespace {
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.12g", value);
+  return text;
+}
+
+std::string range_text(Range range) {
+  if (std::isfinite(range.min) && std::isfinite(range.max)) {
+    return " from " + number_text(range.min) + " to " + number_text(range.max);
+  }
+  if (std::isfinite(range.min)) return " of at least " + number_text(range.min);
+  if (std::isfinite(range.max)) return " of at most " + number_text(range.max);
+  return {};
+}
+
+[[noreturn]] void bad_value(const std::string& name, const std::string& text,
+                            const std::string& expected) {
+  throw UsageError(name + ": '" + text + "' is not " + expected);
+}
+
+bool in_range(double value, Range range) {
+  return value >= range.min && value <= range.max;
+}
+
+template <class T>
+T parse_number(const std::string& name, const std::string& text, Range range) {
+  if constexpr (std::is_floating_point_v<T>) {
+    const auto value = parse_double(text);
+    if (!value || !in_range(*value, range)) bad_value(name, text, "a number" + range_text(range));
+    return *value;
+  } else {
+    range.min = std::max(range.min, static_cast<double>(std::numeric_limits<T>::min()));
+    const bool any = !std::isfinite(range.max) && range.min < -1e18;
+    const auto expected = "a whole number" + (any ? std::string() : range_text(range));
+    const auto value = parse_int(text);
+    if (!value || !in_range(static_cast<double>(*value), range) ||
+        (sizeof(T) < sizeof(int64_t) && *value > int64_t{std::numeric_limits<int>::max()})) {
+      bad_value(name, text, expected);
+    }
+    return static_cast<T>(*value);
+  }
+}
+
+uint64_t parse_seed(const std::string& name, const std::string& text) {
+  if (const auto value = parse_int(text)) return static_cast<uint64_t>(*value);
+  uint64_t value = 0;
+  const auto* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || rest != end) {
+    bad_value(name, text, "a whole number from -2^63 to 2^64 - 1");
+  }
+  return value;
+}
+
+/// `--max_epochs=3` becomes `--max-epochs=3`.
+std::string with_dashes(const std::string& word) {
+  if (word.rfind("--", 0) != 0) return word;
+  std::string changed = word;
+  const size_t end = std::min(word.find('='), word.size());
+  std::replace(changed.begin(), changed.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
+  return changed;
+}
+
+/// Throws what kept standard output from being written, as a full disk does, and drops it.
+void finish_output() {
+  errno = 0;
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return;
+  const int reason = errno;
+  __fpurge(stdout);
+  std::clearerr(stdout);
+  if (reason != 0) throw SystemError("cannot write standard output", reason);
+  throw Error("cannot write all of standard output");  // what hindered it was not kept
+}
+
+bool is_number(const std::string& word) {
+  return parse_double(word).has_value();
+}
+
+}  // namespace
+
+struct Cli::Impl : HelpPage {
+  CLI::App app;
+  std::string group = "Options";
+  std::vector<std::string>* trailing = nullptr;
+  bool help_asked = false;
+
+  OptionInfo& add(const std::string& names, const std::string& placeholder, const std::string& help,
+                  const std::string& shown_default) {
+    options.push_back({split(names, ','), placeholder, help, shown_default, group, nullptr});
+    return options.back();
+  }
+
+  const OptionInfo* find(const std::string& name) const {
+    for (const auto& info : options) {
+      if (info.has(name)) return &info;
+    }
+    return nullptr;
+  }
+
+  std::vector<std::string> all_names() const {
+    std::vector<std::string> names;
+    for (const auto& info : options)
+      names.insert(names.end(), info.names.begin(), info.names.end());
+    return names;
+  }
+
+  void add_value(const std::string& names, const std::string& placeholder, const std::string& help,
+                 const std::string& shown_default, std::function<void(const std::string&)> set) {
+    auto& info = add(names, placeholder, help, shown_default);
+    info.option = app.add_option_function<std::vector<std::string>>(
+        names, [set](const std::vector<std::string>& texts) {
+          for (const auto& text : texts) set(text);
+        });
+    info.option->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+    info.option->allow_extra_args(false);
+  }
+
+  template <class T>
+  void add_number(const std::string& names, T& value, const std::string& help, Range range) {
+    const auto name = split(names, ',').back();
+    add_value(names, std::is_floating_point_v<T> ? "X" : "N", help,
+              number_text(static_cast<double>(value)),
+              [&value, name, range](const std::string& text) {
+                value = parse_number<T>(name, text, range);
+              });
+  }
+
+  template <class T>
+  void add_number(const std::string& names, std::optional<T>& value, const std::string& help,
+                  Range range) {
+    const auto name = split(names, ',').back();
+    add_value(names, std::is_floating_point_v<T> ? "X" : "N", help,
+              value ? number_text(static_cast<double>(*value)) : "",
+              [&value, name, range](const std::string& text) {
+                value = parse_number<T>(name, text, range);
+              });
+  }
+
+  [[noreturn]] void unknown_flag(const std::string& word) const {
+    const auto name = word.substr(0, word.find('='));
+    const bool one_dash = name[1] != '-';  // "-lr", as other tools have it
+    const auto meant = did_you_mean(with_dashes(one_dash ? "-" + name : name), all_names());
+    throw UsageError("unknown flag '" + name + "'" + (meant.empty() ? "" : "; " + meant),
+                     "'" + command + " --help' lists the flags");
+  }
+
+  /// The words that are ours, the name and the value of a flag each in a word of its own, and how
+  /// many of `args` they take: all up to the first word that is neither a flag nor its value.
+  /// Checks the flags' names and that those which need a value, and only those, have one.
+  std::pair<std::vector<std::string>, size_t> own_words(
+      const std::vector<std::string>& args) const {
+    std::vector<std::string> own;
+    size_t i = 0;
+    while (i < args.size()) {
+      const std::string& word = args[i];
+      const bool is_flag = word.size() > 1 && word[0] == '-' && word != "--" && !is_number(word);
+      if (!is_flag) {
+        if (trailing || word == "--") break;
+        own.push_back(args[i++]);
+        continue;
+      }
+      const auto [name, joined] = name_and_value(word);
+      const auto* info = find(name);
+      if (!info) unknown_flag(word);
+      own.push_back(name);
+      ++i;
+      if (info->placeholder.empty()) {
+        if (!joined) continue;
+        throw UsageError(info->main_name() + " takes no value, but was given as '" + word + "'");
+      }
+      if (joined) {
+        own.push_back(*joined);
+      } else if (i == args.size() || find(name_and_value(args[i]).first)) {
+        throw UsageError(info->main_name() + " needs a value (" + info->placeholder + ")");
+      } else {
+        own.push_back(args[i++]);
+      }
+    }
+    return {own, i};
+  }
+
+  /// "--lr=3", "-s=3" and "-s3" hold both.
+  std::pair<std::string, std::optional<std::string>> name_and_value(const std::string& word) const {
+    const std::string dashed = with_dashes(word);
+    const auto equals = dashed.find('=');
+    if (equals != std::string::npos) return {dashed.substr(0, equals), dashed.substr(equals + 1)};
+    const bool is_short = word.size() > 2 && word[0] == '-' && word[1] != '-';
+    const auto* info = is_short ? find(word.substr(0, 2)) : nullptr;
+    if (info && !info->placeholder.empty()) return {word.substr(0, 2), word.substr(2)};
+    return {dashed, std::nullopt};
+  }
+
+  void take_positionals(const std::vector<std::string>& words) {
+    for (size_t i = 0; i < words.size(); ++i) {
+      if (i >= positionals.size()) {
+        throw UsageError("unexpected argument '" + words[i] + "'",
+                         "'" + command + " --help' shows the usage");
+      }
+      positionals[i].set(words[i]);
+    }
+    for (size_t i = words.size(); i < positionals.size(); ++i) {
+      if (positionals[i].required) {
+        throw UsageError(positionals[i].name + " is missing: " + positionals[i].help,
+                         "'" + command + " --help' shows the usage");
+      }
+    }
+  }
+};
+
+Cli::Cli(std::string command, std::string summary) : impl_(std::make_unique<Impl>()) {
+  impl_->command = std::move(command);
+  impl_->summary = std::move(summary);
+  impl_->app.set_help_flag();
+  impl_->app.allow_extras();
+}
+
+Cli::~Cli() = default;
+
+void Cli::group(const std::string& title) {
+  impl_->group = title;
+}
+
+void Cli::example(const std::string& command_line, const std::string& what) {
+  impl_->examples.emplace_back(command_line, what);
+}
+
+void Cli::flag(const std::string& names, bool& value, const std::string& help) {
+  auto& info = impl_->add(names, "", help, "");
+  info.option = impl_->app.add_flag_callback(names, [&value] { value = true; });
+}
+
+void Cli::negatable_flag(const std::string& name, bool& value, const std::string& help) {
+  const auto negated = "--no-" + name.substr(2);
+  auto& info = impl_->add(negated + "," + name, "", help, value ? "on" : "off");
+  info.option = impl_->app.add_flag_function(name + ",!" + negated,
+                                             [&value](int64_t count) { value = count > 0; });
+  info.option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+}
+
+void Cli::option(const std::string& names, std::string& value, const std::string& help,
+                 const std::string& placeholder) {
+  impl_->add_value(names, placeholder, help, value,
+                   [&value](const std::string& text) { value = text; });
+}
+
+void Cli::option(const std::string& names, int& value, const std::string& help, Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::option(const std::string& names, int64_t& value, const std::string& help, Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::seed(const std::string& names, uint64_t& value, const std::string& help) {
+  const auto name = split(names, ',').back();
+  impl_->add_value(names, "N", help, std::to_string(value),
+                   [&value, name](const std::string& text) { value = parse_seed(name, text); });
+}
+
+void Cli::option(const std::string& names, double& value, const std::string& help, Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::option(const std::string& names, std::optional<int>& value, const std::string& help,
+                 Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::option(const std::string& names, std::optional<int64_t>& value, const std::string& help,
+                 Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::option(const std::string& names, std::optional<double>& value, const std::string& help,
+                 Range range) {
+  impl_->add_number(names, value, help, range);
+}
+
+void Cli::option(const std::string& names, std::optional<std::string>& value,
+                 const std::string& help, const std::string& placeholder) {
+  impl_->add_value(names, placeholder, help, value.value_or(""),
+                   [&value](const std::string& text) { value = text; });
+}
+
+void Cli::list(const std::string& names, std::vector<std::string>& values, const std::string& help,
+               const std::string& placeholder) {
+  const auto name = split(names, ',').back();
+  impl_->add_value(names, placeholder, help, join(values, ","),
+                   [&values, name](const std::string& text) {
+                     values = split(text, ',');
+                     for (const auto& value : values) {
+                       if (value.empty()) bad_value(name, text, "a comma-separated list");
+                     }
+                   });
+}
+
+void Cli::list(const std::string& names, std::vector<int64_t>& values, const std::string& help,
+               Range range) {
+  std::vector<std::string> shown;
+  for (const auto value : values) shown.push_back(std::to_string(value));
+  const auto name = split(names, ',').back();
+  impl_->add_value(names, "N1,N2", help, join(shown, ","),
+                   [&values, name, range](const std::string& text) {
+                     values.clear();
+                     for (const auto& part : split(text, ',')) {
+                       values.push_back(parse_number<int64_t>(name, part, range));
+                     }
+                   });
+}
+
+void Cli::choice(const std::string& names, std::string& value,
+                 const std::vector<std::string>& choices, const std::string& help) {
+  const auto name = split(names, ',').back();
+  impl_->add_value(names, join(choices, "|"), help, value,
+                   [&value, name, choices](const std::string& text) {
+                     expect_one_of(name, text, choices);
+                     value = text;
+                   });
+}
+
+void Cli::custom(const std::string& names, const std::string& placeholder, const std::string& help,
+                 const std::string& shown_default, std::function<void(const std::string&)> set) {
+  impl_->add_value(names, placeholder, help, shown_default, std::move(set));
+}
+
+void Cli::positional(const std::string& name, std::string& value, const std::string& help,
+                     bool required) {
+  impl_->positionals.push_back(
+      {name, help, [&value](const std::string& text) { value = text; }, required});
+}
+
+void Cli::positional(const std::string& name, int& value, const std::string& help, Range range) {
+  impl_->positionals.push_back({name, help,
+                                [&value, name, range](const std::string& text) {
+                                  value = parse_number<int>(name, text, range);
+                                },
+                                true});
+}
+
+void Cli::trailing(const std::string& name, std::vector<std::string>& words,
+                   const std::string& help) {
+  impl_->trailing_name = name;
+  impl_->trailing_help = help;
+  impl_->trailing = &words;
+}
+
+bool Cli::parse(const std::vector<std::string>& args) {
+  auto& impl = *impl_;
+  if (!impl.find("--help")) {
+    impl.group = "Help";
+    flag("-h,--help", impl.help_asked, "Print this text and exit");
+  }
+  const auto [own, count] = impl.own_words(args);
+  std::vector<std::string> rest(args.begin() + static_cast<std::ptrdiff_t>(count), args.end());
+  if (!rest.empty() && rest.front() == "--") rest.erase(rest.begin());
+  try {
+    std::vector<std::string> reversed(own.rbegin(), own.rend());
+    impl.app.parse(std::move(reversed));
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what(), "'" + impl.command + " --help' lists the flags");
+  }
+  if (impl.help_asked) {
+    print(help(help_width()));
+    return false;
+  }
+  auto words = impl.app.remaining();
+  if (impl.trailing) {
+    *impl.trailing = rest;
+  } else {
+    words.insert(words.end(), rest.begin(), rest.end());
+  }
+  impl.take_positionals(words);
+  return true;
+}
+
+bool Cli::given(const std::string& name) const {
+  const auto* info = impl_->find(name);
+  return info && info->option && info->option->count() > 0;
+}
+
+std::vector<std::string> Cli::long_names() const {
+  std::vector<std::string> names;
+  for (const auto& info : impl_->options) {
+    for (const auto& name : info.names) {
+      if (name.rfind("--", 0) == 0) names.push_back(name);
+    }
+  }
+  return names;
+}
+
+std::string Cli::help(int width) const {
+  return impl_->text(width);
+}
+
+void print(const std::string& text) {
+  finish_output();
+  write_all(STDOUT_FILENO, text.data(), text.size(), "standard output");
+}
+
+int run_guarded(const std::string& command, const std::function<int()>& body) {
+  std::string message;
+  int code = kExitFailure;
+  try {
+    const int result = body();
+    finish_output();
+    return result;
+  } catch (const InterruptedError& error) {
+    message = command + ": " + error.what() + "\n";
+    code = error.exit_code();
+    launch::write_error_file(error);
+  } catch (const std::exception& error) {
+    message = command + ": error: " + error.what() + "\n";
+    code = exit_code_of(error);
+    launch::write_error_file(error);
+  } catch (...) {
+    message = command + ": error: an exception of an unknown type\n";
+  }
+  std::fflush(stdout);
+  if (!launch::parent_reports_errors()) std::fputs(message.c_str(), stderr);
+  return code;
+}
+
+}  // namespace lockstep::tool

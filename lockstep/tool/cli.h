@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep::tool {
+
+/// The smallest and largest number that an option takes, both included.
+struct Range {
+  double min = -std::numeric_limits<double>::infinity();
+  double max = std::numeric_limits<double>::infinity();
+};
+
+/// The flags of a program or subcommand: CLI11 with the manners that users of torchrun and git
+/// expect.
+///
+/// A name is "--max-epochs" or "-t,--tee"; `--max_epochs` and `--max-epochs=3` are understood too,
+/// and of a flag given twice the last one counts. Values land in the variables given here, whose
+/// present value is shown as the default in --help; the variables must outlive `parse`. A mistake
+/// is a UsageError that names the flag, the value, what was expected and the known ones that may be
+/// meant.
+class Cli {
+ public:
+  /// `command` as the user types it: "lockstep train".
+  Cli(std::string command, std::string summary);
+  ~Cli();
+  Cli(const Cli&) = delete;
+  Cli& operator=(const Cli&) = delete;
+
+  /// The heading in --help of the options that are added from here on.
+  void group(const std::string& title);
+  /// A line under "Examples:" in --help.
+  void example(const std::string& command_line, const std::string& what = {});
+
+  /// Sets `value` to true when given. With a name "--no-x" added by `negatable`, to false.
+  void flag(const std::string& names, bool& value, const std::string& help);
+  /// "--x" sets true, "--no-x" sets false.
+  void negatable_flag(const std::string& name, bool& value, const std::string& help);
+  void option(const std::string& names, std::string& value, const std::string& help,
+              const std::string& placeholder = "TEXT");
+  void option(const std::string& names, int& value, const std::string& help, Range range = {});
+  void option(const std::string& names, int64_t& value, const std::string& help, Range range = {});
+  void option(const std::string& names, double& value, const std::string& help, Range range = {});
+  void option(const std::string& names, std::optional<int>& value, const std::string& help,
+              Range range = {});
+  void option(const std::string& names, std::optional<int64_t>& value, const std::string& help,
+              Range range = {});
+  void option(const std::string& names, std::optional<double>& value, const std::string& help,
+              Range range = {});
+  void option(const std::string& names, std::optional<std::string>& value, const std::string& help,
+              const std::string& placeholder = "TEXT");
+  /// As torch.manual_seed takes it: from -2^63 to 2^64 - 1, where a negative one stands for itself
+  /// and 2^64.
+  void seed(const std::string& names, uint64_t& value, const std::string& help);
+  /// Comma-separated words or numbers: --sizes 4,1024,65536.
+  void list(const std::string& names, std::vector<std::string>& values, const std::string& help,
+            const std::string& placeholder = "A,B");
+  void list(const std::string& names, std::vector<int64_t>& values, const std::string& help,
+            Range range = {});
+  /// One of `choices`; anything else is refused with the nearest one.
+  void choice(const std::string& names, std::string& value, const std::vector<std::string>& choices,
+              const std::string& help);
+  /// Calls `set` with the text of each occurrence, in order; `set` throws UsageError for a bad one.
+  /// For what the overloads above do not cover.
+  void custom(const std::string& names, const std::string& placeholder, const std::string& help,
+              const std::string& shown_default, std::function<void(const std::string&)> set);
+  /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`.
+  void positional(const std::string& name, std::string& value, const std::string& help,
+                  bool required = true);
+  void positional(const std::string& name, int& value, const std::string& help, Range range = {});
+  /// Everything from the first word without dashes on, untouched: `lockstep run PROGRAM ARGS`.
+  void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);
+
+  /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
+  /// command then returns 0. Throws UsageError.
+  [[nodiscard]] bool parse(const std::vector<std::string>& args);
+  /// True when the user gave the option ("--lr"), by any of its names. After `parse`.
+  bool given(const std::string& name) const;
+  /// Every long name, for suggestions in other places (configuration keys).
+  std::vector<std::string> long_names() const;
+  /// The text of --help, wrapped to `width` columns.
+  std::string help(int width) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Writes to standard output, after what stdio still holds. Throws SystemError.
+void print(const std::string& text);
+
+/// Runs `body`, prints what it throws ("lockstep train: error: ...") to standard error and returns
+/// the exit code for it. That standard output could not be written is an error too. In a worker
+/// whose parent reports failures (`spawn`), the error goes into the launcher's error file instead,
+/// so that it is printed once.
+int run_guarded(const std::string& command, const std::function<int()>& body);
+
+/// Columns of the terminal, within 80 and 100; 80 when the output is none.
+int help_width();
+
+}  // namespace lockstep::tool

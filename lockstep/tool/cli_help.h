@@ -1,0 +1,52 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace CLI {
+class Option;
+}
+
+namespace lockstep::tool {
+
+/// An option as --help shows it.
+struct OptionInfo {
+  std::vector<std::string> names;  // with their dashes, as shown
+  std::string placeholder;         // empty: takes no value
+  std::string help;
+  std::string shown_default;
+  std::string group;
+  CLI::Option* option = nullptr;  // owned by the CLI::App
+
+  std::string main_name() const { return names.back(); }
+  bool has(const std::string& name) const {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  }
+};
+
+/// A word without dashes.
+struct PositionalInfo {
+  std::string name;
+  std::string help;
+  std::function<void(const std::string&)> set;
+  bool required;
+};
+
+/// What --help says about a command.
+struct HelpPage {
+  std::string command;
+  std::string summary;
+  std::vector<OptionInfo> options;
+  std::vector<PositionalInfo> positionals;
+  std::string trailing_name;  // empty: none
+  std::string trailing_help;
+  std::vector<std::pair<std::string, std::string>> examples;  // command line, what it shows
+
+  /// The page, wrapped to `width` columns.
+  std::string text(int width) const;
+};
+
+}  // namespace lockstep::tool

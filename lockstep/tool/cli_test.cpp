@@ -1,0 +1,256 @@
+#include "lockstep/tool/cli.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/launch/error_file.h"
+#include "lockstep/launch/variables.h"
+
+namespace lockstep::tool {
+namespace {
+
+using Words = std::vector<std::string>;
+
+/// A command with one option of each kind.
+struct Command {
+  Command() {
+    cli.option("--max-epochs", epochs, "How often", {1, 1000});
+    cli.option("--lr", rate, "Rate", {0, 10});
+    cli.seed("-s,--seed", seed, "Seed");
+    cli.option("--clip", clip, "Clipping", {0, 1e9});
+    cli.option("--data-dir", folder, "Where", "DIR");
+    cli.choice("--model", model, {"mlp", "convnet", "linear"}, "Which");
+    cli.flag("-q,--quiet", quiet, "Say little");
+    cli.negatable_flag("--shuffle", shuffle, "In another order");
+    cli.list("--sizes", sizes, "Bytes", {1, 1e9});
+    cli.list("--backend", backends, "Which");
+    cli.example("lockstep test --lr 0.1", "with another rate");
+  }
+  bool parse(const Words& words) { return cli.parse(words); }
+  std::string refusal(const Words& words) {
+    try {
+      (void)cli.parse(words);
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "nothing was thrown";
+  }
+
+  int epochs = 3;
+  double rate = 0.01;
+  uint64_t seed = 0;
+  std::optional<double> clip;
+  std::string folder;
+  std::string model = "mlp";
+  bool quiet = false;
+  bool shuffle = true;
+  std::vector<int64_t> sizes = {4, 1024};
+  std::vector<std::string> backends;
+  Cli cli{"lockstep test", "Tests."};
+};
+
+TEST(Cli, WithoutFlagsTheDefaultsStay) {
+  Command command;
+  EXPECT_TRUE(command.parse({}));
+  EXPECT_EQ(command.epochs, 3);
+  EXPECT_FALSE(command.clip);
+  EXPECT_FALSE(command.cli.given("--lr"));
+}
+
+TEST(Cli, ValuesLandInTheirVariables) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--max-epochs", "7", "--lr=1e-3", "-s5", "--clip", "0.5", "--data-dir",
+                             "a b", "--model", "linear", "-q", "--no-shuffle", "--sizes", "1,2,3",
+                             "--backend", "gloo,shm"}));
+  EXPECT_EQ(command.epochs, 7);
+  EXPECT_EQ(command.rate, 1e-3);
+  EXPECT_EQ(command.seed, 5u);
+  EXPECT_EQ(command.clip, 0.5);
+  EXPECT_EQ(command.folder, "a b");
+  EXPECT_EQ(command.model, "linear");
+  EXPECT_TRUE(command.quiet);
+  EXPECT_FALSE(command.shuffle);
+  EXPECT_EQ(command.sizes, (std::vector<int64_t>{1, 2, 3}));
+  EXPECT_EQ(command.backends, (Words{"gloo", "shm"}));
+  EXPECT_TRUE(command.cli.given("--seed"));
+  EXPECT_TRUE(command.cli.given("-s"));
+}
+
+TEST(Cli, UnderscoresAreDashesInNamesOnly) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--max_epochs=9", "--data_dir", "my_data", "--data-dir=x_y"}));
+  EXPECT_EQ(command.epochs, 9);
+  EXPECT_EQ(command.folder, "x_y");
+}
+
+TEST(Cli, ValuesAreTakenAsTheyAre) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--data-dir=", "-s=7", "--clip", "1"}));
+  EXPECT_EQ(command.folder, "");
+  EXPECT_EQ(command.seed, 7u);
+  EXPECT_TRUE(command.parse({"--data-dir", "--a_b"}));
+  EXPECT_EQ(command.folder, "--a_b");
+}
+
+TEST(Cli, SeedsAreThoseOfManualSeed) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--seed", "-1"}));
+  EXPECT_EQ(command.seed, 18446744073709551615u);
+  EXPECT_TRUE(command.parse({"--seed", "18446744073709551614"}));
+  EXPECT_EQ(command.seed, 18446744073709551614u);
+}
+
+TEST(Cli, OfAFlagGivenTwiceTheLastOneCounts) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--lr", "1", "--lr", "2", "--no-shuffle", "--shuffle"}));
+  EXPECT_EQ(command.rate, 2);
+  EXPECT_TRUE(command.shuffle);
+}
+
+TEST(Cli, AnUnknownFlagGetsTheNearest) {
+  Command command;
+  const auto text = command.refusal({"--max-epoch", "3"});
+  EXPECT_NE(text.find("unknown flag '--max-epoch'; did you mean '--max-epochs'?"),
+            std::string::npos)
+      << text;
+  for (const auto& [flag, meant] :
+       std::vector<std::pair<std::string, std::string>>{{"--max", "'--max-epochs'"},
+                                                        {"--epochs", "'--max-epochs'"},
+                                                        {"--max_epo=3", "'--max-epochs'"},
+                                                        {"-lr", "'--lr'"},
+                                                        {"--ba", "'--backend'"}}) {
+    EXPECT_NE(command.refusal({flag, "3"}).find("; did you mean " + meant + "?"), std::string::npos)
+        << command.refusal({flag, "3"});
+  }
+  EXPECT_EQ(command.refusal({"-qx"}).find("did you mean"), std::string::npos);
+  EXPECT_EQ(command.refusal({"--zzzzzzzz"}).find("did you mean"), std::string::npos);
+  EXPECT_NE(command.refusal({"-x"}).find("'-x'"), std::string::npos);
+}
+
+TEST(Cli, AnUnknownChoiceGetsTheNearest) {
+  Command command;
+  const auto text = command.refusal({"--model", "covnet"});
+  EXPECT_NE(text.find("did you mean 'convnet'?"), std::string::npos) << text;
+  EXPECT_NE(text.find("mlp, convnet, linear"), std::string::npos) << text;
+}
+
+TEST(Cli, BadValuesAreNamedWithWhatWasExpected) {
+  Command command;
+  for (const auto& [words, says] : std::vector<std::pair<Words, std::string>>{
+           {{"--max-epochs", "0"}, "--max-epochs: '0' is not a whole number from 1 to 1000"},
+           {{"--max-epochs", "three"}, "'three' is not a whole number"},
+           {{"--max-epochs", "1.5"}, "'1.5' is not a whole number"},
+           {{"--max-epochs", "99999999999999999999"}, "is not a whole number"},
+           {{"--lr", "fast"}, "--lr: 'fast' is not a number from 0 to 10"},
+           {{"--lr", "-1"}, "--lr: '-1' is not a number"},
+           {{"--lr", "nan"}, "--lr: 'nan'"},
+           {{"--seed", "1.5"}, "--seed: '1.5' is not a whole number from -2^63 to 2^64 - 1"},
+           {{"--seed", "18446744073709551616"}, "--seed: '18446744073709551616' is not"},
+           {{"--lr="}, "--lr: '' is not a number"},
+           {{"--lr=", "--model", "mlp"}, "--lr: '' is not a number"},
+           {{"--lr", "-q"}, "--lr needs a value"},
+           {{"-q=1"}, "--quiet takes no value, but was given as '-q=1'"},
+           {{"--sizes", "4,,5"}, "--sizes: ''"},
+           {{"--backend", "a,,b"}, "--backend: 'a,,b'"},
+           {{"--lr"}, "--lr needs a value"},
+           {{"--data-dir", "--lr", "3"}, "--data-dir needs a value"},
+           {{"--quiet=yes"}, "--quiet takes no value"},
+           {{"extra"}, "unexpected argument 'extra'"},
+       }) {
+    const auto text = command.refusal(words);
+    EXPECT_NE(text.find(says), std::string::npos) << join(words, " ") << ": " << text;
+  }
+}
+
+TEST(Cli, PositionalsAreTakenInOrderAndMissed) {
+  std::string first;
+  std::string second = "none";
+  Cli cli("lockstep test", "Tests.");
+  cli.positional("WEIGHTS", first, "a file");
+  cli.positional("MORE", second, "another", false);
+  EXPECT_TRUE(cli.parse({"a.safetensors"}));
+  EXPECT_EQ(first, "a.safetensors");
+  EXPECT_EQ(second, "none");
+  Cli missing("lockstep test", "Tests.");
+  missing.positional("WEIGHTS", first, "a file");
+  EXPECT_THROW((void)missing.parse({}), UsageError);
+  int epochs = 0;
+  Cli number("lockstep test", "Tests.");
+  number.positional("EPOCHS", epochs, "how often", {1});
+  EXPECT_TRUE(number.parse({"3"}));
+  EXPECT_EQ(epochs, 3);
+  EXPECT_THROW((void)number.parse({"0"}), UsageError);
+}
+
+TEST(Cli, WhatTrailsIsUntouched) {
+  std::vector<std::string> rest;
+  int count = 1;
+  bool flag = false;
+  Cli cli("lockstep test", "Tests.");
+  cli.option("--count", count, "N");
+  cli.flag("-m,--module", flag, "M");
+  cli.trailing("PROGRAM", rest, "what runs");
+  EXPECT_TRUE(cli.parse({"--count", "2", "-m", "prog", "--count", "3", "--", "--a_b", ""}));
+  EXPECT_EQ(count, 2);
+  EXPECT_TRUE(flag);
+  EXPECT_EQ(rest, (Words{"prog", "--count", "3", "--", "--a_b", ""}));
+  EXPECT_TRUE(cli.parse({"--", "--odd-name"}));
+  EXPECT_EQ(rest, (Words{"--odd-name"}));
+}
+
+TEST(Cli, CustomOptionsSeeEachOccurrence) {
+  Words seen;
+  Cli cli("lockstep test", "Tests.");
+  cli.custom("--set", "KEY=VALUE", "Sets", "",
+             [&](const std::string& text) { seen.push_back(text); });
+  EXPECT_TRUE(cli.parse({"--set", "a=1", "--set=b=2"}));
+  EXPECT_EQ(seen, (Words{"a=1", "b=2"}));
+}
+
+TEST(Cli, HelpNamesEverythingWithinItsWidth) {
+  Command command;
+  for (const int width : {80, 100}) {
+    const auto text = command.cli.help(width);
+    for (const char* part : {"--max-epochs N", "[3]", "-q, --quiet", "mlp|convnet|linear",
+                             "--no-shuffle", "[4,1024]", "Examples:", "lockstep test --lr 0.1"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part;
+    }
+    for (const auto& line : split(text, '\n')) EXPECT_LE(line.size(), static_cast<size_t>(width));
+  }
+}
+
+TEST(RunGuarded, ExitCodesAreThoseOfTheErrors) {
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run_guarded("lockstep x", [] { return 0; }), 0);
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw UsageError("bad"); }), 2);
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw DataError("worse"); }), 1);
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw InterruptedError(15); }), 143);
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw std::runtime_error("std"); }), 1);
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw 3; }), 1);
+  const auto text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("lockstep x: error: bad\n"), std::string::npos);
+  EXPECT_NE(text.find("lockstep x: stopped by SIGTERM\n"), std::string::npos);
+}
+
+TEST(RunGuarded, ASpawnedWorkerLeavesTheWordToItsParent) {
+  const TemporaryDirectory folder;
+  const auto file = folder.path() / "error.json";
+  setenv(launch::kErrorFileVariable, file.c_str(), 1);
+  setenv(launch::kSpawnVariable, "1", 1);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run_guarded("lockstep x", []() -> int { throw DataError("gone"); }), 1);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  unsetenv(launch::kErrorFileVariable);
+  unsetenv(launch::kSpawnVariable);
+  ASSERT_TRUE(launch::read_error_file(file));
+  EXPECT_EQ(launch::read_error_file(file)->message, "gone");
+}
+
+}  // namespace
+}  // namespace lockstep::tool

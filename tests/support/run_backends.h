@@ -1,0 +1,65 @@
+#pragma once
+
+// For tests: the c10d backends of a group, one per rank, each on a thread of this process.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <vector>
+
+#include "lockstep/comm/checks/checked_backend.h"
+#include "tests/support/run_ranks.h"
+
+namespace lockstep::testing {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Another owner of a backend that is known by reference.
+inline BackendPtr handle_of(c10d::Backend& backend) {
+  return BackendPtr::unsafe_reclaim_from_nonowning(&backend);
+}
+
+inline BackendPtr make_gloo(const StorePtr& store, int rank, int size,
+                            std::chrono::milliseconds timeout) {
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  for (int i = 0; i < size; ++i)  // Gloo's split reads past an empty list.
+    options->global_ranks_in_group.push_back(static_cast<uint64_t>(i));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(
+      c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, options);
+}
+
+/// As run_ranks, with the backend that `make` gives for the rank. All backends live until all parts
+/// have ended, as in processes that go on after an error.
+[[nodiscard]] inline std::vector<Outcome> run_backends(
+    int size, const std::function<BackendPtr(int rank)>& make,
+    const std::function<void(int rank, c10d::Backend&)>& part) {
+  std::vector<BackendPtr> backends(static_cast<size_t>(size));
+  return run_ranks(size, [&](int rank) {
+    auto& backend = backends[static_cast<size_t>(rank)];
+    backend = make(rank);
+    part(rank, *backend);
+  });
+}
+
+/// The same over checked Gloo. Each rank has a connection of its own to the store, as one client
+/// serves one blocking call at a time.
+[[nodiscard]] inline std::vector<Outcome> run_gloo(
+    int size, CheckedBackendOptions options,
+    const std::function<void(int rank, c10d::Backend&)>& part,
+    const StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
+  options.announced = true;
+  const auto make = [&](int rank) {
+    const StorePtr own = store->clone();
+    announce_checks(*own, rank, options.group_name, options.debug);
+    return make_checked_backend(make_gloo(own, rank, size, options.timeout), own, options);
+  };
+  return run_backends(size, make, part);
+}
+
+}  // namespace lockstep::testing
