@@ -154,7 +154,7 @@ std::vector<ResolvedAddress> resolve_host(const std::string& host, milliseconds 
   while (true) {
     const int error = look_up(host, time_left(start + timeout), addresses);
     if (error == 0) return addresses;
-    const bool unknown = error == EAI_NONAME;
+    const bool unknown = error == EAI_NONAME || error == EAI_NODATA;
     const auto deadline = unknown ? unknown_deadline : start + timeout;
     if (Clock::now() + pause >= deadline) {
       const std::string text =

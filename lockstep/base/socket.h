@@ -18,7 +18,8 @@ struct ListenOptions {
 
 /// A bound and listening TCP socket; connections wait in it until someone serves them. `host`
 /// empty: all interfaces, IPv6 and IPv4. Port 0: any free one. Throws CommError naming address and
-/// port when it does not resolve, is taken or not ours.
+/// port when the port is taken or the address not ours, and naming the address when it does not
+/// resolve.
 UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& options = {});
 
 /// The port a socket is bound to.

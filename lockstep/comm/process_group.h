@@ -35,13 +35,15 @@ struct P2POp {
 ///
 /// Ranks in arguments are ranks of this group. Tensors must be on the backend's device. gloo and
 /// nccl take contiguous tensors only. shm, hierarchical and mpi take others too: they copy them in
-/// and, before `wait` returns, out. A mistake in the arguments is a UsageError before anything is
-/// sent: a rank out of range, a tensor list of the wrong length, a tensor that must be contiguous.
+/// and, before `wait` returns, out. hierarchical is gloo where no two ranks share a host. A mistake
+/// in the arguments is a UsageError before anything is sent: a rank out of range, a tensor list of
+/// the wrong length, a tensor that must be contiguous.
 ///
 /// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
 /// Work. Every call throws:
-/// - MismatchError when ranks disagree. Over shm and hierarchical every call is compared, over gloo
-///   and mpi a group's first ten collectives. At debug level `detail` all are, on any backend.
+/// - MismatchError when ranks disagree. Over shm every call is compared, over hierarchical every
+///   call that goes by the hierarchy (docs/hosts.md). Of the others, as over gloo and mpi, a
+///   group's first ten are compared. At debug level `detail` all are, on any backend.
 /// - TimeoutError naming operation, sequence number, ranks and seconds.
 /// - PeerLostError naming the ranks that ended.
 class ProcessGroup {

@@ -75,8 +75,8 @@ struct DatasetOptions {
 /// that are missing, truncated, damaged, foreign or do not belong together.
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options = {});
 
-/// The folder where load_dataset looks for the files of mnist or fashion-mnist by these options:
-/// one that has all of them, or at least some. None when there is not one of the files. Throws
+/// The folder where load_dataset would find all files of mnist or fashion-mnist by these options.
+/// None when it would have to download some. Throws
 /// UsageError for a set that is not one of them.
 std::optional<std::filesystem::path> dataset_folder(const std::string& name,
                                                     const DatasetOptions& options = {});

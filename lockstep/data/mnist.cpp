@@ -228,7 +228,7 @@ DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options)
 
 std::optional<fs::path> mnist_folder(const MnistLike& source, const fs::path& data_dir) {
   Found found = find_files(data_dir, source);
-  return found_count(found.paths) > 0 ? std::optional(std::move(found.folder)) : std::nullopt;
+  return found.complete() ? std::optional(std::move(found.folder)) : std::nullopt;
 }
 
 const MnistLike* mnist_like(const std::string& name) {

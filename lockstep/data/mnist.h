@@ -31,8 +31,7 @@ const MnistLike& fashion_mnist_source();
 /// Null for any other name than mnist and fashion-mnist.
 const MnistLike* mnist_like(const std::string& name);
 
-/// The folder at or below `data_dir` that has most of the four files, plain or gzip; none when
-/// there is no such file.
+/// The first folder at or below `data_dir` that has all four files, plain or gzip.
 std::optional<std::filesystem::path> mnist_folder(const MnistLike& source,
                                                   const std::filesystem::path& data_dir);
 

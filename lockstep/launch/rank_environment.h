@@ -29,7 +29,7 @@ struct RankLayout {
 
 /// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0:
 /// before anyone is told of it, so that no port is raced for. On all addresses where the master's
-/// is none of this machine. Throws CommError naming address and port.
+/// is none of this machine. Throws as listen_on.
 UniqueFd listen_for_ranks(RankLayout& layout);
 
 /// The launcher's variables for one rank: those of torchrun, and the run's token.

@@ -121,7 +121,7 @@ class Playground(unittest.TestCase):
         for program, processes in (("single_gpu", ()), ("distributed_data_parallel", ("-g", 2))):
             result = run(f"{self.folder}/{program}", *processes, *FEW, "--data-dir", "/nowhere", check=False)
             self.assertEqual(result.returncode, 1, result)
-            self.assertIn("no mnist in /nowhere", result.stderr)
+            self.assertIn("no complete mnist in /nowhere", result.stderr)
             self.assertIn("hint: --download fetches it", result.stderr)
             self.assertNotIn("Epoch", result.stdout)
 
