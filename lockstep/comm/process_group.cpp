@@ -16,26 +16,13 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+/// c10d numbers them in the same order.
 c10d::ReduceOp native_op(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::avg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::product:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::band:
-      return c10d::ReduceOp::BAND;
-    case ReduceOp::bor:
-      return c10d::ReduceOp::BOR;
-    case ReduceOp::bxor:
-      return c10d::ReduceOp::BXOR;
-  }
-  throw UsageError("an unknown reduction");
+  static_assert(static_cast<int>(ReduceOp::avg) == c10d::ReduceOp::AVG &&
+                static_cast<int>(ReduceOp::max) == c10d::ReduceOp::MAX &&
+                static_cast<int>(ReduceOp::bxor) == c10d::ReduceOp::BXOR);
+  if (op < ReduceOp::sum || op > ReduceOp::bxor) throw UsageError("an unknown reduction");
+  return static_cast<c10d::ReduceOp::RedOpType>(op);
 }
 
 ProcessGroup::Impl& checked(const std::shared_ptr<ProcessGroup::Impl>& impl) {

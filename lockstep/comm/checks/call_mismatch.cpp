@@ -108,93 +108,40 @@ std::optional<std::string> expect_match(const Calls& calls, int from, const Tens
                  differs);
 }
 
-std::optional<std::string> check_gather(const Calls& calls, const RankNames& names,
-                                        const std::string& group) {
-  const int size = static_cast<int>(calls.size());
-  const int root = calls[0].root;
-  if (root < 0 || root >= size) return std::nullopt;
-  const auto& outputs = calls[static_cast<size_t>(root)].outputs;
-  if (static_cast<int>(outputs.size()) != size) return std::nullopt;
-  for (int rank = 0; rank < size; ++rank) {
-    const auto& inputs = calls[static_cast<size_t>(rank)].inputs;
-    if (inputs.size() != 1) continue;
-    if (auto bad = expect_match(calls, rank, inputs[0], root, outputs[static_cast<size_t>(rank)],
-                                names, group))
-      return bad;
-  }
-  return std::nullopt;
-}
+using Part = std::optional<TensorSignature>;
 
-std::optional<std::string> check_scatter(const Calls& calls, const RankNames& names,
-                                         const std::string& group) {
-  const int size = static_cast<int>(calls.size());
-  const int root = calls[0].root;
-  if (root < 0 || root >= size) return std::nullopt;
-  const auto& inputs = calls[static_cast<size_t>(root)].inputs;
-  if (static_cast<int>(inputs.size()) != size) return std::nullopt;
-  for (int rank = 0; rank < size; ++rank) {
-    const auto& outputs = calls[static_cast<size_t>(rank)].outputs;
-    if (outputs.size() != 1) continue;
-    if (auto bad = expect_match(calls, root, inputs[static_cast<size_t>(rank)], rank, outputs[0],
-                                names, group))
-      return bad;
-  }
-  return std::nullopt;
-}
-
-/// Rank i's inputs[j] goes to rank j's outputs[i].
-std::optional<std::string> check_all_to_all(const Calls& calls, const RankNames& names,
-                                            const std::string& group) {
-  const size_t size = calls.size();
-  for (size_t from = 0; from < size; ++from) {
-    for (size_t to = 0; to < size; ++to) {
-      if (calls[from].inputs.size() != size || calls[to].outputs.size() != size) continue;
-      if (auto bad = expect_match(calls, static_cast<int>(from), calls[from].inputs[to],
-                                  static_cast<int>(to), calls[to].outputs[from], names, group))
+/// What each rank gives to each other must be what that one expects, as far as `given(from, to)`
+/// and `expected(to, from)` say it.
+template <class Given, class Expected>
+std::optional<std::string> expect_exchange(const Calls& calls, const RankNames& names,
+                                           const std::string& group, Given given,
+                                           Expected expected) {
+  for (size_t from = 0; from < calls.size(); ++from) {
+    for (size_t to = 0; to < calls.size(); ++to) {
+      const Part gives = given(from, to);
+      const Part expects = gives ? expected(to, from) : std::nullopt;
+      if (!expects) continue;
+      if (auto bad = expect_match(calls, static_cast<int>(from), *gives, static_cast<int>(to),
+                                  *expects, names, group))
         return bad;
     }
   }
   return std::nullopt;
 }
 
+/// The tensor at `index` of a list of `size`; none of a list of another size.
+Part part_of(const std::vector<TensorSignature>& tensors, size_t index, size_t size) {
+  return tensors.size() == size ? Part(tensors[index]) : std::nullopt;
+}
+
 /// The part of a tensor, cut along dimension 0 by `splits` or evenly, that belongs to `rank`.
-std::optional<TensorSignature> part_of(const std::vector<TensorSignature>& tensors,
-                                       const std::vector<int64_t>& splits, size_t rank,
-                                       size_t size) {
+Part cut_part_of(const std::vector<TensorSignature>& tensors, const std::vector<int64_t>& splits,
+                 size_t rank, size_t size) {
   if (tensors.size() != 1 || tensors[0].shape.empty()) return std::nullopt;
   if (!splits.empty() && splits.size() != size) return std::nullopt;
   TensorSignature part = tensors[0];
   part.shape[0] = splits.empty() ? part.shape[0] / static_cast<int64_t>(size) : splits[rank];
   return part;
-}
-
-std::optional<std::string> check_all_to_all_single(const Calls& calls, const RankNames& names,
-                                                   const std::string& group) {
-  const size_t size = calls.size();
-  for (size_t from = 0; from < size; ++from) {
-    for (size_t to = 0; to < size; ++to) {
-      const auto given = part_of(calls[from].inputs, calls[from].input_splits, to, size);
-      const auto expected = part_of(calls[to].outputs, calls[to].output_splits, from, size);
-      if (!given || !expected) continue;
-      if (auto bad = expect_match(calls, static_cast<int>(from), *given, static_cast<int>(to),
-                                  *expected, names, group))
-        return bad;
-    }
-  }
-  return std::nullopt;
-}
-
-/// All ranks give the same list; rank i gets the i-th of it.
-std::optional<std::string> check_reduce_scatter(const Calls& calls, const RankNames& names,
-                                                const std::string& group) {
-  for (size_t rank = 0; rank < calls.size(); ++rank) {
-    const auto& call = calls[rank];
-    if (call.inputs.size() != calls.size() || call.outputs.size() != 1) continue;
-    if (auto bad = expect_match(calls, static_cast<int>(rank), call.inputs[rank],
-                                static_cast<int>(rank), call.outputs[0], names, group))
-      return bad;
-  }
-  return std::nullopt;
 }
 
 }  // namespace
@@ -205,18 +152,44 @@ std::optional<std::string> find_mismatch(const Calls& calls, const RankNames& na
   const auto same_inputs = [](const CallSignature& a, const CallSignature& b) {
     return a.inputs == b.inputs;
   };
+  const size_t size = calls.size(), root = static_cast<size_t>(calls[0].root);
+  const auto check = [&](auto given, auto expected) {
+    return expect_exchange(calls, names, group, given, expected);
+  };
+  // Of a rank that gives, or gets, one tensor and of one that has a list, one a rank.
+  const auto only_input = [&](size_t from, size_t) { return part_of(calls[from].inputs, 0, 1); };
+  const auto only_output = [&](size_t to, size_t) { return part_of(calls[to].outputs, 0, 1); };
+  const auto listed_input = [&](size_t from, size_t to) {
+    return part_of(calls[from].inputs, to, size);
+  };
+  const auto listed_output = [&](size_t to, size_t from) {
+    return part_of(calls[to].outputs, from, size);
+  };
   switch (calls[0].operation) {
     case Operation::gather:
-      return check_gather(calls, names, group);
+      return check(only_input, [&](size_t to, size_t from) {
+        return to == root ? listed_output(to, from) : std::nullopt;
+      });
     case Operation::scatter:
-      return check_scatter(calls, names, group);
+      return check([&](size_t from,
+                       size_t to) { return from == root ? listed_input(from, to) : std::nullopt; },
+                   only_output);
     case Operation::all_to_all:
-      return check_all_to_all(calls, names, group);
+      return check(listed_input, listed_output);
     case Operation::all_to_all_single:
-      return check_all_to_all_single(calls, names, group);
+      return check(
+          [&](size_t from, size_t to) {
+            return cut_part_of(calls[from].inputs, calls[from].input_splits, to, size);
+          },
+          [&](size_t to, size_t from) {
+            return cut_part_of(calls[to].outputs, calls[to].output_splits, from, size);
+          });
     case Operation::reduce_scatter:
       if (auto bad = expect_same(calls, names, group, same_inputs)) return bad;
-      return check_reduce_scatter(calls, names, group);
+      // All ranks give the same list; each gets its own of it.
+      return check([&](size_t from,
+                       size_t to) { return from == to ? listed_input(from, to) : std::nullopt; },
+                   only_output);
     case Operation::all_gather:
       // The list of outputs is the same on all ranks, and where its tensors differ (NCCL can) so do
       // the inputs.

@@ -1,5 +1,7 @@
 #include "lockstep/comm/shared_memory/reduction_kernels.h"
 
+#include <array>
+
 namespace lockstep::shm {
 
 ReduceKernel kernels_plain(DataType type, Reduction reduction);
@@ -8,26 +10,9 @@ ReduceKernel kernels_avx2(DataType type, Reduction reduction);
 #endif
 
 size_t size_of(DataType type) {
-  switch (type) {
-    case DataType::u8:
-    case DataType::i8:
-    case DataType::boolean:
-      return 1;
-    case DataType::i16:
-    case DataType::f16:
-    case DataType::bf16:
-      return 2;
-    case DataType::i32:
-    case DataType::f32:
-      return 4;
-    case DataType::i64:
-    case DataType::f64:
-    case DataType::c64:
-      return 8;
-    case DataType::c128:
-      return 16;
-  }
-  return 1;
+  constexpr std::array<uint8_t, 12> kSizes{1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16};  // As DataType.
+  static_assert(kSizes.size() == static_cast<size_t>(DataType::c128) + 1);
+  return kSizes[static_cast<size_t>(type)];
 }
 
 ReduceKernel reduce_kernel(DataType type, Reduction reduction) {

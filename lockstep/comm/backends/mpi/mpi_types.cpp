@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
+#include <utility>
+
 #include "lockstep/base/error.h"
 
 namespace lockstep::mpi {
@@ -10,32 +13,22 @@ namespace {
 using Op = c10d::ReduceOp;
 
 MPI_Datatype reduced_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-      return MPI_UINT8_T;
-    case at::kChar:
-      return MPI_INT8_T;
-    case at::kShort:
-      return MPI_INT16_T;
-    case at::kInt:
-      return MPI_INT32_T;
-    case at::kLong:
-      return MPI_INT64_T;
-    case at::kFloat:
-      return MPI_FLOAT;
-    case at::kDouble:
-      return MPI_DOUBLE;
-    case at::kBool:
-      return MPI_C_BOOL;
-    case at::kComplexFloat:
-      return MPI_C_FLOAT_COMPLEX;
-    case at::kComplexDouble:
-      return MPI_C_DOUBLE_COMPLEX;
-    default:
-      throw UsageError(
-          std::string("the backend mpi has no reductions of dtype ") + c10::toString(dtype),
-          "convert the tensor first, for instance to float32");
-  }
+  static const std::pair<at::ScalarType, MPI_Datatype> kTypes[] = {
+      {at::kFloat, MPI_FLOAT},
+      {at::kDouble, MPI_DOUBLE},
+      {at::kByte, MPI_UINT8_T},
+      {at::kChar, MPI_INT8_T},
+      {at::kShort, MPI_INT16_T},
+      {at::kInt, MPI_INT32_T},
+      {at::kLong, MPI_INT64_T},
+      {at::kBool, MPI_C_BOOL},
+      {at::kComplexFloat, MPI_C_FLOAT_COMPLEX},
+      {at::kComplexDouble, MPI_C_DOUBLE_COMPLEX}};
+  for (const auto& [theirs, mpis] : kTypes)
+    if (theirs == dtype) return mpis;
+  throw UsageError(
+      std::string("the backend mpi has no reductions of dtype ") + c10::toString(dtype),
+      "convert the tensor first, for instance to float32");
 }
 
 [[noreturn]] void throw_lacking(at::ScalarType dtype, Op::RedOpType op) {
@@ -46,50 +39,26 @@ MPI_Datatype reduced_type(at::ScalarType dtype) {
               : "bool has no average, complex numbers have no order, premul_sum is for fractions");
 }
 
-MPI_Op logical_op(Op::RedOpType op) {
-  switch (op) {
-    case Op::SUM:
-    case Op::MAX:
-    case Op::BOR:
-      return MPI_LOR;
-    case Op::PRODUCT:
-    case Op::MIN:
-    case Op::BAND:
-      return MPI_LAND;
-    case Op::BXOR:
-      return MPI_LXOR;
-    default:
-      throw_lacking(at::kBool, op);
-  }
-}
+/// The MPI operations in c10d's order, premul_sum last.
+using MpiOps = std::array<MPI_Op, 9>;
+static_assert(MpiOps().size() == size_t{Op::PREMUL_SUM} + 1);
 
-MPI_Op arithmetic_op(at::ScalarType dtype, Op::RedOpType op) {
+MPI_Op op_for(at::ScalarType dtype, Op::RedOpType op) {
+  static const MpiOps logical{MPI_LOR,  MPI_OP_NULL, MPI_LAND, MPI_LAND,   MPI_LOR,
+                              MPI_LAND, MPI_LOR,     MPI_LXOR, MPI_OP_NULL};
+  static const MpiOps arithmetic{MPI_SUM,  MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX,
+                                 MPI_BAND, MPI_BOR, MPI_BXOR, MPI_SUM};
+  const auto index = static_cast<size_t>(op);
+  if (index >= arithmetic.size()) throw UsageError("the backend mpi has no such reduction");
   const bool ordered = op == Op::MIN || op == Op::MAX;
   const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
-  if (ordered && at::isComplexType(dtype)) throw_lacking(dtype, op);
   const bool integral = at::isIntegralType(dtype, /*includeBool=*/false);
-  if (bitwise && !integral) throw_lacking(dtype, op);
-  if (op == Op::PREMUL_SUM && integral) throw_lacking(dtype, op);
-  switch (op) {
-    case Op::SUM:
-    case Op::AVG:
-    case Op::PREMUL_SUM:
-      return MPI_SUM;
-    case Op::PRODUCT:
-      return MPI_PROD;
-    case Op::MIN:
-      return MPI_MIN;
-    case Op::MAX:
-      return MPI_MAX;
-    case Op::BAND:
-      return MPI_BAND;
-    case Op::BOR:
-      return MPI_BOR;
-    case Op::BXOR:
-      return MPI_BXOR;
-    default:
-      throw UsageError("the backend mpi has no such reduction");
-  }
+  const bool lacks = dtype == at::kBool
+                         ? logical[index] == MPI_OP_NULL
+                         : (ordered && at::isComplexType(dtype)) || (bitwise && !integral) ||
+                               (op == Op::PREMUL_SUM && integral);
+  if (lacks) throw_lacking(dtype, op);
+  return (dtype == at::kBool ? logical : arithmetic)[index];
 }
 
 }  // namespace
@@ -99,7 +68,7 @@ Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op) {
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
   reduction.dtype = half ? at::kFloat : dtype;
   reduction.type = reduced_type(reduction.dtype);
-  reduction.op = dtype == at::kBool ? logical_op(op.op_) : arithmetic_op(dtype, op.op_);
+  reduction.op = op_for(dtype, op.op_);
   return reduction;
 }
 
