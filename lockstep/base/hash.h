@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -22,6 +23,13 @@ class Hasher {
   struct Context;
   std::unique_ptr<Context> context_;
 };
+
+/// FNV-1a: a small number that all who have the text come to.
+inline uint32_t fnv1a(std::string_view text) {
+  uint32_t hash = 2166136261u;
+  for (const unsigned char c : text) hash = (hash ^ c) * 16777619u;
+  return hash;
+}
 
 std::string md5_hex(std::string_view bytes);
 std::string sha256_hex(std::string_view bytes);

@@ -59,6 +59,11 @@ int process_number(const std::string& identity) {
   return parts.size() == 3 ? static_cast<int>(parse_int(parts[1]).value_or(-1)) : -1;
 }
 
+std::string with_process(const std::string& name, const std::string& identity) {
+  const int process = process_number(identity);
+  return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
+}
+
 ProcessState process_state(const std::string& identity) {
   const auto parts = split(identity, ' ');
   if (parts.size() != 3 || parts[2].empty() || parts[0] != place()) return ProcessState::unknown;

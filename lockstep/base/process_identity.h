@@ -19,4 +19,8 @@ ProcessState process_state(const std::string& identity);
 /// The process number within an identity; -1 when there is none.
 int process_number(const std::string& identity);
 
+/// "rank 1 (process 4711)" for the name "rank 1"; the name alone where the identity holds no
+/// number.
+std::string with_process(const std::string& name, const std::string& identity);
+
 }  // namespace lockstep

@@ -59,6 +59,12 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
   return joined;
 }
 
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::vector<std::string> numbers;
+  for (const int rank : ranks) numbers.push_back(std::to_string(rank));
+  return (ranks.size() == 1 ? "rank " : "ranks ") + join(numbers, ", ");
+}
+
 std::string random_hex(size_t bytes) {
   constexpr const char* kDigits = "0123456789abcdef";
   std::vector<unsigned char> random(bytes);

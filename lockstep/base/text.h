@@ -20,6 +20,9 @@ std::string to_lower(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 
+/// "rank 3", "ranks 1, 3".
+std::string ranks_text(const std::vector<int>& ranks);
+
 /// Random hexadecimal text of `bytes` bytes from the system, for names that nobody guesses.
 std::string random_hex(size_t bytes);
 

@@ -33,12 +33,6 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
   return missing;
 }
 
-std::string rank_text(const std::vector<int>& ranks) {
-  std::vector<std::string> parts;
-  for (const int rank : ranks) parts.push_back(std::to_string(rank));
-  return (ranks.size() == 1 ? "rank " : "ranks ") + join(parts, ", ");
-}
-
 [[noreturn]] void throw_forming(GroupContext& context, const std::string& name,
                                 const std::vector<int>& global_ranks, Store& backend_store,
                                 const std::string& reason) {
@@ -51,7 +45,7 @@ std::string rank_text(const std::vector<int>& ranks) {
   const std::string what = "rank " + std::to_string(context.rank) + ": forming the group '" + name +
                            "' of " + std::to_string(global_ranks.size()) + " ranks failed";
   if (!missing.empty()) {
-    throw TimeoutError(what + ": " + rank_text(missing) + " did not come within " +
+    throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
                            human_seconds(static_cast<double>(context.timeout.count()) / 1000),
                        "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
                        "WORLD_SIZE? A rank that failed has said why above");
@@ -134,7 +128,6 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.timeout = timeout;
   options.interface = this->context->interface;
   options.address = this->context->address;
-  options.host = this->context->host;
   options.device = device_;
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;

@@ -156,17 +156,14 @@ void ProcessGroup::monitored_barrier(std::chrono::milliseconds timeout) const {
   try {
     store.wait(keys, timeout);
   } catch (const TimeoutError&) {
-    std::vector<std::string> missing;
-    for (int i = 0; i < impl.size; ++i) {
-      if (!store.check({keys[static_cast<size_t>(i)]})) {
-        missing.push_back(std::to_string(impl.global_ranks[static_cast<size_t>(i)]));
-      }
+    std::vector<int> missing;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (!store.check({keys[i]})) missing.push_back(impl.global_ranks[i]);
     }
     if (missing.empty()) return;  // The last came while this rank was giving up.
     throw TimeoutError("rank " + std::to_string(impl.context->rank) + ": monitored_barrier " +
-                       std::to_string(number + 1) + " of group '" + impl.name + "': rank" +
-                       (missing.size() == 1 ? " " : "s ") + join(missing, ", ") +
-                       " did not come within " +
+                       std::to_string(number + 1) + " of group '" + impl.name +
+                       "': " + ranks_text(missing) + " did not come within " +
                        human_seconds(static_cast<double>(timeout.count()) / 1000));
   }
   // All have come here, so all have left the barrier before: nobody waits for its key any more.

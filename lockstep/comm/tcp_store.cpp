@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/native_store.h"
@@ -42,8 +43,7 @@ Store connect_store(const TcpStoreOptions& wanted) {
   options.port = wanted.port;
   options.waitWorkers = wanted.world_size > 0;
   if (wanted.world_size > 0) options.numWorkers = static_cast<size_t>(wanted.world_size);
-  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-  options.timeout = std::max(milliseconds(1000), left);
+  options.timeout = std::max(milliseconds(1000), time_left(deadline));
   Store store = make_store(wanted.host, options);
   store.set_timeout(wanted.timeout);
   limit_silence(wanted.port, wanted.timeout);

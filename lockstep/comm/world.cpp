@@ -102,13 +102,12 @@ void default_local_ranks(JobEnvironment& job) {
 }
 
 [[noreturn]] void throw_missing(Store store, const std::vector<std::string>& keys) {
-  std::vector<std::string> missing;
+  std::vector<int> missing;
   for (size_t rank = 0; rank < keys.size(); ++rank) {
-    if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
+    if (!store.check({keys[rank]})) missing.push_back(static_cast<int>(rank));
   }
   throw TimeoutError(
-      "init: of " + std::to_string(keys.size()) + " ranks, " +
-          (missing.size() == 1 ? "rank " : "ranks ") + join(missing, ", ") +
+      "init: of " + std::to_string(keys.size()) + " ranks, " + ranks_text(missing) +
           " did not come within " +
           human_seconds(static_cast<double>(store.timeout().count()) / 1000),
       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?");

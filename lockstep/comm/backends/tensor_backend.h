@@ -84,7 +84,8 @@ class TensorBackend : public c10d::Backend {
   virtual void submit(const OwnWork& work) = 0;
   /// In which dtype a reduction is done. Throws UsageError where `dtype` has not that reduction.
   virtual at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const = 0;
-  virtual void add_barrier(TensorWork& work) = 0;
+  /// What has no operations is a barrier, where this adds none.
+  virtual void add_barrier(TensorWork&) {}
   /// In place.
   virtual void add_all_reduce(TensorWork& work, const at::Tensor& data,
                               const c10d::ReduceOp& op) = 0;

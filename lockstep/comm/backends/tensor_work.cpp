@@ -71,12 +71,8 @@ at::Tensor copy_of(const at::Tensor& tensor, at::ScalarType dtype) {
 }  // namespace
 
 std::shared_ptr<const GroupNames> names_of(const BackendOptions& options) {
-  auto names = std::make_shared<GroupNames>();
-  names->ranks = options.global_ranks;
-  for (int rank = static_cast<int>(names->ranks.size()); rank < options.size; ++rank)
-    names->ranks.push_back(rank);
-  names->group = options.group_name;
-  return names;
+  return std::make_shared<GroupNames>(
+      GroupNames{names_or_numbers(options.global_ranks, options.size), options.group_name});
 }
 
 void write_to(const at::Tensor& to, const at::Tensor& from) {

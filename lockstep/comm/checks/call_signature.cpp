@@ -36,29 +36,15 @@ constexpr std::array<std::string_view, 22> kOperationNames = {
 };
 static_assert(kOperationNames.size() == static_cast<size_t>(Operation::recv_any) + 1);
 
+/// In c10d's order.
+constexpr std::array<std::string_view, 9> kReductionNames = {
+    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+static_assert(kReductionNames.size() == size_t{c10d::ReduceOp::PREMUL_SUM} + 1);
+
 std::string reduction_name(int reduction) {
-  switch (reduction) {
-    case c10d::ReduceOp::SUM:
-      return "sum";
-    case c10d::ReduceOp::AVG:
-      return "avg";
-    case c10d::ReduceOp::PRODUCT:
-      return "product";
-    case c10d::ReduceOp::MIN:
-      return "min";
-    case c10d::ReduceOp::MAX:
-      return "max";
-    case c10d::ReduceOp::BAND:
-      return "band";
-    case c10d::ReduceOp::BOR:
-      return "bor";
-    case c10d::ReduceOp::BXOR:
-      return "bxor";
-    case c10d::ReduceOp::PREMUL_SUM:
-      return "premul_sum";
-    default:
-      return "reduction " + std::to_string(reduction);
-  }
+  const auto index = static_cast<size_t>(reduction);
+  if (index >= kReductionNames.size()) return "reduction " + std::to_string(reduction);
+  return std::string(kReductionNames[index]);
 }
 
 template <class Range>
@@ -188,6 +174,11 @@ std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensor
   result.reserve(tensors.size());
   for (const auto& tensor : tensors) result.push_back(signature_of(tensor));
   return result;
+}
+
+RankNames names_or_numbers(RankNames names, int size) {
+  for (int rank = static_cast<int>(names.size()); rank < size; ++rank) names.push_back(rank);
+  return names;
 }
 
 std::string rank_list(const std::vector<int>& group_ranks, const RankNames& names) {

@@ -52,6 +52,8 @@ std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensor
 
 /// Ranks of the group, by their number in the default group.
 using RankNames = std::vector<int>;
+/// The names of `size` ranks: themselves where none are told.
+RankNames names_or_numbers(RankNames names, int size);
 /// "rank 3", "ranks 1 and 3", "ranks 1, 2 and 5".
 std::string rank_list(const std::vector<int>& group_ranks, const RankNames& names);
 

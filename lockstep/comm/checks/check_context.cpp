@@ -72,11 +72,6 @@ StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patienc
   return with_prefixes_of(store, std::move(own));
 }
 
-RankNames names_or_numbers(RankNames names, int size) {
-  for (int rank = static_cast<int>(names.size()); rank < size; ++rank) names.push_back(rank);
-  return names;
-}
-
 }  // namespace
 
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -225,9 +220,7 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
 }
 
 std::string CheckContext::name_with_process(int group_rank) {
-  const int process = process_number(known_identity(group_rank));
-  const std::string name = rank_list({group_rank}, names_);
-  return process > 0 ? name + " (process " + std::to_string(process) + ")" : name;
+  return with_process(rank_list({group_rank}, names_), known_identity(group_rank));
 }
 
 void CheckContext::set_lookout(Lookout lookout) {

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -38,6 +39,11 @@ class Variables {
     return static_cast<int>(*parsed);
   }
 
+  /// The same; -1 where it is unset.
+  int number_or_unknown(const std::string& name, int minimum) const {
+    return number(name, minimum).value_or(-1);
+  }
+
   /// The first of several names that is set, or none.
   std::optional<std::string> first_of(const std::vector<std::string>& names) const {
     for (const auto& name : names) {
@@ -66,10 +72,6 @@ struct Claim {
   }
 };
 
-int value_or_unknown(const std::optional<int>& value) {
-  return value.value_or(-1);
-}
-
 std::optional<Claim> torchrun_claim(const Variables& env) {
   if (!env.has("RANK") && !env.has("WORLD_SIZE")) return std::nullopt;
   Claim claim;
@@ -79,10 +81,10 @@ std::optional<Claim> torchrun_claim(const Variables& env) {
   claim.size_name = "WORLD_SIZE";
   claim.rank = env.number("RANK", 0);
   claim.size = env.number("WORLD_SIZE", 1);
-  claim.local_rank = value_or_unknown(env.number("LOCAL_RANK", 0));
-  claim.local_size = value_or_unknown(env.number("LOCAL_WORLD_SIZE", 1));
-  claim.node_rank = value_or_unknown(env.number("GROUP_RANK", 0));
-  claim.nodes = value_or_unknown(env.number("GROUP_WORLD_SIZE", 1));
+  claim.local_rank = env.number_or_unknown("LOCAL_RANK", 0);
+  claim.local_size = env.number_or_unknown("LOCAL_WORLD_SIZE", 1);
+  claim.node_rank = env.number_or_unknown("GROUP_RANK", 0);
+  claim.nodes = env.number_or_unknown("GROUP_WORLD_SIZE", 1);
   return claim;
 }
 
@@ -112,10 +114,10 @@ std::optional<Claim> slurm_claim(const Variables& env) {
   claim.size_name = *size_name;
   claim.rank = env.number("SLURM_PROCID", 0);
   claim.size = env.number(*size_name, 1);
-  claim.local_rank = value_or_unknown(env.number("SLURM_LOCALID", 0));
-  claim.node_rank = value_or_unknown(env.number("SLURM_NODEID", 0));
+  claim.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
+  claim.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
   if (const auto name = env.first_of({"SLURM_STEP_NUM_NODES", "SLURM_NNODES"})) {
-    claim.nodes = value_or_unknown(env.number(*name, 1));
+    claim.nodes = env.number_or_unknown(*name, 1);
   }
   if (claim.nodes == 1) claim.node_rank = 0;
   const auto tasks = env.first_of({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
@@ -134,8 +136,8 @@ std::optional<Claim> openmpi_claim(const Variables& env) {
   claim.size_name = "OMPI_COMM_WORLD_SIZE";
   claim.rank = env.number(claim.rank_name, 0);
   claim.size = env.number(claim.size_name, 1);
-  claim.local_rank = value_or_unknown(env.number("OMPI_COMM_WORLD_LOCAL_RANK", 0));
-  claim.local_size = value_or_unknown(env.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1));
+  claim.local_rank = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_RANK", 0);
+  claim.local_size = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
   // Open MPI does not number its nodes; OMPI_COMM_WORLD_NODE_RANK is a rank within one.
   if (claim.local_size == *claim.size) {
     claim.nodes = 1;
@@ -231,11 +233,9 @@ void check_range(const Claim& claim) {
   }
 }
 
-// The same for every rank of one job, and another for most other jobs: FNV-1a.
+// The same for every rank of one job, and another for most other jobs.
 uint16_t derived_port(const std::string& job) {
-  uint32_t hash = 2166136261u;
-  for (const unsigned char c : job) hash = (hash ^ c) * 16777619u;
-  return static_cast<uint16_t>(kFirstDerivedPort + hash % kDerivedPorts);
+  return static_cast<uint16_t>(kFirstDerivedPort + fnv1a(job) % kDerivedPorts);
 }
 
 void read_slurm_master(const Variables& env, JobEnvironment& job) {

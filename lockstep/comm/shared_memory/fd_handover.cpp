@@ -144,11 +144,8 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
     }
     if (look) look(missing);
     if (Clock::now() < deadline) continue;
-    std::vector<std::string> names;
-    for (const int rank : missing) names.push_back(std::to_string(rank));
-    throw TimeoutError("shared memory of group '" + group +
-                       "': " + (names.size() == 1 ? "rank " : "ranks ") +
-                       lockstep::join(names, ", ") + " did not come");
+    throw TimeoutError("shared memory of group '" + group + "': " + ranks_text(missing) +
+                       " did not come");
   }
 }
 

@@ -10,6 +10,10 @@ namespace lockstep::shm {
 /// "3 MiB", rounded up.
 std::string mebibytes(size_t bytes);
 size_t whole_pages(size_t bytes);
+/// Whole cache lines.
+inline size_t up_to_line(size_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
 
 /// Zeroed memory without a name, for this user's processes only, which nobody can shorten or
 /// extend. The pages of its first `reserved` bytes are there when it returns, so that a lack of

@@ -19,10 +19,6 @@ size_t direct_limit(const SharedGroup& group) {
 /// What a rank reduces at a time. A multiple of every element's size.
 constexpr size_t kReduceBytes = 8 << 10;
 
-size_t up_to_line(size_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
-
 /// `total` bytes in as few pieces of at most `largest` as can be, of about the same size; at least
 /// one. All but the last are whole cache lines.
 class Pieces {
@@ -44,60 +40,88 @@ class Pieces {
   int64_t count_ = 1;
 };
 
+/// What one rank of `size` has of `total` bytes that all share out.
+struct Part {
+  Part(size_t total, int rank, int size) {
+    const auto ranks = static_cast<size_t>(size), index = static_cast<size_t>(rank);
+    const size_t each = up_to_line((total + ranks - 1) / ranks);
+    begin = std::min(total, index * each);
+    end = std::min(total, (index + 1) * each);
+  }
+  size_t begin, end;
+};
+
+/// Where each rank's data lies: this rank's own at `mine`, the others' `offset` bytes into the
+/// `bytes` that they gave.
+void find_sources(const SharedGroup& group, const std::byte* mine, size_t bytes, size_t offset,
+                  std::vector<const void*>& sources) {
+  for (int rank = 0; rank < group.size(); ++rank)
+    sources[static_cast<size_t>(rank)] =
+        rank == group.rank() ? mine : group.given(rank, bytes) + offset;
+}
+
 /// For data that each rank has for each other: how much of it a slot holds for one.
 size_t share_of_slot(const SharedGroup& group) {
   return group.slot_bytes() / static_cast<size_t>(group.size()) / 64 * 64;
 }
 
-/// Every rank reduces everything.
-class DirectReduce : public Plan {
- public:
-  DirectReduce(const SharedGroup& group, std::byte* data, size_t count, size_t element,
-               ReduceKernel kernel, bool takes)
-      : data_(data),
-        element_(element),
-        kernel_(kernel),
-        takes_(takes),
-        pieces_(count * element, group.slot_bytes()),
-        sources_(static_cast<size_t>(group.size())) {}
-
-  int64_t steps() const override { return pieces_.count(); }
-
-  void fill(int64_t step, SharedGroup& group) override {
-    const size_t bytes = pieces_.bytes(step);
-    copy_bytes(group.give(bytes), data_ + pieces_.offset(step), bytes);
+/// Puts what this rank has for each other one into its slot, `share` bytes apart.
+void give_each(SharedGroup& group, const std::vector<const std::byte*>& inputs, size_t share,
+               size_t at, size_t bytes) {
+  std::byte* slot = group.give(group.slot_bytes());
+  for (size_t rank = 0; rank < inputs.size(); ++rank) {
+    if (static_cast<int>(rank) != group.rank())
+      copy_bytes(slot + rank * share, inputs[rank] + at, bytes);
   }
+}
 
-  void drain(int64_t step, SharedGroup& group) override {
-    if (!takes_) return;
-    const size_t bytes = pieces_.bytes(step);
-    std::byte* mine = data_ + pieces_.offset(step);
-    for (int rank = 0; rank < group.size(); ++rank)
-      sources_[static_cast<size_t>(rank)] = rank == group.rank() ? mine : group.given(rank, bytes);
-    kernel_(mine, sources_.data(), group.size(), bytes / element_);
-  }
-
- private:
-  std::byte* data_;
-  size_t element_;
-  ReduceKernel kernel_;
-  bool takes_;
-  Pieces pieces_;
-  std::vector<const void*> sources_;
-};
-
-/// Each rank reduces its part of a block in the step in which the block is given, and puts the
-/// result where its own part of the slot lies unused; a step later the parts are collected.
-class SharedReduce : public Plan {
+/// What all that reduces in slots knows. `takes`: this rank gets the result.
+class Reduce : public Plan {
  public:
-  SharedReduce(const SharedGroup& group, std::byte* data, size_t count, size_t element,
-               ReduceKernel kernel, bool takes)
+  Reduce(const SharedGroup& group, std::byte* data, size_t count, size_t element,
+         ReduceKernel kernel, bool takes)
       : data_(data),
         element_(element),
         kernel_(kernel),
         takes_(takes),
         blocks_(count * element, group.slot_bytes()),
         sources_(static_cast<size_t>(group.size())) {}
+
+ protected:
+  std::byte* data_;
+  size_t element_;
+  ReduceKernel kernel_;
+  bool takes_;
+  Pieces blocks_;
+  std::vector<const void*> sources_;
+};
+
+/// Every rank reduces everything.
+class DirectReduce final : public Reduce {
+ public:
+  using Reduce::Reduce;
+
+  int64_t steps() const override { return blocks_.count(); }
+
+  void fill(int64_t step, SharedGroup& group) override {
+    const size_t bytes = blocks_.bytes(step);
+    copy_bytes(group.give(bytes), data_ + blocks_.offset(step), bytes);
+  }
+
+  void drain(int64_t step, SharedGroup& group) override {
+    if (!takes_) return;
+    const size_t bytes = blocks_.bytes(step);
+    std::byte* mine = data_ + blocks_.offset(step);
+    find_sources(group, mine, bytes, 0, sources_);
+    kernel_(mine, sources_.data(), group.size(), bytes / element_);
+  }
+};
+
+/// Each rank reduces its part of a block in the step in which the block is given, and puts the
+/// result where its own part of the slot lies unused; a step later the parts are collected.
+class SharedReduce final : public Reduce {
+ public:
+  using Reduce::Reduce;
 
   int64_t steps() const override { return blocks_.count() + 1; }
 
@@ -117,24 +141,13 @@ class SharedReduce : public Plan {
   }
 
  private:
-  struct Part {
-    size_t begin, end;
-  };
-  Part part(int64_t block, int rank, int size) const {
-    const size_t bytes = blocks_.bytes(block);
-    const size_t each =
-        up_to_line((bytes + static_cast<size_t>(size) - 1) / static_cast<size_t>(size));
-    return {std::min(bytes, static_cast<size_t>(rank) * each),
-            std::min(bytes, static_cast<size_t>(rank + 1) * each)};
-  }
+  Part part(int64_t block, int rank, int size) const { return {blocks_.bytes(block), rank, size}; }
 
   void reduce(int64_t block, SharedGroup& group) {
     const Part mine = part(block, group.rank(), group.size());
     if (mine.begin == mine.end) return;
     std::byte* own = data_ + blocks_.offset(block) + mine.begin;
-    for (int rank = 0; rank < group.size(); ++rank)
-      sources_[static_cast<size_t>(rank)] =
-          rank == group.rank() ? own : group.given(rank, group.slot_bytes()) + mine.begin;
+    find_sources(group, own, group.slot_bytes(), mine.begin, sources_);
     std::byte* result = group.given(group.rank(), group.slot_bytes()) + mine.begin;
     // In pieces that are still in the first-level cache when they are copied.
     for (size_t left = mine.end - mine.begin; left > 0;) {
@@ -158,13 +171,6 @@ class SharedReduce : public Plan {
                  theirs.end - theirs.begin);
     }
   }
-
-  std::byte* data_;
-  size_t element_;
-  ReduceKernel kernel_;
-  bool takes_;
-  Pieces blocks_;
-  std::vector<const void*> sources_;
 };
 
 /// All ranks' data lies in a region. In the first step each rank reduces its share into everyone's
@@ -173,7 +179,7 @@ class ReduceInPlace : public Plan {
  public:
   ReduceInPlace(const SharedGroup& group, const Region& region, size_t offset, size_t count,
                 size_t element, ReduceKernel kernel)
-      : element_(element), kernel_(kernel), share_(share(group, count * element)) {
+      : element_(element), kernel_(kernel), share_(count * element, group.rank(), group.size()) {
     for (int rank = 0; rank < group.size(); ++rank)
       parts_.push_back(region.part(rank) + offset + share_.begin);
   }
@@ -197,18 +203,9 @@ class ReduceInPlace : public Plan {
   }
 
  private:
-  struct Share {
-    size_t begin, end;
-  };
-  static Share share(const SharedGroup& group, size_t bytes) {
-    const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
-    const size_t each = up_to_line((bytes + size - 1) / size);
-    return {std::min(bytes, rank * each), std::min(bytes, (rank + 1) * each)};
-  }
-
   size_t element_;
   ReduceKernel kernel_;
-  Share share_;
+  Part share_;
   std::vector<std::byte*> parts_;  ///< What is left of this rank's share of each.
 };
 
@@ -272,13 +269,8 @@ class Scatter : public Plan {
 
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
-    if (group.rank() != root_) return;
-    std::byte* slot = group.give(group.slot_bytes());
-    for (int rank = 0; rank < group.size(); ++rank) {
-      if (rank != root_)
-        copy_bytes(slot + static_cast<size_t>(rank) * share_,
-                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
-    }
+    if (group.rank() == root_)
+      give_each(group, inputs_, share_, pieces_.offset(step), pieces_.bytes(step));
   }
   void drain(int64_t step, SharedGroup& group) override {
     const size_t at = pieces_.offset(step);
@@ -311,20 +303,12 @@ class ReduceScatter : public Plan {
 
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
-    std::byte* slot = group.give(group.slot_bytes());
-    for (int rank = 0; rank < group.size(); ++rank) {
-      if (rank != group.rank())
-        copy_bytes(slot + static_cast<size_t>(rank) * share_,
-                   inputs_[static_cast<size_t>(rank)] + pieces_.offset(step), pieces_.bytes(step));
-    }
+    give_each(group, inputs_, share_, pieces_.offset(step), pieces_.bytes(step));
   }
   void drain(int64_t step, SharedGroup& group) override {
     const size_t at = pieces_.offset(step);
     const auto me = static_cast<size_t>(group.rank());
-    for (int rank = 0; rank < group.size(); ++rank)
-      sources_[static_cast<size_t>(rank)] =
-          rank == group.rank() ? inputs_[me] + at
-                               : group.given(rank, group.slot_bytes()) + me * share_;
+    find_sources(group, inputs_[me] + at, group.slot_bytes(), me * share_, sources_);
     kernel_(output_ + at, sources_.data(), group.size(), pieces_.bytes(step) / element_);
   }
 
@@ -426,13 +410,6 @@ class AllToAll : public Plan {
   int64_t data_steps_ = 0;
 };
 
-class Barrier : public Plan {
- public:
-  int64_t steps() const override { return 1; }
-  void fill(int64_t, SharedGroup&) override {}
-  void drain(int64_t, SharedGroup&) override {}
-};
-
 class Sequence : public Plan {
  public:
   explicit Sequence(std::vector<std::unique_ptr<Plan>> plans) : plans_(std::move(plans)) {
@@ -514,10 +491,6 @@ std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call
                                       std::chrono::milliseconds timeout) {
   return std::make_unique<AllToAll>(group, call, std::move(sends), std::move(send_bytes),
                                     std::move(receives), std::move(receive_bytes), timeout);
-}
-
-std::unique_ptr<Plan> barrier_plan() {
-  return std::make_unique<Barrier>();
 }
 
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans) {

@@ -57,8 +57,7 @@ std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call
                                       std::vector<std::byte*> receives,
                                       std::vector<uint64_t> receive_bytes,
                                       std::chrono::milliseconds timeout);
-std::unique_ptr<Plan> barrier_plan();
-/// One after the other, as one call.
+/// One after the other, as one call; without any it is a barrier.
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans);
 
 /// Begins a call: its first step is given, and the others are told.

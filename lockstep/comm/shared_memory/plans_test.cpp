@@ -112,7 +112,7 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
       for (int other = 0; other < size; ++other)
         ASSERT_EQ(received[static_cast<size_t>(other)],
                   numbers(other, length(other, rank) / 4, rank));
-      run(group, "barrier", barrier_plan());
+      run(group, "barrier", sequence_plan({}));
     }
   });
 }

@@ -28,13 +28,6 @@ size_t messages_offset(size_t size, size_t slot_bytes) {
   return whole_pages(slots_offset(size) + size * kSlots * (kSlotHeader + slot_bytes));
 }
 
-template <size_t N>
-void store_text(std::array<char, N>& target, const std::string& text) {
-  const size_t length = std::min(text.size(), N - 1);
-  std::memcpy(target.data(), text.data(), length);
-  target[length] = '\0';
-}
-
 struct flock lock_of(int rank) {
   struct flock lock {};
   lock.l_type = F_WRLCK;

@@ -26,6 +26,12 @@ inline constexpr size_t kSlotHeader = 64;
 inline constexpr size_t kInlineBytes = kSlotHeader - sizeof(SlotHeader);
 inline constexpr int kSlots = 3;  ///< See StepBarrier, 5.
 
+/// A text in shared memory, cut to what fits.
+template <size_t N>
+void store_text(std::array<char, N>& target, const std::string& text) {
+  target[text.copy(target.data(), N - 1)] = '\0';
+}
+
 enum class RankState : uint32_t { absent, joined, left };
 
 struct alignas(64) RankRecord {

@@ -95,6 +95,11 @@ void SharedGroup::compare(const Call& call, std::chrono::milliseconds timeout) {
 }
 
 void SharedGroup::differ(const Call& call, std::chrono::milliseconds timeout) {
+  throw MismatchError(judge_(tell_calls(call, timeout)));
+}
+
+std::vector<std::string> SharedGroup::tell_calls(const Call& call,
+                                                 std::chrono::milliseconds timeout) {
   std::string mine = call.encoded();
   mine.resize(std::min(mine.size(), slot_bytes() - sizeof(uint64_t)));
   const uint64_t length = mine.size();
@@ -111,16 +116,14 @@ void SharedGroup::differ(const Call& call, std::chrono::milliseconds timeout) {
     calls.emplace_back(reinterpret_cast<const char*>(theirs + sizeof(bytes)),
                        std::min<size_t>(bytes, slot_bytes() - sizeof(bytes)));
   }
-  throw MismatchError(judge_(calls));
+  return calls;
 }
 
 void SharedGroup::give_up(Verdict::Kind kind, const std::string& cause) noexcept {
   auto& verdict = segment_.header().verdict;
   uint32_t expected = Verdict::none;
   if (!verdict.kind.compare_exchange_strong(expected, Verdict::writing)) return;
-  const size_t length = std::min(cause.size(), verdict.text.size() - 1);
-  std::memcpy(verdict.text.data(), cause.data(), length);
-  verdict.text[length] = '\0';
+  store_text(verdict.text, cause);
   verdict.kind.store(kind, std::memory_order_seq_cst);
   wake_all(segment_.header().barrier.count);
 }
@@ -210,16 +213,13 @@ std::string SharedGroup::noted_cause(int rank) const {
 void SharedGroup::note_cause(const std::string& cause) noexcept {
   auto& record = segment_.record(rank());
   if (record.caused.load(std::memory_order_relaxed) != 0) return;
-  const size_t length = std::min(cause.size(), record.cause.size() - 1);
-  std::memcpy(record.cause.data(), cause.data(), length);
-  record.cause[length] = '\0';
+  store_text(record.cause, cause);
   record.caused.store(1, std::memory_order_release);
 }
 
 std::string SharedGroup::name(int rank) const {
-  const std::string number = std::to_string(names_[static_cast<size_t>(rank)]);
-  const int process = process_number(segment_.record(rank).identity.data());
-  return "rank " + number + (process > 0 ? " (process " + std::to_string(process) + ")" : "");
+  return with_process("rank " + std::to_string(names_[static_cast<size_t>(rank)]),
+                      segment_.record(rank).identity.data());
 }
 
 }  // namespace lockstep::shm

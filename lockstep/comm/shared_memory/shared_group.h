@@ -78,6 +78,8 @@ class SharedGroup {
   void compare(const Call& call, std::chrono::milliseconds timeout);
   /// The same for what a hash cannot say; all ranks must come to it.
   [[noreturn]] void differ(const Call& call, std::chrono::milliseconds timeout);
+  /// All ranks' `Call::encoded`, for which they take one more step; all must come to it.
+  std::vector<std::string> tell_calls(const Call& call, std::chrono::milliseconds timeout);
   /// What `rank` gave in the step last awaited, or `ago` steps before it (0 or 1): `bytes` of them.
   std::byte* given(int rank, size_t bytes, int ago = 0) const {
     return segment_.slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);

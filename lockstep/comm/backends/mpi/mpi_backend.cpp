@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/process_identity.h"
 
 namespace lockstep::mpi {
@@ -18,27 +19,18 @@ MpiWork& own(TensorWork& work) {
   return static_cast<MpiWork&>(work);
 }
 
-int world_rank(const BackendOptions& options, int rank) {
-  const auto index = static_cast<size_t>(rank);
-  return index < options.global_ranks.size() ? options.global_ranks[index] : rank;
-}
-
-std::shared_ptr<Engine> engine_for(const BackendOptions& options) {
-  int largest = 0;
-  for (int rank = 0; rank < options.size; ++rank)
-    largest = std::max(largest, world_rank(options, rank));
-  return Engine::get(world_rank(options, options.rank), largest + 1);
+std::shared_ptr<Engine> engine_for(const BackendOptions& options, const RankNames& ranks) {
+  return Engine::get(ranks[static_cast<size_t>(options.rank)],
+                     *std::max_element(ranks.begin(), ranks.end()) + 1);
 }
 
 std::string here_key(int rank) {
   return "mpi/here/" + std::to_string(rank);
 }
 
-/// FNV-1a: the same number on all ranks, so that groups formed at once do not mix.
+/// The same number on all ranks, so that groups formed at once do not mix.
 int tag_of(const std::string& name) {
-  uint32_t hash = 2166136261u;
-  for (const unsigned char c : name) hash = (hash ^ c) * 16777619u;
-  return static_cast<int>(hash % 32768);
+  return static_cast<int>(fnv1a(name) % 32768);
 }
 
 void make_communicator(Group& group) {
@@ -54,16 +46,14 @@ void make_communicator(Group& group) {
 
 /// All members meet in the store first: there they can be missed, and named, while MPI would wait
 /// for ever. What remains for MPI takes no time.
-std::shared_ptr<Group> form(const BackendOptions& options, Engine& engine) {
+std::shared_ptr<Group> form(const BackendOptions& options, const RankNames& ranks, Engine& engine) {
   auto group = std::make_shared<Group>();
   group->name = options.group_name;
   group->rank = options.rank;
   group->size = options.size;
+  group->world_ranks = ranks;
   std::vector<std::string> keys;
-  for (int rank = 0; rank < options.size; ++rank) {
-    group->world_ranks.push_back(world_rank(options, rank));
-    keys.push_back(here_key(rank));
-  }
+  for (int rank = 0; rank < options.size; ++rank) keys.push_back(here_key(rank));
   if (options.size > 1) {
     options.store->set(here_key(options.rank), process_identity());
     options.store->wait(keys, options.timeout);
@@ -122,8 +112,8 @@ void average_at_end(MpiWork& work, const at::Tensor& sum, const c10d::ReduceOp& 
 MpiBackend::MpiBackend(const BackendOptions& options, MpiBackendOptions own)
     : TensorBackend(options),
       own_(own),
-      engine_(engine_for(options)),
-      group_(form(options, *engine_)) {}
+      engine_(engine_for(options, names()->ranks)),
+      group_(form(options, names()->ranks, *engine_)) {}
 
 MpiBackend::~MpiBackend() {
   close(/*abort=*/false);

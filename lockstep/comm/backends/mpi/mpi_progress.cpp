@@ -101,8 +101,7 @@ void Engine::fail_waiting(Group& group) {
   while (!group.waiting.empty()) {
     const WorkPtr work = group.waiting.front();
     group.waiting.pop_front();
-    work->complete(std::make_exception_ptr(
-        CommError(work->text() + " cannot start: the group has failed: " + group.failure)));
+    issue(work);
   }
 }
 
@@ -208,9 +207,9 @@ void Engine::look_for_dead() {
       if (static_cast<int>(rank) == group->rank || process_state(identity) != ProcessState::ended)
         continue;
       fail_group(*group, "connection closed: the process of " +
-                             rank_list({static_cast<int>(rank)}, group->world_ranks) +
-                             " (process " + std::to_string(process_number(identity)) +
-                             ") has ended");
+                             with_process(rank_list({static_cast<int>(rank)}, group->world_ranks),
+                                          identity) +
+                             " has ended");
       break;
     }
   }

@@ -99,10 +99,6 @@ at::ScalarType ShmBackend::reduction_dtype(at::ScalarType dtype, const c10d::Red
   return dtype;
 }
 
-void ShmBackend::add_barrier(TensorWork& work) {
-  own(work).add(barrier_plan());
-}
-
 void ShmBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                 const c10d::ReduceOp& op) {
   const ReduceKernel kernel = kernel_for(data.scalar_type(), op);
