@@ -31,7 +31,7 @@ size_t ring_capacity(size_t memory) {
   return (memory - sizeof(RingHeader)) / kLine * kLine;
 }
 
-void RingWriter::attach(std::byte* memory, size_t bytes) {
+void RingEnd::attach(std::byte* memory, size_t bytes) {
   header_ = reinterpret_cast<RingHeader*>(memory);
   ring_ = memory + sizeof(RingHeader);
   capacity_ = ring_capacity(bytes);
@@ -69,7 +69,7 @@ std::byte* RingWriter::put(const Frame& frame) {
   std::byte* place = ring_ + offset_;
   std::memcpy(place, &frame, sizeof(frame));
   position_ += bytes;
-  offset_ = offset_ + bytes == capacity_ ? 0 : offset_ + bytes;
+  step(bytes);
   return place + payload_offset(frame.kind);
 }
 
@@ -91,12 +91,6 @@ bool RingWriter::moved() const {
   return waiting == kAgain || header_->read.load(std::memory_order_seq_cst) + 1 != waiting;
 }
 
-void RingReader::attach(std::byte* memory, size_t bytes) {
-  header_ = reinterpret_cast<RingHeader*>(memory);
-  ring_ = memory + sizeof(RingHeader);
-  capacity_ = ring_capacity(bytes);
-}
-
 const Frame* RingReader::next() {
   while (true) {
     const uint64_t position = position_.load(std::memory_order_relaxed);
@@ -116,7 +110,7 @@ const std::byte* RingReader::payload(const Frame& frame) const {
 
 void RingReader::pop(const Frame& frame) {
   const size_t bytes = frame_bytes(frame);
-  offset_ = offset_ + bytes == capacity_ ? 0 : offset_ + bytes;
+  step(bytes);
   position_.store(position_.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
 }
 

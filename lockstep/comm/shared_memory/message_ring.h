@@ -68,16 +68,29 @@ struct RingHeader {
 /// Bytes for frames in a ring of `memory` bytes.
 size_t ring_capacity(size_t memory);
 
+/// One of the two ends of a ring.
+class RingEnd {
+ public:
+  /// `memory` holds a RingHeader and the ring; it is not touched before the first use.
+  void attach(std::byte* memory, size_t bytes);
+
+ protected:
+  /// Goes `bytes` further in the ring.
+  void step(size_t bytes) { offset_ = offset_ + bytes == capacity_ ? 0 : offset_ + bytes; }
+
+  RingHeader* header_ = nullptr;
+  std::byte* ring_ = nullptr;
+  size_t capacity_ = 0;
+  size_t offset_ = 0;  ///< Of `position_` in the ring.
+};
+
 /// The only writer of a ring; one thread at a time, except where said.
 ///
 /// `written` is stored after the frames, so a reader that sees it sees them, and a writer that dies
 /// within a frame has written nothing. `read` is stored after the reader has copied what it needs,
 /// so the writer overwrites only what nobody looks at.
-class RingWriter {
+class RingWriter : public RingEnd {
  public:
-  /// `memory` holds a RingHeader and the ring; it is not touched before the first `put`.
-  void attach(std::byte* memory, size_t bytes);
-  bool attached() const { return header_ != nullptr; }
   /// A place for the payload of `frame`, whose `bytes` are at most half the capacity less a line;
   /// null when there is no room: then `blocked()` holds until there is or `unblock` is called.
   std::byte* put(const Frame& frame);
@@ -94,10 +107,6 @@ class RingWriter {
   static constexpr uint64_t kAgain = UINT64_MAX;
   bool room(size_t bytes);
 
-  RingHeader* header_ = nullptr;
-  std::byte* ring_ = nullptr;
-  size_t capacity_ = 0;
-  size_t offset_ = 0;      ///< Of `position_` in the ring.
   uint64_t position_ = 0;  ///< Written, published or not.
   uint64_t published_ = 0;
   uint64_t read_ = 0;  ///< As last seen.
@@ -106,10 +115,8 @@ class RingWriter {
 };
 
 /// The only reader of a ring; one thread at a time, except where said.
-class RingReader {
+class RingReader : public RingEnd {
  public:
-  void attach(std::byte* memory, size_t bytes);
-  bool attached() const { return header_ != nullptr; }
   /// The next frame, which stays where it is until `release`; null when there is none.
   const Frame* next();
   const std::byte* payload(const Frame& frame) const;
@@ -125,10 +132,6 @@ class RingReader {
   }
 
  private:
-  RingHeader* header_ = nullptr;
-  const std::byte* ring_ = nullptr;
-  size_t capacity_ = 0;
-  size_t offset_ = 0;
   std::atomic<uint64_t> position_{0};
   uint64_t released_ = 0;
   uint64_t written_ = 0;  ///< As last seen.

@@ -20,15 +20,20 @@ Mailbox& Messages::mailbox(int rank) {
   return *reinterpret_cast<Mailbox*>(group_.segment().messages(rank, rank));
 }
 
-bool Messages::look() {
+template <class Visit>
+bool Messages::any_opened(Visit visit) {
   for (int first = 0; first < size_; first += 64) {
     uint64_t opened =
         mailbox_->opened[static_cast<size_t>(first) / 64].load(std::memory_order_seq_cst);
-    for (; opened != 0; opened &= opened - 1) {
-      const auto rank = static_cast<size_t>(first + std::countr_zero(opened));
-      if (peers_[rank].in.filled()) return true;
-    }
+    for (; opened != 0; opened &= opened - 1)
+      if (visit(first + std::countr_zero(opened))) return true;
   }
+  return false;
+}
+
+bool Messages::look() {
+  if (any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); }))
+    return true;
   if (blocked_.load(std::memory_order_seq_cst) == 0) return false;
   return std::any_of(peers_.begin(), peers_.end(),
                      [](const Peer& peer) { return peer.out.moved(); });
@@ -36,11 +41,10 @@ bool Messages::look() {
 
 bool Messages::progress() {
   bool any = false;
-  for (int first = 0; first < size_; first += 64) {
-    uint64_t opened =
-        mailbox_->opened[static_cast<size_t>(first) / 64].load(std::memory_order_seq_cst);
-    for (; opened != 0; opened &= opened - 1) any |= drain(first + std::countr_zero(opened));
-  }
+  any_opened([&](int rank) {
+    any |= drain(rank);
+    return false;
+  });
   if (blocked_.load(std::memory_order_relaxed) == 0) return any;
   for (int rank = 0; rank < size_; ++rank)
     if (peers_[static_cast<size_t>(rank)].out.moved()) any |= flush(rank);
@@ -83,10 +87,7 @@ void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
       }
       break;
     case FrameKind::ack:
-      if (const MessagePtr send = peer.sends.take(frame.id)) {
-        answered(peer, send->tag_);
-        finish(send);
-      }
+      if (const MessagePtr send = take_answered(peer, frame.id)) finish(send);
       break;
     case FrameKind::clear:
       on_clear(rank, frame);
@@ -103,7 +104,7 @@ void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
       break;
     case FrameKind::abort:
       if (const MessagePtr recv = receiving_.take(frame.id))
-        finish(recv, std::make_exception_ptr(PeerLostError(me() + ": " + recv->call_->text() +
+        finish(recv, std::make_exception_ptr(PeerLostError(text_of(*recv) +
                                                            " cannot finish: " + group_.name(rank) +
                                                            " has given its send up")));
       break;
@@ -114,27 +115,20 @@ void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
 
 void Messages::on_clear(int rank, const Frame& frame) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  const MessagePtr send = peer.sends.take(frame.id);
+  const MessagePtr send = take_answered(peer, frame.id);
   if (!send) return;
   send->other_id_ = frame.size;
   send->stage_ = Message::Stage::moving;
   peer.sending.push_back(send);
   ++owed_;
-  answered(peer, send->tag_);
 }
 
 void Messages::on_refuse(int rank, const Frame& frame, std::string theirs) {
-  Peer& peer = peers_[static_cast<size_t>(rank)];
-  const MessagePtr send = peer.sends.take(frame.id);
+  const MessagePtr send = take_answered(peers_[static_cast<size_t>(rank)], frame.id);
   if (!send) return;
-  answered(peer, send->tag_);
-  Answer mine;
-  mine.frame.kind = FrameKind::signature;
-  mine.frame.id = frame.size;
-  mine.frame.size = send->number_;
-  mine.payload = encoded(*send);
-  finish(send, mismatch({mine.payload, std::move(theirs), rank_, rank, send->tag_, send->number_}));
-  answer(rank, std::move(mine));
+  std::string mine = encoded(*send);
+  finish(send, mismatch({mine, std::move(theirs), rank_, rank, send->tag_, send->number_}));
+  answer(rank, FrameKind::signature, frame.size, send->number_, std::move(mine));
 }
 
 void Messages::on_data(const Frame& frame, const std::byte* payload) {
@@ -146,12 +140,14 @@ void Messages::on_data(const Frame& frame, const std::byte* payload) {
   if (recv.moved_ == recv.bytes_) finish(receiving_.take(frame.id));
 }
 
-void Messages::answer(int rank, Answer answer) {
+void Messages::answer(int rank, FrameKind kind, uint64_t id, uint64_t size, std::string payload) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (peer.lost) return;
-  answer.payload.resize(std::min(answer.payload.size(), chunk_));
-  answer.frame.bytes = static_cast<uint32_t>(answer.payload.size());
-  peer.answers.push_back(std::move(answer));
+  payload.resize(std::min(payload.size(), chunk_));
+  const auto bytes = static_cast<uint32_t>(payload.size());
+  peer.answers.push_back(
+      {{.kind = kind, .bytes = bytes, .tag = 0, .eager = 0, .id = id, .size = size, .hash = 0},
+       std::move(payload)});
   ++owed_;
 }
 

@@ -215,16 +215,16 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
     finish(message, untold_mismatch(*message));
     return;
   }
-  const std::string who = message->peer_ == kAnyRank ? "no rank" : group_.name(message->peer_);
-  const char* call = message->send_ ? "the receive" : "the send";
   const bool never = message->peer_ == kAnyRank;
+  const std::string who = never ? "no rank" : group_.name(message->peer_);
+  const char* call = message->send_ ? "the receive" : "the send";
   const std::string what = message->stage_ == Message::Stage::waiting
                                ? who + (never ? " called " : " did not call ") + call
                                : who + " has called " + call + " but does not go on";
-  finish(message, std::make_exception_ptr(TimeoutError(
-                      me() + ": " + message->call_->text() + " did not finish within " +
-                          seconds_text(timeout) + ": " + what,
-                      "do both sides use the same ranks and tag? Else give a longer time-out")));
+  finish(message,
+         std::make_exception_ptr(TimeoutError(
+             text_of(*message) + " did not finish within " + seconds_text(timeout) + ": " + what,
+             "do both sides use the same ranks and tag? Else give a longer time-out")));
 }
 
 void Messages::close() {
@@ -232,8 +232,8 @@ void Messages::close() {
     const Lock lock(*this);
     closed_ = true;
     fail_all([this](const Message& message) {
-      return std::make_exception_ptr(CommError(me() + ": " + message.call_->text() +
-                                               " had not finished when the group was closed"));
+      return std::make_exception_ptr(
+          CommError(text_of(message) + " had not finished when the group was closed"));
     });
     for (int rank = 0; rank < size_; ++rank) flush(rank);
   }
@@ -264,8 +264,9 @@ Messages::~Messages() {
   close();
 }
 
-std::string Messages::me() const {
-  return "rank " + std::to_string(group_.names()[static_cast<size_t>(rank_)]);
+std::string Messages::text_of(const Message& message) const {
+  return "rank " + std::to_string(group_.names()[static_cast<size_t>(rank_)]) + ": " +
+         message.call_->text();
 }
 
 std::exception_ptr Messages::verdict_error(const Message& message) const {
@@ -274,7 +275,7 @@ std::exception_ptr Messages::verdict_error(const Message& message) const {
   } catch (...) {
     return std::current_exception();
   }
-  return std::make_exception_ptr(CommError(me() + ": " + message.call_->text() + " failed"));
+  return std::make_exception_ptr(CommError(text_of(message) + " failed"));
 }
 
 std::exception_ptr Messages::lost_error(const Message& message) const {
@@ -285,7 +286,7 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
   }
   group_.note_cause(join(lost, ", "));
   return std::make_exception_ptr(
-      PeerLostError(me() + ": " + message.call_->text() + " cannot finish: " + join(lost, ", ")));
+      PeerLostError(text_of(message) + " cannot finish: " + join(lost, ", ")));
 }
 
 std::string Messages::encoded(const Message& message) {
@@ -312,9 +313,9 @@ std::exception_ptr Messages::mismatch(const Disagreement& disagreement) const {
 }
 
 std::exception_ptr Messages::untold_mismatch(const Message& recv) const {
-  return std::make_exception_ptr(MismatchError(
-      me() + ": " + recv.call_->text() + " has met a send of another size or dtype; " +
-      group_.name(recv.peer_) + " did not tell of which before it ended"));
+  return std::make_exception_ptr(
+      MismatchError(text_of(recv) + " has met a send of another size or dtype; " +
+                    group_.name(recv.peer_) + " did not tell of which before it ended"));
 }
 
 }  // namespace lockstep::shm

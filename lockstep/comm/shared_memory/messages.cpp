@@ -91,8 +91,8 @@ MessagePtr Messages::make(bool send, int peer, MessageCall call) {
 
 bool Messages::admit(const MessagePtr& message) {
   if (closed_) {
-    finish(message, std::make_exception_ptr(CommError(me() + ": " + message->call_->text() +
-                                                      " came after the group's end")));
+    finish(message,
+           std::make_exception_ptr(CommError(text_of(*message) + " came after the group's end")));
     return false;
   }
   if (group_.failed()) {
@@ -203,6 +203,12 @@ void Messages::answered(Peer& peer, int tag) {
   withheld.erase(next);
 }
 
+MessagePtr Messages::take_answered(Peer& peer, uint64_t id) {
+  MessagePtr send = peer.sends.take(id);
+  if (send) answered(peer, send->tag_);
+  return send;
+}
+
 bool Messages::meet_earlier(const MessagePtr& recv) {
   auto& list = arrived_[bucket(recv->tag_)];
   for (auto it = list.begin(); it != list.end();) {
@@ -245,32 +251,29 @@ MessagePtr Messages::take_posted(int from, int tag) {
   return nullptr;
 }
 
+void Messages::meet(Message& recv, int from) {
+  if (recv.peer_ == kAnyRank) {
+    recv.peer_ = from;
+    ++peers_[static_cast<size_t>(from)].live;
+  }
+  recv.source_.store(from, std::memory_order_release);
+}
+
 void Messages::match(int from, const Frame& frame, const std::byte* payload,
                      const MessagePtr& recv) {
-  Peer& peer = peers_[static_cast<size_t>(from)];
-  if (recv->peer_ == kAnyRank) {
-    recv->peer_ = from;
-    ++peer.live;
-  }
-  recv->source_.store(from, std::memory_order_release);
+  meet(*recv, from);
   if (frame.size != recv->bytes_ || frame.hash != recv->hash_) {
     refuse(from, frame, recv);
   } else if (frame.eager) {
     copy_bytes(recv->data_, payload, recv->bytes_);
-    Answer ack;
-    ack.frame.kind = FrameKind::ack;
-    ack.frame.id = frame.id;
-    answer(from, std::move(ack));
+    answer(from, FrameKind::ack, frame.id);
     finish(recv);
-  } else if (peer.lost) {
+  } else if (peers_[static_cast<size_t>(from)].lost) {
     finish(recv, lost_error(*recv));
   } else {
     recv->stage_ = Message::Stage::moving;
-    Answer clear;
-    clear.frame.kind = FrameKind::clear;
-    clear.frame.id = frame.id;
-    clear.frame.size = recv->id_ = receiving_.add(recv);
-    answer(from, std::move(clear));
+    recv->id_ = receiving_.add(recv);
+    answer(from, FrameKind::clear, frame.id, recv->id_);
   }
 }
 
@@ -280,20 +283,12 @@ void Messages::refuse(int from, const Frame& frame, const MessagePtr& recv) {
     finish(recv, untold_mismatch(*recv));
     return;
   }
-  Answer refusal;
-  refusal.frame.kind = FrameKind::refuse;
-  refusal.frame.id = frame.id;
-  refusal.frame.size = recv->id_ = receiving_.add(recv);
-  refusal.payload = encoded(*recv);
-  answer(from, std::move(refusal));
+  recv->id_ = receiving_.add(recv);
+  answer(from, FrameKind::refuse, frame.id, recv->id_, encoded(*recv));
 }
 
 void Messages::match_own(const MessagePtr& send, const MessagePtr& recv) {
-  if (recv->peer_ == kAnyRank) {
-    recv->peer_ = rank_;
-    ++peers_[static_cast<size_t>(rank_)].live;
-  }
-  recv->source_.store(rank_, std::memory_order_release);
+  meet(*recv, rank_);
   std::exception_ptr error;
   if (send->bytes_ != recv->bytes_ || send->hash_ != recv->hash_) {
     error = mismatch({encoded(*send), encoded(*recv), rank_, rank_, send->tag_, send->number_});

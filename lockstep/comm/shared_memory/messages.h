@@ -188,7 +188,7 @@ class Messages {
     std::vector<uint32_t> free_;
   };
   struct Answer {
-    Frame frame{};
+    Frame frame;
     std::string payload;
   };
   /// An announcement without a receive yet.
@@ -221,8 +221,11 @@ class Messages {
   bool admit(const MessagePtr& message);
   void grant(Peer& peer, MessagePtr message);
   void answered(Peer& peer, int tag);
+  /// The send that an answer is for; null when it is not known any more.
+  MessagePtr take_answered(Peer& peer, uint64_t id);
   bool meet_earlier(const MessagePtr& recv);
   MessagePtr take_posted(int from, int tag);
+  void meet(Message& recv, int from);
   void match(int from, const Frame& frame, const std::byte* payload, const MessagePtr& recv);
   void match_own(const MessagePtr& send, const MessagePtr& recv);
   void refuse(int from, const Frame& frame, const MessagePtr& recv);
@@ -235,7 +238,7 @@ class Messages {
   void on_clear(int rank, const Frame& frame);
   void on_refuse(int rank, const Frame& frame, std::string theirs);
   void on_data(const Frame& frame, const std::byte* payload);
-  void answer(int rank, Answer answer);
+  void answer(int rank, FrameKind kind, uint64_t id, uint64_t size = 0, std::string payload = {});
   bool flush(int rank);
   bool flush_answers(Peer& peer);
   bool flush_announcements(Peer& peer);
@@ -248,6 +251,9 @@ class Messages {
   // message_waits.cpp: who does the work when, and what ends it.
   void wait(Message& message, std::chrono::milliseconds timeout);
   void drive(Message& message, std::chrono::milliseconds timeout);
+  /// Calls `visit` for each rank that has used its ring to this one, until it returns true.
+  template <class Visit>
+  bool any_opened(Visit visit);
   bool look();  ///< Without the mutex: whether `progress` has something to do.
   template <class Enough>
   void doze(const Enough& enough, std::chrono::nanoseconds limit);  ///< Without the mutex.
@@ -262,7 +268,8 @@ class Messages {
   std::exception_ptr mismatch(const Disagreement& disagreement) const;
   std::exception_ptr untold_mismatch(const Message& recv) const;
   static std::string encoded(const Message& message);
-  std::string me() const;
+  /// "rank 0: send(to rank 1) of ...".
+  std::string text_of(const Message& message) const;
   bool busy() const { return !live_.empty() || owed_ > 0 || unanswered_ > 0; }
   bool needed() const { return busy() && drivers_.load(std::memory_order_seq_cst) == 0; }
   void start_or_wake_thread();
