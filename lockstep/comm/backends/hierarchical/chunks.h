@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "lockstep/comm/shared_memory/memory.h"
+
 namespace lockstep::hierarchical {
 
 /// `total` bytes in chunks of `size`, the last one smaller; none for 0 bytes.
@@ -15,9 +17,7 @@ struct Chunks {
   size_t bytes(size_t chunk) const { return offset(chunk + 1) - offset(chunk); }
 };
 
-inline size_t up_to_line(size_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
+using shm::up_to_line;
 
 /// Chunks of whole cache lines: about four of them, none above `largest` nor, where there are
 /// several, below `least`.

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/native_log.h"
 
 namespace lockstep::hierarchical {

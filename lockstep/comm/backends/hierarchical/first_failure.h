@@ -6,14 +6,12 @@
 #include <string>
 
 #include "lockstep/comm/backends/hierarchical/store_requests.h"
+#include "lockstep/comm/checks/check_context.h"
 
 namespace lockstep::hierarchical {
 
 /// Why a group is of no more use.
-struct Cause {
-  bool timed_out = false;  ///< Else a rank was lost.
-  std::string text;        ///< "rank 3 (process 4711) has ended"
-};
+using Cause = CheckContext::Failure;
 
 /// The first failure of a group, told to all its hosts through the store. Any thread may call;
 /// nothing throws or blocks for long, as a store that is lost as well changes nothing.

@@ -113,10 +113,6 @@ at::ScalarType HierarchicalBackend::reduction_dtype(at::ScalarType dtype,
   return dtype;
 }
 
-void HierarchicalBackend::add_barrier(TensorWork& work) {
-  own(work).add(hierarchical::barrier);
-}
-
 void HierarchicalBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                          const c10d::ReduceOp& op) {
   own(work).add([data, joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {

@@ -83,10 +83,6 @@ Between make_between(const BackendOptions& options, const HostLayout& layout) {
   return {chosen.make(between), leaders};
 }
 
-void append(std::string& text, const void* data, size_t bytes) {
-  text.append(static_cast<const char*>(data), bytes);
-}
-
 }  // namespace
 
 std::vector<Member> meet(const BackendOptions& options) {
@@ -174,12 +170,13 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
   frames_under_way_.clear();
   try {
     body();
+  } catch (const HostFailure& failure) {
+    fail(failure);
   } catch (const MismatchError&) {
     throw;
   } catch (const CommError&) {
     // Told on this host by whoever noticed it; the other hosts are told by all who hear of it here.
-    if (const auto known = failure())
-      first_failure_.raise({known->timed_out, known->text}, call.text());
+    if (const auto known = failure()) first_failure_.raise(*known, call.text());
     throw;
   } catch (const std::exception& error) {
     abort("failed in " + call.text() + " " + error.what());
@@ -187,13 +184,11 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
   }
 }
 
-void Hierarchy::step(const std::function<void(std::byte*)>& give,
-                     const std::function<void()>& take) {
-  if (give) give(group_.give(group_.slot_bytes()));
+void Hierarchy::step(const std::function<void(std::byte*)>& give) {
+  give(group_.give(group_.slot_bytes()));
   group_.arrive();
   group_.await(*call_, first_step_ ? timeout_ : timeout_ + kSlack);
   first_step_ = false;
-  if (take) take();
 }
 
 void Hierarchy::run_local(shm::Plan& plan) {
@@ -208,12 +203,10 @@ void Hierarchy::run_local(shm::Plan& plan) {
 void Hierarchy::give_hash(SmallData* data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
-  step(
-      [&](std::byte* slot) {
-        std::memcpy(slot, &hash, sizeof(hash));
-        if (data) data->give(slot + sizeof(hash));
-      },
-      {});
+  step([&](std::byte* slot) {
+    std::memcpy(slot, &hash, sizeof(hash));
+    if (data) data->give(slot + sizeof(hash));
+  });
   std::vector<const std::byte*> ranks;
   alike_ = true;
   for (int rank = 0; rank < group_.size(); ++rank) {
@@ -252,12 +245,10 @@ void Hierarchy::await_frames(SmallData* data) {
 
 void Hierarchy::tell_verdict(SmallData* data) {
   if (leaders_) await_frames(data);
-  step(
-      [&](std::byte* slot) {
-        const uint64_t verdict = alike_ ? Frame::same : Frame::differs;
-        if (leaders_) std::memcpy(slot, &verdict, sizeof(verdict));
-      },
-      {});
+  step([&](std::byte* slot) {
+    const uint64_t verdict = alike_ ? Frame::same : Frame::differs;
+    if (leaders_) std::memcpy(slot, &verdict, sizeof(verdict));
+  });
   const std::byte* told = group_.given(0, group_.slot_bytes());
   uint64_t verdict = Frame::same;
   std::memcpy(&verdict, told, sizeof(verdict));
@@ -281,24 +272,11 @@ void Hierarchy::exchange(SmallData& data) {
 
 // What the ranks of this host call, as (rank, length, text) each, on its leader.
 std::string Hierarchy::gather_calls() {
-  std::string mine = call_->encoded(), all;
-  mine.resize(std::min(mine.size(), group_.slot_bytes() - sizeof(uint64_t)));
-  const uint64_t length = mine.size();
-  step(
-      [&](std::byte* slot) {
-        std::memcpy(slot, &length, sizeof(length));
-        std::memcpy(slot + sizeof(length), mine.data(), mine.size());
-      },
-      {});
-  for (int index = 0; index < group_.size(); ++index) {
-    const std::byte* slot = group_.given(index, group_.slot_bytes());
-    const uint64_t rank = static_cast<uint64_t>(layout_.mine()[static_cast<size_t>(index)]);
-    uint64_t theirs = 0;
-    std::memcpy(&theirs, slot, sizeof(theirs));
-    theirs = std::min<uint64_t>(theirs, group_.slot_bytes() - sizeof(uint64_t));
-    append(all, &rank, sizeof(rank));
-    append(all, &theirs, sizeof(theirs));
-    append(all, slot + sizeof(theirs), theirs);
+  std::string all;
+  const auto calls = group_.tell_calls(*call_, timeout_ + kSlack);
+  for (size_t index = 0; index < calls.size(); ++index) {
+    const uint64_t head[]{static_cast<uint64_t>(layout_.mine()[index]), calls[index].size()};
+    all.append(reinterpret_cast<const char*>(head), sizeof(head)) += calls[index];
   }
   return all;
 }
@@ -353,33 +331,15 @@ std::byte* Hierarchy::scratch(size_t bytes) {
   return scratch_.get();
 }
 
-template <class Action>
-void Hierarchy::between_hosts(Action action) {
-  try {
-    action();
-  } catch (const HostFailure& failure) {
-    fail(failure);
-  }
-}
-
-void Hierarchy::send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
-  between_hosts([&] { leaders_->send(host, data, bytes, transfers); });
-}
-
-void Hierarchy::receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
-  between_hosts([&] { leaders_->receive(host, data, bytes, transfers); });
-}
-
 void Hierarchy::finish(Transfers& transfers) {
-  between_hosts([&] { leaders_->finish(transfers, Clock::now() + timeout_); });
+  leaders_->finish(transfers, Clock::now() + timeout_);
 }
 
 std::string Hierarchy::name_of_host(int host) const {
   const auto& ranks = layout_.hosts[static_cast<size_t>(host)];
   const auto leader = static_cast<size_t>(ranks.front());
-  const int process = process_number(members_[leader].identity);
-  std::string text = "rank " + std::to_string(names_[leader]);
-  if (process > 0) text += " (process " + std::to_string(process) + ")";
+  std::string text =
+      with_process("rank " + std::to_string(names_[leader]), members_[leader].identity);
   if (ranks.size() > 1) text += ", which speaks for " + rank_list(ranks, names_) + " of its host,";
   return text;
 }
@@ -416,11 +376,11 @@ void Hierarchy::condemn(const Cause& cause) noexcept {
   group_.give_up(cause.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, cause.text);
 }
 
-std::optional<CheckContext::Failure> Hierarchy::failure() const {
+std::optional<Cause> Hierarchy::failure() const {
   const auto& verdict = group_.segment().header().verdict;
   const auto kind = verdict.kind.load(std::memory_order_acquire);
   if (kind <= shm::Verdict::writing) return std::nullopt;
-  return CheckContext::Failure{kind == shm::Verdict::timed_out, verdict.text.data()};
+  return Cause{kind == shm::Verdict::timed_out, verdict.text.data()};
 }
 
 void Hierarchy::fail(const HostFailure& failure) {

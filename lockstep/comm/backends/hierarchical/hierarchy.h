@@ -90,9 +90,13 @@ class Hierarchy {
   /// fresh memory costs more than what is done with it. A call asks once.
   std::byte* scratch(size_t bytes);
 
-  // On a leader.
-  void send(int host, const std::byte* data, size_t bytes, Transfers& transfers);
-  void receive(int host, std::byte* data, size_t bytes, Transfers& transfers);
+  // On a leader. Throw HostFailure, for `run` to handle.
+  void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
+    leaders_->send(host, data, bytes, transfers);
+  }
+  void receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
+    leaders_->receive(host, data, bytes, transfers);
+  }
   void finish(Transfers& transfers);
 
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
@@ -102,14 +106,12 @@ class Hierarchy {
 
  private:
   struct Frame;
-  void step(const std::function<void(std::byte*)>& give, const std::function<void()>& take);
+  void step(const std::function<void(std::byte*)>& give);
   void give_hash(SmallData* data);
   void await_frames(SmallData* data);
   void tell_verdict(SmallData* data);
   [[noreturn]] void disagree();
   std::string gather_calls();
-  template <class Action>
-  void between_hosts(Action action);
   [[noreturn]] void fail(const HostFailure& failure);
   [[noreturn]] void give_up(const Cause& cause);
   Cause cause_of(const HostFailure& failure);
@@ -119,7 +121,7 @@ class Hierarchy {
   void lost(const Lifeline::Break& broken) noexcept;
   std::string how_lost(int host, const std::string& why) const;
   void condemn(const Cause& cause) noexcept;
-  std::optional<CheckContext::Failure> failure() const;
+  std::optional<Cause> failure() const;
 
   const HostLayout layout_;
   const std::vector<Member> members_;

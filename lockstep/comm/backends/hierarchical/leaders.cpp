@@ -45,14 +45,6 @@ void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfer
   }
 }
 
-void Leaders::send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
-  post(true, host, const_cast<std::byte*>(data), bytes, transfers);
-}
-
-void Leaders::receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
-  post(false, host, data, bytes, transfers);
-}
-
 void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
   for (auto& transfer : transfers) {
     TransferWait::End end = TransferWait::End::done;

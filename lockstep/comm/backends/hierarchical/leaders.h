@@ -50,8 +50,12 @@ class Leaders {
   int hosts() const { return static_cast<int>(ranks_.size()); }
 
   /// Appended to `transfers`; nothing is for 0 bytes. Do not block. Throw HostFailure.
-  void send(int host, const std::byte* data, size_t bytes, Transfers& transfers);
-  void receive(int host, std::byte* data, size_t bytes, Transfers& transfers);
+  void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
+    post(true, host, const_cast<std::byte*>(data), bytes, transfers);
+  }
+  void receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
+    post(false, host, data, bytes, transfers);
+  }
   /// Waits for all and empties the list. Throws HostFailure.
   void finish(Transfers& transfers, Clock::time_point deadline);
   /// Ends what waits, now and later. Any thread.

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -34,16 +34,6 @@ struct Hello {
   std::array<char, kToken> token{};
   int32_t host = -1;
 };
-
-std::string random_token() {
-  std::array<unsigned char, kToken / 2> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw SystemError("getrandom", errno);
-  std::string token;
-  for (const unsigned char byte : bytes)
-    token += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
-  return token;
-}
 
 std::string key_of(int host) {
   return std::to_string(host);
@@ -74,7 +64,7 @@ Lifeline::Lifeline(Options options)
       deadline_(Clock::now() + options_.timeout),
       connections_(options_.names.size()) {
   const UniqueFd listener = listen_on(options_.address, 0);
-  const Place mine{options_.address, random_token(), bound_port(listener.get())};
+  const Place mine{options_.address, random_hex(kToken / 2), bound_port(listener.get())};
   options_.store->set(key_of(options_.host), mine.encoded());
   for (int host = 0; host < options_.host; ++host) {
     const std::vector<std::string> key{key_of(host)};
@@ -96,8 +86,7 @@ Lifeline::~Lifeline() {
 }
 
 milliseconds Lifeline::left() const {
-  return std::max(milliseconds(1),
-                  std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
+  return std::max(milliseconds(1), time_left(deadline_));
 }
 
 void Lifeline::throw_missing(int host, const std::string& why) const {
@@ -146,7 +135,7 @@ std::optional<int> Lifeline::read_hello(int connection, const std::string& token
   size_t have = 0;
   const auto end = std::min(deadline_, Clock::now() + kHello);
   while (have < sizeof(hello)) {
-    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now()).count();
+    const auto left = time_left(end).count();
     pollfd entry{connection, POLLIN, 0};
     if (left <= 0 || poll(&entry, 1, static_cast<int>(left)) == 0) return std::nullopt;
     const ssize_t got = recv(connection, reinterpret_cast<char*>(&hello) + have,
