@@ -35,6 +35,12 @@ void agree_over(Hierarchy& hierarchy, Local local) {
 
 using Sources = std::vector<const std::byte*>;
 
+template <class Visit>
+void each_other_host(const HostLayout& layout, Visit visit) {
+  for (size_t host = 0; host < layout.hosts.size(); ++host)
+    if (static_cast<int>(host) != layout.host) visit(host);
+}
+
 /// A call with small data, which these functions give, join and take; see SmallData.
 template <class Give, class JoinRanks, class JoinHosts, class Take>
 void exchange_small(Hierarchy& hierarchy, Give give, JoinRanks join_ranks, JoinHosts join_hosts,
@@ -92,13 +98,12 @@ class HostReduce {
     Stage& stage = stages_[chunk % kStages];
     std::byte* start = data_ + chunks_.offset(chunk);
     const Part mine = part(chunk, me_);
-    for (size_t host = 0; host < hosts_; ++host) {
-      if (host == me_) continue;
+    each_other_host(hierarchy_.layout(), [&](size_t host) {
       const Part theirs = part(chunk, host);
       hierarchy_.receive(static_cast<int>(host), received(stage, mine, host), mine.bytes,
                          stage.transfers);
       hierarchy_.send(static_cast<int>(host), start + theirs.begin, theirs.bytes, stage.transfers);
-    }
+    });
   }
 
   void advance(size_t chunk) {
@@ -112,13 +117,12 @@ class HostReduce {
     join(joining_, sources, start + mine.begin, mine.bytes);
     finish_average(joining_, start + mine.begin, mine.bytes);
     if (hosts_ == 2) return;
-    for (size_t host = 0; host < hosts_; ++host) {
-      if (host == me_) continue;
+    each_other_host(hierarchy_.layout(), [&](size_t host) {
       const Part theirs = part(chunk, host);
       hierarchy_.receive(static_cast<int>(host), start + theirs.begin, theirs.bytes,
                          stage.transfers);
       hierarchy_.send(static_cast<int>(host), start + mine.begin, mine.bytes, stage.transfers);
-    }
+    });
   }
 
   void finish(size_t chunk) { hierarchy_.finish(stages_[chunk % kStages].transfers); }
@@ -249,13 +253,62 @@ void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int ro
   if (layout.leads()) hierarchy.finish(sends);
 }
 
-// --- all_gather ---------------------------------------------------------------------------------
+// --- all_gather and reduce_scatter --------------------------------------------------------------
 
-/// Block k of `bytes` for each rank, where they lie one after the other, in the order of hosts.
-std::vector<std::byte*> blocks_of(std::byte* start, size_t count, size_t bytes) {
-  std::vector<std::byte*> blocks;
-  for (size_t k = 0; k < count; ++k) blocks.push_back(start + k * bytes);
-  return blocks;
+/// Puts the blocks of `ranks`, `bytes` at `offset` of each one's, one after the other; returns
+/// where they end.
+template <class Block>
+std::byte* put_together(std::byte* to, const std::vector<int>& ranks,
+                        const std::vector<Block*>& blocks, size_t offset, size_t bytes) {
+  for (const int rank : ranks) {
+    copy_bytes(to, blocks[static_cast<size_t>(rank)] + offset, bytes);
+    to += bytes;
+  }
+  return to;
+}
+
+/// The reverse.
+const std::byte* put_apart(const std::byte* from, const std::vector<int>& ranks,
+                           const std::vector<std::byte*>& blocks, size_t offset, size_t bytes) {
+  for (const int rank : ranks) {
+    copy_bytes(blocks[static_cast<size_t>(rank)] + offset, from, bytes);
+    from += bytes;
+  }
+  return from;
+}
+
+/// What each rank has for each other, in chunks of `bytes`: those of all ranks travel together.
+Chunks chunks_of_ranks(size_t bytes, size_t ranks) {
+  const size_t largest = std::max<size_t>(64, kChunkBytes / ranks);
+  return in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
+}
+
+/// The memory of one chunk under way.
+struct Stage {
+  std::byte* sent = nullptr;
+  std::byte* received = nullptr;
+  Transfers transfers;
+};
+
+/// Of a call; `sent` and `received` in bytes.
+std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t received) {
+  const size_t first = up_to_line(sent), all = first + up_to_line(received);
+  std::byte* memory = hierarchy.scratch(2 * all);
+  return {{{memory, memory + first, {}}, {memory + all, memory + all + first, {}}}};
+}
+
+/// A call in chunks: while one is `post`ed between the leaders, the next is made on the hosts by
+/// `local` and the one before handed out.
+template <class Local, class Post, class HandOut>
+void pipeline(Hierarchy& hierarchy, const Chunks& chunks, Local local, Post post,
+              HandOut hand_out) {
+  const bool leads = hierarchy.layout().leads();
+  agree_over(hierarchy, [&] { local(0); });
+  for (size_t turn = 0; turn <= chunks.count(); ++turn) {
+    if (turn > 0 && turn < chunks.count()) local(turn);
+    if (leads && turn < chunks.count()) post(turn);
+    if (turn > 0) hand_out(turn - 1);
+  }
 }
 
 void small_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
@@ -274,37 +327,18 @@ void small_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
         }
       },
       [&](const std::byte* result) {
-        for (const auto& host : layout.hosts) {
-          for (const int rank : host) {
-            copy_bytes(outputs[static_cast<size_t>(rank)], result, bytes);
-            result += bytes;
-          }
-        }
+        for (const auto& host : layout.hosts) result = put_apart(result, host, outputs, 0, bytes);
       });
 }
-
-/// The memory of one chunk of an all_gather under way.
-struct GatherStage {
-  std::byte* sent = nullptr;      ///< This host's blocks.
-  std::byte* received = nullptr;  ///< The others', by host.
-  Transfers transfers;
-};
 
 void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                       const std::vector<std::byte*>& outputs) {
   const HostLayout& layout = hierarchy.layout();
   const auto& mine = layout.mine();
   const size_t others = outputs.size() - mine.size();
-  const size_t largest = std::max<size_t>(64, kChunkBytes / outputs.size());
-  const Chunks chunks = in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
-  std::array<GatherStage, 2> stages;
-  const size_t of_stage = up_to_line(outputs.size() * std::min(bytes, chunks.size));
-  std::byte* memory = hierarchy.scratch(stages.size() * of_stage);
-  for (auto& stage : stages) {
-    stage.received = memory;
-    stage.sent = memory + others * std::min(bytes, chunks.size);
-    memory += of_stage;
-  }
+  const Chunks chunks = chunks_of_ranks(bytes, outputs.size());
+  const size_t most = std::min(bytes, chunks.size);
+  auto stages = two_stages(hierarchy, mine.size() * most, others * most);
   const auto gather_local = [&](size_t chunk) {
     std::vector<std::byte*> targets;
     for (const int rank : mine)
@@ -313,43 +347,29 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
                                              chunks.bytes(chunk), std::move(targets)));
   };
   const auto post = [&](size_t chunk) {
-    GatherStage& stage = stages[chunk % 2];
+    Stage& stage = stages[chunk % 2];
     const size_t each = chunks.bytes(chunk);
-    const auto blocks = blocks_of(stage.sent, mine.size(), each);
-    for (size_t k = 0; k < mine.size(); ++k)
-      copy_bytes(blocks[k], outputs[static_cast<size_t>(mine[k])] + chunks.offset(chunk), each);
+    put_together(stage.sent, mine, outputs, chunks.offset(chunk), each);
     std::byte* to = stage.received;
-    for (size_t host = 0; host < layout.hosts.size(); ++host) {
-      if (static_cast<int>(host) == layout.host) continue;
+    each_other_host(layout, [&](size_t host) {
       const size_t theirs = layout.hosts[host].size() * each;
       hierarchy.receive(static_cast<int>(host), to, theirs, stage.transfers);
       hierarchy.send(static_cast<int>(host), stage.sent, mine.size() * each, stage.transfers);
       to += theirs;
-    }
+    });
   };
   const auto hand_out = [&](size_t chunk) {
-    GatherStage& stage = stages[chunk % 2];
+    Stage& stage = stages[chunk % 2];
     if (layout.leads()) hierarchy.finish(stage.transfers);
     const size_t each = chunks.bytes(chunk);
     hierarchy.run_local(shm::broadcast_plan(hierarchy.local(), stage.received, others * each, 0));
     const std::byte* from = stage.received;
-    for (size_t host = 0; host < layout.hosts.size(); ++host) {
-      if (static_cast<int>(host) == layout.host) continue;
-      for (const int rank : layout.hosts[host]) {
-        copy_bytes(outputs[static_cast<size_t>(rank)] + chunks.offset(chunk), from, each);
-        from += each;
-      }
-    }
+    each_other_host(layout, [&](size_t host) {
+      from = put_apart(from, layout.hosts[host], outputs, chunks.offset(chunk), each);
+    });
   };
-  agree_over(hierarchy, [&] { gather_local(0); });
-  for (size_t turn = 0; turn <= chunks.count(); ++turn) {
-    if (turn > 0 && turn < chunks.count()) gather_local(turn);
-    if (layout.leads() && turn < chunks.count()) post(turn);
-    if (turn > 0) hand_out(turn - 1);
-  }
+  pipeline(hierarchy, chunks, gather_local, post, hand_out);
 }
-
-// --- reduce_scatter -----------------------------------------------------------------------------
 
 void small_reduce_scatter(Hierarchy& hierarchy, const Sources& inputs, std::byte* output,
                           size_t bytes, const Joining& joining) {
@@ -372,61 +392,43 @@ void small_reduce_scatter(Hierarchy& hierarchy, const Sources& inputs, std::byte
       });
 }
 
-/// The memory of one chunk of a reduce_scatter under way.
-struct ScatterStage {
-  std::byte* blocks = nullptr;    ///< For each rank, by host: this rank's, on the leader the sum.
-  std::byte* received = nullptr;  ///< For the ranks of this host, from each host.
-  Transfers transfers;
-};
-
 void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
                           std::byte* output, size_t bytes, const Joining& joining) {
   const HostLayout& layout = hierarchy.layout();
   const auto& mine = layout.mine();
   const size_t hosts = layout.hosts.size(), me = static_cast<size_t>(layout.host);
-  const size_t largest = std::max<size_t>(64, kChunkBytes / inputs.size());
-  const Chunks chunks = in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
+  const Chunks chunks = chunks_of_ranks(bytes, inputs.size());
   std::vector<size_t> first(1, 0);  // Of each host's ranks, how many come before them.
   for (const auto& host : layout.hosts) first.push_back(first.back() + host.size());
-  std::array<ScatterStage, 2> stages;
-  const size_t of_blocks = up_to_line(inputs.size() * std::min(bytes, chunks.size));
-  const size_t of_received =
-      layout.leads() ? up_to_line(hosts * mine.size() * std::min(bytes, chunks.size)) : 0;
-  std::byte* memory = hierarchy.scratch(stages.size() * (of_blocks + of_received));
-  for (auto& stage : stages) {
-    stage.blocks = memory;
-    stage.received = memory + of_blocks;
-    memory += of_blocks + of_received;
-  }
+  const size_t most = std::min(bytes, chunks.size);
+  // Sent are the blocks for each rank, by host: this rank's own, on the leader the sum of its
+  // host's. Received are those for the ranks of this host, from each host.
+  auto stages =
+      two_stages(hierarchy, inputs.size() * most, layout.leads() ? hosts * mine.size() * most : 0);
   const auto reduce_local = [&](size_t chunk) {
-    ScatterStage& stage = stages[chunk % 2];
+    Stage& stage = stages[chunk % 2];
     const size_t each = chunks.bytes(chunk);
-    std::byte* to = stage.blocks;
-    for (const auto& host : layout.hosts) {
-      for (const int rank : host) {
-        copy_bytes(to, inputs[static_cast<size_t>(rank)] + chunks.offset(chunk), each);
-        to += each;
-      }
-    }
-    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.blocks,
+    std::byte* to = stage.sent;
+    for (const auto& host : layout.hosts)
+      to = put_together(to, host, inputs, chunks.offset(chunk), each);
+    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.sent,
                                          inputs.size() * each / joining.element(), joining.type,
                                          joining.kernel, 0));
   };
   const auto post = [&](size_t chunk) {
-    ScatterStage& stage = stages[chunk % 2];
+    Stage& stage = stages[chunk % 2];
     const size_t each = chunks.bytes(chunk), share = mine.size() * each;
-    for (size_t host = 0; host < hosts; ++host) {
-      if (host == me) continue;
+    each_other_host(layout, [&](size_t host) {
       hierarchy.receive(static_cast<int>(host), stage.received + host * share, share,
                         stage.transfers);
-      hierarchy.send(static_cast<int>(host), stage.blocks + first[host] * each,
+      hierarchy.send(static_cast<int>(host), stage.sent + first[host] * each,
                      layout.hosts[host].size() * each, stage.transfers);
-    }
+    });
   };
   const auto hand_out = [&](size_t chunk) {
-    ScatterStage& stage = stages[chunk % 2];
+    Stage& stage = stages[chunk % 2];
     const size_t each = chunks.bytes(chunk), share = mine.size() * each;
-    std::byte* own = stage.blocks + first[me] * each;
+    std::byte* own = stage.sent + first[me] * each;
     if (layout.leads()) {
       hierarchy.finish(stage.transfers);
       std::vector<const std::byte*> sources;
@@ -440,12 +442,7 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
     hierarchy.run_local(shm::scatter_plan(hierarchy.local(), std::move(parts),
                                           output + chunks.offset(chunk), each, 0));
   };
-  agree_over(hierarchy, [&] { reduce_local(0); });
-  for (size_t turn = 0; turn <= chunks.count(); ++turn) {
-    if (turn > 0 && turn < chunks.count()) reduce_local(turn);
-    if (layout.leads() && turn < chunks.count()) post(turn);
-    if (turn > 0) hand_out(turn - 1);
-  }
+  pipeline(hierarchy, chunks, reduce_local, post, hand_out);
 }
 
 }  // namespace
