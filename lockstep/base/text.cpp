@@ -33,6 +33,14 @@ std::optional<double> parse_double(std::string_view text) {
   return parse_whole<double>(text);
 }
 
+std::optional<std::pair<std::string, uint16_t>> parse_endpoint(const std::string& text) {
+  const auto colon = text.rfind(':');
+  if (colon == std::string::npos) return std::nullopt;
+  const int64_t port = parse_int(text.substr(colon + 1)).value_or(0);
+  if (port < 1 || port > 65535) return std::nullopt;
+  return std::pair(text.substr(0, colon), static_cast<uint16_t>(port));
+}
+
 std::string to_lower(std::string_view text) {
   std::string lower(text);
   for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
@@ -57,6 +65,12 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
     joined += part;
   }
   return joined;
+}
+
+std::vector<std::string> numbered_keys(const std::string& prefix, int count) {
+  std::vector<std::string> keys;
+  for (int number = 0; number < count; ++number) keys.push_back(prefix + std::to_string(number));
+  return keys;
 }
 
 std::string ranks_text(const std::vector<int>& ranks) {

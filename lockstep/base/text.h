@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
@@ -16,9 +17,15 @@ std::optional<int64_t> parse_int(std::string_view text);
 /// A decimal floating-point number with nothing before or after it; none otherwise.
 std::optional<double> parse_double(std::string_view text);
 
+/// "HOST:PORT" at its last colon, PORT from 1 to 65535; none otherwise.
+std::optional<std::pair<std::string, uint16_t>> parse_endpoint(const std::string& text);
+
 std::string to_lower(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
+
+/// "host/0", "host/1", ... for "host/": a key for each of `count` ranks.
+std::vector<std::string> numbered_keys(const std::string& prefix, int count);
 
 /// "rank 3", "ranks 1, 3".
 std::string ranks_text(const std::vector<int>& ranks);

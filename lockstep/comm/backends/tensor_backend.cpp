@@ -24,43 +24,35 @@ Shares cut(const at::Tensor& tensor, const std::vector<int64_t>& rows) {
   auto* data = static_cast<std::byte*>(tensor.data_ptr());
   Shares shares;
   for (const int64_t count : rows) {
-    shares.push_back({data, count * row});
-    data += count * row * tensor.element_size();
+    const size_t bytes = static_cast<size_t>(count * row) * tensor.element_size();
+    shares.push_back({data, bytes});
+    data += bytes;
   }
   return shares;
 }
 
 Shares shares_of(const Tensors& tensors, const Blocks& memory) {
   Shares shares;
-  for (size_t i = 0; i < tensors.size(); ++i) shares.push_back({memory[i], tensors[i].numel()});
+  for (size_t i = 0; i < tensors.size(); ++i) shares.push_back({memory[i], tensors[i].nbytes()});
   return shares;
-}
-
-[[noreturn]] void throw_not_implemented() {
-  throw CommError("a backend of Lockstep was asked for what it does not implement");
 }
 
 }  // namespace
 
+void TensorBackend::throw_not_implemented() {
+  throw CommError("a backend of Lockstep was asked for what it does not implement");
+}
+
+Request TensorBackend::message_request(Operation operation, const at::Tensor& tensor,
+                                       int peer) const {
+  Request request{.operation = operation, .root = peer, .timeout = timeout()};
+  (operation == Operation::send ? request.inputs : request.outputs) = {tensor};
+  return request;
+}
+
 void TensorBackend::add_all_reduces(TensorWork& work, const Tensors& data,
                                     const c10d::ReduceOp& op) {
   for (const auto& one : data) add_all_reduce(work, one, op);
-}
-
-void TensorBackend::add_reduce(TensorWork&, const at::Tensor&, const c10d::ReduceOp&, int) {
-  throw_not_implemented();
-}
-void TensorBackend::add_gather(TensorWork&, const at::Tensor&, Blocks, int) {
-  throw_not_implemented();
-}
-void TensorBackend::add_scatter(TensorWork&, Blocks, const at::Tensor&, int) {
-  throw_not_implemented();
-}
-void TensorBackend::add_all_to_all(TensorWork&, at::ScalarType, Shares, Shares) {
-  throw_not_implemented();
-}
-WorkPtr TensorBackend::message(Operation, const at::Tensor&, int, int) {
-  throw_not_implemented();
 }
 
 template <class CallOptions>

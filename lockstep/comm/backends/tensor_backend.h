@@ -6,16 +6,11 @@
 
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/backends/tensor_work.h"
+#include "lockstep/comm/shared_memory/plans.h"
 
 namespace lockstep::backends {
 
-/// What passes between this rank and another one.
-struct Share {
-  std::byte* data = nullptr;
-  int64_t elements = 0;
-};
-/// One a rank.
-using Shares = std::vector<Share>;
+using shm::Shares;
 
 /// A backend of ours for CPU tensors, as c10d calls it. Each call is checked (UsageError, before
 /// anything is sent), becomes a work with contiguous memory, gets the operations that it consists
@@ -82,8 +77,11 @@ class TensorBackend : public c10d::Backend {
   virtual OwnWork make_work(Request request) = 0;
   /// Begins the call. What becomes of it is left in the work.
   virtual void submit(const OwnWork& work) = 0;
-  /// In which dtype a reduction is done. Throws UsageError where `dtype` has not that reduction.
-  virtual at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const = 0;
+  /// In which dtype a reduction is done. This or `add` throws UsageError where `dtype` has not that
+  /// reduction.
+  virtual at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp&) const {
+    return dtype;
+  }
   /// What has no operations is a barrier, where this adds none.
   virtual void add_barrier(TensorWork&) {}
   /// In place.
@@ -97,20 +95,31 @@ class TensorBackend : public c10d::Backend {
   virtual void add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                                   const c10d::ReduceOp& op) = 0;
   /// Only the root's data changes, in place.
-  virtual void add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
-                          int root);
+  virtual void add_reduce(TensorWork&, const at::Tensor&, const c10d::ReduceOp&, int /*root*/) {
+    throw_not_implemented();
+  }
   /// The lists are empty on all but the root.
-  virtual void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root);
-  virtual void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root);
-  virtual void add_all_to_all(TensorWork& work, at::ScalarType dtype, Shares sends,
-                              Shares receives);
+  virtual void add_gather(TensorWork&, const at::Tensor& /*input*/, Blocks, int /*root*/) {
+    throw_not_implemented();
+  }
+  virtual void add_scatter(TensorWork&, Blocks, const at::Tensor& /*output*/, int /*root*/) {
+    throw_not_implemented();
+  }
+  virtual void add_all_to_all(TensorWork&, at::ScalarType, Shares /*sends*/, Shares) {
+    throw_not_implemented();
+  }
   /// Begins a send or a receive; `peer`: kAnyRank for a receive from any.
-  virtual WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag);
+  virtual WorkPtr message(Operation, const at::Tensor&, int /*peer*/, int /*tag*/) {
+    throw_not_implemented();
+  }
 
+  /// The request of a message.
+  Request message_request(Operation operation, const at::Tensor& tensor, int peer) const;
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
+  [[noreturn]] static void throw_not_implemented();
   template <class CallOptions>
   OwnWork begin(Operation operation, const CallOptions& options, Request arguments);
   WorkPtr issue(const OwnWork& work);

@@ -54,10 +54,6 @@ class Hash {
   uint64_t state_ = 0x51ED270B;
 };
 
-std::byte* bytes_of(const at::Tensor& tensor) {
-  return static_cast<std::byte*>(tensor.data_ptr());
-}
-
 bool fits(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.is_contiguous() &&
          (dtype == at::ScalarType::Undefined || dtype == tensor.scalar_type());

@@ -23,6 +23,10 @@ using TensorLists = std::vector<Tensors>;
 /// The memory of a list of tensors of one size, one a rank.
 using Blocks = std::vector<std::byte*>;
 
+inline std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.data_ptr());
+}
+
 /// A call of this rank, with the caller's own tensors.
 struct Request {
   Operation operation = Operation::barrier;

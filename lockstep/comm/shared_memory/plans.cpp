@@ -326,15 +326,12 @@ class ReduceScatter : public Plan {
 /// that all come to the same verdict, and know how many steps follow.
 class AllToAll : public Plan {
  public:
-  AllToAll(const SharedGroup& group, const Call& call, std::vector<const std::byte*> sends,
-           std::vector<uint64_t> send_bytes, std::vector<std::byte*> receives,
-           std::vector<uint64_t> receive_bytes, std::chrono::milliseconds timeout)
+  AllToAll(const SharedGroup& group, const Call& call, Shares sends, Shares receives,
+           std::chrono::milliseconds timeout)
       : call_(call),
         timeout_(timeout),
         sends_(std::move(sends)),
-        send_bytes_(std::move(send_bytes)),
         receives_(std::move(receives)),
-        receive_bytes_(std::move(receive_bytes)),
         share_(share_of_slot(group)) {}
 
   int64_t steps() const override { return 1 + data_steps_; }
@@ -342,15 +339,19 @@ class AllToAll : public Plan {
   void fill(int64_t step, SharedGroup& group) override {
     std::byte* slot = group.give(group.slot_bytes());
     if (step == 0) {
-      const size_t row = send_bytes_.size() * sizeof(uint64_t);
-      std::memcpy(slot, send_bytes_.data(), row);
-      std::memcpy(slot + row, receive_bytes_.data(), row);
+      for (const auto* shares : {&sends_, &receives_}) {
+        for (const Share& share : *shares) {
+          const uint64_t bytes = share.bytes;
+          std::memcpy(slot, &bytes, sizeof(bytes));
+          slot += sizeof(bytes);
+        }
+      }
       return;
     }
     for (size_t rank = 0; rank < sends_.size(); ++rank) {
       if (static_cast<int>(rank) == group.rank()) continue;
-      const auto [at, bytes] = piece(step, send_bytes_[rank]);
-      copy_bytes(slot + rank * share_, sends_[rank] + at, bytes);
+      const auto [at, bytes] = piece(step, sends_[rank].bytes);
+      copy_bytes(slot + rank * share_, sends_[rank].data + at, bytes);
     }
   }
 
@@ -358,13 +359,13 @@ class AllToAll : public Plan {
     const auto me = static_cast<size_t>(group.rank());
     if (step == 0) {
       agree(group);
-      copy_bytes(receives_[me], sends_[me], receive_bytes_[me]);
+      copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
       return;
     }
     for (size_t rank = 0; rank < receives_.size(); ++rank) {
       if (rank == me) continue;
-      const auto [at, bytes] = piece(step, receive_bytes_[rank]);
-      copy_bytes(receives_[rank] + at,
+      const auto [at, bytes] = piece(step, receives_[rank].bytes);
+      copy_bytes(receives_[rank].data + at,
                  group.given(static_cast<int>(rank), group.slot_bytes()) + me * share_, bytes);
     }
   }
@@ -402,10 +403,8 @@ class AllToAll : public Plan {
 
   const Call& call_;
   std::chrono::milliseconds timeout_;
-  std::vector<const std::byte*> sends_;
-  std::vector<uint64_t> send_bytes_;
-  std::vector<std::byte*> receives_;
-  std::vector<uint64_t> receive_bytes_;
+  Shares sends_;
+  Shares receives_;
   size_t share_;
   int64_t data_steps_ = 0;
 };
@@ -483,14 +482,9 @@ std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
                                          kernel);
 }
 
-std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call,
-                                      std::vector<const std::byte*> sends,
-                                      std::vector<uint64_t> send_bytes,
-                                      std::vector<std::byte*> receives,
-                                      std::vector<uint64_t> receive_bytes,
-                                      std::chrono::milliseconds timeout) {
-  return std::make_unique<AllToAll>(group, call, std::move(sends), std::move(send_bytes),
-                                    std::move(receives), std::move(receive_bytes), timeout);
+std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,
+                                      Shares receives, std::chrono::milliseconds timeout) {
+  return std::make_unique<AllToAll>(group, call, std::move(sends), std::move(receives), timeout);
 }
 
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans) {

@@ -23,6 +23,14 @@ class Plan {
   virtual void drain(int64_t step, SharedGroup& group) = 0;
 };
 
+/// What passes between this rank and another one.
+struct Share {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+};
+/// One a rank.
+using Shares = std::vector<Share>;
+
 /// In place. Data that fits the direct way is given whole and reduced by every rank; more is shared
 /// out: each rank reduces its part, and the parts are collected a step later, while the next block
 /// is under way.
@@ -49,14 +57,10 @@ std::unique_ptr<Plan> scatter_plan(const SharedGroup& group, std::vector<const s
 std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
                                           std::vector<const std::byte*> inputs, std::byte* output,
                                           size_t count, DataType type, ReduceKernel kernel);
-/// `send_bytes[r]` from `sends[r]` to rank r, `receive_bytes[r]` from it into `receives[r]`. Throws
-/// what `SharedGroup::differ` throws when two ranks do not agree on how much passes between them.
-std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call,
-                                      std::vector<const std::byte*> sends,
-                                      std::vector<uint64_t> send_bytes,
-                                      std::vector<std::byte*> receives,
-                                      std::vector<uint64_t> receive_bytes,
-                                      std::chrono::milliseconds timeout);
+/// `sends[r]` goes to rank r, what comes from it into `receives[r]`. Throws what
+/// `SharedGroup::differ` throws when two ranks do not agree on how much passes between them.
+std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,
+                                      Shares receives, std::chrono::milliseconds timeout);
 /// One after the other, as one call; without any it is a barrier.
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans);
 

@@ -94,21 +94,16 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
         return static_cast<size_t>(from * 3700 + to) * 4;
       };
       std::vector<std::vector<int32_t>> sent, received;
-      std::vector<const std::byte*> from;
-      std::vector<std::byte*> to;
-      std::vector<uint64_t> send_bytes, receive_bytes;
+      Shares from, to;
       for (int other = 0; other < size; ++other) {
         sent.push_back(numbers(rank, length(rank, other) / 4, other));
         received.emplace_back(length(other, rank) / 4);
-        send_bytes.push_back(length(rank, other));
-        receive_bytes.push_back(length(other, rank));
       }
       for (int other = 0; other < size; ++other) {
-        from.push_back(bytes_of(std::as_const(sent[static_cast<size_t>(other)])));
-        to.push_back(bytes_of(received[static_cast<size_t>(other)]));
+        from.push_back({bytes_of(sent[static_cast<size_t>(other)]), length(rank, other)});
+        to.push_back({bytes_of(received[static_cast<size_t>(other)]), length(other, rank)});
       }
-      run(group, "all_to_all",
-          all_to_all_plan(group, call, from, send_bytes, to, receive_bytes, kLimit));
+      run(group, "all_to_all", all_to_all_plan(group, call, from, to, kLimit));
       for (int other = 0; other < size; ++other)
         ASSERT_EQ(received[static_cast<size_t>(other)],
                   numbers(other, length(other, rank) / 4, rank));

@@ -14,9 +14,7 @@ constexpr const char* kTold = "first_failure/told";
 /// The store answers within a millisecond or is lost.
 constexpr milliseconds kLook{300}, kTell{2'000};
 
-std::string encode(const Cause& cause) {
-  return (cause.timed_out ? "T" : "L") + cause.text;
-}
+/// Of what `tell` wrote.
 Cause decode(const std::string& word) {
   return {word.at(0) == 'T', word.substr(1)};
 }
@@ -28,7 +26,7 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   context.tell_failed(call + " " + cause.text, /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
-    store.set(kCause, encode(cause));
+    store.set(kCause, (cause.timed_out ? "T" : "L") + cause.text);
     return cause;
   }
   store.wait({kCause}, kTell / 2);

@@ -86,10 +86,9 @@ Between make_between(const BackendOptions& options, const HostLayout& layout) {
 }  // namespace
 
 std::vector<Member> meet(const BackendOptions& options) {
-  const auto key = [](int rank) { return "member/" + std::to_string(rank); };
-  options.store->set(key(options.rank), place_of(options) + "\n" + process_identity());
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < options.size; ++rank) keys.push_back(key(rank));
+  const auto keys = numbered_keys("member/", options.size);
+  options.store->set(keys[static_cast<size_t>(options.rank)],
+                     place_of(options) + "\n" + process_identity());
   options.store->wait(keys, options.timeout);
   std::vector<Member> members;
   for (const auto& one : keys) {
@@ -256,20 +255,6 @@ void Hierarchy::tell_verdict(SmallData* data) {
   if (data) data->take(told + sizeof(verdict));
 }
 
-bool Hierarchy::begin() {
-  give_hash(nullptr);
-  return alike_;
-}
-
-void Hierarchy::conclude() {
-  tell_verdict(nullptr);
-}
-
-void Hierarchy::exchange(SmallData& data) {
-  give_hash(&data);
-  tell_verdict(&data);
-}
-
 // What the ranks of this host call, as (rank, length, text) each, on its leader.
 std::string Hierarchy::gather_calls() {
   std::string all;
@@ -384,10 +369,7 @@ std::optional<Cause> Hierarchy::failure() const {
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
-  give_up(first_failure_.raise(cause_of(failure), call_->text()));
-}
-
-void Hierarchy::give_up(const Cause& cause) {
+  const Cause cause = first_failure_.raise(cause_of(failure), call_->text());
   condemn(cause);
   group_.throw_if_failed(call_->text());
   throw PeerLostError(call_->text() + " cannot finish: " + cause.text);

@@ -76,11 +76,17 @@ class Hierarchy {
   /// First of all, once: compares the calls of this host's ranks and begins to compare the hosts'.
   /// Without small data `conclude` must follow; what lies between may use the host's memory.
   /// Nothing may where it returns false: this host's calls differ already.
-  bool begin();
+  bool begin() {
+    give_hash(nullptr);
+    return alike_;
+  }
   /// Throws MismatchError when the calls differ anywhere.
-  void conclude();
+  void conclude() { tell_verdict(nullptr); }
   /// Both, with small data.
-  void exchange(SmallData& data);
+  void exchange(SmallData& data) {
+    give_hash(&data);
+    tell_verdict(&data);
+  }
 
   /// A collective of this host's ranks.
   void run_local(shm::Plan& plan);
@@ -113,7 +119,6 @@ class Hierarchy {
   [[noreturn]] void disagree();
   std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
-  [[noreturn]] void give_up(const Cause& cause);
   Cause cause_of(const HostFailure& failure);
   std::string name_of_host(int host) const;
   std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;

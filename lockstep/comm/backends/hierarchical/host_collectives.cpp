@@ -63,17 +63,6 @@ void exchange_small(Hierarchy& hierarchy, Give give, JoinRanks join_ranks, JoinH
 
 // --- all_reduce ---------------------------------------------------------------------------------
 
-void small_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
-      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, bytes); },
-      [&](const Sources& hosts, std::byte* result) {
-        join(joining, hosts, result, bytes);
-        finish_average(joining, result, bytes);
-      },
-      [&](const std::byte* result) { copy_bytes(data, result, bytes); });
-}
-
 /// A leader's part of an all_reduce between the hosts: each shares the sum out in parts, one a
 /// host, and hands its part to the others when it has it. Of two hosts each takes the whole: that
 /// moves as many bytes, in one step instead of two. Chunks go through post, advance and finish in
@@ -184,20 +173,6 @@ void large_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const
 }
 
 // --- broadcast ----------------------------------------------------------------------------------
-
-void small_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
-  const HostLayout& layout = hierarchy.layout();
-  const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
-  const auto host = static_cast<size_t>(layout.host_of(root));
-  const auto local = static_cast<size_t>(layout.local_of(root));
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
-      [&](const Sources& ranks, std::byte* to) {
-        if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
-      },
-      [&](const Sources& hosts, std::byte* result) { copy_bytes(result, hosts[host], bytes); },
-      [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); });
-}
 
 /// A host's place in the binomial tree over `hosts` hosts from `root`: from whom it gets (-1 at the
 /// root), and to whom it passes on.
@@ -311,26 +286,6 @@ void pipeline(Hierarchy& hierarchy, const Chunks& chunks, Local local, Post post
   }
 }
 
-void small_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
-                      const std::vector<std::byte*>& outputs) {
-  const auto& layout = hierarchy.layout();
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
-      [&](const Sources& ranks, std::byte* host) {
-        for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes, ranks[k], bytes);
-      },
-      [&](const Sources& hosts, std::byte* result) {
-        for (size_t host = 0; host < hosts.size(); ++host) {
-          const size_t theirs = layout.hosts[host].size() * bytes;
-          copy_bytes(result, hosts[host], theirs);
-          result += theirs;
-        }
-      },
-      [&](const std::byte* result) {
-        for (const auto& host : layout.hosts) result = put_apart(result, host, outputs, 0, bytes);
-      });
-}
-
 void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                       const std::vector<std::byte*>& outputs) {
   const HostLayout& layout = hierarchy.layout();
@@ -369,27 +324,6 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
     });
   };
   pipeline(hierarchy, chunks, gather_local, post, hand_out);
-}
-
-void small_reduce_scatter(Hierarchy& hierarchy, const Sources& inputs, std::byte* output,
-                          size_t bytes, const Joining& joining) {
-  const HostLayout& layout = hierarchy.layout();
-  const size_t all = inputs.size() * bytes;
-  exchange_small(
-      hierarchy,
-      [&](std::byte* slot) {
-        for (size_t rank = 0; rank < inputs.size(); ++rank)
-          copy_bytes(slot + rank * bytes, inputs[rank], bytes);
-      },
-      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, all); },
-      [&](const Sources& hosts, std::byte* result) {
-        join(joining, hosts, result, all);
-        finish_average(joining, result, all);
-      },
-      [&](const std::byte* result) {
-        const int rank = layout.mine()[static_cast<size_t>(layout.local)];
-        copy_bytes(output, result + static_cast<size_t>(rank) * bytes, bytes);
-      });
 }
 
 void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
@@ -455,19 +389,51 @@ void barrier(Hierarchy& hierarchy) {
 void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining) {
   const size_t bytes = count * joining.element();
   if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
-  small_all_reduce(hierarchy, data, bytes, joining);
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
+      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, bytes); },
+      [&](const Sources& hosts, std::byte* result) {
+        join(joining, hosts, result, bytes);
+        finish_average(joining, result, bytes);
+      },
+      [&](const std::byte* result) { copy_bytes(data, result, bytes); });
 }
 
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   if (bytes > SmallData::kMost) return large_broadcast(hierarchy, data, bytes, root);
-  small_broadcast(hierarchy, data, bytes, root);
+  const HostLayout& layout = hierarchy.layout();
+  const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
+  const auto host = static_cast<size_t>(layout.host_of(root));
+  const auto local = static_cast<size_t>(layout.local_of(root));
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
+      [&](const Sources& ranks, std::byte* to) {
+        if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
+      },
+      [&](const Sources& hosts, std::byte* result) { copy_bytes(result, hosts[host], bytes); },
+      [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); });
 }
 
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs) {
   if (outputs.size() * bytes > SmallData::kMost)
     return large_all_gather(hierarchy, input, bytes, outputs);
-  small_all_gather(hierarchy, input, bytes, outputs);
+  const auto& layout = hierarchy.layout();
+  exchange_small(
+      hierarchy, [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
+      [&](const Sources& ranks, std::byte* host) {
+        for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes, ranks[k], bytes);
+      },
+      [&](const Sources& hosts, std::byte* result) {
+        for (size_t host = 0; host < hosts.size(); ++host) {
+          const size_t theirs = layout.hosts[host].size() * bytes;
+          copy_bytes(result, hosts[host], theirs);
+          result += theirs;
+        }
+      },
+      [&](const std::byte* result) {
+        for (const auto& host : layout.hosts) result = put_apart(result, host, outputs, 0, bytes);
+      });
 }
 
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
@@ -475,7 +441,23 @@ void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& i
   const size_t bytes = count * joining.element();
   if (inputs.size() * bytes > SmallData::kMost)
     return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
-  small_reduce_scatter(hierarchy, inputs, output, bytes, joining);
+  const HostLayout& layout = hierarchy.layout();
+  const size_t all = inputs.size() * bytes;
+  exchange_small(
+      hierarchy,
+      [&](std::byte* slot) {
+        for (size_t rank = 0; rank < inputs.size(); ++rank)
+          copy_bytes(slot + rank * bytes, inputs[rank], bytes);
+      },
+      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, all); },
+      [&](const Sources& hosts, std::byte* result) {
+        join(joining, hosts, result, all);
+        finish_average(joining, result, all);
+      },
+      [&](const std::byte* result) {
+        const int rank = layout.mine()[static_cast<size_t>(layout.local)];
+        copy_bytes(output, result + static_cast<size_t>(rank) * bytes, bytes);
+      });
 }
 
 }  // namespace lockstep::hierarchical

@@ -1,6 +1,5 @@
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 
-#include <algorithm>
 #include <map>
 #include <stdexcept>
 
@@ -22,12 +21,6 @@ HostLayout HostLayout::of(const std::vector<std::string>& places, int rank) {
     layout.hosts[host].push_back(other);
   }
   return layout;
-}
-
-int HostLayout::ranks() const {
-  size_t count = 0;
-  for (const auto& host : hosts) count += host.size();
-  return static_cast<int>(count);
 }
 
 std::vector<int> HostLayout::leaders() const {

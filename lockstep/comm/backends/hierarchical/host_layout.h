@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -17,11 +18,12 @@ struct HostLayout {
   /// share it with none.
   static HostLayout of(const std::vector<std::string>& places, int rank);
 
-  int ranks() const;
   const std::vector<int>& mine() const { return hosts[static_cast<size_t>(host)]; }
   bool leads() const { return local == 0; }
   bool one_host() const { return hosts.size() == 1; }
-  bool one_rank_a_host() const { return static_cast<int>(hosts.size()) == ranks(); }
+  bool one_rank_a_host() const {
+    return std::ranges::all_of(hosts, [](const auto& ranks) { return ranks.size() == 1; });
+  }
   std::vector<int> leaders() const;
   /// The host of a rank.
   int host_of(int rank) const;

@@ -13,7 +13,6 @@ TEST(HostLayout, HostsComeInTheOrderOfTheirLowestRanks) {
   EXPECT_EQ(layout.host, 1);
   EXPECT_EQ(layout.local, 1);
   EXPECT_FALSE(layout.leads());
-  EXPECT_EQ(layout.ranks(), 5);
   EXPECT_EQ(layout.leaders(), (std::vector<int>{0, 1, 3}));
   EXPECT_EQ(layout.host_of(2), 0);
   EXPECT_EQ(layout.local_of(2), 1);

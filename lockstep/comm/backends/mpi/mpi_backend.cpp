@@ -9,6 +9,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/process_identity.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep::mpi {
 namespace {
@@ -22,10 +23,6 @@ MpiWork& own(TensorWork& work) {
 std::shared_ptr<Engine> engine_for(const BackendOptions& options, const RankNames& ranks) {
   return Engine::get(ranks[static_cast<size_t>(options.rank)],
                      *std::max_element(ranks.begin(), ranks.end()) + 1);
-}
-
-std::string here_key(int rank) {
-  return "mpi/here/" + std::to_string(rank);
 }
 
 /// The same number on all ranks, so that groups formed at once do not mix.
@@ -52,10 +49,9 @@ std::shared_ptr<Group> form(const BackendOptions& options, const RankNames& rank
   group->rank = options.rank;
   group->size = options.size;
   group->world_ranks = ranks;
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < options.size; ++rank) keys.push_back(here_key(rank));
+  const auto keys = numbered_keys("mpi/here/", options.size);
   if (options.size > 1) {
-    options.store->set(here_key(options.rank), process_identity());
+    options.store->set(keys[static_cast<size_t>(options.rank)], process_identity());
     options.store->wait(keys, options.timeout);
     for (const auto& key : keys) group->identities.push_back(options.store->get_to_str(key));
   }

@@ -4,7 +4,6 @@
 #include <sys/prctl.h>
 
 #include <cstdlib>
-#include <future>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -127,30 +126,24 @@ void Engine::start() {
   make_symbols_global();
   // A process of its own needs no daemon beside it.
   if (!started_by_a_launcher()) ::setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
-  thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return started_; });
-  if (start_error_) std::rethrow_exception(start_error_);
+  std::promise<void> started;
+  auto outcome = started.get_future();
+  thread_ = std::thread([self = shared_from_this(), started = std::move(started)]() mutable {
+    self->run_thread(started);
+  });
+  outcome.get();
 }
 
-void Engine::run_thread() {
+void Engine::run_thread(std::promise<void>& started) {
   thread_id_ = std::this_thread::get_id();
   ::prctl(PR_SET_NAME, "lockstep-mpi");
   ::prctl(PR_SET_TIMERSLACK, 1);  // Its naps are short.
-  std::exception_ptr error;
   try {
     start_mpi();
   } catch (...) {
-    error = std::current_exception();
+    return started.set_exception(std::current_exception());
   }
-  {
-    const std::lock_guard lock(mutex_);
-    started_ = true;
-    start_error_ = error;
-    ended_ = error != nullptr;
-  }
-  changed_.notify_all();
-  if (error) return;
+  started.set_value();
   last_event_ = next_look_ = Clock::now();
   while (!finished()) {
     pass();
@@ -199,17 +192,22 @@ void Engine::end_mpi() {
     log_warning("MPI_Finalize failed with " + std::to_string(code));
 }
 
+template <class Text>
+void Engine::add_command(Command command, Text what) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_) throw CommError(what() + ": MPI has ended in this process");
+    commands_.push_back(std::move(command));
+    has_commands_ = true;
+  }
+  changed_.notify_all();
+}
+
 void Engine::run(std::function<void()> task, std::chrono::milliseconds timeout,
                  const std::string& what) {
   auto packaged = std::make_shared<std::packaged_task<void()>>(std::move(task));
   auto done = packaged->get_future();
-  {
-    const std::lock_guard lock(mutex_);
-    if (stop_) throw CommError(what + ": MPI has ended in this process");
-    commands_.push_back({nullptr, [packaged] { (*packaged)(); }});
-    has_commands_ = true;
-  }
-  changed_.notify_all();
+  add_command({nullptr, [packaged] { (*packaged)(); }}, [&] { return what; });
   const Waiter waiter(*this);
   if (is_mpi_thread()) {
     progress_until(
@@ -222,13 +220,7 @@ void Engine::run(std::function<void()> task, std::chrono::milliseconds timeout,
 
 void Engine::submit(WorkPtr work) {
   work->deadline = Clock::now() + work->timeout();
-  {
-    const std::lock_guard lock(mutex_);
-    if (stop_) throw CommError(work->text() + ": MPI has ended in this process");
-    commands_.push_back({std::move(work), nullptr});
-    has_commands_ = true;
-  }
-  changed_.notify_all();
+  add_command({work, nullptr}, [&] { return work->text(); });
 }
 
 void Engine::end(bool failing) noexcept {

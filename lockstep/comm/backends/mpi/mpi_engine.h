@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -107,7 +108,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   void start();
-  void run_thread();
+  /// `started`: when MPI has started, or failed to.
+  void run_thread(std::promise<void>& started);
+  /// `what`: its name, for the error when MPI has ended.
+  template <class Text>
+  void add_command(Command command, Text what);
   void start_mpi();
   void end_mpi();
   void pass();
@@ -138,9 +143,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::deque<Command> commands_;
   std::atomic<bool> has_commands_{false};
   bool stop_ = false;
-  bool started_ = false;  ///< MPI has started, or failed to.
-  bool ended_ = false;    ///< The thread makes no more calls.
-  std::exception_ptr start_error_;
+  bool ended_ = false;  ///< The thread makes no more calls.
 
   // Of the MPI thread alone:
   std::vector<WorkPtr> active_;

@@ -13,29 +13,25 @@ struct Parts {
   std::vector<MPI_Datatype> types;
 };
 
-/// Runs on the MPI thread, as all that calls MPI.
-int make_parts(const Shares& shares, MPI_Datatype type, Parts& parts) {
+/// Runs on the MPI thread, as all that calls MPI. `work` frees the types.
+int make_parts(MpiWork& work, const Shares& shares, size_t element, MPI_Datatype type,
+               Parts& parts) {
   parts.zeros.assign(shares.size(), 0);
   for (const auto& share : shares) {
     MPI_Datatype part = MPI_BYTE;
-    if (share.elements > 0) {
-      int length = static_cast<int>(share.elements);
+    if (share.bytes > 0) {
+      int length = static_cast<int>(share.bytes / element);
       MPI_Aint address = 0;
       int code = MPI_Get_address(share.data, &address);
       if (code == MPI_SUCCESS) code = MPI_Type_create_hindexed(1, &length, &address, type, &part);
-      if (code == MPI_SUCCESS) code = MPI_Type_commit(&part);
       if (code != MPI_SUCCESS) return code;
+      work.free_at_end(part);
+      if (code = MPI_Type_commit(&part); code != MPI_SUCCESS) return code;
     }
-    parts.counts.push_back(share.elements > 0 ? 1 : 0);
+    parts.counts.push_back(share.bytes > 0 ? 1 : 0);
     parts.types.push_back(part);
   }
   return MPI_SUCCESS;
-}
-
-void free_parts(MpiWork& work, const Parts& parts) {
-  for (size_t i = 0; i < parts.types.size(); ++i) {
-    if (parts.counts[i] > 0) work.free_at_end(parts.types[i]);
-  }
 }
 
 }  // namespace
@@ -45,14 +41,14 @@ void MpiBackend::add_all_to_all(TensorWork& all, at::ScalarType dtype, Shares se
                                 Shares receives) {
   auto& work = static_cast<MpiWork&>(all);
   const MPI_Datatype type = moved_type(dtype);
+  const size_t element = c10::elementSize(dtype);
   for (const auto* shares : {&sends, &receives})
-    for (const auto& share : *shares) count_of(work.request().operation, share.elements);
+    for (const auto& share : *shares)
+      count_of(work.request().operation, static_cast<int64_t>(share.bytes / element));
   auto sent = std::make_shared<Parts>(), received = std::make_shared<Parts>();
   work.add("MPI_Ialltoallw", [=, &work](MPI_Comm comm, MPI_Request* request) {
-    int code = make_parts(sends, type, *sent);
-    if (code == MPI_SUCCESS) code = make_parts(receives, type, *received);
-    free_parts(work, *sent);
-    free_parts(work, *received);
+    int code = make_parts(work, sends, element, type, *sent);
+    if (code == MPI_SUCCESS) code = make_parts(work, receives, element, type, *received);
     if (code != MPI_SUCCESS) return code;
     return MPI_Ialltoallw(MPI_BOTTOM, sent->counts.data(), sent->zeros.data(), sent->types.data(),
                           MPI_BOTTOM, received->counts.data(), received->zeros.data(),
@@ -70,9 +66,7 @@ MpiBackend::WorkPtr MpiBackend::message(Operation operation, const at::Tensor& t
   const int count = count_of(operation, tensor.numel());
   const MPI_Datatype type = moved_type(tensor.scalar_type());
   const bool sends = operation == Operation::send;
-  backends::Request request{.operation = operation, .root = peer, .timeout = timeout()};
-  (sends ? request.inputs : request.outputs) = {tensor};
-  const auto made = make_work(std::move(request));
+  const auto made = make_work(message_request(operation, tensor, peer));
   auto& work = static_cast<MpiWork&>(*made);
   if (sends) {
     work.add("MPI_Isend",

@@ -17,10 +17,6 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
   return TensorWork::wait(timeout);
 }
 
-void MpiWork::add(const char* call, Start start) {
-  starts_.emplace_back(call, std::move(start));
-}
-
 void MpiWork::start() {
   while (!all_started() && requests_.size() < kAtOnce) {
     auto& [call, start] = starts_[next_++];

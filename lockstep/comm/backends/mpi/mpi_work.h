@@ -37,7 +37,7 @@ class MpiWork final : public backends::TensorWork {
   /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread;
   /// several in the order in which they were added. `call`: MPI's name of it.
   using Start = std::function<int(MPI_Comm, MPI_Request*)>;
-  void add(const char* call, Start start);
+  void add(const char* call, Start start) { starts_.emplace_back(call, std::move(start)); }
   /// A receive: how many elements of `type` must come.
   void expect(int64_t elements, MPI_Datatype type) {
     expected_ = elements;

@@ -13,10 +13,6 @@
 namespace lockstep::shm {
 namespace {
 
-std::byte* bytes_of(const at::Tensor& tensor) {
-  return static_cast<std::byte*>(tensor.data_ptr());
-}
-
 size_t count_of(const at::Tensor& tensor) {
   return static_cast<size_t>(tensor.numel());
 }
@@ -94,11 +90,6 @@ void ShmBackend::run_later(ShmWork& work) {
   finish(group_, work, work.plan(), work.request().timeout);
 }
 
-at::ScalarType ShmBackend::reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const {
-  kernel_for(dtype, op);
-  return dtype;
-}
-
 void ShmBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                 const c10d::ReduceOp& op) {
   const ReduceKernel kernel = kernel_for(data.scalar_type(), op);
@@ -144,22 +135,9 @@ void ShmBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& 
                              output.nbytes(), root));
 }
 
-void ShmBackend::add_all_to_all(TensorWork& work, at::ScalarType dtype, Shares sends,
-                                Shares receives) {
-  const auto element = c10::elementSize(dtype);
-  std::vector<const std::byte*> from;
-  std::vector<std::byte*> to;
-  std::vector<uint64_t> sent, received;
-  for (const auto& share : sends) {
-    from.push_back(share.data);
-    sent.push_back(static_cast<uint64_t>(share.elements) * element);
-  }
-  for (const auto& share : receives) {
-    to.push_back(share.data);
-    received.push_back(static_cast<uint64_t>(share.elements) * element);
-  }
-  own(work).add(all_to_all_plan(group_, work, std::move(from), std::move(sent), std::move(to),
-                                std::move(received), work.request().timeout));
+void ShmBackend::add_all_to_all(TensorWork& work, at::ScalarType, Shares sends, Shares receives) {
+  own(work).add(
+      all_to_all_plan(group_, work, std::move(sends), std::move(receives), work.request().timeout));
 }
 
 at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -185,9 +163,8 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 
 ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& tensor, int peer,
                                         int tag) {
-  backends::Request request{.operation = operation, .root = peer, .timeout = timeout()};
-  (operation == Operation::send ? request.inputs : request.outputs) = {tensor};
-  auto work = c10::make_intrusive<ShmMessageWork>(getRank(), std::move(request), names());
+  auto work = c10::make_intrusive<ShmMessageWork>(
+      getRank(), message_request(operation, tensor, peer), names());
   work->begin(messages_, tag);
   return work;
 }
