@@ -140,13 +140,10 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
         with_checks(*this->context, std::move(made), check_store, this->name, this->global_ranks);
   } catch (const Error&) {
     throw;
-  } catch (const c10::Error& error) {
+  } catch (const std::exception&) {
     Store view = wrap_store(backend_store);
     throw_forming(*this->context, this->name, this->global_ranks, view,
-                  error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    Store view = wrap_store(backend_store);
-    throw_forming(*this->context, this->name, this->global_ranks, view, error.what());
+                  whole_text(std::current_exception()));
   }
   native_ = c10::make_intrusive<c10d::ProcessGroup>(group_store, rank, size);
   native_->setDefaultBackend(backend_type(backend_name));
@@ -187,11 +184,9 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
   try {
     if (abort) {
       backend_->abort();
+      release_impatiently(std::move(native_), std::move(backend_));
     } else {
       backend_->shutdown();
-    }
-    if (abort) {
-      release_impatiently(std::move(native_), std::move(backend_));
     }
   } catch (const std::exception& error) {
     log_warning("closing the group '" + name + "': " + error.what());

@@ -54,13 +54,30 @@ std::vector<int64_t> gather_sizes(const ProcessGroup& group, int64_t mine, c10::
   return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + group.size()};
 }
 
+at::Tensor byte_tensor(int64_t size, c10::Device device) {
+  return at::empty({size}, at::dtype(at::kByte).device(device));
+}
+
+// What all ranks' objects need: their sizes, the longest, and this rank's own of that length.
+struct Padded {
+  Padded(const ProcessGroup& group, const json& object, c10::Device device) {
+    const at::Tensor bytes = encode(object);
+    sizes = gather_sizes(group, bytes.numel(), device);
+    longest = *std::max_element(sizes.begin(), sizes.end());
+    mine = padded(bytes, longest, device);
+  }
+  std::vector<int64_t> sizes;
+  int64_t longest = 0;
+  at::Tensor mine;
+};
+
 // A null or closed group throws here, before its state is looked at.
 void check_open(const ProcessGroup& group) {
   group.native();
 }
 
-std::string barrier_key(const ProcessGroup::Impl& impl, int64_t number, int rank) {
-  return "barrier/" + impl.name + "/" + std::to_string(number) + "/" + std::to_string(rank);
+std::vector<std::string> barrier_keys(const ProcessGroup::Impl& impl, int64_t number) {
+  return numbered_keys("barrier/" + impl.name + "/" + std::to_string(number) + "/", impl.size);
 }
 
 }  // namespace
@@ -68,17 +85,13 @@ std::string barrier_key(const ProcessGroup::Impl& impl, int64_t number, int rank
 std::vector<json> ProcessGroup::all_gather_object(const json& object) const {
   check_open(*this);
   const c10::Device where = impl().device();
-  const at::Tensor bytes = encode(object);
-  const auto sizes = gather_sizes(*this, bytes.numel(), where);
-  const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
-  const at::Tensor input = padded(bytes, longest, where);
-  at::Tensor output = at::empty({size() * longest}, at::dtype(at::kByte).device(where));
-  all_gather_into_tensor(output, input);
+  const auto [sizes, longest, mine] = Padded(*this, object, where);
+  at::Tensor output = byte_tensor(size() * longest, where);
+  all_gather_into_tensor(output, mine);
   std::vector<json> objects;
-  for (int i = 0; i < size(); ++i) {
+  for (const int64_t one : sizes)
     objects.push_back(
-        decode(output.narrow(0, i * longest, longest), sizes[static_cast<size_t>(i)]));
-  }
+        decode(output.narrow(0, static_cast<int64_t>(objects.size()) * longest, longest), one));
   return objects;
 }
 
@@ -86,16 +99,10 @@ std::vector<json> ProcessGroup::gather_object(const json& object, int dst) const
   check_open(*this);
   backends::check_rank("gather_object", "dst", dst, size());
   const c10::Device where = impl().device();
-  const at::Tensor bytes = encode(object);
-  const auto sizes = gather_sizes(*this, bytes.numel(), where);
-  const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
+  const auto [sizes, longest, mine] = Padded(*this, object, where);
   Tensors outputs;
-  if (rank() == dst) {
-    for (int i = 0; i < size(); ++i) {
-      outputs.push_back(at::empty({longest}, at::dtype(at::kByte).device(where)));
-    }
-  }
-  gather(outputs, padded(bytes, longest, where), dst);
+  for (int i = 0; i < size() && rank() == dst; ++i) outputs.push_back(byte_tensor(longest, where));
+  gather(outputs, mine, dst);
   std::vector<json> objects;
   for (size_t i = 0; i < outputs.size(); ++i) objects.push_back(decode(outputs[i], sizes[i]));
   return objects;
@@ -109,8 +116,7 @@ json ProcessGroup::broadcast_object(const json& object, int src) const {
   at::Tensor length =
       at::full({1}, rank() == src ? bytes.numel() : 0, at::dtype(at::kLong).device(where));
   broadcast(length, src);
-  if (rank() != src)
-    bytes = at::empty({length.item<int64_t>()}, at::dtype(at::kByte).device(where));
+  if (rank() != src) bytes = byte_tensor(length.item<int64_t>(), where);
   broadcast(bytes, src);
   return rank() == src ? object : decode(bytes, bytes.numel());
 }
@@ -140,7 +146,7 @@ json ProcessGroup::scatter_object(const std::vector<json>& objects, int src) con
   at::Tensor header = at::empty({2}, at::dtype(at::kLong).device(where));
   scatter(header, headers, src);
   const at::Tensor numbers = header.cpu();
-  at::Tensor bytes = at::empty({numbers[0].item<int64_t>()}, at::dtype(at::kByte).device(where));
+  at::Tensor bytes = byte_tensor(numbers[0].item<int64_t>(), where);
   scatter(bytes, encoded, src);
   return decode(bytes, numbers[1].item<int64_t>());
 }
@@ -150,9 +156,9 @@ void ProcessGroup::monitored_barrier(std::chrono::milliseconds timeout) const {
   auto& impl = *impl_;
   Store store = impl.context->own_store;
   const int64_t number = impl.barriers++;
-  std::vector<std::string> keys;
-  for (int i = 0; i < impl.size; ++i) keys.push_back(barrier_key(impl, number, i));
-  store.set(keys[static_cast<size_t>(impl.rank)], "1");
+  const auto me = static_cast<size_t>(impl.rank);
+  const auto keys = barrier_keys(impl, number);
+  store.set(keys[me], "1");
   try {
     store.wait(keys, timeout);
   } catch (const TimeoutError&) {
@@ -167,7 +173,7 @@ void ProcessGroup::monitored_barrier(std::chrono::milliseconds timeout) const {
                        human_seconds(static_cast<double>(timeout.count()) / 1000));
   }
   // All have come here, so all have left the barrier before: nobody waits for its key any more.
-  if (number > 0) store.delete_key(barrier_key(impl, number - 1, impl.rank));
+  if (number > 0) store.delete_key(barrier_keys(impl, number - 1)[me]);
 }
 
 ProcessGroup ProcessGroup::split(int color, int key) const {

@@ -71,8 +71,10 @@ void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tenso
   }
 }
 
-void check_tensors(const Impl& impl, Operation operation, c10::ArrayRef<at::Tensor> tensors) {
-  for (const auto& tensor : tensors) check_tensor(impl, operation, tensor);
+template <class... Lists>
+void check_tensors(const Impl& impl, Operation operation, const Lists&... lists) {
+  for (const c10::ArrayRef<at::Tensor> list : {c10::ArrayRef<at::Tensor>(lists)...})
+    for (const auto& tensor : list) check_tensor(impl, operation, tensor);
 }
 
 void check_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
@@ -124,8 +126,7 @@ Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
 
 Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input) {
   check_count(impl, Operation::all_gather, "outputs", outputs.size());
-  check_tensor(impl, Operation::all_gather, input);
-  check_tensors(impl, Operation::all_gather, outputs);
+  check_tensors(impl, Operation::all_gather, input, outputs);
   const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
   std::vector<Tensors> lists{outputs};
   Tensors inputs{input};
@@ -134,7 +135,7 @@ Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor&
 }
 
 Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input) {
-  check_tensors(impl, Operation::all_gather_into_tensor, {output, input});
+  check_tensors(impl, Operation::all_gather_into_tensor, output, input);
   check_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
   const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
   return started(impl, {output}, {input},
@@ -144,8 +145,7 @@ Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at:
 Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input, int dst) {
   check_rank(Operation::gather, "dst", dst, impl.size);
   check_count(impl, Operation::gather, "outputs", outputs.size(), impl.rank == dst);
-  check_tensor(impl, Operation::gather, input);
-  check_tensors(impl, Operation::gather, outputs);
+  check_tensors(impl, Operation::gather, input, outputs);
   auto options = options_of<c10d::GatherOptions>(impl, mode);
   options.rootRank = dst;
   std::vector<Tensors> lists;
@@ -158,8 +158,7 @@ Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& inp
 Work scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs, int src) {
   check_rank(Operation::scatter, "src", src, impl.size);
   check_count(impl, Operation::scatter, "inputs", inputs.size(), impl.rank == src);
-  check_tensor(impl, Operation::scatter, output);
-  check_tensors(impl, Operation::scatter, inputs);
+  check_tensors(impl, Operation::scatter, output, inputs);
   auto options = options_of<c10d::ScatterOptions>(impl, mode);
   options.rootRank = src;
   std::vector<Tensors> lists;
@@ -172,8 +171,7 @@ Work scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inp
 Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs,
                     ReduceOp op) {
   check_count(impl, Operation::reduce_scatter, "inputs", inputs.size());
-  check_tensor(impl, Operation::reduce_scatter, output);
-  check_tensors(impl, Operation::reduce_scatter, inputs);
+  check_tensors(impl, Operation::reduce_scatter, output, inputs);
   const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
   Tensors outputs{output};
   std::vector<Tensors> lists{inputs};
@@ -183,7 +181,7 @@ Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tenso
 
 Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
                            ReduceOp op) {
-  check_tensors(impl, Operation::reduce_scatter_tensor, {output, input});
+  check_tensors(impl, Operation::reduce_scatter_tensor, output, input);
   check_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
   const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
   return started(impl, {output}, {input},
@@ -193,8 +191,7 @@ Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::
 Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
   check_count(impl, Operation::all_to_all, "outputs", outputs.size());
   check_count(impl, Operation::all_to_all, "inputs", inputs.size());
-  check_tensors(impl, Operation::all_to_all, outputs);
-  check_tensors(impl, Operation::all_to_all, inputs);
+  check_tensors(impl, Operation::all_to_all, outputs, inputs);
   const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
   return started(impl, outputs, inputs,
                  [&] { return impl.backend().alltoall(outputs, inputs, options); });
@@ -203,7 +200,7 @@ Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
 Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
                        std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
   constexpr Operation operation = Operation::all_to_all_single;
-  check_tensors(impl, operation, {output, input});
+  check_tensors(impl, operation, output, input);
   rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
   rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
   const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
@@ -280,8 +277,8 @@ int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
   check_tensor(impl, Operation::recv_any, tensor);
   Tensors tensors{tensor};
-  auto native = translated([&] { return impl.backend().recvAnysource(tensors, tag); });
-  const Work work = impl.make_work(std::move(native), tensors, {}, true);
+  const Work work = started(
+      impl, tensors, {}, [&] { return impl.backend().recvAnysource(tensors, tag); }, true);
   work.wait();
   return work.source_rank();
 }

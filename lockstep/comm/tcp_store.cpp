@@ -1,9 +1,9 @@
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
+#include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
@@ -57,21 +57,13 @@ Store tcp_store(const TcpStoreOptions& options) {
     if (options.port == 0) throw UsageError("store at " + options.host + ": the port is missing");
     return connect_store(options);
   }
-  if (options.listen_fd >= 0) {
-    return listen_store(UniqueFd(options.listen_fd), options.timeout);
-  }
-  return listen_store(listen_on(options.all_interfaces ? "" : options.host, options.port),
-                      options.timeout);
+  UniqueFd fd(options.listen_fd);
+  if (!fd) fd = listen_on(options.all_interfaces ? "" : options.host, options.port);
+  return listen_store(std::move(fd), options.timeout);
 }
 
 uint16_t tcp_store_port(const Store& store) {
-  c10d::Store* native = store.native().get();
-  c10::intrusive_ptr<c10d::Store> inner;
-  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(native)) {
-    inner = prefixed->getUnderlyingNonPrefixStore();
-    native = inner.get();
-  }
-  auto* tcp = dynamic_cast<c10d::TCPStore*>(native);
+  const auto* tcp = store ? tcp_store_of(native_store(store)) : nullptr;
   if (!tcp) throw UsageError("tcp_store_port: not a TCP store");
   return tcp->getPort();
 }

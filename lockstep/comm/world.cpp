@@ -15,6 +15,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
+#include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
@@ -74,24 +75,15 @@ int cuda_devices() {
 // Fills in which of this host's ranks this one is where the launcher did not say: by the hosts that
 // the ranks have published. Ranks that publish none (Python's) count as of another host.
 void find_local_ranks(Store store, JobEnvironment& job) {
-  const std::string mine = host_id();
-  int local_rank = 0, local_size = 0, node = 0;
-  std::vector<std::string> hosts_before;
-  for (int rank = 0; rank < job.world_size; ++rank) {
-    const std::string key = "host/" + std::to_string(rank);
-    const std::string host = rank == job.rank ? mine : store.check({key}) ? store.get(key) : "";
-    if (host == mine) {
-      local_rank += rank < job.rank;
-      ++local_size;
-    }
-    const bool known =
-        std::find(hosts_before.begin(), hosts_before.end(), host) != hosts_before.end();
-    if (host == mine && local_size == 1) node = static_cast<int>(hosts_before.size());
-    if (!known) hosts_before.push_back(host);
+  std::vector<std::string> hosts;
+  for (const auto& key : numbered_keys("host/", job.world_size)) {
+    const bool mine = static_cast<int>(hosts.size()) == job.rank;
+    hosts.push_back(mine ? host_id() : store.check({key}) ? store.get(key) : "another");
   }
-  job.local_rank = local_rank;
-  job.local_size = local_size;
-  if (job.node_rank < 0) job.node_rank = node;
+  const auto layout = hierarchical::HostLayout::of(hosts, job.rank);
+  job.local_rank = layout.local;
+  job.local_size = static_cast<int>(layout.mine().size());
+  if (job.node_rank < 0) job.node_rank = layout.host;
 }
 
 void default_local_ranks(JobEnvironment& job) {
@@ -113,14 +105,8 @@ void default_local_ranks(JobEnvironment& job) {
       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?");
 }
 
-std::vector<std::string> keys_of_all(const std::string& what, int world_size) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < world_size; ++rank) keys.push_back(what + "/" + std::to_string(rank));
-  return keys;
-}
-
 void wait_for_all(Store store, const std::string& what, int world_size) {
-  const auto keys = keys_of_all(what, world_size);
+  const auto keys = numbered_keys(what + "/", world_size);
   try {
     store.wait(keys);
   } catch (const TimeoutError&) {
@@ -131,7 +117,7 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
 // Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
 // but publishes the address at which Gloo meets the others. `gloo`: where it does that.
 bool all_vote(Store store, Store gloo, int world_size) {
-  const auto keys = keys_of_all("vote", world_size);
+  const auto keys = numbered_keys("vote/", world_size);
   const auto deadline = std::chrono::steady_clock::now() + store.timeout();
   for (PollPause pause; !store.check(keys); pause.sleep()) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -144,12 +130,10 @@ bool all_vote(Store store, Store gloo, int world_size) {
 
 // For ranks on the CPU, from the places in which they can share memory.
 std::string choose_by_places(const std::vector<std::string>& places) {
-  std::map<std::string, int> ranks;
-  bool several = false;
-  for (const auto& place : places) several = ++ranks[place] > 1 || several;
-  const bool everywhere = ranks.count("") == 0;
-  if (everywhere && ranks.size() == 1) return "shm";
-  return everywhere && several ? "hierarchical" : "gloo";
+  if (std::find(places.begin(), places.end(), "") != places.end()) return "gloo";
+  const auto layout = hierarchical::HostLayout::of(places, 0);
+  if (layout.one_host()) return "shm";
+  return layout.one_rank_a_host() ? "gloo" : "hierarchical";
 }
 
 /// What a rank says of itself before the group is formed.

@@ -21,28 +21,24 @@ bool same_call(const CallSignature& a, const CallSignature& b) {
 
 /// The names of what differs, for the hint.
 std::string difference(const CallSignature& a, const CallSignature& b) {
-  const auto shapes = [](const CallSignature& call) {
-    std::vector<std::vector<int64_t>> result;
-    for (const auto* list : {&call.inputs, &call.outputs})
-      for (const auto& tensor : *list) result.push_back(tensor.shape);
-    return result;
-  };
-  const auto dtypes = [](const CallSignature& call) {
-    std::vector<c10::ScalarType> result;
-    for (const auto* list : {&call.inputs, &call.outputs})
-      for (const auto& tensor : *list) result.push_back(tensor.dtype);
-    return result;
+  const auto tensors = [](const CallSignature& call) {
+    auto all = call.inputs;
+    all.insert(all.end(), call.outputs.begin(), call.outputs.end());
+    return all;
   };
   if (a.operation != b.operation) return "operation";
   std::vector<std::string> names;
   if (a.sequence != b.sequence) names.push_back("sequence number");
   if (a.reduction != b.reduction) names.push_back("reduction");
   if (a.root != b.root) names.push_back("root");
-  if (dtypes(a).size() != dtypes(b).size()) {
+  const auto of_a = tensors(a), of_b = tensors(b);
+  if (of_a.size() != of_b.size()) {
     names.push_back("number of tensors");
   } else {
-    if (dtypes(a) != dtypes(b)) names.push_back("dtype");
-    if (shapes(a) != shapes(b)) names.push_back("shape");
+    if (!std::ranges::equal(of_a, of_b, {}, &TensorSignature::dtype, &TensorSignature::dtype))
+      names.push_back("dtype");
+    if (!std::ranges::equal(of_a, of_b, {}, &TensorSignature::shape, &TensorSignature::shape))
+      names.push_back("shape");
   }
   if (a.input_splits != b.input_splits || a.output_splits != b.output_splits)
     names.push_back("splits");
@@ -73,9 +69,7 @@ std::optional<std::string> expect_same(const Calls& calls, const RankNames& name
     return calls[static_cast<size_t>(camps[camp][0])];
   };
   const CallSignature& first = first_of(0);
-  std::string text = rank_list(camps[0], names) + " called " + describe(first, names) +
-                     " as collective " + std::to_string(first.sequence) + " of group '" + group +
-                     "', but ";
+  const std::string text = called(camps[0], first, names, group) + ", but ";
   std::vector<std::string> others;
   for (size_t i = 1; i < camps.size(); ++i) {
     const CallSignature& call = first_of(i);
@@ -94,17 +88,14 @@ std::optional<std::string> expect_match(const Calls& calls, int from, const Tens
   const auto& a = calls[static_cast<size_t>(from)];
   const auto& b = calls[static_cast<size_t>(to)];
   const std::string differs = given.dtype != expected.dtype ? "dtype" : "shape";
+  const std::string text = called({from}, a, names, group);
   if (from == to)
-    return message(rank_list({from}, names) + " called " + describe(a, names) + " as collective " +
-                       std::to_string(a.sequence) + " of group '" + group +
-                       "', which gives itself " + describe(given) + " and expects " +
-                       describe(expected),
-                   differs);
-  return message(rank_list({from}, names) + " called " + describe(a, names) + " as collective " +
-                     std::to_string(a.sequence) + " of group '" + group + "' and gives " +
-                     rank_list({to}, names) + " " + describe(given) + ", but " +
-                     rank_list({to}, names) + " called " + describe(b, names) + " and expects " +
-                     describe(expected),
+    return message(
+        text + ", which gives itself " + describe(given) + " and expects " + describe(expected),
+        differs);
+  const std::string other = rank_list({to}, names);
+  return message(text + " and gives " + other + " " + describe(given) + ", but " + other +
+                     " called " + describe(b, names) + " and expects " + describe(expected),
                  differs);
 }
 

@@ -214,6 +214,12 @@ std::string describe(const CallSummary& call, const RankNames& names) {
   return text;
 }
 
+std::string called(const std::vector<int>& ranks, const CallSignature& call, const RankNames& names,
+                   const std::string& group) {
+  return rank_list(ranks, names) + " called " + describe(call, names) + " as collective " +
+         std::to_string(call.sequence) + " of group '" + group + "'";
+}
+
 std::string encode(const CallSignature& call) {
   Writer writer;
   writer.number(static_cast<int64_t>(call.operation));

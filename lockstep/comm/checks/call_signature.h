@@ -63,6 +63,10 @@ std::string describe(const CallSignature& call, const RankNames& names);
 std::string describe(const CallSummary& call, const RankNames& names);
 std::string describe(const TensorSignature& tensor);
 
+/// "rank 3 called barrier as collective 7 of group 'default'".
+std::string called(const std::vector<int>& ranks, const CallSignature& call, const RankNames& names,
+                   const std::string& group);
+
 /// Bytes that travel between ranks on hosts of one byte order.
 std::string encode(const CallSignature& call);
 /// Throws CommError for bytes that `encode` did not make.

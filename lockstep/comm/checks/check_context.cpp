@@ -26,13 +26,12 @@ namespace {
 /// How long the connection may take when it is made late: the store may be gone by then.
 constexpr std::chrono::milliseconds kLateConnect{2'000};
 
+constexpr size_t kLongestWord = 400;
+
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Null for another kind.
-const c10d::TCPStore* tcp_store_of(const StorePtr& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
+std::string failed_key(int rank) {
+  return "failed/" + std::to_string(rank);
 }
 
 /// PrefixStore tells its prefix to its heirs only.
@@ -73,6 +72,12 @@ StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patienc
 }
 
 }  // namespace
+
+const c10d::TCPStore* tcp_store_of(const StorePtr& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
+}
 
 CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
@@ -133,13 +138,6 @@ bool CheckContext::all_announced() {
   for (int rank : others()) keys.push_back(announcement_key(rank));
   return store().check(keys);
 }
-
-namespace {
-std::string failed_key(int rank) {
-  return "failed/" + std::to_string(rank);
-}
-constexpr size_t kLongestWord = 400;
-}  // namespace
 
 void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
   const std::string word = text.substr(0, std::min(text.find('\n'), kLongestWord));

@@ -15,7 +15,8 @@
 
 namespace c10d {
 class Store;
-}
+class TCPStore;
+}  // namespace c10d
 
 namespace lockstep {
 
@@ -122,6 +123,9 @@ class CheckContext {
 
 /// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
 [[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
+
+/// The TCP store of which this is one, or a prefix; null for another kind. Lives as long as it.
+const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
 
 /// The key under which a rank announces itself.
 std::string announcement_key(int rank);

@@ -37,7 +37,8 @@ FailureKind kind_of_text(std::string_view message) {
   return found ? found->kind : FailureKind::other;
 }
 
-/// An exception's whole text without c10's backtrace.
+}  // namespace
+
 std::string whole_text(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -49,8 +50,6 @@ std::string whole_text(const std::exception_ptr& error) {
     return "an exception of unknown type";
   }
 }
-
-}  // namespace
 
 std::span<const FailureWords> failure_words() {
   return kFailureWords;

@@ -35,6 +35,9 @@ const FailureWords* failure_words_in(std::string_view message);
 /// Looks at the type and, where that says too little, at the text.
 FailureKind failure_kind(const std::exception_ptr& error) noexcept;
 
+/// An exception's whole text without c10's backtrace.
+std::string whole_text(const std::exception_ptr& error);
+
 /// The first line of an exception's text without c10's backtrace and without gloo's
 /// "[.../pair.cc:534] ".
 std::string failure_text(const std::exception_ptr& error);

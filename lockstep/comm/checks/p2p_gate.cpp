@@ -13,11 +13,9 @@ namespace {
 
 constexpr std::chrono::milliseconds kLookForEnded{50};
 
-std::string send_key(const std::string& channel, int64_t index) {
-  return channel + "/s" + std::to_string(index);
-}
-std::string recv_key(const std::string& channel, int64_t index) {
-  return channel + "/r" + std::to_string(index);
+/// `side`: 's' of the send, 'r' of the receive.
+std::string key_of(const std::string& channel, char side, int64_t index) {
+  return channel + "/" + side + std::to_string(index);
 }
 
 c10d::OpType type_of(Operation operation) {
@@ -81,8 +79,8 @@ c10::intrusive_ptr<c10d::Work> P2PGate::submit(Operation operation,
     held.index = channel->next++;
     held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
     const bool send = operation == Operation::send;
-    const std::string at = send ? send_key(channel_key(me, peer, tag), held.index)
-                                : recv_key(channel_key(peer, me, tag), held.index);
+    const std::string channel_name = send ? channel_key(me, peer, tag) : channel_key(peer, me, tag);
+    const std::string at = key_of(channel_name, send ? 's' : 'r', held.index);
     if (!channel->free) context_->store().set(at, encode(held.signature));
   }
   held.work = c10::make_intrusive<PendingWork>(context_, held.call, type_of(operation));
@@ -137,9 +135,9 @@ void P2PGate::close() {
   if (thread_.joinable()) thread_.join();
   const auto fail_all = [this](std::deque<Held>& all) {
     for (Held& held : all)
-      fail(held, std::make_exception_ptr(
-                     CommError(context_->me() + ": " + describe(held.call, context_->names()) +
-                               " had not begun when group '" + context_->group() + "' closed")));
+      held.work->failed(std::make_exception_ptr(
+          CommError(context_->me() + ": " + describe(held.call, context_->names()) +
+                    " had not begun when group '" + context_->group() + "' closed")));
     all.clear();
   };
   std::lock_guard lock(mutex_);
@@ -179,14 +177,12 @@ bool P2PGate::advance(bool look_for_ended) {
   bool progress = false;
   const auto guarded = [&](std::deque<Held>& held, auto step) {
     try {
-      while (!held.empty() && step() == Progress::done) progress = true;
+      while (!held.empty() && step()) progress = true;
     } catch (...) {  // The store is lost.
-      fail(held.front(),
-           std::make_exception_ptr(PeerLostError(
-               context_->me() + ": " + describe(held.front().call, context_->names()) +
-               " of group '" + context_->group() +
-               "' lost the store, which rank 0 or the launcher holds [" +
-               failure_text(std::current_exception()) + "]")));
+      held.front().work->failed(std::make_exception_ptr(PeerLostError(
+          context_->me() + ": " + describe(held.front().call, context_->names()) + " of group '" +
+          context_->group() + "' lost the store, which rank 0 or the launcher holds [" +
+          failure_text(std::current_exception()) + "]")));
       held.pop_front();
     }
   };
@@ -204,59 +200,59 @@ bool P2PGate::advance(bool look_for_ended) {
   return progress;
 }
 
-P2PGate::Progress P2PGate::advance_send(int peer, Channel& channel) {
+bool P2PGate::advance_send(int peer, Channel& channel) {
   Held& held = channel.held.front();
   auto& store = context_->store();
-  const std::string other = recv_key(channel_key(context_->rank(), peer, held.tag), held.index);
+  const std::string other = key_of(channel_key(context_->rank(), peer, held.tag), 'r', held.index);
   if (!channel.free && store.check({other})) {
     settle(held, peer, other);
   } else if (channel.free || store.check({release_key(peer, held.tag)})) {
     channel.free = true;
     issue(held, peer);
   } else {
-    return Progress::none;
+    return false;
   }
   channel.held.pop_front();
-  return Progress::done;
+  return true;
 }
 
-P2PGate::Progress P2PGate::advance_recv(int peer, Channel& channel) {
+bool P2PGate::advance_recv(int peer, Channel& channel) {
   Held& held = channel.held.front();
-  const std::string other = send_key(channel_key(peer, context_->rank(), held.tag), held.index);
+  const std::string other = key_of(channel_key(peer, context_->rank(), held.tag), 's', held.index);
   if (tags_[held.tag].released) channel.free = true;
   if (channel.free) {
     issue(held, peer);
   } else if (context_->store().check({other})) {
     settle(held, peer, other);
   } else {
-    return Progress::none;
+    return false;
   }
   channel.held.pop_front();
-  return Progress::done;
+  return true;
 }
 
-P2PGate::Progress P2PGate::advance_any(Tag& tag) {
+bool P2PGate::advance_any(Tag& tag) {
   Held& held = tag.held.front();
   if (tag.released) {
     issue(held, kAnyRank);
     tag.held.pop_front();
-    return Progress::done;
+    return true;
   }
   auto& store = context_->store();
   for (int peer : context_->others()) {
     Channel& channel = recvs_[{peer, held.tag}];
     if (!channel.held.empty()) continue;  // The next message is another receive's.
     const std::string name = channel_key(peer, context_->rank(), held.tag);
-    const std::string other = send_key(name, channel.next);
+    const std::string other = key_of(name, 's', channel.next);
     if (!store.check({other})) continue;
     held.index = channel.next++;
     held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
-    store.set(recv_key(name, held.index), encode(held.signature));
+    store.set(key_of(name, 'r', held.index), encode(held.signature));
     settle(held, peer, other);
     tag.held.pop_front();
-    return Progress::done;
+    return true;
   }
-  return Progress::none;
+  return false;
 }
 
 void P2PGate::settle(Held& held, int peer, const std::string& other_key) {
@@ -269,7 +265,7 @@ void P2PGate::settle(Held& held, int peer, const std::string& other_key) {
                              : find_p2p_mismatch(other, peer, held.signature, me, held.tag,
                                                  context_->names(), context_->group());
   if (mismatch) {
-    fail(held, std::make_exception_ptr(MismatchError(*mismatch)));
+    held.work->failed(std::make_exception_ptr(MismatchError(*mismatch)));
   } else {
     issue(held, peer);
   }
@@ -284,12 +280,8 @@ void P2PGate::issue(Held& held, int peer) {
   try {
     held.work->issued(held.issue(held.tensors, peer), peer);
   } catch (...) {
-    fail(held, std::current_exception());
+    held.work->failed(std::current_exception());
   }
-}
-
-void P2PGate::fail(Held& held, std::exception_ptr error) {
-  held.work->failed(std::move(error));
 }
 
 bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_ended) {
@@ -302,8 +294,8 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   const auto give_up = [&](bool timed_out, const std::string& cause) {
     const std::string text = mine + ", but " + cause;
     context_->tell_failed(text, /*known=*/true);
-    fail(held, timed_out ? std::make_exception_ptr(TimeoutError(text))
-                         : std::make_exception_ptr(PeerLostError(text)));
+    held.work->failed(timed_out ? std::make_exception_ptr(TimeoutError(text))
+                                : std::make_exception_ptr(PeerLostError(text)));
     return true;
   };
   if (ended.size() == peers.size()) return give_up(false, context_->how_they_ended(ended));
@@ -316,10 +308,10 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   const char* counterpart = held.signature.operation == Operation::send
                                 ? " did not call the receive"
                                 : " did not call the send";
-  fail(held, std::make_exception_ptr(TimeoutError(
-                 mine + " and waited " + seconds_text(held.timeout) + ": " +
-                     rank_list(peers, context_->names()) + counterpart,
-                 "do both sides use the same ranks and tag? Else give a longer time-out")));
+  held.work->failed(std::make_exception_ptr(
+      TimeoutError(mine + " and waited " + seconds_text(held.timeout) + ": " +
+                       rank_list(peers, context_->names()) + counterpart,
+                   "do both sides use the same ranks and tag? Else give a longer time-out")));
   return true;
 }
 

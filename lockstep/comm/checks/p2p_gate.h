@@ -85,7 +85,6 @@ class P2PGate {
     int64_t any_count = 0;
     std::deque<Held> held;
   };
-  enum class Progress { none, done };
 
   bool within_limit(int64_t index) { return checks_.compares(static_cast<uint64_t>(index) + 1); }
   bool hold_send(int peer, int tag, Channel& channel);
@@ -99,14 +98,14 @@ class P2PGate {
   void run();
   bool anything_held() const;
   bool advance(bool look_for_ended);
-  Progress advance_send(int peer, Channel& channel);
-  Progress advance_recv(int peer, Channel& channel);
-  Progress advance_any(Tag& tag);
+  /// Whether the first that is held has been issued or has failed.
+  bool advance_send(int peer, Channel& channel);
+  bool advance_recv(int peer, Channel& channel);
+  bool advance_any(Tag& tag);
   bool expire(Held& held, const std::vector<int>& peers, bool look_for_ended);
   /// Compares with what the other side set under `other_key`, then issues or fails.
   void settle(Held& held, int peer, const std::string& other_key);
   void issue(Held& held, int peer);
-  void fail(Held& held, std::exception_ptr error);
 
   const std::shared_ptr<CheckContext> context_;
   RankChecks& checks_;

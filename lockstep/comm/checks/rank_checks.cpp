@@ -85,8 +85,7 @@ uint64_t RankChecks::agree() {
 }
 
 std::string RankChecks::called(const CallSignature& call) const {
-  return context_.me() + " called " + describe(call, context_.names()) + " as collective " +
-         std::to_string(call.sequence) + " of group '" + context_.group() + "'";
+  return lockstep::called({context_.rank()}, call, context_.names(), context_.group());
 }
 
 void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds timeout) {
@@ -151,9 +150,8 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
 void RankChecks::throw_if_broken(int64_t state) {
   if ((state & kBroken) == 0) return;
   const std::string stored = context_.store().get_to_str(kBrokenKey);
-  const std::string text = "group '" + context_.group() + "' has failed: " + stored.substr(1);
-  if (stored[0] == kLost) throw PeerLostError(text);
-  throw TimeoutError(text);
+  throw_failure("group '" + context_.group() + "' has failed: ",
+                {stored[0] != kLost, stored.substr(1)});
 }
 
 std::string RankChecks::who_is_missing(const CallSignature& mine) {

@@ -72,15 +72,21 @@ struct Claim {
   }
 };
 
+Claim claim_of(const std::string& launcher, const Variables& env, const std::string& rank_name,
+               const std::string& size_name) {
+  Claim claim;
+  claim.launcher = launcher;
+  claim.rank_name = rank_name;
+  claim.size_name = size_name;
+  claim.rank = env.number(rank_name, 0);
+  claim.size = env.number(size_name, 1);
+  return claim;
+}
+
 std::optional<Claim> torchrun_claim(const Variables& env) {
   if (!env.has("RANK") && !env.has("WORLD_SIZE")) return std::nullopt;
-  Claim claim;
-  claim.launcher =
-      env.has("LOCKSTEP_RUN_TOKEN") || env.has("LOCKSTEP_SPAWNED_BY") ? "lockstep" : "torchrun";
-  claim.rank_name = "RANK";
-  claim.size_name = "WORLD_SIZE";
-  claim.rank = env.number("RANK", 0);
-  claim.size = env.number("WORLD_SIZE", 1);
+  const bool ours = env.has("LOCKSTEP_RUN_TOKEN") || env.has("LOCKSTEP_SPAWNED_BY");
+  Claim claim = claim_of(ours ? "lockstep" : "torchrun", env, "RANK", "WORLD_SIZE");
   claim.local_rank = env.number_or_unknown("LOCAL_RANK", 0);
   claim.local_size = env.number_or_unknown("LOCAL_WORLD_SIZE", 1);
   claim.node_rank = env.number_or_unknown("GROUP_RANK", 0);
@@ -108,12 +114,7 @@ int tasks_on_node(const std::string& text, int node) {
 std::optional<Claim> slurm_claim(const Variables& env) {
   const auto size_name = env.first_of({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"});
   if (!env.has("SLURM_PROCID") || !size_name) return std::nullopt;
-  Claim claim;
-  claim.launcher = "slurm";
-  claim.rank_name = "SLURM_PROCID";
-  claim.size_name = *size_name;
-  claim.rank = env.number("SLURM_PROCID", 0);
-  claim.size = env.number(*size_name, 1);
+  Claim claim = claim_of("slurm", env, "SLURM_PROCID", *size_name);
   claim.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
   claim.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
   if (const auto name = env.first_of({"SLURM_STEP_NUM_NODES", "SLURM_NNODES"})) {
@@ -130,12 +131,7 @@ std::optional<Claim> slurm_claim(const Variables& env) {
 
 std::optional<Claim> openmpi_claim(const Variables& env) {
   if (!env.has("OMPI_COMM_WORLD_RANK") || !env.has("OMPI_COMM_WORLD_SIZE")) return std::nullopt;
-  Claim claim;
-  claim.launcher = "openmpi";
-  claim.rank_name = "OMPI_COMM_WORLD_RANK";
-  claim.size_name = "OMPI_COMM_WORLD_SIZE";
-  claim.rank = env.number(claim.rank_name, 0);
-  claim.size = env.number(claim.size_name, 1);
+  Claim claim = claim_of("openmpi", env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
   claim.local_rank = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_RANK", 0);
   claim.local_size = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
   // Open MPI does not number its nodes; OMPI_COMM_WORLD_NODE_RANK is a rank within one.

@@ -1,6 +1,7 @@
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 
 #include <filesystem>
+#include <tuple>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
@@ -16,12 +17,9 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 void take_endpoint(const std::string& text, JobEnvironment& job) {
-  const auto colon = text.rfind(':');
-  const auto port = parse_int(colon == std::string::npos ? "" : text.substr(colon + 1));
-  if (!port || *port < 1 || *port > 65535)
-    throw CommError("init: rank 0 told '" + text + "', expected HOST:PORT");
-  job.master_addr = text.substr(0, colon);
-  job.master_port = static_cast<uint16_t>(*port);
+  const auto told = parse_endpoint(text);
+  if (!told) throw CommError("init: rank 0 told '" + text + "', expected HOST:PORT");
+  std::tie(job.master_addr, job.master_port) = *told;
 }
 
 std::string endpoint(const std::string& host, const UniqueFd& socket) {

@@ -67,19 +67,16 @@ Lookup overlay(const Lookup& lookup, const std::map<std::string, int>& given) {
 }
 
 void read_endpoint(const std::string& text, const std::string& method, JobEnvironment& job) {
-  const auto colon = text.rfind(':');
-  std::string host = text.substr(0, colon);
-  const std::string port_text = colon == std::string::npos ? "" : text.substr(colon + 1);
-  const int64_t port = parse_int(port_text).value_or(0);
+  auto [host, port] = parse_endpoint(text).value_or(std::pair(std::string(), uint16_t{0}));
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
     host = host.substr(1, host.size() - 2);
   }
-  if (host.empty() || port < 1 || port > 65535) {
+  if (host.empty()) {
     throw UsageError("init method '" + method +
                      "': expected tcp://HOST:PORT, PORT from 1 to 65535");
   }
   job.master_addr = host;
-  job.master_port = static_cast<uint16_t>(port);
+  job.master_port = port;
 }
 
 // The caller names rank and size; the environment may still say which of this host's ranks it is.
