@@ -147,7 +147,7 @@ std::optional<std::string> find_mismatch(const Calls& calls, const RankNames& na
   const auto check = [&](auto given, auto expected) {
     return expect_exchange(calls, names, group, given, expected);
   };
-  // Of a rank that gives, or gets, one tensor and of one that has a list, one a rank.
+  // Of a rank that gives or gets one tensor, and of one that has a list of one a rank.
   const auto only_input = [&](size_t from, size_t) { return part_of(calls[from].inputs, 0, 1); };
   const auto only_output = [&](size_t to, size_t) { return part_of(calls[to].outputs, 0, 1); };
   const auto listed_input = [&](size_t from, size_t to) {
@@ -158,9 +158,9 @@ std::optional<std::string> find_mismatch(const Calls& calls, const RankNames& na
   };
   switch (calls[0].operation) {
     case Operation::gather:
-      return check(only_input, [&](size_t to, size_t from) {
-        return to == root ? listed_output(to, from) : std::nullopt;
-      });
+      return check(
+          [&](size_t from, size_t to) { return to == root ? only_input(from, to) : std::nullopt; },
+          listed_output);
     case Operation::scatter:
       return check([&](size_t from,
                        size_t to) { return from == root ? listed_input(from, to) : std::nullopt; },
