@@ -128,6 +128,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.timeout = timeout;
   options.interface = this->context->interface;
   options.address = this->context->address;
+  options.host = this->context->host;
   options.device = device_;
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;

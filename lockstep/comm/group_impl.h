@@ -29,6 +29,7 @@ struct GroupContext {
   std::string backend;
   std::string interface;
   std::string address;  ///< This host's address that the other ranks reach.
+  std::string host;     ///< BackendOptions::host.
   c10::Device device = c10::kCPU;
   std::chrono::milliseconds timeout{120'000};
   DebugLevel debug = DebugLevel::info;

@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/tensor_checks.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
 #include <numeric>
@@ -73,6 +74,11 @@ void expect_one_dtype(Operation operation, const Tensors& inputs, const Tensors&
                             describe(signature_of(inputs[0])));
     }
   }
+}
+
+void expect_own_elements(Operation operation, const at::Tensor& output) {
+  if (at::has_internal_overlap(output) == at::MemOverlap::Yes)
+    refuse(operation, "elements of the output share memory", "pass output.clone()");
 }
 
 void expect_count(Operation operation, const char* what, size_t count, size_t expected) {

@@ -28,6 +28,8 @@ void expect_multiple(Operation operation, const at::Tensor& large, const at::Ten
 /// Dense tensors of one dtype.
 void expect_one_dtype(Operation operation, const std::vector<at::Tensor>& inputs,
                       const std::vector<at::Tensor>& outputs);
+/// A result whose elements do not share memory, as those of an expanded tensor do.
+void expect_own_elements(Operation operation, const at::Tensor& output);
 /// As many `what` as expected.
 void expect_count(Operation operation, const char* what, size_t count, size_t expected);
 /// A rank of a group of `size`; `argument`: its name in the message.

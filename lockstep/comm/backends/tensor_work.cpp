@@ -7,6 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 
 namespace lockstep::backends {
 namespace {
@@ -217,6 +218,7 @@ Blocks TensorWork::given(const Tensors& tensors, at::ScalarType dtype) {
 at::Tensor TensorWork::taken(const at::Tensor& tensor, bool reads, at::ScalarType dtype) {
   taken_bytes_ += tensor.nbytes();
   if (fits(tensor, dtype)) return tensor;
+  expect_own_elements(request_.operation, tensor);
   if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
   at::Tensor flat =
       reads ? copy_of(tensor, dtype) : at::empty(tensor.sizes(), tensor.options().dtype(dtype));

@@ -166,14 +166,14 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce_sparse(
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::reduce(Tensors& tensors,
                                                          const c10d::ReduceOptions& options) {
-  Staging staging;
+  Staging staging(Operation::reduce);
   Tensors data = staging.taken(tensors);
   return staging.work(flat_->reduce(data, options));
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                          const c10d::GatherOptions& options) {
-  Staging staging;
+  Staging staging(Operation::gather);
   TensorLists lists;
   for (const auto& list : outputs) lists.push_back(staging.taken(list));
   Tensors data = Staging::given(inputs);
@@ -182,7 +182,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::gather(TensorLists& outputs, T
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                           const c10d::ScatterOptions& options) {
-  Staging staging;
+  Staging staging(Operation::scatter);
   TensorLists lists;
   for (const auto& list : inputs) lists.push_back(Staging::given(list));
   Tensors data = staging.taken(outputs);
@@ -192,14 +192,14 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::scatter(Tensors& outputs, Tens
 HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  Staging staging;
+  Staging staging(Operation::all_to_all_single);
   Tensors from = Staging::given({input}), to = staging.taken({output});
   return staging.work(flat_->alltoall_base(to[0], from[0], output_splits, input_splits, options));
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                            const c10d::AllToAllOptions& options) {
-  Staging staging;
+  Staging staging(Operation::all_to_all);
   Tensors from = Staging::given(inputs), to = staging.taken(outputs);
   return staging.work(flat_->alltoall(to, from, options));
 }
@@ -210,13 +210,13 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::send(Tensors& tensors, int dst
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::recv(Tensors& tensors, int src, int tag) {
-  Staging staging;
+  Staging staging(Operation::recv);
   Tensors data = staging.taken(tensors);
   return staging.work(flat_->recv(data, src, tag));
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::recvAnysource(Tensors& tensors, int tag) {
-  Staging staging;
+  Staging staging(Operation::recv_any);
   Tensors data = staging.taken(tensors);
   return staging.work(flat_->recvAnysource(data, tag));
 }

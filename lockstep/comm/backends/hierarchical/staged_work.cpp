@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 
+#include "lockstep/comm/backends/tensor_checks.h"
+
 namespace lockstep::hierarchical {
 namespace {
 
@@ -63,14 +65,13 @@ class StagedWork final : public c10d::Work {
   Copies copies_;  ///< Until they have been written.
 };
 
-bool fits(const at::Tensor& tensor) {
-  return tensor.layout() != at::kStrided || tensor.is_contiguous();
-}
-
 Tensors contiguous(Tensors tensors) {
   const at::AutoDispatchBelowADInplaceOrView outside_autograd;
-  for (auto& tensor : tensors)
-    if (!fits(tensor)) tensor = tensor.contiguous();
+  for (auto& tensor : tensors) {
+    if (tensor.layout() != at::kStrided) continue;
+    if (tensor.requires_grad()) tensor = tensor.detach();
+    if (!tensor.is_contiguous()) tensor = tensor.contiguous();
+  }
   return tensors;
 }
 
@@ -84,7 +85,9 @@ Tensors Staging::taken(const Tensors& tensors) {
   const Tensors flat = contiguous(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     results_.push_back(tensors[i]);
-    if (!flat[i].is_same(tensors[i])) copies_.emplace_back(tensors[i], flat[i]);
+    if (flat[i].is_same(tensors[i]) || flat[i].is_alias_of(tensors[i])) continue;
+    backends::expect_own_elements(operation_, tensors[i]);
+    copies_.emplace_back(tensors[i], flat[i]);
   }
   return flat;
 }

@@ -60,8 +60,12 @@ std::shared_ptr<Group> form(const BackendOptions& options, const RankNames& rank
   return group;
 }
 
-/// Whether the blocks of `bytes` lie one after the other.
-bool adjoin(const Blocks& blocks, size_t bytes) {
+/// Whether the blocks, of `other`'s size, lie one after the other and outside of it: MPI's buffers
+/// must not overlap.
+bool adjoin_apart_from(const at::Tensor& other, const Blocks& blocks) {
+  const size_t bytes = other.nbytes();
+  const auto* start = static_cast<const std::byte*>(other.data_ptr());
+  if (start + bytes > blocks.at(0) && start < blocks.back() + bytes) return false;
   for (size_t i = 1; i < blocks.size(); ++i)
     if (blocks[i] != blocks[i - 1] + bytes) return false;
   return true;
@@ -76,7 +80,7 @@ at::Tensor fresh(MpiWork& work, const at::Tensor& one, int size) {
 /// `own`: it will be changed.
 at::Tensor joined(MpiWork& work, const Blocks& blocks, const at::Tensor& one, bool own = false) {
   const auto size = static_cast<int64_t>(blocks.size());
-  if (!own && adjoin(blocks, one.nbytes()))
+  if (!own && adjoin_apart_from(one, blocks))
     return at::from_blob(blocks.at(0), {size, one.numel()}, one.options());
   const at::Tensor all = fresh(work, one, static_cast<int>(size));
   auto* to = static_cast<std::byte*>(all.data_ptr());
@@ -86,7 +90,7 @@ at::Tensor joined(MpiWork& work, const Blocks& blocks, const at::Tensor& one, bo
 
 /// Memory for what MPI puts one after the other; at the end each block gets its part.
 void* apart(MpiWork& work, const Blocks& blocks, const at::Tensor& one) {
-  if (adjoin(blocks, one.nbytes())) return blocks.at(0);
+  if (adjoin_apart_from(one, blocks)) return blocks.at(0);
   const at::Tensor all = fresh(work, one, static_cast<int>(blocks.size()));
   work.afterwards([all, blocks, bytes = one.nbytes()] {
     const auto* from = static_cast<const std::byte*>(all.data_ptr());

@@ -58,9 +58,10 @@ void ShmMessageWork::begin(Messages& messages, int tag) {
   call.bytes = memory.nbytes();
   call.call = std::make_shared<MessageText>(request(), tag, names(), memory);
   call.timeout = request().timeout;
+  copied_ = !sends && !memory.is_same(tensor);
   message_ = sends ? messages.post_send(request().root, std::move(call))
                    : messages.post_recv(request().root, std::move(call));
-  if (!sends && !memory.is_same(tensor)) watch();
+  if (copied_) watch();
 }
 
 void ShmMessageWork::watch() {

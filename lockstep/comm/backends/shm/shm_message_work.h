@@ -17,12 +17,12 @@ class ShmMessageWork final : public backends::TensorWork {
   /// Once: posts the message.
   void begin(Messages& messages, int tag);
 
-  bool isCompleted() override { return watched_ ? TensorWork::isCompleted() : message_->done(); }
+  bool isCompleted() override { return copied_ ? TensorWork::isCompleted() : message_->done(); }
   bool isSuccess() const override {
-    return watched_ ? TensorWork::isSuccess() : message_->done() && !message_->error();
+    return copied_ ? TensorWork::isSuccess() : message_->done() && !message_->error();
   }
   std::exception_ptr exception() const override {
-    return watched_ ? TensorWork::exception() : message_->error();
+    return copied_ ? TensorWork::exception() : message_->error();
   }
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override { return message_->source(); }
@@ -32,6 +32,7 @@ class ShmMessageWork final : public backends::TensorWork {
   void watch();
 
   MessagePtr message_;
+  bool copied_ = false;  ///< The caller's tensor gets its values when this work completes.
   std::atomic<bool> watched_{false};  ///< The message's end completes this work.
 };
 
