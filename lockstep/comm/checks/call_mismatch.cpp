@@ -1,7 +1,6 @@
 // The comparison of the ranks' calls: the half of call_signature.h that knows what each collective
 // demands.
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 #include "lockstep/base/text.h"

@@ -1,6 +1,5 @@
 #include "lockstep/comm/checks/failure_report.h"
 
-#include <algorithm>
 #include <map>
 #include <optional>
 #include <thread>

@@ -1,6 +1,5 @@
 #include "lockstep/comm/backends/hierarchical/hierarchy.h"
 
-#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

@@ -1,12 +1,29 @@
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 
+#include <algorithm>
 #include <array>
 
 #include "lockstep/base/copy_bytes.h"
-#include "lockstep/comm/backends/hierarchical/chunks.h"
+#include "lockstep/comm/shared_memory/memory.h"
 
 namespace lockstep::hierarchical {
 namespace {
+
+/// `total` bytes in chunks of `size`, the last one smaller; none for 0 bytes.
+struct Chunks {
+  size_t total = 0;
+  size_t size = 1;
+
+  size_t count() const { return (total + size - 1) / size; }
+  size_t offset(size_t chunk) const { return std::min(total, chunk * size); }
+  size_t bytes(size_t chunk) const { return offset(chunk + 1) - offset(chunk); }
+};
+
+/// Chunks of whole cache lines: about four of them, none above `largest` nor, where there are
+/// several, below `least`.
+Chunks in_chunks(size_t total, size_t least, size_t largest) {
+  return {total, shm::up_to_line(std::clamp((total + 3) / 4, least, std::max(least, largest)))};
+}
 
 /// `sources` in the kernel's order, which may hold `target`.
 void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
@@ -77,7 +94,7 @@ class HostReduce {
         hosts_(hierarchy.layout().hosts.size()),
         me_(static_cast<size_t>(hierarchy.layout().host)) {
     const size_t largest = std::min(chunks.total, chunks.size);
-    const size_t each = hosts_ == 2 ? up_to_line(largest) : part_size(largest);
+    const size_t each = hosts_ == 2 ? shm::up_to_line(largest) : part_size(largest);
     const size_t used = std::min(kStages, chunks.count());
     std::byte* memory = hierarchy.scratch(used * (hosts_ - 1) * each);
     for (size_t k = 0; k < used; ++k) stages_[k].received = memory + k * (hosts_ - 1) * each;
@@ -125,7 +142,7 @@ class HostReduce {
   struct Part {
     size_t begin, bytes;
   };
-  size_t part_size(size_t bytes) const { return up_to_line((bytes + hosts_ - 1) / hosts_); }
+  size_t part_size(size_t bytes) const { return shm::up_to_line((bytes + hosts_ - 1) / hosts_); }
   Part part(size_t chunk, size_t host) const {
     const size_t bytes = chunks_.bytes(chunk);
     if (hosts_ == 2) return {0, bytes};
@@ -267,7 +284,7 @@ struct Stage {
 
 /// Of a call; `sent` and `received` in bytes.
 std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t received) {
-  const size_t first = up_to_line(sent), all = first + up_to_line(received);
+  const size_t first = shm::up_to_line(sent), all = first + shm::up_to_line(received);
   std::byte* memory = hierarchy.scratch(2 * all);
   return {{{memory, memory + first, {}}, {memory + all, memory + all + first, {}}}};
 }
