@@ -2,7 +2,6 @@
 
 #include <c10/core/Device.h>
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>

@@ -2,8 +2,6 @@
 
 #include <chrono>
 #include <exception>
-#include <memory>
-#include <vector>
 
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/check_context.h"

@@ -1,6 +1,5 @@
 #include "lockstep/comm/checks/rank_checks.h"
 
-#include <cstdlib>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"

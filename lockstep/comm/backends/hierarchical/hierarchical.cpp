@@ -1,8 +1,5 @@
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 
-#include "lockstep/base/env.h"
-#include "lockstep/base/error.h"
-#include "lockstep/base/words.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/shared_memory/host_place.h"

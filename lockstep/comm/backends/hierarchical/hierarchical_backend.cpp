@@ -9,6 +9,7 @@
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/staged_work.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
+#include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 
@@ -175,7 +176,10 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::gather(TensorLists& outputs, T
                                                          const c10d::GatherOptions& options) {
   Staging staging(Operation::gather);
   TensorLists lists;
-  for (const auto& list : outputs) lists.push_back(staging.taken(list));
+  for (const auto& list : outputs) {
+    backends::expect_alike(Operation::gather, backends::only(Operation::gather, inputs), list);
+    lists.push_back(staging.taken(list));
+  }
   Tensors data = Staging::given(inputs);
   return staging.work(flat_->gather(lists, data, options));
 }
@@ -184,7 +188,10 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::scatter(Tensors& outputs, Tens
                                                           const c10d::ScatterOptions& options) {
   Staging staging(Operation::scatter);
   TensorLists lists;
-  for (const auto& list : inputs) lists.push_back(Staging::given(list));
+  for (const auto& list : inputs) {
+    backends::expect_alike(Operation::scatter, backends::only(Operation::scatter, outputs), list);
+    lists.push_back(Staging::given(list));
+  }
   Tensors data = staging.taken(outputs);
   return staging.work(flat_->scatter(data, lists, options));
 }
@@ -192,6 +199,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::scatter(Tensors& outputs, Tens
 HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  backends::expect_one_dtype(Operation::all_to_all_single, {input}, {output});
   Staging staging(Operation::all_to_all_single);
   Tensors from = Staging::given({input}), to = staging.taken({output});
   return staging.work(flat_->alltoall_base(to[0], from[0], output_splits, input_splits, options));
@@ -199,6 +207,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall_base(
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                            const c10d::AllToAllOptions& options) {
+  backends::expect_one_dtype(Operation::all_to_all, inputs, outputs);
   Staging staging(Operation::all_to_all);
   Tensors from = Staging::given(inputs), to = staging.taken(outputs);
   return staging.work(flat_->alltoall(to, from, options));
