@@ -44,7 +44,7 @@ inline lockstep::DatasetSplits images(std::string name, const DataOptions& optio
       options.dir.value_or(lockstep::env_string("LOCKSTEP_DATA_DIR").value_or("./data"));
   dataset_options.download = options.download;
   if (!options.download && !lockstep::dataset_folder(name, dataset_options)) {
-    const auto missing = "no " + name + " in " + dataset_options.data_dir.string();
+    const auto missing = "no complete " + name + " in " + dataset_options.data_dir.string();
     if (options.dir) {
       throw lockstep::DataError(missing,
                                 "--download fetches it, --data-dir names another folder, and "
