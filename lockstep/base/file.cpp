@@ -4,10 +4,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -32,6 +35,35 @@ fs::path file_behind(fs::path path) {
                 "give the name of a file");
   }
   return path;
+}
+
+/// Tries `make(path)` for names that start with `prefix` until one is not taken yet; empty, with
+/// errno set, when it fails. `make` returns a negative number then. Unlike with mkstemp, the umask
+/// decides who may read what is made.
+template <class Make>
+fs::path make_unique(const std::string& prefix, const Make& make) {
+  constexpr int kMostTries = 100;
+  for (int i = 0; i < kMostTries; ++i) {
+    const std::string name = prefix + "." + random_hex(3);
+    if (make(name) >= 0) return name;
+    if (errno != EEXIST) break;
+  }
+  return {};
+}
+
+/// Of the name of a file beside `target`: not longer than a name may be, with what is added to it.
+std::string name_beside(const fs::path& target) {
+  constexpr size_t kMostBytes = 200;
+  return (folder_of(target) / ("." + target.filename().string().substr(0, kMostBytes))).string();
+}
+
+/// The file is in place already, so a failure is no reason to take it for not written.
+void flush_folder_of(const fs::path& file) {
+  try {
+    fsync_path(folder_of(file));
+  } catch (const SystemError& error) {
+    log_warning(file.string() + " is written, but a loss of power may undo that: " + error.what());
+  }
 }
 
 }  // namespace
@@ -63,14 +95,25 @@ TemporaryDirectory::~TemporaryDirectory() {
   fs::remove_all(path_, ignored);
 }
 
-std::string read_file(const fs::path& path) {
+fs::path make_unique_folder(const fs::path& prefix) {
+  fs::path folder = make_unique(
+      prefix.string(), [](const std::string& name) { return ::mkdir(name.c_str(), 0777); });
+  if (folder.empty()) throw SystemError("cannot make folder " + prefix.string(), errno);
+  return folder;
+}
+
+std::string read_file(const fs::path& path, size_t most) {
+  constexpr size_t kMostOfAStream = size_t{16} << 20;
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) throw SystemError("cannot open " + path.string(), errno);
   std::string content;
   struct stat status {};
-  if (::fstat(fd.get(), &status) == 0) content.reserve(static_cast<size_t>(status.st_size) + 1);
+  if (::fstat(fd.get(), &status) != 0) throw SystemError("cannot read " + path.string(), errno);
+  const auto size = static_cast<size_t>(status.st_size);
+  if (!S_ISREG(status.st_mode)) most = std::min(most, kMostOfAStream);
+  if (size <= most) content.reserve(size + 1);
   char buffer[1 << 16];
-  while (true) {
+  while (content.size() <= most) {
     const ssize_t n = ::read(fd.get(), buffer, sizeof buffer);
     if (n == 0) return content;
     if (n > 0) {
@@ -79,6 +122,8 @@ std::string read_file(const fs::path& path) {
       throw SystemError("cannot read " + path.string(), errno);
     }
   }
+  throw DataError(path.string() + " has more than " + std::to_string(most) +
+                  " bytes, the most that is read of it");
 }
 
 void write_all(int fd, const void* data, size_t size, const fs::path& name) {
@@ -98,21 +143,19 @@ void write_all(int fd, const void* data, size_t size, const fs::path& name) {
 void fsync_path(const fs::path& path) {
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) throw SystemError("cannot open " + path.string(), errno);
-  if (::fsync(fd.get()) != 0) throw SystemError("cannot flush " + path.string(), errno);
+  if (::fsync(fd.get()) == 0 || errno == EINVAL || errno == ENOTSUP) return;
+  throw SystemError("cannot flush " + path.string(), errno);
 }
 
 AtomicFile::AtomicFile(fs::path target) : target_(file_behind(std::move(target))) {
-  const std::string pattern = "." + target_.filename().string() + ".XXXXXX";
-  std::string aside = (folder_of(target_) / pattern).string();
-  fd_.reset(::mkostemp(aside.data(), O_CLOEXEC));
+  aside_ = make_unique(name_beside(target_), [&](const std::string& name) {
+    fd_.reset(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+    return fd_.get();
+  });
   if (!fd_) {
     throw SystemError("cannot write " + target_.string(), errno,
                       "check that the folder exists and that you may write there");
   }
-  aside_ = aside;
-  const mode_t mask = ::umask(0);
-  ::umask(mask);
-  ::fchmod(fd_.get(), 0666 & ~mask);
 }
 
 AtomicFile::~AtomicFile() {
@@ -130,7 +173,7 @@ void AtomicFile::commit() {
     throw SystemError("cannot rename " + aside_.string() + " to " + target_.string(), errno);
   }
   aside_.clear();
-  fsync_path(folder_of(target_));
+  flush_folder_of(target_);
 }
 
 void write_file_atomically(const fs::path& path, std::string_view content) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,7 +29,7 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-/// A new empty folder under the system's temporary folder, removed with its content at destruction.
+/// A new empty folder in `temporary_folder()`, removed with its content at destruction.
 class TemporaryDirectory {
  public:
   explicit TemporaryDirectory(const std::string& prefix = "lockstep");
@@ -41,21 +42,30 @@ class TemporaryDirectory {
   std::filesystem::path path_;
 };
 
-/// The whole content of a file. Throws SystemError naming the file.
-std::string read_file(const std::filesystem::path& path);
+/// Makes a folder whose new name starts with `prefix`. Unlike mkdtemp's it has the permissions that
+/// every new folder of this process gets. Throws SystemError.
+std::filesystem::path make_unique_folder(const std::filesystem::path& prefix);
+
+/// The whole content of a file. Throws SystemError naming the file, and DataError when it has more
+/// than `most` bytes. What is no regular file may never end (/dev/zero): at most 16 MiB of it.
+std::string read_file(const std::filesystem::path& path,
+                      size_t most = std::numeric_limits<size_t>::max());
 
 /// Writes the whole buffer, resuming after short writes and interrupts. Throws SystemError.
 void write_all(int fd, const void* data, size_t size, const std::filesystem::path& name);
 
-/// Flushes a file's or a folder's entries to the disk. Throws SystemError.
+/// Flushes a file or a folder's entries to the disk. Throws SystemError. A folder on a file system
+/// that cannot flush folders counts as flushed.
 void fsync_path(const std::filesystem::path& path);
 
 /// A file that becomes visible under its name only when it is complete. It is written beside its
 /// target, flushed to the disk, and renamed over it by `commit()`. Without `commit()` nothing of it
 /// stays. A reader sees the old content or the new one, never a part. A symbolic link is followed.
-/// Throws Error for a target that is there and is no regular file (a device, a pipe, a folder).
 class AtomicFile {
  public:
+  /// Throws what would keep the file from being written: Error for a target that is there and is no
+  /// regular file (a device, a pipe, a folder), SystemError for a folder that is missing or that
+  /// one may not write to.
   explicit AtomicFile(std::filesystem::path target);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
@@ -63,7 +73,9 @@ class AtomicFile {
 
   void write(const void* data, size_t size);
   void write(std::string_view text) { write(text.data(), text.size()); }
-  /// fsync of the file, rename, fsync of the folder. Throws SystemError (a full disk, ...).
+  /// fsync of the file, rename, fsync of the folder. Throws SystemError (a full disk, ...), and
+  /// then the target is as it was. After the rename nothing is thrown: where the folder cannot be
+  /// flushed, a warning says so.
   void commit();
 
  private:
