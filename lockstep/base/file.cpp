@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/temporary_folder.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -85,7 +86,7 @@ void UniqueFd::reset(int fd) {
 }
 
 TemporaryDirectory::TemporaryDirectory(const std::string& prefix) {
-  std::string pattern = (fs::temp_directory_path() / (prefix + ".XXXXXX")).string();
+  std::string pattern = (temporary_folder() / (prefix + ".XXXXXX")).string();
   if (!::mkdtemp(pattern.data())) throw SystemError("cannot make folder " + pattern, errno);
   path_ = pattern;
 }

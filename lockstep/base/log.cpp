@@ -5,17 +5,18 @@
 #include <atomic>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
 
 LogLevel level_from_environment() {
-  const auto text = env_string("LOCKSTEP_LOG_LEVEL");
-  if (!text) return LogLevel::info;
-  if (*text == "debug") return LogLevel::debug;
-  if (*text == "warning") return LogLevel::warning;
-  if (*text == "error") return LogLevel::error;
-  if (*text == "quiet") return LogLevel::quiet;
+  // A word that is none of these is refused elsewhere: see log_level_setting.
+  const std::string text = to_lower(env_string("LOCKSTEP_LOG_LEVEL").value_or(""));
+  if (text == "debug") return LogLevel::debug;
+  if (text == "warning") return LogLevel::warning;
+  if (text == "error") return LogLevel::error;
+  if (text == "quiet") return LogLevel::quiet;
   return LogLevel::info;
 }
 

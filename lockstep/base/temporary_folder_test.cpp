@@ -1,0 +1,58 @@
+#include "lockstep/base/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/file.h"
+
+namespace lockstep {
+namespace {
+
+class TemporaryFolder : public testing::Test {
+ protected:
+  ~TemporaryFolder() override {
+    if (before_) {
+      setenv("TMPDIR", before_->c_str(), 1);
+    } else {
+      unsetenv("TMPDIR");
+    }
+  }
+
+ private:
+  std::optional<std::string> before_ = env_string("TMPDIR");
+};
+
+TEST_F(TemporaryFolder, IsTmpdir) {
+  const TemporaryDirectory folder;
+  setenv("TMPDIR", folder.path().c_str(), 1);
+  EXPECT_EQ(temporary_folder(), folder.path());
+  const TemporaryDirectory within;
+  EXPECT_EQ(within.path().parent_path(), folder.path());
+}
+
+TEST_F(TemporaryFolder, UnsetOrEmptyIsTmp) {
+  unsetenv("TMPDIR");
+  EXPECT_EQ(temporary_folder(), "/tmp");
+  setenv("TMPDIR", "", 1);
+  EXPECT_EQ(temporary_folder(), "/tmp");
+}
+
+TEST_F(TemporaryFolder, ThatIsMissingOrNoFolderIsNamedOnceAndReplaced) {
+  setenv("TMPDIR", "/nowhere/at/all", 1);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(temporary_folder(), "/tmp");
+  EXPECT_EQ(TemporaryDirectory().path().parent_path(), "/tmp");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              "warning: environment variable TMPDIR='/nowhere/at/all': No such file or directory; "
+              "temporary files go to /tmp\n");
+  setenv("TMPDIR", "/dev/null", 1);
+  EXPECT_EQ(temporary_folder(), "/tmp");
+}
+
+}  // namespace
+}  // namespace lockstep
