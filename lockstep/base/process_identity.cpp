@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdint>
 #include <fstream>
 #include <sstream>
 #include <vector>
@@ -32,10 +33,14 @@ std::string place() {
 
 struct Stat {
   char state = 0;
+  int64_t threads = 0;
   std::string start_time;
+
+  /// A process whose main thread alone has ended shows as a zombie, but lives on in its others.
+  bool has_ended() const { return state == 'X' || (state == 'Z' && threads <= 1); }
 };
 
-/// Fields 3 and 22 of /proc/PID/stat; the second field may hold spaces and brackets.
+/// Fields 3, 20 and 22 of /proc/PID/stat; the second field may hold spaces and brackets.
 Stat read_stat(const std::string& pid) {
   const std::string line = first_line("/proc/" + pid + "/stat");
   const size_t close = line.rfind(')');
@@ -44,7 +49,7 @@ Stat read_stat(const std::string& pid) {
   std::vector<std::string> values;
   for (std::string field; values.size() < 20 && fields >> field;) values.push_back(field);
   if (values.size() < 20) return {};
-  return {values[0][0], values[19]};
+  return {values[0][0], parse_int(values[17]).value_or(0), values[19]};
 }
 
 }  // namespace
@@ -69,7 +74,7 @@ ProcessState process_state(const std::string& identity) {
   if (parts.size() != 3 || parts[2].empty() || parts[0] != place()) return ProcessState::unknown;
   const Stat stat = read_stat(parts[1]);
   const bool gone = stat.state == 0 || stat.start_time != parts[2];
-  return gone || stat.state == 'Z' || stat.state == 'X' ? ProcessState::ended : ProcessState::alive;
+  return gone || stat.has_ended() ? ProcessState::ended : ProcessState::alive;
 }
 
 }  // namespace lockstep

@@ -1,11 +1,14 @@
 #include "lockstep/base/process_identity.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <fstream>
 #include <string>
+#include <thread>
 
 namespace lockstep {
 namespace {
@@ -76,6 +79,44 @@ TEST(ProcessIdentity, AliveThenEndedBeforeAndAfterItIsReaped) {
   EXPECT_EQ(process_state(child.identity()), ProcessState::ended);
   child.reap();
   EXPECT_EQ(process_state(child.identity()), ProcessState::ended);
+}
+
+bool main_thread_has_ended() {
+  std::ifstream file("/proc/self/stat");
+  std::string line;
+  std::getline(file, line);
+  return line.find(") Z ") != std::string::npos;
+}
+
+/// Its main thread has ended, which shows as a zombie, while another one still runs.
+TEST(ProcessIdentity, AliveWithoutItsMainThreadAsLongAsAnotherRuns) {
+  std::array<int, 2> out{}, hold{};
+  ASSERT_EQ(pipe(out.data()), 0);
+  ASSERT_EQ(pipe(hold.data()), 0);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    close(hold[1]);
+    std::thread([=] {
+      while (!main_thread_has_ended()) std::this_thread::yield();
+      const std::string identity = process_identity();
+      char byte = 0;
+      const bool told = write(out[1], identity.data(), identity.size()) > 0;
+      _exit(told && read(hold[0], &byte, 1) == 0 ? 0 : 1);
+    }).detach();
+    syscall(SYS_exit, 0);  // As pthread_exit, which would unwind GoogleTest's frames.
+  }
+  for (const int fd : {out[1], hold[0]}) close(fd);
+  std::array<char, 256> text{};
+  const ssize_t length = read(out[0], text.data(), text.size());
+  ASSERT_GT(length, 0);
+  const std::string identity(text.data(), static_cast<size_t>(length));
+  EXPECT_EQ(process_number(identity), pid);
+  EXPECT_EQ(process_state(identity), ProcessState::alive);
+  for (const int fd : {out[0], hold[1]}) close(fd);
+  siginfo_t info{};
+  waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT);
+  EXPECT_EQ(process_state(identity), ProcessState::ended);
+  waitpid(pid, nullptr, 0);
 }
 
 TEST(ProcessIdentity, NumberUsedAgainByAnother) {
