@@ -1,5 +1,9 @@
 #include "lockstep/base/error.h"
 
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 
@@ -8,6 +12,22 @@ namespace {
 
 std::string with_hint(const std::string& message, const std::string& hint) {
   return hint.empty() ? message : message + "\n  hint: " + hint;
+}
+
+/// What to do about an error that the call itself says nothing about.
+std::string hint_of(int errno_value) {
+  rlimit limit{};
+  if (errno_value != EMFILE || ::getrlimit(RLIMIT_NOFILE, &limit) != 0) return {};
+  return "`ulimit -n` allows this process " + std::to_string(limit.rlim_cur) +
+         " open files and sockets; raise it";
+}
+
+/// The message's first line ends in "(timed out)" where no line says it.
+std::string with_timed_out(const std::string& message) {
+  for (const char* word : {"timed out", "timeout"})
+    if (message.find(word) != std::string::npos) return message;
+  std::string text = message;
+  return text.insert(std::min(text.find('\n'), text.size()), " (timed out)");
 }
 
 std::string signal_name(int number) {
@@ -21,7 +41,11 @@ Error::Error(const std::string& message, const std::string& hint)
     : std::runtime_error(with_hint(message, hint)) {}
 
 SystemError::SystemError(const std::string& message, int errno_value, const std::string& hint)
-    : Error(message + ": " + std::strerror(errno_value), hint), errno_value_(errno_value) {}
+    : Error(message + ": " + std::strerror(errno_value), hint.empty() ? hint_of(errno_value) : hint),
+      errno_value_(errno_value) {}
+
+TimeoutError::TimeoutError(const std::string& message, const std::string& hint)
+    : CommError(with_timed_out(message), hint) {}
 
 InterruptedError::InterruptedError(int signal_number)
     : Error("stopped by " + signal_name(signal_number)), signal_number_(signal_number) {}

@@ -57,10 +57,11 @@ class CommError : public Error {
   using Error::Error;
 };
 
-/// A wait between ranks ran into its time-out.
+/// A wait between ranks ran into its time-out. `what()` contains "timed out" or "timeout", by which
+/// code written for PyTorch tells such an error.
 class TimeoutError : public CommError {
  public:
-  using CommError::CommError;
+  explicit TimeoutError(const std::string& message, const std::string& hint = {});
 };
 
 /// The hint of a PeerLostError that has no better one. The launcher looks for it in what a worker

@@ -12,6 +12,26 @@ TEST(Error, HintStandsOnItsOwnLine) {
   EXPECT_STREQ(Error("it broke").what(), "it broke");
 }
 
+TEST(Error, ATimeOutSaysSoInTheWordsThatOthersLookFor) {
+  EXPECT_STREQ(TimeoutError("rank 1 did not come within 2 s").what(),
+               "rank 1 did not come within 2 s (timed out)");
+  EXPECT_STREQ(TimeoutError("rank 1 did not come", "start it").what(),
+               "rank 1 did not come (timed out)\n  hint: start it");
+  EXPECT_STREQ(TimeoutError("rank 1 did not come\n  hint: start it").what(),
+               "rank 1 did not come (timed out)\n  hint: start it");
+  EXPECT_STREQ(TimeoutError("connect() timed out").what(), "connect() timed out");
+  EXPECT_STREQ(TimeoutError("Socket Timeout").what(), "Socket Timeout (timed out)");
+  EXPECT_STREQ(TimeoutError("reached the timeout of 3 s").what(), "reached the timeout of 3 s");
+}
+
+TEST(Error, TooManyOpenFilesNameTheLimit) {
+  const std::string text = SystemError("accept", EMFILE).what();
+  EXPECT_NE(text.find("`ulimit -n` allows this process"), std::string::npos) << text;
+  EXPECT_EQ(std::string(SystemError("accept", ENOENT).what()).find("ulimit"), std::string::npos);
+  EXPECT_NE(std::string(SystemError("accept", EMFILE, "own hint").what()).find("own hint"),
+            std::string::npos);
+}
+
 TEST(Error, ExitCodes) {
   EXPECT_EQ(exit_code_of(Error("x")), 1);
   EXPECT_EQ(exit_code_of(UsageError("x")), 2);
