@@ -19,22 +19,24 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/memory.h"
 
 namespace lockstep::shm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Served = std::function<void(int rank, const std::string& identity)>;
 
-constexpr uint32_t kNobody = UINT32_MAX;
 struct Hello {
   int32_t rank = -1;
   std::array<char, 228> identity{};
 };
 
-struct Answer {
-  uint32_t uid = kNobody;  ///< Of rank 0.
-  uint32_t granted = 0;
-};
+[[noreturn]] void throw_system(const char* what) {
+  const int error = errno;
+  throw SystemError(std::string("shared memory: ") + what, error,
+                    error == EMFILE || error == ENFILE ? kMoreFiles : "");
+}
 
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   sockaddr_un address{};
@@ -48,78 +50,143 @@ std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
 
 UniqueFd make_socket() {
   UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (!fd) throw SystemError("shared memory: socket", errno);
+  if (!fd) throw_system("socket");
   return fd;
 }
 
-/// Waits until there is something to read; false when the time is over.
-bool readable(int fd, Clock::time_point deadline) {
-  while (true) {
-    pollfd one{fd, POLLIN, 0};
-    const int ready = poll(&one, 1, static_cast<int>(time_left(deadline).count()));
-    if (ready > 0) return true;
-    if (ready == 0) return false;
-    if (errno != EINTR) throw SystemError("shared memory: poll", errno);
-  }
+/// The user at the other end; of a connection's client the one that listens.
+uid_t user_of_peer(int connection) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0)
+    throw_system("asking for the user of another process");
+  return peer.uid;
 }
 
-void send_answer(int connection, const Answer& answer, int fd) {
-  iovec data{const_cast<Answer*>(&answer), sizeof(answer)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (answer.granted) {
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
+/// Waits until one of `sockets` can be read or `deadline` is over.
+void wait_readable(std::vector<pollfd>& sockets, Clock::time_point deadline) {
+  const int ready =
+      poll(sockets.data(), sockets.size(), static_cast<int>(time_left(deadline).count()));
+  if (ready >= 0) return;
+  if (errno != EINTR) throw_system("poll");
+  for (pollfd& socket : sockets) socket.revents = 0;
+}
+
+/// A byte with a descriptor.
+class Parcel {
+ public:
+  Parcel() {
+    message_.msg_iov = &data_;
+    message_.msg_iovlen = 1;
+    message_.msg_control = control_.data();
+    message_.msg_controllen = control_.size();
+  }
+  Parcel(const Parcel&) = delete;
+  Parcel& operator=(const Parcel&) = delete;
+
+  /// A peer that has ended meanwhile gets nothing.
+  void send(int connection, int fd) {
+    cmsghdr* header = CMSG_FIRSTHDR(&message_);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+    sendmsg(connection, &message_, MSG_NOSIGNAL);
   }
-  sendmsg(connection, &message,
-          MSG_NOSIGNAL);  // A client that has ended meanwhile is missed later.
-}
 
-using Served = std::function<void(int rank, const std::string& identity)>;
+  /// Nothing when the peer has closed the connection. Throws SystemError where the system has given
+  /// this process no descriptor.
+  UniqueFd receive(int connection) {
+    if (recvmsg(connection, &message_, MSG_CMSG_CLOEXEC) != sizeof(byte_)) return {};
+    const cmsghdr* header = CMSG_FIRSTHDR(&message_);
+    if (!header && (message_.msg_flags & MSG_CTRUNC) != 0) {
+      errno = EMFILE;
+      throw_system("receiving it from rank 0");
+    }
+    if (!header || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) return {};
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
+    return UniqueFd(fd);
+  }
 
-/// Serves one connection; the rank that now has the descriptor, or -1.
-int serve(int listener, int fd, int size, const Served& served) {
-  const UniqueFd connection(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-  if (!connection) return -1;
-  ucred peer{};
-  socklen_t length = sizeof(peer);
-  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return -1;
-  const bool same = peer.uid == geteuid();
-  Hello hello;
-  // A rank sends its number right after it has connected; a stranger may hold up nobody for long.
-  constexpr std::chrono::seconds kHello{2};
-  if (!readable(connection.get(), Clock::now() + kHello) ||
-      recv(connection.get(), &hello, sizeof(hello), 0) != sizeof(hello) || hello.rank < 1 ||
-      hello.rank >= size)
-    return -1;
-  hello.identity.back() = '\0';
-  if (same) served(hello.rank, hello.identity.data());
-  send_answer(connection.get(), {geteuid(), same ? 1U : 0U}, fd);
-  return same ? hello.rank : -1;
-}
+ private:
+  char byte_ = 0;
+  iovec data_{&byte_, sizeof(byte_)};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control_{};
+  msghdr message_{};
+};
 
-UniqueFd receive_answer(int connection, Answer& answer) {
-  iovec data{&answer, sizeof(answer)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) != sizeof(answer)) return {};
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (!header || header->cmsg_type != SCM_RIGHTS) return {};
-  int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
-  return UniqueFd(fd);
-}
+/// Rank 0's side: who has connected, and who is still to come.
+class Counter {
+ public:
+  Counter(int fd, int size, const Served& served)
+      : fd_(fd), served_(served), missing_(static_cast<size_t>(size - 1)) {
+    std::iota(missing_.begin(), missing_.end(), 1);
+  }
+
+  std::string listen() {
+    std::string name = "lockstep-" + random_hex(16);
+    const auto [address, length] = abstract_address(name);
+    if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        ::listen(listener_.get(), SOMAXCONN) != 0)
+      throw_system("listening for the other ranks");
+    return name;
+  }
+
+  const std::vector<int>& missing() const { return missing_; }
+
+  /// Serves who comes until `deadline`, or who has come.
+  void serve(Clock::time_point deadline) {
+    std::vector<pollfd> sockets = {{listener_.get(), POLLIN, 0}};
+    for (const Client& client : clients_) sockets.push_back({client.connection.get(), POLLIN, 0});
+    wait_readable(sockets, deadline);
+    for (size_t i = 0; i < clients_.size(); ++i) {
+      if (sockets[i + 1].revents != 0) answer(clients_[i]);
+    }
+    const auto now = Clock::now();
+    std::erase_if(clients_, [&](const Client& client) {
+      return !client.connection || now >= client.patience_ends;
+    });
+    if (sockets[0].revents != 0) admit();
+  }
+
+ private:
+  /// A process of this user that has not yet said which rank it is.
+  struct Client {
+    UniqueFd connection;
+    Clock::time_point patience_ends;
+  };
+  /// A rank says it right after it has connected.
+  static constexpr std::chrono::seconds kPatience{2};
+
+  void admit() {
+    UniqueFd connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (connection) {
+      if (user_of_peer(connection.get()) == geteuid())
+        clients_.push_back({std::move(connection), Clock::now() + kPatience});
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      throw_system("accepting the connection of another rank");
+    }
+  }
+
+  void answer(Client& client) {
+    const UniqueFd connection = std::move(client.connection);
+    Hello hello;
+    if (recv(connection.get(), &hello, sizeof(hello), MSG_DONTWAIT) != sizeof(hello)) return;
+    const auto place = std::find(missing_.begin(), missing_.end(), hello.rank);
+    if (place == missing_.end()) return;
+    hello.identity.back() = '\0';
+    served_(hello.rank, hello.identity.data());
+    Parcel().send(connection.get(), fd_);
+    missing_.erase(place);
+  }
+
+  const int fd_;
+  const Served& served_;
+  const UniqueFd listener_ = make_socket();
+  std::vector<Client> clients_;
+  std::vector<int> missing_;
+};
 
 }  // namespace
 
@@ -128,24 +195,18 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
               const std::function<void(const std::vector<int>& missing)>& look) {
   constexpr std::chrono::milliseconds kSlice{20};
   const auto deadline = Clock::now() + timeout;
-  const UniqueFd listener = make_socket();
-  const std::string name = "lockstep-" + random_hex(16);
-  const auto [address, length] = abstract_address(name);
-  if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      listen(listener.get(), SOMAXCONN) != 0)
-    throw SystemError("shared memory: listening for the other ranks", errno);
-  tell(name);
-  std::vector<int> missing(static_cast<size_t>(size - 1));
-  std::iota(missing.begin(), missing.end(), 1);
-  while (!missing.empty()) {
-    if (readable(listener.get(), std::min(deadline, Clock::now() + kSlice))) {
-      std::erase(missing, serve(listener.get(), fd, size, served));
-      continue;
-    }
-    if (look) look(missing);
-    if (Clock::now() < deadline) continue;
-    throw TimeoutError("shared memory of group '" + group + "': " + ranks_text(missing) +
-                       " did not come");
+  Counter counter(fd, size, served);
+  tell(counter.listen());
+  for (auto next_look = Clock::now() + kSlice; !counter.missing().empty();) {
+    counter.serve(std::min(deadline, next_look));
+    const auto now = Clock::now();
+    if (now < next_look && now < deadline) continue;
+    next_look = now + kSlice;
+    if (counter.missing().empty()) return;
+    if (look) look(counter.missing());
+    if (now < deadline) continue;
+    throw TimeoutError("shared memory of group '" + group + "': " + ranks_text(counter.missing()) +
+                       " did not come within " + seconds_text(timeout));
   }
 }
 
@@ -159,21 +220,24 @@ UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds ti
     throw CommError(what + "rank 0 cannot be reached [" + std::strerror(errno) + "]",
                     "it has ended, or the ranks are in containers with network namespaces of their "
                     "own: share the host's (docker run --network host), or use --backend gloo");
+  if (const uid_t user = user_of_peer(connection.get()); user != geteuid())
+    throw UsageError(what + "rank 0 runs as user " + std::to_string(user) + ", rank " +
+                         std::to_string(rank) + " as user " + std::to_string(geteuid()),
+                     "start all ranks of a host as one user, or use --backend gloo");
   Hello hello;
   hello.rank = rank;
   const std::string identity = process_identity();
   std::memcpy(hello.identity.data(), identity.data(),
               std::min(identity.size(), hello.identity.size() - 1));
-  const bool sent = send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello);
-  if (!sent || !readable(connection.get(), deadline))
-    throw TimeoutError(what + "rank 0 gave no answer");
-  Answer answer;
-  UniqueFd fd = receive_answer(connection.get(), answer);
+  send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
+  std::vector<pollfd> sockets = {{connection.get(), POLLIN, 0}};
+  while (sockets[0].revents == 0) {
+    if (Clock::now() >= deadline)
+      throw TimeoutError(what + "rank 0 gave no answer within " + seconds_text(timeout));
+    wait_readable(sockets, deadline);
+  }
+  UniqueFd fd = Parcel().receive(connection.get());
   if (fd) return fd;
-  if (answer.uid != kNobody && answer.granted == 0)
-    throw UsageError(what + "rank 0 runs as user " + std::to_string(answer.uid) + ", rank " +
-                         std::to_string(rank) + " as user " + std::to_string(geteuid()),
-                     "start all ranks of a host as one user, or use --backend gloo");
   throw CommError(what + "rank 0 closed the connection", "look at what rank 0 printed last");
 }
 

@@ -27,6 +27,15 @@ void check_file_limit(size_t bytes) {
   }
 }
 
+/// Neither shorter than `bytes` nor ever made so: a look beyond its end is a SIGBUS.
+bool holds(int fd, size_t bytes) {
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_SEAL;
+  const int seals = fcntl(fd, F_GET_SEALS);
+  struct stat status {};
+  return seals >= 0 && (seals & kSeals) == kSeals && fstat(fd, &status) == 0 &&
+         static_cast<size_t>(status.st_size) == bytes;
+}
+
 }  // namespace
 
 std::string mebibytes(size_t bytes) {
@@ -55,6 +64,10 @@ UniqueFd make_memory(size_t bytes, size_t reserved) {
 }
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
+  if (!holds(fd, bytes))
+    throw CommError("shared memory: what rank 0 has handed over is not memory of " +
+                        mebibytes(bytes) + " that nobody can shorten",
+                    "start all ranks from the same build");
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED)
     throw SystemError("shared memory: mapping " + mebibytes(bytes), errno,

@@ -7,6 +7,8 @@
 
 namespace lockstep::shm {
 
+/// The hint where a descriptor is lacking.
+inline constexpr const char* kMoreFiles = "raise the limit of open files (ulimit -n)";
 /// "3 MiB", rounded up.
 std::string mebibytes(size_t bytes);
 size_t whole_pages(size_t bytes);
@@ -24,7 +26,8 @@ UniqueFd make_memory(size_t bytes, size_t reserved);
 class Mapping {
  public:
   Mapping() = default;
-  /// The descriptor may be closed afterwards. Throws SystemError.
+  /// All of what make_memory made, of this size; CommError for anything else. The descriptor may be
+  /// closed afterwards. Throws SystemError.
   Mapping(int fd, size_t bytes);
   ~Mapping();
   Mapping(Mapping&& other) noexcept;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "lockstep/base/error.h"
@@ -26,6 +27,9 @@ size_t slots_offset(size_t size) {
 }
 size_t messages_offset(size_t size, size_t slot_bytes) {
   return whole_pages(slots_offset(size) + size * kSlots * (kSlotHeader + slot_bytes));
+}
+size_t total_bytes(size_t size, size_t slot_bytes, size_t message_bytes) {
+  return messages_offset(size, slot_bytes) + (size > 1 ? size * size * message_bytes : 0);
 }
 
 struct flock lock_of(int rank) {
@@ -77,12 +81,19 @@ void Segment::map(int fd, size_t bytes) {
   messages_ = start + messages_offset(static_cast<size_t>(size_), slot_bytes_);
 }
 
-// A description of its own: the one that rank 0 hands out is all ranks'.
+// A description of its own: the one that rank 0 hands out is all ranks'. Where the system has no
+// such locks (EINVAL), ranks of other process namespaces are not seen to end.
 void Segment::lock(int fd) {
-  lock_ = UniqueFd(open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
   struct flock mine = lock_of(rank_);
-  if (!lock_ || fcntl(lock_.get(), F_OFD_SETLK, &mine) != 0) return;
-  record(rank_).locked.store(1, std::memory_order_release);
+  const bool open = lock_.open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR);
+  if (open && fcntl(lock_.get(), F_OFD_SETLK, &mine) == 0) {
+    record(rank_).locked.store(1, std::memory_order_release);
+  } else if (!open || errno != EINVAL) {
+    const int error = errno;
+    record(rank_).state.store(RankState::left, std::memory_order_seq_cst);
+    throw SystemError("shared memory: taking the lock that tells of this process's end", error,
+                      error == EMFILE || error == ENFILE ? kMoreFiles : "use --backend gloo");
+  }
 }
 
 bool Segment::has_ended(int rank) const {
@@ -97,7 +108,7 @@ bool Segment::has_ended(int rank) const {
 void Segment::host(const SegmentOptions& options, const Meeting& meeting) {
   const auto n = static_cast<size_t>(size_);
   const size_t reserved = messages_offset(n, slot_bytes_);
-  const size_t total = reserved + (n > 1 ? n * n * message_bytes_ : 0);
+  const size_t total = total_bytes(n, slot_bytes_, message_bytes_);
   const UniqueFd memory = make_memory(total, reserved);
   map(memory.get(), total);
   if (size_ > 1) lock(memory.get());
@@ -119,7 +130,8 @@ void Segment::join(const SegmentOptions& options, const Meeting& meeting) {
   constexpr size_t kPlain = offsetof(SegmentHeader, barrier);
   const bool read = pread(memory.get(), static_cast<void*>(&header), kPlain, 0) == ssize_t{kPlain};
   if (!read || header.magic != kMagic || header.version != kVersion ||
-      header.size != static_cast<uint32_t>(size_))
+      header.size != static_cast<uint32_t>(size_) ||
+      header.total_bytes != total_bytes(header.size, header.slot_bytes, header.message_bytes))
     throw UsageError("shared memory: rank 0 of group '" + options.group +
                          "' is of another version of Lockstep or sees another number of ranks",
                      "start all ranks from the same build");

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "lockstep/base/unforked_fd.h"
 #include "lockstep/comm/shared_memory/memory.h"
 #include "lockstep/comm/shared_memory/processors.h"
 #include "lockstep/comm/shared_memory/step_barrier.h"
@@ -92,7 +93,7 @@ struct Meeting {
 class Segment {
  public:
   /// Blocks until rank 0 has been met by all. Throws TimeoutError naming who did not come,
-  /// SystemError, UsageError for ranks of other users or other versions.
+  /// SystemError, UsageError for ranks of other users or other versions, CommError.
   Segment(const SegmentOptions& options, const Meeting& meeting);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -106,7 +107,8 @@ class Segment {
   ///
   /// One of this process namespace is seen by its number. One of another, as in a container beside
   /// this one, by a lock of an open file description of its own (fcntl, F_OFD_SETLK) on the byte of
-  /// the memory at its rank, which the kernel lets go of when the process ends.
+  /// the memory at its rank, which the kernel lets go of when the process ends. Children that it has
+  /// forked do not keep the lock.
   bool has_ended(int rank) const;
   size_t slot_bytes() const { return slot_bytes_; }
   /// The slot that `rank` writes in `step`; the data follows the header.
@@ -134,7 +136,7 @@ class Segment {
   size_t slot_bytes_;
   size_t message_bytes_;
   Mapping mapping_;
-  UniqueFd lock_;
+  UnforkedFd lock_;
   SegmentHeader* header_ = nullptr;
   std::byte* slots_ = nullptr;
   std::byte* messages_ = nullptr;

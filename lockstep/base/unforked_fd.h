@@ -1,0 +1,27 @@
+#pragma once
+
+#include "lockstep/base/file.h"
+
+namespace lockstep {
+
+/// Owns a file descriptor that forked children do not keep. There it is closed also when the child
+/// starts no other program, as a data loader's workers do. For locks and connections whose end
+/// tells others that this process has ended.
+class UnforkedFd {
+ public:
+  UnforkedFd() = default;
+  ~UnforkedFd();
+  UnforkedFd(const UnforkedFd&) = delete;
+  UnforkedFd& operator=(const UnforkedFd&) = delete;
+
+  /// As open(2) with O_CLOEXEC, in place of what it owned; false with `errno` when that fails.
+  bool open(const char* path, int flags);
+  int get() const { return fd_.get(); }
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+
+ private:
+  friend struct OpenInThisProcess;
+  UniqueFd fd_;
+};
+
+}  // namespace lockstep

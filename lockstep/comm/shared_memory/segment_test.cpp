@@ -1,0 +1,116 @@
+#include "lockstep/comm/shared_memory/segment.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <string>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "tests/support/file_limit.h"
+#include "tests/support/run_ranks.h"
+
+namespace lockstep::shm {
+namespace {
+
+using ::testing::AllOf;
+using testing::FileLimit;
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::outcome_of;
+using Clock = std::chrono::steady_clock;
+
+SegmentOptions options_of(int rank) {
+  SegmentOptions options;
+  options.rank = rank;
+  options.size = 2;
+  options.timeout = std::chrono::seconds(20);
+  return options;
+}
+
+class Pipe {
+ public:
+  Pipe() {
+    std::array<int, 2> ends{};
+    EXPECT_EQ(pipe(ends.data()), 0);
+    reads.reset(ends[0]);
+    writes.reset(ends[1]);
+  }
+  /// What was written when nobody can write any more, or the first of it.
+  std::string text() const {
+    std::array<char, 256> bytes{};
+    const ssize_t length = read(reads.get(), bytes.data(), bytes.size());
+    return {bytes.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))};
+  }
+  void tell(const std::string& text) const {
+    EXPECT_EQ(write(writes.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  }
+
+  UniqueFd reads, writes;
+};
+
+/// Rank 1 in a process of its own, which has forked a child that starts no other program.
+class ForkedRank {
+ public:
+  ForkedRank() {
+    pid_ = fork();
+    if (pid_ != 0) return;
+    ends_rank_.writes.reset();
+    ends_child_.writes.reset();
+    const Segment segment(options_of(1), {{}, [this] { return name_.text(); }});
+    if (fork() == 0) {
+      ends_child_.text();
+      _exit(0);
+    }
+    forked_.tell("forked");
+    ends_rank_.text();
+    _exit(0);
+  }
+  ~ForkedRank() {
+    end();
+    ends_child_.writes.reset();
+  }
+  ForkedRank(const ForkedRank&) = delete;
+  ForkedRank& operator=(const ForkedRank&) = delete;
+
+  Meeting meeting() const {
+    return {[this](const std::string& name) { name_.tell(name); }, {}};
+  }
+  void wait_until_forked() const { EXPECT_EQ(forked_.text(), "forked"); }
+  /// Its child lives on.
+  void end() {
+    ends_rank_.writes.reset();
+    if (pid_ > 0) waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+
+ private:
+  Pipe name_, forked_, ends_rank_, ends_child_;
+  pid_t pid_ = -1;
+};
+
+TEST(Segment, ARankOfAnotherNamespaceHasEndedThoughItsForkedChildLives) {
+  ForkedRank other;
+  const Segment segment(options_of(0), other.meeting());
+  other.wait_until_forked();
+  auto& record = segment.record(1);
+  store_text(record.identity, "another namespace");
+  EXPECT_EQ(record.locked, 1U);
+  EXPECT_FALSE(segment.has_ended(1));
+  other.end();
+  EXPECT_TRUE(segment.has_ended(1));
+}
+
+TEST(Segment, WithoutADescriptorForItsLockItSaysSo) {
+  const FileLimit the_memory_only(1);
+  const Outcome outcome = outcome_of([] { Segment(options_of(0), {}); });
+  EXPECT_TRUE(outcome.is<SystemError>());
+  EXPECT_THAT(outcome.text(), AllOf(HasSubstr("the lock"), HasSubstr("Too many open files"),
+                                    HasSubstr("ulimit -n")));
+}
+
+}  // namespace
+}  // namespace lockstep::shm
