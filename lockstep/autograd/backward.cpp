@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +24,14 @@ namespace {
 using torch::autograd::InputMetadata;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+
+/// Whether the engine would pass the gradient on as it is. The dtype that it wants is the leaf's
+/// own unless the user has set another (`Tensor::set_grad_dtype`).
+bool fits(const InputMetadata& expected, const at::Tensor& gradient) {
+  return gradient.device() == expected.device() &&
+         gradient.scalar_type() == expected.grad_dtype() &&
+         gradient.layout() == expected.layout() && expected.is_same_shape(gradient);
+}
 
 /// The nodes that a backward from one root runs, each after all that give it a gradient.
 class Walk {
@@ -114,11 +123,6 @@ class Walk {
     return outputs;
   }
 
-  static bool fits(const InputMetadata& expected, const at::Tensor& gradient) {
-    return gradient.device() == expected.device() && gradient.dtype() == expected.dtype() &&
-           gradient.layout() == expected.layout() && expected.is_same_shape(gradient);
-  }
-
   /// Sums what was broadcast and converts, as the engine does, where a gradient does not fit as is.
   static void check(Node& node, variable_list& outputs) {
     const auto& edges = node.next_edges();
@@ -164,8 +168,35 @@ class Walk {
   ska::flat_hash_map<Node*, uint32_t> index_;
 };
 
+/// Set while this thread walks a graph.
+thread_local bool walking = false;
+
+class WalkingGuard {
+ public:
+  WalkingGuard() { walking = true; }
+  ~WalkingGuard() { walking = false; }
+  WalkingGuard(const WalkingGuard&) = delete;
+  WalkingGuard& operator=(const WalkingGuard&) = delete;
+};
+
+/// The nodes ask the engine's thread-local task which gradients they shall compute, so one within
+/// another backward must be the engine's own.
+bool is_within_backward() {
+  return walking || torch::autograd::get_current_graph_task_id() != -1;
+}
+
 bool engine_is_plain() {
-  return !torch::autograd::AnomalyMode::is_enabled() && !c10::InferenceMode::is_enabled();
+  return !torch::autograd::AnomalyMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
+         !is_within_backward();
+}
+
+bool start_is_plain(const at::Tensor& loss, const at::Tensor& gradient, Node& root) {
+  if (loss.layout() != at::kStrided) return false;
+  if (gradient.defined()) {
+    return gradient.sizes() == loss.sizes() &&
+           fits(root.input_metadata(loss.output_nr()), gradient);
+  }
+  return loss.numel() == 1 && loss.is_floating_point();
 }
 
 at::Tensor ones_of(const at::Tensor& loss) {
@@ -177,25 +208,21 @@ at::Tensor ones_of(const at::Tensor& loss) {
 
 void backward(const at::Tensor& loss, const at::Tensor& gradient) {
   // Held: a hook may let go of the caller's tensor.
-  // Held: a hook may let go of the caller's tensor.
   const auto root = loss.defined() ? loss.grad_fn() : nullptr;
-  const bool fits = gradient.defined()
-                        ? gradient.sizes() == loss.sizes() && gradient.dtype() == loss.dtype() &&
-                              gradient.device().is_cpu() && gradient.layout() == at::kStrided
-                        : root && loss.numel() == 1;
   Walk walk;
-  if (!root || !fits || loss.layout() != at::kStrided || !engine_is_plain() ||
+  if (!root || !engine_is_plain() || !start_is_plain(loss, gradient, *root) ||
       !walk.explore(root.get())) {
     loss.backward(gradient);
     return;
   }
   const c10::AutoGradMode no_grad(false);
+  const WalkingGuard guard;
   walk.run(loss.output_nr(), gradient.defined() ? gradient : ones_of(loss));
 }
 
 bool walks_backward(const at::Tensor& loss) {
   const auto& root = loss.grad_fn();
-  return root && engine_is_plain() && Walk().explore(root.get());
+  return root && engine_is_plain() && start_is_plain(loss, {}, *root) && Walk().explore(root.get());
 }
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
@@ -102,6 +103,14 @@ struct Failing : Function<Failing> {
   }
 };
 
+/// Gives its gradient in another dtype than its input has.
+struct Widening : Function<Widening> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& a) { return a * 3; }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    return {gradients[0].to(at::kDouble).mul(1.0 / 3)};
+  }
+};
+
 /// Asks for a gradient within backward, as checkpointing does.
 struct Nested : Function<Nested> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& a) {
@@ -191,6 +200,60 @@ TEST(Backward, FunctionsOfTheUsersOwn) {
   });
   expect_alike({at::randn({5})},
                [](const Leaves& l) { return (Nested::apply(l[0].exp()) * 3).sum(); });
+}
+
+/// The engine's task of the outer backward says which gradients are wanted: not the inner leaf's.
+TEST(Backward, WithinABackwardThatTheEngineRuns) {
+  at::manual_seed(9);
+  const at::Tensor leaf = at::randn({5}).requires_grad_();
+  const auto gradient_of = [&](auto function) {
+    return torch::autograd::grad({(function(leaf.exp()) * 3).sum()}, {leaf})[0];
+  };
+  EXPECT_TRUE(same_bits(gradient_of([](const at::Tensor& a) { return Nested::apply(a); }),
+                        gradient_of([](const at::Tensor& a) { return a.square(); })));
+}
+
+TEST(Backward, LeavesWhatIsWithinAnotherBackwardToTheEngine) {
+  struct Looking : Function<Looking> {
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& a, bool* walks) {
+      context->saved_data["walks"] = reinterpret_cast<int64_t>(walks);
+      return a.clone();
+    }
+    static variable_list backward(AutogradContext* context, variable_list gradients) {
+      const c10::AutoGradMode grad(true);
+      *reinterpret_cast<bool*>(context->saved_data["walks"].toInt()) =
+          walks_backward(at::ones({2}).requires_grad_().sum());
+      return {gradients[0], at::Tensor()};
+    }
+  };
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  for (const bool ours : {true, false}) {
+    bool walks = true;
+    const at::Tensor loss = Looking::apply(leaf, &walks).sum();
+    ASSERT_TRUE(walks_backward(loss));
+    ours ? backward(loss) : loss.backward();
+    EXPECT_FALSE(walks);
+  }
+  EXPECT_THROW(backward(Failing::apply(leaf).sum()), std::out_of_range);
+  EXPECT_TRUE(walks_backward(leaf.sum())) << "also after one that failed";
+}
+
+TEST(Backward, LeavesThatWantAnotherDtype) {
+  const std::optional<at::ScalarType> wanted[] = {at::kFloat, at::kDouble, at::kBFloat16,
+                                                  std::nullopt};
+  for (const auto& dtype : wanted) {
+    Leaves grads;
+    for (const bool ours : {true, false}) {
+      Leaves leaves = leaves_of({at::rand({4}), at::rand({4})});
+      for (const at::Tensor& leaf : leaves) leaf.set_grad_dtype(dtype);
+      const at::Tensor loss = (leaves[0] * 2).sum() + Widening::apply(leaves[1]).sum();
+      EXPECT_TRUE(walks_backward(loss));
+      ours ? backward(loss) : loss.backward();
+      for (const at::Tensor& leaf : leaves) grads.push_back(leaf.grad());
+    }
+    EXPECT_TRUE(same_bits(grads[0], grads[2])) << grads[0].dtype() << " " << grads[2].dtype();
+    EXPECT_TRUE(same_bits(grads[1], grads[3])) << grads[1].dtype() << " " << grads[3].dtype();
+  }
 }
 
 /// Graphs of random shape: any value may be used any number of times.
@@ -296,6 +359,11 @@ TEST(Backward, ThrowsWhatTheEngineThrows) {
   EXPECT_EQ(what([&] { backward(leaf.sum(), at::ones({3})); }),
             what([&] { leaf.sum().backward(at::ones({3})); }));
   EXPECT_THROW(backward(at::Tensor()), std::exception);
+  const at::Tensor complex = at::ones({3}, at::kComplexFloat).requires_grad_();
+  EXPECT_EQ(what([&] { backward(complex.sum()); }), what([&] { complex.sum().backward(); }));
+  EXPECT_NE(what([&] { backward(complex.sum()); }), "nothing");
+  const at::Tensor wide = at::ones({}, at::kDouble);
+  EXPECT_EQ(what([&] { backward(leaf.sum(), wide); }), what([&] { leaf.sum().backward(wide); }));
 }
 
 TEST(Backward, LeavesToTheEngineWhatItAloneKnows) {
