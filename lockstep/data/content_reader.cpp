@@ -43,11 +43,17 @@ struct ContentReader::Input {
 ContentReader::ContentReader(fs::path path, ContentOptions options)
     : path_(std::move(path)), options_(std::move(options)), input_(std::make_unique<Input>()) {
   Input& in = *input_;
-  in.fd.reset(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
+  // Without O_NONBLOCK a pipe that nobody writes to would be waited for.
+  in.fd.reset(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!in.fd) throw SystemError("cannot open " + path_.string(), errno);
   struct stat status {};
   if (::fstat(in.fd.get(), &status) != 0) {
     throw SystemError("cannot read " + path_.string(), errno);
+  }
+  if (!S_ISREG(status.st_mode)) {
+    throw DataError(path_.string() + " is " + (S_ISDIR(status.st_mode) ? "a folder" : "no file") +
+                        "; expected a regular file, whose size is known",
+                    "copy what comes from a pipe or a device to a file first");
   }
   const auto file_size = static_cast<uint64_t>(status.st_size);
   in.position = std::min(options_.begin, file_size);

@@ -80,6 +80,10 @@ DatasetSplits load_dataset(const std::string& name, const DatasetOptions& option
   if (name == "digits") return load_digits(resolved);
   if (name == "random") return load_random(resolved);
   constexpr std::string_view kFile = "file:";
+  if (name == kFile) {
+    throw UsageError("data set 'file:' names no file",
+                     "file:PATH takes a .safetensors or .npz file or a folder of .npy files");
+  }
   if (name.starts_with(kFile)) {
     return load_tensor_dataset(name.substr(kFile.size()), resolved.test_fraction);
   }

@@ -22,6 +22,7 @@ std::string md5_of(const at::Tensor& tensor) {
 TEST(Dataset, UnknownNameGetsTheNearestOne) {
   EXPECT_THAT(complaint<UsageError>([] { load_dataset("mnits"); }),
               HasSubstr("unknown data set 'mnits'; did you mean 'mnist'?"));
+  EXPECT_THAT(complaint<UsageError>([] { load_dataset("file:"); }), HasSubstr("names no file"));
   EXPECT_THAT(complaint<UsageError>([] { load_dataset("cifar"); }),
               HasSubstr("mnist, fashion-mnist, digits, random"));
   EXPECT_THAT(dataset_names(), testing::ElementsAre("mnist", "fashion-mnist", "digits", "random"));

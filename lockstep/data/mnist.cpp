@@ -63,8 +63,10 @@ Found find_files(const fs::path& data_dir, const MnistLike& source) {
                                 const Found& found) {
   std::error_code ignored;
   std::string message = source.name + " not found in " + fs::absolute(data_dir, ignored).string();
-  if (!fs::is_directory(data_dir, ignored)) {
+  if (!fs::exists(data_dir, ignored)) {
     message += ": there is no such folder";
+  } else if (!fs::is_directory(data_dir, ignored)) {
+    message += ": this is no folder";
   } else if (found_count(found.paths) == 0) {
     message += ": looked there, in " + (data_dir / source.folders[0]).string() + " and in " +
                (data_dir / source.folders[1]).string() + " for " + source.files[0].name +

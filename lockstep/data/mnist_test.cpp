@@ -116,6 +116,13 @@ TEST_F(Mnist, MissingFolderIsNamedWithWhatToDo) {
                           HasSubstr("'digits'"), HasSubstr("LOCKSTEP_DATA_DIR")));
 }
 
+TEST_F(Mnist, AFileInPlaceOfTheFolderIsNotCalledMissing) {
+  const fs::path file = folder_.path() / "file";
+  test_files::write(file, "x");
+  EXPECT_THAT(complaint<DataError>([&] { load_mnist(mnist_source(), {.data_dir = file}); }),
+              AllOf(HasSubstr(file.string() + ": this is no folder"), HasSubstr("--data-dir")));
+}
+
 TEST_F(Mnist, EmptyFolderSaysWhereItLooked) {
   EXPECT_THAT(complaint_now(), AllOf(HasSubstr((folder_.path() / "mnist").string()),
                                      HasSubstr((folder_.path() / "MNIST/raw").string()),

@@ -4,6 +4,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <sys/stat.h>
 
 #include "lockstep/base/file.h"
 #include "lockstep/data/safetensors.h"
@@ -91,6 +92,14 @@ TEST_F(TensorFiles, ReadsArchivesAndFoldersOfArrays) {
   const DatasetSplits splits = load(arrays);
   EXPECT_EQ(splits.train.size(), 3);
   EXPECT_EQ(splits.test.data[0][0].item<int>(), 'd');
+}
+
+/// A pipe that nobody writes to, in whose place a file was meant.
+TEST_F(TensorFiles, APipeIsRefusedAndNotWaitedFor) {
+  const fs::path pipe = folder_.path() / "pipe.safetensors";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THAT(complaint<DataError>([&] { load(pipe); }),
+              HasSubstr("pipe.safetensors is no file; expected a regular file"));
 }
 
 TEST_F(TensorFiles, PathsThatCannotBeADataSet) {
