@@ -20,6 +20,7 @@ constexpr char kFormat[] = "lockstep-checkpoint";
 constexpr char kModelFile[] = "model.safetensors";
 constexpr char kStateFile[] = "state.safetensors";
 constexpr char kInfoFile[] = "state.json";
+constexpr size_t kMostOfInfo = size_t{16} << 20;
 
 std::string sha256_of(const fs::path& path) {
   return content_hash(path, Hasher::Algorithm::sha256, ContentOptions::Packing::plain);
@@ -34,10 +35,9 @@ json to_json(const CheckpointInfo& info) {
   for (const auto& [name, value] : info.values) {
     if (std::isfinite(value)) values[name] = value;
   }
-  return {{"format", kFormat},          {"version", kCheckpointVersion},
-          {"step", info.step},          {"epoch", info.epoch},
-          {"batches", info.batches},    {"identity", info.identity},
-          {"values", std::move(values)}};
+  return {{"format", kFormat},         {"version", kCheckpointVersion}, {"step", info.step},
+          {"epoch", info.epoch},       {"batches", info.batches},       {"identity", info.identity},
+          {"settings", info.settings}, {"values", std::move(values)}};
 }
 
 [[noreturn]] void damaged(const fs::path& folder, const std::string& what) {
@@ -52,10 +52,18 @@ std::string checksum_of(json document) {
   return sha256_hex(document.dump());
 }
 
-json read_document(const fs::path& folder) {
+std::string read_info_file(const fs::path& folder) {
   const fs::path path = folder / kInfoFile;
   if (!fs::exists(path)) damaged(folder, std::string(kInfoFile) + " is missing");
-  const json document = json::parse(read_file(path), nullptr, /*allow_exceptions=*/false);
+  try {
+    return read_file(path, kMostOfInfo);
+  } catch (const DataError& error) {
+    damaged(folder, error.what());
+  }
+}
+
+json read_document(const fs::path& folder) {
+  const json document = json::parse(read_info_file(folder), nullptr, /*allow_exceptions=*/false);
   if (!document.is_object() || document.value("format", json()) != kFormat) {
     damaged(folder, std::string(kInfoFile) + " is not the description of a Lockstep checkpoint");
   }
@@ -87,6 +95,24 @@ void check_file(const fs::path& folder, const std::string& name, const json& exp
   }
 }
 
+std::string differences_of(const std::set<std::string>& keys,
+                           const std::map<std::string, std::string>& found,
+                           const std::map<std::string, std::string>& expected) {
+  const auto value_of = [](const std::map<std::string, std::string>& map, const std::string& key) {
+    const auto place = map.find(key);
+    return place == map.end() ? std::string("none") : "'" + place->second + "'";
+  };
+  std::string differences;
+  for (const std::string& key : keys) {
+    const std::string before = value_of(found, key);
+    const std::string now = value_of(expected, key);
+    if (before == now) continue;
+    differences += (differences.empty() ? "" : "; ") + key + " " + before + " in the checkpoint, " +
+                   now + " in this run";
+  }
+  return differences;
+}
+
 }  // namespace
 
 void write_checkpoint(const fs::path& folder, const Checkpoint& checkpoint) {
@@ -115,6 +141,7 @@ Checkpoint read_checkpoint(const fs::path& folder) {
     info.libtorch = document.at("libtorch").get<std::string>();
     document.at("identity").get_to(info.identity);
     document.at("values").get_to(info.values);
+    info.settings = document.value("settings", info.settings);
   } catch (const json::exception& error) {
     damaged(folder, std::string(kInfoFile) + ": " + error.what());
   }
@@ -132,21 +159,19 @@ void check_identity(const fs::path& folder, const std::map<std::string, std::str
   std::set<std::string> keys;
   for (const auto& [key, value] : found) keys.insert(key);
   for (const auto& [key, value] : expected) keys.insert(key);
-  const auto value_of = [](const std::map<std::string, std::string>& map, const std::string& key) {
-    const auto place = map.find(key);
-    return place == map.end() ? std::string("none") : "'" + place->second + "'";
-  };
-  std::string differences;
-  for (const std::string& key : keys) {
-    const std::string before = value_of(found, key);
-    const std::string now = value_of(expected, key);
-    if (before == now) continue;
-    differences += (differences.empty() ? "" : "; ") + key + " " + before + " in the checkpoint, " +
-                   now + " in this run";
-  }
+  const std::string differences = differences_of(keys, found, expected);
   if (differences.empty()) return;
   throw CheckpointError("checkpoint " + folder.string() + " is of another run: " + differences,
                         "run with the checkpoint's settings, or use another --checkpoint-dir");
+}
+
+std::string changed_settings(const std::map<std::string, std::string>& found,
+                             const std::map<std::string, std::string>& expected) {
+  std::set<std::string> keys;
+  for (const auto& [key, value] : found) {
+    if (expected.contains(key)) keys.insert(key);
+  }
+  return differences_of(keys, found, expected);
 }
 
 }  // namespace lockstep

@@ -18,6 +18,9 @@ struct CheckpointInfo {
   /// What must be the same in the run that resumes: model, world_size, batch_size, ... Compared as
   /// text by `check_identity`.
   std::map<std::string, std::string> identity;
+  /// What the run that resumes may change, at the price of another course: lr, schedule, ... See
+  /// `changed_settings`. Empty in a checkpoint that was written before there was such a list.
+  std::map<std::string, std::string> settings;
   std::string libtorch;  ///< The version that wrote it; filled in by `write_checkpoint`.
   /// Numbers that callbacks keep ("early_stop.best"). Not finite ones are not stored.
   std::map<std::string, double> values;
@@ -55,5 +58,10 @@ Checkpoint read_checkpoint(const std::filesystem::path& folder);
 void check_identity(const std::filesystem::path& folder,
                     const std::map<std::string, std::string>& found,
                     const std::map<std::string, std::string>& expected);
+
+/// "lr '0.1' in the checkpoint, '0.01' in this run; ..." for every key whose value differs; empty
+/// when none does. Keys that only one side has are passed over.
+std::string changed_settings(const std::map<std::string, std::string>& found,
+                             const std::map<std::string, std::string>& expected);
 
 }  // namespace lockstep

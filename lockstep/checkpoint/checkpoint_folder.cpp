@@ -2,8 +2,6 @@
 
 #include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +10,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/checkpoint_lock.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -19,6 +18,7 @@ namespace {
 
 constexpr std::string_view kAsidePrefix = ".tmp-";
 constexpr std::string_view kStepPrefix = "step-";
+constexpr std::string_view kLatest = "latest";
 
 /// The step in "step-00001234"; none for any other name.
 std::optional<int64_t> step_of(const fs::path& folder) {
@@ -31,13 +31,8 @@ std::optional<int64_t> step_of(const fs::path& folder) {
 /// A folder under construction, removed with its content unless it has been moved away.
 class AsideFolder {
  public:
-  AsideFolder(const fs::path& parent, const std::string& name) {
-    std::string pattern = (parent / (std::string(kAsidePrefix) + name + ".XXXXXX")).string();
-    if (!::mkdtemp(pattern.data())) throw SystemError("cannot make folder " + pattern, errno);
-    path_ = pattern;
-    fs::permissions(path_, fs::perms::owner_all | fs::perms::group_read | fs::perms::group_exec |
-                               fs::perms::others_read | fs::perms::others_exec);
-  }
+  AsideFolder(const fs::path& parent, const std::string& name)
+      : path_(make_unique_folder(parent / (std::string(kAsidePrefix) + name))) {}
   ~AsideFolder() {
     std::error_code ignored;
     fs::remove_all(path_, ignored);
@@ -48,6 +43,51 @@ class AsideFolder {
 
  private:
   fs::path path_;
+};
+
+/// Gives a folder its name, and takes it away again unless `keep()` was called: then the name is as
+/// it was before.
+class Publication {
+ public:
+  /// A folder of the same step (written before a resume) is replaced in one system call, so that
+  /// there is no moment without either.
+  Publication(const fs::path& aside, const fs::path& target) : aside_(aside), target_(target) {
+    if (!fs::exists(target)) {
+      fs::rename(aside, target);
+    } else if (exchange()) {
+      exchanged_ = true;
+    } else {
+      // This file system cannot exchange; the older checkpoints stand in for a moment.
+      fs::remove_all(target);
+      fs::rename(aside, target);
+    }
+  }
+  ~Publication() {
+    if (kept_) return;
+    std::error_code ignored;
+    if (exchanged_) {
+      ::renameat2(AT_FDCWD, aside_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE);
+    } else {
+      fs::rename(target_, aside_, ignored);
+    }
+  }
+  Publication(const Publication&) = delete;
+  Publication& operator=(const Publication&) = delete;
+  void keep() { kept_ = true; }
+
+ private:
+  bool exchange() const {
+    if (::renameat2(AT_FDCWD, aside_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) {
+      return true;
+    }
+    if (errno == EINVAL || errno == ENOSYS) return false;
+    throw SystemError("cannot replace " + target_.string(), errno);
+  }
+
+  fs::path aside_;
+  fs::path target_;
+  bool exchanged_ = false;
+  bool kept_ = false;
 };
 
 }  // namespace
@@ -61,16 +101,29 @@ std::string checkpoint_name(int64_t step) {
 CheckpointFolder::CheckpointFolder(fs::path path, int64_t keep)
     : path_(std::move(path)), keep_(keep) {}
 
+/// Made and taken anew where it was removed meanwhile.
+void CheckpointFolder::take() {
+  std::error_code error;
+  fs::create_directories(path_, error);
+  if (error) throw SystemError("cannot make this folder", error.value());
+  if (lock_ && !lock_->is_in_place()) lock_.reset();
+  if (!lock_) lock_ = CheckpointLock::acquire(path_);
+}
+
 void CheckpointFolder::prepare() {
   try {
-    std::error_code error;
-    fs::create_directories(path_, error);
-    if (error) throw SystemError("cannot make this folder", error.value());
+    take();
     for (const auto& entry : fs::directory_iterator(path_)) {
       if (entry.path().filename().string().starts_with(kAsidePrefix)) fs::remove_all(entry.path());
     }
+    const fs::path latest = path_ / kLatest;
+    if (fs::exists(latest) && !fs::is_symlink(latest)) {
+      throw Error(latest.string() + " is no symbolic link, so no checkpoint can renew it");
+    }
     AsideFolder probe(path_, "probe");
     write_file_atomically(probe.path() / "probe", "can this be written?\n");
+  } catch (const FolderInUseError&) {
+    throw;
   } catch (const std::exception& error) {
     throw CheckpointError("cannot write checkpoints to " + path_.string() + ": " + error.what(),
                           "choose a folder that you may write to with --checkpoint-dir");
@@ -78,6 +131,7 @@ void CheckpointFolder::prepare() {
 }
 
 void CheckpointFolder::supersede_after(int64_t step) {
+  take();
   for (const fs::path& folder : list()) {
     if (*step_of(folder) <= step) continue;
     const fs::path aside = path_ / ("superseded-" + folder.filename().string());
@@ -96,12 +150,15 @@ void CheckpointFolder::supersede_after(int64_t step) {
 fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
   const fs::path target = path_ / checkpoint_name(checkpoint.info.step);
   try {
-    fs::create_directories(path_);
+    take();
     AsideFolder aside(path_, target.filename().string());
     write_checkpoint(aside.path(), checkpoint);
-    publish(aside.path(), target);
-    point_latest_at(target);
+    Publication publication(aside.path(), target);
     fsync_path(path_);
+    point_latest_at(target);
+    publication.keep();
+  } catch (const FolderInUseError&) {
+    throw;
   } catch (const std::exception& error) {
     throw CheckpointError("cannot write checkpoint " + target.string() + ": " + error.what());
   }
@@ -109,26 +166,25 @@ fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
   return target;
 }
 
-/// A folder of the same step (written before a resume) is replaced in one system call, so that
-/// there is no moment without either.
-void CheckpointFolder::publish(const fs::path& aside, const fs::path& target) {
-  if (!fs::exists(target)) {
-    fs::rename(aside, target);
-  } else if (::renameat2(AT_FDCWD, aside.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
-    if (errno != EINVAL && errno != ENOSYS) {
-      throw SystemError("cannot replace " + target.string(), errno);
-    }
-    // This file system cannot exchange; the older checkpoints stand in for a moment.
-    fs::remove_all(target);
-    fs::rename(aside, target);
-  }
-}
-
+/// The checkpoint is on the disk before this, and a reader does not need the link. So from its
+/// rename on nothing is thrown.
 void CheckpointFolder::point_latest_at(const fs::path& target) {
-  const fs::path link = path_ / (std::string(kAsidePrefix) + "latest");
+  const fs::path link = path_ / (std::string(kAsidePrefix) + std::string(kLatest));
   fs::remove(link);
   fs::create_directory_symlink(target.filename(), link);
-  fs::rename(link, path_ / "latest");
+  std::error_code error;
+  fs::rename(link, path_ / kLatest, error);
+  if (error) {
+    std::error_code ignored;
+    fs::remove(link, ignored);
+    throw SystemError("cannot rename " + link.string() + " to " + (path_ / kLatest).string(),
+                      error.value());
+  }
+  try {
+    fsync_path(path_);
+  } catch (const SystemError& failure) {
+    log_warning(failure.what());
+  }
 }
 
 void CheckpointFolder::remove_old() {

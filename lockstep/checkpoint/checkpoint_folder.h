@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -10,21 +11,35 @@
 
 namespace lockstep {
 
+class CheckpointLock;
+
+/// The folder's checkpoints are another process's to write.
+class FolderInUseError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
 /// A folder of checkpoints, one a sub-folder: `step-00001234`, and `latest`, a symbolic link to the
 /// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed: whoever reads sees whole
-/// ones only, at any moment, also after a crash or a loss of power. One process writes at a time.
+/// ones only, at any moment, also after a crash or a loss of power.
+///
+/// One process writes at a time. The first call that writes takes the folder for this process,
+/// until the last copy of this object is gone or the process ends in any way. Meanwhile the file
+/// `.in-use` says which host and process that is, and what since. While another process has the
+/// folder, such a call throws FolderInUseError after two seconds and touches nothing.
 class CheckpointFolder {
  public:
   /// Does not touch the disk. `keep` newest checkpoints stay when one is written; 0: all.
   explicit CheckpointFolder(std::filesystem::path path, int64_t keep = 0);
 
-  /// Makes the folder where it is missing, removes what a killed writer left (`.tmp-*`), and writes
-  /// and removes a file to see that it can. Throws CheckpointError naming the folder: training for
-  /// hours and then failing to save loses them.
+  /// Makes the folder where it is missing, takes it for this process, removes what a killed writer
+  /// left (`.tmp-*`), and writes and removes a file to see that it can. Throws CheckpointError
+  /// naming the folder: training for hours and then failing to save loses them.
   void prepare();
 
   /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning: when a run goes
   /// on from `step`, they belong to a course that it leaves, and must not be taken for its newest.
+  /// Throws CheckpointError.
   void supersede_after(int64_t step);
 
   /// Writes, flushes and publishes one checkpoint, moves `latest`, and removes old ones. On failure
@@ -42,12 +57,13 @@ class CheckpointFolder {
   const std::filesystem::path& path() const { return path_; }
 
  private:
-  void publish(const std::filesystem::path& aside, const std::filesystem::path& target);
+  void take();
   void point_latest_at(const std::filesystem::path& target);
   void remove_old();
 
   std::filesystem::path path_;
   int64_t keep_;
+  std::shared_ptr<CheckpointLock> lock_;
 };
 
 /// "step-00001234".

@@ -4,14 +4,19 @@
 #include <ATen/ops/equal.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <fstream>
+#include <thread>
 
 #include "lockstep/base/file.h"
+#include "tests/support/other_process.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
+
+using test_process::OtherProcess;
 
 Checkpoint at_step(int64_t step) {
   Checkpoint checkpoint;
@@ -40,7 +45,7 @@ TEST(CheckpointFolder, WritesPublishesAndPointsLatestAtTheNewest) {
   folder.write(at_step(5));
   EXPECT_EQ(folder.write(at_step(10)), temporary.path() / "run" / "step-00000010");
   EXPECT_THAT(names_in(folder.path()),
-              testing::ElementsAre("latest", "step-00000005", "step-00000010"));
+              testing::ElementsAre(".in-use", "latest", "step-00000005", "step-00000010"));
   EXPECT_EQ(fs::read_symlink(folder.path() / "latest"), "step-00000010");
   EXPECT_EQ(read_checkpoint(folder.path() / "latest").info.step, 10);
 }
@@ -50,7 +55,7 @@ TEST(CheckpointFolder, KeepsTheNewestOnly) {
   CheckpointFolder folder(temporary.path(), 2);
   for (int64_t step : {1, 2, 3, 4}) folder.write(at_step(step));
   EXPECT_THAT(names_in(temporary.path()),
-              testing::ElementsAre("latest", "step-00000003", "step-00000004"));
+              testing::ElementsAre(".in-use", "latest", "step-00000003", "step-00000004"));
 }
 
 TEST(CheckpointFolder, ReplacesACheckpointOfTheSameStep) {
@@ -61,7 +66,8 @@ TEST(CheckpointFolder, ReplacesACheckpointOfTheSameStep) {
   other.info.epoch = 3;
   folder.write(other);
   EXPECT_EQ(folder.read_newest()->second.info.epoch, 3);
-  EXPECT_THAT(names_in(temporary.path()), testing::ElementsAre("latest", "step-00000007"));
+  EXPECT_THAT(names_in(temporary.path()),
+              testing::ElementsAre(".in-use", "latest", "step-00000007"));
 }
 
 TEST(CheckpointFolder, NewestIsTheHighestStepNotTheLastNameInTheAlphabet) {
@@ -107,9 +113,9 @@ TEST(CheckpointFolder, LaterOnesAreSetAsideWhenARunGoesOnFromAnEarlierOne) {
   folder.supersede_after(10);
   EXPECT_THAT(testing::internal::GetCapturedStderr(), testing::HasSubstr("is later than step 10"));
   for (int64_t step : {11, 12}) folder.write(at_step(step));
-  EXPECT_THAT(
-      names_in(temporary.path()),
-      testing::ElementsAre("latest", "step-00000011", "step-00000012", "superseded-step-00000020"));
+  EXPECT_THAT(names_in(temporary.path()),
+              testing::ElementsAre(".in-use", "latest", "step-00000011", "step-00000012",
+                                   "superseded-step-00000020"));
 }
 
 TEST(CheckpointFolder, PrepareRemovesWhatAKilledWriterLeft) {
@@ -118,7 +124,7 @@ TEST(CheckpointFolder, PrepareRemovesWhatAKilledWriterLeft) {
   std::ofstream(temporary.path() / ".tmp-step-00000009.abcdef" / "model.safetensors") << "half";
   CheckpointFolder folder(temporary.path());
   folder.prepare();
-  EXPECT_THAT(names_in(temporary.path()), testing::IsEmpty());
+  EXPECT_THAT(names_in(temporary.path()), testing::ElementsAre(".in-use"));
 }
 
 TEST(CheckpointFolder, PrepareNamesAFolderThatCannotBe) {
@@ -130,15 +136,101 @@ TEST(CheckpointFolder, PrepareNamesAFolderThatCannotBe) {
                   testing::HasSubstr("cannot write checkpoints to " + folder.path().string())));
 }
 
-TEST(CheckpointFolder, AFailedWriteLeavesTheOlderOnesAndNoTrace) {
+/// A folder where a link must go: no link can be renamed over it.
+class FailedWrite : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_.write(at_step(1));
+    fs::remove(folder_.path() / "latest");
+    fs::create_directory(folder_.path() / "latest");
+  }
+  TemporaryDirectory temporary_;
+  CheckpointFolder folder_{temporary_.path()};
+};
+
+TEST_F(FailedWrite, LeavesTheOlderOnesAndNoTrace) {
+  EXPECT_THROW(folder_.write(at_step(2)), CheckpointError);
+  EXPECT_THAT(names_in(temporary_.path()),
+              testing::ElementsAre(".in-use", "latest", "step-00000001"));
+  EXPECT_EQ(read_checkpoint(temporary_.path() / "step-00000001").info.step, 1);
+}
+
+TEST_F(FailedWrite, LeavesTheOneOfTheSameStepAsItWas) {
+  Checkpoint other = at_step(1);
+  other.info.epoch = 3;
+  EXPECT_THROW(folder_.write(other), CheckpointError);
+  EXPECT_THAT(names_in(temporary_.path()),
+              testing::ElementsAre(".in-use", "latest", "step-00000001"));
+  EXPECT_EQ(read_checkpoint(temporary_.path() / "step-00000001").info.epoch, 0);
+}
+
+TEST_F(FailedWrite, IsForeseenByPrepare) {
+  EXPECT_THAT([&] { folder_.prepare(); },
+              testing::ThrowsMessage<CheckpointError>(testing::HasSubstr("is no symbolic link")));
+}
+
+TEST(CheckpointFolder, ItsFoldersHaveThePermissionsOfAnyNewFolder) {
   TemporaryDirectory temporary;
-  CheckpointFolder folder(temporary.path());
+  const mode_t before = ::umask(027);
+  const fs::path step = CheckpointFolder(temporary.path()).write(at_step(1));
+  ::umask(before);
+  EXPECT_EQ(fs::status(step).permissions(), fs::perms(0750));
+}
+
+TEST(CheckpointFolder, IsTakenWhileItIsWrittenToAndFreeAfterwards) {
+  TemporaryDirectory temporary;
+  {
+    CheckpointFolder folder(temporary.path());
+    folder.list();
+    EXPECT_THAT(names_in(temporary.path()), testing::IsEmpty()) << "reading takes nothing";
+    folder.write(at_step(1));
+    const CheckpointFolder copy = folder;
+    EXPECT_TRUE(fs::exists(temporary.path() / ".in-use"));
+    CheckpointFolder(temporary.path()).write(at_step(2));  // of the same process
+    EXPECT_TRUE(fs::exists(temporary.path() / ".in-use"));
+  }
+  EXPECT_FALSE(fs::exists(temporary.path() / ".in-use"));
+}
+
+TEST(CheckpointFolder, IsTakenAnewWhereItWasRemoved) {
+  TemporaryDirectory temporary;
+  CheckpointFolder folder(temporary.path() / "run");
   folder.write(at_step(1));
-  // A plain file where `latest` must go: renaming a link over a non-empty folder fails.
-  fs::remove(temporary.path() / "latest");
-  fs::create_directory(temporary.path() / "latest");
-  EXPECT_THROW(folder.write(at_step(2)), CheckpointError);
-  EXPECT_EQ(read_checkpoint(temporary.path() / "step-00000001").info.step, 1);
+  fs::remove_all(folder.path());
+  folder.write(at_step(2));
+  EXPECT_THAT(names_in(folder.path()), testing::ElementsAre(".in-use", "latest", "step-00000002"));
+}
+
+/// What a second job does to the folder of a running one: nothing.
+TEST(CheckpointFolder, OfAnotherProcessIsRefusedAndLeftAlone) {
+  TemporaryDirectory temporary;
+  OtherProcess other([&](const auto& ready) {
+    CheckpointFolder folder(temporary.path());
+    folder.write(at_step(1));
+    fs::create_directory(temporary.path() / ".tmp-step-00000002.abcdef");
+    ready();
+  });
+  const auto before = names_in(temporary.path());
+  const std::string owner = "process " + std::to_string(other.process());
+  const auto refused = testing::ThrowsMessage<FolderInUseError>(
+      testing::AllOf(testing::HasSubstr("folder " + temporary.path().string() + " is in use"),
+                     testing::HasSubstr(owner), testing::HasSubstr("of this host")));
+  // Each waits for two seconds.
+  std::thread prepares(
+      [&] { EXPECT_THAT([&] { CheckpointFolder(temporary.path()).prepare(); }, refused); });
+  std::thread supersedes([&] {
+    EXPECT_THAT([&] { CheckpointFolder(temporary.path()).supersede_after(0); }, refused);
+  });
+  CheckpointFolder folder(temporary.path());
+  EXPECT_THAT([&] { folder.write(at_step(1)); }, refused);
+  prepares.join();
+  supersedes.join();
+  EXPECT_EQ(folder.read_newest()->second.info.step, 1) << "all may read";
+  EXPECT_EQ(names_in(temporary.path()), before);
+  other.kill();
+  folder.prepare();
+  EXPECT_THAT(names_in(temporary.path()),
+              testing::ElementsAre(".in-use", "latest", "step-00000001"));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include <fstream>
 #include <limits>
+#include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
@@ -26,6 +27,7 @@ class CheckpointFiles : public testing::Test {
     checkpoint_.info.epoch = 2;
     checkpoint_.info.batches = 17;
     checkpoint_.info.identity = {{"model", "mlp"}, {"world_size", "2"}};
+    checkpoint_.info.settings = {{"lr", "0.1"}};
     checkpoint_.info.values = {{"early_stop.best", 0.1 + 0.2},
                                {"unset", std::numeric_limits<double>::infinity()}};
     checkpoint_.model = {{"0.weight", at::randn({3, 5})}, {"0.bias", at::randn({3})}};
@@ -53,6 +55,7 @@ TEST_F(CheckpointFiles, ComeBackAsTheyWere) {
   EXPECT_EQ(read.info.epoch, 2);
   EXPECT_EQ(read.info.batches, 17);
   EXPECT_EQ(read.info.identity, checkpoint_.info.identity);
+  EXPECT_EQ(read.info.settings, checkpoint_.info.settings);
   EXPECT_EQ(read.info.values, (std::map<std::string, double>{{"early_stop.best", 0.1 + 0.2}}));
   ASSERT_EQ(read.model.size(), 2u);
   for (const auto& [name, tensor] : read.model) {
@@ -97,6 +100,28 @@ TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
   EXPECT_THAT([&] { read_checkpoint(folder_.path()); },
               ThrowsMessage<CheckpointError>(
                   HasSubstr("has version 2 of the layout; this Lockstep reads version 1")));
+}
+
+TEST_F(CheckpointFiles, WithoutSettingsTheyAreOfAnEarlierVersion) {
+  auto document = nlohmann::json::parse(content("state.json"));
+  document.erase("settings");
+  document.erase("checksum");
+  document["checksum"] = sha256_hex(document.dump());
+  put("state.json", document.dump());
+  EXPECT_TRUE(read_checkpoint(folder_.path()).info.settings.empty());
+}
+
+TEST_F(CheckpointFiles, ADescriptionWithoutAnEndIsDamaged) {
+  fs::remove(folder_.path() / "state.json");
+  fs::create_symlink("/dev/zero", folder_.path() / "state.json");
+  expect_damaged("/state.json has more than");
+}
+
+TEST(ChangedSettings, NamesWhatBothSidesHave) {
+  EXPECT_EQ(changed_settings({{"lr", "0.1"}, {"decay", "0"}, {"old", "1"}},
+                             {{"lr", "0.2"}, {"decay", "0"}, {"new", "1"}}),
+            "lr '0.1' in the checkpoint, '0.2' in this run");
+  EXPECT_EQ(changed_settings({}, {{"lr", "0.2"}}), "");
 }
 
 TEST(CheckIdentity, NamesEveryDifferenceWithBothValues) {

@@ -91,11 +91,8 @@ void receive_or_send(const ProcessGroup& group, NamedTensors& tensors, const jso
 }
 
 json describe(const CheckpointInfo& info) {
-  return {{"step", info.step},
-          {"epoch", info.epoch},
-          {"batches", info.batches},
-          {"identity", info.identity},
-          {"values", info.values}};
+  return {{"step", info.step},         {"epoch", info.epoch},       {"batches", info.batches},
+          {"identity", info.identity}, {"settings", info.settings}, {"values", info.values}};
 }
 
 CheckpointInfo info_from(const json& description) {
@@ -104,6 +101,7 @@ CheckpointInfo info_from(const json& description) {
   info.epoch = description.at("epoch");
   info.batches = description.at("batches");
   description.at("identity").get_to(info.identity);
+  description.at("settings").get_to(info.settings);
   description.at("values").get_to(info.values);
   return info;
 }
