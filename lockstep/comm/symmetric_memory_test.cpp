@@ -97,6 +97,36 @@ TEST(SymmetricMemories, OtherPartsOrOtherMemoryOnTheRanksIsAMismatch) {
             {.backend = "shm"});
 }
 
+TEST(SymmetricMemories, OtherArgumentsOrAnotherCallOnARankAreAMismatchOnAll) {
+  const auto refused = [](const ProcessGroup& group, const char* told, auto call) {
+    try {
+      call();
+      ADD_FAILURE() << "accepted on rank " << group.rank();
+    } catch (const MismatchError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(told));
+      EXPECT_THAT(error.what(),
+                  HasSubstr("ranks 0 and 1 called symmetric_empty of float32 [1000]"));
+    }
+  };
+  run_group(3,
+            [&](ProcessGroup group) {
+              const bool last = group.rank() == 2;
+              refused(group, "rank 2 called symmetric_empty of float32 [1000000]",
+                      [&] { group.symmetric_empty(last ? 1'000'000 : 1000, at::kFloat); });
+              refused(group, "rank 2 called symmetric_empty of int32 [1000]",
+                      [&] { group.symmetric_empty(1000, last ? at::kInt : at::kFloat); });
+              refused(group, "rank 2 called barrier", [&] {
+                last ? group.barrier() : (void)group.symmetric_empty(1000, at::kFloat);
+              });
+              // The group goes on.
+              at::Tensor memory = group.symmetric_empty(100'000, at::kFloat);
+              memory.fill_(1);
+              group.all_reduce(memory);
+              EXPECT_EQ(memory.sum().item<float>(), 300'000);
+            },
+            {.backend = "shm"});
+}
+
 TEST(SymmetricMemories, ARankThatLeavesInsteadIsNamed) {
   for (const int leaver : {0, 1, 2}) {
     run_group(3,

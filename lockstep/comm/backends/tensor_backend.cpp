@@ -323,9 +323,17 @@ WorkPtr TensorBackend::barrier(const c10d::BarrierOptions& options) {
 
 // Every wait names who is missing, so there is nothing more to monitor.
 void TensorBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
-  c10d::BarrierOptions blocking = options;
-  blocking.asyncOp = false;
-  const auto work = begin(Operation::monitored_barrier, blocking, {});
+  meet(options, {.operation = Operation::monitored_barrier});
+}
+
+void TensorBackend::agree(Operation operation, const at::Tensor& tensor) {
+  meet({}, {.operation = operation, .inputs = {tensor}});
+}
+
+void TensorBackend::meet(c10d::BarrierOptions options, Request call) {
+  options.asyncOp = false;
+  const Operation operation = call.operation;
+  const auto work = begin(operation, options, std::move(call));
   add_barrier(*work);
   issue(work)->wait();
 }

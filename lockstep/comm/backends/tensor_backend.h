@@ -113,6 +113,11 @@ class TensorBackend : public c10d::Backend {
     throw_not_implemented();
   }
 
+  /// A barrier to which all ranks come with the same operation and a tensor of this shape and dtype.
+  /// Throws MismatchError on all of them otherwise.
+  void agree(Operation operation, const at::Tensor& tensor);
+  /// Shows a work in LibTorch's traces if somebody watches: of messages, which are the backend's own.
+  void record(TensorWork& work) const;
   /// The request of a message.
   Request message_request(Operation operation, const at::Tensor& tensor, int peer) const;
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
@@ -123,6 +128,7 @@ class TensorBackend : public c10d::Backend {
   template <class CallOptions>
   OwnWork begin(Operation operation, const CallOptions& options, Request arguments);
   WorkPtr issue(const OwnWork& work);
+  void meet(c10d::BarrierOptions options, Request call);
   WorkPtr gather_each(const OwnWork& work);
   WorkPtr scatter_each(const OwnWork& work, const c10d::ReduceOp& op);
   Blocks parts_of(const at::Tensor& whole) const;

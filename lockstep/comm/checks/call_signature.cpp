@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array<std::string_view, 22> kOperationNames = {
+constexpr std::array<std::string_view, 23> kOperationNames = {
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_sparse",
@@ -29,6 +29,7 @@ constexpr std::array<std::string_view, 22> kOperationNames = {
     "all_to_all_single",
     "barrier",
     "monitored_barrier",
+    "symmetric_empty",
     "a batch of calls",
     "send",
     "recv",

@@ -25,6 +25,7 @@ enum class Operation : uint8_t {
   all_to_all_single,
   barrier,
   monitored_barrier,
+  symmetric_empty,
   coalesced,
   send,
   recv,

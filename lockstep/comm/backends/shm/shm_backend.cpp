@@ -144,6 +144,7 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   if (size < 0 || !options.device().is_cpu())
     throw UsageError("symmetric memory: " + std::to_string(size) + " elements on " +
                      options.device().str() + "; expected 0 or more on the CPU");
+  agree(Operation::symmetric_empty, at::empty({1}, options).expand({size}));
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
   const size_t number = ++regions_made_;
   const std::string what = "symmetric_empty of " + std::to_string(bytes) + " bytes, number " +
