@@ -90,5 +90,9 @@ INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
                                                                 .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
+TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {
+  testing::run_group(3, refuses_other_outputs);
+}
+
 }  // namespace
 }  // namespace lockstep

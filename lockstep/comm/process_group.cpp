@@ -6,8 +6,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/tensor_checks.h"
+#include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/group_impl.h"
 
@@ -31,6 +33,7 @@ ProcessGroup::Impl& checked(const std::shared_ptr<ProcessGroup::Impl>& impl) {
 }
 
 using backends::check_rank;
+using backends::is_plain;
 using backends::rows_of_ranks;
 using Impl = ProcessGroup::Impl;
 
@@ -65,16 +68,28 @@ void check_count(const Impl& impl, Operation operation, const char* argument, si
 void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tensor) {
   const std::string name(operation_name(operation));
   if (!tensor.defined()) throw UsageError(name + ": an undefined tensor");
-  if (tensor.layout() == at::kStrided && !tensor.is_contiguous() && !impl.traits().takes_strided) {
+  if (tensor.layout() != at::kStrided || impl.traits().takes_strided || is_plain(tensor)) return;
+  if (!tensor.is_contiguous())
     throw UsageError(name + ": the tensor is not contiguous",
                      "pass tensor.contiguous(), and copy the result back where it is an output");
-  }
+  throw UsageError(name + ": the tensor is lazily conjugated or negated, or has no memory",
+                   "pass tensor.clone(), and copy the result back where it is an output");
 }
 
+/// Of one dtype: outputs and inputs are, where a call has both.
 template <class... Lists>
 void check_tensors(const Impl& impl, Operation operation, const Lists&... lists) {
-  for (const c10::ArrayRef<at::Tensor> list : {c10::ArrayRef<at::Tensor>(lists)...})
-    for (const auto& tensor : list) check_tensor(impl, operation, tensor);
+  const at::Tensor* first = nullptr;
+  for (const c10::ArrayRef<at::Tensor> list : {c10::ArrayRef<at::Tensor>(lists)...}) {
+    for (const auto& tensor : list) {
+      check_tensor(impl, operation, tensor);
+      if (!first) first = &tensor;
+      if (tensor.scalar_type() == first->scalar_type()) continue;
+      throw UsageError(std::string(operation_name(operation)) + " of " +
+                       describe(signature_of(*first)) + " and " + describe(signature_of(tensor)) +
+                       ": expected one dtype");
+    }
+  }
 }
 
 void check_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
@@ -100,7 +115,7 @@ Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
 
 Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceOp op) {
   if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
-  check_tensors(impl, Operation::all_reduce_coalesced, tensors);
+  for (const auto& tensor : tensors) check_tensor(impl, Operation::all_reduce_coalesced, tensor);
   const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, mode, op);
   return started(impl, tensors, {},
                  [&] { return impl.backend().allreduce_coalesced(tensors, options); });
@@ -235,7 +250,7 @@ std::chrono::milliseconds ProcessGroup::timeout() const {
 
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   auto& impl = checked(impl_);
-  if (timeout.count() <= 0) throw UsageError("set_timeout: expected a time above 0");
+  check_timeout("set_timeout", timeout);
   impl.backend().setTimeout(timeout);
   impl.timeout = timeout;
 }

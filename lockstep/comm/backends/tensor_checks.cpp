@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
 #include <numeric>
@@ -21,6 +22,18 @@ namespace {
 }
 
 }  // namespace
+
+bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kLazy(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  return tensor.is_contiguous() && !tensor.key_set().has_any(kLazy);
+}
+
+at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView outside_autograd;
+  if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
+  return at::empty(tensor.sizes(), tensor.options().dtype(dtype)).copy_(tensor);
+}
 
 void check_dense(Operation operation, const at::Tensor& tensor) {
   if (!tensor.is_cpu())
@@ -79,6 +92,7 @@ void expect_one_dtype(Operation operation, const Tensors& inputs, const Tensors&
 void expect_own_elements(Operation operation, const at::Tensor& output) {
   if (at::has_internal_overlap(output) == at::MemOverlap::Yes)
     refuse(operation, "elements of the output share memory", "pass output.clone()");
+  if (output._is_zerotensor()) refuse(operation, "the output has no memory", "pass output.clone()");
 }
 
 void expect_count(Operation operation, const char* what, size_t count, size_t expected) {

@@ -8,8 +8,15 @@
 
 #include "lockstep/comm/checks/operation.h"
 
-/// What callers may pass to a backend for CPU tensors. Each throws UsageError naming the operation.
 namespace lockstep::backends {
+
+/// Whether the elements lie in memory one after the other, as they read: contiguous, not lazily
+/// conjugated or negated, no zeros without memory (at::_efficientzerotensor).
+bool is_plain(const at::Tensor& tensor);
+/// Such a copy of a dense tensor, made outside autograd; of `dtype` where one is given.
+at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype = at::ScalarType::Undefined);
+
+// What callers may pass to a backend for CPU tensors. Each throws UsageError naming the operation.
 
 /// A dense tensor of the CPU.
 void check_dense(Operation operation, const at::Tensor& tensor);
@@ -28,7 +35,7 @@ void expect_multiple(Operation operation, const at::Tensor& large, const at::Ten
 /// Dense tensors of one dtype.
 void expect_one_dtype(Operation operation, const std::vector<at::Tensor>& inputs,
                       const std::vector<at::Tensor>& outputs);
-/// A result whose elements do not share memory, as those of an expanded tensor do.
+/// A result whose elements have memory and do not share it, as those of an expanded tensor do.
 void expect_own_elements(Operation operation, const at::Tensor& output);
 /// As many `what` as expected.
 void expect_count(Operation operation, const char* what, size_t count, size_t expected);

@@ -57,13 +57,7 @@ class Hash {
 };
 
 bool fits(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.is_contiguous() &&
-         (dtype == at::ScalarType::Undefined || dtype == tensor.scalar_type());
-}
-
-at::Tensor copy_of(const at::Tensor& tensor, at::ScalarType dtype) {
-  const at::AutoDispatchBelowADInplaceOrView outside_autograd;
-  return dtype == at::ScalarType::Undefined ? tensor.contiguous() : tensor.to(dtype).contiguous();
+  return is_plain(tensor) && (dtype == at::ScalarType::Undefined || dtype == tensor.scalar_type());
 }
 
 }  // namespace
@@ -206,7 +200,7 @@ std::string TensorWork::text() const {
 
 at::Tensor TensorWork::given(const at::Tensor& tensor, at::ScalarType dtype) {
   given_bytes_ += tensor.nbytes();
-  return fits(tensor, dtype) ? tensor : keep(copy_of(tensor, dtype));
+  return fits(tensor, dtype) ? tensor : keep(plain_copy(tensor, dtype));
 }
 
 Blocks TensorWork::given(const Tensors& tensors, at::ScalarType dtype) {
@@ -222,7 +216,7 @@ at::Tensor TensorWork::taken(const at::Tensor& tensor, bool reads, at::ScalarTyp
   expect_own_elements(request_.operation, tensor);
   if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
   at::Tensor flat =
-      reads ? copy_of(tensor, dtype) : at::empty(tensor.sizes(), tensor.options().dtype(dtype));
+      reads ? plain_copy(tensor, dtype) : at::empty(tensor.sizes(), tensor.options().dtype(dtype));
   copies_.emplace_back(tensor, flat);
   return flat;
 }

@@ -81,8 +81,8 @@ class TensorWork : public c10d::Work, public shm::Call {
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
   void set_sequence(uint64_t sequence) { sequence_ = sequence; }
 
-  // Where the backend reads and writes: contiguous, of `dtype` (the tensor's own without), alive
-  // until the end, and the caller's memory itself where that fits.
+  // Where the backend reads and writes: plain (is_plain), of `dtype` (the tensor's own without),
+  // alive until the end, and the caller's memory itself where that fits.
 
   /// The values of `tensor`.
   at::Tensor given(const at::Tensor& tensor, at::ScalarType dtype = at::ScalarType::Undefined);
