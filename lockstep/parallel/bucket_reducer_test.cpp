@@ -12,7 +12,7 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/scaled_copy.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/run_group.h"
+#include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
@@ -22,7 +22,6 @@ using ddp_test::Lookup;
 using ddp_test::Net;
 using ddp_test::Switch;
 using ddp_test::values;
-using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 
 /// Layers of several sizes and strides.
@@ -61,54 +60,101 @@ std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& parameter : parameters) all.push_back(parameter.grad());
+  return all;
+}
+
 struct History {
   std::vector<at::Tensor> gradients;  ///< Of every step, one after the other.
   std::vector<at::Tensor> weights;
   std::vector<std::vector<int64_t>> buckets;
 };
 
+at::Tensor batch_of(const Case& c, int rank, int batch) {
+  return values({5, 108}, 10 * rank + batch).to(c.type);
+}
+
+/// The mean over ranks of what their backwards over these batches give, made by a module without
+/// DistributedDataParallel.
+std::vector<at::Tensor> mean_gradients(const Case& c, const Wide& like,
+                                       const std::vector<int>& batches) {
+  Wide net(c.type);
+  const auto parameters = net.parameters();
+  {
+    const c10::AutoGradMode no_grad(false);
+    const auto wanted = like.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].data().copy_(wanted[i]);
+  }
+  for (int rank = 0; rank < c.ranks; ++rank) {
+    for (const int batch : batches)
+      net.forward(batch_of(c, rank, batch)).square().mean().backward();
+  }
+  std::vector<at::Tensor> mean;
+  for (const at::Tensor& parameter : parameters) mean.push_back(parameter.grad() / c.ranks);
+  return mean;
+}
+
+void expect_close(const Case& c, const at::Tensor& found, const at::Tensor& wanted) {
+  const double rounding = c.type == at::kBFloat16 ? 0.03 : 1e-5;
+  const auto largest = wanted.abs().max().item<double>();
+  EXPECT_LE((found - wanted).abs().max().item<double>(), rounding * std::max(largest, 1e-6));
+}
+
 /// What rank 0 sees of some steps: with gradients dropped, gathered over two backwards, kept from
 /// the step before, and zeroed in place. `walk`: by our own backward, where it can.
 History train(const Case& c, Reducer reducer, bool walk) {
   History history;
-  run_group(c.ranks,
-            [&](ProcessGroup group) {
-              auto net = std::make_shared<Wide>(c.type);
-              fill(*net, 1);
-              DdpOptions options;
-              options.reducer = reducer;
-              options.gradient_as_bucket_view = c.views;
-              options.bucket_cap_mb = c.cap_mb;
-              options.first_bucket_mb = c.cap_mb / 2;
-              DistributedDataParallel ddp(net, group, options);
-              const auto parameters = net->parameters();
-              auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
-              const auto backward = [&](int step) {
-                const at::Tensor loss =
-                    ddp(values({5, 108}, 10 * group.rank() + step).to(c.type)).square().mean();
-                EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
-                walk ? lockstep::backward(loss) : loss.backward();
-              };
-              for (int step = 0; step < 8; ++step) {
-                if (step == 4) {
-                  for (const auto& parameter : parameters) parameter.grad().zero_();
-                } else if (step != 3) {
-                  zero_grad(parameters);
-                }
-                if (step % 3 == 2) {
-                  const auto guard = ddp.no_sync();
-                  backward(100 + step);
-                }
-                backward(step);
-                sgd->step();
-                if (group.rank() != 0) continue;
-                for (const auto& parameter : parameters)
-                  history.gradients.push_back(parameter.grad().clone());
-                history.buckets.push_back(ddp.statistics().bucket_bytes);
-              }
-              if (group.rank() == 0) history.weights = copies(parameters);
-            },
-            {.backend = c.backend});
+  testing::run_group(
+      c.ranks,
+      [&](ProcessGroup group) {
+        auto net = std::make_shared<Wide>(c.type);
+        fill(*net, 1);
+        DdpOptions options;
+        options.reducer = reducer;
+        options.gradient_as_bucket_view = c.views;
+        options.bucket_cap_mb = c.cap_mb;
+        options.first_bucket_mb = c.cap_mb / 2;
+        DistributedDataParallel ddp(net, group, options);
+        const auto parameters = net->parameters();
+        auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
+        const auto backward = [&](int step) {
+          const at::Tensor loss = ddp(batch_of(c, group.rank(), step)).square().mean();
+          EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
+          walk ? lockstep::backward(loss) : loss.backward();
+        };
+        for (int step = 0; step < 8; ++step) {
+          if (step == 4) {
+            for (const auto& parameter : parameters) parameter.grad().zero_();
+          } else if (step != 3) {
+            zero_grad(parameters);
+          }
+          // Step 3 adds to the gradients of the one before.
+          const auto before =
+              step == 3 ? copies(gradients_of(parameters)) : std::vector<at::Tensor>();
+          std::vector<int> batches{step};
+          if (step % 3 == 2) {
+            const auto guard = ddp.no_sync();
+            batches.push_back(100 + step);
+            backward(100 + step);
+          }
+          backward(step);
+          if (group.rank() == 0) {
+            const auto mean = mean_gradients(c, *net, batches);
+            for (size_t i = 0; i < mean.size(); ++i) {
+              expect_close(c, parameters[i].grad(), before.empty() ? mean[i] : before[i] + mean[i]);
+            }
+          }
+          sgd->step();
+          if (group.rank() != 0) continue;
+          for (const auto& parameter : parameters)
+            history.gradients.push_back(parameter.grad().clone());
+          history.buckets.push_back(ddp.statistics().bucket_bytes);
+        }
+        if (group.rank() == 0) history.weights = copies(parameters);
+      },
+      {.backend = c.backend});
   return history;
 }
 
@@ -141,7 +187,10 @@ TEST_P(BucketReducer, GivesTheSameBitsInOurOwnBackward) {
   expect_alike(train(GetParam(), Reducer::lockstep, true), train(GetParam(), Reducer::c10d, true));
 }
 
-TEST(BucketReducers, SaysWhatItDoesNotDo) {
+class BucketReducers : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, BucketReducers, testing::over_backends(), testing::backend_name);
+
+TEST_P(BucketReducers, SaysWhatItDoesNotDo) {
   run_group(2, [&](ProcessGroup group) {
     const auto refusal = [&](auto net, DdpOptions options) -> std::string {
       options.reducer = Reducer::lockstep;
@@ -163,7 +212,7 @@ TEST(BucketReducers, SaysWhatItDoesNotDo) {
   });
 }
 
-TEST(BucketReducers, AParameterThatComesTwiceIsNamed) {
+TEST_P(BucketReducers, AParameterThatComesTwiceIsNamed) {
   run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
@@ -183,27 +232,23 @@ TEST(BucketReducers, AParameterThatComesTwiceIsNamed) {
   });
 }
 
-TEST(BucketReducers, GradientsOutliveTheWrapperAndTheGroup) {
-  for (const std::string backend : {"gloo", "shm"}) {
-    std::vector<std::shared_ptr<Net>> nets(2);
-    run_group(2,
-              [&](ProcessGroup group) {
-                auto net = std::make_shared<Net>();
-                fill(*net, 1);
-                DistributedDataParallel ddp(net, group);
-                ddp(values({4, 6}, group.rank())).sum().backward();
-                nets[static_cast<size_t>(group.rank())] = net;
-              },
-              {.backend = backend});
-    EXPECT_TRUE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
-    nets[0]->first->weight.grad().zero_();
-    EXPECT_FALSE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
-    // Once the wrapper is gone, backward only adds up.
-    nets[0]->forward(values({4, 6}, 3)).sum().backward();
-  }
+TEST_P(BucketReducers, GradientsOutliveTheWrapperAndTheGroup) {
+  std::vector<std::shared_ptr<Net>> nets(2);
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Net>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group);
+    ddp(values({4, 6}, group.rank())).sum().backward();
+    nets[static_cast<size_t>(group.rank())] = net;
+  });
+  EXPECT_TRUE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
+  nets[0]->first->weight.grad().zero_();
+  EXPECT_FALSE(at::equal(nets[0]->first->weight.grad(), nets[1]->first->weight.grad()));
+  // Once the wrapper is gone, backward only adds up.
+  nets[0]->forward(values({4, 6}, 3)).sum().backward();
 }
 
-TEST(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
+TEST_P(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
   run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     DistributedDataParallel ddp(net, group);
@@ -217,18 +262,27 @@ TEST(BucketReducers, OptimizersOfTorchMayZeroTheViews) {
   });
 }
 
-TEST(BucketReducers, AGraphOfGradientsIsNotAveragedButTheGradientsAre) {
+TEST_P(BucketReducers, AGraphOfGradientsIsNotAveragedButTheGradientsAre) {
+  std::vector<at::Tensor> mean;
+  for (int rank = 0; rank < 2; ++rank) {
+    Net net;
+    fill(net, 1);
+    net.forward(values({4, 6}, rank)).square().sum().backward();
+    for (const at::Tensor& gradient : gradients_of(net.parameters())) mean.push_back(gradient / 2);
+  }
+  const size_t count = mean.size() / 2;
+  for (size_t i = 0; i < count; ++i) mean[i] += mean[count + i];
   run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
     DistributedDataParallel ddp(net, group);
     const at::Tensor loss = ddp(values({4, 6}, group.rank())).square().sum();
     loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-    at::Tensor mean = net->second->bias.grad().detach().clone();
-    at::Tensor other = mean.clone();
-    group.broadcast(other, 0);
-    EXPECT_TRUE(at::equal(mean, other));
-    for (auto& parameter : net->parameters()) parameter.mutable_grad().reset();
+    auto parameters = net->parameters();
+    for (size_t i = 0; i < count; ++i) {
+      EXPECT_TRUE(at::allclose(parameters[i].grad(), mean[i])) << i;
+      parameters[i].mutable_grad().reset();
+    }
   });
 }
 

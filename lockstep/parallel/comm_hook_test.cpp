@@ -5,7 +5,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/run_group.h"
+#include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
@@ -13,7 +13,6 @@ namespace {
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
-using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 
 at::Tensor flat_gradients(torch::nn::Module& module) {
@@ -23,8 +22,15 @@ at::Tensor flat_gradients(torch::nn::Module& module) {
   return at::cat(parts);
 }
 
-/// The gradients after `steps` steps of two ranks with these options, as rank 0 has them.
-at::Tensor result_of(const DdpOptions& options, int ranks = 2, int steps = 3) {
+class CommHooks : public testing::OverBackends {
+ protected:
+  /// The gradients after `steps` steps of two ranks with these options, as rank 0 has them.
+  static at::Tensor result_of(const DdpOptions& options, int ranks = 2, int steps = 3);
+  static void expect_refused(const GradientHook& hook, const std::string& text);
+};
+INSTANTIATE_TEST_SUITE_P(All, CommHooks, testing::over_backends(), testing::backend_name);
+
+at::Tensor CommHooks::result_of(const DdpOptions& options, int ranks, int steps) {
   at::Tensor result;
   run_group(ranks, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
@@ -45,11 +51,11 @@ DdpOptions with(CommHook hook) {
   return options;
 }
 
-TEST(CommHook, AllReduceIsTheDefault) {
+TEST_P(CommHooks, AllReduceIsTheDefault) {
   EXPECT_TRUE(at::equal(result_of(with(CommHook::allreduce)), result_of({})));
 }
 
-TEST(CommHook, CompressionLosesNoMoreThanItsPrecision) {
+TEST_P(CommHooks, CompressionLosesNoMoreThanItsPrecision) {
   const at::Tensor exact = result_of({});
   // Halved and rounded on each rank, added and rounded: three half-ulps of the narrow type.
   const at::Tensor fp16 = result_of(with(CommHook::fp16_compress));
@@ -65,7 +71,7 @@ TEST(CommHook, CompressionLosesNoMoreThanItsPrecision) {
   }
 }
 
-TEST(CommHook, CompressionAlsoOnOneRank) {
+TEST_P(CommHooks, CompressionAlsoOnOneRank) {
   const at::Tensor exact = result_of({}, 1);
   EXPECT_TRUE(at::equal(result_of(with(CommHook::bf16_compress), 1),
                         exact.to(at::kBFloat16).to(at::kFloat)));
@@ -79,7 +85,7 @@ at::Tensor mean_of(const ProcessGroup& group, GradientBucket& bucket) {
   return sum;
 }
 
-TEST(CommHook, TheUsersOwn) {
+TEST_P(CommHooks, TheUsersOwn) {
   for (const bool view : {true, false}) {
     DdpOptions options;
     options.gradient_as_bucket_view = view;
@@ -98,7 +104,7 @@ TEST(CommHook, TheUsersOwn) {
   }
 }
 
-TEST(CommHook, TheUsersOwnInTwoParts) {
+TEST_P(CommHooks, TheUsersOwnInTwoParts) {
   DdpOptions options;
   options.bucket_cap_mb = 50.0 / (1024 * 1024);
   const at::Tensor expected = result_of(options);
@@ -113,7 +119,7 @@ TEST(CommHook, TheUsersOwnInTwoParts) {
   EXPECT_TRUE(at::equal(result_of(options), expected));
 }
 
-TEST(CommHook, BucketsTellWhatIsInThem) {
+TEST_P(CommHooks, BucketsTellWhatIsInThem) {
   run_group(2, [&](ProcessGroup group) {
     std::vector<GradientBucket> seen;
     DdpOptions options;
@@ -145,7 +151,7 @@ TEST(CommHook, BucketsTellWhatIsInThem) {
   });
 }
 
-void expect_refused(GradientHook hook, const std::string& text) {
+void CommHooks::expect_refused(const GradientHook& hook, const std::string& text) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.custom_hook = hook;
@@ -161,14 +167,14 @@ void expect_refused(GradientHook hook, const std::string& text) {
   });
 }
 
-TEST(CommHook, AResultThatDoesNotFitIsRefused) {
+TEST_P(CommHooks, AResultThatDoesNotFitIsRefused) {
   expect_refused([](const ProcessGroup&, GradientBucket&) { return at::zeros({7}); }, "7 elements");
   expect_refused([](const ProcessGroup&, GradientBucket&) { return at::Tensor(); }, "no tensor");
   expect_refused([](const ProcessGroup&, GradientBucket& b) { return b.gradients.to(at::kDouble); },
                  "Double");
 }
 
-TEST(CommHook, ItsErrorLeavesBackward) {
+TEST_P(CommHooks, ItsErrorLeavesBackward) {
   expect_refused(
       [](const ProcessGroup&, GradientBucket&) -> at::Tensor { throw UsageError("my own"); },
       "my own");

@@ -8,7 +8,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/run_group.h"
+#include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
@@ -16,9 +16,14 @@ namespace {
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
-using lockstep::testing::run_group;
 
-void train_until_rank_1_leaves(const DdpOptions& options) {
+class DdpFault : public testing::OverBackends {
+ protected:
+  static void train_until_rank_1_leaves(const DdpOptions& options);
+};
+INSTANTIATE_TEST_SUITE_P(All, DdpFault, testing::over_backends(), testing::backend_name);
+
+void DdpFault::train_until_rank_1_leaves(const DdpOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
@@ -36,11 +41,11 @@ void train_until_rank_1_leaves(const DdpOptions& options) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
 }
 
-TEST(DdpFault, ALostRankEndsBackwardWithACommError) {
+TEST_P(DdpFault, ALostRankEndsBackwardWithACommError) {
   train_until_rank_1_leaves({});
 }
 
-TEST(DdpFault, AlsoWithAHook) {
+TEST_P(DdpFault, AlsoWithAHook) {
   DdpOptions options;
   options.comm_hook = CommHook::bf16_compress;
   train_until_rank_1_leaves(options);

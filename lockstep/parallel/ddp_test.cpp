@@ -6,7 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/run_group.h"
+#include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
@@ -18,7 +18,6 @@ using ddp_test::Net;
 using ddp_test::Rich;
 using ddp_test::Tied;
 using ddp_test::values;
-using lockstep::testing::run_group;
 
 template <class Module, class... Args>
 std::shared_ptr<Module> filled(double seed, Args... args) {
@@ -65,7 +64,10 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
   }
 }
 
-TEST(Ddp, AveragesGradientsOverRanks) {
+class Ddp : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Ddp, testing::over_backends(), testing::backend_name);
+
+TEST_P(Ddp, AveragesGradientsOverRanks) {
   const auto expected = averaged<Net>(
       2, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
   for (const bool view : {true, false}) {
@@ -84,7 +86,7 @@ TEST(Ddp, AveragesGradientsOverRanks) {
   }
 }
 
-TEST(Ddp, ThreeRanks) {
+TEST_P(Ddp, ThreeRanks) {
   const auto expected = averaged<Net>(
       3, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
   run_group(3, [&](ProcessGroup group) {
@@ -98,7 +100,7 @@ TEST(Ddp, ThreeRanks) {
   });
 }
 
-TEST(Ddp, BroadcastsParametersAndBuffersAtStart) {
+TEST_P(Ddp, BroadcastsParametersAndBuffersAtStart) {
   run_group(2, [&](ProcessGroup group) {
     auto module = filled<Counter>(group.rank());
     module->seen.fill_(group.rank() + 3);
@@ -111,7 +113,7 @@ TEST(Ddp, BroadcastsParametersAndBuffersAtStart) {
   });
 }
 
-TEST(Ddp, BroadcastsBuffersBeforeEachForwardUnlessTold) {
+TEST_P(Ddp, BroadcastsBuffersBeforeEachForwardUnlessTold) {
   for (const bool broadcast : {true, false}) {
     run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
@@ -126,7 +128,7 @@ TEST(Ddp, BroadcastsBuffersBeforeEachForwardUnlessTold) {
   }
 }
 
-TEST(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
+TEST_P(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
   const auto expected = averaged<Net>(2, 1, [](Net& net, int rank) {
     net.forward(input(rank, 1)).square().sum().backward();
     net.forward(input(rank, 2)).square().sum().backward();
@@ -154,7 +156,7 @@ TEST(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
   }
 }
 
-TEST(Ddp, ForwardWithoutGradientsBetweenSteps) {
+TEST_P(Ddp, ForwardWithoutGradientsBetweenSteps) {
   run_group(2, [&](ProcessGroup group) {
     auto net = filled<Net>(1);
     DistributedDataParallel ddp(net, group);
@@ -166,7 +168,7 @@ TEST(Ddp, ForwardWithoutGradientsBetweenSteps) {
   });
 }
 
-TEST(Ddp, TrainsTheSameWithAndWithoutViews) {
+TEST_P(Ddp, TrainsTheSameWithAndWithoutViews) {
   std::vector<std::vector<at::Tensor>> ends(2);
   for (const bool view : {true, false}) {
     run_group(2, [&](ProcessGroup group) {
@@ -192,7 +194,7 @@ TEST(Ddp, TrainsTheSameWithAndWithoutViews) {
   expect_equal(ends[0], ends[1]);
 }
 
-TEST(Ddp, GradientsAreViewsOfTheBucketsUnlessTold) {
+TEST_P(Ddp, GradientsAreViewsOfTheBucketsUnlessTold) {
   for (const bool view : {true, false}) {
     run_group(2, [&](ProcessGroup group) {
       DdpOptions options;
@@ -205,7 +207,7 @@ TEST(Ddp, GradientsAreViewsOfTheBucketsUnlessTold) {
   }
 }
 
-TEST(Ddp, FrozenParametersAreBroadcastButGetNoGradient) {
+TEST_P(Ddp, FrozenParametersAreBroadcastButGetNoGradient) {
   run_group(2, [&](ProcessGroup group) {
     auto net = filled<Net>(group.rank());
     net->first->weight.set_requires_grad(false);
@@ -218,7 +220,7 @@ TEST(Ddp, FrozenParametersAreBroadcastButGetNoGradient) {
   });
 }
 
-TEST(Ddp, TiedParametersCountOnce) {
+TEST_P(Ddp, TiedParametersCountOnce) {
   const auto expected = averaged<Tied>(2, 1, [](Tied& net, int rank) {
     net.forward(values({3, 4}, rank)).sum().backward();
   });
@@ -232,7 +234,7 @@ TEST(Ddp, TiedParametersCountOnce) {
   });
 }
 
-TEST(Ddp, SparseGradientsAreAveraged) {
+TEST_P(Ddp, SparseGradientsAreAveraged) {
   run_group(2, [&](ProcessGroup group) {
     auto net = filled<Lookup>(1);
     DistributedDataParallel ddp(net, group);
@@ -250,7 +252,7 @@ TEST(Ddp, SparseGradientsAreAveraged) {
   });
 }
 
-TEST(Ddp, InputsAndOutputsOfAnyType) {
+TEST_P(Ddp, InputsAndOutputsOfAnyType) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
@@ -269,7 +271,7 @@ TEST(Ddp, InputsAndOutputsOfAnyType) {
   });
 }
 
-TEST(Ddp, IgnoredTensorsStayLocal) {
+TEST_P(Ddp, IgnoredTensorsStayLocal) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.ignored = {"second.bias"};
@@ -284,7 +286,7 @@ TEST(Ddp, IgnoredTensorsStayLocal) {
   });
 }
 
-TEST(Ddp, StatisticsShowTheBuckets) {
+TEST_P(Ddp, StatisticsShowTheBuckets) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.bucket_cap_mb = 50.0 / (1024 * 1024);
@@ -308,7 +310,7 @@ TEST(Ddp, StatisticsShowTheBuckets) {
   });
 }
 
-TEST(Ddp, OneRankNeedsNoReducer) {
+TEST_P(Ddp, OneRankNeedsNoReducer) {
   const auto expected = averaged<Net>(
       1, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });
   run_group(1, [&](ProcessGroup group) {

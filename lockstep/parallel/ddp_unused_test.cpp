@@ -6,7 +6,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
-#include "tests/support/run_group.h"
+#include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
@@ -15,7 +15,6 @@ using ddp_test::fill;
 using ddp_test::Heads;
 using ddp_test::Switch;
 using ddp_test::values;
-using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -30,7 +29,10 @@ std::shared_ptr<Module> filled() {
   return module;
 }
 
-TEST(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
+class DdpUnused : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, DdpUnused, testing::over_backends(), testing::backend_name);
+
+TEST_P(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
   run_group(2, [&](ProcessGroup group) {
     auto module = filled<Switch>();
     DistributedDataParallel ddp(module, group);
@@ -47,7 +49,7 @@ TEST(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
   });
 }
 
-TEST(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
+TEST_P(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
@@ -63,7 +65,7 @@ TEST(DdpUnused, FoundWhenAllRanksLeaveThemOut) {
   });
 }
 
-TEST(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
+TEST_P(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
@@ -79,7 +81,7 @@ TEST(DdpUnused, RanksThatUseDifferentOnesAverageThem) {
   });
 }
 
-TEST(DdpUnused, AnOutputThatTheLossLeavesOut) {
+TEST_P(DdpUnused, AnOutputThatTheLossLeavesOut) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.find_unused_parameters = true;
@@ -94,7 +96,7 @@ TEST(DdpUnused, AnOutputThatTheLossLeavesOut) {
   });
 }
 
-TEST(DdpUnused, StaticGraphLearnsThemOnce) {
+TEST_P(DdpUnused, StaticGraphLearnsThemOnce) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.static_graph = true;
@@ -113,7 +115,7 @@ TEST(DdpUnused, StaticGraphLearnsThemOnce) {
   });
 }
 
-TEST(DdpUnused, AGraphMayOutliveTheWrapper) {
+TEST_P(DdpUnused, AGraphMayOutliveTheWrapper) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.static_graph = true;

@@ -11,9 +11,13 @@
 namespace lockstep {
 namespace {
 
-using lockstep::testing::run_group;
 using ::testing::HasSubstr;
 using torch::nn::Module;
+
+/// Over the default backend.
+void run_group(int size, const std::function<void(ProcessGroup)>& body) {
+  testing::run_group(size, body, {.backend = "shm"});
+}
 
 struct Free : Module {
   at::Tensor forward(const at::Tensor& x) { return x; }
