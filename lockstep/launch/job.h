@@ -5,6 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include "lockstep/base/same_signal.h"
+
 namespace lockstep::launch {
 
 /// How one worker ended.
@@ -36,9 +38,8 @@ class Job {
     /// A worker that ended because it lost a peer is followed by that peer's own end, which is the
     /// cause and should get to say so before it is told to stop.
     std::chrono::milliseconds settle{200};
-    /// A second signal kills at once, unless it comes this soon: `timeout` sends its signal to the
-    /// process and then again to the group.
-    std::chrono::milliseconds same_signal{300};
+    /// A second signal kills at once, unless it comes this soon.
+    std::chrono::milliseconds same_signal = kSameSignal;
   };
 
   enum class Ending { success, failure, interrupted, output_closed };

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <csignal>
+#include <iterator>
 
 namespace lockstep {
 
-/// While one lives, INT, TERM and HUP only set a flag, which the training loop looks at. A second
-/// signal of the same kind ends the process at once. Signals that are ignored when it is made
-/// (nohup) stay ignored. One at a time in a process, since signal handlers are the process's own.
+/// While one lives, INT, TERM, HUP and QUIT only set a flag, which the training loop looks at. A
+/// second signal of the same kind ends the process at once, unless it comes so soon that it is the
+/// first once more (kSameSignal). Signals that are ignored when it is made (nohup, background jobs)
+/// stay ignored. One at a time in a process, since signal handlers are the process's own.
 class StopSignal {
  public:
   StopSignal();
@@ -20,8 +22,8 @@ class StopSignal {
   static void request(int signal_number);
 
  private:
-  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
-  struct sigaction before_[3];
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+  struct sigaction before_[std::size(kSignals)];
 };
 
 }  // namespace lockstep

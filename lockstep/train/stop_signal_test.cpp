@@ -4,6 +4,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
+
+#include "lockstep/base/same_signal.h"
+
 namespace lockstep {
 namespace {
 
@@ -28,14 +32,24 @@ TEST(StopSignal, StartsAnewAndPutsHandlersBack) {
   EXPECT_EQ(StopSignal().received(), 0);
 }
 
-TEST(StopSignal, LeavesIgnoredSignalsIgnored) {
-  ::signal(SIGHUP, SIG_IGN);
-  {
+TEST(StopSignal, NotesEachThatAUserMaySend) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
     const StopSignal signals;
-    ::raise(SIGHUP);
-    EXPECT_EQ(signals.received(), 0);
+    ::raise(number);
+    EXPECT_EQ(signals.received(), number);
   }
-  ::signal(SIGHUP, SIG_DFL);
+}
+
+TEST(StopSignal, LeavesIgnoredSignalsIgnored) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+    ::signal(number, SIG_IGN);
+    {
+      const StopSignal signals;
+      ::raise(number);
+      EXPECT_EQ(signals.received(), 0);
+    }
+    ::signal(number, SIG_DFL);
+  }
 }
 
 TEST(StopSignal, RequestCountsAsASignal) {
@@ -44,14 +58,42 @@ TEST(StopSignal, RequestCountsAsASignal) {
   EXPECT_EQ(signals.received(), SIGPIPE);
 }
 
-TEST(StopSignal, ASecondOneOfTheSameKindEndsTheProcess) {
+using Clock = std::chrono::steady_clock;
+
+/// `timeout` sends its signal to the process and to the group.
+TEST(StopSignal, TheSameOneAtOnceIsTheFirstOnceMore) {
   EXPECT_EXIT(
       {
         const StopSignal signals;
         ::raise(SIGTERM);
         ::raise(SIGTERM);
+        ::_exit(signals.received() == SIGTERM ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+TEST(StopSignal, ASecondOneOfTheSameKindEndsTheProcess) {
+  const auto start = Clock::now();
+  EXPECT_EXIT(
+      {
+        const StopSignal signals;
+        const auto deadline = start + std::chrono::seconds(20);
+        while (Clock::now() < deadline) ::raise(SIGTERM);
       },
       testing::ExitedWithCode(143), "");
+  EXPECT_GE(Clock::now() - start, kSameSignal);
+}
+
+TEST(StopSignal, OneOfAnotherKindDoesNotEndIt) {
+  EXPECT_EXIT(
+      {
+        const StopSignal signals;
+        ::raise(SIGTERM);
+        const auto end = Clock::now() + kSameSignal + std::chrono::milliseconds(50);
+        while (Clock::now() < end) ::raise(SIGINT);
+        ::_exit(signals.received() == SIGTERM ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 }  // namespace
