@@ -30,7 +30,8 @@ class EvaluationMode {
 }  // namespace
 
 Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
-                 c10::Device device, int64_t limit_batches, at::MemoryFormat memory_format) {
+                 c10::Device device, int64_t limit_batches, at::MemoryFormat memory_format,
+                 const std::function<bool()>& go_on) {
   const at::NoGradGuard no_grad;
   const EvaluationMode mode(model);
   broadcast_buffers(model, group);
@@ -42,12 +43,13 @@ Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessG
     const at::Tensor target = batch.target.to(device);
     const at::Tensor output =
         model.forward(with_memory_format(batch.data.to(device), memory_format));
-    const int64_t rows = batch.size() - batch.padding;
-    if (rows == 0) continue;
-    MetricSums mine;
-    add_batch(mine, loss, 0, output, target, rows);
-    mine.loss = loss_sum(loss, output, target, rows);
-    sums.add(mine);
+    if (const int64_t rows = batch.size() - batch.padding; rows > 0) {
+      MetricSums mine;
+      add_batch(mine, loss, 0, output, target, rows);
+      mine.loss = loss_sum(loss, output, target, rows);
+      sums.add(mine);
+    }
+    if (go_on && !go_on()) return {};
   }
   return metrics_of(reduce_over_ranks(group, device, sums));
 }

@@ -4,6 +4,7 @@
 #include <c10/core/MemoryFormat.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/train/train_task.h"
@@ -17,8 +18,12 @@ namespace lockstep {
 /// of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all ranks. The model
 /// is left in the mode that it was in. `limit_batches` of 0: all.
 /// `memory_format` is the model's.
+///
+/// `go_on` is called after each batch, equally often on all ranks. Where it gives false, which must
+/// be so on all ranks alike, the evaluation ends there, and the metrics are of no sample.
 Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
                  c10::Device device, int64_t limit_batches = 0,
-                 at::MemoryFormat memory_format = at::MemoryFormat::Contiguous);
+                 at::MemoryFormat memory_format = at::MemoryFormat::Contiguous,
+                 const std::function<bool()>& go_on = {});
 
 }  // namespace lockstep

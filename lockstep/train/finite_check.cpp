@@ -1,7 +1,5 @@
 #include "lockstep/train/finite_check.h"
 
-#include <ATen/ops/isfinite.h>
-
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -10,6 +8,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/train/all_finite.h"
 
 namespace lockstep {
 using nlohmann::json;
@@ -34,16 +33,11 @@ bool FiniteCheck::loss_is_good(double loss) {
   return false;
 }
 
-bool FiniteCheck::gradients_are_finite(const std::vector<at::Tensor>& parameters) const {
-  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
-    const at::Tensor& gradient = parameter->grad();
-    if (!gradient.defined()) continue;
-    // The sum of finite numbers may overflow: then, and only then, look at each of them.
-    const bool finite =
-        std::isfinite(gradient.sum().item<double>()) || at::isfinite(gradient).all().item<bool>();
-    if (!finite || policy_ == OnNan::stop) return finite;
-  }
-  return true;
+bool FiniteCheck::gradients_are_finite(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  return all_finite(gradients);
 }
 
 std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
@@ -66,8 +60,8 @@ bool FiniteCheck::step_is_good(const std::vector<at::Tensor>& parameters, int64_
   if (policy_ == OnNan::proceed) return true;
   if (gradients_are_finite(parameters)) {
     if (!bad_loss_) return true;
-    // The loss does not reach the gradients that were looked at, so the other ranks cannot know:
-    // this one must leave, and they notice that.
+    // The loss reaches no gradient, so the other ranks cannot know: this one must leave, and they
+    // notice that.
     throw NumericError("the loss is " + text_of(*bad_loss_) + " on rank " +
                            std::to_string(group_.rank()) + " at step " + std::to_string(step),
                        kRemedies);

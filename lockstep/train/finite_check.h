@@ -15,10 +15,9 @@ namespace lockstep {
 /// Notices a loss or gradient that is NaN or infinite, and lets all ranks decide alike without
 /// communication in the steps that are well.
 ///
-/// A rank whose loss is not finite is to run backward from NaN: then DDP's all-reduce makes the
-/// gradients NaN on every rank, and each rank sees that in its own copy. Only after that do ranks
-/// talk, to name the one where it began. With `stop`, one gradient is looked at (the last
-/// parameter's, which every loss of a network reaches); with `skip` all of them.
+/// A rank whose loss is not finite is to run backward from NaN. Then DDP's all-reduce makes the
+/// gradients NaN on every rank, and each rank sees that in its own copy: all of them are looked at,
+/// in every step. Only after that do ranks talk, to name the one where it began.
 class FiniteCheck {
  public:
   FiniteCheck(OnNan policy, const ProcessGroup& group) : policy_(policy), group_(group) {}
@@ -39,7 +38,7 @@ class FiniteCheck {
   int64_t skipped() const { return skipped_; }
 
  private:
-  bool gradients_are_finite(const std::vector<at::Tensor>& parameters) const;
+  static bool gradients_are_finite(const std::vector<at::Tensor>& parameters);
   std::string explain(int64_t step, int64_t epoch) const;
 
   OnNan policy_;

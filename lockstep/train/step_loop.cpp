@@ -25,6 +25,7 @@ StepLoop::StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOpti
       group_(group),
       options_(options),
       parameters_(task.model->parameters()),
+      buffers_(task.model->buffers()),
       finite_(options.on_nan, group),
       schedule_(options.schedule),
       base_lr_(task.optimizer->lr()),
@@ -47,6 +48,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     const int64_t first_of_step = i - i % accumulate_batches;
     const int64_t batches_of_step = std::min(accumulate_batches, batches - first_of_step);
     const bool last_of_step = i == first_of_step + batches_of_step - 1;
+    if (i == first_of_step) keep_buffers();
     if (!last_of_step) {
       accumulate(batch, batches_of_step);
       continue;
@@ -106,8 +108,21 @@ void StepLoop::update(int64_t epoch) {
   if (finite_.step_is_good(parameters_, step_, epoch)) {
     if (options_.gradient_clip_val > 0) clip_grad_norm(parameters_, options_.gradient_clip_val);
     optimizer.step();
+  } else {
+    put_buffers_back();
   }
   zero_grad(parameters_);
+}
+
+/// Forward has put the batch into batch norm's statistics before anyone knows that it is bad.
+void StepLoop::keep_buffers() {
+  if (options_.on_nan != OnNan::skip) return;
+  kept_buffers_.clear();
+  for (const at::Tensor& buffer : buffers_) kept_buffers_.push_back(buffer.clone());
+}
+
+void StepLoop::put_buffers_back() {
+  for (size_t i = 0; i < kept_buffers_.size(); ++i) buffers_[i].copy_(kept_buffers_[i]);
 }
 
 void StepLoop::warm_up_reducer() {

@@ -49,11 +49,16 @@ class StepLoop {
   void accumulate(const Batch& batch, int64_t batches_of_step);
   void forward_and_backward(const Batch& batch, int64_t batches_of_step);
   void update(int64_t epoch);
+  void keep_buffers();
+  void put_buffers_back();
 
   TrainTask& task_;
   ProcessGroup group_;
   const TrainerOptions& options_;
   std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor>
+      kept_buffers_;  ///< As before the step in progress, where it may be skipped.
   std::unique_ptr<DistributedDataParallel<std::shared_ptr<Model>>> ddp_;
   FiniteCheck finite_;
   ScheduleOptions schedule_;

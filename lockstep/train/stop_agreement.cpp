@@ -7,7 +7,22 @@
 namespace lockstep {
 namespace {
 
-constexpr double kSecondsBetweenAgreements = 0.2;
+constexpr double kMostSeconds = 0.2;
+/// Of the steps' time that agreeing may take.
+constexpr double kShare = 0.01;
+
+double seconds_between(std::chrono::steady_clock::time_point a,
+                       std::chrono::steady_clock::time_point b) {
+  return std::chrono::duration<double>(b - a).count();
+}
+
+/// Steps until the next agreement: the fewest that cost no more than their share.
+int64_t interval_of(double step_seconds, double cost) {
+  const double step = std::max(step_seconds, 1e-9);
+  const double wanted = std::min(cost / (kShare * step), kMostSeconds / step);
+  return static_cast<int64_t>(
+      std::clamp(wanted, 1.0, static_cast<double>(StopAgreement::kMostSteps)));
+}
 
 }  // namespace
 
@@ -21,19 +36,19 @@ int StopAgreement::after_step(int signal_number) {
 
 int StopAgreement::now(int signal_number) {
   if (group_.size() == 1) return signal_number;
-  const auto time = Clock::now();
-  const double step_seconds = std::chrono::duration<double>(time - last_).count() /
-                              static_cast<double>(std::max<int64_t>(steps_, 1));
-  at::Tensor wire = at::tensor({static_cast<double>(signal_number), step_seconds},
+  const auto begin = Clock::now();
+  const double step_seconds =
+      seconds_between(last_, begin) / static_cast<double>(std::max<int64_t>(steps_, 1));
+  // The slowest rank's steps, and the cost on the rank that waited least: the same everywhere.
+  at::Tensor wire = at::tensor({static_cast<double>(signal_number), step_seconds, -cost_},
                                at::device(device_).dtype(at::kDouble));
   group_.all_reduce(wire, ReduceOp::max);
   const at::Tensor agreed = wire.cpu();
   const auto* values = agreed.const_data_ptr<double>();
-  // The slowest rank's step time, so that the interval is the same everywhere.
-  interval_ = static_cast<int64_t>(
-      std::clamp(kSecondsBetweenAgreements / std::max(values[1], 1e-6), 1.0, 1e6));
+  interval_ = interval_of(values[1], -values[2]);
   steps_ = 0;
   last_ = Clock::now();
+  cost_ = seconds_between(begin, last_);
   return static_cast<int>(values[0]);
 }
 

@@ -10,10 +10,14 @@
 namespace lockstep {
 
 /// Lets all ranks stop at the same step although a signal reaches them at different ones. Agreeing
-/// costs an all-reduce, so ranks do it about five times a second: after so many steps as all of
-/// them make in that time. A group of one looks at every step.
+/// costs an all-reduce, so small steps do it every few steps only. That is often enough to agree
+/// within a fifth of a second, and at the latest after `kMostSteps`, should the steps become slow.
+/// A group of one looks at every step.
 class StopAgreement {
  public:
+  /// Steps that a signal waits at most.
+  static constexpr int64_t kMostSteps = 16;
+
   StopAgreement(const ProcessGroup& group, c10::Device device);
   /// Every rank calls after each step, with its own signal (0: none). The signal on which all ranks
   /// agreed, the same at the same step on every rank; 0: go on.
@@ -27,6 +31,7 @@ class StopAgreement {
   c10::Device device_;
   int64_t steps_ = 0;
   int64_t interval_ = 1;
+  double cost_ = 0;  ///< Seconds of the last agreement on this rank.
   Clock::time_point last_;
 };
 

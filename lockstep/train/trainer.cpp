@@ -2,16 +2,21 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iomanip>
+#include <limits>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/random_state.h"
+#include "lockstep/train/same_settings.h"
 #include "lockstep/train/step_loop.h"
 #include "lockstep/train/stop_agreement.h"
 #include "lockstep/train/stop_signal.h"
@@ -22,7 +27,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-const TrainerOptions& checked(const TrainerOptions& options) {
+void check_ranges(const TrainerOptions& options) {
   const auto at_least = [](const char* name, int64_t value, int64_t minimum) {
     if (value >= minimum) return;
     throw UsageError(std::string(name) + " is " + std::to_string(value) + "; it must be at least " +
@@ -34,6 +39,42 @@ const TrainerOptions& checked(const TrainerOptions& options) {
   at_least("limit_test_batches", options.limit_test_batches, 0);
   at_least("log_every_n_steps", options.log_every_n_steps, 1);
   if (!(options.gradient_clip_val >= 0)) throw UsageError("gradient_clip_val must not be negative");
+}
+
+/// What every rank must have alike to make the same collective calls, or to learn the same.
+Settings settings_of_all_ranks(const TrainerOptions& options, const TrainTask& task) {
+  const ScheduleOptions& schedule = options.schedule;
+  Settings settings{{"optimizer", task.optimizer->name()}, {"schedule", schedule.name}};
+  const auto set = [&](const char* name, auto value) {
+    std::ostringstream text;
+    text << std::setprecision(std::numeric_limits<double>::max_digits10) << value;
+    settings[name] = text.str();
+  };
+  set("lr", task.optimizer->lr());
+  set("schedule.warmup_steps", schedule.warmup_steps);
+  set("schedule.total_steps", schedule.total_steps);
+  set("schedule.step_size", schedule.step_size);
+  set("schedule.gamma", schedule.gamma);
+  set("schedule.min_lr", schedule.min_lr);
+  set("max_epochs", options.max_epochs);
+  set("accumulate_grad_batches", options.accumulate_grad_batches);
+  set("gradient_clip_val", options.gradient_clip_val);
+  set("limit_train_batches", options.limit_train_batches);
+  set("limit_test_batches", options.limit_test_batches);
+  set("log_every_n_steps", options.log_every_n_steps);
+  constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
+  set("on_nan", kPolicies[static_cast<int>(options.on_nan)]);
+  set("batches of an epoch", task.train->batches_per_epoch());
+  set("batches of an evaluation", task.test->batches_per_epoch());
+  set("seed of the sampler", task.train->sampler().options().seed);
+  return settings;
+}
+
+/// Before the first collective call that depends on them.
+TrainerOptions same_on_all_ranks(TrainerOptions options, const TrainTask& task,
+                                 const ProcessGroup& group) {
+  check_ranges(options);
+  check_same_settings(settings_of_all_ranks(options, task), group);
   return options;
 }
 
@@ -45,7 +86,7 @@ class Trainer::Impl {
       : trainer_(trainer),
         world_(world),
         task_(std::move(task)),
-        options_(checked(std::move(options))),
+        options_(same_on_all_ranks(std::move(options), task_, world.group())),
         loop_(task_, world.group(), options_),
         start_(Clock::now()) {
     options_.identity["number of ranks"] = std::to_string(world.size());
@@ -66,11 +107,13 @@ class Trainer::Impl {
   void after_step(const StepResult& result);
   void log_step(const StepResult& result);
   void collect_sums();
-  void finish_epoch();
-  Metrics test();
+  bool finish_epoch();
+  bool test();
+  bool goes_on(int agreed);
+  bool goes_on_now();
   bool wants_to_stop() const;
   [[noreturn]] void interrupt(int signal_number);
-  Metrics reduced(MetricSums& sums) const;
+  Metrics reduced(const MetricSums& mine) const;
   double seconds() const;
 
   Trainer& trainer_;
@@ -78,6 +121,7 @@ class Trainer::Impl {
   TrainTask task_;
   TrainerOptions options_;
   StepLoop loop_;
+  const StopSignal* signals_ = nullptr;  ///< While `fit` runs.
   std::optional<StopAgreement> agreement_;
   std::vector<std::shared_ptr<Callback>> callbacks_;
   int64_t epoch_ = 0;
@@ -96,26 +140,22 @@ class Trainer::Impl {
 
 FitResult Trainer::Impl::fit() {
   const StopSignal signals;
+  signals_ = &signals;
   agreement_.emplace(world_.group(), task_.device);
   start_ = Clock::now();
   if (!random_state_.empty()) set_random_state(random_state_, task_.device);
   for (const auto& callback : callbacks_) callback->on_start(trainer_);
-  const auto look_for_signal = [&] { stop_requested_ = agreement_->now(signals.received()); };
   try {
     while (epoch_ < options_.max_epochs && !wants_to_stop()) {
       epoch_start_ = log_start_ = seconds();
-      loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
+      const bool whole = loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
         after_step(result);
-        stop_requested_ = agreement_->after_step(signals.received());
-        return stop_requested_ == 0;
+        return goes_on(agreement_->after_step(signals.received()));
       });
-      if (stop_requested_ == 0) look_for_signal();
-      if (stop_requested_ != 0) interrupt(stop_requested_);
-      finish_epoch();
-      look_for_signal();
+      if (whole && goes_on_now() && finish_epoch()) goes_on_now();
       if (stop_requested_ != 0) interrupt(stop_requested_);
     }
-    if (test_.samples == 0) test_ = test();
+    if (test_.samples == 0 && !test()) interrupt(stop_requested_);
   } catch (const CommError&) {
     // The other ranks got the signal too, and one of them is gone already.
     if (signals.received() != 0) throw InterruptedError(signals.received());
@@ -130,6 +170,16 @@ FitResult Trainer::Impl::fit() {
   for (const auto& callback : callbacks_) callback->on_end(trainer_, result);
   if (signals.received() != 0) throw InterruptedError(signals.received());
   return result;
+}
+
+/// Notes what the ranks have agreed on; 0 is to go on.
+bool Trainer::Impl::goes_on(int agreed) {
+  stop_requested_ = agreed;
+  return agreed == 0;
+}
+
+bool Trainer::Impl::goes_on_now() {
+  return goes_on(agreement_->now(signals_->received()));
 }
 
 void Trainer::Impl::after_step(const StepResult& result) {
@@ -150,14 +200,15 @@ void Trainer::Impl::log_step(const StepResult& result) {
   collect_sums();
   LogResult log;
   log.step = result;
-  log.metrics = reduced(log_sums_);
+  log.metrics = reduced(std::exchange(log_sums_, {}));
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
   log_start_ = now;
   for (const auto& callback : callbacks_) callback->on_log(trainer_, log);
 }
 
-void Trainer::Impl::finish_epoch() {
+/// False when a signal ended the evaluation: the epoch is to be finished after a resume.
+bool Trainer::Impl::finish_epoch() {
   collect_sums();
   if (log_sums_.samples > 0) log_step(last_step_);
   EpochResult result;
@@ -167,21 +218,30 @@ void Trainer::Impl::finish_epoch() {
   result.lr = task_.optimizer->lr();
   const double trained = seconds();
   result.train = reduced(epoch_sums_);
-  const int64_t samples = result.train.samples - std::exchange(restored_samples_, 0);
+  const int64_t samples = result.train.samples - restored_samples_;
   result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
-  test_ = test();
+  if (!test()) return false;
   result.test = test_;
   result.seconds = seconds();
   result.test_samples_per_s =
       static_cast<double>(test_.samples) / std::max(result.seconds - trained, 1e-9);
+  epoch_sums_ = {};
+  restored_samples_ = 0;
   ++epoch_;
   batches_ = 0;
   for (const auto& callback : callbacks_) callback->on_epoch_end(trainer_, result);
+  return true;
 }
 
-Metrics Trainer::Impl::test() {
-  return evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-                  options_.limit_test_batches, task_.memory_format);
+/// False when a signal ended it.
+bool Trainer::Impl::test() {
+  const Metrics metrics =
+      evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
+               options_.limit_test_batches, task_.memory_format,
+               [&] { return goes_on(agreement_->after_step(signals_->received())); });
+  if (stop_requested_ != 0) return false;
+  test_ = metrics;
+  return true;
 }
 
 bool Trainer::Impl::wants_to_stop() const {
@@ -194,9 +254,8 @@ void Trainer::Impl::interrupt(int signal_number) {
   throw InterruptedError(signal_number);
 }
 
-/// Over all ranks; the sums begin anew.
-Metrics Trainer::Impl::reduced(MetricSums& sums) const {
-  return metrics_of(reduce_over_ranks(world_.group(), task_.device, std::exchange(sums, {})));
+Metrics Trainer::Impl::reduced(const MetricSums& mine) const {
+  return metrics_of(reduce_over_ranks(world_.group(), task_.device, mine));
 }
 
 double Trainer::Impl::seconds() const {
@@ -212,6 +271,7 @@ void Trainer::Impl::save(CheckpointFolder& folder) {
   checkpoint.info.epoch = epoch_;
   checkpoint.info.batches = batches_;
   checkpoint.info.identity = options_.identity;
+  checkpoint.info.settings = options_.settings;
   checkpoint.info.values = {{"epoch.loss", sums.loss},
                             {"epoch.loss_terms", static_cast<double>(sums.loss_terms)},
                             {"epoch.correct", static_cast<double>(sums.correct)},
@@ -234,6 +294,11 @@ void Trainer::Impl::restore(const Checkpoint& checkpoint) {
   task_.optimizer->load_state(with_prefix_removed(checkpoint.state, "optimizer."));
   random_state_ = state_of_rank(checkpoint, world_.rank());
   const CheckpointInfo& info = checkpoint.info;
+  const std::string changed = changed_settings(info.settings, options_.settings);
+  if (world_.rank() == 0 && !changed.empty()) {
+    log_warning("this run goes on with other settings: " + changed +
+                "; its course is not that of a run without an interruption");
+  }
   loop_.set_step(info.step);
   epoch_ = info.epoch;
   batches_ = info.batches;

@@ -17,21 +17,23 @@ namespace lockstep {
 /// Every rank makes one, adds its callbacks and calls `fit`; one thread at a time.
 class Trainer {
  public:
-  /// `world` must outlive the trainer. Checks that all ranks have the same parameters and gives
-  /// them rank 0's (see DistributedDataParallel). Throws UsageError for options out of range.
+  /// `world` must outlive the trainer. Checks that all ranks have the same options and parameters,
+  /// and gives them rank 0's parameters (see DistributedDataParallel). Throws UsageError for
+  /// options out of range, MismatchError for those in which ranks differ.
   Trainer(const World& world, TrainTask task, TrainerOptions options);
   ~Trainer();
 
   void add_callback(std::shared_ptr<Callback> callback);
 
-  /// Trains to the last epoch, or until a callback wants to stop. INT, TERM, HUP and a closed
-  /// standard output end it at a step on which all ranks agree, within a fraction of a second: the
-  /// callbacks' on_interrupt is called, then InterruptedError thrown, on every rank. Throws
-  /// NumericError (see OnNan), CommError and what callbacks throw.
+  /// Trains to the last epoch, or until a callback wants to stop. INT, TERM, HUP, QUIT and a closed
+  /// standard output end it. All ranks agree on the step, or on the batch of an evaluation: within
+  /// a fraction of a second, and at most 16 of them. Then the callbacks' on_interrupt is called and
+  /// InterruptedError thrown, on every rank. After a resume an epoch whose evaluation was cut off
+  /// is evaluated anew. Throws NumericError (see OnNan), CommError and what callbacks throw.
   FitResult fit();
 
-  /// Goes on from a checkpoint in the following `fit`. Every rank calls with the same one. Throws
-  /// CheckpointError when the tensors do not fit.
+  /// Goes on from a checkpoint in the following `fit`. Every rank calls with the same one. Warns of
+  /// other TrainerOptions::settings. Throws CheckpointError when the tensors do not fit.
   void restore(const Checkpoint& checkpoint);
   /// Saves the state after the last step; every rank calls, rank 0 writes. `folder` is used on rank
   /// 0 only.

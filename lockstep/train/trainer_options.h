@@ -11,8 +11,8 @@ namespace lockstep {
 /// What happens when a loss or gradient is NaN or infinite. Every rank does the same.
 enum class OnNan {
   stop,     ///< NumericError naming the step and the ranks.
-  skip,     ///< The step's gradients are dropped on all ranks, with a warning;
-            ///< NumericError when those of all steps of an epoch are.
+  skip,     ///< The step is dropped on all ranks, with a warning: its gradients, and what it did
+            ///< to buffers (batch norm's statistics). NumericError when all of an epoch are.
   proceed,  ///< Nothing is checked.
 };
 
@@ -37,6 +37,9 @@ struct TrainerOptions {
   /// What a checkpoint of this run belongs to besides the world size and the LibTorch: see
   /// CheckpointInfo::identity.
   std::map<std::string, std::string> identity;
+  /// What a run that resumes may change: see CheckpointInfo::settings. `Trainer::restore` warns of
+  /// each difference.
+  std::map<std::string, std::string> settings;
 };
 
 }  // namespace lockstep

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
-#include <ATen/ops/randint.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,53 +14,23 @@
 #include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/weights.h"
+#include "tests/support/small_task.h"
 
 namespace lockstep {
 namespace {
 
-using testing::HasSubstr;
-using testing::ThrowsMessage;
-
-TensorDataset noise_images(int64_t count) {
-  at::manual_seed(3);
-  TensorDataset dataset;
-  dataset.name = "noise";
-  dataset.data = at::rand({count, 784});
-  dataset.targets = at::randint(10, {count}, at::kLong);
-  dataset.num_classes = 10;
-  return dataset;
-}
-
-std::unique_ptr<DataLoader> loader_of(TensorDataset dataset) {
-  SamplerOptions sampler;
-  sampler.dataset_size = dataset.size();
-  LoaderOptions options;
-  options.batch_size = 8;
-  return std::make_unique<DataLoader>(std::move(dataset), DistributedSampler(sampler), Pipeline(),
-                                      options);
-}
-
-/// 5 batches an epoch. fashion-cnn has dropout and batch norm: random state and buffers matter.
-TrainTask small_task(const char* model = "mlp", TensorDataset dataset = noise_images(40)) {
-  TrainTask task;
-  at::manual_seed(1);
-  task.model = make_model(model);
-  OptimizerOptions options;
-  options.lr = 0.001;
-  options.momentum = 0.9;
-  task.optimizer = make_optimizer("sgd", task.model->parameters(), options);
-  task.test = loader_of(dataset);
-  task.train = loader_of(std::move(dataset));
-  return task;
-}
+using ::testing::HasSubstr;
+using testing::noise_images;
+using testing::small_task;
+using ::testing::ThrowsMessage;
 
 struct Recorder : Callback {
   std::vector<int64_t> steps, logs, epochs;
   std::vector<double> rates;
-  std::vector<Metrics> log_metrics;
+  std::vector<Metrics> log_metrics, train_metrics;
   int64_t stop_after_epoch = -1;
   int interrupted = 0;
-  std::function<void(int64_t)> at_step;
+  std::function<void(int64_t)> at_step, at_log;
   void on_step(Trainer&, const StepResult& result) override {
     steps.push_back(result.step);
     rates.push_back(result.lr);
@@ -70,9 +39,11 @@ struct Recorder : Callback {
   void on_log(Trainer&, const LogResult& result) override {
     logs.push_back(result.step.step);
     log_metrics.push_back(result.metrics);
+    if (at_log) at_log(result.step.step);
   }
   void on_epoch_end(Trainer&, const EpochResult& result) override {
     epochs.push_back(result.epoch);
+    train_metrics.push_back(result.train);
   }
   void on_interrupt(Trainer&, int number) override { interrupted = number; }
   bool wants_to_stop() const override {
@@ -80,7 +51,7 @@ struct Recorder : Callback {
   }
 };
 
-class TrainerTest : public testing::Test {
+class TrainerTest : public ::testing::Test {
  protected:
   FitResult fit(TrainTask task, TrainerOptions options) {
     model_ = task.model;
@@ -98,9 +69,9 @@ TEST_F(TrainerTest, CallsBackInOrder) {
   options.max_epochs = 2;
   options.log_every_n_steps = 2;
   const FitResult result = fit(small_task(), options);
-  EXPECT_THAT(recorder_->steps, testing::ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10));
-  EXPECT_THAT(recorder_->logs, testing::ElementsAre(2, 4, 5, 6, 8, 10));
-  EXPECT_THAT(recorder_->epochs, testing::ElementsAre(0, 1));
+  EXPECT_THAT(recorder_->steps, ::testing::ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10));
+  EXPECT_THAT(recorder_->logs, ::testing::ElementsAre(2, 4, 5, 6, 8, 10));
+  EXPECT_THAT(recorder_->epochs, ::testing::ElementsAre(0, 1));
   EXPECT_EQ(result.steps, 10);
   EXPECT_EQ(result.test.samples, 40);
   int64_t samples = 0;
@@ -133,6 +104,42 @@ TEST_F(TrainerTest, ASignalEndsTheRunAtTheNextStep) {
   EXPECT_EQ(recorder_->interrupted, SIGTERM);
 }
 
+/// The last log of an epoch comes right before its evaluation.
+TEST_F(TrainerTest, ASignalEndsAnEvaluationAndTheEpochIsFinishedAfterAResume) {
+  TrainerOptions options;
+  options.max_epochs = 2;
+  options.log_every_n_steps = 2;
+  fit(small_task(), options);
+  const auto expected = recorder_->train_metrics;
+  TemporaryDirectory folder;
+  recorder_ = std::make_shared<Recorder>();
+  recorder_->at_log = [](int64_t step) {
+    if (step == 5) ::raise(SIGTERM);
+  };
+  {
+    Trainer trainer(world_, small_task(), options);
+    trainer.add_callback(recorder_);
+    trainer.add_callback(std::make_shared<Checkpointer>(CheckpointFolder(folder.path()), 0));
+    EXPECT_THROW(trainer.fit(), InterruptedError);
+  }
+  EXPECT_TRUE(recorder_->epochs.empty()) << "the evaluation went on to its end";
+  EXPECT_EQ(recorder_->interrupted, SIGTERM);
+
+  recorder_ = std::make_shared<Recorder>();
+  CheckpointFolder checkpoints(folder.path());
+  Trainer trainer(world_, small_task(), options);
+  trainer.add_callback(recorder_);
+  trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints, trainer.options().identity,
+                                   c10::kCPU));
+  trainer.fit();
+  EXPECT_THAT(recorder_->steps, ::testing::ElementsAre(6, 7, 8, 9, 10));
+  EXPECT_THAT(recorder_->epochs, ::testing::ElementsAre(0, 1));
+  for (size_t epoch = 0; epoch < 2; ++epoch) {
+    EXPECT_EQ(recorder_->train_metrics[epoch].samples, 40);
+    EXPECT_EQ(recorder_->train_metrics[epoch].loss, expected[epoch].loss);
+  }
+}
+
 TEST_F(TrainerTest, TheScheduleSpansTheRun) {
   TrainerOptions options;
   options.max_epochs = 2;
@@ -159,8 +166,8 @@ TensorDataset with_a_nan() {
 
 TEST_F(TrainerTest, ANanStopsWithItsStepAndRank) {
   EXPECT_THAT([&] { fit(small_task("mlp", with_a_nan()), {}); },
-              ThrowsMessage<NumericError>(
-                  testing::ContainsRegex("the loss is nan on rank 0 at step [1-5] \\(epoch 1\\)")));
+              ThrowsMessage<NumericError>(::testing::ContainsRegex(
+                  "the loss is nan on rank 0 at step [1-5] \\(epoch 1\\)")));
   for (const at::Tensor& parameter : model_->parameters()) {
     EXPECT_TRUE(std::isfinite(parameter.sum().item<double>())) << "the weights were not touched";
   }
@@ -181,13 +188,25 @@ TEST_F(TrainerTest, ANanCanBeSkipped) {
   }
 }
 
+/// Batch norm's statistics have seen the NaN.
+TEST_F(TrainerTest, AModelWithStatisticsIsSoundAfterASkippedStep) {
+  for (const char* model : {"convnet", "fashion-cnn"}) {
+    TrainTask task = small_task(model, with_a_nan());
+    task.test = testing::loader_of(noise_images(16));
+    TrainerOptions options;
+    options.on_nan = OnNan::skip;
+    options.max_epochs = 2;
+    EXPECT_TRUE(std::isfinite(fit(std::move(task), options).test.loss)) << model;
+  }
+}
+
 TEST_F(TrainerTest, OfManySkippedStepsAFewAreToldAndTheRestCounted) {
   TrainerOptions options;
   options.on_nan = OnNan::skip;
   options.max_epochs = 9;
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   fit(small_task("mlp", with_a_nan()), options);
-  const std::string told = testing::internal::GetCapturedStderr();
+  const std::string told = ::testing::internal::GetCapturedStderr();
   const auto count = [&](const std::string& text) {
     int found = 0;
     for (size_t at = told.find(text); at != told.npos; at = told.find(text, at + 1)) ++found;
@@ -203,7 +222,7 @@ TEST_F(TrainerTest, ARunThatSkipsEveryStepIsNoSuccess) {
   TrainerOptions options;
   options.on_nan = OnNan::skip;
   EXPECT_THAT([&] { fit(small_task("mlp", dataset), options); },
-              ThrowsMessage<NumericError>(testing::AllOf(
+              ThrowsMessage<NumericError>(::testing::AllOf(
                   HasSubstr("every step of epoch 1 was skipped (5)"), HasSubstr("hint:"))));
 }
 
@@ -259,6 +278,25 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
     }
     recorder_ = std::make_shared<Recorder>();
   }
+}
+
+TEST_F(TrainerTest, OtherSettingsAreToldWhereARunGoesOn) {
+  TemporaryDirectory folder;
+  CheckpointFolder checkpoints(folder.path());
+  TrainerOptions options;
+  options.settings = {{"lr", "0.1"}, {"schedule", "step"}};
+  Trainer(world_, small_task("mlp"), options).save(checkpoints);
+  const auto told = [&] {
+    Trainer trainer(world_, small_task("mlp"), options);
+    const auto checkpoint = load_checkpoint(world_.group(), "auto", &checkpoints,
+                                            trainer.options().identity, c10::kCPU);
+    ::testing::internal::CaptureStderr();
+    trainer.restore(*checkpoint);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(told(), "");
+  options.settings["lr"] = "0.2";
+  EXPECT_THAT(told(), HasSubstr("other settings: lr '0.1' in the checkpoint, '0.2' in this run;"));
 }
 
 TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefusedWithBothNames) {

@@ -1,0 +1,111 @@
+#include "lockstep/train/finite_check.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "lockstep/base/error.h"
+#include "lockstep/train/step_loop.h"
+#include "tests/support/run_group.h"
+#include "tests/support/small_task.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::noise_images;
+using testing::run_group;
+using testing::small_task;
+using ::testing::ThrowsMessage;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+TEST(FiniteCheck, EveryGradientCounts) {
+  run_group(1, [](ProcessGroup group) {
+    for (const double bad : {kNan, std::numeric_limits<double>::infinity()}) {
+      for (size_t at = 0; at < 3; ++at) {
+        std::vector<at::Tensor> parameters;
+        for (int i = 0; i < 3; ++i) {
+          parameters.push_back(at::ones({40}).requires_grad_());
+          parameters.back().mutable_grad() = at::ones({40});
+        }
+        FiniteCheck check(OnNan::stop, group);
+        EXPECT_TRUE(check.step_is_good(parameters, 1, 0));
+        parameters[at].mutable_grad()[at] = bad;
+        EXPECT_THAT(
+            [&] { check.step_is_good(parameters, 2, 0); },
+            ThrowsMessage<NumericError>(HasSubstr("a gradient is NaN or infinite at step 2")));
+      }
+    }
+  });
+}
+
+/// What a rank saw after each step.
+struct Seen {
+  std::vector<double> losses;
+  std::vector<std::vector<at::Tensor>> buffers;  ///< First those before the first step.
+};
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& tensor : tensors) all.push_back(tensor.clone());
+  return all;
+}
+
+bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!at::equal(a[i], b[i])) return false;
+  }
+  return a.size() == b.size();
+}
+
+class SkippedSteps : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, SkippedSteps, ::testing::Values("shm", "gloo"),
+                         [](const auto& info) { return info.param; });
+
+/// Batch norm has seen the NaN of one rank; the other's batch was good, and is dropped as well.
+TEST_P(SkippedSteps, LeaveBuffersAsTheyWereOnAllRanks) {
+  for (const int64_t accumulated : {1, 2}) {
+    TensorDataset dataset = noise_images(96);
+    dataset.data[17][0] = kNan;
+    // Made before the ranks' threads begin: they share LibTorch's random state.
+    std::vector<TrainTask> tasks;
+    for (int rank = 0; rank < 2; ++rank) tasks.push_back(small_task("convnet", dataset, rank, 2));
+    std::vector<Seen> seen(2);
+    run_group(2,
+              [&](ProcessGroup group) {
+                const auto rank = static_cast<size_t>(group.rank());
+                TrainerOptions options;
+                options.on_nan = OnNan::skip;
+                options.accumulate_grad_batches = accumulated;
+                StepLoop loop(tasks[rank], group, options);
+                const auto buffers = [&] { return copies(tasks[rank].model->buffers()); };
+                seen[rank].buffers.push_back(buffers());
+                loop.run_epoch(0, 0, [&](const StepResult&) {
+                  seen[rank].buffers.push_back(buffers());
+                  seen[rank].losses.push_back(loop.take_sums().loss_terms);
+                  return true;
+                });
+              },
+              {.backend = GetParam()});
+    ASSERT_FALSE(seen[0].buffers[0].empty());
+    int skipped = 0;
+    for (size_t step = 0; step < seen[0].losses.size(); ++step) {
+      const double whole = static_cast<double>(8 * accumulated);
+      const bool bad = seen[0].losses[step] != whole || seen[1].losses[step] != whole;
+      skipped += bad;
+      for (const Seen& rank : seen) {
+        EXPECT_EQ(equal(rank.buffers[step], rank.buffers[step + 1]), bad) << "step " << step;
+        for (const at::Tensor& buffer : rank.buffers[step + 1])
+          EXPECT_TRUE(std::isfinite(buffer.sum().item<double>())) << "step " << step;
+      }
+    }
+    EXPECT_EQ(skipped, 1);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,50 @@
+#include "lockstep/train/stop_agreement.h"
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <string>
+#include <vector>
+
+#include "tests/support/run_group.h"
+
+namespace lockstep {
+namespace {
+
+class StopAgreements : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, StopAgreements, ::testing::Values("shm", "gloo"),
+                         [](const auto& info) { return info.param; });
+
+/// However short the steps before it were: those after it may take seconds each.
+TEST_P(StopAgreements, ASignalWaitsForFewStepsAndEndsAllRanksAtTheSameOne) {
+  constexpr int64_t kSignalled = 3000;
+  std::vector<int64_t> ends(3);
+  testing::run_group(3,
+                     [&](ProcessGroup group) {
+                       StopAgreement agreement(group, c10::kCPU);
+                       int64_t step = 0;
+                       int agreed = 0;
+                       while (agreed == 0 && step < 2 * kSignalled) {
+                         ++step;
+                         const bool mine = group.rank() == 1 && step >= kSignalled;
+                         agreed = agreement.after_step(mine ? SIGTERM : 0);
+                       }
+                       EXPECT_EQ(agreed, SIGTERM);
+                       ends[static_cast<size_t>(group.rank())] = step;
+                     },
+                     {.backend = GetParam()});
+  EXPECT_GE(ends[0], kSignalled);
+  EXPECT_LE(ends[0], kSignalled + StopAgreement::kMostSteps);
+  EXPECT_EQ(ends, std::vector<int64_t>(3, ends[0]));
+}
+
+TEST(StopAgreement, OneRankLooksAtEveryStep) {
+  testing::run_group(1, [](ProcessGroup group) {
+    StopAgreement agreement(group, c10::kCPU);
+    EXPECT_EQ(agreement.after_step(0), 0);
+    EXPECT_EQ(agreement.after_step(SIGINT), SIGINT);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

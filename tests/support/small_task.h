@@ -1,0 +1,51 @@
+#pragma once
+
+// For tests: little to train, so that a run takes milliseconds.
+
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randint.h>
+
+#include <memory>
+#include <utility>
+
+#include "lockstep/train/train_task.h"
+
+namespace lockstep::testing {
+
+inline TensorDataset noise_images(int64_t count) {
+  at::manual_seed(3);
+  TensorDataset dataset;
+  dataset.name = "noise";
+  dataset.data = at::rand({count, 784});
+  dataset.targets = at::randint(10, {count}, at::kLong);
+  dataset.num_classes = 10;
+  return dataset;
+}
+
+inline std::unique_ptr<DataLoader> loader_of(TensorDataset dataset, int rank = 0, int ranks = 1) {
+  SamplerOptions sampler;
+  sampler.dataset_size = dataset.size();
+  sampler.rank = rank;
+  sampler.world_size = ranks;
+  LoaderOptions options;
+  options.batch_size = 8;
+  return std::make_unique<DataLoader>(std::move(dataset), DistributedSampler(sampler), Pipeline(),
+                                      options);
+}
+
+/// 5 batches an epoch. fashion-cnn has dropout and batch norm: random state and buffers matter.
+inline TrainTask small_task(const char* model = "mlp", TensorDataset dataset = noise_images(40),
+                            int rank = 0, int ranks = 1) {
+  TrainTask task;
+  at::manual_seed(1);
+  task.model = make_model(model);
+  OptimizerOptions options;
+  options.lr = 0.001;
+  options.momentum = 0.9;
+  task.optimizer = make_optimizer("sgd", task.model->parameters(), options);
+  task.test = loader_of(dataset, rank, ranks);
+  task.train = loader_of(std::move(dataset), rank, ranks);
+  return task;
+}
+
+}  // namespace lockstep::testing
