@@ -14,16 +14,19 @@ inline std::chrono::milliseconds time_left(std::chrono::steady_clock::time_point
 }
 
 /// The pauses of a loop that polls a store. There is none at first, as the answer mostly comes
-/// within some round trips. Then they grow with the time already waited, to at most 2 ms.
+/// within some round trips. Then they grow with the time already waited, to at most 2 ms unless
+/// told otherwise.
 class PollPause {
  public:
   using Clock = std::chrono::steady_clock;
+  explicit PollPause(std::chrono::microseconds longest = std::chrono::microseconds(2000))
+      : longest_(longest) {}
   std::chrono::microseconds next() {
-    constexpr std::chrono::microseconds kEager{200}, kShortest{50}, kLongest{2000};
+    constexpr std::chrono::microseconds kEager{200}, kShortest{50};
     const auto waited =
         std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start_);
     if (waited < kEager) return std::chrono::microseconds(0);
-    return std::clamp(waited / 20, kShortest, kLongest);
+    return std::clamp(waited / 20, kShortest, longest_);
   }
   void sleep() {
     const auto pause = next();
@@ -31,6 +34,7 @@ class PollPause {
   }
 
  private:
+  std::chrono::microseconds longest_;
   Clock::time_point start_ = Clock::now();
 };
 

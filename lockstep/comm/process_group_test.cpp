@@ -8,6 +8,7 @@
 #include <atomic>
 #include <future>
 #include <nlohmann/json.hpp>
+#include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
@@ -229,6 +230,33 @@ TEST(MonitoredBarrier, NamesWhoDidNotCome) {
     }
     if (--left == 0) over.set_value();
   });
+}
+
+// Each rank comes early to one of the groups and late to the other, which share its connection to
+// the store.
+TEST(MonitoredBarrier, OfTwoGroupsInTwoThreadsDoesNotLockUp) {
+  TcpStoreOptions listener;
+  listener.is_listener = true;
+  RankOptions options;
+  options.store = tcp_store(listener);
+  run_group(
+      2,
+      [](ProcessGroup first) {
+        const ProcessGroup second(
+            form_group(first.impl().context, "1", first.global_ranks(), first.backend()));
+        const auto& early = first.rank() == 0 ? first : second;
+        const auto& late = first.rank() == 0 ? second : first;
+        const auto start = std::chrono::steady_clock::now();
+        std::thread waiting(
+            [&] { EXPECT_NO_THROW(early.monitored_barrier(milliseconds(10'000))); });
+        // So long that the other thread is surely within its wait.
+        Store store = first.impl().context->own_store;
+        while (std::chrono::steady_clock::now() - start < milliseconds(50)) store.check({"other"});
+        EXPECT_NO_THROW(late.monitored_barrier(milliseconds(10'000)));
+        waiting.join();
+        EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5'000));
+      },
+      options);
 }
 
 TEST_P(OfSize, AsyncWithWaitAndCallback) {

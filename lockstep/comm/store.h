@@ -15,8 +15,8 @@ class Store;
 namespace lockstep {
 
 /// A key-value store that all ranks share: how they meet and agree. A handle, whose copies share
-/// the store. Any thread may call. But a TCP store carries one request at a time, so a call waits
-/// while another thread's call waits. `clone` gives a connection of its own.
+/// the store. Any thread may call, also while another one waits. A TCP store carries one request at
+/// a time. `clone` gives a connection of its own.
 ///
 /// Every waiting call gives up after the store's time-out with a TimeoutError that names the keys.
 /// A store whose process is gone gives a PeerLostError.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <thread>
 
@@ -100,6 +101,24 @@ TEST_P(EveryStore, WaitsForAnotherThread) {
   store_.wait({"x", "y"}, milliseconds(20'000));
   setter.join();
   EXPECT_EQ(store_.get("y"), "2");
+}
+
+TEST_P(EveryStore, AWaitOfOneThreadDoesNotHoldUpAnother) {
+  store_.set_timeout(milliseconds(10'000));
+  for (const std::string key : {"got", "waited for"}) {
+    std::atomic<bool> begun{false};
+    std::thread waiting([&] {
+      begun = true;
+      EXPECT_NO_THROW(key == "got" ? static_cast<void>(store_.get(key)) : store_.wait({key}));
+    });
+    while (!begun) std::this_thread::yield();
+    const auto start = std::chrono::steady_clock::now();
+    // So long that the other thread is surely within its wait.
+    while (std::chrono::steady_clock::now() - start < milliseconds(50)) store_.set("other", "1");
+    store_.set(key, "1");
+    waiting.join();
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5'000));
+  }
 }
 
 TEST_P(EveryStore, GivesUpAfterItsTimeout) {

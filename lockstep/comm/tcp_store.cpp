@@ -1,8 +1,11 @@
+#include <c10/util/Exception.h>
+
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/native_store.h"
@@ -15,9 +18,48 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+/// The client holds its connection for as long as the server lets it wait. A wait of one thread
+/// would keep another from telling what a third process waits for. So this one asks again and
+/// again, and the connection is free between two questions.
+class SharedTcpStore final : public c10d::TCPStore {
+ public:
+  SharedTcpStore(const std::string& host, const c10d::TCPStoreOptions& options)
+      : TCPStore(host, options) {}
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    c10d::TCPStoreOptions options;
+    options.port = getPort();
+    options.waitWorkers = false;
+    options.useLibUV = isLibUvBackend();
+    options.timeout = getTimeout();
+    return c10::make_intrusive<SharedTcpStore>(getHost(), options);
+  }
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return TCPStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return TCPStore::multiGet(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    const auto deadline = Clock::now() + timeout;
+    for (PollPause pause(kLongestPause); !check(keys); pause.sleep()) {
+      if (timeout == kNoTimeout || Clock::now() < deadline) continue;
+      C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
+                                          "ms, keys: " + join(keys, ", "));
+    }
+  }
+
+ private:
+  static constexpr milliseconds kLongestPause{20};
+};
+
 Store make_store(const std::string& host, const c10d::TCPStoreOptions& options) {
   try {
-    return wrap_store(c10::make_intrusive<c10d::TCPStore>(host, options));
+    return wrap_store(c10::make_intrusive<SharedTcpStore>(host, options));
   } catch (const std::exception&) {
     throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " +
                     failure_text(std::current_exception()));

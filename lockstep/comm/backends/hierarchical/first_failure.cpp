@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/comm/checks/native_log.h"
 
 namespace lockstep::hierarchical {
@@ -29,7 +30,9 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
     store.set(kCause, (cause.timed_out ? "T" : "L") + cause.text);
     return cause;
   }
-  store.wait({kCause}, kTell / 2);
+  const auto deadline = std::chrono::steady_clock::now() + kTell / 2;
+  for (PollPause pause; !store.check({kCause}); pause.sleep())
+    if (std::chrono::steady_clock::now() >= deadline) return cause;
   return decode(store.get_to_str(kCause));
 }
 
