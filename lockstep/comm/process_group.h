@@ -43,8 +43,8 @@ struct P2POp {
 /// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
 /// Work. Every call throws:
 /// - MismatchError when ranks disagree. Over shm every call is compared, over hierarchical every
-///   call that goes by the hierarchy (docs/hosts.md). Of the others, as over gloo and mpi, a
-///   group's first ten are compared. At debug level `detail` all are, on any backend.
+///   collective. Of hierarchical's sends and receives, and of all calls over gloo and mpi, the
+///   first ten are compared. At debug level `detail` all are, on any backend.
 /// - TimeoutError naming operation, sequence number, ranks and seconds.
 /// - PeerLostError naming the ranks that ended.
 class ProcessGroup {

@@ -26,6 +26,8 @@ class TensorBackend : public c10d::Backend {
         timeout_(options.timeout) {}
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  /// Why the group is of no more use, as this rank knows by now; empty where it knows nothing.
+  virtual std::string failure() const { return {}; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

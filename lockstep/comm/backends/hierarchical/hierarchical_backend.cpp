@@ -9,7 +9,6 @@
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/staged_work.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
-#include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 
@@ -94,6 +93,11 @@ void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
   flat_->setTimeout(timeout);
 }
 
+std::string HierarchicalBackend::failure() const {
+  const auto cause = hierarchy_.failure();
+  return cause ? cause->text : std::string();
+}
+
 bool HierarchicalBackend::run(TensorWork& work) {
   hierarchy_.run(work, work.request().timeout, [&] { own(work).run(hierarchy_); });
   return true;
@@ -160,74 +164,51 @@ void HierarchicalBackend::add_reduce_scatter(TensorWork& work, Blocks inputs,
   });
 }
 
-HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce_sparse(
-    Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return flat_->allreduce_sparse(tensors, options);
+// As all_reduce, which is what all but the root throw away.
+void HierarchicalBackend::add_reduce(TensorWork& work, const at::Tensor& data,
+                                     const c10d::ReduceOp& op, int root) {
+  own(work).add([data, is_root = getRank() == root,
+                 joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
+    const auto count = static_cast<size_t>(data.numel());
+    if (is_root) return hierarchical::all_reduce(hierarchy, bytes_of(data), count, joining);
+    const auto copy = std::make_unique_for_overwrite<std::byte[]>(data.nbytes());
+    std::copy_n(bytes_of(data), data.nbytes(), copy.get());
+    hierarchical::all_reduce(hierarchy, copy.get(), count, joining);
+  });
 }
 
-HierarchicalBackend::WorkPtr HierarchicalBackend::reduce(Tensors& tensors,
-                                                         const c10d::ReduceOptions& options) {
-  Staging staging(Operation::reduce);
-  Tensors data = staging.taken(tensors);
-  return staging.work(flat_->reduce(data, options));
+void HierarchicalBackend::add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs,
+                                     int root) {
+  own(work).add([input, outputs = std::move(outputs), root](Hierarchy& hierarchy) {
+    hierarchical::gather(hierarchy, bytes_of(input), input.nbytes(), outputs, root);
+  });
 }
 
-HierarchicalBackend::WorkPtr HierarchicalBackend::gather(TensorLists& outputs, Tensors& inputs,
-                                                         const c10d::GatherOptions& options) {
-  Staging staging(Operation::gather);
-  TensorLists lists;
-  for (const auto& list : outputs) {
-    backends::expect_alike(Operation::gather, backends::only(Operation::gather, inputs), list);
-    lists.push_back(staging.taken(list));
+void HierarchicalBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
+                                      int root) {
+  own(work).add([inputs = std::move(inputs), output, root](Hierarchy& hierarchy) {
+    hierarchical::scatter(hierarchy, inputs, bytes_of(output), output.nbytes(), root);
+  });
+}
+
+void HierarchicalBackend::add_all_to_all(TensorWork& work, at::ScalarType, backends::Shares sends,
+                                         backends::Shares receives) {
+  own(work).add([sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
+    hierarchical::all_to_all(hierarchy, sends, receives);
+  });
+}
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
+                                                          const at::Tensor& tensor, int peer,
+                                                          int tag) {
+  if (operation == Operation::send) {
+    Tensors data{Staging::given(tensor)};
+    return flat_->send(data, peer, tag);
   }
-  Tensors data = Staging::given(inputs);
-  return staging.work(flat_->gather(lists, data, options));
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::scatter(Tensors& outputs, TensorLists& inputs,
-                                                          const c10d::ScatterOptions& options) {
-  Staging staging(Operation::scatter);
-  TensorLists lists;
-  for (const auto& list : inputs) {
-    backends::expect_alike(Operation::scatter, backends::only(Operation::scatter, outputs), list);
-    lists.push_back(Staging::given(list));
-  }
-  Tensors data = staging.taken(outputs);
-  return staging.work(flat_->scatter(data, lists, options));
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall_base(
-    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  backends::expect_one_dtype(Operation::all_to_all_single, {input}, {output});
-  Staging staging(Operation::all_to_all_single);
-  Tensors from = Staging::given({input}), to = staging.taken({output});
-  return staging.work(flat_->alltoall_base(to[0], from[0], output_splits, input_splits, options));
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                                           const c10d::AllToAllOptions& options) {
-  backends::expect_one_dtype(Operation::all_to_all, inputs, outputs);
-  Staging staging(Operation::all_to_all);
-  Tensors from = Staging::given(inputs), to = staging.taken(outputs);
-  return staging.work(flat_->alltoall(to, from, options));
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::send(Tensors& tensors, int dst, int tag) {
-  Tensors data = Staging::given(tensors);
-  return flat_->send(data, dst, tag);
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::recv(Tensors& tensors, int src, int tag) {
-  Staging staging(Operation::recv);
-  Tensors data = staging.taken(tensors);
-  return staging.work(flat_->recv(data, src, tag));
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::recvAnysource(Tensors& tensors, int tag) {
-  Staging staging(Operation::recv_any);
-  Tensors data = staging.taken(tensors);
-  return staging.work(flat_->recvAnysource(data, tag));
+  Staging staging(operation);
+  Tensors data{staging.taken(tensor)};
+  return staging.work(operation == Operation::recv ? flat_->recv(data, peer, tag)
+                                                   : flat_->recvAnysource(data, tag));
 }
 
 void HierarchicalBackend::abort() {

@@ -8,19 +8,16 @@ namespace lockstep::hierarchical {
 
 using backends::Blocks;
 using backends::bytes_of;
-using backends::TensorLists;
 using backends::Tensors;
 using backends::TensorWork;
 
-/// For ranks on several hosts, some of them on one. all_reduce, broadcast, all_gather,
-/// reduce_scatter and barrier go by the hierarchy: through shared memory on each host, and by one
-/// leader a host between them. CPU tensors of every dtype that shm takes, contiguous or not. The
-/// results have the same bits on every rank and in every run.
+/// For ranks on several hosts, some of them on one. Collectives go by the hierarchy: through shared
+/// memory on each host, and by one leader per host between them. CPU tensors of every dtype that
+/// shm takes, contiguous or not. The results have the same bits on every rank and in every run. The
+/// ranks' calls are compared at every collective.
 ///
-/// Everything else, and what the hierarchy does not take (sparse tensors), goes by a group of all
-/// ranks over Gloo, which is checked by itself and gets copies of tensors that are not contiguous.
-/// A mismatch between ranks is named at every call of either kind, as far as Gloo's group is
-/// compared.
+/// Sends and receives go by a group of all ranks over Gloo. It compares the first messages of each
+/// sender, receiver and tag, and gets copies of tensors that are not contiguous.
 class HierarchicalBackend final : public backends::TensorBackend {
  public:
   HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,
@@ -29,23 +26,9 @@ class HierarchicalBackend final : public backends::TensorBackend {
 
   const std::string getBackendName() const override { return "hierarchical"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
+  std::string failure() const override;
   void abort() override;
   void shutdown() override;
-
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override;
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
-                  const c10d::ScatterOptions& options) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                        std::vector<int64_t>& input_splits,
-                        const c10d::AllToAllOptions& options) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const c10d::AllToAllOptions& options) override;
-  WorkPtr send(Tensors& tensors, int dst, int tag) override;
-  WorkPtr recv(Tensors& tensors, int src, int tag) override;
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
   OwnWork make_work(backends::Request request) override;
@@ -56,13 +39,20 @@ class HierarchicalBackend final : public backends::TensorBackend {
   void add_all_gather(TensorWork& work, const at::Tensor& input, Blocks outputs) override;
   void add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                           const c10d::ReduceOp& op) override;
+  void add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
+                  int root) override;
+  void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override;
+  void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override;
+  void add_all_to_all(TensorWork& work, at::ScalarType, backends::Shares sends,
+                      backends::Shares receives) override;
+  WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override;
 
   bool run(TensorWork& work);
 
   const std::shared_ptr<CheckContext> checks_;  ///< Of the flat group.
   Hierarchy hierarchy_;
   backends::CallQueue queue_;
-  c10::intrusive_ptr<c10d::Backend> flat_;  ///< All ranks, over Gloo.
+  c10::intrusive_ptr<c10d::Backend> flat_;  ///< All ranks, over Gloo: for messages.
 };
 
 }  // namespace lockstep::hierarchical

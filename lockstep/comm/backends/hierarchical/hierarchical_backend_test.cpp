@@ -262,21 +262,80 @@ TEST_P(Placements, CoalescedCallsAndTensorsThatAreNotContiguous) {
   }));
 }
 
-// By the group of all ranks.
-TEST_P(Placements, WhatDoesNotGoByTheHierarchyWorksToo) {
+// What rank `from` has for rank `to`, in a call of its own `kind`; of some nothing.
+at::Tensor part(int kind, int from, int to, int64_t count) {
+  return at::arange(count, at::kInt) * 100 + 10 * from + to + 10'000 * kind;
+}
+
+TEST_P(Placements, WhatOneRankHasForAnotherGoesThere) {
+  const std::string hosts = GetParam();
+  const int size = static_cast<int>(hosts.size());
+  const uint64_t seed = seed_of_run();
+  SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
+  expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
+    std::mt19937_64 random(seed);
+    const auto any = [&](auto below) {
+      return static_cast<int64_t>(random() % static_cast<uint64_t>(below));
+    };
+    for (const int64_t count : kSizes) {
+      const int root = static_cast<int>(any(size));
+      SCOPED_TRACE(std::to_string(count) + " elements, root " + std::to_string(root));
+      const bool is_root = rank == root;
+      Tensors inputs{part(0, rank, root, count)};
+      TensorLists outputs;
+      if (is_root) outputs.push_back(Tensors(static_cast<size_t>(size)));
+      for (auto& list : outputs)
+        for (auto& output : list) output = at::zeros({count}, at::kInt);
+      c10d::GatherOptions gather;
+      gather.rootRank = root;
+      backend.gather(outputs, inputs, gather)->wait();
+      for (int r = 0; r < size && is_root; ++r)
+        expect_same(outputs[0][static_cast<size_t>(r)], part(0, r, root, count), "gather");
+
+      TensorLists lists;
+      if (is_root) lists.emplace_back();
+      for (int r = 0; r < size && is_root; ++r) lists[0].push_back(part(1, root, r, count));
+      Tensors scattered{at::zeros({count}, at::kInt)};
+      c10d::ScatterOptions scatter;
+      scatter.rootRank = root;
+      backend.scatter(scattered, lists, scatter)->wait();
+      expect_same(scattered[0], part(1, root, rank, count), "scatter");
+
+      Tensors sum{at::full({count}, rank + 1, at::kFloat)};
+      c10d::ReduceOptions reduce;
+      reduce.rootRank = root;
+      backend.reduce(sum, reduce)->wait();
+      const int all = size * (size + 1) / 2;
+      expect_same(sum[0], at::full({count}, is_root ? all : rank + 1, at::kFloat), "reduce");
+
+      // Every pair another number of rows, some none.
+      std::vector<int64_t> rows;
+      for (int i = 0; i < size * size; ++i) rows.push_back(any(3) * any(count / 4 + 2));
+      const auto rows_of = [&](int from, int to) {
+        return rows[static_cast<size_t>(from * size + to)];
+      };
+      std::vector<int64_t> sent, received;
+      Tensors given, wanted, taken;
+      for (int r = 0; r < size; ++r) {
+        sent.push_back(rows_of(rank, r));
+        received.push_back(rows_of(r, rank));
+        given.push_back(part(2, rank, r, sent.back()));
+        wanted.push_back(part(2, r, rank, received.back()));
+        taken.push_back(at::zeros_like(wanted.back()));
+      }
+      at::Tensor input = at::cat(given), output = at::zeros_like(at::cat(wanted));
+      backend.alltoall_base(output, input, received, sent, {})->wait();
+      expect_same(output, at::cat(wanted), "all_to_all_single");
+      backend.alltoall(taken, given, {})->wait();
+      for (size_t r = 0; r < taken.size(); ++r) expect_same(taken[r], wanted[r], "all_to_all");
+    }
+  }));
+}
+
+TEST_P(Placements, MessagesAndSparseTensors) {
   const std::string hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
-    Tensors sum{at::full({4}, rank + 1, at::kFloat)};
-    c10d::ReduceOptions to_last;
-    to_last.rootRank = size - 1;
-    backend.reduce(sum, to_last)->wait();
-    if (rank == size - 1)
-      expect_same(sum[0], at::full({4}, size * (size + 1) / 2, at::kFloat), "reduce");
-    at::Tensor rows = at::full({size, 2}, rank, at::kInt), taken = at::zeros({size, 2}, at::kInt);
-    std::vector<int64_t> none, none_either;
-    backend.alltoall_base(taken, rows, none, none_either, {})->wait();
-    for (int r = 0; r < size; ++r) EXPECT_EQ(taken[r][1].item<int>(), r);
     // Each rank sends to the next, with another tag each time, and receives in another order.
     Tensors one{at::full({3}, rank, at::kInt)}, two{at::full({100'000}, rank + 100, at::kInt)};
     Tensors in_one{at::zeros({3}, at::kInt)}, in_two{at::zeros({100'000}, at::kInt)};
@@ -303,6 +362,10 @@ TEST_P(Placements, WhatDoesNotGoByTheHierarchyWorksToo) {
     Tensors sparse{at::eye(3).mul(rank).to_sparse()};
     backend.allreduce(sparse, {})->wait();
     expect_same(sparse[0].to_dense(), at::eye(3) * (size * (size - 1) / 2), "sparse");
+    const at::NoGradGuard no_grad;
+    Tensors leaf{at::eye(3).to_sparse().requires_grad_()};
+    backend.allreduce(leaf, {})->wait();
+    expect_same(leaf[0].to_dense(), at::eye(3) * size, "sparse leaf");
   }));
 }
 
@@ -375,6 +438,22 @@ void broadcast(c10d::Backend& backend, at::Tensor tensor, int root) {
   backend.broadcast(tensors, options)->wait();
 }
 
+void reduce(c10d::Backend& backend, at::Tensor tensor, int root = 0, Op op = Op::SUM) {
+  Tensors tensors{std::move(tensor)};
+  c10d::ReduceOptions options;
+  options.rootRank = root;
+  options.reduceOp = op;
+  backend.reduce(tensors, options)->wait();
+}
+/// Each of four ranks sends the others `sent` rows and expects as many as `received` says.
+void all_to_all(c10d::Backend& backend, std::vector<int64_t> sent, std::vector<int64_t> received) {
+  const auto rows = [](const std::vector<int64_t>& splits) {
+    return at::ones({splits[0] + splits[1] + splits[2] + splits[3]});
+  };
+  at::Tensor input = rows(sent), output = rows(received);
+  backend.alltoall_base(output, input, received, sent, {})->wait();
+}
+
 struct Mistake {
   const char* name;
   std::function<void(int rank, c10d::Backend&)> call;
@@ -383,8 +462,10 @@ struct Mistake {
 
 class HostMistakes : public ::testing::TestWithParam<Mistake> {};
 
+// Also after so many calls that no comparison of a group's first ones is left.
 TEST_P(HostMistakes, AreToldToAllRanksOfAllHostsAndLeaveTheGroupUsable) {
   expect_ok(run("aabb", [](int rank, c10d::Backend& backend, const auto&) {
+    for (int i = 0; i < 15; ++i) reduce(backend, at::ones({3}));
     try {
       GetParam().call(rank, backend);
       ADD_FAILURE() << "rank " << rank << " noticed nothing";
@@ -437,7 +518,53 @@ INSTANTIATE_TEST_SUITE_P(
                     all_reduce(backend, at::ones({100'000}));
                   }
                 },
-                {"rank 0 called barrier", "ranks 1, 2 and 3 called all_reduce(sum)"}}),
+                {"rank 0 called barrier", "ranks 1, 2 and 3 called all_reduce(sum)"}},
+        Mistake{"ReductionOfAReduce",
+                [](int rank, auto& backend) {
+                  reduce(backend, at::ones({4}), 1, rank == 3 ? Op::MAX : Op::SUM);
+                },
+                {"ranks 0, 1 and 2 called reduce(sum, root 1) of float32 [4] as collective 16",
+                 "rank 3 called reduce(max, root 1)"}},
+        Mistake{"DtypeAndRootOfAReduce",
+                [](int rank, auto& backend) {
+                  reduce(backend, at::ones({90'000}, rank == 2 ? at::kDouble : at::kFloat),
+                         rank == 2 ? 1 : 0);
+                },
+                {"reduce(sum, root 0) of float32 [90000]",
+                 "rank 2 called reduce(sum, root 1) of float64 [90000]"}},
+        Mistake{"ShapeOfAGather",
+                [](int rank, auto& backend) {
+                  Tensors input{at::ones({rank == 1 ? 900 : 901})};
+                  TensorLists outputs;
+                  if (rank == 0) outputs.push_back(Tensors(4, at::empty({901})));
+                  backend.gather(outputs, input, {})->wait();
+                },
+                {"gather(root 0) of float32 [901]", "float32 [900]"}},
+        Mistake{"ShapeOfAScatter",
+                [](int rank, auto& backend) {
+                  Tensors output{at::empty({rank == 3 ? 5 : 4})};
+                  TensorLists inputs;
+                  if (rank == 0) inputs.push_back(Tensors(4, at::ones({4})));
+                  backend.scatter(output, inputs, {})->wait();
+                },
+                {"rank 0", "rank 3 called scatter(root 0)", "float32 [5]"}},
+        Mistake{"SplitsOfAnAllToAll",
+                [](int rank, auto& backend) {
+                  all_to_all(backend, {1, 2, 3, 4}, std::vector<int64_t>(4, rank + 1));
+                  const std::vector<int64_t> even(4, 1), uneven{2, 0, 1, 1};
+                  all_to_all(backend, rank == 2 ? uneven : even, even);
+                },
+                {"rank 2", "all_to_all_single", "collective 17", "shape"}},
+        Mistake{"AllToAllAgainstBroadcast",
+                [](int rank, auto& backend) {
+                  if (rank == 2) {
+                    all_to_all(backend, {1, 1, 1, 1}, {1, 1, 1, 1});
+                  } else {
+                    broadcast(backend, at::ones({4}), 0);
+                  }
+                },
+                {"ranks 0, 1 and 3 called broadcast(root 0) of float32 [4] as collective 16",
+                 "rank 2 called all_to_all_single"}}),
     [](const auto& info) { return info.param.name; });
 
 TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
@@ -537,7 +664,7 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsWaitsForMessages) {
   EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(15));
 }
 
-TEST(HierarchicalBackend, AHostThatIsLostEndsCallsOfTheGroupOverGloo) {
+TEST(HierarchicalBackend, AHostThatIsLostEndsAGather) {
   const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
     all_reduce(backend, at::ones({2}));
     if (rank == 2) return backend.abort();

@@ -250,7 +250,7 @@ void Hierarchy::tell_verdict(SmallData* data) {
   const std::byte* told = group_.given(0, group_.slot_bytes());
   uint64_t verdict = Frame::same;
   std::memcpy(&verdict, told, sizeof(verdict));
-  if (verdict != Frame::same) disagree();
+  if (verdict != Frame::same) differ();
   if (data) data->take(told + sizeof(verdict));
 }
 
@@ -265,7 +265,7 @@ std::string Hierarchy::gather_calls() {
   return all;
 }
 
-void Hierarchy::disagree() {
+void Hierarchy::differ() {
   std::string all = gather_calls();
   if (leaders_) {
     const std::string mine = all;

@@ -88,9 +88,16 @@ class Hierarchy {
     tell_verdict(&data);
   }
 
+  /// For what a hash cannot say, after the comparison: all ranks must come to it.
+  [[noreturn]] void differ();
+
   /// A collective of this host's ranks.
   void run_local(shm::Plan& plan);
   void run_local(const std::unique_ptr<shm::Plan>& plan) { run_local(*plan); }
+  /// One of them, for which the ranks must agree on all sizes.
+  std::unique_ptr<shm::Plan> all_to_all_plan(shm::Shares sends, shm::Shares receives) {
+    return shm::all_to_all_plan(group_, *call_, std::move(sends), std::move(receives), timeout_);
+  }
 
   /// Memory for the present call, uninitialised: what one call takes the next one takes again, as
   /// fresh memory costs more than what is done with it. A call asks once.
@@ -105,6 +112,8 @@ class Hierarchy {
   }
   void finish(Transfers& transfers);
 
+  /// Why the group is of no more use, as this host knows by now. Any thread.
+  std::optional<Cause> failure() const;
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
   void abort(const std::string& cause) noexcept;
   /// Tells the others that this rank calls nothing any more.
@@ -116,7 +125,6 @@ class Hierarchy {
   void give_hash(SmallData* data);
   void await_frames(SmallData* data);
   void tell_verdict(SmallData* data);
-  [[noreturn]] void disagree();
   std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
   Cause cause_of(const HostFailure& failure);
@@ -126,7 +134,6 @@ class Hierarchy {
   void lost(const Lifeline::Break& broken) noexcept;
   std::string how_lost(int host, const std::string& why) const;
   void condemn(const Cause& cause) noexcept;
-  std::optional<Cause> failure() const;
 
   const HostLayout layout_;
   const std::vector<Member> members_;

@@ -2,28 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "lockstep/base/copy_bytes.h"
-#include "lockstep/comm/shared_memory/memory.h"
+#include "lockstep/comm/backends/hierarchical/collective_parts.h"
 
 namespace lockstep::hierarchical {
 namespace {
-
-/// `total` bytes in chunks of `size`, the last one smaller; none for 0 bytes.
-struct Chunks {
-  size_t total = 0;
-  size_t size = 1;
-
-  size_t count() const { return (total + size - 1) / size; }
-  size_t offset(size_t chunk) const { return std::min(total, chunk * size); }
-  size_t bytes(size_t chunk) const { return offset(chunk + 1) - offset(chunk); }
-};
-
-/// Chunks of whole cache lines: about four of them, none above `largest` nor, where there are
-/// several, below `least`.
-Chunks in_chunks(size_t total, size_t least, size_t largest) {
-  return {total, shm::up_to_line(std::clamp((total + 3) / 4, least, std::max(least, largest)))};
-}
 
 /// `sources` in the kernel's order, which may hold `target`.
 void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
@@ -48,34 +33,6 @@ template <class Local>
 void agree_over(Hierarchy& hierarchy, Local local) {
   if (hierarchy.begin()) local();
   hierarchy.conclude();
-}
-
-using Sources = std::vector<const std::byte*>;
-
-template <class Visit>
-void each_other_host(const HostLayout& layout, Visit visit) {
-  for (size_t host = 0; host < layout.hosts.size(); ++host)
-    if (static_cast<int>(host) != layout.host) visit(host);
-}
-
-/// A call with small data, which these functions give, join and take; see SmallData.
-template <class Give, class JoinRanks, class JoinHosts, class Take>
-void exchange_small(Hierarchy& hierarchy, Give give, JoinRanks join_ranks, JoinHosts join_hosts,
-                    Take take) {
-  struct Data final : SmallData {
-    Data(Give& give, JoinRanks& join_ranks, JoinHosts& join_hosts, Take& take)
-        : give_(give), join_ranks_(join_ranks), join_hosts_(join_hosts), take_(take) {}
-    void give(std::byte* slot) override { give_(slot); }
-    void join_ranks(const Sources& ranks, std::byte* host) override { join_ranks_(ranks, host); }
-    void join_hosts(const Sources& hosts, std::byte* to) override { join_hosts_(hosts, to); }
-    void take(const std::byte* result) override { take_(result); }
-    Give& give_;
-    JoinRanks& join_ranks_;
-    JoinHosts& join_hosts_;
-    Take& take_;
-  };
-  Data data(give, join_ranks, join_hosts, take);
-  hierarchy.exchange(data);
 }
 
 // --- all_reduce ---------------------------------------------------------------------------------
@@ -269,26 +226,6 @@ const std::byte* put_apart(const std::byte* from, const std::vector<int>& ranks,
   return from;
 }
 
-/// What each rank has for each other, in chunks of `bytes`: those of all ranks travel together.
-Chunks chunks_of_ranks(size_t bytes, size_t ranks) {
-  const size_t largest = std::max<size_t>(64, kChunkBytes / ranks);
-  return in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
-}
-
-/// The memory of one chunk under way.
-struct Stage {
-  std::byte* sent = nullptr;
-  std::byte* received = nullptr;
-  Transfers transfers;
-};
-
-/// Of a call; `sent` and `received` in bytes.
-std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t received) {
-  const size_t first = shm::up_to_line(sent), all = first + shm::up_to_line(received);
-  std::byte* memory = hierarchy.scratch(2 * all);
-  return {{{memory, memory + first, {}}, {memory + all, memory + all + first, {}}}};
-}
-
 /// A call in chunks: while one is `post`ed between the leaders, the next is made on the hosts by
 /// `local` and the one before handed out.
 template <class Local, class Post, class HandOut>
@@ -433,7 +370,7 @@ void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
 
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs) {
-  if (outputs.size() * bytes > SmallData::kMost)
+  if (!outputs.empty() && outputs.size() * bytes > SmallData::kMost)
     return large_all_gather(hierarchy, input, bytes, outputs);
   const auto& layout = hierarchy.layout();
   exchange_small(
@@ -449,6 +386,7 @@ void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
         }
       },
       [&](const std::byte* result) {
+        if (outputs.empty()) return;
         for (const auto& host : layout.hosts) result = put_apart(result, host, outputs, 0, bytes);
       });
 }

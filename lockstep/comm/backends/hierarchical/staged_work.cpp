@@ -9,19 +9,17 @@
 namespace lockstep::hierarchical {
 namespace {
 
-using backends::Tensors;
-using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 /// Gloo tells of a message's end only to the one who waits for it, so what sees the end first
 /// writes the results.
 class StagedWork final : public c10d::Work {
  public:
-  StagedWork(WorkPtr inner, Tensors results, Copies copies)
+  StagedWork(WorkPtr inner, at::Tensor result, at::Tensor copy)
       : c10d::Work(-1, inner->retrieveOpType()),
         inner_(std::move(inner)),
-        results_(std::move(results)),
-        copies_(std::move(copies)) {}
+        result_(std::move(result)),
+        copy_(std::move(copy)) {}
 
   bool isCompleted() override {
     if (!inner_->isCompleted()) return false;
@@ -31,7 +29,7 @@ class StagedWork final : public c10d::Work {
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   int sourceRank() const override { return inner_->sourceRank(); }
-  Tensors result() override { return results_; }
+  std::vector<at::Tensor> result() override { return {result_}; }
   void synchronize() override { inner_->synchronize(); }
   void abort() override { inner_->abort(); }
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
@@ -48,7 +46,7 @@ class StagedWork final : public c10d::Work {
         [self](c10::ivalue::Future& done) {
           if (done.hasError()) std::rethrow_exception(done.exception_ptr());
           self->write();
-          return c10::IValue(self->results_);
+          return c10::IValue(self->result());
         },
         c10::ListType::ofTensors());
   }
@@ -56,45 +54,39 @@ class StagedWork final : public c10d::Work {
  private:
   void write() {
     const std::lock_guard lock(mutex_);
-    for (const auto& [to, from] : copies_) backends::write_to(to, from);
-    copies_.clear();
+    if (copy_.defined()) backends::write_to(result_, copy_);
+    copy_.reset();
   }
 
   const WorkPtr inner_;
-  const Tensors results_;
-  Copies copies_;  ///< Until they have been written.
+  const at::Tensor result_;
+  at::Tensor copy_;  ///< Until the result is written.
 };
 
-Tensors contiguous(Tensors tensors) {
+/// What Gloo takes in place of the tensor: without autograd, and plain.
+at::Tensor plain(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView outside_autograd;
-  for (auto& tensor : tensors) {
-    if (tensor.layout() != at::kStrided) continue;
-    if (tensor.requires_grad()) tensor = tensor.detach();
-    if (!tensor.is_contiguous()) tensor = tensor.contiguous();
-  }
-  return tensors;
+  if (!backends::is_plain(tensor)) return backends::plain_copy(tensor);
+  return tensor.requires_grad() ? tensor.detach() : tensor;
 }
 
 }  // namespace
 
-Tensors Staging::given(const Tensors& tensors) {
-  return contiguous(tensors);
+at::Tensor Staging::given(const at::Tensor& tensor) {
+  return plain(tensor);
 }
 
-Tensors Staging::taken(const Tensors& tensors) {
-  const Tensors flat = contiguous(tensors);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    results_.push_back(tensors[i]);
-    if (flat[i].is_same(tensors[i]) || flat[i].is_alias_of(tensors[i])) continue;
-    backends::expect_own_elements(operation_, tensors[i]);
-    copies_.emplace_back(tensors[i], flat[i]);
-  }
-  return flat;
+at::Tensor Staging::taken(const at::Tensor& tensor) {
+  result_ = tensor;
+  at::Tensor flat = plain(tensor);
+  if (backends::is_plain(tensor)) return flat;
+  backends::expect_own_elements(operation_, tensor);
+  return copy_ = flat;
 }
 
 WorkPtr Staging::work(WorkPtr inner) {
-  if (copies_.empty()) return inner;
-  return c10::make_intrusive<StagedWork>(std::move(inner), std::move(results_), std::move(copies_));
+  if (!copy_.defined()) return inner;
+  return c10::make_intrusive<StagedWork>(std::move(inner), std::move(result_), std::move(copy_));
 }
 
 }  // namespace lockstep::hierarchical
