@@ -7,8 +7,12 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/backends/tensor_backend.h"
+#include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/native_log.h"
@@ -33,6 +37,19 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
   return missing;
 }
 
+std::string forming(const GroupContext& context, const std::string& name, size_t ranks) {
+  return "rank " + std::to_string(context.rank) + ": forming the group '" + name + "' of " +
+         std::to_string(ranks) + " ranks failed";
+}
+
+[[noreturn]] void throw_missing(const GroupContext& context, const std::string& what,
+                                const std::vector<int>& missing) {
+  throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
+                         human_seconds(static_cast<double>(context.timeout.count()) / 1000),
+                     "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
+                     "WORLD_SIZE? A rank that failed has said why above");
+}
+
 [[noreturn]] void throw_forming(GroupContext& context, const std::string& name,
                                 const std::vector<int>& global_ranks, Store& backend_store,
                                 const std::string& reason) {
@@ -42,14 +59,8 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
   } catch (const Error&) {
     // The store is gone as well; the reason at hand must do.
   }
-  const std::string what = "rank " + std::to_string(context.rank) + ": forming the group '" + name +
-                           "' of " + std::to_string(global_ranks.size()) + " ranks failed";
-  if (!missing.empty()) {
-    throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
-                           human_seconds(static_cast<double>(context.timeout.count()) / 1000),
-                       "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
-                       "WORLD_SIZE? A rank that failed has said why above");
-  }
+  const std::string what = forming(context, name, global_ranks.size());
+  if (!missing.empty()) throw_missing(context, what, missing);
   throw CommError(what + ": " + reason);
 }
 
@@ -67,6 +78,98 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   options.names_failures = made.traits.names_failures;
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
+
+std::string check_part(const std::string& group) {
+  return "check/" + group;
+}
+
+/// A rank's process, as it told when the default group formed; empty where it told nothing.
+std::string identity_of(Store store, int rank) {
+  const std::string key =
+      check_part(kDefaultGroup) + "/" + check_prefix(kDefaultGroup) + "/" + announcement_key(rank);
+  return store.check({key}) ? store.get(key) : std::string();
+}
+
+/// Why the default group is of no more use, as its backend knows it by now.
+std::string failure_of_default_group(GroupContext& context) {
+  const std::lock_guard lock(context.mutex);
+  const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
+  if (!group) return {};
+  const auto backend = unchecked_backend(group->handle());
+  const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
+  return ours ? ours->failure() : std::string();
+}
+
+/// Waits for the members of a further group, of whom the default group knows which processes they
+/// are. One that ends before it comes is noticed on its own host, which tells the others.
+class Members {
+ public:
+  Members(GroupContext& context, const std::string& name, const std::vector<int>& global_ranks)
+      : context_(context), store_(context.own_store), name_(name), ranks_(global_ranks) {
+    std::vector<std::string> known;
+    for (const int rank : ranks_) known.push_back(member_key(kDefaultGroup, rank));
+    const bool all = store_.check(known);
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      // Python's ranks tell nothing, and are met by the backend only.
+      if (!all && !store_.check({known[i]})) continue;
+      keys_.push_back(member_key(name_, static_cast<int>(i)));
+      expected_.push_back(ranks_[i]);
+    }
+  }
+
+  void await() {
+    const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
+    Every look(kLook);
+    for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
+      if (look.due()) throw_if_lost();
+      if (std::chrono::steady_clock::now() < deadline) continue;
+      throw_missing(context_, forming(context_, name_, ranks_.size()), missing());
+    }
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kLook{50}, kLongestPause{20};
+
+  bool all_here() { return keys_.empty() || store_.check(keys_); }
+
+  std::vector<int> missing() {
+    std::vector<int> ranks;
+    for (size_t i = 0; i < keys_.size(); ++i)
+      if (!store_.check({keys_[i]})) ranks.push_back(expected_[i]);
+    return ranks;
+  }
+
+  /// Who is lost, found here or told by others; empty where nobody is.
+  std::string lost() {
+    const std::string key = "group/" + name_ + "/lost";
+    if (store_.check({key})) return store_.get(key);
+    std::string text;
+    const std::string failure = failure_of_default_group(context_);
+    for (const int rank : missing()) {
+      const std::string identity = identity_of(store_, rank);
+      const std::string name = with_process("rank " + std::to_string(rank), identity);
+      // Of ranks on other hosts. A failure over others than members does not count.
+      if (failure.find(name) != std::string::npos) text = failure;
+      if (process_state(identity) == ProcessState::ended) text = name + " has ended";
+    }
+    if (!text.empty()) store_.set(key, text);
+    return text;
+  }
+
+  void throw_if_lost() {
+    const std::string text = lost();
+    // It may have come before it ended: then the backend is to find out.
+    if (text.empty() || all_here()) return;
+    throw PeerLostError(forming(context_, name_, ranks_.size()) + ": " + text);
+  }
+
+  GroupContext& context_;
+  Store store_;
+  const std::string& name_;
+  const std::vector<int>& ranks_;
+  std::vector<std::string> keys_;  ///< Of those that are ours.
+  std::vector<int> expected_;      ///< Their ranks in the default group.
+};
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
   return c10d::ProcessGroup::strToBackendType(name);
@@ -119,7 +222,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   const std::string device_name = device_.is_cuda() ? "cuda" : "cpu";
   auto group_store = c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(parent));
   auto backend_store = c10::make_intrusive<c10d::PrefixStore>(device_name + "/", group_store);
-  auto check_store = native_store(prefix_store("check/" + this->name, this->context->own_store));
+  auto check_store = native_store(prefix_store(check_part(this->name), this->context->own_store));
   announce_checks(*check_store, rank, this->name, this->context->debug);
   BackendOptions options;
   options.store = backend_store;
@@ -209,6 +312,7 @@ std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContex
                      "give each process a rank of its own; a file of file:// must be new for "
                      "each job, and so must a port on which an old rank 0 may still listen");
   }
+  if (name != kDefaultGroup) Members(*context, name, global_ranks).await();
   auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);
   const std::lock_guard lock(context->mutex);
   context->groups.push_back(impl);

@@ -46,6 +46,8 @@ class ProcessGroup::Impl {
 
   /// The backend with its checks. Throws CommError once the group is closed.
   c10d::Backend& backend() const;
+  /// The same; null once the group is closed.
+  const c10::intrusive_ptr<c10d::Backend>& handle() const { return backend_; }
   c10d::ProcessGroup& native() const;
   /// Of the backend that was made.
   const BackendTraits& traits() const { return traits_; }

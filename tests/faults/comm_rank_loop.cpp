@@ -3,6 +3,9 @@
 //   lockstep_fault_rank loop INIT_METHOD SECONDS
 //                                         joins and runs collectives and messages until one fails
 //                                         or its time is over; SECONDS is the group's time-out
+//   lockstep_fault_rank form INIT_METHOD SECONDS
+//                                         joins and forms a second group of all ranks, to which
+//                                         rank TEST_VICTIM never comes
 // Prints "joined" and "round N" lines. How it ended is its last line, `error TYPE TEXT` on one
 // line, and its exit code: 10 for PeerLostError, 11 for TimeoutError, 1 for any other.
 #include <ATen/ATen.h>
@@ -13,6 +16,8 @@
 #include <cstdlib>
 #include <iostream>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/store.h"
@@ -54,7 +59,7 @@ void one_round(const lockstep::ProcessGroup& group, int round) {
   group.barrier();
 }
 
-void loop(const std::string& method, double seconds) {
+lockstep::World join(const std::string& method, double seconds) {
   lockstep::InitOptions options;
   const char* backend = std::getenv("TEST_BACKEND");
   options.backend = backend ? backend : "gloo";
@@ -62,8 +67,23 @@ void loop(const std::string& method, double seconds) {
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
   if (const char* rank = std::getenv("RANK")) options.rank = std::atoi(rank);
   if (const char* size = std::getenv("WORLD_SIZE")) options.world_size = std::atoi(size);
-  const auto world = lockstep::init(options);
+  auto world = lockstep::init(options);
   std::cout << "joined" << std::endl;
+  return world;
+}
+
+void form(const std::string& method, double seconds) {
+  const auto world = join(method, seconds);
+  const char* victim = std::getenv("TEST_VICTIM");
+  if (victim && std::atoi(victim) == world.rank()) std::this_thread::sleep_for(kLongest);
+  std::vector<int> everyone;
+  for (int rank = 0; rank < world.size(); ++rank) everyone.push_back(rank);
+  std::cout << "forming" << std::endl;
+  one_round(world.new_group(everyone), 0);
+}
+
+void loop(const std::string& method, double seconds) {
+  const auto world = join(method, seconds);
   const auto deadline = std::chrono::steady_clock::now() + kLongest;
   for (int round = 0; std::chrono::steady_clock::now() < deadline; ++round) {
     one_round(world.group(), round);
@@ -84,8 +104,9 @@ int main(int argc, char** argv) {
   try {
     const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "store") return host_store();
-    if (mode != "loop" || argc < 4) throw lockstep::UsageError("store, or loop METHOD SECONDS");
-    loop(argv[2], std::atof(argv[3]));
+    if ((mode != "loop" && mode != "form") || argc < 4)
+      throw lockstep::UsageError("store, or loop or form METHOD SECONDS");
+    (mode == "loop" ? loop : form)(argv[2], std::atof(argv[3]));
     return 0;
   } catch (const lockstep::PeerLostError& error) {
     return report("PeerLostError", error, 10);

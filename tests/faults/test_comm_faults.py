@@ -60,15 +60,15 @@ def hosted_store():
 
 
 @contextlib.contextmanager
-def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", prefix=()):
+def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", prefix=(), mode="loop", **variables):
     ranks = []
     try:
         for rank in range(size):
             env = t.clean_environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size,
-                                      LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend)
+                                      LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend, **variables)
             if store_port:
                 env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="True")
-            ranks.append(Rank([*prefix, RANK, "loop", "env://" if store_port else f"file://{file}", seconds], env))
+            ranks.append(Rank([*prefix, RANK, mode, "env://" if store_port else f"file://{file}", seconds], env))
         yield ranks
     finally:
         for rank in ranks:
@@ -163,6 +163,18 @@ class CommFaults(unittest.TestCase):
                     for index in set(range(SIZE)) - {victim}:
                         code, text = ranks[index].end(max(0.1, deadline - time.monotonic()))
                         self.assertEqual(code, PEER_LOST, f"rank {index}: {text}")
+
+    def test_a_rank_that_dies_while_a_group_forms_is_named_at_once(self):
+        for number, backend in enumerate(["shm", "gloo"]):
+            victim = random.Random(SEED + 400 + number).randrange(SIZE)
+            what = f"seed {SEED + 400 + number}, {backend}: rank {victim}"
+            print(what, flush=True)
+            with self.subTest(what), hosted_store() as (_, port):
+                with job(60, "info", port, backend=backend, mode="form", TEST_VICTIM=victim) as ranks:
+                    begun(ranks[:victim] + ranks[victim + 1:], "forming")
+                    begun(ranks, "joined")
+                    ranks[victim].process.kill()
+                    survivors_name(self, ranks, {victim}, {PEER_LOST}, 15)
 
     def test_stopped_rank_times_out_and_is_named(self):
         choose = random.Random(SEED + 300)
