@@ -169,6 +169,16 @@ std::vector<ResolvedAddress> resolve_host(const std::string& host, milliseconds 
   }
 }
 
+std::string without_brackets(const std::string& host) {
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  return bracketed ? host.substr(1, host.size() - 2) : host;
+}
+
+bool is_numeric_host(const std::string& host) {
+  std::vector<ResolvedAddress> addresses;
+  return parse_numeric(host, addresses);
+}
+
 bool is_loopback_host(const std::string& host) {
   if (to_lower(host) == "localhost") return true;
   std::vector<ResolvedAddress> addresses;

@@ -24,6 +24,12 @@ std::vector<ResolvedAddress> resolve_host(
     const std::string& host, std::chrono::milliseconds timeout,
     std::chrono::milliseconds unknown_for = std::chrono::seconds(10));
 
+/// "::1" for "[::1]", the form of URLs; any other text as it is.
+std::string without_brackets(const std::string& host);
+
+/// True for an address in numbers, which needs no resolver.
+bool is_numeric_host(const std::string& host);
+
 /// True for an address or name that means this host's loopback: 127.x.x.x, ::1, localhost.
 bool is_loopback_host(const std::string& host);
 

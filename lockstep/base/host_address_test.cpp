@@ -1,6 +1,8 @@
 #include "lockstep/base/host_address.h"
 
 #include <gtest/gtest.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 
 namespace lockstep {
 namespace {
@@ -14,9 +16,34 @@ TEST(HostAddress, KnowsLoopback) {
   EXPECT_EQ(local_address_towards("127.0.0.1"), "127.0.0.1");
 }
 
+TEST(HostAddress, BracketsAreThoseOfUrls) {
+  EXPECT_EQ(without_brackets("[::1]"), "::1");
+  EXPECT_EQ(without_brackets("::1"), "::1");
+  EXPECT_EQ(without_brackets("host[1]"), "host[1]");
+  EXPECT_EQ(without_brackets(""), "");
+}
+
 TEST(HostAddress, OfAnInterfaceIsANumber) {
   EXPECT_EQ(address_of_interface("lo"), "127.0.0.1");
   EXPECT_EQ(address_of_interface("no-such-interface"), "");
+}
+
+bool has_other_than_loopback() {
+  ifaddrs* list = nullptr;
+  EXPECT_EQ(getifaddrs(&list), 0);
+  bool found = false;
+  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    constexpr unsigned kWanted = IFF_UP | IFF_RUNNING;
+    const bool has_address = entry->ifa_addr && entry->ifa_addr->sa_family == AF_INET;
+    found |= has_address && (entry->ifa_flags & (kWanted | IFF_LOOPBACK)) == kWanted;
+  }
+  freeifaddrs(list);
+  return found;
+}
+
+TEST(HostAddress, ForOthersIsNoLoopbackWhereThereIsAnotherInterface) {
+  if (!has_other_than_loopback()) GTEST_SKIP() << "this machine has loopback only";
+  EXPECT_FALSE(is_loopback_host(outward_address())) << outward_address();
 }
 
 TEST(HostAddress, ForOthersIsANumber) {

@@ -14,7 +14,6 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/host_address.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 
@@ -24,7 +23,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kResolve{10'000};
 constexpr int kBacklog = 4096;  // As many ranks as a host may have come at once.
 
 std::string endpoint(const std::string& host, uint16_t port) {
@@ -90,7 +88,7 @@ UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& 
   UniqueFd fd;
   int error = EADDRNOTAVAIL;
   if (!host.empty()) {
-    for (const auto& address : resolve_host(host, kResolve, options.unknown_for)) {
+    for (const auto& address : options.resolve(host)) {
       error = try_listen(address, port, false, fd);
       if (error == 0 || error == EADDRINUSE) break;
     }
@@ -111,6 +109,14 @@ UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& 
   }
   throw CommError(text + reason,
                   "check MASTER_ADDR and MASTER_PORT, or --master-addr and --master-port");
+}
+
+UniqueFd listen_as_master(const std::string& address, uint16_t port, bool one_host,
+                          const ListenOptions& options) {
+  ListenOptions wanted = options;
+  wanted.else_all = options.else_all || !one_host;
+  const bool plain = one_host || is_numeric_host(address) || is_loopback_host(address);
+  return listen_on(plain ? address : "", port, wanted);
 }
 
 uint16_t bound_port(int fd) {

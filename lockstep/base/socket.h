@@ -2,15 +2,23 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/host_address.h"
 
 namespace lockstep {
 
+/// The addresses of a host; throws as resolve_host does.
+using Resolver = std::function<std::vector<ResolvedAddress>(const std::string& host)>;
+
 struct ListenOptions {
-  /// How long a name that is unknown is asked for again; see resolve_host.
-  std::chrono::milliseconds unknown_for{10'000};
+  /// Asks patiently: a cluster's names may appear late.
+  Resolver resolve = [](const std::string& host) {
+    return resolve_host(host, std::chrono::seconds(10));
+  };
   /// Where the address is none of this host (it is reached through address translation): on all
   /// interfaces. Off: an error.
   bool else_all = false;
@@ -21,6 +29,13 @@ struct ListenOptions {
 /// port when the port is taken or the address not ours, and naming the address when it does not
 /// resolve.
 UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& options = {});
+
+/// Where the ranks of a job look for their store at `address`, which all of them were told. On one
+/// host: on that address. Of several hosts: on it where it is in numbers or localhost, and on all
+/// interfaces where it is another name. A name may mean loopback here and a real address elsewhere:
+/// Debian's /etc/hosts gives 127.0.1.1 to the host's own. Throws as listen_on.
+UniqueFd listen_as_master(const std::string& address, uint16_t port, bool one_host,
+                          const ListenOptions& options = {});
 
 /// The port a socket is bound to.
 uint16_t bound_port(int fd);

@@ -15,13 +15,28 @@ using ::testing::HasSubstr;
 
 std::string refusal(const std::string& host, uint16_t port) {
   ListenOptions options;
-  options.unknown_for = milliseconds(0);
+  options.resolve = [](const std::string& name) {
+    return resolve_host(name, milliseconds(5'000), milliseconds(0));
+  };
   try {
     listen_on(host, port, options);
   } catch (const CommError& error) {
     return error.what();
   }
   return "nothing was thrown";
+}
+
+std::string bound_to(const UniqueFd& listener) {
+  return numeric_text(local_name(listener.get()));
+}
+
+bool is_on_all(const UniqueFd& listener) {
+  return bound_to(listener) == "::" || bound_to(listener) == "0.0.0.0";
+}
+
+/// What Debian's /etc/hosts says of the host's own name.
+std::vector<ResolvedAddress> debians_own_name(const std::string&) {
+  return {{AF_INET, "127.0.1.1", true}};
 }
 
 TEST(ListenOn, TakesAFreePortOnTheGivenAddressOnly) {
@@ -55,8 +70,21 @@ TEST(ListenOn, AnAddressOfAnotherMachineIsRefusedOrMeansAll) {
   EXPECT_THAT(refusal(other, 0), HasSubstr("not of this host"));
   ListenOptions options;
   options.else_all = true;
-  const UniqueFd listener = listen_on(other, 0, options);
-  EXPECT_TRUE(connect_to("127.0.0.1", bound_port(listener.get()), milliseconds(10'000)));
+  EXPECT_TRUE(is_on_all(listen_on(other, 0, options)));
+}
+
+TEST(ListenAsMaster, OfSeveralHostsANameMeansAllInterfaces) {
+  ListenOptions options;
+  options.resolve = debians_own_name;
+  EXPECT_TRUE(is_on_all(listen_as_master("own-name", 0, false, options)));
+  EXPECT_EQ(bound_to(listen_as_master("own-name", 0, true, options)), "127.0.1.1");
+}
+
+TEST(ListenAsMaster, AnAddressInNumbersIsKept) {
+  EXPECT_EQ(bound_to(listen_as_master("127.0.0.2", 0, false)), "127.0.0.2");
+  EXPECT_EQ(bound_to(listen_as_master("127.0.0.2", 0, true)), "127.0.0.2");
+  EXPECT_TRUE(is_loopback_host(bound_to(listen_as_master("localhost", 0, false))));
+  EXPECT_TRUE(is_on_all(listen_as_master("192.0.2.1", 0, false))) << "of another machine";
 }
 
 }  // namespace

@@ -3,16 +3,33 @@
 #include <cstdlib>
 
 #include "lockstep/base/env.h"
-#include "lockstep/base/socket.h"
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::launch {
 
+namespace {
+
+/// A name server that does not answer at once is slow; one that is silent for longer is not there.
+constexpr std::chrono::milliseconds kAnswerWithin{2'000};
+
+std::vector<ResolvedAddress> resolve_at_once(const std::string& host) {
+  return resolve_host(host, kAnswerWithin, std::chrono::milliseconds(0));
+}
+
+}  // namespace
+
 UniqueFd listen_for_ranks(RankLayout& layout) {
+  return listen_for_ranks(layout, resolve_at_once);
+}
+
+UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve) {
+  const bool one_host = layout.nodes == 1;
+  // Else nobody but the ranks would tell that the name is mistyped, and later.
+  if (!one_host) resolve(layout.master_addr);
   ListenOptions options;
-  options.unknown_for = std::chrono::milliseconds(0);  // A person at a terminal waits.
+  options.resolve = resolve;
   options.else_all = true;
-  UniqueFd listener = listen_on(layout.master_addr, layout.master_port, options);
+  UniqueFd listener = listen_as_master(layout.master_addr, layout.master_port, one_host, options);
   layout.master_port = bound_port(listener.get());
   return listener;
 }

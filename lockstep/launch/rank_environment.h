@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep::launch {
@@ -28,9 +29,11 @@ struct RankLayout {
 };
 
 /// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0:
-/// before anyone is told of it, so that no port is raced for. On all addresses where the master's
-/// is none of this machine. Throws as listen_on.
+/// before anyone is told of it, so that no port is raced for. Where: see listen_as_master. A name
+/// that is unknown is told at once, as a person at a terminal waits. Throws as listen_on.
 UniqueFd listen_for_ranks(RankLayout& layout);
+/// The same with another resolver, for tests.
+UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve);
 
 /// The launcher's variables for one rank: those of torchrun, and the run's token.
 std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,

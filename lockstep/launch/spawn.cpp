@@ -84,7 +84,7 @@ launch::RankLayout layout_of(int nprocs, const SpawnOptions& options) {
     throw UsageError("several hosts, but no address of rank 0",
                      "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT");
   }
-  layout.master_addr = address.value_or("127.0.0.1");
+  layout.master_addr = without_brackets(address.value_or("127.0.0.1"));
   layout.master_port = static_cast<uint16_t>(port.value_or(0));
   return layout;
 }

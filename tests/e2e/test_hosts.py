@@ -29,12 +29,12 @@ def end_of(processes, timeout):
     return results
 
 
-def run_on(pair, *words, ranks=2, timeout=120, **env):
-    """One launcher a host; its results, host by host."""
+def run_on(pair, *words, ranks=2, timeout=120, master=None, **env):
+    """One launcher a host; its results, host by host. `master`: the name of the first host, else its address."""
     processes = []
     for number, host in enumerate(pair):
         run = [t.LOCKSTEP, "run", "--nnodes", 2, "--node-rank", number, "--nproc-per-node", ranks,
-               "--master-addr", pair[0].address, "--master-port", PORT, *words]
+               "--master-addr", master or pair[0].address, "--master-port", PORT, *words]
         processes.append(subprocess.Popen(host.command(*run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                           stdin=subprocess.DEVNULL, env=t.clean_environment(**env)))
     return end_of(processes, timeout)
@@ -81,6 +81,35 @@ class Training(unittest.TestCase):
         with hosts.two_hosts() as pair, t.temporary_folder() as folder:
             _, printed = self.train(pair, folder, "auto", "--limit-test-batches", 1, ranks=1)
             self.assertRegex(printed, r"\b2 ranks over gloo on cpu")
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT)
+    def test_a_name_that_is_loopback_on_its_own_host(self):
+        """As stock Debian's /etc/hosts has it: the first host's own name is 127.0.1.1 there."""
+        with hosts.two_hosts() as pair, t.temporary_folder() as folder:
+            for host, address in zip(pair, ("127.0.1.1", pair[0].address)):
+                names = folder / host.name
+                names.write_text(f"127.0.0.1 localhost\n{address} {pair[0].name}\n")
+                subprocess.run(host.command("mount", "--bind", names, "/etc/hosts"), check=True)
+            results = run_on(pair, t.LOCKSTEP, "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1,
+                             "--limit-train-batches", 3, "--limit-test-batches", 1, timeout=60, master=pair[0].name)
+            for code, _, err in results:
+                self.assertEqual(code, 0, err)
+                # Neither host has a name server: c10d's log would tell of it.
+                self.assertNotIn("cannot be retrieved", err)
+            self.assertRegex(results[0][1], r"\b4 ranks over hierarchical on cpu")
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT)
+    def test_a_name_server_that_does_not_answer_is_asked_for_two_seconds(self):
+        with hosts.two_hosts() as pair, t.temporary_folder() as folder:
+            (folder / "resolv.conf").write_text(f"nameserver {pair[1].address}\n")  # Nobody listens there.
+            subprocess.run(pair[0].command("mount", "--bind", folder / "resolv.conf", "/etc/resolv.conf"), check=True)
+            begin = time.monotonic()
+            result = subprocess.run(pair[0].command(t.LOCKSTEP, "run", "--master-addr", "some-host.example", "true"),
+                                    capture_output=True, text=True, env=t.clean_environment(), stdin=subprocess.DEVNULL)
+            took = time.monotonic() - begin
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("cannot resolve the address 'some-host.example'", result.stderr)
+        self.assertLess(took, 8)
 
     def test_hosts_declared_by_hand(self):
         """Needs no permission: two launchers on one machine that call themselves two hosts."""

@@ -267,7 +267,7 @@ void read_openmpi_master(const Variables& env, JobEnvironment& job) {
 }
 
 void read_master(const Variables& env, JobEnvironment& job) {
-  if (const auto address = env.text("MASTER_ADDR")) job.master_addr = *address;
+  if (const auto address = env.text("MASTER_ADDR")) job.master_addr = without_brackets(*address);
   if (const auto port = env.number("MASTER_PORT", 1, 65535)) {
     job.master_port = static_cast<uint16_t>(*port);
   }

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 
@@ -68,9 +69,7 @@ Lookup overlay(const Lookup& lookup, const std::map<std::string, int>& given) {
 
 void read_endpoint(const std::string& text, const std::string& method, JobEnvironment& job) {
   auto [host, port] = parse_endpoint(text).value_or(std::pair(std::string(), uint16_t{0}));
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
-    host = host.substr(1, host.size() - 2);
-  }
+  host = without_brackets(host);
   if (host.empty()) {
     throw UsageError("init method '" + method +
                      "': expected tcp://HOST:PORT, PORT from 1 to 65535");
@@ -168,7 +167,10 @@ Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout) {
   options.port = plan.job.master_port;
   options.is_listener = holds_store(plan);
   options.listen_fd = plan.listen_fd;
-  options.all_interfaces = !plan.job.single_host;
+  if (options.is_listener && options.listen_fd < 0) {
+    options.listen_fd =
+        listen_as_master(options.host, options.port, plan.job.single_host).release();
+  }
   options.world_size = plan.job.world_size;
   options.timeout = timeout;
   return tcp_store(options);
