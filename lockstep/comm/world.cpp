@@ -252,6 +252,10 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
                                     [](const std::string& name) { return env_string(name); });
   find_master(plan, timeout);
   job = plan.job;
+  if (job.slurm_tasks > 1) {
+    log_info("init: 1 rank, as this is the shell of Slurm's " + job.slurm_allocation +
+             " and no step; srun starts its " + std::to_string(job.slurm_tasks) + " tasks");
+  }
   default_local_ranks(job);
   context->rank = job.rank;
   context->world_size = job.world_size;

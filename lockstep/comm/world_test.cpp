@@ -323,6 +323,7 @@ TEST(Rendezvous, TcpTakesTheRankFromTheLauncher) {
   const auto lookup = [](const std::string& name) -> std::optional<std::string> {
     if (name == "SLURM_PROCID") return "1";
     if (name == "SLURM_NTASKS") return "2";
+    if (name == "SLURM_STEP_ID") return "0";
     return std::nullopt;
   };
   const Rendezvous plan = plan_rendezvous("tcp://10.0.0.9:4000", -1, -1, lookup);

@@ -13,6 +13,8 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/host_address.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/comm/store_host.h"
@@ -39,7 +41,26 @@ Role role_in(int64_t call) {
                          env_string("RANK").value_or("?") + ")",
                      "let only the first process spawn: if (spawn(n)) return 0;");
   }
-  return read_job_environment().launcher == "none" ? Role::parent : Role::worker;
+  return read_job_environment().started_as_rank() ? Role::worker : Role::parent;
+}
+
+/// Launchers and schedulers set the same variables for different things: what they were taken for.
+void tell_role(Role role, int nprocs) {
+  if (env_string(launch::kSpawnVariable)) return;
+  const auto job = read_job_environment();
+  const std::string call = "spawn of " + std::to_string(nprocs) + ": ";
+  if (role == Role::worker && job.world_size == 1 && nprocs > 1) {
+    const std::string launcher = job.launcher == "lockstep" ? "lockstep run" : job.launcher;
+    log_warning(call + "none is started, as " + launcher +
+                " has started this process as the only rank");
+  }
+  if (role != Role::parent) return;
+  if (!job.slurm_allocation.empty()) {
+    log_info(call + "they start on this host, as this is the shell of Slurm's " +
+             job.slurm_allocation + " and no step; srun starts ranks on all its hosts");
+  } else if (job.launcher == "slurm") {
+    log_info(call + "they start on this host, as this is the only task of a Slurm step");
+  }
 }
 
 int64_t next_call() {
@@ -147,6 +168,7 @@ void run_parent(int nprocs, const SpawnOptions& options, int64_t call) {
 bool spawn(int nprocs, const SpawnOptions& options) {
   const auto call = next_call();
   const auto role = role_in(call);
+  tell_role(role, nprocs);
   if (role == Role::parent) run_parent(nprocs, options, call);
   return role != Role::worker;
 }
@@ -155,6 +177,7 @@ void spawn(const std::function<void(int local_rank)>& worker, int nprocs,
            const SpawnOptions& options) {
   const auto call = next_call();
   const auto role = role_in(call);
+  tell_role(role, nprocs);
   if (role == Role::parent) run_parent(nprocs, options, call);
   if (role == Role::worker) run_worker(worker);
 }

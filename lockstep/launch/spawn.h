@@ -33,7 +33,8 @@ struct SpawnOptions {
 ///
 /// Returns true in the parent, after all workers ended with 0, and false at once in a worker, or
 /// when a launcher (torchrun, `lockstep run`, srun, mpirun) has already started this process as a
-/// rank. A program may spawn several times, one after the other: the workers of a later call pass
+/// rank. The shell of a Slurm allocation (sbatch, salloc) is no rank, nor is the only task of a
+/// step: there it starts workers, and says so. A program may spawn several times, one after the other: the workers of a later call pass
 /// by the earlier ones with true. A worker that spawns once more gets a UsageError.
 ///
 /// Workers have our standard output; their standard error passes through this process; they read

@@ -238,7 +238,7 @@ class BadInput(unittest.TestCase):
             ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 1}, "MASTER_ADDR"),
             ({"WORLD_SIZE": 2}, "RANK is not set"),
             ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
-              "SLURM_PROCID": 1, "SLURM_NTASKS": 4}, "SLURM_PROCID=1"),
+              "SLURM_PROCID": 1, "SLURM_NTASKS": 4, "SLURM_STEP_ID": 0}, "SLURM_PROCID=1"),
             ({"LOCKSTEP_TIMEOUT": "soon"}, "LOCKSTEP_TIMEOUT='soon'"),
         ):
             with self.subTest(said):

@@ -177,7 +177,9 @@ Json launcher_report() {
   }
   std::string launcher = "none";
   if (variables.count("OMPI_COMM_WORLD_RANK")) launcher = "openmpi";
-  if (variables.count("SLURM_PROCID")) launcher = "slurm";
+  if (variables.count("SLURM_PROCID")) {
+    launcher = is_slurm_step(env_string) ? "slurm" : "none (the shell of a Slurm allocation)";
+  }
   if (variables.count("RANK") && variables.count("WORLD_SIZE")) {
     launcher = variables.count("TORCHELASTIC_RUN_ID") ? "torchrun or lockstep run" : "environment";
   }

@@ -44,6 +44,8 @@ class Variables {
     return number(name, minimum).value_or(-1);
   }
 
+  bool in_slurm_step() const { return is_slurm_step(lookup_); }
+
   /// The first of several names that is set, or none.
   std::optional<std::string> first_of(const std::vector<std::string>& names) const {
     for (const auto& name : names) {
@@ -111,9 +113,17 @@ int tasks_on_node(const std::string& text, int node) {
   return -1;
 }
 
+bool is_step_number(const std::string& text) {
+  // slurm.h: the steps of batch scripts, interactive shells and the like have the last numbers.
+  constexpr int64_t kFirstOfSlurmsOwn = 0xfffffff0;
+  const auto number = parse_int(text);
+  return number && *number >= 0 && *number < kFirstOfSlurmsOwn;
+}
+
 std::optional<Claim> slurm_claim(const Variables& env) {
   const auto size_name = env.first_of({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"});
   if (!env.has("SLURM_PROCID") || !size_name) return std::nullopt;
+  if (!env.in_slurm_step() && env.text("LOCKSTEP_LAUNCHER") != "slurm") return std::nullopt;
   Claim claim = claim_of("slurm", env, "SLURM_PROCID", *size_name);
   claim.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
   claim.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
@@ -234,6 +244,14 @@ uint16_t derived_port(const std::string& job) {
   return static_cast<uint16_t>(kFirstDerivedPort + fnv1a(job) % kDerivedPorts);
 }
 
+void read_slurm_allocation(const Variables& env, JobEnvironment& job) {
+  const auto id = env.first_of({"SLURM_JOB_ID", "SLURM_JOBID"});
+  if (!id || env.in_slurm_step()) return;
+  job.slurm_allocation = "allocation " + *env.text(*id);
+  const auto tasks = env.first_of({"SLURM_NTASKS", "SLURM_NPROCS"});
+  if (tasks) job.slurm_tasks = env.number(*tasks, 1).value_or(0);
+}
+
 void read_slurm_master(const Variables& env, JobEnvironment& job) {
   if (job.master_addr.empty()) {
     const auto list = env.first_of({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
@@ -286,11 +304,21 @@ void read_master(const Variables& env, JobEnvironment& job) {
 
 }  // namespace
 
+bool is_slurm_step(const Lookup& lookup) {
+  for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
+    if (const auto number = lookup(name)) return is_step_number(*number);
+  }
+  return false;
+}
+
 JobEnvironment read_job_environment(const Lookup& lookup) {
   const Variables env(lookup);
   JobEnvironment job;
   const auto claim = decide(env);
-  if (!claim) return job;
+  if (!claim) {
+    read_slurm_allocation(env, job);
+    return job;
+  }
   check_range(*claim);
   job.launcher = claim->launcher;
   job.rank = *claim->rank;

@@ -29,16 +29,32 @@ struct JobEnvironment {
   /// nowhere.
   std::string meeting_file;
   int restart_count = 0;  ///< How often the launcher has started this job's ranks anew.
+  /// Where this is the shell of a Slurm allocation (sbatch, salloc): "allocation 4711". Empty where
+  /// srun or another launcher has started this process.
+  std::string slurm_allocation;
+  int slurm_tasks = 0;  ///< Those that the allocation is for; 0: not said.
+
+  /// A launcher has started this process as one of the job's ranks, so it starts none itself. Slurm
+  /// starts a program as the only task of a step, too, that will start its ranks itself.
+  bool started_as_rank() const {
+    return launcher != "none" && !(launcher == "slurm" && world_size == 1);
+  }
 };
 
 /// Looks up a variable; none when it is unset or empty.
 using Lookup = std::function<std::optional<std::string>(const std::string&)>;
 
+/// True for a task that srun has started: SLURM_STEP_ID is the number of its step. The shells that
+/// sbatch and salloc start have the variables of a task as well (SLURM_PROCID=0), but no step. An
+/// interactive step, by which salloc may start its shell, has none or one of Slurm's own numbers.
+bool is_slurm_step(const Lookup& lookup);
+
 /// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else a group
 /// of one. What one launcher leaves out another may say; where two disagree about rank or size that
 /// is a UsageError naming the variables, unless RANK comes from torchrun or `lockstep run`, which
 /// may themselves run under the other, or LOCKSTEP_LAUNCHER=torchrun|slurm|openmpi says who is
-/// right. Throws UsageError too for a missing or malformed variable and a rank out of range.
+/// right. Slurm's count in a step only, see is_slurm_step. Throws UsageError too for a missing or
+/// malformed variable and a rank out of range.
 JobEnvironment read_job_environment(const Lookup& lookup);
 /// The same of this process's environment.
 JobEnvironment read_job_environment();

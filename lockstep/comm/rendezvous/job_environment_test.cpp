@@ -53,7 +53,15 @@ const Map kTorchrun = {{"RANK", "3"},
 const Map kSlurm = {{"SLURM_PROCID", "3"},    {"SLURM_NTASKS", "5"},
                     {"SLURM_LOCALID", "1"},   {"SLURM_NODEID", "1"},
                     {"SLURM_NNODES", "3"},    {"SLURM_TASKS_PER_NODE", "2(x2),1"},
-                    {"SLURM_JOB_ID", "4711"}, {"SLURM_STEP_NODELIST", "gpu[07-08,12]"}};
+                    {"SLURM_JOB_ID", "4711"}, {"SLURM_STEP_NODELIST", "gpu[07-08,12]"},
+                    {"SLURM_STEP_ID", "0"}};
+
+// As sbatch gives them to the script of `#SBATCH --ntasks 4`.
+const Map kBatchShell = {{"SLURM_PROCID", "0"},       {"SLURM_NTASKS", "4"},
+                         {"SLURM_LOCALID", "0"},      {"SLURM_NODEID", "0"},
+                         {"SLURM_NNODES", "2"},       {"SLURM_TASKS_PER_NODE", "2(x2)"},
+                         {"SLURM_JOB_ID", "4711"},    {"SLURM_JOB_NODELIST", "gpu[07-08]"},
+                         {"SLURM_TASK_PID", "12345"}, {"SLURM_GTIDS", "0"}};
 
 const Map kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
                       {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
@@ -215,8 +223,39 @@ TEST(JobEnvironment, AgreeingLaunchersFillEachOtherIn) {
       3);
 }
 
+TEST(JobEnvironment, AnAllocationsShellIsNoRank) {
+  const auto batch = read(kBatchShell);
+  EXPECT_EQ(batch.launcher, "none");
+  EXPECT_EQ(batch.world_size, 1);
+  EXPECT_FALSE(batch.started_as_rank());
+  EXPECT_EQ(batch.slurm_allocation, "allocation 4711");
+  EXPECT_EQ(batch.slurm_tasks, 4);
+  // salloc starts its shell by a step of its own where the site wants it so.
+  for (const char* own : {"4294967290", "4294967291"}) {
+    const Map interactive = {{"SLURM_STEP_ID", own}, {"SLURM_STEP_NUM_TASKS", "1"}};
+    EXPECT_EQ(read(with(kBatchShell, interactive)).launcher, "none") << own;
+  }
+  EXPECT_EQ(read(with(kBatchShell, {{"LOCKSTEP_LAUNCHER", "slurm"}})).world_size, 4);
+}
+
+TEST(JobEnvironment, AStepWithinTheAllocationIsARank) {
+  const auto job = read(with(kBatchShell, {{"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "3"}}));
+  EXPECT_EQ(job.launcher, "slurm");
+  EXPECT_EQ(job.rank, 3);
+  EXPECT_TRUE(job.started_as_rank());
+  EXPECT_EQ(job.slurm_allocation, "");
+}
+
+TEST(JobEnvironment, TheOnlyTaskOfAStepMayStartRanks) {
+  const auto job = read(with(kBatchShell, {{"SLURM_STEP_ID", "7"}, {"SLURM_STEP_NUM_TASKS", "1"}}));
+  EXPECT_EQ(job.launcher, "slurm");
+  EXPECT_EQ(job.world_size, 1);
+  EXPECT_FALSE(job.started_as_rank());
+  EXPECT_TRUE(read(kOpenMpi).started_as_rank());
+}
+
 TEST(JobEnvironment, AShellWithinAnAllocationContradictsNobody) {
-  const Map shell = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}, {"SLURM_JOB_ID", "1"}};
+  const Map shell = kBatchShell;
   EXPECT_EQ(read(with(kOpenMpi, shell)).launcher, "openmpi");
   EXPECT_EQ(read(with({{"RANK", "1"},
                        {"WORLD_SIZE", "2"},

@@ -131,7 +131,7 @@ void add_output_flags(Cli& cli, RunConfig& config) {
 
 bool spawn_ranks(const RunConfig& config) {
   if (config.devices == 1) return false;
-  if (read_job_environment().launcher == "none") check_files(config);
+  if (!read_job_environment().started_as_rank()) check_files(config);
   return spawn(static_cast<int>(config.devices));
 }
 
