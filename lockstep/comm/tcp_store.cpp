@@ -8,6 +8,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/native_log.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/store_host.h"
@@ -58,6 +59,8 @@ class SharedTcpStore final : public c10d::TCPStore {
 };
 
 Store make_store(const std::string& host, const c10d::TCPStoreOptions& options) {
+  // Its log asks for the peer's name, and warns where nobody knows it.
+  const QuietNativeLog quiet;
   try {
     return wrap_store(c10::make_intrusive<SharedTcpStore>(host, options));
   } catch (const std::exception&) {

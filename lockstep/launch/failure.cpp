@@ -48,7 +48,8 @@ std::string Failure::text() const {
   if (report && said.find(split(report->message, '\n').front()) == std::string::npos) {
     text += "\n  it reported:" + indented(split(report->message, '\n'));
   }
-  if (!last_lines.empty()) text += "\n  its last lines of standard error:" + indented(last_lines);
+  if (!last_lines.empty() && !lines_are_shown)
+    text += "\n  its last lines of standard error:" + indented(last_lines);
   if (!error_log.empty()) text += "\n  its whole standard error: " + error_log.string();
   return text;
 }

@@ -202,7 +202,8 @@ class KeeperProcess {
     reset_signals(hangup_ignored_);
     const auto argv = pointers(plan.argv);
     const auto env = pointers(plan.env);
-    const int input = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    const int input = plan.inherit_stdin ? fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 3)
+                                         : ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     // Copies above 2 first, so that one of 1 and 2 does not overwrite the other.
     const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, 3);
     const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, 3);

@@ -21,6 +21,7 @@ struct ProcessPlan {
   int stdout_fd = 1;              ///< Not owned; must stay open until the Keeper is constructed.
   int stderr_fd = 2;
   std::vector<int> processors = {};  ///< That it may run on; empty: those that we may.
+  bool inherit_stdin = false;        ///< It reads what we would; else /dev/null.
 };
 
 /// What the keeper reports.
@@ -42,7 +43,8 @@ struct KeeperEvent {
 /// session and process group, so signals from the terminal do not reach it or the workers. Should
 /// the keeper itself be killed, the kernel kills the workers (PR_SET_PDEATHSIG).
 ///
-/// Each worker is the leader of a process group, reads /dev/null and has only descriptors 0 to 2.
+/// Each worker is the leader of a process group and has only descriptors 0 to 2. A terminal that it
+/// reads is not its controlling one, so it may read it and change its settings at any time.
 class Keeper {
  public:
   /// Throws SystemError when there are no processes or descriptors left. `scratch` is a folder to

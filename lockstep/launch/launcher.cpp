@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <ctime>
 #include <exception>
+#include <future>
 #include <set>
 
 #include "lockstep/base/error.h"
@@ -29,6 +30,11 @@ using Time = Clock::time_point;
 /// Once every process is gone, for how long a pipe that someone else still holds is read.
 constexpr std::chrono::milliseconds kDrainLimit{1000};
 constexpr std::chrono::milliseconds kLeaveInterval{50};
+constexpr std::chrono::milliseconds kOtherHostsInterval{100};
+constexpr std::chrono::milliseconds kServedInterval{10};
+constexpr std::chrono::milliseconds kServeLimit{60'000};
+/// How long a worker that lost a peer may have lost it on another host, whose launcher tells it.
+constexpr std::chrono::milliseconds kSettleAcrossHosts{1000};
 constexpr std::chrono::milliseconds kOrphanLimit{1000};
 
 std::vector<std::string> environment_of(const WorkerPlan& plan) {
@@ -54,6 +60,14 @@ bool tells_of_a_lost_peer(const std::string& text) {
   return false;
 }
 
+Job::Options job_options(const LaunchPlan& plan) {
+  Job::Options options;
+  options.grace = plan.grace;
+  options.signal_grace = plan.signal_grace;
+  if (plan.other_hosts) options.settle = kSettleAcrossHosts;
+  return options;
+}
+
 class Launcher {
  public:
   explicit Launcher(const LaunchPlan& plan)
@@ -62,12 +76,15 @@ class Launcher {
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
-        job_(static_cast<int>(plan.workers.size()), {plan.grace, plan.signal_grace}) {
+        out_copies_(plan.out_copies),
+        err_copies_(plan.err_copies),
+        job_(static_cast<int>(plan.workers.size()), job_options(plan)) {
     for (const auto& worker : plan.workers) {
-      streams_.push_back(
-          std::make_unique<WorkerStream>(worker.out, worker.prefix, STDOUT_FILENO, out_));
-      streams_.push_back(std::make_unique<WorkerStream>(worker.err, worker.prefix, STDERR_FILENO,
-                                                        one_console_ ? out_ : err_));
+      streams_.push_back(std::make_unique<WorkerStream>(worker.out, worker.rank, worker.prefix,
+                                                        STDOUT_FILENO, out_, out_copies_));
+      streams_.push_back(std::make_unique<WorkerStream>(worker.err, worker.rank, worker.prefix,
+                                                        STDERR_FILENO, one_console_ ? out_ : err_,
+                                                        err_copies_));
     }
     pids_.resize(plan.workers.size(), -1);
     reports_.resize(plan.workers.size());
@@ -89,16 +106,27 @@ class Launcher {
       const auto& worker = plan_.workers[i];
       processes.push_back({worker.file, worker.argv, environment_of(worker),
                            streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
-                           worker.processors});
+                           worker.processors, worker.inherit_stdin});
     }
     keeper_ = std::make_unique<Keeper>(processes, plan_.scratch);
     for (auto& stream : streams_) stream->started();
   }
 
+  /// On a thread of its own: LibTorch takes 0.3 s to load, in which a rank may fail.
   void serve() {
-    if (!plan_.serve) return;
+    if (!plan_.serve && !plan_.other_hosts) return;
+    serving_ = std::async(std::launch::async, [this] {
+      if (plan_.serve) served_ = plan_.serve();
+      if (plan_.other_hosts) found_others_ = plan_.other_hosts();
+    });
+  }
+
+  /// Whether what the workers need is there, or has failed.
+  void take_served(std::chrono::milliseconds patience) {
+    if (!serving_.valid() || serving_.wait_for(patience) != std::future_status::ready) return;
     try {
-      served_ = plan_.serve();
+      serving_.get();
+      others_ = found_others_;
     } catch (...) {
       serve_failure_ = std::current_exception();
       send(job_.failed(Clock::now()));
@@ -125,10 +153,12 @@ class Launcher {
     for (const auto& stream : streams_) fds.push_back({stream->poll_fd(), POLLIN, 0});
     ::poll(fds.data(), fds.size(), wait_ms());
     const Time now = Clock::now();
+    take_served(std::chrono::milliseconds(0));
     while (const auto signal = signals_.next()) take_signal(*signal, now);
     for (auto& stream : streams_) stream->read(now);
     if (!keeper_->gone()) take_events(now);
     send(job_.tick(now));
+    ask_other_hosts(now);
     pump(now);
     if (job_.all_ended() && !leaving_) leave_if_ready(now);
   }
@@ -138,9 +168,34 @@ class Launcher {
     for (const auto& other : {leave_at_, drain_until_}) {
       if (other && (!next || *other < *next)) next = other;
     }
-    if (!next) return -1;
+    int64_t longest = others_ ? kOtherHostsInterval.count() : 60'000;
+    if (serving_.valid()) longest = kServedInterval.count();
+    if (!next) return others_ || serving_.valid() ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
-    return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
+    return static_cast<int>(std::clamp<int64_t>(left, 0, longest));
+  }
+
+  void ask_other_hosts(Time now) {
+    if (!others_ || elsewhere_ || job_.all_ended()) return;
+    elsewhere_ = others_->failure();
+    if (elsewhere_) send(job_.failed(now));
+  }
+
+  /// All ranks here ended because they lost a peer: the launcher of its host knows why.
+  bool waits_for_the_cause(Time now) {
+    const auto cause = job_.root_cause();
+    const bool has_it = !cause || !job_.end_of(*cause)->consequence;
+    if (!others_ || elsewhere_ || told_ || has_it || job_.ending() != Job::Ending::failure)
+      return false;
+    elsewhere_ = others_->failure();
+    if (!word_until_) word_until_ = now + kSettleAcrossHosts;
+    return !elsewhere_ && now < *word_until_;
+  }
+
+  void tell_other_hosts(const Failure& failure) {
+    if (!others_ || told_ || elsewhere_) return;
+    told_ = true;
+    others_->tell({failure.exit_code(), failure.text()});
   }
 
   void take_signal(int signal, Time now) {
@@ -177,6 +232,9 @@ class Launcher {
                                : tells_of_a_lost_peer(last);
     }
     send(job_.ended(index, end, now));
+    // The ends that follow from this one are of no interest there.
+    const auto& seen = *job_.end_of(index);
+    if (!seen.succeeded() && is_own_cause(seen)) tell_other_hosts(failure_of(index));
   }
 
   /// Someone killed the keeper, and the kernel the workers with it; nothing can be saved.
@@ -204,8 +262,16 @@ class Launcher {
   }
 
   void leave_if_ready(Time now) {
-    if (leave_at_ && now < *leave_at_) return;
-    if (job_.ending() == Job::Ending::success && plan_.may_leave && !plan_.may_leave()) {
+    if (serving_.valid() || (leave_at_ && now < *leave_at_)) return;
+    if (waits_for_the_cause(now)) {
+      leave_at_ = now + kLeaveInterval;
+      return;
+    }
+    const bool succeeded = job_.ending() == Job::Ending::success;
+    if (job_.ending() == Job::Ending::failure && job_.root_cause())
+      tell_other_hosts(failure_of(*job_.root_cause()));
+    const bool asks = succeeded || job_.ending() == Job::Ending::failure;
+    if (others_ && asks && !others_->may_leave(succeeded)) {
       leave_at_ = now + kLeaveInterval;
       return;
     }
@@ -226,11 +292,13 @@ class Launcher {
     failure.file = worker.file;
     failure.report = reports_[i];
     failure.last_lines = error_stream(i).tail().lines();
+    failure.lines_are_shown = !plan_.repeat_shown_lines && error_stream(i).last_on_console();
     failure.error_log = worker.err.file;
     return failure;
   }
 
   void conclude() {
+    if (serving_.valid()) take_served(kServeLimit);
     for (auto& stream : streams_) stream->close();
     out_.pump();
     err_.pump();
@@ -242,6 +310,8 @@ class Launcher {
       throw Error("the process that keeps the workers was killed; the workers ended with it");
     }
     const auto cause = job_.root_cause();
+    if (elsewhere_ && !(cause && is_own_cause(*job_.end_of(*cause))))
+      throw WorkerError(elsewhere_->text, elsewhere_->exit_code);
     if (job_.ending() == Job::Ending::failure && cause) {
       const auto failure = failure_of(*cause);
       throw WorkerError(failure.text(), failure.exit_code());
@@ -250,20 +320,31 @@ class Launcher {
     if (output_failure_ != 0) throw SystemError("cannot write the output", output_failure_);
   }
 
+  /// Neither another rank's end nor our own signals brought it about.
+  static bool is_own_cause(const WorkerEnd& end) { return !end.consequence && !end.after_stop; }
+
   const LaunchPlan& plan_;
   SignalCatcher signals_;
   OutputQueue out_;
   OutputQueue err_;
   bool one_console_;
+  LineCopies out_copies_;
+  LineCopies err_copies_;
   Job job_;
   std::vector<std::unique_ptr<WorkerStream>> streams_;  // out and err of worker 0, of worker 1, ...
   std::vector<pid_t> pids_;
   std::vector<std::optional<ErrorReport>> reports_;
   std::shared_ptr<void> served_;
+  OtherHosts* found_others_ = nullptr;
+  std::future<void> serving_;
+  OtherHosts* others_ = nullptr;
+  std::optional<FailureElsewhere> elsewhere_;
+  bool told_ = false;
   std::exception_ptr serve_failure_;
   std::unique_ptr<Keeper> keeper_;
   std::optional<Time> drain_until_;
   std::optional<Time> leave_at_;
+  std::optional<Time> word_until_;
   bool leaving_ = false;
   bool keeper_killed_ = false;
   bool abandon_output_ = false;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/launch/error_file.h"
+#include "lockstep/launch/line_copies.h"
 
 namespace lockstep::launch {
 
@@ -34,19 +35,44 @@ struct WorkerPlan {
   std::vector<std::string> unset;
   std::vector<int> processors;  ///< That it may run on; empty: those that we may.
   std::string prefix;           ///< Before each line on the console: "[rank0]: "; may be empty.
+  bool inherit_stdin = false;   ///< It reads our standard input; else /dev/null.
   StreamPlan out;
   StreamPlan err;
   std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.
 };
 
+/// A failure on another host of the job, as the launcher there has told it.
+struct FailureElsewhere {
+  int exit_code = 1;
+  std::string text;  ///< "rank 3 (pid 4711) was killed by SIGKILL (signal 9)".
+};
+
+/// What the launchers of a job's hosts tell each other. No call blocks.
+class OtherHosts {
+ public:
+  virtual ~OtherHosts() = default;
+  /// The first failure that any other host has told of. Asked about every 100 ms.
+  virtual std::optional<FailureElsewhere> failure() = 0;
+  /// Tells the others of a failure here.
+  virtual void tell(const FailureElsewhere& failure) = 0;
+  /// Asked about every 50 ms once the workers here have ended, until it returns true: the others
+  /// know of that, and need nothing of this host any more.
+  virtual bool may_leave(bool succeeded) = 0;
+};
+
 struct LaunchPlan {
   std::vector<WorkerPlan> workers;
-  /// Serves what the workers connect to; called once, right after they were started, so that its
-  /// own start and theirs overlap. What it returns lives until they have ended. May be empty.
+  /// Serves what the workers connect to; called once, right after they were started and on a thread
+  /// of its own, so that its own start and theirs overlap. What it returns lives until they have
+  /// ended. May be empty.
   std::function<std::shared_ptr<void>()> serve;
-  /// Called when all workers of this host have succeeded, about every 50 ms until it returns true:
-  /// whether `serve`'s result may go (other hosts may still need it). May be empty.
-  std::function<bool()> may_leave;
+  /// Other hosts, if there are any. Asked for after `serve` was called. May be empty.
+  std::function<OtherHosts*()> other_hosts;
+  /// What is shown of the workers' standard output and error is copied there in parts.
+  LineCopiesPlan out_copies, err_copies;
+  /// The last lines of a failed worker are part of the error also where they were shown just
+  /// before.
+  bool repeat_shown_lines = true;
   std::filesystem::path
       scratch;  ///< A folder to remove at the end, however it comes; may be empty.
   /// This process does nothing else: every descendant of it belongs to the job, and may be killed
@@ -67,6 +93,7 @@ struct Failure {
   std::string file;     ///< The program.
   std::optional<ErrorReport> report;
   std::vector<std::string> last_lines;  ///< Of its standard error.
+  bool lines_are_shown = false;         ///< They stand on the console already.
   std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
 
   /// The worker's exit code; 128 + N when signal N ended it; 126 or 127 (as in a shell) when it
@@ -77,7 +104,8 @@ struct Failure {
 };
 
 /// Runs the workers to their end. Returns when all succeeded. Throws
-/// - WorkerError when one failed: the others got TERM and, after `grace`, KILL;
+/// - WorkerError when one failed, here or on another host: the others got TERM and, after `grace`,
+///   KILL;
 /// - InterruptedError when one of `signals` came: it was forwarded, and KILL followed after
 ///   `signal_grace` or at the second signal;
 /// - SystemError(EPIPE) when nobody reads our output any more; the workers were told to stop;

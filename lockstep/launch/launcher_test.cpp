@@ -65,6 +65,30 @@ class LauncherTest : public testing::Test {
   TemporaryDirectory folder_{"lockstep-launcher-test"};
 };
 
+/// The other hosts of a job, as a test wants them.
+struct Others : OtherHosts {
+  std::optional<FailureElsewhere> failure() override {
+    return ++looked > appears_after ? failed : std::nullopt;
+  }
+  void tell(const FailureElsewhere& text) override {
+    told.push_back(text);
+    if (at_telling) at_telling();
+  }
+  bool may_leave(bool) override {
+    if (at_each_asking) at_each_asking();
+    return ++asked >= leaves_when_asked;
+  }
+
+  std::optional<FailureElsewhere> failed;
+  int appears_after = 0;
+  int looked = 0;
+  int leaves_when_asked = 0;
+  int asked = 0;
+  int living_when_told = -1;
+  std::vector<FailureElsewhere> told;
+  std::function<void()> at_each_asking, at_telling;
+};
+
 TEST_F(LauncherTest, StreamsGoIntoTheirFilesByteForByte) {
   const std::string binary = R"(printf 'a\000b\r\nc'; printf e >&2; head -c 300000 /dev/zero)";
   launch(plan({binary, "echo two"}));
@@ -132,6 +156,13 @@ TEST_F(LauncherTest, WhatAWorkerLeavesBehindEndsWithTheJob) {
             "until [ -s $OUT/left ]; do sleep 0.01; done"}));
   const pid_t left = std::stoi(content("left"));
   EXPECT_NE(kill(left, 0), 0) << "process " << left << " still lives";
+}
+
+TEST_F(LauncherTest, WorkersIgnoreWhatABackgroundJobIgnores) {
+  for (const int number : {SIGINT, SIGQUIT}) std::signal(number, SIG_IGN);
+  launch(plan({"kill -INT $$; kill -QUIT $$; echo on > $OUT/on"}));
+  for (const int number : {SIGINT, SIGQUIT}) std::signal(number, SIG_DFL);
+  EXPECT_EQ(content("on"), "on\n");
 }
 
 TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
@@ -227,14 +258,100 @@ TEST_F(LauncherTest, WhatIsServedLivesUntilItMayLeave) {
   auto served = std::make_shared<int>(1);
   const std::weak_ptr<int> seen = served;
   with_serve.serve = [&] { return std::move(served); };
-  int asked = 0;
-  with_serve.may_leave = [&] {
-    EXPECT_FALSE(seen.expired());
-    return ++asked == 3;
-  };
+  Others others;
+  others.leaves_when_asked = 3;
+  others.at_each_asking = [&] { EXPECT_FALSE(seen.expired()); };
+  with_serve.other_hosts = [&] { return &others; };
   launch(with_serve);
-  EXPECT_EQ(asked, 3);
+  EXPECT_EQ(others.asked, 3);
   EXPECT_TRUE(seen.expired());
+  EXPECT_EQ(others.told.size(), 0u);
+}
+
+TEST_F(LauncherTest, AFailureIsToldToOtherHostsBeforeTheWorkersHaveEnded) {
+  Others others;
+  others.at_telling = [&] {
+    others.living_when_told = fs::exists(folder_.path() / "ended") ? 0 : 1;
+  };
+  auto failing =
+      plan({"until [ -e $OUT/up ]; do sleep 0.01; done; echo why >&2; exit 3",
+            "trap 'touch $OUT/ended; exit 0' TERM; touch $OUT/up; while :; do sleep 0.01; done"});
+  failing.grace = std::chrono::seconds(20);
+  failing.other_hosts = [&] { return &others; };
+  failure(failing, 3);
+  ASSERT_EQ(others.told.size(), 1u);
+  EXPECT_EQ(others.told[0].exit_code, 3);
+  expect_contains(others.told[0].text, "rank 0 (pid ");
+  expect_contains(others.told[0].text, "why");
+  EXPECT_EQ(others.living_when_told, 1);
+}
+
+TEST_F(LauncherTest, AFailureOnAnotherHostEndsTheWorkersAndIsTheCause) {
+  Others others;
+  auto waiting = plan({"sleep 1000", "sleep 1000"});
+  others.failed =
+      FailureElsewhere{137, "on host 1: rank 3 (pid 7) was killed by SIGKILL (signal 9)"};
+  waiting.other_hosts = [&] { return &others; };
+  const auto begin = Clock::now();
+  EXPECT_EQ(failure(waiting, 137), "on host 1: rank 3 (pid 7) was killed by SIGKILL (signal 9)");
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
+  EXPECT_EQ(others.told.size(), 0u) << "the others know";
+}
+
+TEST_F(LauncherTest, APeerThatWasLostElsewhereIsNamedByItsOwnLauncher) {
+  Others others;
+  others.appears_after = 3;  // Times asked.
+  others.failed = FailureElsewhere{9, "on host 1: rank 3 failed"};
+  auto losing = plan({"echo PeerLostError: rank 2 >&2; exit 4", "sleep 1000"});
+  losing.other_hosts = [&] { return &others; };
+  EXPECT_EQ(failure(losing, 9), "on host 1: rank 3 failed");
+}
+
+TEST_F(LauncherTest, TheCauseIsWaitedForAlsoWhenAllRanksHereHaveEnded) {
+  Others others;
+  others.appears_after = 3;
+  others.failed = FailureElsewhere{9, "on host 1: rank 3 failed"};
+  auto losing = plan({"echo Connection closed by peer >&2; exit 4"});
+  losing.other_hosts = [&] { return &others; };
+  EXPECT_EQ(failure(losing, 9), "on host 1: rank 3 failed");
+  EXPECT_EQ(others.told.size(), 0u);
+}
+
+TEST_F(LauncherTest, LinesWithTheRanksOwnMarkGetNoSecondPrefix) {
+  auto marked = plan({"echo '[rank0] warning: x'; echo '[rank1] other'; echo plain"});
+  marked.workers[0].out.console = true;
+  marked.workers[0].prefix = "[rank0]: ";
+  marked.out_copies = {folder_.path() / "copies", {"warn", "plain"}};
+  testing::internal::CaptureStdout();
+  launch(marked);
+  EXPECT_EQ(testing::internal::GetCapturedStdout(),
+            "[rank0] warning: x\n[rank0]: [rank1] other\n[rank0]: plain\n");
+  EXPECT_EQ(content("copies"), "[rank0] warning: x\n[rank0]: plain\n");
+}
+
+TEST_F(LauncherTest, WhatWasShownLastIsRepeatedOnlyWhenAskedFor) {
+  for (const bool repeats : {false, true}) {
+    auto failing = plan({"echo why >&2; exit 3"});
+    failing.workers[0].err.console = true;
+    failing.repeat_shown_lines = repeats;
+    testing::internal::CaptureStderr();
+    const auto text = failure(failing, 3);
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "why\n");
+    EXPECT_EQ(text.find("why") != std::string::npos, repeats) << text;
+  }
+}
+
+TEST_F(LauncherTest, WhatOthersHaveWrittenAfterIsAReasonToRepeat) {
+  auto failing =
+      plan({"echo why >&2; touch $OUT/said; until [ -e $OUT/after ]; do sleep 0.01; done; exit 3",
+            "until [ -e $OUT/said ]; do sleep 0.01; done; echo after >&2; touch $OUT/after; sleep "
+            "1000"});
+  for (auto& worker : failing.workers) worker.err.console = true;
+  failing.repeat_shown_lines = false;
+  testing::internal::CaptureStderr();
+  const auto text = failure(failing, 3);
+  testing::internal::GetCapturedStderr();
+  expect_contains(text, "why");
 }
 
 TEST_F(LauncherTest, AnUnwritableLogIsNamedAndNothingStarts) {

@@ -11,7 +11,8 @@
 
 namespace lockstep::launch {
 
-void OutputQueue::write(std::string_view bytes) {
+void OutputQueue::write(std::string_view bytes, const void* writer) {
+  last_writer_ = writer;
   if (failed_with_ == 0) queue_.append(bytes);
 }
 

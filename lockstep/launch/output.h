@@ -15,7 +15,10 @@ class OutputQueue {
 
   explicit OutputQueue(int fd) : fd_(fd) {}
 
-  void write(std::string_view bytes);
+  /// `writer`: whose bytes they are, see last_writer.
+  void write(std::string_view bytes, const void* writer = nullptr);
+  /// Whose bytes came last, written or dropped; null: nobody has said.
+  const void* last_writer() const { return last_writer_; }
   /// Passes on what can be without blocking.
   void pump();
   bool pending() const { return failed_with_ == 0 && begin_ < queue_.size(); }
@@ -30,6 +33,7 @@ class OutputQueue {
   std::string queue_;
   size_t begin_ = 0;
   int failed_with_ = 0;
+  const void* last_writer_ = nullptr;
 };
 
 /// Whether two descriptors are the same file, pipe or terminal.

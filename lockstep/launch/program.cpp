@@ -41,10 +41,14 @@ std::string python() {
                    "set PYTHON_EXEC to the interpreter, or activate its environment");
 }
 
-Program with_python(const std::vector<std::string>& words, bool module) {
+constexpr const char* kRunPath =
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
+
+/// `flags` stand before the words.
+Program with_python(const std::vector<std::string>& words, const std::vector<std::string>& flags) {
   Program program{python(), {}};
   program.argv = {program.file, "-u"};
-  if (module) program.argv.push_back("-m");
+  program.argv.insert(program.argv.end(), flags.begin(), flags.end());
   program.argv.insert(program.argv.end(), words.begin(), words.end());
   return program;
 }
@@ -75,10 +79,15 @@ bool names_its_interpreter(const fs::path& path) {
 
 Program find_program(const std::vector<std::string>& words, ProgramKind kind) {
   const std::string& name = words.at(0);
-  if (kind == ProgramKind::module) return with_python(words, true);
+  if (kind == ProgramKind::module) return with_python(words, {"-m"});
+  if (kind == ProgramKind::path) {
+    std::error_code ignored;
+    if (!fs::exists(name, ignored)) throw UsageError("program '" + name + "' does not exist");
+    return with_python(words, {"-c", kRunPath});
+  }
   if (kind == ProgramKind::guess && is_python_source(name) && is_file(name) &&
       !(is_executable(name) && names_its_interpreter(name))) {
-    return with_python(words, false);
+    return with_python(words, {});
   }
   Program program{"", words};
   if (const auto found = in_path(name); found && !is_python_source(name)) {

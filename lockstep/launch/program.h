@@ -10,6 +10,7 @@ enum class ProgramKind {
   guess,       ///< An executable as it is; a *.py that is none by Python.
   executable,  ///< As it is, whatever its name (--no-python).
   module,      ///< A Python module's name (-m).
+  path,        ///< What Python's runpy.run_path takes: a script, a folder or an archive.
 };
 
 struct Program {

@@ -34,8 +34,9 @@ struct SpawnOptions {
 /// Returns true in the parent, after all workers ended with 0, and false at once in a worker, or
 /// when a launcher (torchrun, `lockstep run`, srun, mpirun) has already started this process as a
 /// rank. The shell of a Slurm allocation (sbatch, salloc) is no rank, nor is the only task of a
-/// step: there it starts workers, and says so. A program may spawn several times, one after the other: the workers of a later call pass
-/// by the earlier ones with true. A worker that spawns once more gets a UsageError.
+/// step: there it starts workers, and says so. A program may spawn several times, one after the
+/// other: the workers of a later call pass by the earlier ones with true. A worker that spawns once
+/// more gets a UsageError.
 ///
 /// Workers have our standard output; their standard error passes through this process; they read
 /// /dev/null. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.

@@ -12,13 +12,15 @@
 
 namespace lockstep::launch {
 
-WorkerStream::WorkerStream(const StreamPlan& plan, std::string prefix, int own_fd,
-                           OutputQueue& console)
+WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix, int own_fd,
+                           OutputQueue& console, LineCopies& copies)
     : inherit_(plan.inherit),
       console_wanted_(plan.console),
       own_fd_(own_fd),
       prefix_(std::move(prefix)),
+      own_mark_("[rank" + std::to_string(rank) + "]"),
       console_(console),
+      copies_(copies),
       file_name_(plan.file.string()) {
   if (inherit_) return;
   int fds[2];
@@ -68,9 +70,11 @@ void WorkerStream::write_file(std::string_view bytes) {
 }
 
 void WorkerStream::show(std::string_view line) {
-  console_.write(prefix_);
-  console_.write(line);
-  console_.write("\n");
+  const std::string_view prefix = line.starts_with(own_mark_) ? std::string_view() : prefix_;
+  console_.write(prefix, this);
+  console_.write(line, this);
+  console_.write("\n", this);
+  copies_.take(prefix, line);
 }
 
 void WorkerStream::close() {

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "lockstep/base/file.h"
+#include "lockstep/launch/line_copies.h"
 #include "lockstep/launch/line_cutter.h"
 #include "lockstep/launch/output.h"
 
@@ -18,9 +19,10 @@ class WorkerStream {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  /// Makes the pipe and opens the file. Throws SystemError naming the file. `console` outlives
-  /// this.
-  WorkerStream(const StreamPlan& plan, std::string prefix, int own_fd, OutputQueue& console);
+  /// Makes the pipe and opens the file. Throws SystemError naming the file. `console` and `copies`
+  /// outlive this. A line that begins with "[rankN]" of this rank's number gets no prefix.
+  WorkerStream(const StreamPlan& plan, int rank, std::string prefix, int own_fd,
+               OutputQueue& console, LineCopies& copies);
 
   /// The descriptor for the worker; ours alone until `started`.
   int worker_fd() const { return inherit_ ? own_fd_ : write_.get(); }
@@ -35,6 +37,10 @@ class WorkerStream {
   /// Gives the stream up: its last line is passed on.
   void close();
   const Tail& tail() const { return tail_; }
+  /// Its last lines are the last on the console: who looks there has them before his eyes.
+  bool last_on_console() const {
+    return inherit_ || (console_wanted_ && console_.last_writer() == this);
+  }
 
  private:
   void take(std::string_view bytes, Time now);
@@ -45,7 +51,9 @@ class WorkerStream {
   bool console_wanted_;
   int own_fd_;
   std::string prefix_;
+  std::string own_mark_;  ///< "[rank3]", which our own messages and c10d's begin with.
   OutputQueue& console_;
+  LineCopies& copies_;
   std::string file_name_;
   UniqueFd file_;
   UniqueFd read_;

@@ -3,10 +3,13 @@
 import json
 import os
 import pathlib
+import pty
+import select
 import socket
 import stat
 import subprocess
 import sys
+import termios
 import unittest
 
 from lockstep_testing import LOCKSTEP, clean_environment, main, run, temporary_folder
@@ -25,6 +28,14 @@ t = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(t)
 print("sum", int(t.item()), "of", dist.get_world_size())
 dist.destroy_process_group()
+"""
+
+
+# Takes the terminal on its standard input as its controlling one, then becomes the program.
+CONTROLLING = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -71,7 +82,8 @@ class Variables(unittest.TestCase):
                     self.assertIn(name, right)
                     if name not in free:
                         self.assertEqual(left[name], right[name], name)
-                extra = {n for n in set(right) - set(left) - self.FOREIGN if not n.startswith("LOCKSTEP_")}
+                # How OpenMP's threads wait is chosen where nobody has.
+                extra = {n for n in set(right) - set(left) - self.FOREIGN - {"GOMP_SPINCOUNT"} if not n.startswith("LOCKSTEP_")}
                 self.assertEqual(extra, set())
                 self.assertEqual(socket.gethostbyname(left["MASTER_ADDR"]), socket.gethostbyname(right["MASTER_ADDR"]))
                 self.assertGreater(int(right["MASTER_PORT"]), 0)
@@ -262,7 +274,197 @@ for start in range(0, len(data), 7919):
             self.assertEqual(list(folder.iterdir()), [])
 
 
+class Terminal(unittest.TestCase):
+    """One rank that is started from a terminal: what it writes and reads is the terminal's."""
+
+    def run_in_terminal(self, *words, typed=b""):
+        """Exit code and what the terminal showed."""
+        master, slave = pty.openpty()
+        # The launcher's terminal must be its controlling one, in the foreground, as after a shell's command.
+        process = subprocess.Popen([sys.executable, "-c", CONTROLLING, LOCKSTEP, "run", *map(str, words)], stdin=slave, stdout=slave,
+                                   stderr=slave, env=clean_environment(PYTHON_EXEC=sys.executable), start_new_session=True)
+        os.close(slave)
+        shown = b""
+        try:
+            if typed:
+                os.write(master, typed)
+            while True:
+                ready, _, _ = select.select([master], [], [], 60)
+                self.assertTrue(ready, f"nothing came for a minute after {shown!r}")
+                try:
+                    part = os.read(master, 65536)
+                except OSError:  # All others have closed it.
+                    break
+                shown += part
+                if not part:
+                    break
+            self.settings = termios.tcgetattr(master)
+        finally:
+            os.close(master)  # Hangs up what is still there.
+        return process.wait(30), shown.decode().replace("\r\n", "\n")
+
+    def test_a_rank_alone_writes_to_it_and_reads_it(self):
+        text = "import sys\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)])\nprint('read', input('prompt> '))\n"
+        with temporary_folder() as folder:
+            code, shown = self.run_in_terminal(script(folder, text), typed=b"word\n")
+        self.assertEqual(code, 0, shown)
+        self.assertIn("[True, True, True]\n", shown)
+        self.assertIn("prompt> ", shown)
+        self.assertIn("read word\n", shown)
+        self.assertNotIn("[rank0]", shown)
+
+    def test_pdb_works(self):
+        with temporary_folder() as folder:
+            path = script(folder, "x = 41\nbreakpoint()\nprint('end')\n")
+            code, shown = self.run_in_terminal(path, typed=b"p x + 1\nc\n")
+        self.assertEqual(code, 0, shown)
+        self.assertIn("42\n", shown)
+        self.assertIn("end\n", shown)
+
+    def test_a_failure_is_shown_once(self):
+        with temporary_folder() as folder:
+            code, shown = self.run_in_terminal(script(folder, "raise ValueError('seven')\n"))
+        self.assertEqual(code, 1, shown)
+        self.assertEqual(shown.count("ValueError: seven"), 1, shown)
+        self.assertRegex(shown, r"lockstep run: error: rank 0 \(pid \d+\) exited with code 1\n$")
+
+    def test_its_settings_are_put_back(self):
+        text = "import os, signal, tty\ntty.setraw(0)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        with temporary_folder() as folder:
+            code, shown = self.run_in_terminal(script(folder, text))
+        self.assertEqual(code, 137, shown)
+        self.assertTrue(self.settings[3] & termios.ECHO)
+
+    def test_several_ranks_share_it_in_lines(self):
+        _, shown = self.run_in_terminal("--nproc-per-node", 2, "sh", "-c", "[ -t 1 ] || echo lines; cat")
+        self.assertEqual(sorted(line for line in shown.splitlines() if line.startswith("[rank")),
+                         ["[rank0]: lines", "[rank1]: lines"])
+
+    def test_a_pipe_is_read_by_a_rank_alone(self):
+        result = subprocess.run([LOCKSTEP, "run", "cat"], input=b"data\n", stdout=subprocess.PIPE, env=clean_environment(),
+                                timeout=30, check=False)
+        self.assertEqual((result.returncode, result.stdout), (0, b"[rank0]: data\n"))
+
+
+class FlagsOfTorchrun(unittest.TestCase):
+    def test_those_without_effect_are_taken_and_say_so(self):
+        flags = ["--monitor-interval", "0.5", "--start-method=fork", "--event_log_handler", "null", "--logs-specs", "x",
+                 "--local-addr", "10.0.0.1", "--rdzv-conf", "timeout=5,x=y"]
+        code, out, err = lockstep_run(*flags, "echo", "x")
+        self.assertEqual((code, out), (0, "[rank0]: x\n"), err)
+        for flag in ("--monitor-interval", "--start-method", "--event-log-handler", "--logs-specs", "--local-addr",
+                     "--rdzv-conf"):
+            self.assertEqual(err.count(f"lockstep run: {flag} has no effect here: "), 1, err)
+
+    def test_run_path(self):
+        # Also a file that is no *.py, which `python3 FILE` would run as well, and a folder.
+        with temporary_folder() as folder:
+            path = script(folder, "import sys; print(sys.argv, __name__)", "odd")
+            code, out, err = lockstep_run("--run-path", "--no-python", path, "-x", env={"PYTHON_EXEC": sys.executable})
+            self.assertEqual((code, out), (0, f"[rank0]: ['{path}', '-x'] __main__\n"), err)
+            (folder / "package").mkdir()
+            script(folder / "package", "print('in a folder')", "__main__.py")
+            self.assertEqual(lockstep_run("--run-path", folder / "package", env={"PYTHON_EXEC": sys.executable})[1],
+                             "[rank0]: in a folder\n")
+
+    def test_a_virtual_local_rank(self):
+        text = "echo $LOCAL_RANK $RANK $CUDA_VISIBLE_DEVICES"
+        flags = ["--virtual-local-rank", "--nproc-per-node", 2, "sh", "-c", text]
+        _, out, _ = lockstep_run(*flags)
+        self.assertEqual(sorted(out.splitlines()), ["[rank0]: 0 0 0", "[rank1]: 0 1 1"])
+        _, out, _ = lockstep_run(*flags, env={"CUDA_VISIBLE_DEVICES": "5, 7"})
+        self.assertEqual(sorted(out.splitlines()), ["[rank0]: 0 0 5", "[rank1]: 0 1 7"])
+        code, _, err = lockstep_run(*flags, env={"CUDA_VISIBLE_DEVICES": "5"})
+        self.assertEqual(code, 2)
+        self.assertIn("no GPU for local rank 1 in CUDA_VISIBLE_DEVICES=5", err)
+
+    def test_filtered_copies(self):
+        text = "echo a,b; echo apple$RANK; echo plain; echo an orange >&2"
+        with temporary_folder() as folder:
+            code, _, err = lockstep_run("--nproc-per-node", 2, "--log-dir", folder, "--tee", 3, "--duplicate-stdout-filters",
+                                        "apple,a,,b", "--duplicate-stderr-filters", "orange", "sh", "-c", text)
+            self.assertEqual(code, 0, err)
+            attempt = next(folder.iterdir()) / "attempt_0"
+            self.assertEqual(sorted((attempt / "filtered_stdout.log").read_text().splitlines()),
+                             ["[rank0]: a,b", "[rank0]: apple0", "[rank1]: a,b", "[rank1]: apple1"])
+            self.assertEqual(sorted((attempt / "filtered_stderr.log").read_text().splitlines()),
+                             ["[rank0]: an orange", "[rank1]: an orange"])
+            self.assertEqual((attempt / "0" / "stdout.log").read_text(), "a,b\napple0\nplain\n")
+
+    def test_its_variable_for_the_grace_counts(self):
+        code, _, err = lockstep_run("true", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"})
+        self.assertEqual(code, 2)
+        self.assertIn("TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon'", err)
+
+    def test_the_help_names_them_all(self):
+        _, out, _ = lockstep_run("--help")
+        for flag in ("--monitor-interval", "--start-method", "--event-log-handler", "--run-path", "--local-addr", "--logs-specs",
+                     "--numa-binding", "--virtual-local-rank", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
+                     "--rdzv-conf"):
+            self.assertIn(f" {flag} ", out)
+        self.assertIn("PET_NPROC_PER_NODE", out)
+
+
+class Slurm(unittest.TestCase):
+    """The variables of a task stand in the shells of allocations, too, where nothing has started ranks."""
+
+    # As sbatch and salloc give them to their shell.
+    SHELL = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_NNODES": 1, "SLURM_NTASKS": 1,
+             "SLURM_TASKS_PER_NODE": "1", "SLURM_JOB_ID": 4711, "SLURM_JOB_NODELIST": "n1"}
+
+    def train(self, devices, launcher=(), **env):
+        result = run(*launcher, LOCKSTEP, "train", "--devices", devices, "--max-epochs", 1, "--limit-train-batches", 3,
+                     "--limit-test-batches", 1, env=clean_environment(LOCKSTEP_TIMEOUT=30, **env))
+        return result.stdout, result.stderr
+
+    def test_in_an_allocations_shell_ranks_are_started(self):
+        for more in ({}, {"SLURM_NTASKS": 2}, {"SLURM_STEP_ID": 4294967290, "SLURM_STEP_NUM_TASKS": 1}):
+            with self.subTest(more):
+                out, err = self.train(2, **{**self.SHELL, **more})
+                self.assertRegex(out, r"(?m)^2 ranks over ")
+                self.assertIn("this is the shell of Slurm's allocation 4711 and no step", err)
+
+    def test_the_only_task_of_a_step_starts_ranks(self):
+        out, err = self.train(2, **self.SHELL, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=1)
+        self.assertRegex(out, r"(?m)^2 ranks over ")
+        self.assertIn("this is the only task of a Slurm step", err)
+
+    def test_one_rank_of_an_allocation_of_several_tasks_is_told(self):
+        _, err = self.train(1, **{**self.SHELL, "SLURM_NTASKS": 4})
+        self.assertIn("init: 1 rank, as this is the shell of Slurm's allocation 4711 and no step; srun starts its 4 tasks", err)
+
+    def test_ranks_that_another_launcher_keeps_from_starting_are_told(self):
+        out, err = self.train(2, launcher=(LOCKSTEP, "run"))
+        self.assertNotIn("2 ranks over", out)
+        self.assertIn("none is started, as lockstep run has started this process as the only rank", err)
+
+
+class Prefix(unittest.TestCase):
+    def test_none_when_asked_for(self):
+        code, out, err = lockstep_run("--no-prefix", "--nproc-per-node", 2, "sh", "-c", "echo x; echo y >&2",
+                                      env={"OMP_NUM_THREADS": "1"})
+        self.assertEqual((code, out, err), (0, "x\nx\n", "y\ny\n"))
+
+    def test_no_second_one(self):
+        _, out, _ = lockstep_run("sh", "-c", "echo '[rank0] warning: x'; echo '[rank0]:[W] x'; echo '[rank1] y'")
+        self.assertEqual(out, "[rank0] warning: x\n[rank0]:[W] x\n[rank0]: [rank1] y\n")
+
+
 class Hosts(unittest.TestCase):
+    def test_an_address_in_brackets(self):
+        with socket.socket(socket.AF_INET6) as probe:
+            try:
+                probe.bind(("::1", 0))
+            except OSError:
+                self.skipTest("no IPv6 here")
+        for flags in (["--master-addr", "[::1]"], ["--rdzv-endpoint", "[::1]"], ["--rdzv-endpoint", "[::1]:0"],
+                      ["--master-addr", "::1"]):
+            with self.subTest(flags):
+                code, out, err = lockstep_run(*flags, "--nproc-per-node", 2, CPP_RANK, "init", timeout=120)
+                self.assertEqual(code, 0, err)
+                self.assertEqual(len(out.splitlines()), 2)
+                self.assertEqual(lockstep_run(*flags, "sh", "-c", "echo $MASTER_ADDR")[1], "[rank0]: ::1\n")
+
     def test_two_hosts(self):
         """Two launchers of two ranks each are one job of four, and the store outlives the slower."""
         if not CPP_RANK.exists():
@@ -335,7 +537,7 @@ class Usage(unittest.TestCase):
         self.refused("--nnodes", "1:4", "true", says=["--nnodes 1:4", "hint:"])
         self.refused("--nnodes", 2, "--rdzv-backend", "c10d", "true", says=["c10d", "--node-rank"])
         self.refused("--rdzv-backend", "stati", "true", says="did you mean 'static'?")
-        self.refused("--numa-binding", "node", "true", says=["--numa-binding", "--bind-to"])
+        self.refused("--numa-binding", "socket", "true", says=["--numa-binding", "--bind-to"])
 
     def test_programs_that_cannot_run_are_named(self):
         with temporary_folder() as folder:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,9 +31,17 @@ class Failures(unittest.TestCase):
                                       "echo working; [ $RANK = 1 ] && { echo a; echo reason >&2; exit 42; }; sleep 1000")
         self.assertLess(seconds(begin), 20)
         self.assertEqual(code, 42)
-        self.assertRegex(err, r"lockstep run: error: rank 1 \(pid \d+\) exited with code 42\n"
-                              r"  its last lines of standard error:\n    reason\n$")
+        self.assertRegex(err, r"\[rank1\]: reason\nlockstep run: error: rank 1 \(pid \d+\) exited with code 42\n$")
         self.assertEqual(err.count("lockstep run: error"), 1)
+
+    def test_last_words_that_others_have_covered_are_repeated(self):
+        with temporary_folder() as folder:
+            text = ("[ $RANK = 0 ] && { echo reason >&2; touch $OUT/said; until [ -e $OUT/after ]; do sleep 0.01; done; exit 42; }; "
+                    "until [ -e $OUT/said ]; do sleep 0.01; done; echo after >&2; touch $OUT/after; sleep 1000")
+            code, _, err = lockstep_run("--nproc-per-node", 2, "sh", "-c", text, env={"OUT": str(folder)})
+        self.assertEqual(code, 42)
+        self.assertRegex(err, r"lockstep run: error: rank 0 \(pid \d+\) exited with code 42\n"
+                              r"  its last lines of standard error:\n    reason\n$")
 
     def test_a_signal_death(self):
         for name, number in (("SEGV", 11), ("KILL", 9), ("ABRT", 6)):
@@ -41,28 +50,45 @@ class Failures(unittest.TestCase):
             self.assertEqual(code, 128 + number)
             self.assertRegex(err, rf"rank 1 \(pid \d+\) was killed by SIG{name} \(signal {number}\)\n$")
 
-    def test_others_that_ignore_term_are_gone_within_a_second(self):
-        with temporary_folder() as folder:
-            wait = "until [ -e $OUT/pid0 ] && [ -e $OUT/pid2 ]; do sleep 0.01; done; date +%s.%N > $OUT/t; exit 5"
-            code, _, err = lockstep_run("--nproc-per-node", 3, "sh", "-c", f"[ $RANK = 1 ] && {{ {wait}; }}; {STUBBORN}",
-                                        env={"OUT": str(folder)})
+    def seconds_to_end(self, folder):
+        """From the end of rank 1 to that of a job whose other ranks ignore TERM."""
+        wait = "until [ -e $OUT/pid0 ] && [ -e $OUT/pid2 ]; do sleep 0.01; done; date +%s.%N > $OUT/t; exit 5"
+        with Launched("--nproc-per-node", 3, "sh", "-c", f"[ $RANK = 1 ] && {{ {wait}; }}; {STUBBORN}",
+                      env={"OUT": str(folder)}) as launched:
+            launched.process.wait(20)
             ended = time.time()
-            self.assertEqual(code, 5, err)
-            # 0.8 s of grace; the rest is this machine's own business.
-            self.assertLess(ended - float((folder / "t").read_text()), 1.0 + 3.0)
-            self.assertFalse(alive(number_in(folder / "pid0")) or alive(number_in(folder / "pid2")))
+            code, _, err = launched.end()
+        self.assertEqual(code, 5, err)
+        self.assertFalse(alive(number_in(folder / "pid0")) or alive(number_in(folder / "pid2")))
+        return ended - float((folder / "t").read_text())
+
+    def test_others_that_ignore_term_are_gone_within_a_second(self):
+        took = []
+        for _ in range(10):  # What the machine's other work adds is not the launcher's.
+            with temporary_folder() as folder:
+                took.append(self.seconds_to_end(folder))
+            if took[-1] < 1.0:
+                break
+        self.assertLess(min(took), 1.0, took)
+        self.assertGreater(min(took), 0.7, "the grace is 0.8 s")
 
     def test_the_grace_is_settable(self):
+        self.end_within_the_grace("--shutdown-timeout", 20)
+        self.end_within_the_grace(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="20")
+
+    def end_within_the_grace(self, *flags, **variables):
+        """The other rank needs a second to end; it has that when the grace is longer."""
         with temporary_folder() as folder:
-            clean = "trap 'echo clean > $OUT/clean; exit 0' TERM; touch $OUT/up; while :; do sleep 0.01; done"
+            clean = "trap 'sleep 1; echo clean > $OUT/clean; exit 0' TERM; touch $OUT/up; while :; do sleep 0.01; done"
             code, _, err = lockstep_run(
-                "--nproc-per-node", 2, "--shutdown-timeout", 20, "sh", "-c",
+                "--nproc-per-node", 2, *flags, "sh", "-c",
                 f"[ $RANK = 0 ] && {{ until [ -e $OUT/up ]; do sleep 0.01; done; exit 1; }}; {clean}",
-                env={"OUT": str(folder)})
+                env={"OUT": str(folder), **variables})
             self.assertEqual((code, (folder / "clean").read_text()), (1, "clean\n"), err)
 
     def test_only_the_last_lines_are_repeated(self):
-        _, _, err = lockstep_run("sh", "-c", "for i in $(seq 100); do echo line$i >&2; done; exit 1")
+        _, _, err = lockstep_run("--redirects", 2, "--log-dir", "/dev/null", "sh", "-c",
+                                 "for i in $(seq 100); do echo line$i >&2; done; exit 1")
         last = err[err.index("lockstep run: error"):]
         self.assertIn("    line100\n", last)
         self.assertNotIn("line80\n", last)
@@ -82,6 +108,9 @@ main()
             if "No module named 'torch'" in err:
                 self.skipTest("this Python has no torch")
             self.assertEqual(code, 1)
+            self.assertEqual(err.count("ValueError: seven"), 1, "shown, so not repeated")
+            code, _, err = lockstep_run("--redirects", 2, "--log-dir", "/dev/null", folder / "fail.py",
+                                        env={"PYTHON_EXEC": sys.executable}, timeout=120)
             self.assertIn("ValueError: seven", err[err.index("lockstep run: error"):])
 
     def test_the_rank_that_threw_is_the_cause_not_the_one_that_waited(self):
@@ -99,6 +128,74 @@ main()
             self.assertEqual(code, 0, err)
             for rank in (0, 1):
                 self.assertFalse(alive(number_in(folder / f"daemon{rank}")))
+
+
+class Hosts(unittest.TestCase):
+    """Two launchers on one machine that are two hosts; the ranks know nothing of each other."""
+
+    def pair(self, folder, text, **flags):
+        """Both launchers, once all four ranks have begun; `text` is run by each rank."""
+        for _ in range(5):  # A free port may be taken before the launcher binds it.
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            begun = "echo $$ > $OUT/pid$RANK.tmp; mv $OUT/pid$RANK.tmp $OUT/pid$RANK; "
+            launched = [Launched("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
+                                 "--master-port", port, *flags.get("flags", []), "sh", "-c", begun + text, env={"OUT": str(folder)})
+                        for host in (0, 1)]
+            self.addCleanup(lambda launched=launched: [one.__exit__() for one in launched])
+            wait_until(lambda: all((folder / f"pid{rank}").exists() for rank in (2, 3)), 30, "the ranks of host 1")
+            if launched[0].process.poll() is None:
+                wait_until(lambda: all((folder / f"pid{rank}").exists() for rank in (0, 1)) or launched[0].process.poll() is not None,
+                           30, "the ranks of host 0")
+            if launched[0].process.poll() is None:
+                return launched
+        self.fail("no free port in five attempts")
+
+    def killed(self, rank, text="sleep 1000"):
+        """Kills a rank of two hosts with -9: the ends of both launchers, and the seconds that each took."""
+        with temporary_folder() as folder:
+            launched = self.pair(folder, text)
+            os.kill(number_in(folder / f"pid{rank}"), signal.SIGKILL)
+            begin, took = time.monotonic(), [None, None]
+
+            def all_ended():
+                for host, one in enumerate(launched):
+                    if took[host] is None and one.process.poll() is not None:
+                        took[host] = seconds(begin)
+                return None not in took
+            wait_until(all_ended, 20, "the end of both launchers")
+            ends = [one.end() for one in launched]
+            for one in launched:
+                one.nothing_left()
+            return ends, took
+
+    def test_a_killed_rank_ends_the_job_on_both_at_once_and_is_named(self):
+        for rank in (3, 0):
+            with self.subTest(rank=rank):
+                took = []
+                for _ in range(4):  # The first may be slowed by the machine's other work.
+                    ends, times = self.killed(rank)
+                    own, other = ends[rank // 2], ends[1 - rank // 2]
+                    self.assertEqual((own[0], other[0]), (137, 137), ends)
+                    said = rf"rank {rank} (\(local rank \d\) )?\(pid \d+\) was killed by SIGKILL \(signal 9\)\n$"
+                    self.assertRegex(own[2], "lockstep run: error: " + said)
+                    self.assertRegex(other[2], rf"lockstep run: error: on host {rank // 2}: " + said)
+                    took.append(max(times))
+                    if took[-1] < 2.0:
+                        break
+                self.assertLess(min(took), 2.0, took)
+
+    def test_a_rank_that_lost_its_peer_is_not_taken_for_the_cause(self):
+        # The ranks of host 0 say what Gloo says when a peer is gone, at the same moment.
+        with temporary_folder() as folder:
+            text = ("if [ $RANK -lt 2 ]; then until [ -e $OUT/lost ]; do sleep 0.01; done; "
+                    "echo 'Connection closed by peer [10.0.0.2]' >&2; exit 1; fi; "
+                    "[ $RANK = 3 ] && { until [ -e $OUT/pid0 ]; do sleep 0.01; done; touch $OUT/lost; sleep 0.3; exit 7; }; sleep 1000")
+            launched = self.pair(folder, text)
+            ends = [one.end() for one in launched]
+        self.assertEqual([code for code, _, _ in ends], [7, 7], ends)
+        self.assertRegex(ends[0][2], r"error: on host 1: rank 3 .*exited with code 7\n")
 
 
 class Signals(unittest.TestCase):

@@ -37,6 +37,22 @@ def alive(pid):
         return False
 
 
+def processes_below(root):
+    """The numbers and command lines of all descendants of a process."""
+    parents, lines = {}, {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/cmdline", "rb") as line:
+                parents[int(entry)] = int(stat.read().rsplit(")", 1)[1].split()[1])
+                lines[int(entry)] = line.read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    below = [root]
+    for parent in below:
+        below += [pid for pid in parents if parents[pid] == parent]
+    return [(pid, lines[pid]) for pid in below[1:]]
+
+
 def group_members(pgid):
     members = []
     for entry in os.listdir("/proc"):
@@ -392,10 +408,16 @@ class Ending(unittest.TestCase):
         with t.temporary_folder() as folder:
             process, metrics = self.start(folder, "--devices", 2, "--checkpoint-dir", folder / "saved")
             t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
-            os.killpg(process.pid, signal.SIGINT)
+            # Of every process but the keeper, which no terminal reaches: the parent forwards it as well.
+            ranks = [pid for pid, line in processes_below(process.pid) if not line.startswith(b"keeper\0")]
+            self.assertEqual(len(ranks), 2, ranks)
+            for pid in [*ranks, process.pid]:
+                os.kill(pid, signal.SIGINT)
             out, err = process.communicate(timeout=30)
             self.assertEqual(process.returncode, 130, out + err)
             self.assert_all_gone(process)
+            self.assertFalse([pid for pid in ranks if alive(pid)])
+            self.assertTrue((folder / "saved" / "latest" / "state.json").exists(), out + err)
 
     def test_a_closed_pipe_is_no_success(self):
         for devices in (1, 2):

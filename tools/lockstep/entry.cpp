@@ -1,6 +1,5 @@
 #include "entry.h"
 
-#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -8,8 +7,8 @@
 #include <vector>
 
 #include "commands.h"
+#include "hosts_board.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/store.h"
 #include "lockstep/comm/store_host.h"
 #include "lockstep/tool/cli.h"
 
@@ -56,16 +55,16 @@ void lockstep_cli_release_store(void* store) {
   delete static_cast<std::shared_ptr<void>*>(store);
 }
 
-int64_t lockstep_cli_ended_hosts(const char* address, uint16_t port, int amount, char* error,
-                                 size_t error_size) {
+void* lockstep_cli_join_hosts(const char* address, uint16_t port, int host, int hosts, char* error,
+                              size_t error_size) {
   try {
-    lockstep::TcpStoreOptions options;
-    options.host = address;
-    options.port = port;
-    options.timeout = std::chrono::seconds(5);
-    return lockstep::tcp_store(options).add("lockstep/launcher/ended_hosts", amount);
+    return lockstep::tool::make_hosts_board({address, port, host, hosts}).release();
   } catch (const std::exception& failure) {
     std::snprintf(error, error_size, "%s", failure.what());
-    return -1;
+    return nullptr;
   }
+}
+
+void lockstep_cli_leave_hosts(void* hosts) {
+  delete static_cast<lockstep::launch::OtherHosts*>(hosts);
 }

@@ -15,9 +15,10 @@ int lockstep_cli_main(int argc, char** argv);
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);
 void lockstep_cli_release_store(void* store);
 
-/// Adds to the number of hosts whose workers have ended, in the store at address and port. Returns
-/// the sum; -1 on failure, with the reason in `error`.
-int64_t lockstep_cli_ended_hosts(const char* address, uint16_t port, int amount, char* error,
-                                 size_t error_size);
+/// A launch::OtherHosts of `hosts` hosts, of which this is number `host`, whose store is at address
+/// and port; until lockstep_cli_leave_hosts. Null on failure, with the reason in `error`.
+void* lockstep_cli_join_hosts(const char* address, uint16_t port, int host, int hosts, char* error,
+                              size_t error_size);
+void lockstep_cli_leave_hosts(void* hosts);
 
 }  // extern "C"

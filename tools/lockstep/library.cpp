@@ -61,13 +61,15 @@ std::shared_ptr<void> serve_store(int listen_fd) {
   return {store, release};
 }
 
-int64_t count_ended_hosts(const std::string& address, uint16_t port, int amount) {
-  auto* add =
-      symbol<int64_t(const char*, uint16_t, int, char*, size_t)>("lockstep_cli_ended_hosts");
+std::shared_ptr<launch::OtherHosts> join_hosts(const std::string& address, uint16_t port, int host,
+                                               int hosts) {
+  auto* join =
+      symbol<void*(const char*, uint16_t, int, int, char*, size_t)>("lockstep_cli_join_hosts");
+  auto* leave = symbol<void(void*)>("lockstep_cli_leave_hosts");
   char error[1024] = "";
-  const int64_t sum = add(address.c_str(), port, amount, error, sizeof error);
-  if (sum < 0) throw CommError(error);
-  return sum;
+  void* joined = join(address.c_str(), port, host, hosts, error, sizeof error);
+  if (!joined) throw CommError(std::string("cannot watch the other hosts: ") + error);
+  return {static_cast<launch::OtherHosts*>(joined), leave};
 }
 
 }  // namespace lockstep::tool

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/launch/launcher.h"
+
 namespace lockstep::tool {
 
 /// Runs a subcommand that lives in liblockstep_cli.so: its name and what follows. Returns its exit
@@ -15,8 +17,9 @@ int run_from_library(const std::vector<std::string>& words);
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.
 std::shared_ptr<void> serve_store(int listen_fd);
 
-/// Adds to the number of hosts whose workers have ended, which the store of a job keeps, and
-/// returns the sum. Throws CommError when the store does not answer within seconds.
-int64_t count_ended_hosts(const std::string& address, uint16_t port, int amount);
+/// What the launchers of the job's hosts tell each other, in the store at address and port; see
+/// hosts_board.h. Loads LibTorch for it. Throws lockstep::Error.
+std::shared_ptr<launch::OtherHosts> join_hosts(const std::string& address, uint16_t port, int host,
+                                               int hosts);
 
 }  // namespace lockstep::tool

@@ -1,5 +1,8 @@
 #include "run.h"
 
+#include <termios.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
@@ -12,6 +15,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/temporary_folder.h"
+#include "lockstep/base/text.h"
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
@@ -24,8 +29,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kNoLogs = "/dev/null";  // torchrun's way to say that none are wanted
-/// How long host 0 keeps the store for hosts whose workers have not ended; torchrun's limit.
-constexpr std::chrono::seconds kLastHostLimit{300};
 
 void say(const std::string& text) {
   log_info("lockstep run: " + text);
@@ -38,6 +41,7 @@ void replace_all(std::string& text, const std::string& from, const std::string& 
 }
 
 std::string prefix_of(const RunOptions& options, int rank, int local_rank) {
+  if (options.no_prefix) return {};
   auto prefix = env_string("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").value_or("[rank${rank}]: ");
   replace_all(prefix, "${role_name}", options.role);
   replace_all(prefix, "${rank}", std::to_string(rank));
@@ -50,7 +54,7 @@ std::string prefix_of(const RunOptions& options, int rank, int local_rank) {
 class LogFolders {
  public:
   explicit LogFolders(const RunOptions& options) : discard_(options.log_dir == kNoLogs) {
-    bool wants_files = false;
+    bool wants_files = !options.out_filters.empty() || !options.err_filters.empty();
     for (int i = 0; i < options.nproc; ++i) {
       for (const auto streams : {options.redirects.of(i), options.tee.of(i)}) {
         wants_files |= streams.out || streams.err;
@@ -60,7 +64,7 @@ class LogFolders {
       make_run_folder(options.log_dir, options);
       say("logs are in " + run_folder_.string());
     } else if (wants_files && !discard_) {
-      make_run_folder(fs::temp_directory_path(), options);
+      make_run_folder(temporary_folder(), options);
       say("logs are in " + run_folder_.string());
     } else {
       scratch_ = std::make_unique<TemporaryDirectory>("lockstep-run");
@@ -75,6 +79,10 @@ class LogFolders {
   /// Where a stream is kept; /dev/null with --log-dir /dev/null.
   fs::path file(int local_rank, const char* name) const {
     return discard_ ? fs::path(kNoLogs) : folder(local_rank) / name;
+  }
+  /// The same for a file of all ranks.
+  fs::path shared_file(const char* name) const {
+    return discard_ ? fs::path(kNoLogs) : run_folder_ / "attempt_0" / name;
   }
   /// What is to be removed at the end; empty: nothing.
   fs::path scratch() const { return scratch_ ? scratch_->path() : fs::path(); }
@@ -99,11 +107,48 @@ class LogFolders {
   fs::path run_folder_;
 };
 
-launch::StreamPlan stream_plan(bool redirected, bool teed, bool shown, const fs::path& file) {
+/// Of the terminal on standard input.
+bool is_foreground() {
+  return isatty(STDIN_FILENO) && tcgetpgrp(STDIN_FILENO) == getpgrp();
+}
+
+/// A rank that is alone is what the user talks to, by debuggers and progress bars too. In the
+/// background a terminal's input is not ours.
+bool passes_input(const launch::RankLayout& layout) {
+  return layout.world_size == 1 && (!isatty(STDIN_FILENO) || is_foreground());
+}
+
+/// What becomes of one stream, `own_fd` of ours, of one worker.
+struct StreamWishes {
+  bool redirected, teed, shown, alone, copied;
+};
+
+launch::StreamPlan stream_plan(const StreamWishes& wishes, int own_fd, const fs::path& file) {
   launch::StreamPlan plan;
-  plan.console = shown && (teed || !redirected);
-  if (redirected || teed) plan.file = file;
+  plan.console = wishes.shown && (wishes.teed || !wishes.redirected);
+  if (wishes.redirected || wishes.teed) plan.file = file;
+  plan.inherit =
+      wishes.alone && !wishes.copied && plan.console && plan.file.empty() && isatty(own_fd) != 0;
   return plan;
+}
+
+/// Each worker sees its own GPU only, as torchrun has it.
+void make_local_rank_virtual(launch::WorkerPlan& plan) {
+  std::string device = std::to_string(plan.local_rank);
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
+    const auto devices = split(visible, ',');
+    if (static_cast<size_t>(plan.local_rank) >= devices.size()) {
+      throw UsageError("--virtual-local-rank: no GPU for local rank " + device +
+                           " in CUDA_VISIBLE_DEVICES=" + visible,
+                       "start fewer ranks, or name more GPUs");
+    }
+    device = devices[static_cast<size_t>(plan.local_rank)];
+    std::erase(device, ' ');
+  }
+  for (auto& [name, value] : plan.env) {
+    if (name == "LOCAL_RANK") value = "0";
+  }
+  plan.env.emplace_back("CUDA_VISIBLE_DEVICES", device);
 }
 
 launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayout& layout,
@@ -122,8 +167,13 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   const auto redirected = options.redirects.of(local_rank);
   const auto teed = options.tee.of(local_rank);
   const bool shown = options.shown.empty() || options.shown.count(local_rank) > 0;
-  plan.out = stream_plan(redirected.out, teed.out, shown, logs.file(local_rank, "stdout.log"));
-  plan.err = stream_plan(redirected.err, teed.err, shown, logs.file(local_rank, "stderr.log"));
+  const bool alone = layout.world_size == 1;
+  plan.out = stream_plan({redirected.out, teed.out, shown, alone, !options.out_filters.empty()},
+                         STDOUT_FILENO, logs.file(local_rank, "stdout.log"));
+  plan.err = stream_plan({redirected.err, teed.err, shown, alone, !options.err_filters.empty()},
+                         STDERR_FILENO, logs.file(local_rank, "stderr.log"));
+  plan.inherit_stdin = passes_input(layout);
+  if (options.virtual_local_rank) make_local_rank_virtual(plan);
   return plan;
 }
 
@@ -141,82 +191,70 @@ launch::RankLayout layout_of(const RunOptions& options) {
   return layout;
 }
 
-/// The hosts of a job tell host 0 when their workers have ended, because it serves the store.
-class LastHost {
+/// Puts the terminal's settings back at the end: a rank that was killed at a prompt leaves it
+/// without echo. In the background it is somebody else's.
+class TerminalSettings {
  public:
-  explicit LastHost(const launch::RankLayout& layout) : layout_(layout) {}
-
-  bool may_leave() {
-    const auto now = std::chrono::steady_clock::now();
-    if (!since_) since_ = now;
-    if (now - *since_ > kLastHostLimit) {
-      log_warning(
-          "lockstep run: not all hosts said that their ranks have ended; the store is closed all "
-          "the same");
-      return true;
-    }
-    return count_ended_hosts(layout_.master_addr, layout_.master_port, 0) >= layout_.nodes - 1;
+  TerminalSettings() : saved_(is_foreground() && tcgetattr(STDIN_FILENO, &before_) == 0) {}
+  ~TerminalSettings() {
+    if (saved_ && is_foreground()) tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
   }
-
-  /// Without effect when host 0 has gone before.
-  void tell() noexcept {
-    try {
-      count_ended_hosts(layout_.master_addr, layout_.master_port, 1);
-    } catch (const std::exception&) {
-    }
-  }
+  TerminalSettings(const TerminalSettings&) = delete;
+  TerminalSettings& operator=(const TerminalSettings&) = delete;
 
  private:
-  const launch::RankLayout& layout_;
-  std::optional<std::chrono::steady_clock::time_point> since_;
+  termios before_{};
+  bool saved_;
 };
 
-void launch_as_other_host(const launch::LaunchPlan& plan, LastHost& last_host) {
-  try {
-    launch::launch(plan);
-  } catch (const InterruptedError&) {
-    throw;
-  } catch (...) {
-    last_host.tell();
-    throw;
+launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayout& layout,
+                               const launch::Program& program, const LogFolders& logs) {
+  launch::BindingRequest binding;
+  binding.word = options.bind_to;
+  binding.local_size = options.nproc;
+  const auto bindings = launch::choose_bindings(binding);
+  launch::LaunchPlan plan;
+  for (int i = 0; i < options.nproc; ++i) {
+    plan.workers.push_back(worker_plan(options, layout, program, logs, i));
+    plan.workers.back().processors = bindings[static_cast<size_t>(i)].processors;
   }
-  last_host.tell();
+  if (!options.out_filters.empty())
+    plan.out_copies = {logs.shared_file("filtered_stdout.log"), options.out_filters};
+  if (!options.err_filters.empty())
+    plan.err_copies = {logs.shared_file("filtered_stderr.log"), options.err_filters};
+  plan.scratch = logs.scratch();
+  plan.owns_process = true;
+  plan.repeat_shown_lines = false;
+  plan.grace = options.grace;
+  plan.signals = options.signals;
+  return plan;
 }
 
+/// The most that a rank has.
 }  // namespace
 
 int run_command(const std::vector<std::string>& args) {
   const auto options = parse_run_options(args);
   if (!options) return kExitSuccess;
+  for (const auto& text : options->without_effect) say(text);
   const auto program = launch::find_program(options->program, options->kind);
   auto layout = layout_of(*options);
-  const bool serves = options->node_rank == 0;
   UniqueFd listener;
-  if (serves) listener = launch::listen_for_ranks(layout);
+  if (options->node_rank == 0) listener = launch::listen_for_ranks(layout);
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const LogFolders logs(*options);
-  launch::LaunchPlan plan;
-  launch::BindingRequest binding;
-  binding.word = options->bind_to;
-  binding.local_size = options->nproc;
-  const auto bindings = launch::choose_bindings(binding);
-  for (int i = 0; i < options->nproc; ++i) {
-    plan.workers.push_back(worker_plan(*options, layout, program, logs, i));
-    plan.workers.back().processors = bindings[static_cast<size_t>(i)].processors;
+  auto plan = launch_plan(*options, layout, program, logs);
+  std::shared_ptr<launch::OtherHosts> others;
+  if (listener) plan.serve = [&] { return serve_store(listener.release()); };
+  if (options->nodes > 1) {
+    plan.other_hosts = [&] {
+      others = join_hosts(layout.master_addr, layout.master_port, layout.node_rank, layout.nodes);
+      return others.get();
+    };
   }
-  plan.scratch = logs.scratch();
-  plan.owns_process = true;
-  plan.grace = options->grace;
-  plan.signals = options->signals;
-  LastHost last_host(layout);
-  if (!serves) {
-    launch_as_other_host(plan, last_host);
-    return kExitSuccess;
-  }
-  plan.serve = [&] { return serve_store(listener.release()); };
-  if (options->nodes > 1) plan.may_leave = [&] { return last_host.may_leave(); };
+  const TerminalSettings terminal;
   launch::launch(plan);
   return kExitSuccess;
 }

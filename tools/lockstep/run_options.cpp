@@ -10,6 +10,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/launch/binding.h"
@@ -22,24 +23,20 @@ namespace {
 /// torchrun's own default for several hosts.
 constexpr uint16_t kDefaultPort = 29500;
 
-struct Absent {
+/// torchrun's flags that change nothing here.
+struct NoEffect {
   const char* flag;
-  const char* instead;
+  const char* placeholder;
+  const char* why;
 };
 
-/// torchrun's flags that are not here, and what serves instead.
-constexpr Absent kAbsent[] = {
-    {"--rdzv-conf", "the static meeting needs no settings"},
-    {"--monitor-interval", "not needed: the end of a worker is noticed at once"},
-    {"--start-method", "not needed: workers are always programs of their own"},
-    {"--run-path", "start the script itself"},
-    {"--event-log-handler", "see --log-dir for files"},
-    {"--logs-specs", "see --log-dir, --tee and --redirects"},
-    {"--duplicate-stdout-filters", "see --local-ranks-filter"},
-    {"--duplicate-stderr-filters", "see --local-ranks-filter"},
-    {"--local-addr", "see --master-addr"},
-    {"--numa-binding", "see --bind-to"},
-    {"--virtual-local-rank", "the program finds its device by LOCAL_RANK"},
+constexpr NoEffect kNoEffect[] = {
+    {"--monitor-interval", "SECONDS", "the end of a worker is noticed at once"},
+    {"--start-method", "NAME", "workers are always programs of their own"},
+    {"--event-log-handler", "NAME", "events are not recorded; --log-dir keeps logs"},
+    {"--logs-specs", "NAME", "see --log-dir, --redirects and --tee"},
+    {"--local-addr", "ADDR", "hosts meet at --master-addr"},
+    {"--rdzv-conf", "K=V", "the static meeting has no settings"},
 };
 
 /// What the flags say, before it is made sense of.
@@ -60,7 +57,14 @@ struct RawFlags {
   bool standalone = false;
   bool module = false;
   bool no_python = false;
+  bool run_path = false;
+  std::string out_filters;
+  std::string err_filters;
+  std::optional<std::string> numa_binding;
 };
+
+/// The variable of torchrun that holds the seconds of --shutdown-timeout.
+constexpr const char* kShutdownVariable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
 
 void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.example("lockstep run --nproc-per-node 2 ./mnist_distributed --epochs 3");
@@ -69,6 +73,8 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
               "two hosts; on the second one with --node-rank 1");
   cli.example("lockstep run --nproc-per-node 4 --log-dir logs --redirects 3 --tee 0:3 ./prog",
               "all output into files, that of local rank 0 shown as well");
+  cli.example("PET_NPROC_PER_NODE=4 lockstep run ./prog",
+              "a flag's default may stand in PET_ and its name, as schedulers for torchrun set it");
   cli.group("Processes");
   cli.option("--nproc-per-node", raw.nproc,
              "Ranks on this host: a number, cpu, gpu, or auto (a "
@@ -99,10 +105,18 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
       "--bind-to", options.bind_to, launch::binding_names(),
       "Keep each rank to its part of the cores (core) or to a NUMA domain (numa); auto: numa "
       "where there are several domains and nobody else has bound us");
+  cli.option("--numa-binding", raw.numa_binding,
+             "torchrun's name for it: node is --bind-to numa, exclusive is --bind-to core", "NAME");
+  cli.flag("--virtual-local-rank", options.virtual_local_rank,
+           "LOCAL_RANK is 0 in every rank, and CUDA_VISIBLE_DEVICES names its own GPU");
   cli.group("Program");
   cli.flag("-m,--module", raw.module, "PROGRAM is a Python module");
   cli.flag("--no-python", raw.no_python, "PROGRAM is executed as it is, even if it is named *.py");
+  cli.flag("--run-path", raw.run_path, "PROGRAM is run by Python's runpy.run_path");
   cli.group("Output");
+  cli.flag("--no-prefix", options.no_prefix,
+           "No [rankN]: before each line. One rank that writes to a terminal has none anyway, and "
+           "reads the terminal");
   cli.option("--log-dir", options.log_dir,
              "Keep logs and error files in "
              "DIR/<run id>_<random>/attempt_0/<local rank>",
@@ -114,6 +128,12 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.option("-t,--tee", raw.tee, "Into files and shown", "STREAMS");
   cli.option("--local-ranks-filter", raw.filter, "Show the output of these local ranks only",
              "R1,R2");
+  cli.option("--duplicate-stdout-filters", raw.out_filters,
+             "Lines of standard output that contain one of these words go into "
+             "attempt_0/filtered_stdout.log as well; ,, is a comma",
+             "A,B");
+  cli.option("--duplicate-stderr-filters", raw.err_filters,
+             "The same for standard error and filtered_stderr.log", "A,B");
   cli.group("End");
   cli.option("--signals-to-handle", raw.signals,
              "Forwarded to the workers, who then have 30 s; a "
@@ -121,38 +141,49 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "NAMES");
   cli.option("--shutdown-timeout", raw.shutdown_timeout,
              "Seconds between TERM and KILL for the "
-             "others when a rank has failed [0.8]",
+             "others when a rank has failed [TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 0.8]",
              {0, 86400});
-}
-
-std::string to_dashes(std::string word) {
-  const auto end =
-      word.begin() + static_cast<std::ptrdiff_t>(std::min(word.find('='), word.size()));
-  std::replace(word.begin(), end, '_', '-');
-  return word;
-}
-
-void refuse_absent(const std::vector<std::string>& args) {
-  for (const auto& arg : args) {
-    if (arg.empty() || arg[0] != '-') return;  // roughly the program; CLI finds what is left
-    const auto name = to_dashes(arg.substr(0, arg.find('=')));
-    for (const auto& absent : kAbsent) {
-      if (name == absent.flag) {
-        throw UsageError(name + " of torchrun is not supported by lockstep run", absent.instead);
-      }
-    }
+  cli.group("Of torchrun, without effect here");
+  for (const auto& known : kNoEffect) {
+    std::string help = known.why;
+    help[0] = static_cast<char>(std::toupper(help[0]));
+    cli.custom(known.flag, known.placeholder, help, "", [&options, &known](const auto&) {
+      options.without_effect.push_back(std::string(known.flag) +
+                                       " has no effect here: " + known.why);
+    });
   }
 }
 
 /// torchrun reads each flag's default from PET_NAME; schedulers set those.
+std::string variable_of(const std::string& flag) {
+  std::string variable = "PET_" + flag.substr(2);
+  for (char& c : variable) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
+  return variable;
+}
+
+/// In a catch block: the error of a value that comes from the environment names the variable, as
+/// nobody has typed the flag.
+[[noreturn]] void rethrow_naming_variable(const UsageError& error, const Cli& cli) {
+  const std::string text = error.what();
+  for (const auto& flag : cli.long_names()) {
+    const auto value = env_string(variable_of(flag));
+    const bool about = text.starts_with(flag + ":") || text.starts_with(flag + " ");
+    if (value && about && text.find(*value) != std::string::npos) {
+      throw UsageError("environment variable " + variable_of(flag) + ", the default of " + text);
+    }
+  }
+  throw;
+}
+
 std::vector<std::string> flags_from_environment(const Cli& cli) {
   std::vector<std::string> args;
   for (const auto& name : cli.long_names()) {
-    std::string variable = "PET_" + name.substr(2);
-    for (char& c : variable) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
+    const std::string variable = variable_of(name);
     const auto value = env_string(variable);
     if (!value) continue;
-    const bool is_flag = name == "--standalone" || name == "--module" || name == "--no-python";
+    const std::array flags = {"--standalone", "--module",    "--no-python",
+                              "--run-path",   "--no-prefix", "--virtual-local-rank"};
+    const bool is_flag = std::find(flags.begin(), flags.end(), name) != flags.end();
     if (!is_flag) args.push_back(name + "=" + *value);
     if (is_flag && env_flag(variable)) args.push_back(name);
   }
@@ -197,9 +228,13 @@ uint16_t parse_port(const std::string& flag, const std::string& text) {
 }
 
 void take_endpoint(const std::string& text, RunOptions& options) {
-  const size_t colon = text.rfind(':');
-  const auto host = text.substr(0, colon);
+  const size_t colon = text.find(':', text.starts_with('[') ? text.find(']') : 0);
+  const auto host = without_brackets(text.substr(0, colon));
   if (host.empty()) throw UsageError("--rdzv-endpoint: '" + text + "' is not ADDR:PORT");
+  if (colon != std::string::npos && text.find(':', colon + 1) != std::string::npos) {
+    throw UsageError("--rdzv-endpoint: '" + text + "' is not ADDR:PORT",
+                     "an address with colons stands in brackets: [::1]:29500");
+  }
   options.master_addr = host;
   if (colon != std::string::npos) {
     options.master_port = parse_port("--rdzv-endpoint", text.substr(colon + 1));
@@ -222,7 +257,7 @@ void resolve_meeting(const RawFlags& raw, RunOptions& options) {
   }
   if (!raw.standalone) {
     if (!raw.rdzv_endpoint.empty()) take_endpoint(raw.rdzv_endpoint, options);
-    if (raw.master_addr) options.master_addr = *raw.master_addr;
+    if (raw.master_addr) options.master_addr = without_brackets(*raw.master_addr);
     if (raw.master_port) options.master_port = static_cast<uint16_t>(*raw.master_port);
   }
   if (options.node_rank >= options.nodes) {
@@ -277,7 +312,62 @@ std::vector<int> parse_signals(const std::string& text) {
   return signals;
 }
 
+/// "a,b,,c" as "a" and "b,c".
+std::vector<std::string> parse_words(const std::string& text) {
+  std::vector<std::string> words(1);
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (text[i] != ',') {
+      words.back() += text[i];
+    } else if (i + 1 < text.size() && text[i + 1] == ',') {
+      words.back() += text[i++];
+    } else {
+      words.emplace_back();
+    }
+  }
+  std::erase(words, "");
+  return words;
+}
+
+/// The word of --bind-to for torchrun's.
+void resolve_binding(const RawFlags& raw, bool bind_to_given, RunOptions& options) {
+  if (!raw.numa_binding) return;
+  expect_one_of("--numa-binding", *raw.numa_binding,
+                {"node", "socket", "exclusive", "core-complex"});
+  if (*raw.numa_binding == "socket" || *raw.numa_binding == "core-complex") {
+    throw UsageError("--numa-binding " + *raw.numa_binding + " is not there",
+                     "--bind-to numa keeps a rank to a NUMA domain, --bind-to core to cores");
+  }
+  const std::string word = *raw.numa_binding == "node" ? "numa" : "core";
+  if (bind_to_given && options.bind_to != word) {
+    throw UsageError("--numa-binding " + *raw.numa_binding + " and --bind-to " + options.bind_to +
+                     " contradict each other");
+  }
+  options.bind_to = word;
+}
+
+std::chrono::milliseconds parse_grace(const RawFlags& raw, std::chrono::milliseconds unless_said) {
+  auto seconds = raw.shutdown_timeout;
+  if (const auto text = env_string(kShutdownVariable); text && !seconds) {
+    seconds = parse_double(*text);
+    if (!seconds || !(*seconds >= 0 && *seconds <= 86400)) {
+      throw UsageError("environment variable " + std::string(kShutdownVariable) + "='" + *text +
+                       "': expected seconds from 0 to 86400");
+    }
+  }
+  if (!seconds) return unless_said;
+  return std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
+}
+
+launch::ProgramKind program_kind(const RawFlags& raw) {
+  if (raw.run_path) return launch::ProgramKind::path;  // As with torchrun it wins.
+  if (raw.module && raw.no_python) throw UsageError("-m and --no-python exclude each other");
+  if (raw.module) return launch::ProgramKind::module;
+  return raw.no_python ? launch::ProgramKind::executable : launch::ProgramKind::guess;
+}
+
 void resolve_output(const RawFlags& raw, RunOptions& options) {
+  options.out_filters = parse_words(raw.out_filters);
+  options.err_filters = parse_words(raw.err_filters);
   options.redirects = StreamMap::parse("--redirects", raw.redirects);
   options.tee = StreamMap::parse("--tee", raw.tee);
   for (const auto* map : {&options.redirects, &options.tee}) {
@@ -288,6 +378,22 @@ void resolve_output(const RawFlags& raw, RunOptions& options) {
     }
   }
   options.shown = parse_filter(raw.filter, options.nproc);
+}
+
+/// Makes sense of the flags.
+void resolve(const RawFlags& raw, const Cli& cli, RunOptions& options) {
+  options.nproc = parse_nproc(raw.nproc);
+  resolve_meeting(raw, options);
+  resolve_output(raw, options);
+  options.signals = parse_signals(raw.signals);
+  options.signal_names = raw.signals;
+  options.grace = parse_grace(raw, options.grace);
+  resolve_binding(raw, cli.given("--bind-to"), options);
+  options.kind = program_kind(raw);
+  if (options.program.empty()) {
+    throw UsageError("no program to run",
+                     "lockstep run [FLAGS] PROGRAM [ARGS...]; 'lockstep run --help' has examples");
+  }
 }
 
 }  // namespace
@@ -339,24 +445,13 @@ std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args
   declare(cli, raw, options);
   cli.trailing("PROGRAM [ARGS...]", options.program,
                "What every rank executes; a *.py that is not executable is given to python3 -u");
-  refuse_absent(args);
   auto all = flags_from_environment(cli);
   all.insert(all.end(), args.begin(), args.end());
-  if (!cli.parse(all)) return std::nullopt;
-  options.nproc = parse_nproc(raw.nproc);
-  resolve_meeting(raw, options);
-  resolve_output(raw, options);
-  options.signals = parse_signals(raw.signals);
-  options.signal_names = raw.signals;
-  if (raw.shutdown_timeout) {
-    options.grace = std::chrono::milliseconds(static_cast<int64_t>(*raw.shutdown_timeout * 1000));
-  }
-  if (raw.module && raw.no_python) throw UsageError("-m and --no-python exclude each other");
-  if (raw.module) options.kind = launch::ProgramKind::module;
-  if (raw.no_python) options.kind = launch::ProgramKind::executable;
-  if (options.program.empty()) {
-    throw UsageError("no program to run",
-                     "lockstep run [FLAGS] PROGRAM [ARGS...]; 'lockstep run --help' has examples");
+  try {
+    if (!cli.parse(all)) return std::nullopt;
+    resolve(raw, cli, options);
+  } catch (const UsageError& error) {
+    rethrow_naming_variable(error, cli);
   }
   return options;
 }

@@ -43,13 +43,20 @@ struct RunOptions {
   std::string log_dir;  ///< Empty: none.
   StreamMap redirects;
   StreamMap tee;
-  std::set<int> shown;           ///< --local-ranks-filter; empty: all.
+  std::set<int> shown;  ///< --local-ranks-filter; empty: all.
+  bool no_prefix = false;
+  /// Lines that contain one of these words are copied into a file; empty: none.
+  std::vector<std::string> out_filters, err_filters;
+  /// LOCAL_RANK is 0 in every worker, and its own GPU the only one that it sees.
+  bool virtual_local_rank = false;
   std::string bind_to = "auto";  ///< See launch::choose_binding.
   std::chrono::milliseconds grace{800};
   std::vector<int> signals;
   std::string signal_names;  ///< As given, for the workers.
   launch::ProgramKind kind = launch::ProgramKind::guess;
   std::vector<std::string> program;  ///< With its arguments.
+  /// What was asked for and has no effect, with the reason: torchrun's flags.
+  std::vector<std::string> without_effect;
 };
 
 /// None when --help was asked for and printed. Throws UsageError.

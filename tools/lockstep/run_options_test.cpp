@@ -68,6 +68,58 @@ TEST(RunOptions, ProgramsKind) {
   EXPECT_EQ(parsed({}).kind, launch::ProgramKind::guess);
 }
 
+std::string refusal_with(const char* variable, const char* value, const Words& flags) {
+  setenv(variable, value, 1);
+  std::string text;
+  try {
+    parsed(flags);
+  } catch (const UsageError& error) {
+    text = error.what();
+  }
+  unsetenv(variable);
+  return text;
+}
+
+TEST(RunOptions, AVariableThatHoldsABadValueIsNamed) {
+  EXPECT_EQ(
+      refusal_with("PET_NPROC_PER_NODE", "two", {})
+          .find("environment variable PET_NPROC_PER_NODE, the default of --nproc-per-node: 'two'"),
+      0u);
+  EXPECT_EQ(refusal_with("PET_NODE_RANK", "x", {})
+                .find("environment variable PET_NODE_RANK, the default of --node-rank: 'x' is not"),
+            0u);
+  // Another flag's mistake is not the variable's.
+  EXPECT_EQ(refusal_with("PET_NPROC_PER_NODE", "2", {"--nnodes", "none"}).find("--nnodes: 'none'"),
+            0u);
+}
+
+TEST(RunOptions, AddressesMayStandInBrackets) {
+  EXPECT_EQ(parsed({"--master-addr", "[fd00::1]"}).master_addr, "fd00::1");
+  EXPECT_EQ(parsed({"--rdzv-endpoint", "[fd00::1]:1234"}).master_addr, "fd00::1");
+  EXPECT_EQ(parsed({"--rdzv-endpoint", "[fd00::1]:1234"}).master_port, 1234);
+  EXPECT_FALSE(parsed({"--rdzv-endpoint", "[fd00::1]"}).master_port);
+  EXPECT_THROW(parsed({"--rdzv-endpoint", "fd00::1:1234"}), UsageError);
+}
+
+TEST(RunOptions, TorchrunsWordsForBinding) {
+  EXPECT_EQ(parsed({"--numa-binding", "node"}).bind_to, "numa");
+  EXPECT_EQ(parsed({"--numa-binding", "exclusive"}).bind_to, "core");
+  EXPECT_EQ(parsed({"--numa-binding", "node", "--bind-to", "numa"}).bind_to, "numa");
+  for (const char* word : {"socket", "core-complex", "cores"}) {
+    EXPECT_THROW(parsed({"--numa-binding", word}), UsageError) << word;
+  }
+  EXPECT_THROW(parsed({"--numa-binding", "node", "--bind-to", "core"}), UsageError);
+}
+
+TEST(RunOptions, RunPathWinsOverTheOtherKinds) {
+  EXPECT_EQ(parsed({"--run-path", "--no-python"}).kind, launch::ProgramKind::path);
+}
+
+TEST(RunOptions, FiltersAreWordsBetweenCommas) {
+  EXPECT_EQ(parsed({"--duplicate-stdout-filters", "a,b,,c,"}).out_filters, (Words{"a", "b,c"}));
+  EXPECT_TRUE(parsed({}).out_filters.empty());
+}
+
 TEST(RunOptions, NumbersOfProcesses) {
   EXPECT_EQ(parsed({"--nproc-per-node", "cpu"}).nproc, count_cpus());
   EXPECT_EQ(parsed({"--nproc-per-node", "auto"}).nproc,
