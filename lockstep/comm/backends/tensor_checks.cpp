@@ -32,7 +32,8 @@ bool is_plain(const at::Tensor& tensor) {
 at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView outside_autograd;
   if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
-  return at::empty(tensor.sizes(), tensor.options().dtype(dtype)).copy_(tensor);
+  // LibTorch 2.13 loses a lazy negation in a copy between float16 and float32.
+  return at::empty(tensor.sizes(), tensor.options().dtype(dtype)).copy_(tensor.resolve_neg());
 }
 
 void check_dense(Operation operation, const at::Tensor& tensor) {

@@ -69,7 +69,8 @@ std::shared_ptr<const GroupNames> names_of(const BackendOptions& options) {
 
 void write_to(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView outside_autograd;
-  to.copy_(from);
+  // As in plain_copy: a lazy negation and another dtype in one copy are too much for LibTorch.
+  to.copy_(to.is_neg() ? from.to(to.scalar_type()) : from);
 }
 
 void divide(const at::Tensor& sum, int ranks) {
