@@ -47,10 +47,11 @@ void close_others(std::vector<int> kept) {
   close_between(next, ~0U);
 }
 
-void reset_signals(bool hangup_ignored) {
+void reset_signals(const std::vector<int>& ignored) {
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action {};
-    action.sa_handler = signal == SIGHUP && hangup_ignored ? SIG_IGN : SIG_DFL;
+    const bool ignore = std::find(ignored.begin(), ignored.end(), signal) != ignored.end();
+    action.sa_handler = ignore ? SIG_IGN : SIG_DFL;
     sigaction(signal, &action, nullptr);
   }
   sigset_t none;
@@ -109,12 +110,12 @@ bool has_ended(pid_t pid) {
 class KeeperProcess {
  public:
   KeeperProcess(const std::vector<ProcessPlan>& plans, const std::filesystem::path& scratch,
-                int control, int events, bool hangup_ignored)
+                int control, int events, std::vector<int> ignored)
       : plans_(plans),
         scratch_(scratch),
         control_(control),
         events_(events),
-        hangup_ignored_(hangup_ignored),
+        ignored_(std::move(ignored)),
         pids_(plans.size(), -1) {}
 
   [[noreturn]] void run() {
@@ -199,7 +200,7 @@ class KeeperProcess {
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != keeper) _exit(127);
-    reset_signals(hangup_ignored_);
+    reset_signals(ignored_);
     const auto argv = pointers(plan.argv);
     const auto env = pointers(plan.env);
     const int input = plan.inherit_stdin ? fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 3)
@@ -263,7 +264,7 @@ class KeeperProcess {
   const std::filesystem::path& scratch_;
   int control_;
   int events_;
-  bool hangup_ignored_;
+  std::vector<int> ignored_;  ///< Signals that workers ignore.
   int child_signals_ = -1;
   int starter_ = -1;         // a pidfd; -1 where the kernel has none
   std::vector<pid_t> pids_;  // -1: not started or reaped
@@ -324,7 +325,10 @@ void kill_descendants(std::chrono::milliseconds limit) {
 Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch) {
   auto control = make_pipe();
   auto events = make_pipe();
-  const bool hangup_ignored = is_ignored(SIGHUP);
+  std::vector<int> ignored;
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
+    if (is_ignored(signal)) ignored.push_back(signal);
+  }
   // Signals are held until the child has put its own handling in place: ours must not run there.
   sigset_t all;
   sigset_t before;
@@ -334,7 +338,7 @@ Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem:
   if (pid == 0) {
     control.write.reset();
     events.read.reset();
-    KeeperProcess(processes, scratch, control.read.get(), events.write.get(), hangup_ignored).run();
+    KeeperProcess(processes, scratch, control.read.get(), events.write.get(), ignored).run();
   }
   const int failure = errno;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);

@@ -45,6 +45,7 @@ struct KeeperEvent {
 ///
 /// Each worker is the leader of a process group and has only descriptors 0 to 2. A terminal that it
 /// reads is not its controlling one, so it may read it and change its settings at any time.
+/// Of signals it ignores HUP, INT and QUIT where this process does (nohup, background jobs).
 class Keeper {
  public:
   /// Throws SystemError when there are no processes or descriptors left. `scratch` is a folder to

@@ -40,7 +40,7 @@ SignalCatcher::SignalCatcher(const std::vector<int>& signals) {
     action.sa_flags = SA_RESTART;
     sigemptyset(&action.sa_mask);
     sigaction(signal, nullptr, &before);
-    if (signal == SIGHUP && before.sa_handler == SIG_IGN) return;
+    if (before.sa_handler == SIG_IGN) return;
     sigaction(signal, &action, nullptr);
     before_.emplace_back(signal, before);
   };

@@ -16,6 +16,11 @@ SOURCE_DIR = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE_DIR", pathlib.Path(__f
 BUILD_DIR = pathlib.Path(os.environ.get("LOCKSTEP_BUILD_DIR", SOURCE_DIR / "build"))
 LIBTORCH = os.environ.get("LOCKSTEP_LIBTORCH", "")
 
+# A script's background job ignores these, and all that it starts would as well.
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
+
 
 def data_dir():
     """The folder with real MNIST, or None: LOCKSTEP_DATA_DIR, else ../shared/data."""
