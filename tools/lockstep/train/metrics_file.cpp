@@ -1,15 +1,23 @@
 #include "tools/lockstep/train/metrics_file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep {
+namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
 namespace {
@@ -44,19 +52,55 @@ std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
   return kept;
 }
 
+/// False for a device or a pipe, and for /dev/stdout, also where that is a file: others write
+/// there.
+bool is_file_of_its_own(const fs::path& path) {
+  const std::string name = path.string();
+  return fs::is_regular_file(path) && !name.starts_with("/dev/") && !name.starts_with("/proc/");
+}
+
 }  // namespace
 
-MetricsFile::MetricsFile(const std::filesystem::path& path, bool resumed, int64_t step,
-                         int64_t epochs)
+MetricsFile::MetricsFile(const fs::path& path, bool resumed, int64_t step, int64_t epochs)
     : path_(path) {
-  std::string kept;
-  if (resumed && std::filesystem::exists(path)) kept = rows_up_to(read_file(path), step, epochs);
-  fd_.reset(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_TRUNC | O_CLOEXEC, 0666));
+  open();
+  if (!is_file_of_its_own(path_)) return;
+  const std::string before = read_file(path_);
+  const std::string kept = resumed ? rows_up_to(before, step, epochs) : std::string();
+  if (kept == before) return;
+  if (!resumed) {
+    log_warning("metrics file " + path_.string() + " holds " +
+                counted(std::count(before.begin(), before.end(), '\n'), "row") +
+                " of an earlier run; this new run overwrites them");
+    if (::ftruncate(fd_.get(), 0) != 0) throw SystemError("cannot write " + path_.string(), errno);
+    return;
+  }
+  // Rows that stay are on the disk at every moment, also when this process dies here.
+  write_file_atomically(path_, kept);
+  open();
+}
+
+void MetricsFile::open() {
+  fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!fd_) {
-    throw SystemError("cannot write metrics file " + path.string(), errno,
+    throw SystemError("cannot write metrics file " + path_.string(), errno,
                       "check that its folder exists and that you may write there");
   }
-  write_all(fd_.get(), kept.data(), kept.size(), path_);
+  if (is_file_of_its_own(path_)) lock();
+}
+
+/// A process that was just killed takes a moment to end. Where the file system has no locks, the
+/// file stays open to all.
+void MetricsFile::lock() {
+  constexpr std::chrono::seconds kPatience{2};
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (::flock(fd_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    if (std::chrono::steady_clock::now() >= deadline) {
+      throw Error("another process writes to metrics file " + path_.string(),
+                  "wait until that run has ended, or give this one another --metrics-file");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
 }
 
 void MetricsFile::write(const ordered_json& row) {
@@ -73,6 +117,15 @@ void MetricsFile::on_log(Trainer& trainer, const LogResult& result) {
 void MetricsFile::on_epoch_end(Trainer& trainer, const EpochResult& result) {
   write(row_of(result.step, result.epoch, "test", result.test, result.lr, result.test_samples_per_s,
                result.seconds));
+}
+
+void check_metrics_file(const fs::path& path) {
+  if (!fs::exists(path)) {
+    const AtomicFile can_be_made(path);
+  } else if (::access(path.c_str(), W_OK) != 0) {
+    throw SystemError("cannot write metrics file " + path.string(), errno,
+                      "name a file that you may write to");
+  }
 }
 
 }  // namespace lockstep

@@ -15,17 +15,24 @@ namespace lockstep {
 /// that wrote the row). A loss that is not finite is null.
 class MetricsFile : public Callback {
  public:
-  /// Opens the file: empties it, or, when training goes on from a checkpoint of `step` after
-  /// `epochs` whole epochs, keeps the rows up to there. Throws SystemError naming the file.
+  /// Opens the file. When training goes on from a checkpoint of `step` after `epochs` whole epochs,
+  /// the rows up to there stay. Else the file is emptied, with a warning where it held rows. While
+  /// this lives, no other process can open the file so. Throws SystemError naming the file, and
+  /// Error when another process writes to it. A device, a pipe or /dev/stdout is only written to.
   MetricsFile(const std::filesystem::path& path, bool resumed, int64_t step, int64_t epochs);
 
   void on_log(Trainer& trainer, const LogResult& result) override;
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
 
  private:
+  void open();
+  void lock();
   void write(const nlohmann::ordered_json& row);
   std::filesystem::path path_;
   UniqueFd fd_;
 };
+
+/// Throws Error when a MetricsFile of this name could not be written. Changes nothing.
+void check_metrics_file(const std::filesystem::path& path);
 
 }  // namespace lockstep

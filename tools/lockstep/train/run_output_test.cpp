@@ -3,8 +3,10 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cmath>
 #include <csignal>
 #include <nlohmann/json.hpp>
@@ -159,13 +161,69 @@ TEST_F(MetricsRows, HaveTheKeysInOrder) {
             "\"lr\":0.0,\"samples_per_s\":0.0,\"seconds\":0.0}\n");
 }
 
-TEST_F(MetricsRows, ANewRunStartsAnew) {
+TEST_F(MetricsRows, ANewRunStartsAnewAndSaysWhatItOverwrites) {
+  testing::internal::CaptureStderr();
   {
     MetricsFile file(path_, false, 0, 0);
     log(file, 50, 0);
+    log(file, 100, 0);
   }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  testing::internal::CaptureStderr();
   MetricsFile again(path_, false, 0, 0);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("metrics file " + path_.string() + " holds 2 rows of an earlier run"));
   EXPECT_THAT(places(), ElementsAre());
+}
+
+/// The rows that stay are under the file's name at every moment: a reader of the old file keeps it.
+TEST_F(MetricsRows, AResumedRunReplacesTheFileInOneStep) {
+  {
+    MetricsFile file(path_, false, 0, 0);
+    log(file, 50, 0);
+    log(file, 100, 1);
+  }
+  const std::string before = read_file(path_);
+  const UniqueFd reader(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
+  MetricsFile file(path_, true, 50, 0);
+  EXPECT_THAT(places(), ElementsAre("train 50 1"));
+  EXPECT_EQ(read_file("/proc/self/fd/" + std::to_string(reader.get())), before);
+  log(file, 100, 1);
+  EXPECT_THAT(places(), ElementsAre("train 50 1", "train 100 2"));
+}
+
+TEST_F(MetricsRows, AFileThatAnotherRunWritesToIsRefusedAndLeftAlone) {
+  MetricsFile file(path_, false, 0, 0);
+  log(file, 50, 0);
+  EXPECT_THAT([&] { MetricsFile(path_, false, 0, 0); },
+              testing::ThrowsMessage<Error>(HasSubstr("another process writes to metrics file")));
+  EXPECT_THAT(places(), ElementsAre("train 50 1"));
+}
+
+TEST_F(MetricsRows, APipeIsOnlyWrittenTo) {
+  ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
+  const UniqueFd reader(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  MetricsFile file(path_, true, 0, 0);
+  log(file, 50, 0);
+  std::array<char, 256> text{};
+  EXPECT_GT(::read(reader.get(), text.data(), text.size()), 0);
+  EXPECT_THAT(text.data(), HasSubstr("\"step\":50"));
+}
+
+TEST_F(MetricsRows, WhatElseGoesToStandardOutputStays) {
+  write_file_atomically(path_, "a line of the log\n");
+  const UniqueFd output(::open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
+  const RedirectedOutput redirected(output.get());
+  MetricsFile file("/dev/stdout", false, 0, 0);
+  log(file, 50, 0);
+  EXPECT_THAT(read_file(path_), testing::StartsWith("a line of the log\n{\"step\":50"));
+}
+
+TEST_F(MetricsRows, WhatCannotBeWrittenIsFoundWithoutATrace) {
+  EXPECT_NO_THROW(check_metrics_file(path_));
+  EXPECT_FALSE(std::filesystem::exists(path_));
+  EXPECT_THROW(check_metrics_file(folder_.path() / "none" / "m.jsonl"), SystemError);
+  EXPECT_NO_THROW(check_metrics_file("/dev/null"));
 }
 
 TEST_F(MetricsRows, AResumedRunKeepsTheRowsUpToItsCheckpoint) {
