@@ -238,6 +238,12 @@ class Places(BadInput):
         for flag in ("--save-weights", "--save-best", "--metrics-file"):
             self.refuse_early((flag, "/proc/x/y"), 2, f"{flag} /proc/x/y: there is no folder /proc/x")
             self.refuse_early((flag, file.parent), 2, f"{flag} {file.parent}: this is a folder")
+            self.refuse_early((flag, file.parent), 2, "metrics.jsonl" if flag == "--metrics-file" else ".safetensors")
+        for flag in ("--save-weights", "--save-best"):
+            self.refuse_early((flag, "/dev/null"), 2, f"{flag} /dev/null: cannot write /dev/null: it is there and is no ")
+        self.refuse_early(("--save-weights", file, "--save-best", file), 2,
+                          f"--save-weights and --save-best name the same file, {file}")
+        self.assertEqual(file.read_text(), "x")
         self.refuse_early(("--checkpoint-dir", "/proc/x"), 2,
                           "--checkpoint-dir /proc/x: cannot make this folder: No such file or directory")
         self.refuse_early(("--checkpoint-dir", file), 2, f"--checkpoint-dir {file}: cannot make this folder")
@@ -253,6 +259,16 @@ class Places(BadInput):
 
     def test_what_is_loaded(self):
         self.refuse_early(("--load-weights", "/none.st"), 1, "no weights at /none.st")
+
+    def test_what_has_no_end_is_not_read_for_ever(self):
+        self.refuse_early(("--config", "/dev/zero"), 2, "--config /dev/zero has more than 1048576 bytes")
+        self.refuse(("eval", "--load-weights", "/dev/zero"), 1, "/dev/zero is no file; expected a regular file", "hint:")
+
+    def test_data_of_no_name_and_a_file_for_a_folder(self):
+        self.refuse_early(("--dataset", "file:"), 2, "--dataset file: names no file")
+        file = self.temporary() / "file"
+        file.write_text("x")
+        self.refuse(("train", "--dataset", "mnist", "--data-dir", file), 1, f"{file}: this is no folder", "--data-dir")
 
     def test_schedules_are_told_in_flags(self):
         self.refuse(("train", "--schedule", "cosine", "--warmup-steps", 500, "--max-epochs", 1), 2,

@@ -128,6 +128,8 @@ class Bench(unittest.TestCase):
         for arguments, words in ((["stepp"], "did you mean 'step'"), (["step", "--model", "mpl"], "did you mean 'mlp'"),
                                  (["step", "--backend", "glo"], "did you mean 'gloo'"),
                                  (["allreduce", "--sizes", "6"], "multiple of 4"),
+                                 (["step", "--output", "/dev/null"], "--output /dev/null: cannot write /dev/null"),
+                                 (["step", "--profile", "--trace", "/no/t"], "--trace /no/t: there is no folder /no"),
                                  (["loader", "--data-dir", "/nowhere"], "/nowhere")):
             result = t.run(t.LOCKSTEP, "bench", *arguments, check=False)
             self.assertIn(result.returncode, (1, 2), result)

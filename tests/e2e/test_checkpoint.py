@@ -194,6 +194,21 @@ class Folder(unittest.TestCase):
             self.assertEqual(result.returncode, 1, result.stderr)
             self.assertIn(message, result.stderr)
 
+    def test_other_settings_are_told(self):
+        """Another learning rate makes another course: no error, but no silence either."""
+        self.save("--schedule", "step")
+        same = self.resume("--schedule", "step", "--quiet")
+        self.assertEqual(same.stderr, "")
+        for flags, message in ((("--lr", 0.01), "--lr '0.05' in the checkpoint, '0.01' in this run"),
+                               (("--weight-decay", 0.1), "--weight-decay '0.0' in the checkpoint, '0.1' in this run"),
+                               (("--gradient-clip-val", 1), "--gradient-clip-val '0.0' in the checkpoint, '1.0' in"),
+                               (("--lr-gamma", 0.5), "--lr-gamma '0.1' in the checkpoint, '0.5' in this run"),
+                               (("--schedule", "linear"), "--schedule 'step' in the checkpoint, 'linear' in this run")):
+            result = self.resume("--schedule", "step", "--quiet", *flags, resume=self.saved / "step-00000010")
+            told = [line for line in result.stderr.splitlines() if "goes on with other settings" in line]
+            self.assertEqual(len(told), 1, result.stderr)
+            self.assertIn(message, told[0])
+
     def test_of_another_version_names_both(self):
         self.save()
         for folder in self.saved.glob("step-*"):
@@ -239,6 +254,93 @@ class Folder(unittest.TestCase):
         shutil.move(self.saved, moved)
         self.assertIn("resumed after step 10 ", self.resume(resume=moved).stdout)
         self.assertIn("resumed after step 10 ", self.resume(resume=moved / "latest").stdout)
+
+
+class InUse(unittest.TestCase):
+    """One run at a time has a folder of checkpoints. A second one is refused and touches nothing."""
+
+    def setUp(self):
+        context = t.temporary_folder()
+        self.folder = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        self.saved = self.folder / "saved"
+
+    def start(self, *flags):
+        """A run that saves after every step, until it is stopped."""
+        command = [t.LOCKSTEP, "train", "--max-epochs", 4000, "--checkpoint-every", 1, "--keep-checkpoints", 2,
+                   "--limit-test-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto", *flags]
+        process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=t.clean_environment(), start_new_session=True)
+        self.addCleanup(self.end, process)
+        return process
+
+    def end(self, process):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+    def wait_for_step(self, process, step=1):
+        def reached():
+            self.assertIsNone(process.poll(), "the run has ended")
+            return any(name >= f"step-{step:08}" for name in steps_in(self.saved)) if self.saved.exists() else False
+
+        t.wait_until(reached, 60, "a checkpoint")
+
+    def owner(self):
+        return json.loads((self.saved / ".in-use").read_text())
+
+    def test_by_a_running_one(self):
+        for devices in (1, 2):
+            running = self.start("--devices", devices)
+            self.wait_for_step(running)
+            owner = self.owner()
+            self.assertEqual(owner["program"], "lockstep")
+            for flags in ((), ("--resume", "auto"), ("--resume", "auto", "--devices", 2)):
+                result = train("--checkpoint-dir", self.saved, *flags, check=False, timeout=60)
+                self.assertEqual(result.returncode, 1, result.stdout)
+                self.assertIn(f"folder {self.saved} is in use: process {owner['process']} (lockstep) of this host writes "
+                              f"checkpoints there since {owner['since']}", result.stderr)
+                self.assertEqual(result.stdout, "")
+            newest = max(int(name[5:]) for name in steps_in(self.saved))
+            self.wait_for_step(running, newest + 5)  # it goes on
+            running.send_signal(signal.SIGTERM)
+            out, err = running.communicate(timeout=60)
+            self.assertEqual(running.returncode, 143, out + err)
+            self.assertNotIn("cannot write", err)
+            self.assertFalse((self.saved / ".in-use").exists())
+            shutil.rmtree(self.saved)
+
+    def test_two_at_once_on_an_empty_folder(self):
+        both = [self.start(), self.start()]
+        t.wait_until(lambda: any(process.poll() is not None for process in both), 90, "the end of one")
+        loser, winner = sorted(both, key=lambda process: process.poll() is None)
+        out, err = loser.communicate(timeout=60)
+        self.assertEqual(loser.returncode, 1, out + err)
+        self.assertIn(f"is in use: process {winner.pid} (lockstep) of this host", err)
+        self.wait_for_step(winner)
+        winner.send_signal(signal.SIGTERM)
+        out, err = winner.communicate(timeout=60)
+        self.assertEqual(winner.returncode, 143, out + err)
+
+    def test_a_killed_one_is_no_obstacle(self):
+        running = self.start()
+        self.wait_for_step(running)
+        self.end(running)
+        self.assertTrue((self.saved / ".in-use").exists())
+        again = train("--max-epochs", 1, "--limit-test-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto")
+        self.assertIn("resumed after step", again.stdout)
+        self.assertFalse((self.saved / ".in-use").exists())
+
+
+class Metrics(unittest.TestCase):
+
+    def test_a_new_run_says_what_it_overwrites(self):
+        with t.temporary_folder() as folder:
+            metrics = folder / "metrics.jsonl"
+            flags = ["--limit-train-batches", 2, "--max-epochs", 1, "--quiet", "--metrics-file", metrics]
+            self.assertEqual(train(*flags).stderr, "")
+            self.assertIn(f"metrics file {metrics} holds 2 rows of an earlier run; this new run overwrites them",
+                          train(*flags).stderr)
 
 
 class CannotSave(unittest.TestCase):

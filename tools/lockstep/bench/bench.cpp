@@ -14,6 +14,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 #include "lockstep/tool/cli.h"
+#include "lockstep/tool/output_file.h"
 #include "tools/lockstep/bench/process.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/env_python.h"
@@ -301,6 +302,8 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   for (const auto& example : kind.examples) cli.example(example);
   if (!cli.parse(args)) return 0;
   check(options);
+  check_output_file("--output", output, "bench.json");
+  check_output_file("--trace", options.trace, "trace.json");
   if (kind.name == "targets") options.compare_python = true;
 
   const OrderlyInterrupts orderly_interrupts;

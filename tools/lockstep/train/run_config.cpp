@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/words.h"
@@ -136,8 +137,12 @@ toml::table parsed(const std::filesystem::path& path) {
   if (std::filesystem::is_directory(path, ignored)) {
     throw UsageError("--config " + path.string() + ": this is a folder; a file is needed");
   }
+  constexpr size_t kMost = size_t{1} << 20;
   try {
-    return toml::parse(read_file(path), path.string());
+    return toml::parse(read_file(path, kMost), path.string());
+  } catch (const DataError& error) {
+    throw UsageError("--config " + std::string(error.what()),
+                     "it must be TOML, with lines as in: max-epochs = 3, or: model = \"mlp\"");
   } catch (const toml::parse_error& error) {
     throw UsageError(path.string() + ", line " + std::to_string(error.source().begin.line) +
                          ": this is no TOML: " + std::string(error.description()),
@@ -225,12 +230,18 @@ void check_ranges(const RunConfig& config) {
   check_at_least("--weight-decay", config.weight_decay.value_or(0), 0.0);
   check_at_least("--gradient-clip-val", config.gradient_clip_val, 0.0);
   check_at_least("--min-lr", config.min_lr, 0.0);
-  if (config.timeout && !(*config.timeout > 0)) {
-    throw UsageError("--timeout must be more than 0 seconds");
+  if (config.timeout && !timeout_of_seconds(*config.timeout)) {
+    std::ostringstream text;
+    text << "--timeout is " << *config.timeout << "; it must be " << timeout_bounds();
+    throw UsageError(text.str());
   }
 }
 
 void check_dataset(const std::string& name) {
+  if (name == "file:") {
+    throw UsageError("--dataset file: names no file",
+                     "name a .safetensors or .npz file or a folder of .npy files: file:PATH");
+  }
   if (name.starts_with("file:")) return;
   auto known = dataset_names();
   known.push_back("file:PATH");
@@ -313,6 +324,28 @@ std::string to_toml(const RunConfig& config) {
     if (!value.empty()) text += name + " = " + value + "\n";
   }
   return text;
+}
+
+std::map<std::string, std::string> settings_of(const RunConfig& config) {
+  const std::string& schedule = config.schedule;
+  const double decay = config.weight_decay.value_or(config.optimizer == "adamw" ? 0.01 : 0);
+  std::map<std::string, std::string> settings{
+      {"--lr", toml_text(config.lr)},
+      {"--momentum", toml_text(config.momentum)},
+      {"--nesterov", toml_text(config.nesterov)},
+      {"--weight-decay", toml_text(decay)},
+      {"--gradient-clip-val", toml_text(config.gradient_clip_val)},
+      {"--schedule", schedule},
+      {"--warmup-steps", toml_text(config.warmup_steps)}};
+  if (schedule == "step") {
+    settings["--lr-step-size"] = toml_text(config.lr_step_size);
+    settings["--lr-gamma"] = toml_text(config.lr_gamma);
+  }
+  if (schedule == "cosine" || schedule == "linear") {
+    settings["--min-lr"] = toml_text(config.min_lr);
+    settings["--max-epochs"] = toml_text(config.max_epochs);  // the rate falls to its end
+  }
+  return settings;
 }
 
 void check_config(const RunConfig& config) {

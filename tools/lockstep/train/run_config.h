@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -78,12 +79,17 @@ std::vector<std::string> backend_names();
 
 /// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.
 /// Throws UsageError with file and line when it is no TOML, for an unknown key (with those that may
-/// be meant) and for a value that the key cannot have; also when there is no such file.
+/// be meant) and for a value that the key cannot have; also when there is no such file, or one of
+/// more than 1 MiB.
 void read_config(const std::filesystem::path& path, RunConfig& config);
 
 /// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values and
 /// those that only say where this run stands (resume) are left out.
 std::string to_toml(const RunConfig& config);
+
+/// What a run that resumes may change, at the price of another course: learning rate, schedule,
+/// clipping, weight decay. By flag, those that count in this run. `lr` and `momentum` are set.
+std::map<std::string, std::string> settings_of(const RunConfig& config);
 
 /// Checks what needs neither data nor devices: names, ranges, combinations. Throws UsageError
 /// naming the flag, with the names that may be meant for an unknown word.

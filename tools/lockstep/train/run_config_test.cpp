@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <fstream>
 #include <limits>
 
@@ -72,6 +73,14 @@ TEST_F(ConfigFile, WhatIsNoTomlNamesTheLine) {
               ThrowsMessage<UsageError>(HasSubstr("this is a folder")));
 }
 
+TEST_F(ConfigFile, OneWithoutAnEndIsNotReadForEver) {
+  RunConfig config;
+  EXPECT_THAT([&] { read_config("/dev/zero", config); },
+              ThrowsMessage<UsageError>(
+                  testing::AllOf(HasSubstr("--config /dev/zero has more than 1048576 bytes"),
+                                 HasSubstr("it must be TOML"))));
+}
+
 TEST_F(ConfigFile, AValueThatAKeyCannotHaveNamesFileLineAndKey) {
   const auto expect = [&](const char* text, const char* message) {
     EXPECT_THAT([&] { read(text); }, ThrowsMessage<UsageError>(HasSubstr(message))) << text;
@@ -117,6 +126,24 @@ void expect_refused(const std::function<void(RunConfig&)>& change, const std::st
   EXPECT_THAT([&] { check_config(config); }, ThrowsMessage<UsageError>(HasSubstr(message)));
 }
 
+TEST(SettingsOf, AreThoseThatCountInThisRun) {
+  RunConfig config;
+  config.lr = 0.05;
+  config.momentum = 0.9;
+  auto settings = settings_of(config);
+  EXPECT_EQ(settings.at("--lr"), "0.05");
+  EXPECT_EQ(settings.at("--weight-decay"), "0.0");
+  EXPECT_EQ(settings.at("--schedule"), "constant");
+  EXPECT_FALSE(settings.contains("--max-epochs")) << "a constant rate goes on as it was";
+  config.schedule = "cosine";
+  config.optimizer = "adamw";
+  settings = settings_of(config);
+  EXPECT_EQ(settings.at("--max-epochs"), "5");
+  EXPECT_EQ(settings.at("--min-lr"), "0.0");
+  EXPECT_EQ(settings.at("--weight-decay"), "0.01");
+  EXPECT_FALSE(settings.contains("--lr-gamma"));
+}
+
 TEST(CheckConfig, DefaultsAreFine) {
   EXPECT_NO_THROW(check_config(RunConfig()));
 }
@@ -142,11 +169,17 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.strategy = "fsdp"; }, "--strategy fsdp is not there yet");
 }
 
+TEST(CheckConfig, AFileWithoutANameIsNoDataSet) {
+  expect_refused([](auto& c) { c.dataset = "file:"; }, "--dataset file: names no file");
+}
+
 TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
   expect_refused([](auto& c) { c.batch_size = 0; }, "--batch-size is 0; it must be at least 1");
   expect_refused([](auto& c) { c.devices = 0; }, "--devices is 0");
   expect_refused([](auto& c) { c.lr = -0.1; }, "--lr is -0.1");
-  expect_refused([](auto& c) { c.timeout = 0; }, "--timeout must be more than 0");
+  for (const double seconds : {0.0, -1.0, 1e10, double(INFINITY), double(NAN)}) {
+    expect_refused([seconds](auto& c) { c.timeout = seconds; }, "from 0.001 to 1000000 seconds");
+  }
   expect_refused([](auto& c) { c.resume = "auto"; }, "--resume auto needs --checkpoint-dir");
   expect_refused([](auto& c) { c.checkpoint_every = 5; }, "needs --checkpoint-dir");
   expect_refused(

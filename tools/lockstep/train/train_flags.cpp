@@ -108,14 +108,18 @@ void add_training_flags(Cli& cli, RunConfig& config) {
 void add_output_flags(Cli& cli, RunConfig& config) {
   cli.group("Files");
   cli.option("--checkpoint-dir", config.checkpoint_dir,
-             "Save checkpoints here, after each epoch and when a signal ends the run", "DIR");
+             "Save checkpoints here, after each epoch and when a signal ends the run. One run at a "
+             "time has the folder",
+             "DIR");
   cli.option("--checkpoint-every", config.checkpoint_every,
              "Save one every so many steps too; 0: not within an epoch", {0});
   cli.option("--keep-checkpoints", config.keep_checkpoints, "The newest so many stay; 0: all", {0});
-  cli.option("--resume", config.resume,
-             "none; auto: the newest whole checkpoint in --checkpoint-dir, if there is one; or a "
-             "checkpoint's folder. Goes on to the same bits as a run that was not interrupted",
-             "auto|none|DIR");
+  cli.option(
+      "--resume", config.resume,
+      "none; auto: the newest whole checkpoint in --checkpoint-dir, if there is one; or a "
+      "checkpoint's folder. Goes on to the same bits as a run that was not interrupted, with a "
+      "warning where --lr, --schedule and the like are others",
+      "auto|none|DIR");
   cli.option("--load-weights", config.load_weights,
              "Start from the weights of a safetensors file or a checkpoint's folder", "PATH");
   cli.option("--save-weights", config.save_weights, "Save the weights at the end as safetensors",
@@ -131,7 +135,7 @@ void add_output_flags(Cli& cli, RunConfig& config) {
 
 bool spawn_ranks(const RunConfig& config) {
   if (config.devices == 1) return false;
-  if (!read_job_environment().started_as_rank()) check_files(config);
+  if (read_job_environment().launcher == "none") check_files(config);
   return spawn(static_cast<int>(config.devices));
 }
 

@@ -1,23 +1,25 @@
 #include "tools/lockstep/train/training.h"
 
 #include <ATen/Context.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cmath>
 #include <csignal>
-#include <cstring>
 #include <filesystem>
 #include <optional>
+#include <set>
+#include <sstream>
+#include <utility>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/same_settings.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/make_train_task.h"
@@ -50,6 +52,28 @@ std::map<std::string, std::string> identity_of(const RunConfig& config) {
           {"--seed", std::to_string(config.seed)}};
 }
 
+/// What every rank must have been told alike, by flag. Hosts may differ in where their files lie
+/// and in how they compute; of what only rank 0 writes, it matters whether it is wanted at all.
+Settings settings_of_all_ranks(const RunConfig& config) {
+  static const std::set<std::string> kOfEach{
+      "accelerator",  "bind-to",      "checkpoint-dir", "data-dir",
+      "devices",      "download",     "dataset",        "keep-checkpoints",
+      "load-weights", "metrics-file", "num-workers",    "quiet",
+      "save-best",    "save-weights", "threads",        "timeout"};
+  Settings settings;
+  std::istringstream lines(to_toml(config));
+  for (std::string line; std::getline(lines, line);) {
+    const size_t equals = line.find(" = ");
+    if (equals == line.npos || kOfEach.contains(line.substr(0, equals))) continue;
+    settings["--" + line.substr(0, equals)] = line.substr(equals + 3);
+  }
+  const bool own_data = config.dataset.starts_with("file:");
+  settings["--dataset"] = own_data ? "file:PATH" : config.dataset;
+  settings["--checkpoint-dir"] = config.checkpoint_dir.empty() ? "not set" : "set";
+  settings["--save-best"] = config.save_best.empty() ? "not set" : "set";
+  return settings;
+}
+
 /// In the words of the flags what `scheduled_lr` would say in those of its options.
 void check_schedule(const RunConfig& config, int64_t total_steps) {
   const bool falls = config.schedule == "cosine" || config.schedule == "linear";
@@ -70,6 +94,7 @@ TrainerOptions trainer_options(const RunConfig& config, const TrainTask& task) {
   options.log_every_n_steps = config.log_every_n_steps;
   options.on_nan = policy_of(config.on_nan);
   options.identity = identity_of(config);
+  options.settings = settings_of(config);
   const int64_t all = task.train->batches_per_epoch();
   const int64_t batches = std::min(all, config.limit_train_batches.value_or(all));
   const int64_t steps =
@@ -84,28 +109,29 @@ TrainerOptions trainer_options(const RunConfig& config, const TrainTask& task) {
   return options;
 }
 
-void check_can_write(const char* flag, const std::string& file) {
-  if (file.empty()) return;
-  const fs::path path(file);
-  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
-  const std::string what = std::string(flag) + " " + file + ": ";
-  std::error_code ignored;
-  if (!fs::is_directory(folder, ignored)) {
-    throw UsageError(what + "there is no folder " + folder.string(),
-                     "make it, or name a file in a folder that is there");
-  }
-  if (fs::is_directory(path, ignored)) {
-    throw UsageError(what + "this is a folder; a file's name is needed",
-                     "for example " + (path / "weights.safetensors").string());
-  }
-  if (::access(folder.c_str(), W_OK) != 0) {
-    throw UsageError(
-        what + "cannot write to folder " + folder.string() + ": " + std::strerror(errno),
-        "name a file in a folder that you may write to");
+void check_outputs(const RunConfig& config) {
+  tool::check_output_file("--save-weights", config.save_weights, "weights.safetensors");
+  tool::check_output_file("--save-best", config.save_best, "best.safetensors");
+  tool::check_output_file("--metrics-file", config.metrics_file, "metrics.jsonl",
+                          check_metrics_file);
+  const std::pair<const char*, std::string> files[] = {{"--save-weights", config.save_weights},
+                                                       {"--save-best", config.save_best},
+                                                       {"--metrics-file", config.metrics_file}};
+  for (const auto& [flag, file] : files) {
+    for (const auto& [other_flag, other] : files) {
+      if (flag == other_flag || file.empty() || other.empty()) continue;
+      if (fs::weakly_canonical(file) != fs::weakly_canonical(other)) continue;
+      throw UsageError(std::string(flag) + " and " + other_flag + " name the same file, " + file,
+                       "each would overwrite the other's");
+    }
   }
 }
 
-void check_checkpoint_dir(const RunConfig& config) {
+CheckpointFolder checkpoint_folder(const RunConfig& config) {
+  return CheckpointFolder(config.checkpoint_dir, config.keep_checkpoints);
+}
+
+void check_checkpoint_dir(const RunConfig& config, CheckpointFolder& folder) {
   if (config.checkpoint_dir.empty()) return;
   const std::string what = "--checkpoint-dir " + config.checkpoint_dir;
   std::error_code error;
@@ -114,7 +140,6 @@ void check_checkpoint_dir(const RunConfig& config) {
     throw UsageError(what + ": cannot make this folder: " + error.message(),
                      "choose a folder that you may write to");
   }
-  CheckpointFolder folder(config.checkpoint_dir);
   folder.prepare();
   const auto others = folder.list();
   if (config.resume != "none" || others.empty()) return;
@@ -148,9 +173,9 @@ void print_opening(const RunConfig& config, const World& world, const TrainTask&
                " parameters), dataset " + config.dataset + " (" +
                with_thousands(task.train->sampler().options().dataset_size) + " samples, " +
                with_thousands(held_out_samples(task)) + " held out)");
-  console.line(counted(ranks, "rank") + " over " + world.group().backend() + " on " +
-               world.device().str() + ", batch size " + std::to_string(config.batch_size) +
-               " per rank, " +
+  const std::string over = ranks > 1 ? " over " + world.group().backend() : "";
+  console.line(counted(ranks, "rank") + over + " on " + world.device().str() + ", batch size " +
+               std::to_string(config.batch_size) + " per rank, " +
                std::to_string(config.batch_size * config.accumulate_grad_batches * ranks) +
                " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
 }
@@ -169,14 +194,13 @@ void finish_output(const RunConfig& config, const World& world, const Metrics& t
 
 /// Resumes, and prepares what is written beside training.
 void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::Device device,
-            Console& console) {
+            CheckpointFolder& folder, Console& console) {
   if (config.early_stop_patience > 0) {
     trainer.add_callback(std::make_shared<EarlyStop>(config.early_stop_patience));
   }
   if (!config.save_best.empty()) {
     trainer.add_callback(std::make_shared<BestModel>(config.save_best));
   }
-  CheckpointFolder folder(config.checkpoint_dir, config.keep_checkpoints);
   const bool saves = !config.checkpoint_dir.empty();
   const auto checkpoint = load_checkpoint(world.group(), config.resume, saves ? &folder : nullptr,
                                           trainer.options().identity, device);
@@ -236,24 +260,23 @@ InitOptions init_options(const RunConfig& config) {
   }
   options.cpu_only = config.accelerator == "cpu";
   if (wants_cuda && config.backend == "auto") options.backend = "nccl";
-  if (config.timeout) {
-    options.timeout = std::chrono::milliseconds(std::llround(*config.timeout * 1000));
-  }
+  if (config.timeout) options.timeout = timeout_of_seconds(*config.timeout);
   return options;
 }
 
-void check_files(const RunConfig& config) {
-  check_can_write("--save-weights", config.save_weights);
-  check_can_write("--save-best", config.save_best);
-  check_can_write("--metrics-file", config.metrics_file);
+CheckpointFolder check_files(const RunConfig& config) {
+  check_outputs(config);
   check_resume(config.resume);
   if (!config.load_weights.empty()) check_weights_exist(config.load_weights);
-  check_checkpoint_dir(config);
+  CheckpointFolder folder = checkpoint_folder(config);
+  check_checkpoint_dir(config, folder);
+  return folder;
 }
 
 FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
   RunConfig config = resolved(wanted);
-  if (world.rank() == 0) check_files(config);
+  check_same_settings(settings_of_all_ranks(config), world.group());
+  CheckpointFolder folder = world.rank() == 0 ? check_files(config) : checkpoint_folder(config);
   TrainTask task = make_train_task(config, world);
   config.memory_format = memory_format_name(task.memory_format);
   const c10::Device device = task.device;
@@ -261,7 +284,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   const TrainerOptions options = trainer_options(config, task);
   print_opening(config, world, task, options.schedule.total_steps, console);
   Trainer trainer(world, std::move(task), options);
-  attach(config, world, trainer, device, console);
+  attach(config, world, trainer, device, folder, console);
   const FitResult result = trainer.fit();
   if (result.stopped_early) {
     console.line("stopped early: the test loss has not become lower for " +

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/train/training_results.h"
 #include "tools/lockstep/train/console.h"
@@ -16,8 +17,9 @@ InitOptions init_options(const RunConfig& config);
 /// Checks what is to be read and written, so that hours of training are not lost to a mistyped
 /// name: that files and the checkpoint folder can be made (the folder is), that the folder holds no
 /// other run's checkpoints, that what is to be resumed or loaded is there. Throws UsageError and
-/// DataError naming the flag.
-void check_files(const RunConfig& config);
+/// DataError naming the flag, and FolderInUseError. Returns the checkpoint folder, which is this
+/// process's as long as the object lives.
+CheckpointFolder check_files(const RunConfig& config);
 
 /// What `lockstep train` does in a rank: loads the data, makes the model from the seed, resumes,
 /// trains, saves, and prints the outcome as the last line of rank 0's standard output. Every rank
