@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "lockstep/base/env.h"
+#include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::launch {
@@ -65,6 +66,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
     env.emplace_back("OMP_NUM_THREADS", "1");
     env.emplace_back(kThreadsByLauncherVariable, "1");
   }
+  if (const auto waiting = omp_waiting()) env.push_back(*waiting);
   return env;
 }
 

@@ -35,7 +35,8 @@ UniqueFd listen_for_ranks(RankLayout& layout);
 /// The same with another resolver, for tests.
 UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve);
 
-/// The launcher's variables for one rank: those of torchrun, and the run's token.
+/// The launcher's variables for one rank: those of torchrun, the run's token, and what nobody has
+/// chosen: OMP_NUM_THREADS, and how OpenMP's threads wait (see omp_waiting.h).
 std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,
                                                                   int local_rank,
                                                                   const std::string& error_file);

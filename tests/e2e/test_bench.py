@@ -330,6 +330,20 @@ class Env(unittest.TestCase):
             self.assertTrue(item["what"] and item["means"] and item["how"], item)
 
     def test_launchers_variables(self):
+    def test_waiting_threads_sleep_soon_unless_the_user_has_chosen(self):
+        """What OpenMP has read is what `env` says: it shows its settings itself."""
+        for name, value, shown, says in (("TZ", "UTC", "1000", "GOMP_SPINCOUNT=1000, Lockstep's choice"),
+                                         ("GOMP_SPINCOUNT", "77", "77", "by GOMP_SPINCOUNT=77"),
+                                         ("OMP_WAIT_POLICY", "passive", "0", "by OMP_WAIT_POLICY=passive")):
+            env = t.clean_environment(OMP_DISPLAY_ENV="verbose", **{name: value})
+            result = t.run(t.LOCKSTEP, "env", env=env)
+            self.assertIn(says, result.stdout)
+            if "GOMP_SPINCOUNT" in result.stderr:  # Else it is another OpenMP than GNU's.
+                self.assertIn(f"GOMP_SPINCOUNT = '{shown}'", result.stderr)
+            program = ("python3", "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
+            out = t.run(t.LOCKSTEP, "run", "--no-python", *program, env=env).stdout
+            self.assertIn({"TZ": "1000", "GOMP_SPINCOUNT": "77"}.get(name, "None"), out)
+
         env = t.clean_environment(RANK=1, WORLD_SIZE=2, TORCHELASTIC_RUN_ID="job")
         report = json.loads(t.run(t.LOCKSTEP, "env", "--json", env=env).stdout)
         self.assertEqual(report["launcher"]["name"], "torchrun or lockstep run")

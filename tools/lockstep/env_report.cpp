@@ -26,6 +26,7 @@
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/launch/omp_waiting.h"
 #include "tools/lockstep/bench/bench_data.h"
 #include "tools/lockstep/train/placement.h"
 
@@ -62,17 +63,20 @@ std::string onednn_isa() {
 
 /// What a `lockstep train` would do in this place.
 Json placement_report() {
+  const std::string waiting = launch::omp_waiting_text();
   try {
     const auto placement = choose_placement({}, "auto", read_job_environment());
     return {{"threads", placement.threads.threads},
             {"threads_reason", placement.threads.reason},
             {"processors", placement.binding.processors},
-            {"binding", placement.binding.reason}};
+            {"binding", placement.binding.reason},
+            {"waiting", waiting}};
   } catch (const UsageError& error) {  // The launcher's variables contradict each other.
     return {{"threads", at::get_num_threads()},
             {"threads_reason", std::string("LibTorch's own; ") + error.what()},
             {"processors", Json::array()},
-            {"binding", "none"}};
+            {"binding", "none"},
+            {"waiting", waiting}};
   }
 }
 
@@ -160,9 +164,9 @@ Json interfaces_report() {
 /// The launchers' variables that are set, by name.
 Json launcher_report() {
   static const std::vector<std::string> kExact = {
-      "RANK",       "LOCAL_RANK",       "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-      "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",  "ROLE_WORLD_SIZE",
-      "ROLE_NAME",  "OMP_NUM_THREADS"};
+      "RANK",       "LOCAL_RANK",       "WORLD_SIZE",     "LOCAL_WORLD_SIZE",
+      "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",      "ROLE_WORLD_SIZE",
+      "ROLE_NAME",  "OMP_NUM_THREADS",  "OMP_WAIT_POLICY"};
   static const std::vector<std::string> kPrefixes = {
       "MASTER_",   "TORCHELASTIC_", "SLURM_",  "OMPI_", "PMIX_", "GLOO_", "NCCL_",
       "LOCKSTEP_", "CUDA_VISIBLE_", "ONEDNN_", "DNNL_", "GOMP_", "KMP_",  "MKL_"};

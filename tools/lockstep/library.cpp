@@ -7,6 +7,7 @@
 
 #include "entry.h"
 #include "lockstep/base/error.h"
+#include "lockstep/launch/omp_waiting.h"
 
 namespace lockstep::tool {
 namespace {
@@ -16,6 +17,7 @@ constexpr const char* kLibrary = "liblockstep_cli.so";
 /// The library beside the binary: in the build tree in ../lib, installed in the library folder.
 /// Never unloaded: LibTorch's threads and registrations do not survive that.
 void* load_library() {
+  launch::choose_omp_waiting();  // OpenMP, which comes with LibTorch, reads it when it is loaded.
   namespace fs = std::filesystem;
   const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
   std::string tried;

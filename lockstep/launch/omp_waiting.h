@@ -1,0 +1,28 @@
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace lockstep::launch {
+
+/// How the threads of LibTorch's OpenMP wait for each other, as an environment variable and its
+/// value. GNU's OpenMP, which LibTorch is built with, spins up to 14 ms by default: on a machine
+/// with other work each barrier then waits for a thread that the others keep from running. It reads
+/// the variable when it is loaded.
+///
+/// None where the user has chosen: OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.
+std::optional<std::pair<std::string, std::string>> omp_waiting();
+
+/// Sets it in this process. For programs that load LibTorch afterwards.
+void choose_omp_waiting();
+
+/// Takes our own choice, which this process may have made, out of the environment of a program to
+/// be started: an empty value unsets. For programs that we compare ourselves with.
+void forget_omp_waiting(std::map<std::string, std::string>& environment);
+
+/// For people: how they wait in this process and who has chosen so.
+std::string omp_waiting_text();
+
+}  // namespace lockstep::launch
