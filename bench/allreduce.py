@@ -13,8 +13,7 @@ def main():
         tensor = torch.zeros(row["bytes"] // 4)
         call = (lambda: dist.all_reduce(tensor)) if row["bytes"] else dist.barrier
         p50.append(common.median_us(call, config["warmup"], row["steps"]))
-    common.write_result(config, {"p50_us": p50})
-    dist.destroy_process_group()
+    common.finish(config, {"p50_us": p50})
 
 
 main()

@@ -33,6 +33,14 @@ def write_result(config, result):
         pathlib.Path(config["result"]).write_text(json.dumps(result))
 
 
+def finish(config, result):
+    """Writes the result and leaves the group. All ranks wait until it is written: what happens while they end can no
+    longer keep it from being."""
+    write_result(config, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def median_us(run, warmup, steps):
     """Calls run() `warmup` times, then `steps` times by the clock; the median in microseconds."""
     for _ in range(warmup):

@@ -26,8 +26,7 @@ def main():
         optimizer.step()
 
     us = common.median_us(step, config["warmup"], config["steps"])
-    common.write_result(config, {"us_per_step": us})
-    dist.destroy_process_group()
+    common.finish(config, {"us_per_step": us})
 
 
 main()

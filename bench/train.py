@@ -44,8 +44,7 @@ def train(rank, config):
             F.cross_entropy(model(x.flatten(1)), y).backward()
             optimizer.step()
     accuracy = evaluate(module, config, rank)
-    common.write_result(config, {"accuracy": accuracy})
-    dist.destroy_process_group()
+    common.finish(config, {"accuracy": accuracy})
 
 
 if __name__ == "__main__":

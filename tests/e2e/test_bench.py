@@ -111,6 +111,31 @@ class Bench(unittest.TestCase):
         self.assertGreater(row["python_p50_us"], 1)
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_a_crash_of_python_after_its_result_is_told_and_counts(self):
+        for rank in (0, 1):
+            for words, figure in ((("step", "--model", "linear"), "us_per_step"), (("allreduce", "--sizes", 1024), "p50_us")):
+                result = self.with_python_that_aborts(rank, *words)
+                row, = json.loads(result.stdout)["results"]
+                self.assertGreater(row["python_" + figure], 1)
+                self.assertRegex(result.stderr, r"Python's \w+ benchmark ended with exit code 134 .*the result counts")
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_a_crash_of_python_before_its_result_is_an_error(self):
+        result = self.with_python_that_aborts(1, "step", "--model", "linear", early=True)
+        self.assertEqual(result.returncode, 1, result.stdout)
+        self.assertIn("Python's step benchmark failed with exit code 134", result.stderr)
+
+    def with_python_that_aborts(self, rank, *words, early=False):
+        """A Python whose rank ends by abort, as Gloo's threads let it at times: at its end, or as it starts."""
+        when = "os.abort()" if early else "atexit.register(os.abort)"
+        with t.temporary_folder() as folder:
+            (folder / "sitecustomize.py").write_text(
+                f"import atexit, os\nif os.environ.get('RANK') == '{rank}' and os.environ.get('WORLD_SIZE') == '2': {when}\n")
+            env = t.clean_environment(PYTHONPATH=folder, LOCKSTEP_PYTHON=os.sys.executable)
+            return t.run(t.LOCKSTEP, "bench", *words, "--devices", 2, "--steps", 5, "--rounds", 1, "--compare-python",
+                         "--json", env=env, check=early is False)
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_launch_against_python(self):
         row, = bench("launch", "--rounds", 1, "--compare-python", timeout=240)["results"]
         self.assertGreater(row["python_seconds"], 0.1)
@@ -305,6 +330,20 @@ class Env(unittest.TestCase):
         self.assertEqual(out["threads"], max(1, cores // 2))
         self.assertIn("2 ranks", out["threads_reason"])
 
+    def test_waiting_threads_sleep_soon_unless_the_user_has_chosen(self):
+        """What OpenMP has read is what `env` says: it shows its settings itself."""
+        for name, value, shown, says in (("TZ", "UTC", "1000", "GOMP_SPINCOUNT=1000, Lockstep's choice"),
+                                         ("GOMP_SPINCOUNT", "77", "77", "by GOMP_SPINCOUNT=77"),
+                                         ("OMP_WAIT_POLICY", "passive", "0", "by OMP_WAIT_POLICY=passive")):
+            env = t.clean_environment(OMP_DISPLAY_ENV="verbose", **{name: value})
+            result = t.run(t.LOCKSTEP, "env", env=env)
+            self.assertIn(says, result.stdout)
+            if "GOMP_SPINCOUNT" in result.stderr:  # Else it is another OpenMP than GNU's.
+                self.assertIn(f"GOMP_SPINCOUNT = '{shown}'", result.stderr)
+            program = ("python3", "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
+            out = t.run(t.LOCKSTEP, "run", "--no-python", *program, env=env).stdout
+            self.assertIn({"TZ": "1000", "GOMP_SPINCOUNT": "77"}.get(name, "None"), out)
+
     @unittest.skipIf(len(os.sched_getaffinity(0)) < 2, "one processor")
     def test_run_binds_any_program(self):
         result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "--bind-to", "core", "--no-python", "python3", "-c",
@@ -330,20 +369,6 @@ class Env(unittest.TestCase):
             self.assertTrue(item["what"] and item["means"] and item["how"], item)
 
     def test_launchers_variables(self):
-    def test_waiting_threads_sleep_soon_unless_the_user_has_chosen(self):
-        """What OpenMP has read is what `env` says: it shows its settings itself."""
-        for name, value, shown, says in (("TZ", "UTC", "1000", "GOMP_SPINCOUNT=1000, Lockstep's choice"),
-                                         ("GOMP_SPINCOUNT", "77", "77", "by GOMP_SPINCOUNT=77"),
-                                         ("OMP_WAIT_POLICY", "passive", "0", "by OMP_WAIT_POLICY=passive")):
-            env = t.clean_environment(OMP_DISPLAY_ENV="verbose", **{name: value})
-            result = t.run(t.LOCKSTEP, "env", env=env)
-            self.assertIn(says, result.stdout)
-            if "GOMP_SPINCOUNT" in result.stderr:  # Else it is another OpenMP than GNU's.
-                self.assertIn(f"GOMP_SPINCOUNT = '{shown}'", result.stderr)
-            program = ("python3", "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
-            out = t.run(t.LOCKSTEP, "run", "--no-python", *program, env=env).stdout
-            self.assertIn({"TZ": "1000", "GOMP_SPINCOUNT": "77"}.get(name, "None"), out)
-
         env = t.clean_environment(RANK=1, WORLD_SIZE=2, TORCHELASTIC_RUN_ID="job")
         report = json.loads(t.run(t.LOCKSTEP, "env", "--json", env=env).stdout)
         self.assertEqual(report["launcher"]["name"], "torchrun or lockstep run")
