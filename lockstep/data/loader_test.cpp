@@ -377,6 +377,10 @@ TEST(DataLoader, RefusesTensorsThatItCannotGather) {
     return std::string("no DataError");
   };
   EXPECT_THAT(make(at::rand({4, 6}).t(), at::arange(6)), HasSubstr("data is not contiguous"));
+  EXPECT_THAT(make(at::_neg_view(at::rand({4, 6})), at::arange(4)),
+              HasSubstr("data is lazily conjugated or negated"));
+  EXPECT_THAT(make(at::rand({4, 6}), at::_efficientzerotensor({4}, at::kLong)),
+              HasSubstr("targets is lazily"));
   EXPECT_THAT(make(at::rand({4, 6}), at::arange(5)), HasSubstr("4 samples, but 5 targets"));
   EXPECT_THAT(make(at::rand({4, 6}), at::Tensor()), HasSubstr("targets is missing"));
   EXPECT_THAT(make(at::empty({4}, at::TensorOptions().device(at::kMeta)), at::arange(4)),

@@ -55,6 +55,8 @@ void check(const TensorDataset& dataset) {
       fail(name + " is on " + tensor->device().str() + ", expected the CPU");
     if (tensor->dim() < 1) fail(name + " is a single number, expected one row a sample");
     if (!tensor->is_contiguous()) fail(name + " is not contiguous; call contiguous() on it");
+    if (tensor->is_conj() || tensor->is_neg() || tensor->_is_zerotensor())
+      fail(name + " is lazily conjugated or negated, or has no memory; call clone() on it");
   }
   if (dataset.data.size(0) != dataset.targets.size(0))
     fail(std::to_string(dataset.data.size(0)) + " samples, but " +

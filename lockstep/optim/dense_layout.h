@@ -8,8 +8,10 @@ namespace lockstep {
 
 /// Whether `tensor` has an element for each place of a piece of memory, in any order of dimensions
 /// (contiguous, channels-last): what kernels can take that go through memory element by element.
+/// The memory of a lazily negated tensor holds other values, and zeros without memory have none.
 inline bool is_dense(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
+  return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
 /// Whether the same place in memory is the same element in both, which must be dense and of one

@@ -146,6 +146,20 @@ TEST(Sgd, TakesTensorsThatCannotBeFused) {
                     variants()[2]);
 }
 
+TEST(Sgd, TakesGradientsWhoseMemoryDoesNotHoldTheirValues) {
+  const at::Tensor start = at::ones({100}), values = at::arange(100, at::kFloat);
+  const std::vector<at::Tensor> gradients = {at::_neg_view(-values),
+                                             at::_efficientzerotensor({100}, at::kFloat)};
+  for (const auto& gradient : gradients) {
+    at::Tensor ours = start.clone().requires_grad_(), plain = start.clone().requires_grad_();
+    ours.mutable_grad() = gradient;
+    plain.mutable_grad() = gradient.clone();
+    Sgd({ours}, {.lr = 0.5}).step();
+    Sgd({plain}, {.lr = 0.5}).step();
+    EXPECT_TRUE(same_bits(ours, plain)) << ours;
+  }
+}
+
 TEST(Sgd, MemoryOrderChangesNoBit) {
   at::manual_seed(5);
   for (const auto& shape : {std::vector<int64_t>{8, 3, 5, 5}, {8, 4, 4, 4}, {2, 3, 1, 3}}) {
