@@ -4,8 +4,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
+
 #include "lockstep/base/error.h"
 #include "tests/support/run_group.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep {
 namespace {
@@ -49,25 +53,86 @@ void refuses_shared_elements(const ProcessGroup& group) {
   group.barrier();
 }
 
-void takes_leaves(const ProcessGroup& group) {
+/// Begins a call on rank 2 when the others have begun theirs, so that these end on another thread
+/// than the caller's, which has grad mode.
+class LateRank {
+ public:
+  template <class Call>
+  Work begin(const ProcessGroup& group, Call call) {
+    const int calls = ++calls_[static_cast<size_t>(group.rank())];
+    if (group.rank() == 2)
+      test_wait::wait_until([&] { return begun_ >= 2 * calls; }, "the other ranks' call");
+    Work work = call();
+    if (group.rank() != 2) ++begun_;
+    return work;
+  }
+
+ private:
+  std::array<int, 3> calls_{};
+  std::atomic<int> begun_{0};
+};
+
+void takes_leaves(const ProcessGroup& group, LateRank& late, bool strided) {
   const at::NoGradGuard no_grad;
-  const auto leaf = [] { return at::zeros({4}).set_requires_grad(true); };
-  Tensors outputs = {leaf(), leaf(), leaf()};
-  const auto given = at::full({4}, group.rank() + 1.0F);
-  const Tensors all_given = {given, given, given};
-  const auto expect_from_each = [&](const char* operation) {
-    for (int rank = 0; rank < group.size(); ++rank)
-      EXPECT_EQ(outputs[static_cast<size_t>(rank)].sum().item<float>(), 4.0F * (rank + 1.0F))
-          << operation;
+  const auto leaf = [&](int64_t count) {
+    at::Tensor tensor = strided ? at::zeros({count, 2}).t() : at::zeros({count});
+    return tensor.fill_(group.rank() + 1).requires_grad_();
   };
-  Tensors gathered = group.rank() == 1 ? outputs : Tensors();
-  group.gather(gathered, given, 1);
-  if (group.rank() == 1) expect_from_each("gather");
-  group.all_to_all(outputs, all_given);
-  expect_from_each("all_to_all");
-  outputs = {leaf(), leaf(), leaf()};
-  group.all_gather(outputs, given);
-  expect_from_each("all_gather");
+  const auto leaves = [&] { return Tensors{leaf(4), leaf(4), leaf(4)}; };
+  const auto done = [&](const char* operation, const Tensors& outputs,
+                        const std::vector<float>& wanted, auto call) {
+    late.begin(group, call).wait();
+    for (size_t i = 0; i < outputs.size(); ++i)
+      EXPECT_TRUE(at::equal(outputs[i], at::full_like(outputs[i], wanted[i])))
+          << operation << " " << outputs[i];
+  };
+  const bool root = group.rank() == 1;
+  const float mine = static_cast<float>(group.rank()) + 1;
+  const std::vector<float> of_each{1, 2, 3};
+  at::Tensor one = leaf(4), part = leaf(4);
+  Tensors list = leaves(), given = leaves(), none;
+  done("all_reduce", {one}, {6}, [&] { return group.all_reduce_async(one); });
+  one = leaf(4);
+  done("average", {one}, {2}, [&] { return group.all_reduce_async(one, ReduceOp::avg); });
+  done("all_reduce_coalesced", list, {6, 6, 6},
+       [&] { return group.all_reduce_coalesced_async(list); });
+  one = leaf(4);
+  done("reduce", root ? Tensors{one} : none, {2},
+       [&] { return group.reduce_async(one, 1, ReduceOp::avg); });
+  one = leaf(4);
+  done("broadcast", {one}, {2}, [&] { return group.broadcast_async(one, 1); });
+  one = leaf(4);
+  list = leaves();
+  done("all_gather", list, of_each, [&] { return group.all_gather_async(list, one); });
+  list = leaves();
+  auto& gathered = root ? list : none;
+  done("gather", gathered, of_each, [&] { return group.gather_async(gathered, one, 1); });
+  done("scatter", {part}, {2}, [&] { return group.scatter_async(part, root ? given : none, 1); });
+  done("reduce_scatter", {part}, {6}, [&] { return group.reduce_scatter_async(part, given); });
+  list = leaves();
+  done("all_to_all", list, of_each, [&] { return group.all_to_all_async(list, given); });
+  at::Tensor all = leaf(12), whole = leaf(12);
+  part = leaf(4);
+  done("reduce_scatter_tensor", {part}, {2},
+       [&] { return group.reduce_scatter_tensor_async(part, whole, ReduceOp::avg); });
+  done("all_gather_into_tensor", {}, {},
+       [&] { return group.all_gather_into_tensor_async(all, part); });
+  EXPECT_EQ(all.max().item<float>(), 2);
+  at::Tensor received =
+      strided ? at::zeros({2, 3}).t().requires_grad_() : at::zeros({3}).requires_grad_();
+  const at::Tensor sent = at::full_like(received, mine).requires_grad_();
+  done("all_to_all_single", {}, {}, [&] { return group.all_to_all_single_async(received, sent); });
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(received[rank].max().item<float>(), static_cast<float>(rank + 1));
+  const int next = (group.rank() + 1) % 3, last = (group.rank() + 2) % 3;
+  one = leaf(4);
+  const Work send = group.isend(at::full_like(one, mine), next);
+  group.irecv(one, last).wait();
+  send.wait();
+  EXPECT_TRUE(at::equal(one, at::full_like(one, last + 1)));
+  at::Tensor sparse = at::eye(3).to_sparse().requires_grad_();
+  group.all_reduce_async(sparse).wait();
+  EXPECT_TRUE(at::equal(sparse.to_dense(), at::eye(3) * 3));
 }
 
 class Outputs : public ::testing::TestWithParam<testing::RankOptions> {};
@@ -81,7 +146,11 @@ TEST_P(Outputs, WhoseElementsShareMemoryAreRefused) {
 }
 
 TEST_P(Outputs, MayBeLeavesThatRequireAGradient) {
-  testing::run_group(3, takes_leaves, GetParam());
+  for (const bool strided : {false, true}) {
+    LateRank late;
+    testing::run_group(
+        3, [&](const ProcessGroup& group) { takes_leaves(group, late, strided); }, GetParam());
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Outputs,

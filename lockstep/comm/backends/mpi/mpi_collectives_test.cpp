@@ -90,6 +90,41 @@ TEST_F(Ranks, AllReduceOfEveryDtypeReductionAndSizeIsAtens) {
   }
 }
 
+// Open MPI's own sums of them saturate here and there where it uses AVX.
+TEST_F(Ranks, SumsOfSmallIntegersWrapRound) {
+  uint64_t call = seed();
+  for (const auto type : {at::kChar, at::kByte, at::kShort}) {
+    for (const auto op : {Op::SUM, Op::AVG, Op::PRODUCT}) {
+      for (const int64_t count : {3L, 500L, 2 * kPiece + 3}) {
+        Tensors inputs;
+        for (int r = 0; r < size(); ++r) {
+          auto generator =
+              at::make_generator<at::CPUGeneratorImpl>(++call * 64 + static_cast<uint64_t>(r));
+          inputs.push_back(at::randint(-40'000, 40'000, {size(), count}, generator, at::kInt));
+          inputs.back() = inputs.back().to(type);
+        }
+        const at::Tensor mine = inputs[static_cast<size_t>(rank())];
+        const at::Tensor wanted = expected(op, inputs);
+        const std::string what = name_of(type, op, count);
+        const at::Tensor all = mine.clone();
+        all_reduce(*mpi, all, op);
+        expect_same(all, wanted, what);
+        Tensors one{mine.clone()};
+        c10d::ReduceOptions to_last;
+        to_last.rootRank = size() - 1;
+        to_last.reduceOp = op;
+        mpi->reduce(one, to_last)->wait();
+        if (rank() == size() - 1) expect_same(one[0], wanted, "reduce " + what);
+        at::Tensor part = at::zeros({count}, type), whole = mine.clone();
+        c10d::ReduceScatterOptions scatter;
+        scatter.reduceOp = op;
+        mpi->_reduce_scatter_base(part, whole, scatter)->wait();
+        expect_same(part, wanted[rank()], "reduce_scatter " + what);
+      }
+    }
+  }
+}
+
 // Fractions are added in an order of MPI's choice, which for two ranks has no say; float16 and
 // bfloat16 are added in float32 and rounded once.
 TEST_F(Ranks, SumsOfFractionsAreAsExactAsTheirType) {

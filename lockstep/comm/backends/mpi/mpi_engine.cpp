@@ -9,6 +9,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/mpi/mpi_types.h"
 #include "lockstep/comm/backends/mpi/mpi_work.h"
 
 namespace lockstep::mpi {
@@ -179,6 +180,7 @@ void Engine::start_mpi() {
   int known = 0;
   check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &bound, &known), "MPI_Comm_get_attr");
   if (known) largest_tag_ = *bound;
+  make_small_sums();
 }
 
 void Engine::end_mpi() {

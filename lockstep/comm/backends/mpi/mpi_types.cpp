@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/mpi/mpi_types.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <array>
 #include <utility>
@@ -39,6 +40,24 @@ MPI_Datatype reduced_type(at::ScalarType dtype) {
               : "bool has no average, complex numbers have no order, premul_sum is for fractions");
 }
 
+/// The sum of small integers. Open MPI's own with AVX saturates in a part of the elements; this one
+/// wraps round, as all other backends' do.
+template <class Integer>
+void add_to(void* from, void* to, int* count, MPI_Datatype*) {
+  const auto* values = static_cast<const Integer*>(from);
+  auto* sums = static_cast<Integer*>(to);
+  for (int i = 0; i < *count; ++i) sums[i] = static_cast<Integer>(sums[i] + values[i]);
+}
+
+struct SmallSum {
+  at::ScalarType dtype;
+  MPI_User_function* add;
+  MPI_Op op = MPI_OP_NULL;
+};
+/// Made when MPI starts. They live as long as MPI does.
+std::array<SmallSum, 3> small_sums{
+    {{at::kChar, add_to<int8_t>}, {at::kByte, add_to<uint8_t>}, {at::kShort, add_to<int16_t>}}};
+
 /// The MPI operations in c10d's order, premul_sum last.
 using MpiOps = std::array<MPI_Op, 9>;
 static_assert(MpiOps().size() == size_t{Op::PREMUL_SUM} + 1);
@@ -58,10 +77,17 @@ MPI_Op op_for(at::ScalarType dtype, Op::RedOpType op) {
                          : (ordered && at::isComplexType(dtype)) || (bitwise && !integral) ||
                                (op == Op::PREMUL_SUM && integral);
   if (lacks) throw_lacking(dtype, op);
+  for (const auto& sum : small_sums)
+    if (sum.dtype == dtype && arithmetic[index] == MPI_SUM) return sum.op;
   return (dtype == at::kBool ? logical : arithmetic)[index];
 }
 
 }  // namespace
+
+void make_small_sums() {
+  for (auto& sum : small_sums)
+    check(MPI_Op_create(sum.add, /*commute=*/1, &sum.op), "MPI_Op_create");
+}
 
 Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op) {
   Reduction reduction;
@@ -76,6 +102,7 @@ void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op) {
   if (op.op_ != Op::PREMUL_SUM) return;
   const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (!factor) throw UsageError("premul_sum without its factor");
+  const at::AutoDispatchBelowADInplaceOrView outside_autograd;
   if (factor->tensor_factor.defined()) {
     mine.mul_(factor->tensor_factor.to(mine.scalar_type()));
   } else {

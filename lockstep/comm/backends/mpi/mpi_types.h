@@ -22,6 +22,9 @@ struct Reduction {
 /// order or average of what has none. bool sums are "or", products "and", as shm's.
 Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
 
+/// Once, on the MPI thread, when MPI has started: reductions use operations of our own.
+void make_small_sums();
+
 /// Before an MPI_SUM: multiplies by the factor of premul_sum, in place. `mine`: this rank's own
 /// copy of what it gives.
 void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op);
