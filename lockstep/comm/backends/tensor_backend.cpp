@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/tensor_backend.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/tensor_checks.h"
@@ -67,7 +68,14 @@ TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptio
   }
   arguments.timeout = options.timeout.count() > 0 ? options.timeout : timeout();
   arguments.async = options.asyncOp;
-  return make_work(std::move(arguments));
+  auto work = make_work(std::move(arguments));
+  record(*work);
+  return work;
+}
+
+void TensorBackend::record(TensorWork& work) const {
+  if (auto watchers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE))
+    work.record(getBackendName(), std::move(*watchers));
 }
 
 WorkPtr TensorBackend::issue(const OwnWork& work) {
@@ -123,6 +131,7 @@ WorkPtr TensorBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceO
     throw UsageError("all_reduce of sparse tensors: expected one sparse tensor of the CPU");
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM && options.reduceOp.op_ != c10d::ReduceOp::AVG)
     throw UsageError("all_reduce of sparse tensors: they are summed or averaged only");
+  const auto work = begin(Operation::all_reduce_sparse, options, {.inputs = tensors});
   c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
   gather.asyncOp = false;
@@ -155,7 +164,6 @@ WorkPtr TensorBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceO
   }
   if (options.reduceOp.op_ == c10d::ReduceOp::AVG) sum = sum / getSize();
   write_to(tensors[0], sum.coalesce());
-  const auto work = begin(Operation::all_reduce_sparse, options, {.inputs = tensors});
   work->complete(nullptr);
   return work;
 }

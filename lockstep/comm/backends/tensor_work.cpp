@@ -128,6 +128,7 @@ void TensorWork::complete(std::exception_ptr error) {
       error = std::current_exception();
     }
   }
+  if (const auto end = std::exchange(recordFunctionEndCallback_, nullptr)) end();
   std::unique_lock lock(mutex_);
   ended_ = true;
   exception_ = std::move(error);

@@ -16,6 +16,10 @@
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/shared_memory/shared_group.h"
 
+namespace at {
+struct StepCallbacks;
+}
+
 namespace lockstep::backends {
 
 using Tensors = std::vector<at::Tensor>;
@@ -80,6 +84,11 @@ class TensorWork : public c10d::Work, public shm::Call {
   const Request& request() const { return request_; }
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
   void set_sequence(uint64_t sequence) { sequence_ = sequence; }
+  /// Before it begins: from now until its end it shows in LibTorch's traces, as "shm:all_reduce" of
+  /// a backend "shm" and with its tensors. `watchers`: at::getStepCallbacksUnlessEmpty of
+  /// USER_SCOPE.
+  void record(const std::string& backend, at::StepCallbacks&& watchers);
+  bool recorded() const { return recordFunctionEndCallback_ != nullptr; }
 
   // Where the backend reads and writes: plain (is_plain), of `dtype` (the tensor's own without),
   // alive until the end, and the caller's memory itself where that fits.

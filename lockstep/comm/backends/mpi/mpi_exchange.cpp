@@ -68,6 +68,7 @@ MpiBackend::WorkPtr MpiBackend::message(Operation operation, const at::Tensor& t
   const bool sends = operation == Operation::send;
   const auto made = make_work(message_request(operation, tensor, peer));
   auto& work = static_cast<MpiWork&>(*made);
+  record(work);
   if (sends) {
     work.add("MPI_Isend",
              [=, from = work.given(tensor).data_ptr()](MPI_Comm comm, MPI_Request* request) {

@@ -9,6 +9,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "tests/support/mpi_test_ranks.h"
+#include "tests/support/watched_calls.h"
 
 namespace lockstep::mpi::testing {
 namespace {
@@ -72,6 +73,57 @@ TEST_F(Ranks, AGroupCanBeUsedFromACallback) {
       c10::IntType::get());
   after->wait();
   expect_same(second[0], at::full({3}, static_cast<float>(size())), "second");
+}
+
+// Also where MPI's thread, which has grad mode, ends the call.
+TEST_F(Ranks, LeavesThatRequireAGradientMayBeResults) {
+  const auto leaf = [](int64_t count) { return at::ones({count}).set_requires_grad(true); };
+  const auto n = static_cast<float>(size());
+  for (const bool strided : {false, true}) {
+    for (const auto& op : {c10d::ReduceOp(Op::SUM), c10d::ReduceOp(Op::AVG),
+                           c10d::ReduceOp(c10d::makePreMulSum(2.0))}) {
+      const float sum = op.op_ == Op::SUM ? n : op.op_ == Op::AVG ? 1 : 2 * n;
+      const at::NoGradGuard no_grad;
+      const auto taken = [&](int64_t count) {
+        return strided ? at::ones({count, 2}).t().set_requires_grad(true) : leaf(count);
+      };
+      Tensors all{taken(5)};
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      mpi->allreduce(all, options)->wait();
+      EXPECT_EQ(all[0].sum().item<float>(), sum * static_cast<float>(all[0].numel()));
+      Tensors one{taken(5)};
+      c10d::ReduceOptions reduce;
+      reduce.reduceOp = op;
+      mpi->reduce(one, reduce)->wait();
+      if (rank() == 0) {
+        EXPECT_EQ(one[0].sum().item<float>(), sum * all[0].numel());
+      }
+      at::Tensor part = taken(3), whole = leaf(part.numel() * size());
+      c10d::ReduceScatterOptions scatter;
+      scatter.reduceOp = op;
+      mpi->_reduce_scatter_base(part, whole, scatter)->wait();
+      EXPECT_EQ(part.sum().item<float>(), sum * part.numel());
+    }
+  }
+}
+
+TEST_F(Ranks, ACallShowsInTracesUntilItsEnd) {
+  lockstep::testing::WatchedCalls watched("mpi");
+  Tensors sum{at::ones({7})}, sent{at::ones({3})}, received{at::zeros({3})};
+  auto work = mpi->allreduce(sum, {});
+  work->wait();
+  auto send = mpi->send(sent, (rank() + 1) % size(), 0);
+  mpi->recv(received, (rank() + size() - 1) % size(), 0)->wait();
+  send->wait();
+  const auto seen = watched.seen();  // While the works live.
+  const std::vector<std::string> names{"mpi:all_reduce", "mpi:recv", "mpi:send"};
+  ASSERT_EQ(seen.size(), names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    EXPECT_EQ(seen[i].name, names[i]);
+    EXPECT_EQ(seen[i].shapes, (std::vector<std::vector<int64_t>>{{i == 0 ? 7 : 3}}));
+    EXPECT_TRUE(seen[i].ended) << names[i];
+  }
 }
 
 TEST_F(Ranks, AWorkMayBeDropped) {

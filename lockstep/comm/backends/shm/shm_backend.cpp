@@ -166,6 +166,7 @@ ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& t
                                         int tag) {
   auto work = c10::make_intrusive<ShmMessageWork>(
       getRank(), message_request(operation, tensor, peer), names());
+  record(*work);
   work->begin(messages_, tag);
   return work;
 }

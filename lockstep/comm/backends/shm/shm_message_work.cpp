@@ -61,7 +61,7 @@ void ShmMessageWork::begin(Messages& messages, int tag) {
   copied_ = !sends && !memory.is_same(tensor);
   message_ = sends ? messages.post_send(request().root, std::move(call))
                    : messages.post_recv(request().root, std::move(call));
-  if (copied_) watch();
+  if (copied_ || recorded()) watch();
 }
 
 void ShmMessageWork::watch() {

@@ -1,0 +1,67 @@
+// How a call shows in LibTorch's traces: torch::profiler and the callbacks of RecordFunction.
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include "lockstep/comm/backends/tensor_work.h"
+
+namespace lockstep::backends {
+namespace {
+
+/// The event of a call. LibTorch keeps a view of its name only.
+struct Event {
+  Event(std::string name, at::StepCallbacks&& watchers)
+      : name(std::move(name)), function(std::move(watchers)) {}
+  const std::string name;
+  at::RecordFunction function;
+};
+
+/// LibTorch's names where they are others than ours.
+std::string title_of(Operation operation) {
+  if (operation == Operation::all_reduce_sparse) return "sparse_all_reduce";
+  if (operation == Operation::recv_any) return "recvAnySource";
+  return std::string(operation_name(operation));
+}
+
+int64_t elements_of(const Tensors& tensors) {
+  int64_t elements = 0;
+  for (const auto& tensor : tensors) elements += tensor.numel();
+  return elements;
+}
+
+/// From one of the group's ranks to the next, in the default group; -1 where that differs.
+int stride_of(const RankNames& ranks) {
+  const int stride = ranks.size() > 1 ? ranks[1] - ranks[0] : 1;
+  for (size_t i = 1; i < ranks.size(); ++i)
+    if (ranks[i] - ranks[i - 1] != stride) return -1;
+  return stride;
+}
+
+/// What kineto writes into a trace as the sizes of a call: an event of its own.
+void record_sizes(const Request& call, const GroupNames& names, int rank) {
+  const Tensors& outputs = call.outputs.empty() ? call.inputs : call.outputs;
+  const Tensors& shown = call.inputs.empty() ? outputs : call.inputs;
+  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(
+      int64_t{0}, std::make_tuple(names.group, std::string()), call.inputs, outputs, rank,
+      title_of(call.operation), elements_of(call.inputs), elements_of(outputs),
+      shown.empty() ? at::kByte : shown[0].scalar_type(), call.input_splits, call.output_splits,
+      names.ranks.at(0), stride_of(names.ranks), static_cast<int>(names.ranks.size()), call.async);
+}
+
+}  // namespace
+
+void TensorWork::record(const std::string& backend, at::StepCallbacks&& watchers) {
+  const auto event =
+      std::make_shared<Event>(backend + ":" + title_of(request_.operation), std::move(watchers));
+  record_sizes(request_, *names_, rank_);
+  event->function._setAsync();
+  std::vector<c10::IValue> tensors;
+  for (const auto& tensor : request_.inputs.empty() ? request_.outputs : request_.inputs)
+    tensors.emplace_back(tensor);
+  event->function.before(event->name.c_str(),
+                         c10::ArrayRef<const c10::IValue>(tensors.data(), tensors.size()));
+  recordFunctionEndCallback_ = at::wrapPropagateTLSState([event] { event->function.end(); });
+}
+
+}  // namespace lockstep::backends
