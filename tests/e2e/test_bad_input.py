@@ -302,6 +302,14 @@ class Numbers(BadInput):
                            "--max-epochs", 2, "--on-nan", "skip", timeout=TIMEOUT)
             self.assertEqual(result.stderr.count("the step is skipped on all ranks"), 2, result.stderr)
 
+    def test_batch_norm_has_seen_nothing_of_a_skipped_step(self):
+        dataset = self.data_with_a_nan(self.temporary())
+        for devices in (1, 2):
+            result = t.run(t.LOCKSTEP, "train", "--dataset", dataset, "--model", "convnet", "--batch-size", 16,
+                           "--devices", devices, "--max-epochs", 1, "--on-nan", "skip", timeout=TIMEOUT)
+            self.assertIn("the step is skipped on all ranks", result.stderr)
+            self.assertRegex(result.stdout.splitlines()[-1], r"test accuracy 0\.\d+ loss \d")
+
     def test_skipping_everything_is_no_success(self):
         import numpy
 

@@ -82,6 +82,19 @@ class Outcome(unittest.TestCase):
         self.assertEqual(result.stdout.count("test accuracy"), 1)
         self.assertEqual(result.stderr, "")
 
+    def test_one_rank_shares_nothing(self):
+        result = t.run(t.LOCKSTEP, "train", "--max-epochs", 0)
+        self.assertRegex(result.stdout, r"(?m)^1 rank on cpu, batch size 64 per rank, 64 a step, ")
+
+    def test_ranks_with_other_flags_are_told(self):
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "sh", "-c",
+                       f"exec {t.LOCKSTEP} train --max-epochs 1 --seed 1$RANK --data-dir folder$RANK "
+                       '$([ "$RANK" = 0 ] || echo --optimizer adam)', check=False)
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("--seed is 10 on rank 0 and 11 on rank 1", result.stderr)
+        self.assertIn("--optimizer is 'sgd' on rank 0 and 'adam' on rank 1", result.stderr)
+        self.assertNotIn("--data-dir", result.stderr)
+
     def test_quiet_prints_the_last_line_only(self):
         result = train("--quiet", "--limit-train-batches", 3, "--max-epochs", 2)
         self.assertRegex(result.stdout, r"\Atest accuracy \S+ loss \S+\n\Z")
@@ -353,15 +366,23 @@ class Terminal(unittest.TestCase):
         self.assertNotIn("\r", result.stdout)
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
 class Ending(unittest.TestCase):
     """Signals and closed pipes, at a moment when training is under way."""
 
-    def start(self, folder, *flags, stdout=subprocess.PIPE):
+    def start(self, folder, *flags, stdout=subprocess.PIPE, ignored=()):
+        def ignore():
+            for number in ENDING:
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
         metrics = folder / "m.jsonl"
         process = subprocess.Popen(
             [t.LOCKSTEP, "train", "--max-epochs", "1000000", "--log-every-n-steps", "5",
              "--metrics-file", str(metrics), *map(str, flags)],
-            stdout=stdout, stderr=subprocess.PIPE, text=True, env=t.clean_environment(), start_new_session=True)
+            stdout=stdout, stderr=subprocess.PIPE, text=True, env=t.clean_environment(), start_new_session=True,
+            preexec_fn=ignore)
         self.addCleanup(self.end, process)
         return process, metrics
 
@@ -374,7 +395,7 @@ class Ending(unittest.TestCase):
         t.wait_until(lambda: not group_members(process.pid), 10, "the end of every process")
 
     def test_signals_end_it_in_order_with_a_checkpoint(self):
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)):
             for devices in (1, 2):
                 with self.subTest(signal=number, devices=devices), t.temporary_folder() as folder:
                     saved = folder / "saved"
@@ -386,6 +407,35 @@ class Ending(unittest.TestCase):
                     self.assertIn(f"stopped by {number.name}", out + err)
                     self.assert_all_gone(process)
                     self.assertTrue((saved / "latest" / "state.json").exists(), out + err)
+
+    def test_a_signal_to_the_process_and_again_to_its_group_is_one(self):
+        """As `timeout` and terminals send it."""
+        for devices in (1, 2):
+            with self.subTest(devices=devices), t.temporary_folder() as folder:
+                saved = folder / "saved"
+                process, metrics = self.start(folder, "--devices", devices, "--checkpoint-dir", saved)
+                t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)
+                out, err = process.communicate(timeout=30)
+                self.assertEqual(process.returncode, 143, out + err)
+                self.assertTrue((saved / "latest" / "state.json").exists(), out + err)
+
+    def test_what_the_parent_ignores_stays_ignored(self):
+        """Shells without job control start background jobs so."""
+        for devices in (1, 2):
+            with self.subTest(devices=devices), t.temporary_folder() as folder:
+                process, metrics = self.start(folder, "--devices", devices, ignored=(signal.SIGINT, signal.SIGQUIT))
+                t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+                for number in (signal.SIGINT, signal.SIGQUIT):
+                    before = metrics.stat().st_size
+                    os.killpg(process.pid, number)
+                    t.wait_until(lambda: metrics.stat().st_size > before + 2000 or process.poll() is not None, 60,
+                                 "more metrics")
+                    self.assertIsNone(process.poll())
+                process.send_signal(signal.SIGTERM)
+                out, err = process.communicate(timeout=30)
+                self.assertEqual(process.returncode, 143, out + err)
 
     def test_a_signal_at_any_moment_is_no_success_and_leaves_nothing(self):
         seed = int(os.environ.get("LOCKSTEP_TEST_SEED", random.randrange(1 << 30)))
