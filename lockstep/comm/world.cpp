@@ -6,6 +6,8 @@
 #include <exception>
 #include <map>
 
+#include "lockstep/base/descriptors.h"
+#include "lockstep/base/duration.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
@@ -66,6 +68,15 @@ std::string reachable_address(const JobEnvironment& job) {
   if (job.single_host) return "127.0.0.1";
   const std::string address = job.master_addr.empty() ? "" : local_address_towards(job.master_addr);
   return address.empty() || is_loopback_host(address) ? outward_address() : address;
+}
+
+/// For the connections of a rank to its peers, and of all ranks to the store where this one holds
+/// it.
+void make_room(const JobEnvironment& job, bool holds_store) {
+  constexpr int kOwn = 12;  // Counted over each backend, and a little more.
+  const int connections = job.world_size * (holds_store ? 3 : 1);
+  make_room_for_descriptors(kOwn + connections, "rank " + std::to_string(job.rank) + " of " +
+                                                    std::to_string(job.world_size));
 }
 
 int cuda_devices() {
@@ -262,8 +273,9 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   context->timeout = timeout;
   context->interface =
       options.interface.empty() ? env_string("GLOO_SOCKET_IFNAME").value_or("") : options.interface;
-  root_ = open_store(plan, timeout);
   holds_store_ = holds_store(plan);
+  if (job.world_size > 1) make_room(job, holds_store_);
+  root_ = open_store(plan, timeout);
   context->store = prefix_store("default_pg", root_);
   context->own_store = prefix_store("lockstep/" + std::to_string(job.restart_count), root_);
   context->address = reachable_address(job);

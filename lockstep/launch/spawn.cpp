@@ -21,6 +21,7 @@
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
+#include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/variables.h"
 
 namespace lockstep {
@@ -129,6 +130,7 @@ launch::WorkerPlan worker_plan(const launch::RankLayout& layout, int local_rank,
 
 void run_parent(int nprocs, const SpawnOptions& options, int64_t call) {
   auto layout = layout_of(nprocs, options);
+  launch::make_room_for_ranks(layout, {});
   UniqueFd listener;
   launch::LaunchPlan plan;
   if (layout.agent_store) {

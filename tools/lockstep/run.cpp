@@ -20,6 +20,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
+#include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/variables.h"
 #include "run_options.h"
 
@@ -231,6 +232,17 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
 }
 
 /// The most that a rank has.
+launch::RankStreams streams_of(const RunOptions& options) {
+  launch::RankStreams most{.pipes = 2, .files = 0};
+  for (int i = 0; i < options.nproc; ++i) {
+    const auto to_file = [&](auto stream) {
+      return options.redirects.of(i).*stream || options.tee.of(i).*stream;
+    };
+    most.files = std::max(most.files, int{to_file(&Streams::out)} + int{to_file(&Streams::err)});
+  }
+  return most;
+}
+
 }  // namespace
 
 int run_command(const std::vector<std::string>& args) {
@@ -239,6 +251,7 @@ int run_command(const std::vector<std::string>& args) {
   for (const auto& text : options->without_effect) say(text);
   const auto program = launch::find_program(options->program, options->kind);
   auto layout = layout_of(*options);
+  launch::make_room_for_ranks(layout, streams_of(*options));
   UniqueFd listener;
   if (options->node_rank == 0) listener = launch::listen_for_ranks(layout);
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
