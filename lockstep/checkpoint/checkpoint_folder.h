@@ -10,8 +10,8 @@
 
 namespace lockstep {
 
-/// A folder of checkpoints, one a sub-folder: `step-00001234`, and `latest`, a symbolic link to the
-/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed: whoever reads sees whole
+/// A folder of checkpoints, one per sub-folder: `step-00001234`. `latest` is a symbolic link to the
+/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed. So a reader sees whole
 /// ones only, at any moment, also after a crash or a loss of power. One process writes at a time.
 class CheckpointFolder {
  public:
@@ -23,8 +23,8 @@ class CheckpointFolder {
   /// hours and then failing to save loses them.
   void prepare();
 
-  /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning: when a run goes
-  /// on from `step`, they belong to a course that it leaves, and must not be taken for its newest.
+  /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning. When a run goes
+  /// on from `step`, they belong to a course that it leaves. They must not be taken for its newest.
   void supersede_after(int64_t step);
 
   /// Writes, flushes and publishes one checkpoint, moves `latest`, and removes old ones. On failure
@@ -35,8 +35,8 @@ class CheckpointFolder {
   /// Folders of checkpoints, the newest (highest step) first. Empty when there is no folder.
   std::vector<std::filesystem::path> list() const;
 
-  /// The newest checkpoint that is whole; each damaged one on the way is named in a warning. None
-  /// when the folder has no checkpoint; throws DamagedCheckpointError when all are damaged.
+  /// The newest checkpoint that is whole. Each damaged one on the way is named in a warning. None
+  /// when the folder has no checkpoint. Throws DamagedCheckpointError when all are damaged.
   std::optional<std::pair<std::filesystem::path, Checkpoint>> read_newest() const;
 
   const std::filesystem::path& path() const { return path_; }

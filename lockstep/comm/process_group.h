@@ -101,7 +101,7 @@ class ProcessGroup {
   void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const;
   [[nodiscard]] Work all_to_all_async(std::vector<at::Tensor>& outputs,
                                       const std::vector<at::Tensor>& inputs) const;
-  /// Cuts along dimension 0: by `input_splits`, into `output_splits`; both empty for even cuts.
+  /// Cuts along dimension 0, by `input_splits`, into `output_splits`. Both are empty for even cuts.
   void all_to_all_single(at::Tensor& output, const at::Tensor& input,
                          const std::vector<int64_t>& output_splits = {},
                          const std::vector<int64_t>& input_splits = {}) const;
@@ -113,7 +113,7 @@ class ProcessGroup {
   /// A barrier over the store that throws TimeoutError naming every rank that did not come.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
-  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are:
+  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are. It is
   /// PyTorch's symmetric memory. Over shared memory its data lies where all ranks reach it. An
   /// all_reduce of it, or of the same part of it on every rank, copies nothing in or out. Over
   /// other backends it is an ordinary tensor. The values are undefined. All ranks call with the

@@ -29,8 +29,8 @@ struct LoaderOptions {
   uint64_t seed = 0;
 };
 
-/// One batch. Its tensors stay as they are for as long as someone holds them (or a view of them):
-/// the loader writes into a buffer again only when nobody does. A loop that holds one batch at a
+/// One batch. Its tensors stay as they are for as long as someone holds them or a view of them. The
+/// loader writes into a buffer again only when nobody holds it. A loop that holds one batch at a
 /// time, as training does, lets it reuse a few buffers for the whole run.
 struct Batch {
   at::Tensor data;      ///< [B, ...] on the CPU, of the pipeline's output dtype.
@@ -42,7 +42,7 @@ struct Batch {
 };
 
 /// Gives an epoch's batches in the sampler's order. The same options, seeds and epoch give the same
-/// bits, with any number of workers and whether or not the epoch was resumed in its middle.
+/// bits. The number of workers and a resumption in the middle of the epoch change nothing.
 ///
 ///   DataLoader loader(splits.train, DistributedSampler({...}), {normalize(), flatten()}, {...});
 ///   for (int64_t epoch = 0; epoch < epochs; ++epoch)
@@ -53,8 +53,8 @@ struct Batch {
 class DataLoader {
  public:
   /// Throws UsageError when the sampler is for another size of data set, an option is out of range,
-  /// the pipeline does not fit the data, or there is no batch at all: with drop_last and a batch
-  /// larger than this rank's data, say. Without drop_last that is one short batch.
+  /// or the pipeline does not fit the data. Also when there is no batch at all: with drop_last and
+  /// a batch larger than this rank's data, say. Without drop_last that is one short batch.
   DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms = {},
              LoaderOptions options = {});
   DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,

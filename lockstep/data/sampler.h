@@ -19,7 +19,7 @@ struct SamplerOptions {
 };
 
 /// Where a rank stands in its data: `position` of its samples of `epoch` are behind it. It belongs
-/// in a checkpoint and is valid for a sampler with the same options.
+/// in a checkpoint. It is valid for a sampler with the same options.
 struct SamplerState {
   int64_t epoch = 0;
   int64_t position = 0;
@@ -29,7 +29,7 @@ struct SamplerState {
 /// Which samples a rank sees in an epoch, and in which order: exactly the indices that Python's
 /// `torch.utils.data.distributed.DistributedSampler` gives after `set_epoch(epoch)`.
 ///
-/// It holds its options only. The epoch is an argument, so it cannot be forgotten; const calls may
+/// It holds its options only. The epoch is an argument, so it cannot be forgotten. Const calls may
 /// come from several threads.
 class DistributedSampler {
  public:
