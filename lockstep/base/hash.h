@@ -16,7 +16,7 @@ class Hasher {
   explicit Hasher(Algorithm algorithm);
   ~Hasher();
   void update(const void* data, size_t size);
-  /// The digest in lower-case hexadecimal; ends the hasher's use.
+  /// The digest in lower-case hexadecimal. Ends the hasher's use.
   std::string finish();
 
  private:

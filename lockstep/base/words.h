@@ -19,7 +19,7 @@ std::vector<std::string> similar_words(std::string_view word,
 /// "did you mean 'mlp'?" or "did you mean 'a' or 'b'?"; empty when no known word is similar.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
 
-/// "unknown KIND 'WORD'; did you mean 'X'?" or, where no known word is similar, "...; known: A, B".
+/// "unknown KIND 'WORD'; did you mean 'X'?" Where no known word is similar: "...; known: A, B".
 std::string unknown_word(std::string_view kind, std::string_view word,
                          const std::vector<std::string>& known);
 

@@ -94,10 +94,10 @@ class TorchDatasetSource : public ExampleSource {
 
 }  // namespace detail
 
-/// Any `torch::data` data set with random access as a source for a DataLoader: a `Dataset<Self,
-/// Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read when a batch
-/// needs them, in the loader's threads. Each thread has its own copy of the data set, as in
-/// LibTorch's own loader.
+/// Any `torch::data` data set with random access as a source for a DataLoader: a
+/// `Dataset<Self, Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read
+/// when a batch needs them, in the loader's threads. Each thread has its own copy of the data set,
+/// as in LibTorch's own loader.
 ///
 ///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
 template <typename Dataset>

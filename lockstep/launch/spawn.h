@@ -37,8 +37,8 @@ struct SpawnOptions {
 /// a rank. A program may spawn several times, one after the other: the workers of a later call pass
 /// by the earlier ones with true. A worker that spawns once more gets a UsageError.
 ///
-/// Workers have our standard output. Their standard error passes through this process. They read
-/// /dev/null. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
+/// Workers have our standard output, and /dev/null as standard input. Their standard error passes
+/// through this process. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
 ///
 /// When a worker fails, the others get TERM, then KILL. The first failure is rethrown here as a
 /// WorkerError with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and

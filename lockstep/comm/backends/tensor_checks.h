@@ -15,7 +15,7 @@ namespace lockstep::backends {
 void check_dense(Operation operation, const at::Tensor& tensor);
 /// One such tensor.
 const at::Tensor& only(Operation operation, const std::vector<at::Tensor>& tensors);
-/// One list of such tensors, one a rank.
+/// One list of such tensors, one per rank.
 const std::vector<at::Tensor>& only_list(Operation operation,
                                          const std::vector<std::vector<at::Tensor>>& lists,
                                          int size);

@@ -13,14 +13,14 @@ using backends::Tensors;
 using backends::TensorWork;
 
 /// For ranks on several hosts, some of them on one. all_reduce, broadcast, all_gather,
-/// reduce_scatter and barrier go by the hierarchy: through shared memory on each host, and by one
-/// leader a host between them. CPU tensors of every dtype that shm takes, contiguous or not. The
-/// results have the same bits on every rank and in every run.
+/// reduce_scatter and barrier go by the hierarchy. They go through shared memory on each host and
+/// by one leader per host between the hosts. CPU tensors of every dtype that shm takes, contiguous
+/// or not. The results have the same bits on every rank and in every run.
 ///
-/// Everything else, and what the hierarchy does not take (sparse tensors), goes by a group of all
-/// ranks over Gloo, which is checked by itself and gets copies of tensors that are not contiguous.
-/// A mismatch between ranks is named at every call of either kind, as far as Gloo's group is
-/// compared.
+/// Everything else goes by a group of all ranks over Gloo. So does what the hierarchy does not take
+/// (sparse tensors). That group is checked by itself. It gets copies of tensors that are not
+/// contiguous. A mismatch between ranks is named at every call of either kind, as far as Gloo's
+/// group is compared.
 class HierarchicalBackend final : public backends::TensorBackend {
  public:
   HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,

@@ -47,8 +47,8 @@ class MpiWork final : public backends::TensorWork {
 
   // On the MPI thread:
 
-  /// Starts operations, as far as they may be under way. Throws CommError; those before the failing
-  /// one are then under way.
+  /// Starts operations, as far as they may be under way. Throws CommError. The operations before
+  /// the failing one are then under way.
   void start();
   bool all_started() const { return next_ == starts_.size(); }
   enum class Progress { none, some, done };
