@@ -16,7 +16,7 @@
 
 namespace lockstep::launch {
 
-/// Where one of a worker's two output streams goes; any combination.
+/// Where one of a worker's two output streams goes. Any combination.
 struct StreamPlan {
   bool inherit = false;        ///< The worker gets our own descriptor; nothing else then applies.
   bool console = false;        ///< To the same stream of ours, in whole lines with the prefix.
@@ -41,16 +41,16 @@ struct WorkerPlan {
 
 struct LaunchPlan {
   std::vector<WorkerPlan> workers;
-  /// Serves what the workers connect to; called once, right after they were started, so that its
+  /// Serves what the workers connect to. Called once, right after they were started, so that its
   /// own start and theirs overlap. What it returns lives until they have ended. May be empty.
   std::function<std::shared_ptr<void>()> serve;
-  /// Called when all workers of this host have succeeded, about every 50 ms until it returns true:
-  /// whether `serve`'s result may go (other hosts may still need it). May be empty.
+  /// Called when all workers of this host have succeeded, about every 50 ms until it returns true.
+  /// It says whether `serve`'s result may go (other hosts may still need it). May be empty.
   std::function<bool()> may_leave;
   std::filesystem::path
       scratch;  ///< A folder to remove at the end, however it comes; may be empty.
-  /// This process does nothing else: every descendant of it belongs to the job, and may be killed
-  /// by us should the keeper be killed.
+  /// This process does nothing else: every descendant of it belongs to the job. We may kill these
+  /// should the keeper be killed.
   bool owns_process = false;
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
@@ -69,7 +69,7 @@ struct Failure {
   std::vector<std::string> last_lines;  ///< Of its standard error.
   std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
 
-  /// The worker's exit code; 128 + N when signal N ended it; 126 or 127 (as in a shell) when it
+  /// The worker's exit code, or 128 + N when signal N ended it. 126 or 127 (as in a shell) when it
   /// could not be executed.
   int exit_code() const;
   /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself.
@@ -77,10 +77,10 @@ struct Failure {
 };
 
 /// Runs the workers to their end. Returns when all succeeded. Throws
-/// - WorkerError when one failed: the others got TERM and, after `grace`, KILL;
-/// - InterruptedError when one of `signals` came: it was forwarded, and KILL followed after
-///   `signal_grace` or at the second signal;
-/// - SystemError(EPIPE) when nobody reads our output any more; the workers were told to stop;
+/// - WorkerError when one failed. The others got TERM and, after `grace`, KILL.
+/// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
+///   `signal_grace` or at the second signal.
+/// - SystemError(EPIPE) when nobody reads our output any more. The workers were told to stop.
 /// - what `serve` throws, after the workers are gone.
 /// In each case no worker and no descendant of one is left.
 void launch(const LaunchPlan& plan);

@@ -27,9 +27,9 @@ struct RankLayout {
   std::string token = random_hex(8);  ///< See kTokenVariable.
 };
 
-/// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0:
-/// before anyone is told of it, so that no port is raced for. On all addresses where the master's
-/// is none of this machine. Throws as listen_on.
+/// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0.
+/// This is before anyone is told of the port, so that it is not raced for. Listens on all addresses
+/// where the master's is none of this machine. Throws as listen_on.
 UniqueFd listen_for_ranks(RankLayout& layout);
 
 /// The launcher's variables for one rank: those of torchrun, and the run's token.

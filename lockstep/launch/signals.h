@@ -10,10 +10,10 @@
 namespace lockstep::launch {
 
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
-/// ignored; what was before is put back at destruction. HUP stays ignored where it was (nohup).
-/// By handlers and a pipe and not by signalfd, because a signal to a program with threads goes to
-/// any thread that has not blocked it. One at a time in a process; the constructor throws Error
-/// when there is one already.
+/// ignored. What was before is put back at destruction. HUP stays ignored where it was (nohup). By
+/// handlers and a pipe and not by signalfd, because a signal to a program with threads goes to any
+/// thread that has not blocked it. One at a time in a process. The constructor throws Error when
+/// there is one already.
 class SignalCatcher {
  public:
   explicit SignalCatcher(const std::vector<int>& signals);
@@ -23,7 +23,7 @@ class SignalCatcher {
 
   /// Readable when `next` has something.
   int fd() const { return read_.get(); }
-  /// The next signal that came; none: none now.
+  /// The next signal that came. None: none now.
   std::optional<int> next();
 
  private:

@@ -24,7 +24,7 @@ class WorkerStream {
 
   /// The descriptor for the worker; ours alone until `started`.
   int worker_fd() const { return inherit_ ? own_fd_ : write_.get(); }
-  /// The workers have their descriptors: ours is closed, so that the end of the stream is seen.
+  /// The workers have their descriptors. Ours is closed, so that the end of the stream is seen.
   void started() { write_.reset(); }
 
   /// -1 at the end of the stream, and while the console is too far behind to take more.

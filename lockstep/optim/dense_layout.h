@@ -7,7 +7,8 @@
 namespace lockstep {
 
 /// Whether `tensor` has an element for each place of a piece of memory, in any order of dimensions
-/// (contiguous, channels-last): what kernels can take that go through memory element by element.
+/// (contiguous, channels-last). Kernels that go through memory element by element can take such
+/// tensors.
 inline bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
 }

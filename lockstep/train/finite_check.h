@@ -15,10 +15,10 @@ namespace lockstep {
 /// Notices a loss or gradient that is NaN or infinite, and lets all ranks decide alike without
 /// communication in the steps that are well.
 ///
-/// A rank whose loss is not finite is to run backward from NaN: then DDP's all-reduce makes the
+/// A rank whose loss is not finite is to run backward from NaN. Then DDP's all-reduce makes the
 /// gradients NaN on every rank, and each rank sees that in its own copy. Only after that do ranks
-/// talk, to name the one where it began. With `stop`, one gradient is looked at (the last
-/// parameter's, which every loss of a network reaches); with `skip` all of them.
+/// talk, to name the one where it began. With `stop`, one gradient is looked at: the last
+/// parameter's, which every loss of a network reaches. With `skip`, all gradients are looked at.
 class FiniteCheck {
  public:
   FiniteCheck(OnNan policy, const ProcessGroup& group) : policy_(policy), group_(group) {}
@@ -27,13 +27,13 @@ class FiniteCheck {
   /// backward is to run from NaN.
   bool loss_is_good(double loss);
 
-  /// After the backward of a step's last batch, with the parameters that have its gradients: true
+  /// After the backward of a step's last batch, with the parameters that have its gradients. True
   /// when the step is to be made, false when it is to be skipped on all ranks. Throws NumericError
   /// with `stop`, on all ranks. The first few skips of a run are warned of one by one.
   bool step_is_good(const std::vector<at::Tensor>& parameters, int64_t step, int64_t epoch);
 
-  /// At the end of an epoch of so many steps: throws NumericError, on all ranks, when all of them
-  /// were skipped, and tells how many were.
+  /// At the end of an epoch of so many steps. Throws NumericError, on all ranks, when all of them
+  /// were skipped. Tells how many were.
   void end_epoch(int64_t epoch, int64_t steps);
 
   int64_t skipped() const { return skipped_; }

@@ -10,7 +10,7 @@
 namespace lockstep {
 
 /// Lets all ranks stop at the same step although a signal reaches them at different ones. Agreeing
-/// costs an all-reduce, so ranks do it about five times a second: after so many steps as all of
+/// costs an all-reduce. So ranks do it about five times per second: after so many steps as all of
 /// them make in that time. A group of one looks at every step.
 class StopAgreement {
  public:

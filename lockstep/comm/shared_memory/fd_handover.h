@@ -9,20 +9,20 @@
 
 namespace lockstep::shm {
 
-/// Gives `fd` to the other ranks of a group of `size`, from rank 0: listens on a Unix socket in the
-/// abstract name space (no file, gone with the process), tells its name, and serves each rank once;
-/// `served` is told which process (process_identity) each one is, before it has the descriptor.
+/// Gives `fd` to the other ranks of a group of `size`, from rank 0. Listens on a Unix socket in the
+/// abstract name space (no file, gone with the process), tells its name, and serves each rank once.
+/// `served` is told which process (process_identity) each rank is, before it has the descriptor.
 /// Processes of other users are refused. Blocks until all have it. `look` is called some fifty
-/// times a second with the ranks that are still to come, and may throw. Throws TimeoutError naming
-/// those, SystemError.
+/// times per second with the ranks that are still to come, and may throw. Throws TimeoutError
+/// naming those, SystemError.
 void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::string& group,
               const std::function<void(const std::string& name)>& tell,
               const std::function<void(int rank, const std::string& identity)>& served,
               const std::function<void(const std::vector<int>& missing)>& look = {});
 
-/// The other side: who this is goes with it. Throws UsageError when it runs as another user than
-/// rank 0, CommError when rank 0 cannot be reached (another host or network namespace, ended),
-/// TimeoutError.
+/// The other side. It also sends the identity of this process. Throws UsageError when this process
+/// runs as another user than rank 0. Throws CommError when rank 0 cannot be reached (another host
+/// or network namespace, ended), and TimeoutError.
 UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
                  const std::string& group);
 

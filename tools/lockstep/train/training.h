@@ -14,9 +14,9 @@ namespace lockstep {
 InitOptions init_options(const RunConfig& config);
 
 /// Checks what is to be read and written, so that hours of training are not lost to a mistyped
-/// name: that files and the checkpoint folder can be made (the folder is), that the folder holds no
-/// other run's checkpoints, that what is to be resumed or loaded is there. Throws UsageError and
-/// DataError naming the flag.
+/// name. Files and the checkpoint folder must be possible to make (the folder is made). The folder
+/// must hold no other run's checkpoints. What is to be resumed or loaded must be there. Throws
+/// UsageError and DataError naming the flag.
 void check_files(const RunConfig& config);
 
 /// What `lockstep train` does in a rank: loads the data, makes the model from the seed, resumes,
