@@ -6,8 +6,8 @@ namespace lockstep {
 
 /// What `loss.backward(gradient)` does, with the same order and the same bits, at less cost. For a
 /// small model on a CPU most of backward's time is not the mathematics. It is what LibTorch's
-/// engine does around each node of the graph: it sets all of the thread's state anew, twice per
-/// node, locks and looks up. Here the calling thread walks the graph's own nodes and keeps its
+/// engine does around each node of the graph. The engine sets all of the thread's state anew, twice
+/// per node, locks and looks up. Here the calling thread walks the graph's own nodes and keeps its
 /// state.
 ///
 /// `loss` has one element unless `gradient`, of its shape, is given. The gradients are added to

@@ -39,7 +39,7 @@ std::string local_address_towards(const std::string& host);
 /// leave. Else it is that of an interface which is up, else loopback.
 std::string outward_address();
 
-/// What the system's calls want; its length goes into `size`.
+/// What the system's calls want. Its length goes into `size`.
 sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size);
 /// "127.0.0.1", "::1".
 std::string numeric_text(const sockaddr_storage& address);

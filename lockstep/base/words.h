@@ -23,7 +23,7 @@ std::string did_you_mean(std::string_view word, const std::vector<std::string>& 
 std::string unknown_word(std::string_view kind, std::string_view word,
                          const std::vector<std::string>& known);
 
-/// Throws UsageError unless `word` is one of `known`, in the one wording that all flags have:
+/// Throws UsageError unless `word` is one of `known`. All flags have this one wording:
 /// "--backend: unknown value 'glo'; expected one of auto, gloo, nccl", with `did_you_mean` as hint.
 void expect_one_of(const std::string& flag, const std::string& word,
                    const std::vector<std::string>& known);

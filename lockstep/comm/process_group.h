@@ -36,8 +36,8 @@ struct P2POp {
 /// Ranks in arguments are ranks of this group. Tensors must be on the backend's device. gloo and
 /// nccl take contiguous tensors only. shm, hierarchical and mpi take others too: they copy them in
 /// and, before `wait` returns, out. hierarchical is gloo where no two ranks share a host. A mistake
-/// in the arguments is a UsageError before anything is sent: a rank out of range, a tensor list of
-/// the wrong length, a tensor that must be contiguous.
+/// in the arguments is a UsageError before anything is sent. Such are a rank out of range, a tensor
+/// list of the wrong length and a tensor that must be contiguous.
 ///
 /// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
 /// Work. Every call throws:
@@ -67,7 +67,7 @@ class ProcessGroup {
   void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work all_reduce_coalesced_async(std::vector<at::Tensor>& tensors,
                                                 ReduceOp op = ReduceOp::sum) const;
-  /// The result lands in `tensor` of rank `dst`; what the others' tensors hold after is undefined.
+  /// The result lands in `tensor` of rank `dst`. What the others' tensors hold after is undefined.
   void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   void broadcast(at::Tensor& tensor, int src) const;
@@ -130,7 +130,7 @@ class ProcessGroup {
   /// in their order, or one for all where the backend groups them (NCCL). Wait for all of them.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
-  /// Objects travel as JSON (CBOR on the wire); their sizes may differ between ranks.
+  /// Objects travel as JSON (CBOR on the wire). Their sizes may differ between ranks.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;
   std::vector<nlohmann::json> gather_object(const nlohmann::json& object, int dst) const;
   nlohmann::json broadcast_object(const nlohmann::json& object, int src) const;

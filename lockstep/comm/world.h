@@ -63,7 +63,7 @@ class World {
   const ProcessGroup& group() const;
   /// The job's store, under a prefix for the program's own keys.
   const Store& store() const;
-  /// Every rank calls with the same list; ranks not in it get a null handle. The group's ranks are
+  /// Every rank calls with the same list. Ranks not in it get a null handle. The group's ranks are
   /// in ascending order, as PyTorch's. Python ranks that call new_group with the same list join.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up

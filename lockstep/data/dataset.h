@@ -45,7 +45,7 @@ struct DatasetOptions {
   /// digits: enough for the mlp to reach 97% in a few seconds.
   int64_t digits_train = 10000;
   int64_t digits_test = 2000;
-  /// random: the seeds' size; the held-out part is the continuation of the same stream.
+  /// random: the seeds' size. The held-out part is the continuation of the same stream.
   int64_t random_train = 2048;
   int64_t random_test = 256;
   /// file: the share of the rows, from the end, that is held out when the file has no test part.

@@ -25,7 +25,7 @@ struct LoaderOptions {
   /// Batches in page-locked memory, for copies to a CUDA device that overlap with work. Throws
   /// UsageError where there is no CUDA device.
   bool pin_memory = false;
-  /// Of random transforms; the same on all ranks. The order of samples has the sampler's own seed.
+  /// Of random transforms. The same on all ranks. The order of samples has the sampler's own seed.
   uint64_t seed = 0;
 };
 
@@ -53,8 +53,8 @@ struct Batch {
 class DataLoader {
  public:
   /// Throws UsageError when the sampler is for another size of data set, an option is out of range,
-  /// or the pipeline does not fit the data. Also when there is no batch at all: with drop_last and
-  /// a batch larger than this rank's data, say. Without drop_last that is one short batch.
+  /// or the pipeline does not fit. Also when there is no batch at all: with drop_last and a batch
+  /// larger than this rank's data, say. Without drop_last that is one short batch.
   DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms = {},
              LoaderOptions options = {});
   DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,
@@ -65,15 +65,15 @@ class DataLoader {
 
   class Epoch;
   /// Starts an epoch at a batch in [0, batches_per_epoch()] and ends the one in progress. The
-  /// result is for a range-for; with `next` it is not needed.
+  /// result is for a range-for. With `next` it is not needed.
   Epoch epoch(int64_t epoch, int64_t first_batch = 0);
   /// Starts where a loader with the same options stood when it gave this state. Throws UsageError
   /// when the position is on no boundary of its batches.
   Epoch resume(const SamplerState& state);
-  /// The next batch; false, with an empty batch, at the epoch's end or before the first epoch.
+  /// The next batch. False, with an empty batch, at the epoch's end or before the first epoch.
   bool next(Batch& batch);
 
-  /// After the last batch that `next` gave; prefetched ones do not count.
+  /// After the last batch that `next` gave. Prefetched ones do not count.
   SamplerState state() const;
   int64_t batches_per_epoch() const;
   /// Samples of this rank in an epoch: the sampler's, less those that drop_last leaves out.

@@ -9,7 +9,7 @@ struct SamplerOptions {
   int64_t dataset_size = 0;  ///< Samples in the whole data set; at least 1.
   int rank = 0;              ///< This process, in [0, world_size).
   int world_size = 1;        ///< Processes that share an epoch. 1: all samples are this one's.
-  /// A new order every epoch, as training needs; evaluation sets false.
+  /// A new order every epoch, as training needs. Evaluation sets false.
   bool shuffle = true;
   /// The same on every rank, else ranks would draw overlapping parts. 0 as in Python.
   uint64_t seed = 0;

@@ -58,7 +58,7 @@ struct RandomCropOptions {
   int64_t padding = 0;  ///< Pixels added at every side before the crop.
   double fill = 0;      ///< The padding's value, in the image's own dtype and scale.
 };
-/// Images [H, W] or [C, H, W] of any dtype; every position is equally likely.
+/// Images [H, W] or [C, H, W] of any dtype. Every position is equally likely.
 TransformPtr random_crop(RandomCropOptions options);
 
 /// Mirrors left and right with probability p. Images [H, W] or [C, H, W] of any dtype.

@@ -32,8 +32,8 @@ struct BindingRequest {
   std::string word = "auto";
   int local_rank = 0;
   int local_size = 1;
-  int allowed = 1;  ///< Processors that we may use,
-  int online = 1;   ///< and those that there are: fewer of them were taken away by someone.
+  int allowed = 1;  ///< Processors that we may use. Fewer than `online`: some were taken away.
+  int online = 1;   ///< Processors that there are.
 };
 
 struct Binding {

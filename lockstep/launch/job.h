@@ -15,7 +15,7 @@ struct WorkerEnd {
   bool consequence = false;  ///< It says itself that a peer was lost: another one is the cause.
   std::optional<int64_t> said_at;  ///< Seconds since 1970 of its own error report, if it wrote one.
   int64_t ended_at = 0;            ///< Seconds since 1970.
-  int order = 0;                   ///< The how-manieth end this was.
+  int order = 0;                   ///< Its place in the order in which the workers ended.
 
   bool succeeded() const { return wait_status == 0 && start_errno == 0; }
 };

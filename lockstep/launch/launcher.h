@@ -29,7 +29,7 @@ struct WorkerPlan {
   int local_rank = 0;
   std::string file;  ///< The path that is executed.
   std::vector<std::string> argv;
-  /// On top of our own environment; an empty value with `unset` removes the name.
+  /// On top of our own environment. An empty value with `unset` removes the name.
   std::vector<std::pair<std::string, std::string>> env;
   std::vector<std::string> unset;
   std::vector<int> processors;  ///< That it may run on; empty: those that we may.
@@ -69,8 +69,8 @@ struct Failure {
   std::vector<std::string> last_lines;  ///< Of its standard error.
   std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
 
-  /// The worker's exit code, or 128 + N when signal N ended it. 126 or 127 (as in a shell) when it
-  /// could not be executed.
+  /// The worker's exit code, or 128 + N when signal N ended it. When it could not be executed, 126
+  /// or 127, as in a shell.
   int exit_code() const;
   /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself.
   std::string text() const;

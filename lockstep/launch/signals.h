@@ -10,10 +10,10 @@
 namespace lockstep::launch {
 
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
-/// ignored. What was before is put back at destruction. HUP stays ignored where it was (nohup). By
-/// handlers and a pipe and not by signalfd, because a signal to a program with threads goes to any
-/// thread that has not blocked it. One at a time in a process. The constructor throws Error when
-/// there is one already.
+/// ignored. What was before is put back at destruction. HUP stays ignored where it was (nohup). It
+/// works by handlers and a pipe and not by signalfd. The reason: a signal to a program with threads
+/// goes to any thread that has not blocked it. One at a time in a process. The constructor throws
+/// Error when there is one already.
 class SignalCatcher {
  public:
   explicit SignalCatcher(const std::vector<int>& signals);

@@ -48,8 +48,8 @@ struct SpawnOptions {
 /// Blocks. One call at a time in a process.
 bool spawn(int nprocs, const SpawnOptions& options = {});
 
-/// The same with the work in a function of the local rank: it runs in the worker, which then exits
-/// (0, or the error's exit code) without returning from this call.
+/// The same with the work in a function of the local rank. It runs in the worker. The worker then
+/// exits (0, or the error's exit code) without returning from this call.
 void spawn(const std::function<void(int local_rank)>& worker, int nprocs,
            const SpawnOptions& options = {});
 

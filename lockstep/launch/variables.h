@@ -12,7 +12,7 @@ inline constexpr const char* kTokenVariable = "LOCKSTEP_RUN_TOKEN";
 inline constexpr const char* kThreadsByLauncherVariable = "LOCKSTEP_THREADS_BY_LAUNCHER";
 /// Set in workers of `lockstep::spawn` to the number of the process that spawned them.
 inline constexpr const char* kSpawnVariable = "LOCKSTEP_SPAWNED_BY";
-/// Beside it: the how-manieth call of `spawn` in the program the worker belongs to.
+/// Beside it: to which call of `spawn` in the program the worker belongs, from 1.
 inline constexpr const char* kSpawnCallVariable = "LOCKSTEP_SPAWN_CALL";
 
 }  // namespace lockstep::launch

@@ -12,7 +12,7 @@ namespace lockstep::launch {
 
 struct StreamPlan;
 
-/// Our end of one output stream of a worker: reads it, keeps its tail and passes it on to a file
+/// Our end of one output stream of a worker. Reads it, keeps its tail and passes it on: to a file
 /// and, in whole lines, to the console.
 class WorkerStream {
  public:

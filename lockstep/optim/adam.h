@@ -12,10 +12,10 @@ namespace lockstep {
 
 /// Adam and AdamW through LibTorch's fused kernels: one pass over parameter, gradient and state in
 /// place of about twelve. The bits are those of Python's torch.optim.Adam(fused=True). One step
-/// differs from Python's default by a few units in the last place of the larger of parameter and
-/// update, because the operations round in another order. The bits do not depend on the number of
-/// threads. State has the names and shapes of torch::optim's (see make_torch_optimizer). So either
-/// loads what the other saved.
+/// differs from Python's default, because the operations round in another order. The difference is
+/// a few units in the last place of the larger of parameter and update. The bits do not depend on
+/// the number of threads. State has the names and shapes of torch::optim's (see
+/// make_torch_optimizer). So either loads what the other saved.
 class FusedAdam : public Optimizer {
  public:
   /// float32, float64 or bfloat16, dense (contiguous, or channels-last and the like), on the CPU or

@@ -116,7 +116,7 @@ class DdpCore {
 /// which `lockstep::OutputTensors` is specialised.
 ///
 /// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
-/// naming the first that differs), and broadcasts rank 0's parameters and buffers. The wrapper
+/// naming the first that differs). It broadcasts rank 0's parameters and buffers. The wrapper
 /// works on the module's own parameters: give those to the optimizer. Do not add, remove or freeze
 /// parameters afterwards. Throws UsageError when no parameter needs a gradient.
 ///

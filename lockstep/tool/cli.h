@@ -63,10 +63,10 @@ class Cli {
             const std::string& placeholder = "A,B");
   void list(const std::string& names, std::vector<int64_t>& values, const std::string& help,
             Range range = {});
-  /// One of `choices`; anything else is refused with the nearest one.
+  /// One of `choices`. Anything else is refused with the nearest one.
   void choice(const std::string& names, std::string& value, const std::vector<std::string>& choices,
               const std::string& help);
-  /// Calls `set` with the text of each occurrence, in order; `set` throws UsageError for a bad one.
+  /// Calls `set` with the text of each occurrence, in order. `set` throws UsageError for a bad one.
   /// For what the overloads above do not cover.
   void custom(const std::string& names, const std::string& placeholder, const std::string& help,
               const std::string& shown_default, std::function<void(const std::string&)> set);

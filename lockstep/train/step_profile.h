@@ -34,7 +34,7 @@ struct CallSpan {
   int64_t returned = 0;  ///< When the caller got its thread back.
 };
 
-/// One of LibTorch's operations; those that it calls lie within it.
+/// One of LibTorch's operations. Those that it calls lie within it.
 struct OperationSpan {
   std::string name;
   int thread = 0;  ///< 0: the thread that trains; others in the order in which they came.
@@ -74,8 +74,8 @@ struct ProfileAnalysis {
 };
 ProfileAnalysis analyse(const StepProfile& profile);
 
-/// The mean of the middle half of the steps by their whole time: as steady as a median, and its
-/// parts add up as each step's do. Throws UsageError for no steps.
+/// The mean of the middle half of the steps by their whole time. It is as steady as a median, and
+/// its parts add up as each step's do. Throws UsageError for no steps.
 StepBreakdown typical_step(std::vector<StepBreakdown> steps);
 
 /// An operation and how much of a step's time it takes in all places where it is called.
@@ -89,8 +89,8 @@ std::vector<OperationCost> operation_costs(const StepProfile& profile);
 
 /// The profiles of all ranks of one host in the format of Chrome's about:tracing, which Perfetto
 /// reads too. There is one process per rank, with these rows:
-/// - one for the thread that trains: steps, in them parts, and in those "wait for communication";
-/// - as many for communication as collectives ran at the same time;
+/// - one for the thread that trains: steps, in them parts, and in those "wait for communication",
+/// - as many for communication as collectives ran at the same time,
 /// - one per thread for operations.
 ///
 /// `metadata` is an object and becomes `otherData`. Times are microseconds from the first step's

@@ -36,7 +36,7 @@ class StepProfiler {
   StepProfiler(const StepProfiler&) = delete;
   StepProfiler& operator=(const StepProfiler&) = delete;
 
-  /// Ends at its destruction. A step may end in an exception; parts must end before it.
+  /// Ends at its destruction. A step may end in an exception. Parts must end before it.
   class [[nodiscard]] Mark {
    public:
     Mark(Mark&& other) noexcept : profiler_(other.profiler_) { other.profiler_ = nullptr; }

@@ -17,7 +17,7 @@ enum class OnNan {
 };
 
 struct TrainerOptions {
-  /// Enough for the small models on the small data sets; everything else is the user's to say.
+  /// Enough for the small models on the small data sets. Everything else is the user's to say.
   int64_t max_epochs = 5;
   /// Batches whose gradients are averaged before a step. 1: every batch is a step.
   int64_t accumulate_grad_batches = 1;

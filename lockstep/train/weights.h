@@ -22,10 +22,14 @@ void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
 /// Throws DataError when there is nothing of that name.
 void check_weights_exist(const std::filesystem::path& path);
 
-/// Reads weights into a model. They come from a safetensors file, a checkpoint (`step-*`, whose
-/// hashes are checked), the newest whole checkpoint in a folder of them, or a folder with
-/// model.safetensors. A prefix "module.", as DDP in Python leaves behind, is taken away. Throws
-/// DataError and CheckpointError.
+/// Reads weights into a model. `path` is one of these:
+/// - a safetensors file,
+/// - a checkpoint (`step-*`), whose hashes are checked,
+/// - a folder of checkpoints, of which the newest whole one is read,
+/// - a folder with model.safetensors.
+///
+/// A prefix "module.", as DDP in Python leaves behind, is taken away. Throws DataError and
+/// CheckpointError.
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
 
 /// Writes a model's state_dict as safetensors.

@@ -27,9 +27,9 @@ struct BackendTraits {
   bool needs_comparison = false;
   /// Its errors are lockstep::Error's already and name the ranks at fault.
   bool names_failures = false;
-  /// The end of a send or a receive is told only to the one who waits for it.
+  /// The end of a send or a receive is told only to the thread that waits for it.
   bool tells_only_waiters = false;
-  /// A wait that runs into its own time-out breaks the connection; Work::abort ends it unharmed.
+  /// A wait that runs into its own time-out breaks the connection. Work::abort ends it unharmed.
   bool ends_waits_by_abort = false;
   /// Its ranks start it on all of the job's ranks or on none.
   bool starts_everywhere = false;

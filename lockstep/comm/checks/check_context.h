@@ -124,7 +124,7 @@ class CheckContext {
 /// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
 [[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
 
-/// The TCP store of which this is one, or a prefix; null for another kind. Lives as long as it.
+/// The TCP store of which this is one, or a prefix. Null for another kind. Lives as long as it.
 const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
 
 /// The key under which a rank announces itself.

@@ -28,7 +28,7 @@ struct CheckedBackendOptions {
   bool names_failures = false;
   /// The default group's rank of each rank of this group, for messages; empty: the same numbers.
   std::vector<int> global_ranks;
-  /// What the backend itself was given; a call's own time-out wins.
+  /// What the backend itself was given. A call's own time-out wins.
   std::chrono::milliseconds timeout{120'000};
   /// For messages. The store must be this group's alone, or the name unique in it.
   std::string group_name = "default";
@@ -52,7 +52,7 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
                      DebugLevel debug = DebugLevel::info);
 
 /// Decorates a backend:
-/// - Before a collective (see CheckedBackendOptions for which ones) it compares what the ranks call
+/// - Before a collective (see CheckedBackendOptions for which ones) it compares the ranks' calls
 ///   over the store: sequence number, operation, dtype, shape, root, reduction, splits. A
 ///   difference throws MismatchError on every rank, naming both sides. A rank that does not come
 ///   gives a TimeoutError naming it. A rank whose process has ended gives a PeerLostError. The call

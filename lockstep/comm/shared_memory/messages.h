@@ -29,9 +29,9 @@ class Message : public std::enable_shared_from_this<Message> {
  public:
   /// Whether it has ended, well or not: its memory is no longer touched.
   bool done() const { return done_.load(std::memory_order_seq_cst); }
-  /// Why it failed: a CommError; null when it did not, or is not done.
+  /// Why it failed: a CommError. Null when it did not fail, or is not done.
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
-  /// The rank that sent or sends; of a receive from any -1 until it has met a send.
+  /// The rank that sent or sends. For a receive from any, -1 until it has met a send.
   int source() const { return source_.load(std::memory_order_acquire); }
   /// Blocks until it is done and its callback has run. Throws the error it failed with. Throws a
   /// TimeoutError after `timeout`, which ends it. Not from its own callback.
@@ -63,7 +63,7 @@ class Message : public std::enable_shared_from_this<Message> {
   Clock::time_point deadline_;
   uint64_t id_ = 0;        ///< As the other side knows it.
   uint64_t other_id_ = 0;  ///< send: the receive's.
-  uint64_t number_ = 0;    ///< send: the how manieth to that rank.
+  uint64_t number_ = 0;    ///< send: its number to that rank, from 1.
   size_t live_ = 0;        ///< Where it is in Messages::live_.
   Stage stage_ = Stage::waiting;
   std::atomic<int> source_{-1};
@@ -82,7 +82,7 @@ struct Disagreement {
   int sender = 0;  ///< Ranks of the group.
   int receiver = 0;
   int tag = 0;
-  uint64_t number = 0;  ///< The how manieth message from the one to the other it is, from 1.
+  uint64_t number = 0;  ///< Of the message from the sender to the receiver, counted from 1.
 };
 
 struct MessagesOptions {

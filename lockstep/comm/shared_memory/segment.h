@@ -86,11 +86,11 @@ struct Meeting {
 };
 
 /// Shared memory of a group of processes on one host, mapped. It has no name. Rank 0 makes a memfd
-/// and hands it to the others over a Unix socket whose name lies outside the file system and ends
-/// with the process. Nothing is left behind however they end, and no mount's size limits it. Only
-/// processes of the same user are given it. Its pages are reserved when it is made, so that a lack
-/// of memory is an error here and no SIGBUS later. Pages for messages are reserved as they are
-/// used.
+/// and hands it to the others over a Unix socket. The socket's name lies outside the file system
+/// and ends with the process. Nothing is left behind however they end, and no mount's size limits
+/// it. Only processes of the same user are given it. Its pages are reserved when it is made, so
+/// that a lack of memory is an error here and no SIGBUS later. Pages for messages are reserved as
+/// they are used.
 class Segment {
  public:
   /// Blocks until rank 0 has been met by all. Throws TimeoutError naming the ranks that did not

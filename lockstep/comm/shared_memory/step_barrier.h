@@ -32,9 +32,10 @@ namespace lockstep::shm {
 ///    sleep for a slice at a time and look in between which ranks are alive. Between A and the
 ///    wake: the waiters see the step reached when their slice ends. Asleep: `sleepers` stays too
 ///    high, and the last to arrive makes a system call that wakes nobody.
-/// 5. Reuse of memory. The others read what a rank wrote for step s before they arrive at s + 1 (or
-///    at s + 2, where an algorithm says so). A rank that has seen step s + 2 reached may overwrite
-///    it for s + 3: three slots in turn.
+/// 5. Reuse of memory. The others read what a rank wrote for step s before they arrive at s + 1.
+/// Where
+///    an algorithm says so, they read it before s + 2. A rank that has seen step s + 2 reached may
+///    overwrite it for s + 3: three slots in turn.
 struct alignas(64) StepBarrier {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;

@@ -77,8 +77,9 @@ double default_momentum(const std::string& optimizer);
 std::vector<std::string> backend_names();
 
 /// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.
-/// Throws UsageError with file and line when it is no TOML, for an unknown key (with those that may
-/// be meant) and for a value that the key cannot have; also when there is no such file.
+/// Throws UsageError with file and line when it is no TOML, or when a key cannot have its value.
+/// Likewise for an unknown key, with those that may be meant. Throws UsageError also when there is
+/// no such file.
 void read_config(const std::filesystem::path& path, RunConfig& config);
 
 /// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values and

@@ -24,7 +24,7 @@ class FirstFailure {
   /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
   /// that this rank failed in `call`. From then on the store is asked no more.
   Cause raise(const Cause& cause, const std::string& call) noexcept;
-  /// What was told, if anything; asks the store.
+  /// What was told, if anything. Asks the store.
   std::optional<Cause> heard() noexcept;
 
  private:

@@ -49,7 +49,7 @@ class Leaders {
 
   int hosts() const { return static_cast<int>(ranks_.size()); }
 
-  /// Appended to `transfers`; nothing is for 0 bytes. Do not block. Throw HostFailure.
+  /// Appended to `transfers`, but not for 0 bytes. Do not block. Throw HostFailure.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
     post(true, host, const_cast<std::byte*>(data), bytes, transfers);
   }

@@ -5,7 +5,7 @@
 #include "lockstep/comm/backends/backend.h"
 
 /// MPI as a backend, and as a means by which the ranks of mpirun find each other. Built where CMake
-/// finds an MPI; mpi_absent.cpp stands in elsewhere.
+/// finds an MPI. mpi_absent.cpp stands in elsewhere.
 ///
 /// MPI is the process's, not an object's: it starts once, with the first call that needs it, and
 /// ends once. One thread of ours makes all MPI calls (see engine.h), so any thread may call here.

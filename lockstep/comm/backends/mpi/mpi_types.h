@@ -19,7 +19,7 @@ struct Reduction {
 };
 
 /// Throws UsageError for a reduction that the dtype does not have: a bitwise one of fractions, or
-/// the order or average of a dtype that has none. bool sums are "or", products "and", as shm's.
+/// an order or average where there is none. bool sums are "or", products "and", as shm's.
 Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
 
 /// Before an MPI_SUM: multiplies by the factor of premul_sum, in place. `mine`: this rank's own

@@ -34,7 +34,7 @@ class MpiWork final : public backends::TensorWork {
   using TensorWork::keep;
   /// To be done when MPI is done, in this order, before the results are written.
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
-  /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread;
+  /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread,
   /// several in the order in which they were added. `call`: MPI's name of it.
   using Start = std::function<int(MPI_Comm, MPI_Request*)>;
   void add(const char* call, Start start) { starts_.emplace_back(call, std::move(start)); }
