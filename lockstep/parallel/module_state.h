@@ -27,7 +27,7 @@ struct ModuleState {
 ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored);
 
 /// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
-/// shape, dtype, strides or need of a gradient. It names the first that differs. A collective.
+/// shape, dtype, strides or need of a gradient. The error names the first. A collective.
 void check_same_state(const ModuleState& state, const ProcessGroup& group);
 
 /// Rank 0's values go to all ranks, in as few operations as possible. A collective.

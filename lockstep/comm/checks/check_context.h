@@ -40,7 +40,7 @@ class CheckContext {
   }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
 
-  /// Keys of this group under a prefix of their own. It is a connection of its own over TCP:
+  /// The store of this group's keys, under a prefix of their own. Over TCP it is a new connection:
   /// another thread's blocking wait on the shared one does not hold up the checks. Made at the
   /// first call, within some seconds, unless `connect` was called. Throws the store's error when
   /// that fails, and at once ever after.
