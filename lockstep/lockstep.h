@@ -1,4 +1,4 @@
-// All that a program needs of Lockstep. Each header can be included by itself too; none of them
+// All that a program needs of Lockstep. Each header can be included by itself too. None of them
 // includes all of LibTorch: add the headers of the modules and losses that you use, such as
 // <torch/nn/modules/linear.h>.
 #pragma once

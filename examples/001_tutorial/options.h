@@ -1,5 +1,5 @@
-// The flags of both programs of this folder: the tutorial's `main`, which defines them all for the
-// program without multiprocessing too, "to put the whole skeleton in place".
+// The flags of both programs of this folder. The tutorial's `main` defines them all for the program
+// without multiprocessing too, "to put the whole skeleton in place".
 #pragma once
 
 #include <chrono>

@@ -12,9 +12,9 @@
 
 namespace series {
 
-/// `size` samples of 20 random numbers in [0, 1) each, with a random number as the target: what
-/// `[(torch.rand(20), torch.rand(1)) for _ in range(size)]` gives in Python. Seeded, so that all
-/// processes hold the same data, of which each sees its share.
+/// `size` samples of 20 random numbers in [0, 1) each, with a random number as the target. In
+/// Python `[(torch.rand(20), torch.rand(1)) for _ in range(size)]` gives the same. Seeded, so that
+/// all processes hold the same data, of which each sees its share.
 inline lockstep::TensorDataset make_train_dataset(int64_t size) {
   lockstep::DatasetOptions options;
   options.random_train = size;

@@ -36,8 +36,9 @@ inline void add_data_flags(Flags& flags, DataOptions& options, const std::string
 }
 
 /// mnist or fashion-mnist (28 x 28 pixels, ten classes) from `options.dir`, downloaded when asked
-/// for. Where no folder was named and the default one does not hold it, rank 0 says so and the
-/// built-in digits, of the same shape, serve. Throws DataError when a named folder does not.
+/// for. When no folder was named and the default one does not hold the set, the built-in digits
+/// serve. They have the same shape, and rank 0 says so. Throws DataError when a named folder does
+/// not hold it.
 inline lockstep::DatasetSplits images(std::string name, const DataOptions& options) {
   lockstep::DatasetOptions dataset_options;
   dataset_options.data_dir =

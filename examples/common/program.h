@@ -1,5 +1,5 @@
-// What the example programs share: reading flags as the Python originals write them, and ending
-// with a message and an exit code when something goes wrong.
+// What the example programs share. They read flags as the Python originals write them. When
+// something goes wrong, they end with a message and an exit code.
 #pragma once
 
 #include <cerrno>
@@ -12,8 +12,8 @@
 
 namespace examples {
 
-/// The flags of a program: `option(NAMES, VARIABLE, HELP, {MIN, MAX})`, whose present value is the
-/// default; see lockstep/tool/cli.h.
+/// The flags of a program: `option(NAMES, VARIABLE, HELP, {MIN, MAX})`. The variable's present
+/// value is the default. See lockstep/tool/cli.h.
 class Flags : public lockstep::tool::Cli {
  public:
   explicit Flags(const std::string& about) : Cli(program_invocation_short_name, about) {}
@@ -35,7 +35,7 @@ inline std::vector<std::string> with_long_flags(int argc, char** argv,
 }
 
 /// Reads the command line into the variables that `flags` knows. --help prints them and ends the
-/// program; a mistake is a UsageError.
+/// program. A mistake is a UsageError.
 inline void parse(Flags& flags, int argc, char** argv,
                   const std::vector<std::string>& two_letter_flags = {}) {
   if (!flags.parse(with_long_flags(argc, argv, two_letter_flags))) {

@@ -6,8 +6,9 @@
 
 namespace lockstep {
 
-/// Processors that the calling thread may run on, by their numbers in /proc/cpuinfo, ascending:
-/// what taskset, a launcher or a container's cpuset leaves of the machine's. Threads inherit it.
+/// Processors that the calling thread may run on, by their numbers in /proc/cpuinfo, ascending.
+/// They are what taskset, a launcher or a container's cpuset leaves of the machine's. Threads
+/// inherit it.
 std::vector<int> allowed_processors();
 /// Lets the calling thread run on these only. Throws SystemError.
 void set_allowed_processors(const std::vector<int>& processors);
@@ -15,14 +16,14 @@ void set_allowed_processors(const std::vector<int>& processors);
 /// Processors of the machine that are switched on.
 int online_processors();
 
-/// The time of how many processors the process may use: the least of the quotas of its cgroup and
-/// those above it (cpu.max in version 2, cpu.cfs_quota_us in version 1). None: no limit. The
+/// The time of how many processors the process may use. It is the least of the quotas of its cgroup
+/// and those above it (cpu.max in version 2, cpu.cfs_quota_us in version 1). None: no limit. The
 /// arguments are for tests.
 std::optional<double> processor_quota(
     const std::filesystem::path& proc_cgroup = "/proc/self/cgroup",
     const std::filesystem::path& cgroups = "/sys/fs/cgroup");
 
-/// How many cores the processors belong to; hardware threads of one core count once. `system` is
+/// How many cores the processors belong to. Hardware threads of one core count once. `system` is
 /// for tests.
 int cores_of(const std::vector<int>& processors,
              const std::filesystem::path& system = "/sys/devices/system/cpu");
@@ -32,7 +33,7 @@ int cores_of(const std::vector<int>& processors,
 int usable_cores();
 
 /// How many threads can compute at once: allowed_processors(), but no more than the quota's whole
-/// ones, as a thread more would be stopped for part of the time. At least 1.
+/// processors. One thread more would be stopped for part of the time. At least 1.
 int usable_processors();
 
 /// The same of numbers.

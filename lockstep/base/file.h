@@ -63,9 +63,9 @@ void fsync_path(const std::filesystem::path& path);
 /// stays. A reader sees the old content or the new one, never a part. A symbolic link is followed.
 class AtomicFile {
  public:
-  /// Throws what would keep the file from being written: Error for a target that is there and is no
-  /// regular file (a device, a pipe, a folder), SystemError for a folder that is missing or that
-  /// one may not write to.
+  /// Throws what would keep the file from being written. Error: the target is there and is no
+  /// regular file (a device, a pipe, a folder). SystemError: the folder is missing, or writing to
+  /// it is not allowed.
   explicit AtomicFile(std::filesystem::path target);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;

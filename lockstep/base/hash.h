@@ -16,7 +16,7 @@ class Hasher {
   explicit Hasher(Algorithm algorithm);
   ~Hasher();
   void update(const void* data, size_t size);
-  /// The digest in lower-case hexadecimal; ends the hasher's use.
+  /// The digest in lower-case hexadecimal. Ends the hasher's use.
   std::string finish();
 
  private:
@@ -24,7 +24,7 @@ class Hasher {
   std::unique_ptr<Context> context_;
 };
 
-/// FNV-1a: a small number that all who have the text come to.
+/// FNV-1a: a small number, the same for all processes that have the text.
 inline uint32_t fnv1a(std::string_view text) {
   uint32_t hash = 2166136261u;
   for (const unsigned char c : text) hash = (hash ^ c) * 16777619u;

@@ -33,19 +33,19 @@ bool is_numeric_host(const std::string& host);
 /// True for an address or name that means this host's loopback: 127.x.x.x, ::1, localhost.
 bool is_loopback_host(const std::string& host);
 
-/// The first numeric address of one of this host's interfaces, IPv4 before IPv6; empty when there
+/// The first numeric address of one of this host's interfaces, IPv4 before IPv6. Empty when there
 /// is no such interface or it has none.
 std::string address_of_interface(const std::string& interface);
 
-/// The numeric address of this host's interface from which packets to `host` leave; empty when it
+/// The numeric address of this host's interface from which packets to `host` leave. Empty when it
 /// cannot be told. Sends nothing.
 std::string local_address_towards(const std::string& host);
 
-/// An address of this host that others reach: the one from which packets to other hosts leave, else
-/// that of an interface which is up, else loopback.
+/// An address of this host that others reach. It is the one from which packets to other hosts
+/// leave. Else it is that of an interface which is up, else loopback.
 std::string outward_address();
 
-/// What the system's calls want; its length goes into `size`.
+/// What the system's calls want. Its length goes into `size`.
 sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size);
 /// "127.0.0.1", "::1".
 std::string numeric_text(const sockaddr_storage& address);

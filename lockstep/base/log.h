@@ -25,7 +25,7 @@ inline void log_error(std::string_view text) {
   log(LogLevel::error, text);
 }
 
-/// The lowest level that is written, from the environment at the first call; settable by --quiet.
+/// The lowest level that is written, from the environment at the first call. --quiet can set it.
 LogLevel log_level();
 void set_log_level(LogLevel level);
 

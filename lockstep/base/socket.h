@@ -24,7 +24,7 @@ struct ListenOptions {
   bool else_all = false;
 };
 
-/// A bound and listening TCP socket; connections wait in it until someone serves them. `host`
+/// A bound and listening TCP socket. Connections wait in it until someone serves them. `host`
 /// empty: all interfaces, IPv6 and IPv4. Port 0: any free one. Throws CommError naming address and
 /// port when the port is taken or the address not ours, and naming the address when it does not
 /// resolve.
@@ -50,11 +50,11 @@ std::string bound_host(int fd);
 void wait_until_listening(const std::string& host, uint16_t port,
                           std::chrono::milliseconds timeout);
 
-/// A connection to something that listens at host:port; does not block. Throws TimeoutError naming
+/// A connection to something that listens at host:port. Does not block. Throws TimeoutError naming
 /// the address and the reason, CommError when it does not resolve.
 UniqueFd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
 
-/// One connection that is waiting, or comes within `timeout`; null when none does. Reads and writes
+/// One connection that is waiting, or comes within `timeout`. Null when none does. Reads and writes
 /// on it do not block. Throws SystemError.
 UniqueFd accept_from(int listener, std::chrono::milliseconds timeout);
 

@@ -19,11 +19,11 @@ std::vector<std::string> similar_words(std::string_view word,
 /// "did you mean 'mlp'?" or "did you mean 'a' or 'b'?"; empty when no known word is similar.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
 
-/// "unknown KIND 'WORD'; did you mean 'X'?" or, where no known word is similar, "...; known: A, B".
+/// "unknown KIND 'WORD'; did you mean 'X'?" Where no known word is similar: "...; known: A, B".
 std::string unknown_word(std::string_view kind, std::string_view word,
                          const std::vector<std::string>& known);
 
-/// Throws UsageError unless `word` is one of `known`, in the one wording that all flags have:
+/// Throws UsageError unless `word` is one of `known`. All flags have this one wording:
 /// "--backend: unknown value 'glo'; expected one of auto, gloo, nccl", with `did_you_mean` as hint.
 void expect_one_of(const std::string& flag, const std::string& word,
                    const std::vector<std::string>& known);

@@ -42,8 +42,8 @@ class DamagedCheckpointError : public CheckpointError {
 /// The version of the layout that `write_checkpoint` writes and `read_checkpoint` understands.
 inline constexpr int kCheckpointVersion = 1;
 
-/// Writes model.safetensors, state.safetensors and state.json into an existing empty folder and
-/// flushes them and the folder to the disk. state.json holds the info, the size and SHA-256 of the
+/// Writes model.safetensors, state.safetensors and state.json into an existing empty folder.
+/// Flushes them and the folder to the disk. state.json holds the info, the size and SHA-256 of the
 /// two other files, and a SHA-256 of itself. Throws SystemError (a full disk, ...).
 void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& checkpoint);
 

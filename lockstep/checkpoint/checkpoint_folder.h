@@ -50,8 +50,8 @@ class CheckpointFolder {
   /// Folders of checkpoints, the newest (highest step) first. Empty when there is no folder.
   std::vector<std::filesystem::path> list() const;
 
-  /// The newest checkpoint that is whole; each damaged one on the way is named in a warning. None
-  /// when the folder has no checkpoint; throws DamagedCheckpointError when all are damaged.
+  /// The newest checkpoint that is whole. Each damaged one on the way is named in a warning. None
+  /// when the folder has no checkpoint. Throws DamagedCheckpointError when all are damaged.
   std::optional<std::pair<std::filesystem::path, Checkpoint>> read_newest() const;
 
   const std::filesystem::path& path() const { return path_; }

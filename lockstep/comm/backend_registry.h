@@ -14,9 +14,9 @@ std::vector<BackendInfo> available_backends();
 BackendInfo backend_info(const std::string& name);
 
 /// Forms the group: blocks until all ranks have come. Throws UsageError for an unknown or absent
-/// backend (why, and what to do); LibTorch's errors for what goes wrong while connecting. Before it
-/// is released its `shutdown` must be called, or `abort` to give up what is in flight; for NCCL on
-/// every rank in the same order and before `main` ends.
+/// backend (why, and what to do). Throws LibTorch's errors for what goes wrong while connecting.
+/// Before it is released its `shutdown` must be called, or `abort` to give up what is in flight.
+/// For NCCL every rank does so in the same order and before `main` ends.
 MadeBackend make_backend(const std::string& name, const BackendOptions& options);
 
 }  // namespace lockstep

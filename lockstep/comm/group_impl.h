@@ -83,7 +83,7 @@ class ProcessGroup::Impl {
 /// ours.
 std::string member_key(const std::string& group, int rank);
 
-/// Forms a group of `global_ranks`, of which this process is one; all of them call it with the same
+/// Forms a group of `global_ranks`, of which this process is one. All of them call it with the same
 /// name. Blocks until all have come. Throws TimeoutError naming the missing ones.
 std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,
                                                const std::string& name,

@@ -68,7 +68,7 @@ class ProcessGroup {
   void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work all_reduce_coalesced_async(std::vector<at::Tensor>& tensors,
                                                 ReduceOp op = ReduceOp::sum) const;
-  /// The result lands in `tensor` of rank `dst`; what the others' tensors hold after is undefined.
+  /// The result lands in `tensor` of rank `dst`. What the others' tensors hold after is undefined.
   void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
   void broadcast(at::Tensor& tensor, int src) const;
@@ -102,7 +102,7 @@ class ProcessGroup {
   void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const;
   [[nodiscard]] Work all_to_all_async(std::vector<at::Tensor>& outputs,
                                       const std::vector<at::Tensor>& inputs) const;
-  /// Cuts along dimension 0: by `input_splits`, into `output_splits`; both empty for even cuts.
+  /// Cuts along dimension 0, by `input_splits`, into `output_splits`. Both are empty for even cuts.
   void all_to_all_single(at::Tensor& output, const at::Tensor& input,
                          const std::vector<int64_t>& output_splits = {},
                          const std::vector<int64_t>& input_splits = {}) const;
@@ -114,7 +114,7 @@ class ProcessGroup {
   /// A barrier over the store that throws TimeoutError naming every rank that did not come.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
-  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are:
+  /// A tensor of `numel` elements for what is all-reduced again and again, as gradients are. It is
   /// PyTorch's symmetric memory. Over shared memory its data lies where all ranks reach it. An
   /// all_reduce of it, or of the same part of it on every rank, copies nothing in or out. Over
   /// other backends it is an ordinary tensor. The values are undefined. All ranks call with the
@@ -131,7 +131,7 @@ class ProcessGroup {
   /// in their order, or one for all where the backend groups them (NCCL). Wait for all of them.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
-  /// Objects travel as JSON (CBOR on the wire); their sizes may differ between ranks.
+  /// Objects travel as JSON (CBOR on the wire). Their sizes may differ between ranks.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;
   std::vector<nlohmann::json> gather_object(const nlohmann::json& object, int dst) const;
   nlohmann::json broadcast_object(const nlohmann::json& object, int src) const;

@@ -29,7 +29,7 @@ class Store {
   void set(const std::string& key, const std::string& value);
   /// Waits until the key is set. Throws TimeoutError naming the key.
   std::string get(const std::string& key);
-  /// The values of all keys, in one request where the store can; waits until all are set.
+  /// The values of all keys, in one request where the store can. Waits until all are set.
   std::vector<std::string> multi_get(const std::vector<std::string>& keys);
   /// Adds to the number under the key (0 when unset) and returns the sum. Atomic.
   int64_t add(const std::string& key, int64_t amount);
@@ -43,7 +43,7 @@ class Store {
             std::optional<std::chrono::milliseconds> timeout = std::nullopt);
   /// True when all keys are set now.
   bool check(const std::vector<std::string>& keys);
-  /// True when the key was there; a file store cannot tell and always says so.
+  /// True when the key was there. A file store cannot tell and always says so.
   bool delete_key(const std::string& key);
   /// How many keys there are, those of c10d's own bookkeeping included.
   int64_t num_keys();
@@ -72,7 +72,7 @@ struct TcpStoreOptions {
   /// come; 0: nobody counts. The listener here never waits.
   int world_size = 0;
   /// Give up connecting, and by default waiting, after this long. Interactive work wants to hear of
-  /// a mistyped address soon; torchrun's own default is 10 minutes for the same wait.
+  /// a mistyped address soon. torchrun's own default is 10 minutes for the same wait.
   std::chrono::milliseconds timeout{60'000};
 };
 

@@ -28,8 +28,9 @@ class Work {
   /// CUDA it orders the current stream after the operation and does not block the host.
   void wait(std::optional<std::chrono::milliseconds> timeout = std::nullopt) const;
   bool is_completed() const;
-  /// Runs `callback` once when the operation is complete, on the backend's thread (or at once,
-  /// here, when it is already): with null on success, else the error. Must not block or throw.
+  /// Runs `callback` once when the operation is complete: with null on success, else the error. It
+  /// runs on the backend's thread, or at once on the calling thread when the operation is complete
+  /// already. Must not block or throw.
   void then(std::function<void(std::exception_ptr)> callback) const;
   /// The operation's output tensors. Call after `wait`.
   std::vector<at::Tensor> result() const;

@@ -20,14 +20,14 @@ class Work;
 
 namespace lockstep::detail {
 
-/// The threads that wait for operations whose backend tells of their end only to who waits: Gloo's
-/// sends and receives. One a pending operation that somebody asked to be told of; joined by the
-/// group when it closes.
+/// The threads that wait for operations whose backend tells of their end only to a waiting thread:
+/// Gloo's sends and receives. There is one per pending operation for which a callback was asked.
+/// The group joins them when it closes.
 class WaiterPool {
  public:
   WaiterPool();
   ~WaiterPool();
-  /// Runs `wait` on a thread of its own; `abort` makes it return early.
+  /// Runs `wait` on a thread of its own. `abort` makes it return early.
   void start(std::function<void()> wait, std::function<void()> abort);
   /// Aborts what is pending and joins.
   void close() noexcept;
@@ -39,8 +39,8 @@ class WaiterPool {
   std::vector<std::unique_ptr<Waiter>> waiters_;
 };
 
-/// One operation. With a pool it is of the kind that WaiterPool is for, and the first who waits
-/// here does so for all: the backend takes one waiter only.
+/// One operation. With a pool it is of the kind that WaiterPool is for. Then the first thread that
+/// waits here does so for all: the backend takes one waiter only.
 class WorkState : public std::enable_shared_from_this<WorkState> {
  public:
   WorkState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,

@@ -40,8 +40,8 @@ struct InitOptions {
   std::optional<DebugLevel> debug = {};
 };
 
-/// The processes of one job, as `init()` found them. Owns the default group and the store and
-/// closes them in order, on every rank, at `close()` or destruction: keep it alive until the last
+/// The processes of one job, as `init()` found them. Owns the default group and the store. Closes
+/// them in order, on every rank, at `close()` or destruction. Keep it alive until the last
 /// communication, and let it go before `main` ends. Movable, not copyable. One thread at a time.
 class World {
  public:
@@ -63,11 +63,11 @@ class World {
   const ProcessGroup& group() const;
   /// The job's store, under a prefix for the program's own keys.
   const Store& store() const;
-  /// Every rank calls with the same list; ranks not in it get a null handle. The group's ranks are
+  /// Every rank calls with the same list. Ranks not in it get a null handle. The group's ranks are
   /// in ascending order, as PyTorch's. Python ranks that call new_group with the same list join.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
-  /// to 5 s for the others' last use of it, nobody else waits; when an exception unwinds, nobody
+  /// to 5 s for the others' last use of it. Nobody else waits. When an exception unwinds, nobody
   /// waits at all. What is in flight is finished first, or given up when unwinding. Idempotent.
   void close() noexcept;
 

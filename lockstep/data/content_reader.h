@@ -30,7 +30,7 @@ struct ContentOptions {
 /// caller's memory. One thread at a time.
 ///
 /// Every complaint is a DataError that names the file, the offset in its (decompressed) content and
-/// what was expected there; only a file that cannot be opened or read is a SystemError.
+/// what was expected there. Only a file that cannot be opened or read is a SystemError.
 class ContentReader {
  public:
   explicit ContentReader(std::filesystem::path path, ContentOptions options = {});
@@ -38,9 +38,9 @@ class ContentReader {
   ContentReader(const ContentReader&) = delete;
   ContentReader& operator=(const ContentReader&) = delete;
 
-  /// Reads exactly `size` bytes; `what` says of what, for the message ("the header", ...).
+  /// Reads exactly `size` bytes. `what` says of what, for the message ("the header", ...).
   void read_exact(void* out, size_t size, std::string_view what);
-  /// Reads up to `size` bytes; fewer only at the end.
+  /// Reads up to `size` bytes. Fewer only at the end.
   size_t read_some(void* out, size_t size);
   /// Throws when there is content left or when the content's checksum (gzip's own or
   /// ContentOptions::crc32) is another.

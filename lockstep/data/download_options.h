@@ -13,7 +13,7 @@ struct DownloadOptions {
   /// Tries at each address, for failures that may pass: a lost connection, a time-out, HTTP 408,
   /// 429 and 5xx.
   int attempts = 5;
-  /// The pause before the second try; it doubles from try to try (0.5 + 1 + 2 + 4 seconds).
+  /// The pause before the second try. It doubles from try to try (0.5 + 1 + 2 + 4 seconds).
   std::chrono::milliseconds first_pause{500};
   /// Certificates to trust in place of the system's. Empty: CURL_CA_BUNDLE, then SSL_CERT_FILE (as
   /// the program curl has it), then the system's.

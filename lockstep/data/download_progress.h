@@ -17,7 +17,7 @@ class DownloadProgress {
   DownloadProgress(const DownloadProgress&) = delete;
   DownloadProgress& operator=(const DownloadProgress&) = delete;
 
-  /// `now` of `total` bytes of this transfer have arrived; a total of 0 is unknown.
+  /// `now` of `total` bytes of this transfer have arrived. A total of 0 is unknown.
   void update(uint64_t now, uint64_t total);
   /// The transfer is complete.
   void done(const std::string& url);

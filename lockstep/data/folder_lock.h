@@ -10,14 +10,14 @@
 namespace lockstep {
 
 /// Lets one process of a host at a time fill a folder, while the others wait for it to be filled.
-/// The lock ends with its owner, however that ends; its file (".lockstep.lock") is removed then.
+/// The lock ends with its owner, however that ends. Its file (".lockstep.lock") is removed then.
 class FolderLock {
  public:
   struct Options {
     /// How long to wait in all.
     std::chrono::milliseconds timeout{600'000};
-    /// How long to leave it to others even if the lock is free: ranks other than a host's first one
-    /// wait so that the first one does the work and shows the progress.
+    /// How long to leave it to others even if the lock is free. Ranks other than a host's first one
+    /// wait, so that the first one does the work and shows the progress.
     std::chrono::milliseconds patience{0};
   };
 

@@ -7,8 +7,8 @@
 namespace lockstep {
 
 /// Reads a file of the IDX format, in which MNIST is published (http://yann.lecun.com/exdb/mnist,
-/// "the IDX file format"): a tensor of the header's shape and dtype (uint8, int8, int16, int32,
-/// float32 or float64, big-endian in the file), plain or gzip, in memory of its own.
+/// "the IDX file format"), plain or gzip. Gives a tensor of the header's shape and dtype, in memory
+/// of its own. The dtype is uint8, int8, int16, int32, float32 or float64, big-endian in the file.
 /// Throws DataError naming the file, the offset and what was expected.
 at::Tensor load_idx(const std::filesystem::path& path);
 

@@ -25,12 +25,12 @@ struct LoaderOptions {
   /// Batches in page-locked memory, for copies to a CUDA device that overlap with work. Throws
   /// UsageError where there is no CUDA device.
   bool pin_memory = false;
-  /// Of random transforms; the same on all ranks. The order of samples has the sampler's own seed.
+  /// Of random transforms. The same on all ranks. The order of samples has the sampler's own seed.
   uint64_t seed = 0;
 };
 
-/// One batch. Its tensors stay as they are for as long as someone holds them (or a view of them):
-/// the loader writes into a buffer again only when nobody does. A loop that holds one batch at a
+/// One batch. Its tensors stay as they are for as long as someone holds them or a view of them. The
+/// loader writes into a buffer again only when nobody holds it. A loop that holds one batch at a
 /// time, as training does, lets it reuse a few buffers for the whole run.
 struct Batch {
   at::Tensor data;      ///< [B, ...] on the CPU, of the pipeline's output dtype.
@@ -42,7 +42,7 @@ struct Batch {
 };
 
 /// Gives an epoch's batches in the sampler's order. The same options, seeds and epoch give the same
-/// bits, with any number of workers and whether or not the epoch was resumed in its middle.
+/// bits. The number of workers and a resumption in the middle of the epoch change nothing.
 ///
 ///   DataLoader loader(splits.train, DistributedSampler({...}), {normalize(), flatten()}, {...});
 ///   for (int64_t epoch = 0; epoch < epochs; ++epoch)
@@ -53,7 +53,7 @@ struct Batch {
 class DataLoader {
  public:
   /// Throws UsageError when the sampler is for another size of data set, an option is out of range,
-  /// the pipeline does not fit the data, or there is no batch at all: with drop_last and a batch
+  /// or the pipeline does not fit. Also when there is no batch at all: with drop_last and a batch
   /// larger than this rank's data, say. Without drop_last that is one short batch.
   DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms = {},
              LoaderOptions options = {});
@@ -65,15 +65,15 @@ class DataLoader {
 
   class Epoch;
   /// Starts an epoch at a batch in [0, batches_per_epoch()] and ends the one in progress. The
-  /// result is for a range-for; with `next` it is not needed.
+  /// result is for a range-for. With `next` it is not needed.
   Epoch epoch(int64_t epoch, int64_t first_batch = 0);
   /// Starts where a loader with the same options stood when it gave this state. Throws UsageError
   /// when the position is on no boundary of its batches.
   Epoch resume(const SamplerState& state);
-  /// The next batch; false, with an empty batch, at the epoch's end or before the first epoch.
+  /// The next batch. False, with an empty batch, at the epoch's end or before the first epoch.
   bool next(Batch& batch);
 
-  /// After the last batch that `next` gave; prefetched ones do not count.
+  /// After the last batch that `next` gave. Prefetched ones do not count.
   SamplerState state() const;
   int64_t batches_per_epoch() const;
   /// Samples of this rank in an epoch: the sampler's, less those that drop_last leaves out.

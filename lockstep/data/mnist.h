@@ -38,8 +38,8 @@ std::optional<std::filesystem::path> mnist_folder(const MnistLike& source,
 /// load_dataset for one of the two.
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options);
 
-/// Images and labels of one part. Throws DataError when they are not 28 x 28 bytes each, not of
-/// the same number, none at all, or when a label is above 9.
+/// Images and labels of one part. Throws DataError for images that are not 28 x 28 bytes and for a
+/// label above 9. Also for no images, and when there are not as many labels.
 TensorDataset load_mnist_part(const std::string& name, const std::filesystem::path& images,
                               const std::filesystem::path& labels);
 

@@ -9,9 +9,9 @@
 namespace lockstep {
 
 /// Reads an array that numpy.save wrote (format versions 1 to 3): a contiguous CPU tensor in memory
-/// of its own. Either byte order and either element order (C, Fortran); bool, signed and unsigned
-/// integers, float16, float32, float64, complex64 and complex128. Structured arrays and Python
-/// objects are refused.
+/// of its own. Either byte order and either element order (C, Fortran). The dtype may be
+/// bool, a signed or unsigned integer, float16, float32, float64, complex64 or complex128.
+/// Structured arrays and Python objects are refused.
 /// Throws DataError naming the file, the offset and what was expected.
 at::Tensor load_npy(const std::filesystem::path& path);
 

@@ -13,12 +13,12 @@
 
 namespace lockstep {
 
-/// Threads that make batches [first, last) ahead of the one who takes them, in order. At most
+/// Threads that make batches [first, last) ahead of the thread that takes them, in order. At most
 /// `window` batches are ready or in the making at a time. All signals are blocked in the threads,
-/// so that they go to the program's own; LibTorch's operations run on the thread itself there.
+/// so that they go to the program's own. LibTorch's operations run on the thread itself there.
 class Prefetcher {
  public:
-  /// Makes batch number `batch`; called from the thread `worker` in [0, workers).
+  /// Makes batch number `batch`. Called from the thread `worker` in [0, workers).
   using Make = std::function<Batch(int worker, int64_t batch)>;
 
   Prefetcher(int workers, int64_t window, int64_t first, int64_t last, Make make);
@@ -27,7 +27,7 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  /// The next batch; waits until it is made. Throws what making it threw. Not to be called after
+  /// The next batch. Waits until it is made. Throws what making it threw. Not to be called after
   /// the last one or after it threw.
   Batch take();
 
@@ -41,7 +41,7 @@ class Prefetcher {
   void start(int workers);
   void stop() noexcept;
   void work(int worker);
-  /// The number of the next batch to make, as soon as there is room for it; none at the end.
+  /// The number of the next batch to make, as soon as there is room for it. None at the end.
   std::optional<int64_t> claim();
   Slot& slot(int64_t batch) { return slots_[batch % static_cast<int64_t>(slots_.size())]; }
 

@@ -29,7 +29,7 @@ struct SampleSpec {
 };
 
 /// Rows of a contiguous CPU tensor, in the order of a list: what a batch is gathered from. It
-/// points at both; they must outlive it.
+/// points at both. They must outlive it.
 class RowView {
  public:
   RowView(const at::Tensor& source, std::span<const int64_t> rows);
@@ -70,7 +70,7 @@ class SampleSource {
 TensorDataset read_all(SampleSource& source);
 
 /// A TensorDataset as a source. Shares its tensors. Throws DataError when they are not contiguous
-/// CPU tensors with one target a sample.
+/// CPU tensors with one target per sample.
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset);
 
 }  // namespace lockstep

@@ -9,7 +9,7 @@ struct SamplerOptions {
   int64_t dataset_size = 0;  ///< Samples in the whole data set; at least 1.
   int rank = 0;              ///< This process, in [0, world_size).
   int world_size = 1;        ///< Processes that share an epoch. 1: all samples are this one's.
-  /// A new order every epoch, as training needs; evaluation sets false.
+  /// A new order every epoch, as training needs. Evaluation sets false.
   bool shuffle = true;
   /// The same on every rank, else ranks would draw overlapping parts. 0 as in Python.
   uint64_t seed = 0;
@@ -19,7 +19,7 @@ struct SamplerOptions {
 };
 
 /// Where a rank stands in its data: `position` of its samples of `epoch` are behind it. It belongs
-/// in a checkpoint and is valid for a sampler with the same options.
+/// in a checkpoint. It is valid for a sampler with the same options.
 struct SamplerState {
   int64_t epoch = 0;
   int64_t position = 0;
@@ -29,7 +29,7 @@ struct SamplerState {
 /// Which samples a rank sees in an epoch, and in which order: exactly the indices that Python's
 /// `torch.utils.data.distributed.DistributedSampler` gives after `set_epoch(epoch)`.
 ///
-/// It holds its options only. The epoch is an argument, so it cannot be forgotten; const calls may
+/// It holds its options only. The epoch is an argument, so it cannot be forgotten. Const calls may
 /// come from several threads.
 class DistributedSampler {
  public:

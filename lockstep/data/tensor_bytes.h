@@ -19,11 +19,12 @@ at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
                        const std::vector<uint64_t>& shape, std::endian order,
                        const std::string& what);
 
-/// The bytes of a tensor of this shape; none when it is too large for PyTorch, whose strides must
+/// The bytes of a tensor of this shape. None when it is too large for PyTorch, whose strides must
 /// fit into 63 bits even when a size is 0.
 std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape);
 
-/// Reverses the bytes of each number of a contiguous CPU tensor in place; complex elements are two.
+/// Reverses the bytes of each number of a contiguous CPU tensor in place. Complex elements are two
+/// numbers.
 void swap_bytes(at::Tensor& tensor);
 
 /// "3 x 28 x 28", "scalar".

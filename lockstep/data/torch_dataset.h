@@ -96,8 +96,8 @@ class TorchDatasetSource : public ExampleSource {
 
 /// Any `torch::data` data set with random access as a source for a DataLoader: a
 /// `Dataset<Self, Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read
-/// when a batch needs them, in the loader's threads; each thread has its own copy of the data set,
-/// as LibTorch's own loader does it.
+/// when a batch needs them, in the loader's threads. Each thread has its own copy of the data set,
+/// as in LibTorch's own loader.
 ///
 ///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
 template <typename Dataset>
@@ -105,8 +105,8 @@ std::unique_ptr<SampleSource> torch_source(Dataset dataset, std::string name = "
   return std::make_unique<detail::TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
 }
 
-/// All samples of a `torch::data` data set, read once into memory: faster from the first epoch's
-/// end on where they fit.
+/// All samples of a `torch::data` data set, read once into memory. Where they fit, this is faster
+/// from the end of the first epoch on.
 template <typename Dataset>
 TensorDataset load_torch_dataset(Dataset dataset, std::string name = "torch::data") {
   return read_all(*torch_source(std::move(dataset), std::move(name)));

@@ -16,12 +16,12 @@
 namespace lockstep {
 
 /// What a transform may draw its random numbers from. A sample's numbers come from the seed, the
-/// epoch and the sample's index in the data set and from nothing else, so neither the number of
+/// epoch and the sample's index in the data set, and from nothing else. So neither the number of
 /// workers nor that of ranks changes them.
 struct TransformContext {
   uint64_t seed = 0;  ///< Already mixed with the transform's place in the pipeline.
   int64_t epoch = 0;
-  std::span<const int64_t> indices;  ///< The samples' indices in the data set, one a row.
+  std::span<const int64_t> indices;  ///< The samples' indices in the data set, one per row.
 };
 
 /// A step from raw samples to what the model gets. It works on a whole batch. Const: one object
@@ -42,9 +42,9 @@ class Transform {
 
 using TransformPtr = std::shared_ptr<const Transform>;
 
-/// torchvision's ToTensor and Normalize in one pass, to the last bit: uint8 [H, W] or [C, H, W]
+/// torchvision's ToTensor and Normalize in one pass, to the last bit. uint8 [H, W] or [C, H, W]
 /// becomes float32 [C, H, W], divided by 255, minus mean, divided by std. float32 [C, ...] is only
-/// normalised. One mean and std serve all channels, or there is one a channel.
+/// normalised. One mean and std serve all channels, or there is one per channel.
 /// The defaults are those of MNIST's training images. Throws UsageError for a std of 0.
 TransformPtr normalize(std::vector<double> mean = {0.1307}, std::vector<double> std = {0.3081});
 
@@ -58,7 +58,7 @@ struct RandomCropOptions {
   int64_t padding = 0;  ///< Pixels added at every side before the crop.
   double fill = 0;      ///< The padding's value, in the image's own dtype and scale.
 };
-/// Images [H, W] or [C, H, W] of any dtype; every position is equally likely.
+/// Images [H, W] or [C, H, W] of any dtype. Every position is equally likely.
 TransformPtr random_crop(RandomCropOptions options);
 
 /// Mirrors left and right with probability p. Images [H, W] or [C, H, W] of any dtype.
@@ -80,7 +80,7 @@ TransformPtr flatten();
 /// [B, ...] becomes [B, shape...] of as many elements. Costs nothing.
 TransformPtr reshape(std::vector<int64_t> shape);
 
-/// A user's own function from a batch [B, ...] to a batch [B, ...]; it must treat rows alike and
+/// A user's own function from a batch [B, ...] to a batch [B, ...]. It must treat rows alike and
 /// independently, and be safe to call from several threads. Called once with zeros to learn the
 /// output's shape.
 TransformPtr batch_transform(std::string name,

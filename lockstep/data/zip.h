@@ -21,9 +21,10 @@ struct ZipMember {
 };
 
 /// A zip archive, zip64 included, that is read member by member (PKWARE's APPNOTE 6.3.10, sections
-/// 4.3 and 4.5): what numpy.savez writes.
-/// Throws DataError naming the file, the offset and what was expected for an archive that is
-/// truncated, damaged, encrypted, split, or packed by other methods than "stored" and "deflated".
+/// 4.3 and 4.5). It is what numpy.savez writes.
+/// Throws DataError for an archive that is truncated, damaged, encrypted, split, or packed by other
+/// methods than "stored" and "deflated". The error names the file, the offset and what was
+/// expected.
 class ZipArchive {
  public:
   explicit ZipArchive(std::filesystem::path path);

@@ -18,10 +18,10 @@ struct Topology {
   int domains() const;  ///< Of memory.
 };
 
-/// Read with hwloc, which takes a few milliseconds. None when this build has no hwloc; see
+/// Read with hwloc, which takes a few milliseconds. None when this build has no hwloc. See
 /// `no_topology_reason`.
 std::optional<Topology> read_topology();
-/// Why read_topology gives none, and what to do about it; empty when it does.
+/// Why read_topology gives none, and what to do about it. Empty when it does.
 std::string no_topology_reason();
 
 /// What `--bind-to` takes, in the words of mpirun: auto, none, core, numa.
@@ -32,8 +32,8 @@ struct BindingRequest {
   std::string word = "auto";
   int local_rank = 0;
   int local_size = 1;
-  int allowed = 1;  ///< Processors that we may use,
-  int online = 1;   ///< and those that there are: fewer of them were taken away by someone.
+  int allowed = 1;  ///< Processors that we may use. Fewer than `online`: some were taken away.
+  int online = 1;   ///< Processors that there are.
 };
 
 struct Binding {
@@ -42,23 +42,25 @@ struct Binding {
 };
 
 /// Which processors a rank of this host keeps to.
-///  - core: the cores are dealt out in equal parts, neighbours together; with 2 ranks on 8 cores
+///  - core: the cores are dealt out in equal parts, neighbours together. With 2 ranks on 8 cores
 ///    each gets 4. Throws UsageError for more ranks than cores.
-///  - numa: as many whole domains as there are for each rank; ranks share one where there are fewer
+///  - numa: as many whole domains as there are for each rank. Ranks share one where there are fewer
 ///    domains than ranks.
 ///  - none: all.
-///  - auto: numa where several ranks meet several domains, none otherwise. On one domain it gains
-///    nothing: a rank that has its core to itself is left there by the system, and one that is
-///    bound to a core has its helpers (loader workers, communication) there too. And none where
-///    somebody else, a launcher, taskset or a container, has dealt out the processors already.
+///  - auto: numa where several ranks meet several domains, none otherwise. On one domain binding
+///    gains nothing. A rank that has its core to itself is left there by the system. A rank that is
+///    bound to a core has its helpers (loader workers, communication) there too. auto is also none
+///    where somebody else, a launcher, taskset or a container, has dealt out the processors
+///    already.
+///
 /// `topology` is null where it could not be read: then auto is none, and core and numa throw
 /// UsageError.
 Binding choose_binding(const BindingRequest& request, const Topology* topology);
 
-/// The same for this machine; reads the topology only when it is needed. `allowed` and `online` are
+/// The same for this machine. Reads the topology only when it is needed. `allowed` and `online` are
 /// filled in.
 Binding choose_binding(BindingRequest request);
-/// For all of this host's ranks, in their order; `local_rank` is filled in too.
+/// For all of this host's ranks, in their order. `local_rank` is filled in too.
 std::vector<Binding> choose_bindings(BindingRequest request);
 
 }  // namespace lockstep::launch

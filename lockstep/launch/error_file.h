@@ -9,7 +9,7 @@
 namespace lockstep::launch {
 
 /// What a worker says about its own failure, in the file that the launcher named to it by
-/// TORCHELASTIC_ERROR_FILE; the format is torch.distributed.elastic's, so either side may be
+/// TORCHELASTIC_ERROR_FILE. The format is torch.distributed.elastic's, so either side may be
 /// Python.
 struct ErrorReport {
   std::string message;       ///< "MismatchError: ..." or any text
@@ -18,16 +18,16 @@ struct ErrorReport {
   bool consequence = false;  ///< The worker failed because another one was lost.
 };
 
-/// Writes the report of `error` to the file that TORCHELASTIC_ERROR_FILE names; nothing when it is
-/// unset, or already written (the first failure is the cause). Never throws: a worker that fails
-/// must still end with its own error.
+/// Writes the report of `error` to the file that TORCHELASTIC_ERROR_FILE names. Writes nothing when
+/// it is unset, or already written (the first failure is the cause). Never throws: a worker that
+/// fails must still end with its own error.
 void write_error_file(const std::exception& error) noexcept;
 
-/// The report in `path`; none when the file is missing, empty or not of this format.
+/// The report in `path`. None when the file is missing, empty or not of this format.
 std::optional<ErrorReport> read_error_file(const std::filesystem::path& path);
 
-/// True in a worker of `lockstep::spawn`: the parent reads the error file and prints the failure,
-/// so the worker itself stays silent about it and the user reads it once.
+/// True in a worker of `lockstep::spawn`. The parent reads the error file and prints the failure.
+/// So the worker itself stays silent about it and the user reads it once.
 bool parent_reports_errors();
 
 }  // namespace lockstep::launch

@@ -17,12 +17,12 @@ struct WorkerEnd {
   bool consequence = false;  ///< It says itself that a peer was lost: another one is the cause.
   std::optional<int64_t> said_at;  ///< Seconds since 1970 of its own error report, if it wrote one.
   int64_t ended_at = 0;            ///< Seconds since 1970.
-  int order = 0;                   ///< The how-manieth end this was.
+  int order = 0;                   ///< Its place in the order in which the workers ended.
 
   bool succeeded() const { return wait_status == 0 && start_errno == 0; }
 };
 
-/// The workers of one job and what to do at each event; it makes no system call, so that every
+/// The workers of one job and what to do at each event. It makes no system call, so that every
 /// sequence of events can be tried in a test. Each event returns the signal to send to all workers
 /// that still live, 0 for none. Time is an argument.
 class Job {
@@ -32,11 +32,11 @@ class Job {
   struct Options {
     /// Between TERM and KILL when a worker failed. All must be over within a second.
     std::chrono::milliseconds grace{800};
-    /// Between a signal that the user sent, which is forwarded, and KILL: long enough to save a
-    /// checkpoint. torchrun waits as long.
+    /// Between a signal that the user sent, which is forwarded, and KILL. It is long enough to save
+    /// a checkpoint. torchrun waits as long.
     std::chrono::milliseconds signal_grace{30'000};
-    /// A worker that ended because it lost a peer is followed by that peer's own end, which is the
-    /// cause and should get to say so before it is told to stop.
+    /// A worker that ended because it lost a peer is followed by that peer's own end. That end is
+    /// the cause, and the peer should get to say so before it is told to stop.
     std::chrono::milliseconds settle{200};
     /// A second signal kills at once, unless it comes this soon.
     std::chrono::milliseconds same_signal = kSameSignal;
@@ -60,11 +60,11 @@ class Job {
   std::optional<Time> deadline() const { return deadline_; }
 
   bool all_ended() const { return living_ == 0; }
-  /// What it comes to; valid when all have ended.
+  /// What it comes to. Valid when all have ended.
   Ending ending() const;
   /// The signal of `Ending::interrupted`.
   int signal() const { return signal_; }
-  /// Which worker's failure is the cause; none when none failed of itself.
+  /// Which worker's failure is the cause. None when none failed of itself.
   std::optional<int> root_cause() const;
   const std::optional<WorkerEnd>& end_of(int index) const { return ends_.at(index); }
 

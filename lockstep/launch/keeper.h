@@ -36,12 +36,12 @@ struct KeeperEvent {
 /// their descendants, outlives us.
 ///
 /// The keeper is a fork of this process without any of its threads. It is the workers' parent and
-/// the "child subreaper" of all they start: even a descendant that forks twice, changes session and
+/// the "child subreaper" of all they start. Even a descendant that forks twice, changes session and
 /// clears its environment stays below it in the process tree. It reads a pipe whose other end only
-/// this process holds. When that closes, by `finish`, by the destructor, or because this process
-/// was killed, it kills everything below it, removes the scratch folder and ends. It has left our
-/// session and process group, so signals from the terminal do not reach it or the workers. Should
-/// the keeper itself be killed, the kernel kills the workers (PR_SET_PDEATHSIG).
+/// this process holds. The pipe closes by `finish`, by the destructor, or because this process was
+/// killed. Then the keeper kills everything below it, removes the scratch folder and ends. It has
+/// left our session and process group, so signals from the terminal do not reach it or the workers.
+/// Should the keeper itself be killed, the kernel kills the workers (PR_SET_PDEATHSIG).
 ///
 /// Each worker is the leader of a process group and has only descriptors 0 to 2. A terminal that it
 /// reads is not its controlling one, so it may read it and change its settings at any time.
@@ -49,7 +49,7 @@ struct KeeperEvent {
 class Keeper {
  public:
   /// Throws SystemError when there are no processes or descriptors left. `scratch` is a folder to
-  /// remove at the end; empty: none.
+  /// remove at the end. Empty: none.
   Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch);
   /// Kills what is left and waits for the keeper's end.
   ~Keeper();
@@ -58,7 +58,7 @@ class Keeper {
 
   /// Readable when `next` has something to say.
   int event_fd() const { return events_.get(); }
-  /// The next event; none when there is none now. Does not block.
+  /// The next event. None when there is none now. Does not block.
   std::optional<KeeperEvent> next();
   /// True once `next` has found the keeper gone.
   bool gone() const { return gone_; }

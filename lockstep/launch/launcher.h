@@ -17,7 +17,7 @@
 
 namespace lockstep::launch {
 
-/// Where one of a worker's two output streams goes; any combination.
+/// Where one of a worker's two output streams goes. Any combination.
 struct StreamPlan {
   bool inherit = false;        ///< The worker gets our own descriptor; nothing else then applies.
   bool console = false;        ///< To the same stream of ours, in whole lines with the prefix.
@@ -30,7 +30,7 @@ struct WorkerPlan {
   int local_rank = 0;
   std::string file;  ///< The path that is executed.
   std::vector<std::string> argv;
-  /// On top of our own environment; an empty value with `unset` removes the name.
+  /// On top of our own environment. An empty value with `unset` removes the name.
   std::vector<std::pair<std::string, std::string>> env;
   std::vector<std::string> unset;
   std::vector<int> processors;  ///< That it may run on; empty: those that we may.
@@ -75,8 +75,8 @@ struct LaunchPlan {
   bool repeat_shown_lines = true;
   std::filesystem::path
       scratch;  ///< A folder to remove at the end, however it comes; may be empty.
-  /// This process does nothing else: every descendant of it belongs to the job, and may be killed
-  /// by us should the keeper be killed.
+  /// This process does nothing else: every descendant of it belongs to the job. We may kill these
+  /// should the keeper be killed.
   bool owns_process = false;
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
@@ -96,8 +96,8 @@ struct Failure {
   bool lines_are_shown = false;         ///< They stand on the console already.
   std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
 
-  /// The worker's exit code; 128 + N when signal N ended it; 126 or 127 (as in a shell) when it
-  /// could not be executed.
+  /// The worker's exit code, or 128 + N when signal N ended it. When it could not be executed, 126
+  /// or 127, as in a shell.
   int exit_code() const;
   /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself.
   std::string text() const;

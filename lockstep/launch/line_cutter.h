@@ -10,11 +10,11 @@
 namespace lockstep::launch {
 
 /// Cuts a stream of bytes into whole lines, for output of several processes that must not mix
-/// within a line. Bytes are never changed or dropped; the lines come without their newline.
+/// within a line. Bytes are never changed or dropped. The lines come without their newline.
 ///
 /// Lines of more than kLongestLine bytes come in pieces of that size. A progress bar that rewrites
-/// its line by carriage returns would not be seen until its end: what it wrote comes as a line of
-/// its own about once a second.
+/// its line by carriage returns would not be seen until its end. So what it wrote comes as a line
+/// of its own about once per second.
 class LineCutter {
  public:
   using Time = std::chrono::steady_clock::time_point;

@@ -19,7 +19,7 @@ struct Program {
 };
 
 /// How `words` (the program and its arguments, which stay untouched) are executed. A name without a
-/// slash is looked up as a shell would, in PATH, and else in the current folder; Python is
+/// slash is looked up as a shell would, in PATH, and else in the current folder. Python is
 /// PYTHON_EXEC, else the python3 of PATH. Throws UsageError naming the program: it does not exist,
 /// is a folder, or cannot be executed.
 Program find_program(const std::vector<std::string>& words, ProgramKind kind);

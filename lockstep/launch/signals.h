@@ -23,7 +23,7 @@ class SignalCatcher {
 
   /// Readable when `next` has something.
   int fd() const { return read_.get(); }
-  /// The next signal that came; none: none now.
+  /// The next signal that came. None: none now.
   std::optional<int> next();
 
  private:

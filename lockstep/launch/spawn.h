@@ -14,9 +14,10 @@ struct SpawnOptions {
   /// nprocs.
   int first_rank = -1;
   int world_size = -1;
-  /// Where the ranks meet; empty and 0: MASTER_ADDR and MASTER_PORT, else loopback and any free
+  /// Where the ranks meet. Empty and 0: MASTER_ADDR and MASTER_PORT, else loopback and any free
   /// port. On a single host this process binds the socket and serves the store itself, so that no
-  /// port is raced for; on several hosts, which need both, rank 0 does (as in Python's env://).
+  /// port is raced for. Several hosts need both, and rank 0 serves the store there (as in Python's
+  /// env://).
   std::string master_addr = {};
   int master_port = 0;
   /// How long the others get to end after TERM when one has failed, before KILL: all are gone
@@ -25,8 +26,8 @@ struct SpawnOptions {
 };
 
 /// Starts `nprocs` copies of this program (fork, then exec of this executable) with the launcher's
-/// variables set, and waits for them: what torch.multiprocessing.spawn is in Python, for programs
-/// whose `main` runs again in every worker.
+/// variables set, and waits for them. It is what torch.multiprocessing.spawn is in Python, for
+/// programs whose `main` runs again in every worker.
 ///
 ///     if (lockstep::spawn(2)) return 0;  // the parent: every rank is done
 ///     auto world = lockstep::init();     // a worker
@@ -38,10 +39,10 @@ struct SpawnOptions {
 /// other: the workers of a later call pass by the earlier ones with true. A worker that spawns once
 /// more gets a UsageError.
 ///
-/// Workers have our standard output; their standard error passes through this process; they read
-/// /dev/null. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
+/// Workers have our standard output, and /dev/null as standard input. Their standard error passes
+/// through this process. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
 ///
-/// When a worker fails, the others get TERM, then KILL, and the first failure is rethrown here as a
+/// When a worker fails, the others get TERM, then KILL. The first failure is rethrown here as a
 /// WorkerError with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and
 /// QUIT are forwarded and end in InterruptedError, after up to 30 s for the workers or at the
 /// second signal. No worker outlives this process, even when it is killed with -9.
@@ -49,8 +50,8 @@ struct SpawnOptions {
 /// Blocks. One call at a time in a process.
 bool spawn(int nprocs, const SpawnOptions& options = {});
 
-/// The same with the work in a function of the local rank: it runs in the worker, which then exits
-/// (0, or the error's exit code) without returning from this call.
+/// The same with the work in a function of the local rank. It runs in the worker. The worker then
+/// exits (0, or the error's exit code) without returning from this call.
 void spawn(const std::function<void(int local_rank)>& worker, int nprocs,
            const SpawnOptions& options = {});
 

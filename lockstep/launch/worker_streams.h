@@ -13,7 +13,7 @@ namespace lockstep::launch {
 
 struct StreamPlan;
 
-/// Our end of one output stream of a worker: reads it, keeps its tail and passes it on to a file
+/// Our end of one output stream of a worker. Reads it, keeps its tail and passes it on: to a file
 /// and, in whole lines, to the console.
 class WorkerStream {
  public:
@@ -26,7 +26,7 @@ class WorkerStream {
 
   /// The descriptor for the worker; ours alone until `started`.
   int worker_fd() const { return inherit_ ? own_fd_ : write_.get(); }
-  /// The workers have their descriptors: ours is closed, so that the end of the stream is seen.
+  /// The workers have their descriptors. Ours is closed, so that the end of the stream is seen.
   void started() { write_.reset(); }
 
   /// -1 at the end of the stream, and while the console is too far behind to take more.

@@ -13,12 +13,12 @@ namespace lockstep {
 class Model : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
-  /// `input` is a batch, float32, first dimension the samples; images may be flat ([B, 784]) or not
+  /// `input` is a batch, float32, first dimension the samples. Images may be flat ([B, 784]) or not
   /// ([B, 1, 28, 28]). Gives [B, outputs]. Throws UsageError naming the shape that does not fit.
   virtual at::Tensor forward(at::Tensor input) = 0;
 };
 
-/// What a model expects and gives; lets a mismatch with a dataset be named before training.
+/// What a model expects and gives. Lets a mismatch with a dataset be named before training.
 struct ModelInfo {
   std::string name;
   std::vector<int64_t> input_shape;  ///< Of one sample: {784}, {1, 28, 28}, {20}.
@@ -26,7 +26,7 @@ struct ModelInfo {
   bool regression = false;  ///< Mean squared error in place of cross-entropy.
 };
 
-/// Makes a model with fresh parameters, in the order in which Python's modules make them, so that
+/// Makes a model with fresh parameters, in the order in which Python's modules make them. So
 /// torch::manual_seed(S) just before gives Python's bits. Parameter names are those of the Python
 /// twin's state_dict:
 ///

@@ -10,20 +10,21 @@ namespace lockstep {
 
 /// max_pool2d(relu(norm(x)), 2, 2), the tail of a block of a convolutional net.
 ///
-/// In training on the CPU with float32 images in channels-last order it is one pass over `x` for
-/// the statistics and one for the rest, and backward another two, where the three operations and
-/// their gradients take about ten: a third of their time. Only the largest value of each window has
-/// a gradient, so the sums that batch norm's gradient needs run over a quarter of the elements. The
-/// sums are those of the operations in another order (statistics an image at a time, then in
-/// double; Chan, Golub, LeVeque 1979): results agree to a few units in the last place of float32,
-/// and do not depend on the number of threads. Statistics of evaluation are updated as by the
-/// module. Gradients of gradients work, by the plain operations.
+/// In training on the CPU with float32 images in channels-last order, it is one pass over `x` for
+/// the statistics and one for the rest. Backward is another two. The three operations and their
+/// gradients are about ten passes, and take three times as long. Only the largest value of each
+/// window has a gradient. So the sums that batch norm's gradient needs run over a quarter of the
+/// elements. The sums are those of the operations in another order: statistics one image at a time,
+/// then in double (Chan, Golub, LeVeque 1979). Results agree to a few units in the last place of
+/// float32, and do not depend on the number of threads. Statistics of evaluation are updated as by
+/// the module. Gradients of gradients work, by the plain operations.
 ///
-/// Everything else takes the plain operations, to their bits: contiguous images, evaluation, other
-/// dtypes and devices, autocast, channels that are no multiple of 8, a norm without affine
-/// parameters, statistics or momentum.
+/// Everything else takes the plain operations, to their bits:
+/// - contiguous images, evaluation, other dtypes and devices, autocast,
+/// - channels that are no multiple of 8,
+/// - a norm without affine parameters, statistics or momentum.
 ///
-/// `x` is [N, C, H, W] with H and W of at least 2; gives [N, C, H/2, W/2].
+/// `x` is [N, C, H, W] with H and W of at least 2. Gives [N, C, H/2, W/2].
 at::Tensor norm_relu_pool(const at::Tensor& x, torch::nn::BatchNorm2dImpl& norm);
 
 /// Whether norm_relu_pool would take the fast way.

@@ -2,12 +2,12 @@
 
 #include <cstdint>
 
-// The arithmetic of norm_relu_pool, an image at a time, without LibTorch: compiled once for the
-// vector instructions that every processor has and once for those of newer ones.
+// The arithmetic of norm_relu_pool, one image at a time, without LibTorch. It is compiled once for
+// the vector instructions that every processor has and once for those of newer ones.
 
 namespace lockstep::norm_pool {
 
-/// Channels that the kernels take at once; an image's channels are a multiple of it.
+/// Channels that the kernels take at once. An image's channels are a multiple of it.
 inline constexpr int64_t kVector = 8;
 
 /// An image in channels-last order, float32: [height, width, channels] in memory. Pooling leaves
@@ -29,12 +29,12 @@ inline constexpr uint8_t kNowhere = 4;
 struct Kernels {
   /// A channel's mean and the sum of squared differences from it, over the image. [channels] each.
   void (*moments)(const Image& image, const float* x, float* mean, float* squares);
-  /// pooled = max(0, largest of x * scale + shift in the window); `chosen` is the x that gave it,
+  /// pooled = max(0, largest of x * scale + shift in the window). `chosen` is the x that gave it,
   /// `place` where it lay. [pooled pixels, channels] each. A NaN is larger than all else.
   void (*forward)(const Image& image, const float* x, const float* scale, const float* shift,
                   float* pooled, float* chosen, uint8_t* place);
-  /// Over the pooled pixels whose place is somewhere: the sums of the gradient, and of the gradient
-  /// times (chosen - mean). [channels] each.
+  /// Over the pooled pixels whose place is somewhere: the sums of the gradient, and those of the
+  /// gradient times (chosen - mean). [channels] each.
   void (*sums)(const Image& image, const float* gradient, const float* chosen, const uint8_t* place,
                const float* mean, float* sum, float* product);
   /// grad_x = dy * scale - x * slope - offset, with dy the window's gradient at its place and 0

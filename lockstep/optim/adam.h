@@ -11,18 +11,18 @@
 namespace lockstep {
 
 /// Adam and AdamW through LibTorch's fused kernels: one pass over parameter, gradient and state in
-/// place of about twelve. The bits are those of Python's torch.optim.Adam(fused=True); one step
-/// differs from Python's default by a few units in the last place of the larger of parameter and
-/// update, because the operations round in another order. The bits do not depend on the number of
-/// threads. State has the names and shapes of torch::optim's (see make_torch_optimizer), so that
-/// either loads what the other saved.
+/// place of about twelve. The bits are those of Python's torch.optim.Adam(fused=True). One step
+/// differs from Python's default, because the operations round in another order. The difference is
+/// a few units in the last place of the larger of parameter and update. The bits do not depend on
+/// the number of threads. State has the names and shapes of torch::optim's (see
+/// make_torch_optimizer). So either loads what the other saved.
 class FusedAdam : public Optimizer {
  public:
   /// float32, float64 or bfloat16, dense (contiguous, or channels-last and the like), on the CPU or
   /// a CUDA device.
   static bool takes(const std::vector<at::Tensor>& parameters);
 
-  /// `name` is adam or adamw; `takes(parameters)` must hold.
+  /// `name` is adam or adamw. `takes(parameters)` must hold.
   FusedAdam(std::string name, std::vector<at::Tensor> parameters, const OptimizerOptions& options);
 
   /// Throws UsageError for a sparse gradient, as torch::optim does.
@@ -35,7 +35,7 @@ class FusedAdam : public Optimizer {
   const std::string& name() const override { return name_; }
 
  private:
-  /// Of one parameter; undefined tensors until its first gradient. In the parameter's layout.
+  /// Of one parameter. Undefined tensors until its first gradient. In the parameter's layout.
   struct Moments {
     /// One number: int64 on the CPU; float32 on a CUDA device, as its kernel wants it.
     at::Tensor step;

@@ -6,9 +6,9 @@
 
 namespace lockstep {
 
-/// The same elements in fewer tensors, for operations that treat every element alike: tensors that
-/// lie side by side in memory, as gradients do that are views of DistributedDataParallel's buckets,
-/// become one vector that shares their memory. What is not dense stays as it is. Tensors must not
+/// The same elements in fewer tensors, for operations that treat every element alike. Tensors that
+/// lie side by side in memory become one vector that shares their memory. Gradients that are views
+/// of DistributedDataParallel's buckets lie so. What is not dense stays as it is. Tensors must not
 /// overlap.
 std::vector<at::Tensor> flat_runs(const std::vector<at::Tensor>& tensors);
 

@@ -51,8 +51,8 @@ class Optimizer {
   virtual void step_scaled(const StepScale& scale) = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
-  /// Everything needed to go on with the same bits, except for the options: tensors by
-  /// "NAME.parameter-index" and counts as int64 tensors of one element. The tensors are the
+  /// Everything needed to go on with the same bits, except for the options. Tensors are under
+  /// "NAME.parameter-index"; counts are int64 tensors of one element. The tensors are the
   /// optimizer's own: copy what must outlive the next step. A parameter that never had a gradient
   /// has no entries.
   virtual OptimizerState state() const = 0;
@@ -62,9 +62,12 @@ class Optimizer {
   virtual const std::string& name() const = 0;
 };
 
-/// sgd (our own, with the bits of torch.optim.SGD and fused kernels where those give them), adam
-/// and adamw (fused kernels for dense parameters in float32, float64 and bfloat16, which give the
-/// bits of Python's `fused=True`; else torch::optim's), rmsprop, adagrad (torch::optim's).
+/// The optimizers:
+/// - sgd: our own, with the bits of torch.optim.SGD, and fused kernels where those give them.
+/// - adam, adamw: fused kernels for dense parameters in float32, float64 and bfloat16, which give
+///   the bits of Python's `fused=True`; else torch::optim's.
+/// - rmsprop, adagrad: torch::optim's.
+///
 /// Parameters that need no gradient are allowed. Throws UsageError for an unknown name (with the
 /// nearest), for no parameters and for options out of range.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
@@ -75,15 +78,15 @@ std::vector<std::string> optimizer_names();
 double default_learning_rate(const std::string& name);
 
 /// Drops all gradients without detaching them, so that views of DDP's buckets stay valid. The next
-/// backward then stores gradients instead of adding to zeros, which is also the fastest: nothing is
-/// written. With `set_to_none` false they stay and become 0, in one pass over each stretch of
-/// memory in which they lie side by side, such as a bucket.
+/// backward then stores gradients instead of adding to zeros. This is also the fastest way: nothing
+/// is written. With `set_to_none` false they stay and become 0. That takes one pass over each
+/// stretch of memory in which they lie side by side, such as a bucket.
 void zero_grad(const std::vector<at::Tensor>& parameters, bool set_to_none = true);
 
-/// Scales the gradients so that their total 2-norm is at most `max_norm`; returns the norm before,
-/// with the bits of torch.nn.utils.clip_grad_norm_. Buckets are scaled in one pass each, and not at
-/// all where the norm is small enough. A norm that is NaN or infinite is returned (and
-/// has spoilt the gradients, as in Python); 0 when there is no gradient.
+/// Scales the gradients so that their total 2-norm is at most `max_norm`. Returns the norm before,
+/// with the bits of torch.nn.utils.clip_grad_norm_; 0 when there is no gradient. Buckets are scaled
+/// in one pass each, and not at all where the norm is small enough. A norm that is NaN or infinite
+/// is returned (and has spoilt the gradients, as in Python).
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm);
 
 struct ScheduleOptions {
@@ -97,8 +100,8 @@ struct ScheduleOptions {
   double min_lr = 0;        ///< cosine, linear: the rate at `total_steps` and after.
 };
 
-/// The learning rate at optimizer step `step` (from 0), for a base rate: a pure function, so that
-/// resuming needs no state. The closed forms of torch.optim.lr_scheduler's StepLR,
+/// The learning rate at optimizer step `step` (from 0), for a base rate. It is a pure function, so
+/// that resuming needs no state. The closed forms of torch.optim.lr_scheduler's StepLR,
 /// CosineAnnealingLR and LinearLR (Python's own recurrences differ from those by rounding).
 /// Throws UsageError for an unknown name (with the nearest) and for missing or negative lengths.
 double scheduled_lr(const ScheduleOptions& options, double base_lr, int64_t step);

@@ -14,12 +14,15 @@ namespace lockstep {
 ///
 /// LibTorch's fused kernel does the same in one pass and a fifth of the time, but rounds the
 /// elements after the last full vector otherwise. So tensors go through the fused kernel up to the
-/// last multiple of 16 elements (a multiple of every vector that LibTorch uses), and the rest,
-/// and tensors that are small, through a loop of our own that rounds as the plain operations do:
-/// with a fused multiply-add or without, which depends on LibTorch's kernels for this processor
-/// and is found out by trying. Tensors that are not dense float32 on the CPU, gradients that are
-/// sparse or in another order than their parameter, and a LibTorch whose fused kernel turns out to
-/// have other bits take the plain operations.
+/// last multiple of 16 elements (a multiple of every vector that LibTorch uses). The rest, and
+/// tensors that are small, go through a loop of our own that rounds as the plain operations do.
+/// These round with a fused multiply-add or without. Which one depends on LibTorch's kernels for
+/// this processor and is found out by trying.
+///
+/// These take the plain operations:
+/// - tensors that are not dense float32 on the CPU,
+/// - gradients that are sparse or in another order than their parameter,
+/// - all tensors, when LibTorch's fused kernel turns out to have other bits.
 class Sgd : public Optimizer {
  public:
   Sgd(std::vector<at::Tensor> parameters, const OptimizerOptions& options);

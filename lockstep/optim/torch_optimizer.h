@@ -10,8 +10,8 @@
 
 namespace lockstep {
 
-/// One of torch::optim's optimizers (adam, adamw, rmsprop, adagrad) behind our interface; null for
-/// another name. Their formulas are those of Python's, in another order of operations: results
+/// One of torch::optim's optimizers (adam, adamw, rmsprop, adagrad) behind our interface. Null for
+/// another name. Their formulas are those of Python's, in another order of operations. So results
 /// differ from Python's in the last bits.
 std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
                                                 std::vector<at::Tensor> parameters,

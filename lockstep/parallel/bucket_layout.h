@@ -13,7 +13,7 @@ namespace lockstep::detail {
 using BucketLayout = std::vector<std::vector<size_t>>;
 
 /// The buckets that Python's DistributedDataParallel starts with: one for the first step, unless
-/// parameters may go unused; the true order of gradients is known only after it, and a bucket
+/// parameters may go unused. The true order of gradients is known only after that step. A bucket
 /// started early could then cross other collectives of backward. Throws UsageError for caps that
 /// are not above 0.
 BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
@@ -26,7 +26,7 @@ BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
 /// Rank 0's layout, for all. The messages are those of c10d's reducer. A collective.
 BucketLayout agree_on_layout(const BucketLayout& layout, const ProcessGroup& group);
 
-/// Bytes of the options' caps; the first is at most the other.
+/// Bytes of the options' caps. The first is at most the other.
 struct BucketCaps {
   int64_t first;
   int64_t rest;

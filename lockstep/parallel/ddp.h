@@ -20,11 +20,11 @@ namespace lockstep {
 
 /// What is done to a bucket of gradients before or instead of the all-reduce; Python's names.
 /// `fp16_compress` and `bf16_compress` divide by the group's size, send half of the bytes and widen
-/// again. bf16 keeps float32's range at 8 bits of precision; fp16 has 11 bits, but overflows at
+/// again. bf16 keeps float32's range at 8 bits of precision. fp16 has 11 bits, but overflows at
 /// 65504.
 enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
 
-/// Who averages the gradients. Both have the same buckets and give the same bits.
+/// What averages the gradients. Both have the same buckets and give the same bits.
 enum class Reducer {
   automatic,  ///< Ours where it can: the fastest.
   lockstep,   ///< Ours: dense gradients of real numbers on the CPU, every parameter used, no hook.
@@ -40,12 +40,13 @@ struct GradientBucket {
 };
 
 /// The user's own hook: what a bucket's gradients become, of the same shape (for DDP's meaning, the
-/// mean over ranks). Called on the thread that runs backward, once a bucket, in the same order on
+/// mean over ranks). Called on the thread that runs backward, once per bucket, in the same order on
 /// all ranks.
 using GradientHook = std::function<at::Tensor(const ProcessGroup& group, GradientBucket& bucket)>;
 
-/// The same in two parts, so that communication overlaps with the rest of backward: the hook starts
-/// it and returns at once; what it returned is called at the end of backward for the result.
+/// The same in two parts, so that communication overlaps with the rest of backward. The hook starts
+/// it and returns a function at once. That function is called at the end of backward for the
+/// result.
 using AsyncGradientHook =
     std::function<std::function<at::Tensor()>(const ProcessGroup& group, GradientBucket& bucket)>;
 
@@ -57,7 +58,7 @@ struct DdpOptions {
   bool find_unused_parameters = false;
   /// The graph never changes: unused parameters are found once, re-entrant backward is allowed.
   bool static_graph = false;
-  /// Gradients are views of the buckets, which saves a copy a step; Python's default is false.
+  /// Gradients are views of the buckets, which saves one copy per step. Python's default is false.
   bool gradient_as_bucket_view = true;
   bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
   /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
@@ -106,23 +107,23 @@ class DdpCore {
 
 }  // namespace detail
 
-/// Data parallelism over processes, as torch.nn.parallel.DistributedDataParallel: every rank has
-/// the whole model and a share of each batch; gradients are averaged over ranks while backward runs
+/// Data parallelism over processes, as torch.nn.parallel.DistributedDataParallel. Every rank has
+/// the whole model and a share of each batch. Gradients are averaged over ranks while backward runs
 /// (Li et al., "PyTorch Distributed", VLDB 2020).
 ///
-/// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder; forward may take any
-/// arguments and return a tensor, tuple, pair, array, vector, map, optional, or any type for which
-/// `lockstep::OutputTensors` is specialised.
+/// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. Forward may take any
+/// arguments. It may return a tensor, tuple, pair, array, vector, map, optional, or any type for
+/// which `lockstep::OutputTensors` is specialised.
 ///
 /// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
-/// naming the first that differs), and broadcasts rank 0's parameters and buffers. The wrapper
-/// works on the module's own parameters: give those to the optimizer, and do not add, remove or
-/// freeze parameters afterwards. Throws UsageError when no parameter needs a gradient.
+/// naming the first that differs). It broadcasts rank 0's parameters and buffers. The wrapper
+/// works on the module's own parameters: give those to the optimizer. Do not add, remove or freeze
+/// parameters afterwards. Throws UsageError when no parameter needs a gradient.
 ///
-/// Every rank must make the same calls: forward broadcasts buffers also in evaluation (call the
-/// module itself to evaluate on one rank). A parameter that got no gradient in a backward makes the
+/// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
+/// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
 /// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
-/// set; a group of one rank without a hook communicates nothing and so does not notice. Failures
+/// set. A group of one rank without a hook communicates nothing and so does not notice. Failures
 /// between ranks leave backward as CommError.
 ///
 /// Reset gradients with `zero_grad(parameters)` of lockstep/optim (or Optimizer::zero_grad of
@@ -154,7 +155,7 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// While the guard lives, backward only accumulates gradients locally; the first backward after
+  /// While the guard lives, backward only accumulates gradients locally. The first backward after
   /// it averages the sum. The forward must be inside too.
   class [[nodiscard]] NoSync {
    public:

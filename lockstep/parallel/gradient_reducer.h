@@ -22,7 +22,7 @@ struct ReducedParameter {
 class GradientReducer {
  public:
   virtual ~GradientReducer() = default;
-  /// Before a forward that records a graph; `synchronizing`: its backward will be reduced. Throws
+  /// Before a forward that records a graph. `synchronizing`: its backward will be reduced. Throws
   /// UsageError naming the parameters that got no gradient in a backward that reduced others.
   virtual void before_forward(bool synchronizing) = 0;
   /// Whether `before_backward` must see the forward's outputs.

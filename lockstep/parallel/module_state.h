@@ -26,8 +26,8 @@ struct ModuleState {
 /// does not have and for a module without a parameter that needs a gradient.
 ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored);
 
-/// Throws MismatchError on every rank, naming the first parameter or buffer that differs from rank
-/// 0's in name, shape, dtype, strides or in whether it needs a gradient. A collective.
+/// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
+/// shape, dtype, strides or need of a gradient. The error names the first. A collective.
 void check_same_state(const ModuleState& state, const ProcessGroup& group);
 
 /// Rank 0's values go to all ranks, in as few operations as possible. A collective.

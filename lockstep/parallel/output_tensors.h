@@ -14,7 +14,7 @@
 namespace lockstep {
 
 /// How DistributedDataParallel finds the tensors in what a module's forward returns. `visit` calls
-/// `f` with a reference to each tensor, always in the same order; `f` may replace it. Specialise
+/// `f` with a reference to each tensor, always in the same order. `f` may replace it. Specialise
 /// for a type of your own:
 ///
 ///     template <> struct lockstep::OutputTensors<MyOutput> {

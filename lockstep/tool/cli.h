@@ -20,9 +20,9 @@ struct Range {
 /// The flags of a program or subcommand: CLI11 with the manners that users of torchrun and git
 /// expect.
 ///
-/// A name is "--max-epochs" or "-t,--tee"; `--max_epochs` and `--max-epochs=3` are understood too,
-/// and of a flag given twice the last one counts. Values land in the variables given here, whose
-/// present value is shown as the default in --help; the variables must outlive `parse`. A mistake
+/// A name is "--max-epochs" or "-t,--tee". `--max_epochs` and `--max-epochs=3` are understood too.
+/// Of a flag given twice the last one counts. Values land in the variables given here, whose
+/// present value is shown as the default in --help. The variables must outlive `parse`. A mistake
 /// is a UsageError that names the flag, the value, what was expected and the known ones that may be
 /// meant.
 class Cli {
@@ -63,10 +63,10 @@ class Cli {
             const std::string& placeholder = "A,B");
   void list(const std::string& names, std::vector<int64_t>& values, const std::string& help,
             Range range = {});
-  /// One of `choices`; anything else is refused with the nearest one.
+  /// One of `choices`. Anything else is refused with the nearest one.
   void choice(const std::string& names, std::string& value, const std::vector<std::string>& choices,
               const std::string& help);
-  /// Calls `set` with the text of each occurrence, in order; `set` throws UsageError for a bad one.
+  /// Calls `set` with the text of each occurrence, in order. `set` throws UsageError for a bad one.
   /// For what the overloads above do not cover.
   void custom(const std::string& names, const std::string& placeholder, const std::string& help,
               const std::string& shown_default, std::function<void(const std::string&)> set);
@@ -96,7 +96,7 @@ class Cli {
 void print(const std::string& text);
 
 /// Runs `body`, prints what it throws ("lockstep train: error: ...") to standard error and returns
-/// the exit code for it. That standard output could not be written is an error too. In a worker
+/// the exit code for it. A standard output that could not be written is an error too. In a worker
 /// whose parent reports failures (`spawn`), the error goes into the launcher's error file instead,
 /// so that it is printed once.
 int run_guarded(const std::string& command, const std::function<int()>& body);

@@ -10,8 +10,8 @@ namespace lockstep {
 class Trainer;
 
 /// Something that goes on beside training. A Trainer calls its callbacks in the order in which they
-/// were added, on the training thread. One that communicates must be added on every rank; one that
-/// only prints or writes is best added on rank 0 alone. What it throws ends the run.
+/// were added, on the training thread. A callback that communicates must be added on every rank.
+/// One that only prints or writes is best added on rank 0 alone. What it throws ends the run.
 class Callback {
  public:
   virtual ~Callback() = default;

@@ -14,7 +14,7 @@ namespace lockstep {
 
 /// Runs the model over the loader's share of a held-out part, in evaluation mode and without a
 /// graph, and reduces over ranks. Every rank calls. The sampler's padding is left out, so that each
-/// sample counts exactly once; the result is the same for any number of ranks but for the rounding
+/// sample counts exactly once. The result is the same for any number of ranks but for the rounding
 /// of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all ranks. The model
 /// is left in the mode that it was in. `limit_batches` of 0: all.
 /// `memory_format` is the model's.

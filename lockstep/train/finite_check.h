@@ -26,13 +26,13 @@ class FiniteCheck {
   /// backward is to run from NaN.
   bool loss_is_good(double loss);
 
-  /// After the backward of a step's last batch, with the parameters that have its gradients: true
+  /// After the backward of a step's last batch, with the parameters that have its gradients. True
   /// when the step is to be made, false when it is to be skipped on all ranks. Throws NumericError
   /// with `stop`, on all ranks. The first few skips of a run are warned of one by one.
   bool step_is_good(const std::vector<at::Tensor>& parameters, int64_t step, int64_t epoch);
 
-  /// At the end of an epoch of so many steps: throws NumericError, on all ranks, when all of them
-  /// were skipped, and tells how many were.
+  /// At the end of an epoch of so many steps. Throws NumericError, on all ranks, when all of them
+  /// were skipped. Tells how many were.
   void end_epoch(int64_t epoch, int64_t steps);
 
   int64_t skipped() const { return skipped_; }

@@ -19,19 +19,20 @@ std::vector<std::string> memory_format_names();
 std::string memory_format_name(at::MemoryFormat format);
 
 /// What a word stands for. auto is channels-last for a model with 2-d convolutions (a parameter of
-/// 4 dimensions) on a CPU whose LibTorch has oneDNN, which computes in it and otherwise reorders
-/// each layer's data to and fro; contiguous for everything else. It depends on model and machine
-/// only, never on a measurement, so that a run can be repeated. Throws UsageError for another word.
+/// 4 dimensions) on a CPU whose LibTorch has oneDNN. oneDNN computes in it and otherwise reorders
+/// each layer's data to and fro. auto is contiguous for everything else. It depends on model and
+/// machine only, never on a measurement, so that a run can be repeated. Throws UsageError for
+/// another word.
 at::MemoryFormat memory_format_of(const std::string& word, const torch::nn::Module& module,
                                   c10::Device device);
 
-/// Lays out the module's tensors of 4 dimensions; shapes, names and values stay. To be called
+/// Lays out the module's tensors of 4 dimensions. Shapes, names and values stay. To be called
 /// before an optimizer or DistributedDataParallel is made of its parameters. Contiguous changes
 /// nothing.
 void set_memory_format(torch::nn::Module& module, at::MemoryFormat format);
 
-/// A batch as a model in that format wants it: 4 dimensions are laid out so, any other number is
-/// given back as it is, as is everything for contiguous. Images of one channel are not copied.
+/// A batch as a model in that format wants it. A batch of 4 dimensions is laid out so. Any other is
+/// given back as it is, and so is everything for contiguous. Images of one channel are not copied.
 at::Tensor with_memory_format(const at::Tensor& batch, at::MemoryFormat format);
 
 }  // namespace lockstep

@@ -9,8 +9,8 @@
 
 namespace lockstep {
 
-/// Sums from which a mean loss and an accuracy come: exact over any number of batches and ranks,
-/// because counts are whole and each sample is added once.
+/// Sums from which a mean loss and an accuracy come. They are exact over any number of batches and
+/// ranks, because counts are whole and each sample is added once.
 struct MetricSums {
   double loss = 0;         ///< Sum of the loss over `loss_terms`.
   int64_t loss_terms = 0;  ///< Samples; for mean squared error elements of the output.

@@ -17,23 +17,23 @@
 namespace lockstep {
 
 /// Forward, backward, step, batch after batch: the inner loop of training, without anything that
-/// only watches. With several ranks the model is wrapped in DistributedDataParallel; a group of one
-/// does without, to the same bits. One thread; all ranks call alike.
+/// only watches. With several ranks the model is wrapped in DistributedDataParallel. A group of one
+/// does without, to the same bits. One thread. All ranks call alike.
 class StepLoop {
  public:
-  /// Gets each step's result; false ends the epoch there. Called on every rank.
+  /// Gets each step's result. False ends the epoch there. Called on every rank.
   using AfterStep = std::function<bool(const StepResult&)>;
 
   /// `task` must outlive the loop.
   StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options);
 
-  /// Trains from batch `first_batch` of the epoch to its end; false when `after_step` ended it.
+  /// Trains from batch `first_batch` of the epoch to its end. False when `after_step` ended it.
   bool run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step);
 
-  /// One forward and backward on zeros, without a step: lets the Reducer find the order in which
+  /// One forward and backward on zeros, without a step. It lets the Reducer find the order in which
   /// gradients arrive, as it does in a run's first step. Without it a resumed run would sum its
-  /// first step's buckets in another order than the run that was not interrupted, which changes
-  /// last bits with three ranks or more. Changes buffers and uses random numbers: restore after it.
+  /// first step's buckets in another order than the run that was not interrupted. That changes last
+  /// bits with three ranks or more. Changes buffers and uses random numbers: restore after it.
   void warm_up_reducer();
 
   int64_t step() const { return step_; }

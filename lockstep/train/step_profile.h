@@ -34,15 +34,15 @@ struct CallSpan {
   int64_t returned = 0;  ///< When the caller got its thread back.
 };
 
-/// One of LibTorch's operations; those that it calls lie within it.
+/// One of LibTorch's operations. Those that it calls lie within it.
 struct OperationSpan {
   std::string name;
   int thread = 0;  ///< 0: the thread that trains; others in the order in which they came.
   TimeSpan time;
 };
 
-/// What one rank did in some steps. Steps and parts are in the order of time and do not overlap;
-/// parts lie within steps.
+/// What one rank did in some steps. Steps and parts are in the order of time and do not overlap.
+/// Parts lie within steps.
 struct StepProfile {
   int rank = 0;
   std::vector<TimeSpan> steps;
@@ -63,34 +63,38 @@ struct StepBreakdown {
 /// What of a profile's communication was exposed: the spans in which the thread that trains waited,
 /// in order, and each step's breakdown.
 ///
-/// A part waits for the collectives that began in it: in each from its begin until the call came
-/// back, and, once the last of them has come back, until all of them have ended. Between those it
-/// computes. (DistributedDataParallel calls the last all-reduce when the last gradient is there;
-/// then backward has nothing left but to wait.) A collective that began in no part is waited for.
+/// A part waits for the collectives that began in it. It waits in each from its begin until the
+/// call came back. Once the last of them has come back, it waits until all of them have ended.
+/// Between those waits it computes. (DistributedDataParallel calls the last all-reduce when the
+/// last gradient is there. Then backward has nothing left but to wait.) A collective that began in
+/// no part is waited for.
 struct ProfileAnalysis {
   std::vector<StepBreakdown> steps;
   std::vector<TimeSpan> waits;
 };
 ProfileAnalysis analyse(const StepProfile& profile);
 
-/// The mean of the middle half of the steps by their whole time: as steady as a median, and its
-/// parts add up as each step's do. Throws UsageError for no steps.
+/// The mean of the middle half of the steps by their whole time. It is as steady as a median, and
+/// its parts add up as each step's do. Throws UsageError for no steps.
 StepBreakdown typical_step(std::vector<StepBreakdown> steps);
 
 /// An operation and how much of a step's time it takes in all places where it is called.
 struct OperationCost {
   std::string name;
-  double calls = 0;    ///< A step.
-  double self_us = 0;  ///< A step, without the operations that it calls.
+  double calls = 0;    ///< Per step.
+  double self_us = 0;  ///< Per step, without the operations that it calls.
 };
 /// The costliest first.
 std::vector<OperationCost> operation_costs(const StepProfile& profile);
 
 /// The profiles of all ranks of one host in the format of Chrome's about:tracing, which Perfetto
-/// reads too: a process a rank; a row for the thread that trains (steps, in them parts, in those
-/// "wait for communication"), as many for communication as collectives ran at the same time, and
-/// one a thread for operations. `metadata` is an object and becomes `otherData`. Times are
-/// microseconds from the first step's begin.
+/// reads too. There is one process per rank, with these rows:
+/// - one for the thread that trains: steps, in them parts, and in those "wait for communication",
+/// - as many for communication as collectives ran at the same time,
+/// - one per thread for operations.
+///
+/// `metadata` is an object and becomes `otherData`. Times are microseconds from the first step's
+/// begin.
 nlohmann::ordered_json chrome_trace(const std::vector<StepProfile>& ranks,
                                     const nlohmann::ordered_json& metadata);
 

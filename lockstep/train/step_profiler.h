@@ -11,7 +11,7 @@ namespace lockstep {
 
 struct StepProfilerOptions {
   /// Also notes every operation of LibTorch that this thread and autograd's threads for it run.
-  /// Costs some 0.5 us each, which small models feel; so off.
+  /// Costs some 0.5 us each, which is much for small models. So it is off.
   bool operations = false;
 };
 
@@ -24,11 +24,11 @@ struct StepProfilerOptions {
 ///   }
 ///   const StepProfile profile = profiler.finish();
 ///
-/// A mark is a reading of the clock and an append, some 50 ns; a step of four parts has ten.
+/// A mark is a reading of the clock and an append, some 50 ns. A step of four parts has ten marks.
 /// Collectives come from observe_calls: those of this group only. LibTorch's own profiler would
-/// give the operations too, but neither the communication of a backend that it does not know nor
-/// the parts, and it costs several microseconds a mark. One thread; one profiler a group at a time.
-/// `group` may be null: then there is no communication.
+/// give the operations too. But it knows neither the parts nor the communication of a backend that
+/// is foreign to it, and it costs several microseconds per mark. One thread. One profiler per group
+/// at a time. `group` may be null: then there is no communication.
 class StepProfiler {
  public:
   explicit StepProfiler(const ProcessGroup& group, const StepProfilerOptions& options = {});
@@ -36,7 +36,7 @@ class StepProfiler {
   StepProfiler(const StepProfiler&) = delete;
   StepProfiler& operator=(const StepProfiler&) = delete;
 
-  /// Ends at its destruction. A step may end in an exception; parts must end before it.
+  /// Ends at its destruction. A step may end in an exception. Parts must end before it.
   class [[nodiscard]] Mark {
    public:
     Mark(Mark&& other) noexcept : profiler_(other.profiler_) { other.profiler_ = nullptr; }
@@ -54,7 +54,7 @@ class StepProfiler {
   Mark step();
   Mark part(StepPart part);
 
-  /// Ends the profile and gives what was noted. Waits until all collectives have ended; throws
+  /// Ends the profile and gives what was noted. Waits until all collectives have ended. Throws
   /// TimeoutError when the group's time-out passes before that.
   StepProfile finish();
 

@@ -22,7 +22,7 @@ class StopAgreement {
   /// Every rank calls after each step, with its own signal (0: none). The signal on which all ranks
   /// agreed, the same at the same step on every rank; 0: go on.
   int after_step(int signal_number);
-  /// Every rank calls; agrees at once.
+  /// Every rank calls. Agrees at once.
   int now(int signal_number);
 
  private:

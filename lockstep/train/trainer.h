@@ -11,10 +11,10 @@
 
 namespace lockstep {
 
-/// Trains a model over all ranks of a world: epochs of the step loop, an evaluation after each,
-/// callbacks beside it, and states that can be saved and gone on from to the same bits.
+/// Trains a model over all ranks of a world: epochs of the step loop, with an evaluation after each
+/// and callbacks beside it. States can be saved, and training goes on from them to the same bits.
 ///
-/// Every rank makes one, adds its callbacks and calls `fit`; one thread at a time.
+/// Every rank makes one, adds its callbacks and calls `fit`. One thread at a time.
 class Trainer {
  public:
   /// `world` must outlive the trainer. Checks that all ranks have the same options and parameters,
@@ -35,7 +35,7 @@ class Trainer {
   /// Goes on from a checkpoint in the following `fit`. Every rank calls with the same one. Warns of
   /// other TrainerOptions::settings. Throws CheckpointError when the tensors do not fit.
   void restore(const Checkpoint& checkpoint);
-  /// Saves the state after the last step; every rank calls, rank 0 writes. `folder` is used on rank
+  /// Saves the state after the last step. Every rank calls, rank 0 writes. `folder` is used on rank
   /// 0 only.
   void save(CheckpointFolder& folder);
 

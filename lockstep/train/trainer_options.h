@@ -17,7 +17,7 @@ enum class OnNan {
 };
 
 struct TrainerOptions {
-  /// Enough for the small models on the small data sets; everything else is the user's to say.
+  /// Enough for the small models on the small data sets. Everything else is the user's to say.
   int64_t max_epochs = 5;
   /// Batches whose gradients are averaged before a step. 1: every batch is a step.
   int64_t accumulate_grad_batches = 1;
@@ -30,7 +30,7 @@ struct TrainerOptions {
   /// Metrics of training are reduced over ranks this often: one small all-reduce (0.2 ms over
   /// Gloo). 50 as in Lightning.
   int64_t log_every_n_steps = 50;
-  /// A NaN never goes away by itself; a run that goes on with it only burns hours.
+  /// A NaN never goes away by itself. A run that goes on with it only burns hours.
   OnNan on_nan = OnNan::stop;
   /// `total_steps` of 0 stands for all steps of the run.
   ScheduleOptions schedule;

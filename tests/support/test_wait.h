@@ -8,8 +8,7 @@
 namespace lockstep::test_wait {
 
 /// For tests: waits until `condition()` is true, on any thread. Throws when that has not come
-/// within `limit`, so that a test that waits in vain fails with the place of the wait and does not
-/// hang.
+/// within `limit`. So a test that waits in vain fails with the place of the wait and does not hang.
 template <class Condition>
 void wait_until(const Condition& condition, const char* what,
                 std::chrono::milliseconds limit = std::chrono::seconds(30)) {

@@ -5,7 +5,7 @@
 
 namespace lockstep::tool {
 
-/// A subcommand: gets the words after its name, returns the exit code. Errors are thrown; the entry
+/// A subcommand: gets the words after its name, returns the exit code. Errors are thrown. The entry
 /// point prints them and turns them into exit codes.
 using Command = int (*)(const std::vector<std::string>& args);
 

@@ -17,9 +17,10 @@ struct PythonFound {
 /// The folder of the LibTorch that this process runs on (the one that holds lib/libtorch_cpu.so).
 std::filesystem::path libtorch_folder();
 
-/// LOCKSTEP_PYTHON; else the interpreter of the virtual environment that the linked LibTorch lies
-/// in; else python3 of PATH. None when there is none. Asks the interpreter without importing torch
-/// (some 50 ms). Throws UsageError when LOCKSTEP_PYTHON names no program that runs.
+/// Looks for Python: LOCKSTEP_PYTHON, else the interpreter of the virtual environment that the
+/// linked LibTorch lies in, else python3 of PATH. None when there is none. Asks the interpreter
+/// without importing torch (some 50 ms). Throws UsageError when LOCKSTEP_PYTHON names no program
+/// that runs.
 std::optional<PythonFound> find_python();
 
 /// The same for a caller that cannot do without: throws Error saying how to get Python with torch.

@@ -17,7 +17,7 @@ class Store;
 namespace lockstep {
 
 /// What c10d's interface does not tell of a backend. Each backend states its own once, beside its
-/// `info`; nobody asks for a backend's name instead.
+/// `info`. Nobody asks for a backend's name instead.
 struct BackendTraits {
   /// Takes tensors that are not contiguous: it copies them in and out.
   bool takes_strided = false;
@@ -27,9 +27,9 @@ struct BackendTraits {
   bool needs_comparison = false;
   /// Its errors are lockstep::Error's already and name the ranks at fault.
   bool names_failures = false;
-  /// The end of a send or a receive is told only to the one who waits for it.
+  /// The end of a send or a receive is told only to the thread that waits for it.
   bool tells_only_waiters = false;
-  /// A wait that runs into its own time-out breaks the connection; Work::abort ends it unharmed.
+  /// A wait that runs into its own time-out breaks the connection. Work::abort ends it unharmed.
   bool ends_waits_by_abort = false;
   /// Its ranks start it on all of the job's ranks or on none.
   bool starts_everywhere = false;
@@ -55,7 +55,7 @@ struct BackendOptions {
   c10::Device device = c10::kCPU;     ///< NCCL: this rank's own CUDA device.
   std::string group_name = "0";       ///< For traces.
   std::vector<int> global_ranks;      ///< The group's ranks in the default group, for traces.
-  /// hierarchical: divides this host further, for ranks that are to count as of several; see
+  /// hierarchical: divides this host further, for ranks that are to count as of several hosts. See
   /// host_id.
   std::string host = {};
   DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.

@@ -10,8 +10,9 @@
 
 namespace lockstep::backends {
 
-/// Runs a group's calls one after the other, in the order in which they are submitted: in the
-/// caller's thread when none is ahead, else in a thread of its own that starts with the first need.
+/// Runs a group's calls one after the other, in the order in which they are submitted. A call runs
+/// in the caller's thread when none is ahead. Else it runs in a thread of the queue's own, which
+/// starts when it is first needed.
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;

@@ -13,9 +13,9 @@ namespace lockstep::backends {
 using shm::Shares;
 
 /// A backend of ours for CPU tensors, as c10d calls it. Each call is checked (UsageError, before
-/// anything is sent), becomes a work with contiguous memory, gets the operations that it consists
-/// of from the backend, and is submitted. Any thread may call; the ranks' calls must come in the
-/// same order.
+/// anything is sent) and becomes a work with contiguous memory. The backend gives the work the
+/// operations that it consists of, and the work is submitted. Any thread may call. The ranks' calls
+/// must come in the same order.
 class TensorBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -73,7 +73,7 @@ class TensorBackend : public c10d::Backend {
   static constexpr int kAnyRank = -1;
 
   // What a backend implements. Each `add` gives `work`, one of its `make_work`, an operation on
-  // memory that lives as long as the work; a coalesced call gets several. What a backend does not
+  // memory that lives as long as the work. A coalesced call gets several. What a backend does not
   // implement must not be called on it.
 
   virtual OwnWork make_work(Request request) = 0;

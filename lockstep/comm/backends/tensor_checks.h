@@ -22,7 +22,7 @@ at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype = at::Scala
 void check_dense(Operation operation, const at::Tensor& tensor);
 /// One such tensor.
 const at::Tensor& only(Operation operation, const std::vector<at::Tensor>& tensors);
-/// One list of such tensors, one a rank.
+/// One list of such tensors, one per rank.
 const std::vector<at::Tensor>& only_list(Operation operation,
                                          const std::vector<std::vector<at::Tensor>>& lists,
                                          int size);

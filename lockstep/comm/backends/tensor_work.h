@@ -24,7 +24,7 @@ namespace lockstep::backends {
 
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
-/// The memory of a list of tensors of one size, one a rank.
+/// The memory of a list of tensors of one size, one per rank.
 using Blocks = std::vector<std::byte*>;
 
 inline std::byte* bytes_of(const at::Tensor& tensor) {
@@ -59,8 +59,9 @@ void write_to(const at::Tensor& to, const at::Tensor& from);
 /// itself.
 void divide(const at::Tensor& sum, int ranks);
 
-/// A call under way in one of our backends for CPU tensors: what was called, on what memory it is
-/// done, and what has become of it. It holds its tensors until it is released. Any thread may wait.
+/// A call under way in one of our backends for CPU tensors. It holds what was called, on what
+/// memory it is done, and what has become of it. It holds its tensors until it is released. Any
+/// thread may wait.
 class TensorWork : public c10d::Work, public shm::Call {
  public:
   TensorWork(int rank, Request request, std::shared_ptr<const GroupNames> names);
@@ -75,7 +76,7 @@ class TensorWork : public c10d::Work, public shm::Call {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
 
-  /// Equal on all ranks whose calls fit together; how much passes between two ranks of an
+  /// Equal on all ranks whose calls fit together. How much passes between two ranks of an
   /// all_to_all is for the backend to compare.
   uint64_t hash() const override;
   std::string encoded() const override;

@@ -72,7 +72,7 @@ std::string encode(const CallSignature& call);
 /// Throws CommError for bytes that `encode` did not make.
 CallSignature decode(std::string_view bytes);
 
-/// Compares what the ranks of `group` called, one signature a rank. None when they agree; else
+/// Compares what the ranks of `group` called, one signature per rank. None when they agree. Else
 /// "rank 0 called A as collective 7 of group 'default', but rank 1 called B".
 std::optional<std::string> find_mismatch(const std::vector<CallSignature>& calls,
                                          const RankNames& names, const std::string& group);

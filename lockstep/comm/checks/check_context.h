@@ -40,59 +40,59 @@ class CheckContext {
   }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
 
-  /// Keys of this group under a prefix of their own. A connection of its own over TCP: another
-  /// thread's blocking wait on the shared one does not hold up the checks. Made at the first call
-  /// unless `connect` was called, within some seconds; throws the store's error when that fails,
-  /// and at once ever after.
+  /// The store of this group's keys, under a prefix of their own. Over TCP it is a new connection:
+  /// another thread's blocking wait on the shared one does not hold up the checks. Made at the
+  /// first call, within some seconds, unless `connect` was called. Throws the store's error when
+  /// that fails, and at once ever after.
   c10d::Store& store();
-  /// Makes that connection, for which it takes up to the time-out: while the group forms the store
+  /// Makes that connection, for which it takes up to the time-out: while the group forms, the store
   /// is surely there. Throws as `store` does.
   void connect();
 
-  /// A number that `add` keeps, 0 when unset. One round trip over TCP; a file is only read, where
-  /// adding 0 would write a record at every look.
+  /// A number that `add` keeps, 0 when unset. One round trip over TCP. A file is only read, as
+  /// adding 0 there would write a record at every look.
   int64_t read_number(const std::string& key);
 
-  /// Whether all ranks have announced themselves (see announce_checks); asks the store.
+  /// Whether all ranks have announced themselves (see announce_checks). Asks the store.
   bool all_announced();
-  /// Tells the other ranks in what this one failed, and, when it is `known`, why; never throws, and
+  /// Tells the other ranks in what this one failed, and, when it is `known`, why. Never throws, and
   /// waits for no connection: without one nobody is told.
   void tell_failed(const std::string& text, bool known) noexcept;
-  /// What this rank told last, also when the store was lost; empty when it told nothing. Never
+  /// What this rank told last, also when the store was lost. Empty when it told nothing. Never
   /// blocks.
   std::string told() const;
-  /// What another rank told so; none when it told nothing. Asks the store.
+  /// What another rank told so. None when it told nothing. Asks the store.
   struct Word {
     std::string text;
     bool known = false;
   };
   std::optional<Word> word_of(int rank);
 
-  /// Why the group is of no more use, as one sees who watches over it by other means.
+  /// Why the group is of no more use, as seen by a watch over it that uses other means.
   struct Failure {
     bool timed_out = false;  ///< Else a rank was lost.
     std::string text;        ///< "rank 3 (process 4711) has ended"
   };
   using Lookout = std::function<std::optional<Failure>()>;
-  /// Whom the waits of this group ask, every 50 ms; it must not block. Once this returns the one
-  /// before is asked no more. Empty: nobody.
+  /// What the waits of this group ask, every 50 ms. It must not block. Once this returns, the
+  /// lookout before is asked no more. Empty: none is asked.
   void set_lookout(Lookout lookout);
   /// What the lookout sees.
   std::optional<Failure> seen_failure() const;
 
-  /// The ranks that have not; asks the store.
+  /// The ranks that have not. Asks the store.
   std::vector<int> unannounced();
   /// Reads the other ranks' announcements, which must be there: a rank whose end takes the store
   /// with it can then still be named.
   void remember_identities();
   /// Of `ranks`, those whose process has ended, as far as it can be seen from this host. Asks the
-  /// store for identities that it does not know yet; never throws.
+  /// store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
-  /// "rank 1 (process 4711) has ended", and in what it failed where it told that before: the first
-  /// cause may be another rank. Asks the store; never throws.
+  /// "rank 1 (process 4711) has ended". Where the rank told before in what it failed, that is
+  /// added: the first cause may be another rank. Asks the store. Never throws.
   std::string how_they_ended(const std::vector<int>& ranks);
 
  private:
@@ -124,7 +124,7 @@ class CheckContext {
 /// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
 [[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
 
-/// The TCP store of which this is one, or a prefix; null for another kind. Lives as long as it.
+/// The TCP store of which this is one, or a prefix. Null for another kind. Lives as long as it.
 const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
 
 /// The key under which a rank announces itself.

@@ -28,7 +28,7 @@ struct CheckedBackendOptions {
   bool names_failures = false;
   /// The default group's rank of each rank of this group, for messages; empty: the same numbers.
   std::vector<int> global_ranks;
-  /// What the backend itself was given; a call's own time-out wins.
+  /// What the backend itself was given. A call's own time-out wins.
   std::chrono::milliseconds timeout{120'000};
   /// For messages. The store must be this group's alone, or the name unique in it.
   std::string group_name = "default";
@@ -36,34 +36,35 @@ struct CheckedBackendOptions {
   /// same number of sends and receives is compared for each (sender, receiver, tag).
   int first_collectives = 10;
   /// Every rank called `announce_checks` before its backend was built, and building it waits for
-  /// all ranks (a full mesh): a rank without announcement is then known at once to be one that does
+  /// all ranks (a full mesh). A rank without announcement is then known at once to be one that does
   /// not take part (a Python process). Otherwise the first collective gives the announcements a
   /// second to arrive.
   bool announced = false;
-  /// What the checks share, for one who tells and hears of failures there as well; of this group's
-  /// store, rank, size, names, name and time-out. Empty: the backend makes it.
+  /// What the checks share, for code that tells and hears of failures there as well. It is
+  /// of this group's store, rank, size, names, name and time-out. Empty: the backend makes it.
   std::shared_ptr<CheckContext> context = {};
 };
 
-/// Tells the group's other ranks which process this one is and that it compares its calls; at
-/// `off`, that nobody is to compare. Costs one message to the store, without an answer (at `off`, a
-/// round trip). Called by make_checked_backend when options.announced is false.
+/// Tells the group's other ranks which process this one is and that it compares its calls. At `off`
+/// it tells that nobody is to compare. Costs one message to the store, without an answer (at `off`,
+/// a round trip). Called by make_checked_backend when options.announced is false.
 void announce_checks(c10d::Store& store, int rank, const std::string& group_name = "default",
                      DebugLevel debug = DebugLevel::info);
 
 /// Decorates a backend:
-/// - Before a collective (see CheckedBackendOptions for which ones) it compares what the ranks call
+/// - Before a collective (see CheckedBackendOptions for which ones) it compares the ranks' calls
 ///   over the store: sequence number, operation, dtype, shape, root, reduction, splits. A
-///   difference throws MismatchError on every rank, naming both sides; a rank that does not come,
-///   TimeoutError naming it; one whose process has ended, PeerLostError. The call blocks until all
-///   ranks have come. Sends and receives of CPU tensors are compared likewise, on a thread that
-///   starts with the first of them.
+///   difference throws MismatchError on every rank, naming both sides. A rank that does not come
+///   gives a TimeoutError naming it. A rank whose process has ended gives a PeerLostError. The call
+///   blocks until all ranks have come. Sends and receives of CPU tensors are compared likewise, on
+///   a thread that starts with the first of them.
 /// - Time-outs and lost connections of the backend (at the call, from Work::wait, from the future)
-///   become TimeoutError and PeerLostError with operation, sequence number, ranks and seconds. The
-///   rank at fault is found from the processes that have ended on this host and from what the
-///   others report to the store; that takes up to a second, after the failure only.
-/// - From then on the process ignores SIGPIPE, unless it has a handler of its own: a write
-///   to a lost peer would end it otherwise, without a word.
+///   become TimeoutError and PeerLostError. These name operation, sequence number, ranks and
+///   seconds. The rank at fault is found from the processes that have ended on this host and from
+///   what the others report to the store. That takes up to a second, after the failure only.
+/// - From then on the process ignores SIGPIPE, unless it has a handler of its own. A write to a
+///   lost peer would otherwise end it without a word.
+///
 /// Errors of use (a wrong device, a wrong number of tensors) pass as they are.
 ///
 /// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options

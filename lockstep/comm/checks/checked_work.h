@@ -14,7 +14,7 @@ class Work;
 
 namespace lockstep {
 
-/// Decorates a backend's work: wait, exception and future give our errors; all else passes. `peer`
+/// Decorates a backend's work: wait, exception and future give our errors. All else passes. `peer`
 /// is the other side of a message, -1 for a collective.
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,

@@ -11,10 +11,10 @@ namespace lockstep {
 /// How far a rank may look for the cause of a failure after it, at most.
 inline constexpr std::chrono::milliseconds kReportPatience{1000};
 
-/// Turns what a backend threw for `call` into TimeoutError or PeerLostError; other exceptions come
-/// back as they are. Tells the other ranks through the store that this one failed, and waits up to
-/// kReportPatience for their word: who has ended, who failed as well, who is silent. `peer` is
-/// the other side of a message, -1 for a collective; `timeout` is the one that applied.
+/// Turns what a backend threw for `call` into TimeoutError or PeerLostError. Other exceptions come
+/// back as they are. Tells the other ranks through the store that this one failed. Waits up to
+/// kReportPatience for their word: which have ended, which failed as well, which are silent. `peer`
+/// is the other side of a message, -1 for a collective. `timeout` is the one that applied.
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
                                      int peer = -1);

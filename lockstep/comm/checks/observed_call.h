@@ -25,9 +25,9 @@ class CallObserver {
   virtual ~CallObserver() = default;
   /// Before a collective is begun.
   virtual void call_begins() noexcept = 0;
-  /// Once for each that began, in the order in which they end; maybe shortly after those who wait
-  /// for it have gone on. `failed`: by throwing at its beginning, or with an
-  /// error.
+  /// Once for each that began, in the order in which they end. It may come shortly after the
+  /// threads that wait for the collective have gone on. `failed`: by throwing at its beginning, or
+  /// with an error.
   virtual void call_ended(const ObservedCall& call, bool failed) noexcept = 0;
 };
 

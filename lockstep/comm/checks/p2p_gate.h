@@ -24,28 +24,26 @@
 namespace lockstep {
 
 /// Holds a send or receive back until the other side has made its call too and both agree on dtype
-/// and size; Gloo ends the process when they do not. Gloo's sends wait for their receives anyway,
-/// so nothing that worked blocks now. The first calls of each channel (sender, receiver, tag) are
-/// compared; the n-th send of a channel belongs to its n-th receive.
+/// and size. Gloo ends the process when they do not agree. Gloo's sends wait for their receives
+/// anyway, so nothing that worked blocks now. The first calls of each channel (sender, receiver,
+/// tag) are compared. The n-th send of a channel belongs to its n-th receive.
 ///
-/// Keys: a sender sets `s`, a receiver `r`, of (channel, n); each reads and deletes the other's.
+/// Keys: a sender sets `s`, a receiver `r`, of (channel, n). Each reads and deletes the other's.
 /// Receives from any rank make it harder, as no receive belongs to a channel before a send has
 /// come:
-/// - the receiver picks a channel whose next `s` is there and then sets `r` as for that channel;
-/// - before its first such receive of a tag it claims every channel ("any" under the channel's
-/// mode);
-///   a sender that has compared enough claims "free", and who claims first is right: an "any"
-///   channel goes on comparing;
-/// - when the receiver has compared enough of them, or came too late to claim all, it sets
-/// `release`
-///   for the tag, and senders that wait for an `r` see that and go on without.
+/// - The receiver picks a channel whose next `s` is there and then sets `r` as for that channel.
+/// - Before its first such receive of a tag the receiver claims every channel ("any" under the
+///   channel's mode). A sender that has compared enough claims "free". The first claim holds: an
+///   "any" channel goes on comparing.
+/// - The receiver sets `release` for the tag when it has compared enough of them, or came too late
+///   to claim all. Senders that wait for an `r` see that and go on without.
 class P2PGate {
  public:
-  /// Issues the call on the backend: a send to or receive from `peer`; -1: from any.
+  /// Issues the call on the backend: a send to or receive from `peer`. -1: from any.
   using Issue = std::function<c10::intrusive_ptr<c10d::Work>(std::vector<at::Tensor>&, int peer)>;
   static constexpr int kAnyRank = -1;
 
-  /// `checks` says how many calls of a channel are compared; it must outlive the gate.
+  /// `checks` says how many calls of a channel are compared. It must outlive the gate.
   P2PGate(std::shared_ptr<CheckContext> context, RankChecks& checks)
       : context_(std::move(context)), checks_(checks) {}
   ~P2PGate();

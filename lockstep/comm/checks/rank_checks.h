@@ -12,13 +12,14 @@
 namespace lockstep {
 
 /// Compares the ranks' calls over the store. Each rank sets its signature under its own key and
-/// adds one to the number of arrivals; who arrives last reads all signatures, judges, and adds one
-/// to the number of passed comparisons, which the others poll. So a comparison costs each rank two
-/// round trips and some polls, whatever the size of the group, and leaves no keys behind.
+/// adds one to the number of arrivals. The last rank to arrive reads all signatures, judges, and
+/// adds one to the number of passed comparisons. The others poll that number. So a comparison costs
+/// each rank two round trips and some polls, whatever the size of the group, and leaves no keys
+/// behind.
 class RankChecks {
  public:
   /// `announced`: CheckedBackendOptions::announced. `limit`: how many of the first collectives this
-  /// rank would compare; 0 for none, kAll for all.
+  /// rank would compare. 0 for none, kAll for all.
   RankChecks(CheckContext& context, bool announced, uint64_t limit)
       : context_(context), announced_(announced), limit_(limit) {}
   static constexpr uint64_t kAll = UINT64_MAX;
@@ -38,8 +39,8 @@ class RankChecks {
   /// is of no use: every later comparison, on every rank, throws what the first one threw.
   void compare(const CallSignature& call, std::chrono::milliseconds timeout);
 
-  /// Tells ranks that wait, or will wait, for this one in a comparison that it has closed the
-  /// group: its process may live on for long. Nothing to tell once the compared collectives are
+  /// Tells the ranks that wait, or will wait, for this one in a comparison that it has closed the
+  /// group. Its process may live on for long. Nothing to tell once the compared collectives are
   /// over.
   void leave() noexcept;
 

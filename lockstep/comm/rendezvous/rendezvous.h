@@ -7,7 +7,8 @@
 
 namespace lockstep {
 
-/// How the ranks of a job meet: who this process is, and by what they exchange addresses.
+/// How the ranks of a job meet: this process's place in the job, and by what the ranks exchange
+/// addresses.
 struct Rendezvous {
   JobEnvironment job;
   enum class Kind { none, tcp, file } kind = Kind::none;
@@ -15,12 +16,12 @@ struct Rendezvous {
   int listen_fd = -1;  ///< Rank 0: a socket that listens already; `open_store` takes it over.
 };
 
-/// Reads the init method, the caller's own rank and size (-1: not said) and the environment;
-/// connects to nothing. See InitOptions. Throws UsageError.
+/// Reads the init method, the caller's own rank and size (-1: not said) and the environment.
+/// Connects to nothing. See InitOptions. Throws UsageError.
 Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int asked_size,
                            const Lookup& lookup);
 
-/// Where the launcher did not say at what address rank 0 listens, finds it out: rank 0 takes a free
+/// Where the launcher did not say at what address rank 0 listens, finds it out. Rank 0 takes a free
 /// port and tells the others (see mpirun_meeting.h). Blocks until it has. Else does nothing.
 void find_master(Rendezvous& plan, std::chrono::milliseconds timeout);
 

@@ -6,7 +6,7 @@
 
 namespace lockstep::shm {
 
-/// Sleeps until `wake_all(word)`, unless `word` no longer holds `expected`; at most `limit`.
+/// Sleeps until `wake_all(word)`, unless `word` no longer holds `expected`. At most `limit`.
 /// Returns for other reasons as well: the caller looks again. Works between processes that map the
 /// word.
 void sleep_on(const std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds limit);

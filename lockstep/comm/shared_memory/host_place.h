@@ -5,8 +5,8 @@
 namespace lockstep {
 
 /// Names the host that this process runs on: its name and this boot of it, and LOCKSTEP_HOST_ID
-/// where that is set. The variable divides one machine into several hosts, by hand: processes with
-/// different values count as of different hosts, which is how jobs for several are tried on one.
+/// where that is set. The variable divides one machine into several hosts, by hand. Processes with
+/// different values count as of different hosts. So jobs for several hosts can be tried on one.
 std::string host_id();
 
 /// Processes of the same place can share memory: one host, one network namespace (in which the

@@ -17,9 +17,9 @@ inline size_t up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;
 }
 
-/// Zeroed memory without a name, for this user's processes only, which nobody can shorten or
-/// extend. The pages of its first `reserved` bytes are there when it returns, so that a lack of
-/// memory is an error here and no SIGBUS later. Throws SystemError.
+/// Zeroed memory without a name, for this user's processes only. Nobody can shorten or extend it.
+/// The pages of its first `reserved` bytes are there when it returns. So a lack of memory is an
+/// error here and no SIGBUS later. Throws SystemError.
 UniqueFd make_memory(size_t bytes, size_t reserved);
 
 /// Shared memory in this process' address space.

@@ -7,25 +7,28 @@
 
 namespace lockstep::shm {
 
-/// Where a rank sleeps while it waits for messages: one a rank, in shared memory, all zero at the
-/// start. Its doorbell is rung by whoever has changed something that the rank may wait for.
+/// Where a rank sleeps while it waits for messages: one per rank, in shared memory, all zero at the
+/// start. A thread that has changed something that the rank may wait for rings its doorbell.
 ///
 /// Why no wake-up is lost (all four steps are sequentially consistent):
-/// - who changes something publishes it (A), then reads `sleepers` (B), and, when that is not zero,
-///   adds to `doorbell` and wakes (E);
-/// - who goes to sleep adds to `sleepers` (C), reads `doorbell`, then looks for what was published
-///   (D), and sleeps if `doorbell` still holds what was read (the kernel compares).
+/// - A thread that changes something publishes it (A), then reads `sleepers` (B). When that is not
+///   zero, it adds to `doorbell` and wakes (E).
+/// - A thread that goes to sleep adds to `sleepers` (C), reads `doorbell`, then looks for what was
+///   published (D). It sleeps if `doorbell` still holds what was read (the kernel compares).
+///
 /// If D does not see A, then D precedes A, so C precedes B, and E follows. E comes after the read
 /// of `doorbell`: else D would come after A. So either the kernel's comparison fails, or the wake
-/// finds the sleeper. What is published may be: frames in a ring to this rank (`written`), room in
-/// a ring from it (`read`, see RingWriter::waiting), a ring used for the first time (`opened`), or
-/// a message that another thread of the same process has finished.
+/// finds the sleeper. What is published may be:
+/// - frames in a ring to this rank (`written`),
+/// - room in a ring from it (`read`, see RingWriter::waiting),
+/// - a ring used for the first time (`opened`),
+/// - a message that another thread of the same process has finished.
 ///
-/// A process that dies takes its own sleepers with it; nobody else sleeps here.
+/// A process that dies takes its own sleepers with it. Nobody else sleeps here.
 struct Mailbox {
   alignas(64) std::atomic<uint32_t> doorbell;
   alignas(64) std::atomic<uint32_t> sleepers;
-  /// One bit a rank that has used its ring to this one: the others' memory need not be touched.
+  /// One bit per rank that has used its ring to this one: the others' memory need not be touched.
   alignas(64) std::array<std::atomic<uint64_t>, 64> opened;
 
   /// Step B and E.
@@ -60,7 +63,7 @@ static_assert(sizeof(Frame) == 40);
 struct RingHeader {
   alignas(64) std::atomic<uint64_t> written;  ///< Bytes that the writer has ever put in.
   alignas(64) std::atomic<uint64_t> read;     ///< Bytes that the reader has ever taken out.
-  /// Not zero: ring when there is room. Only the writer changes it, the reader would clear what the
+  /// Not zero: ring when there is room. Only the writer changes it. The reader would clear what the
   /// writer has set anew.
   alignas(64) std::atomic<uint32_t> writer_waits;
 };
@@ -71,7 +74,7 @@ size_t ring_capacity(size_t memory);
 /// One of the two ends of a ring.
 class RingEnd {
  public:
-  /// `memory` holds a RingHeader and the ring; it is not touched before the first use.
+  /// `memory` holds a RingHeader and the ring. It is not touched before the first use.
   void attach(std::byte* memory, size_t bytes);
 
  protected:
@@ -84,17 +87,17 @@ class RingEnd {
   size_t offset_ = 0;  ///< Of `position_` in the ring.
 };
 
-/// The only writer of a ring; one thread at a time, except where said.
+/// The only writer of a ring. One thread at a time, except where said.
 ///
-/// `written` is stored after the frames, so a reader that sees it sees them, and a writer that dies
+/// `written` is stored after the frames, so a reader that sees it sees them. A writer that dies
 /// within a frame has written nothing. `read` is stored after the reader has copied what it needs,
 /// so the writer overwrites only what nobody looks at.
 class RingWriter : public RingEnd {
  public:
-  /// A place for the payload of `frame`, whose `bytes` are at most half the capacity less a line;
-  /// null when there is no room: then `blocked()` holds until there is or `unblock` is called.
+  /// A place for the payload of `frame`, whose `bytes` are at most half the capacity less a line.
+  /// Null when there is no room: then `blocked()` holds until there is or `unblock` is called.
   std::byte* put(const Frame& frame);
-  /// Shows the reader what was put; false when there was nothing new. Ring the bell afterwards.
+  /// Shows the reader what was put. False when there was nothing new. Ring the bell afterwards.
   bool publish();
   /// Makes `moved()` true until the next `put`: there is more to write than one turn should.
   void again() { waiting_.store(kAgain, std::memory_order_seq_cst); }
@@ -114,15 +117,15 @@ class RingWriter : public RingEnd {
   std::atomic<uint64_t> waiting_{0};
 };
 
-/// The only reader of a ring; one thread at a time, except where said.
+/// The only reader of a ring. One thread at a time, except where said.
 class RingReader : public RingEnd {
  public:
-  /// The next frame, which stays where it is until `release`; null when there is none.
+  /// The next frame, which stays where it is until `release`. Null when there is none.
   const Frame* next();
   const std::byte* payload(const Frame& frame) const;
   /// Goes behind `frame`, which `next` gave.
   void pop(const Frame& frame);
-  /// Gives the memory of what was popped back; true when the writer waits for it: ring its bell.
+  /// Gives the memory of what was popped back. True when the writer waits for it: ring its bell.
   bool release();
   size_t unreleased() const { return position_.load(std::memory_order_relaxed) - released_; }
   /// Any thread: whether there is a frame.

@@ -29,15 +29,15 @@ class Message : public std::enable_shared_from_this<Message> {
  public:
   /// Whether it has ended, well or not: its memory is no longer touched.
   bool done() const { return done_.load(std::memory_order_seq_cst); }
-  /// Why it failed: a CommError; null when it did not, or is not done.
+  /// Why it failed: a CommError. Null when it did not fail, or is not done.
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
-  /// The rank that sent or sends; of a receive from any -1 until it has met a send.
+  /// The rank that sent or sends. For a receive from any, -1 until it has met a send.
   int source() const { return source_.load(std::memory_order_acquire); }
-  /// Blocks until it is done and its callback has run. Throws what it failed of; a TimeoutError
-  /// after `timeout`, which ends it. Not from its own callback.
+  /// Blocks until it is done and its callback has run. Throws the error it failed with. Throws a
+  /// TimeoutError after `timeout`, which ends it. Not from its own callback.
   void wait(std::chrono::milliseconds timeout);
   /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
-  /// at once when it is done already. It must not throw nor close the Messages. One a message.
+  /// at once when it is done already. It must not throw nor close the Messages. One per message.
   void then(std::function<void()> finished);
 
  private:
@@ -63,7 +63,7 @@ class Message : public std::enable_shared_from_this<Message> {
   Clock::time_point deadline_;
   uint64_t id_ = 0;        ///< As the other side knows it.
   uint64_t other_id_ = 0;  ///< send: the receive's.
-  uint64_t number_ = 0;    ///< send: the how manieth to that rank.
+  uint64_t number_ = 0;    ///< send: its number to that rank, from 1.
   size_t live_ = 0;        ///< Where it is in Messages::live_.
   Stage stage_ = Stage::waiting;
   std::atomic<int> source_{-1};
@@ -82,7 +82,7 @@ struct Disagreement {
   int sender = 0;  ///< Ranks of the group.
   int receiver = 0;
   int tag = 0;
-  uint64_t number = 0;  ///< The how manieth message from the one to the other it is, from 1.
+  uint64_t number = 0;  ///< Of the message from the sender to the receiver, counted from 1.
 };
 
 struct MessagesOptions {
@@ -92,7 +92,7 @@ struct MessagesOptions {
   /// comes later. At most an eighth of the ring is used.
   size_t eager_bytes = 4096;
   /// So many messages of a sender may wait for their receives at the receiver, which holds their
-  /// eager data; beyond that only the oldest of each tag is announced, the others wait at the
+  /// eager data. Beyond that only the oldest of each tag is announced. The others wait at the
   /// sender.
   int announced = 64;
 };
@@ -102,15 +102,15 @@ struct MessageCall {
   int tag = 0;
   void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
   size_t bytes = 0;
-  /// `hash` equal for a send and a receive that fit; `encoded` for the judge; `text` for errors:
-  /// "send(to rank 1) of float32 [4] with tag 5 of group '0'".
+  /// `hash` is equal for a send and a receive that fit. `encoded` is for the judge. `text` is for
+  /// errors: "send(to rank 1) of float32 [4] with tag 5 of group '0'".
   std::shared_ptr<const Call> call;
   std::chrono::milliseconds timeout{120'000};  ///< Until it is done; then it fails.
 };
 
 /// Sends and receives of one rank. All methods from any thread.
 ///
-/// Each ordered pair of ranks has a ring of its own (message_ring.h) and the receiver takes out all
+/// Each ordered pair of ranks has a ring of its own (message_ring.h). The receiver takes out all
 /// that comes, in order, so that nothing in it can stand in another's way:
 ///
 ///   sender                          receiver
@@ -121,26 +121,26 @@ struct MessageCall {
 ///                                <- refuse(my call)                     (another dtype or size)
 ///   signature(my call) ->
 ///
-/// - Order. Announcements of a pair come in the order of the sends; a receive meets the oldest
+/// - Order. Announcements of a pair come in the order of the sends. A receive meets the oldest
 ///   announcement of its tag, an announcement the oldest receive. A message that waits for its
 ///   receive lies in a list of the receiver and holds up no other.
 /// - Bounds. A sender has at most `announced` unanswered announcements to a rank, and beyond these
-///   one for each tag that has none: a receive can only be waiting for the oldest of its tag, so
+///   one for each tag that has none. A receive can only be waiting for the oldest of its tag, so
 ///   this suffices for any order of receives. Data of large messages comes only when its place is
 ///   known. A rank that calls nothing takes nothing out: the ring fills and its senders wait.
 /// - No deadlock. Taking out needs no room in the other direction: answers wait in a list, at most
 ///   one for each unanswered announcement. So a full ring is emptied by any rank that has something
-///   under way, and a rank that has nothing under way is waited for by nobody but for its calls.
-/// - A send is done when its receive has agreed and the data has been taken or lies in the ring; so
+///   under way. A rank that has nothing under way keeps others waiting only for its calls.
+/// - A send is done when its receive has agreed and the data has been taken or lies in the ring. So
 ///   both sides always learn of a mismatch, and what was sent is received even if the sender ends.
 /// - Death. Nothing is locked across processes, and what a writer has not published is not there. A
-///   rank that waits looks every 20 ms whether its peer lives, then takes out what it left behind,
-///   and only then fails what is still unmet. The death of one rank fails no message between
-///   others; the group's verdict fails all.
+///   rank that waits checks every 20 ms that its peer lives. When the peer has ended, it takes out
+///   what the peer left behind, and only then fails what is still unmet. The death of one rank
+///   fails no message between others. The group's verdict fails all.
 /// - Waiting. A thread in `wait` does the work itself: it looks for SharedGroup::spin, then sleeps
 ///   on the rank's Mailbox. When messages are under way and no thread waits, a thread of this
 ///   object does the work, always asleep when there is none. It starts with the first message that
-///   cannot be finished at once, and takes over within some 200 us of the last wait.
+///   cannot be finished at once. It takes over within some 200 us of the last wait.
 class Messages {
  public:
   /// `group` must outlive it. One for each group and rank.
@@ -221,7 +221,7 @@ class Messages {
   bool admit(const MessagePtr& message);
   void grant(Peer& peer, MessagePtr message);
   void answered(Peer& peer, int tag);
-  /// The send that an answer is for; null when it is not known any more.
+  /// The send that an answer is for. Null when it is not known any more.
   MessagePtr take_answered(Peer& peer, uint64_t id);
   bool meet_earlier(const MessagePtr& recv);
   MessagePtr take_posted(int from, int tag);
@@ -248,7 +248,7 @@ class Messages {
   void open(int rank);
   Mailbox& mailbox(int rank);
 
-  // message_waits.cpp: who does the work when, and what ends it.
+  // message_waits.cpp: which thread does the work when, and what ends it.
   void wait(Message& message, std::chrono::milliseconds timeout);
   void drive(Message& message, std::chrono::milliseconds timeout);
   /// Calls `visit` for each rank that has used its ring to this one, until it returns true.

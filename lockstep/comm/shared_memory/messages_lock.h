@@ -8,7 +8,7 @@
 
 namespace lockstep::shm {
 
-/// Holds the mutex of Messages; at its end it lets go and tells of what has finished meanwhile.
+/// Holds the mutex of Messages. At its end it lets go and tells of what has finished meanwhile.
 class Messages::Lock {
  public:
   explicit Lock(Messages& messages) : messages_(messages), lock_(messages.mutex_) {}

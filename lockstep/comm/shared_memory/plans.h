@@ -11,7 +11,7 @@
 
 namespace lockstep::shm {
 
-/// A collective as a program of steps: in each, every rank gives something (`fill`), all arrive,
+/// A collective as a program of steps. In each, every rank gives something (`fill`), all arrive,
 /// and every rank takes what it needs (`drain`). Cutting it thus lets a call begin on one thread
 /// and end on another. All ranks' plans have the same number of steps. Memory belongs to the caller
 /// and must outlive the plan.
@@ -28,16 +28,16 @@ struct Share {
   std::byte* data = nullptr;
   size_t bytes = 0;
 };
-/// One a rank.
+/// One per rank.
 using Shares = std::vector<Share>;
 
-/// In place. Data that fits the direct way is given whole and reduced by every rank; more is shared
-/// out: each rank reduces its part, and the parts are collected a step later, while the next block
-/// is under way.
+/// In place. Data that fits the direct way is given whole and reduced by every rank. More is shared
+/// out. Each rank then reduces its part, and the parts are collected a step later, while the next
+/// block is under way.
 std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, std::byte* data, size_t count,
                                       DataType type, ReduceKernel kernel);
-/// The same for `count` elements at `offset` in every rank's part of a region: each rank reduces
-/// its share of them into all parts, and nothing is copied in or out.
+/// The same for `count` elements at `offset` in every rank's part of a region. Each rank reduces
+/// its share of them into all parts. Nothing is copied in or out.
 std::unique_ptr<Plan> all_reduce_plan(const SharedGroup& group, const Region& region, size_t offset,
                                       size_t count, DataType type, ReduceKernel kernel);
 /// Whether all_reduce of this much is done in a region where it lies.
@@ -47,21 +47,21 @@ std::unique_ptr<Plan> reduce_plan(const SharedGroup& group, std::byte* data, siz
                                   DataType type, ReduceKernel kernel, int root);
 std::unique_ptr<Plan> broadcast_plan(const SharedGroup& group, std::byte* data, size_t bytes,
                                      int root);
-/// `outputs`: one for each rank, `bytes` each; empty on a rank that takes nothing (gather).
+/// `outputs`: one for each rank, `bytes` each. Empty on a rank that takes nothing (gather).
 std::unique_ptr<Plan> all_gather_plan(const SharedGroup& group, const std::byte* input,
                                       size_t bytes, std::vector<std::byte*> outputs);
-/// `inputs`: one for each rank, `bytes` each; empty on all but the root.
+/// `inputs`: one for each rank, `bytes` each. Empty on all but the root.
 std::unique_ptr<Plan> scatter_plan(const SharedGroup& group, std::vector<const std::byte*> inputs,
                                    std::byte* output, size_t bytes, int root);
 /// `inputs`: one for each rank, `count` elements each.
 std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
                                           std::vector<const std::byte*> inputs, std::byte* output,
                                           size_t count, DataType type, ReduceKernel kernel);
-/// `sends[r]` goes to rank r, what comes from it into `receives[r]`. Throws what
+/// `sends[r]` goes to rank r. What comes from it goes into `receives[r]`. Throws what
 /// `SharedGroup::differ` throws when two ranks do not agree on how much passes between them.
 std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,
                                       Shares receives, std::chrono::milliseconds timeout);
-/// One after the other, as one call; without any it is a barrier.
+/// One after the other, as one call. Without any it is a barrier.
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans);
 
 /// Begins a call: its first step is given, and the others are told.

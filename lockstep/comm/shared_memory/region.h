@@ -20,11 +20,11 @@ struct RegionOptions {
   size_t bytes = 0;                            ///< Of each rank's part.
   std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
   std::string group = "0";                     ///< For messages.
-  /// Called again and again with the ranks that are waited for; may throw.
+  /// Called again and again with the ranks that are waited for. May throw.
   std::function<void(const std::vector<int>& ranks)> look = {};
 };
 
-/// Memory of which every rank of a group has a part of its own and sees the others': what lies in
+/// Memory of which every rank of a group has a part of its own and sees the others'. What lies in
 /// it can be reduced where it lies. Zeroed.
 class Region {
  public:

@@ -15,8 +15,8 @@
 
 namespace lockstep::shm {
 
-/// What a rank publishes with the first step of a call, in front of its data: whether all make the
-/// same call is then known to all, for the price of a cache line that is read anyway.
+/// What a rank publishes with the first step of a call, in front of its data. Then all ranks know
+/// whether all make the same call. It costs only a cache line that is read anyway.
 struct SlotHeader {
   uint64_t call = 0;  ///< A hash of what the ranks must agree on.
 };
@@ -44,11 +44,12 @@ struct alignas(64) RankRecord {
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::array<char, 232> identity;
   ProcessorSet processors;
-  /// Whose end the first of its messages failed of: if it ends over that, the others learn why.
+  /// The end of another rank that made the first of this rank's messages fail. If this rank ends
+  /// over it, the others learn why.
   std::array<char, 512> cause;
 };
 
-/// Why the group is of no more use: the first failure, told once, by whoever found it.
+/// Why the group is of no more use: the first failure, told once, by the rank that found it first.
 struct alignas(64) Verdict {
   enum Kind : uint32_t { none, writing, lost, timed_out };
   std::atomic<uint32_t> kind;
@@ -69,11 +70,11 @@ struct alignas(64) SegmentHeader {
 struct SegmentOptions {
   int rank = 0;
   int size = 1;
-  /// Of each of a rank's three slots. Smaller means more steps, larger means that a step's data
+  /// Of each of a rank's three slots. Smaller means more steps. Larger means that a step's data
   /// leaves the cache before it is read. Of 64 to 512 KiB this was fastest, measured with 512 KiB
-  /// of level-2 cache a core.
+  /// of level-2 cache per core.
   size_t slot_bytes = 256 << 10;
-  /// Of the ring for messages from one rank to another; only those that are used take memory.
+  /// Of the ring for messages from one rank to another. Only those that are used take memory.
   size_t message_bytes = 64 << 10;
   std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
   std::string group = "0";                     ///< For messages.
@@ -85,11 +86,12 @@ struct Meeting {
   std::function<std::string()> ask;  ///< Throws when rank 0 does not tell in time.
 };
 
-/// Shared memory of a group of processes on one host, mapped. It has no name: rank 0 makes a memfd
-/// and hands it to the others over a Unix socket whose name lies outside the file system and ends
-/// with the process; nothing is left behind however they end, and no mount's size limits it. Only
-/// processes of the same user are given it. Its pages are reserved when it is made, so that a lack
-/// of memory is an error here and no SIGBUS later; those for messages as they are used.
+/// Shared memory of a group of processes on one host, mapped. It has no name. Rank 0 makes a memfd
+/// and hands it to the others over a Unix socket. The socket's name lies outside the file system
+/// and ends with the process. Nothing is left behind however they end, and no mount's size limits
+/// it. Only processes of the same user are given it. Its pages are reserved when it is made, so
+/// that a lack of memory is an error here and no SIGBUS later. Pages for messages are reserved as
+/// they are used.
 class Segment {
  public:
   /// Blocks until rank 0 has been met by all. Throws TimeoutError naming who did not come,
@@ -111,7 +113,7 @@ class Segment {
   /// forked do not keep the lock.
   bool has_ended(int rank) const;
   size_t slot_bytes() const { return slot_bytes_; }
-  /// The slot that `rank` writes in `step`; the data follows the header.
+  /// The slot that `rank` writes in `step`. The data follows the header.
   std::byte* slot(int rank, uint64_t step) const {
     const auto index = static_cast<size_t>(rank) * kSlots + step % kSlots;
     return slots_ + index * (kSlotHeader + slot_bytes_);

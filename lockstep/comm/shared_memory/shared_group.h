@@ -26,30 +26,30 @@ class Call {
   virtual std::string text() const = 0;
 };
 
-/// Who waits for a call: its caller, who has nothing else to do, or the group's thread.
+/// What waits for a call: its caller, which has nothing else to do, or the group's thread.
 enum class Waiter : uint8_t { caller, thread };
 
 struct SharedGroupOptions {
   SegmentOptions segment;
   /// Names of the ranks in messages: their numbers in the default group; empty: the same.
   std::vector<int> names;
-  /// From all ranks' `Call::encoded`: who differs in what.
+  /// From all ranks' `Call::encoded`: which ranks differ in what.
   std::function<std::string(const std::vector<std::string>&)> judge;
   /// How long a wait looks for the others before it sleeps, where each rank has a processor to
-  /// itself: about as long as sleeping and waking take.
+  /// itself. It is about as long as sleeping and waking take.
   std::chrono::nanoseconds spin{100'000};
   /// The same, at most, of a caller that has nothing else to do until the call is finished (see
-  /// SpinBudget). In a step of training the ranks come within some 200 us of each other, and who
-  /// sleeps then wakes too late: 500 us made a step of an MLP 5% faster than 100 us, more made
-  /// none.
+  /// SpinBudget). In a step of training the ranks come within some 200 us of each other. A rank
+  /// that sleeps then wakes too late. 500 us made a step of an MLP 5% faster than 100 us; more made
+  /// it no faster.
   std::chrono::nanoseconds caller_spin{500'000};
 };
 
 /// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
-/// time may be in a call; `give_up` may come from any.
+/// time may be in a call. `give_up` may come from any.
 ///
-/// A peer that ends is noticed by those who wait for it within some 20 ms: whoever sees it first
-/// writes the group's verdict into shared memory, and all waits, present and later, throw it.
+/// The ranks that wait for a peer notice its end within some 20 ms. The rank that sees it first
+/// writes the group's verdict into shared memory. All waits, present and later, throw it.
 class SharedGroup {
  public:
   SharedGroup(SharedGroupOptions options, const Meeting& meeting);
@@ -76,9 +76,9 @@ class SharedGroup {
   /// After the first step of a call: throws MismatchError on all ranks when they did not all make
   /// the same. The group can be used afterwards.
   void compare(const Call& call, std::chrono::milliseconds timeout);
-  /// The same for what a hash cannot say; all ranks must come to it.
+  /// The same for what a hash cannot say. All ranks must come to it.
   [[noreturn]] void differ(const Call& call, std::chrono::milliseconds timeout);
-  /// All ranks' `Call::encoded`, for which they take one more step; all must come to it.
+  /// All ranks' `Call::encoded`, for which they take one more step. All must come to it.
   std::vector<std::string> tell_calls(const Call& call, std::chrono::milliseconds timeout);
   /// What `rank` gave in the step last awaited, or `ago` steps before it (0 or 1): `bytes` of them.
   std::byte* given(int rank, size_t bytes, int ago = 0) const {
@@ -86,7 +86,8 @@ class SharedGroup {
   }
 
   /// How long a thread of the group's looks for others before it sleeps. Where ranks share
-  /// processors hardly: it keeps the processor from the one that is waited for. Any thread.
+  /// processors it hardly looks: looking keeps the processor from the rank that is waited for. Any
+  /// thread.
   std::chrono::nanoseconds spin() const { return has_processor() ? spin_ : kSharedSpin; }
 
   /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
@@ -99,10 +100,10 @@ class SharedGroup {
   bool failed() const {
     return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
   }
-  /// Throws the group's failure as that of `what` this rank did; nothing when there is none.
+  /// Throws the group's failure as that of `what` this rank did. Does nothing when there is none.
   void throw_if_failed(const std::string& what) const;
-  /// For waits outside of steps: throws the group's failure as that of `what` this rank did, also
-  /// when one of `ranks` has ended or left, whom it then gives up.
+  /// For waits outside of steps: throws the group's failure as that of `what` this rank did. Also
+  /// when one of `ranks` has ended or left: then it gives the group up first.
   void look_after(const std::vector<int>& ranks, const std::string& what);
   /// Names of the ranks in messages: their numbers in the default group.
   const std::vector<int>& names() const { return names_; }
@@ -112,10 +113,10 @@ class SharedGroup {
   /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
   /// 2 (process 4712) has ended".
   std::string how_it_went(int rank) const;
-  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended"; empty when none
+  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended". Empty when none
   /// did.
   std::string noted_cause(int rank) const;
-  /// Of this rank, for the others; the first counts.
+  /// Of this rank, for the others. The first counts.
   void note_cause(const std::string& cause) noexcept;
 
  private:
@@ -138,8 +139,8 @@ class SharedGroup {
   /// `await`, when looking was not enough.
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
   std::vector<int> missing() const;
-  /// Of `ranks` those that have ended or left without having arrived at the present step: gives the
-  /// group up and returns true when there are any.
+  /// Of `ranks`, looks for those that have ended or left without having arrived at the present
+  /// step. When there are any, gives the group up and returns true.
   bool notice_lost(const std::vector<int>& ranks);
   std::string late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 

@@ -5,10 +5,11 @@
 
 namespace lockstep::shm {
 
-/// How long a wait may look for others before it sleeps, learnt from how long the waits take: most
-/// where it is enough to find them, so that nothing is lost by sleeping; soon no more than the
-/// least where they come later than that, as with ranks that have unlike work or on a machine that
-/// others use too, where who looks keeps a processor from who is looked for.
+/// How long a wait may look for others before it sleeps, learnt from how long the waits take. It is
+/// `most` where that is enough to find them, so that nothing is lost by sleeping. It is soon no
+/// more than `least` where they come later. That is so with ranks that have unlike work, or on a
+/// machine that others use too. There a rank that looks keeps a processor from the rank that it
+/// looks for.
 class SpinBudget {
  public:
   using nanoseconds = std::chrono::nanoseconds;

@@ -17,15 +17,16 @@ struct BenchOptions {
   std::vector<std::string> models = {"mlp"};
   int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
   std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
-  std::vector<std::string> backends = {"auto"};  ///< What a user gets who names none.
-  /// 0 is a barrier; from a scalar to a large model's gradients; 437 KB are those of the MLP.
+  std::vector<std::string> backends = {"auto"};  ///< What a user gets without naming one.
+  /// 0 is a barrier. The others go from a scalar to a large model's gradients. 437 KB are those of
+  /// the MLP.
   std::vector<int64_t> sizes = {0, 4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
-  /// Timed steps, all-reduces or batches a run; enough for a median that repeats within some 5%.
+  /// Timed steps, all-reduces or batches per run. Enough for a median that repeats within some 5%.
   int64_t steps = 300;
   std::string bind_to = "auto";  ///< See launch::choose_binding; ours only, not Python's.
   int threads = 1;  ///< Each rank's: one, as launchers set it, so that ranks share no core.
-  /// Every round runs each side once in fresh processes, one after the other, so that what disturbs
-  /// a machine for a while disturbs both. Figures are medians over rounds, ratios medians of the
+  /// Every round runs each side once in fresh processes, one after the other. So what disturbs a
+  /// machine for a while disturbs both. Figures are medians over rounds, ratios medians of the
   /// rounds' ratios. 0: 3, or 5 when Python is compared with.
   int rounds = 0;
   bool compare_python = false;
@@ -48,8 +49,8 @@ using BenchRow = nlohmann::ordered_json;
 using BenchRows = std::vector<BenchRow>;
 
 /// Runs benchmarks: starts the workers and the Python twins and puts their figures together. A row
-/// has the configuration's keys, the figure, and, when Python is compared with, `python_` and the
-/// figure's name, and `ratio` (ours divided by Python's).
+/// has the configuration's keys and the figure. When Python is compared with, it also has `python_`
+/// and the figure's name, and `ratio` (ours divided by Python's).
 class BenchRunner {
  public:
   /// Looks for Python at once when it will be needed. Throws Error saying how to get it.
@@ -57,7 +58,7 @@ class BenchRunner {
   ~BenchRunner();
 
   BenchRows step();  ///< model, batch_size, ranks, backend, us_per_step
-  /// As step, with `profile`; the round whose step is the median one counts, and `trace` is of it.
+  /// As step, with `profile`. The round whose step is the median one counts, and `trace` is of it.
   BenchRows profiled_step();
   BenchRows allreduce();  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
   BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
@@ -69,10 +70,11 @@ class BenchRunner {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Adds to a row of `bench step` what its ranks' profiles say: `profile`, a list of {part, us,
-/// share, median_us, rank_min_us, rank_max_us} whose parts before "step" add up to it, and, where
-/// LibTorch's operations were noted, `operations`, a list of {operation, calls, us, share}, rank
-/// 0's.
+/// Adds to a row of `bench step` what its ranks' profiles say:
+/// - `profile`, a list of {part, us, share, median_us, rank_min_us, rank_max_us}. The parts before
+///   "step" add up to it.
+/// - `operations`, a list of {operation, calls, us, share}, rank 0's. Only where LibTorch's
+///   operations were noted.
 void add_profile(BenchRow& row, const nlohmann::json& profiles);
 
 /// Writes the Chrome trace of the ranks' profiles, with `metadata` in it.
@@ -86,12 +88,12 @@ std::string profile_tables(const BenchRows& rows);
 /// object has `kind`, the work's settings, and `result`, the file that rank 0 writes.
 int bench_worker(const std::string& config);
 
-/// `lockstep bench targets`: measures all that the project promises about its speed, prints (on
-/// demand) each promise with what was measured and whether it is met as soon as that is known, and
-/// returns the same as rows.
+/// `lockstep bench targets`: measures all that the project promises about its speed. Prints (on
+/// demand) each promise with what was measured and whether it is met, as soon as that is known.
+/// Returns the same as rows.
 BenchRows bench_targets(BenchOptions options, bool print_table);
 
-/// Rows as a text table: a column a key, numbers to the right.
+/// Rows as a text table: one column per key, numbers to the right.
 std::string bench_table(const BenchRows& rows);
 
 /// A line about what is being measured, on standard error when that is a terminal.

@@ -9,12 +9,13 @@
 
 namespace lockstep::tool {
 
-/// The folder that holds MNIST's four files, looked for in `data_dir`, or, when that is empty, in
-/// LOCKSTEP_DATA_DIR, else in "data", and in the folders below it where load_dataset looks.
+/// The folder that holds MNIST's four files. It is looked for in `data_dir`, or, when that is
+/// empty, in LOCKSTEP_DATA_DIR, else in "data". The folders below it where load_dataset looks count
+/// too.
 std::optional<std::filesystem::path> find_mnist_folder(const std::string& data_dir = {});
 
-/// Images for benchmarks, which C++ and Python read from the same four files: MNIST where it is
-/// found, else as many of the built-in digits, written to a temporary folder.
+/// Images for benchmarks, which C++ and Python read from the same four files. They are MNIST where
+/// it is found. Else they are as many of the built-in digits, written to a temporary folder.
 class BenchData {
  public:
   explicit BenchData(const std::string& data_dir);

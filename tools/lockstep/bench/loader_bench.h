@@ -18,9 +18,9 @@ struct LoaderBenchOptions {
   std::function<double()> seconds = steady_seconds;  ///< Read before and after every epoch.
 };
 
-/// Samples a second that a loader gives when nobody computes on them: whole shuffled epochs through
-/// the pipeline, the sampler's work included; the median over epochs. With no workers it is the
-/// rate of one core.
+/// Samples per second that a loader gives when nobody computes on them: the median over epochs.
+/// Whole shuffled epochs go through the pipeline, the sampler's work included. With no workers it
+/// is the rate of one core.
 double loader_samples_per_second(const TensorDataset& dataset, const Pipeline& transforms,
                                  const LoaderBenchOptions& options = {});
 

@@ -10,8 +10,8 @@
 
 namespace lockstep::tool {
 
-/// A program to run: an argv (argv[0] is looked up in PATH) and variables added to the environment;
-/// an empty value removes the variable.
+/// A program to run: an argv (argv[0] is looked up in PATH) and variables added to the environment.
+/// An empty value removes the variable.
 struct ProcessSpec {
   std::vector<std::string> argv;
   std::map<std::string, std::string> env = {};
@@ -25,9 +25,9 @@ struct ProcessResult {
   int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
 };
 
-/// While it lives, INT, TERM and HUP do not end this process at once: `run_processes` ends its
+/// While it lives, INT, TERM and HUP do not end this process at once. `run_processes` ends its
 /// children and throws InterruptedError, so that temporary files go too. For the main thread,
-/// before others are started; those inherit it.
+/// before other threads are started. These inherit it.
 class OrderlyInterrupts {
  public:
   OrderlyInterrupts();
@@ -40,7 +40,7 @@ class OrderlyInterrupts {
 };
 
 /// Runs programs side by side to their ends and returns their results in the same order. When one
-/// fails or the time is up, the others get TERM and, two seconds later, KILL; a time-out throws
+/// fails or the time is up, the others get TERM and, two seconds later, KILL. A time-out throws
 /// TimeoutError naming the command. They get TERM too when this process dies. Results of programs
 /// that failed are returned, not thrown. Throws SystemError when one cannot be started, and
 /// InterruptedError (see OrderlyInterrupts).

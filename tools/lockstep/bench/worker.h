@@ -40,25 +40,26 @@ double median_us(Run run, int64_t warmup, int64_t steps) {
 World join_group(const nlohmann::json& config);
 
 /// The worker of `bench step`: `us_per_step`, and with `profile` in the configuration also
-/// `profiles`, one object a rank (see to_object), on rank 0.
+/// `profiles`, one object per rank (see to_object), on rank 0.
 nlohmann::json bench_step_worker(const nlohmann::json& config);
 
-/// The worker of `bench allreduce`: `p50_us`, `bound_us` and `of_bound`, a figure a size. The
+/// The worker of `bench allreduce`: `p50_us`, `bound_us` and `of_bound`, one figure per size. The
 /// latter two are null where nothing is to be moved or not by copying: one rank, tensors on a
 /// device.
 ///
 /// The bound is the time that copying alone takes. Through shared memory each of two ranks must at
-/// least read its tensor and write as much to memory that the other sees, and read as much from
-/// there and write it to its tensor, whether it hands over all of its values or half of them and
-/// half of the sums. So all ranks at once, without waiting for each other, memcpy the tensor piece
-/// by piece into a slot and a neighbour's slot into the tensor; the best of several sizes of
-/// pieces counts. More ranks must read more than that, up to twice as much: for them the bound is
-/// out of reach. It holds for tensors of the rank's own, as here; what lies in shared memory from
-/// the start, as DistributedDataParallel's buckets do, is not copied. Alternates with the
-/// all-reduces, on the same tensor; `of_bound` is the median of the turns' shares.
+/// least read its tensor and write as much to memory that the other sees. It must also read as much
+/// from there and write it to its tensor. That holds whether it hands over all of its values or
+/// half of them and half of the sums. So all ranks copy at once with memcpy, piece by piece,
+/// without waiting for each other. They copy the tensor into a slot and a neighbour's slot into the
+/// tensor. The best of several sizes of pieces counts. More ranks must read more than that, up to
+/// twice as much: for them the bound is out of reach. It holds for tensors of the rank's own, as
+/// here. What lies in shared memory from the start, as DistributedDataParallel's buckets do, is not
+/// copied. Alternates with the all-reduces, on the same tensor. `of_bound` is the median of the
+/// turns' shares.
 nlohmann::json bench_allreduce_worker(const nlohmann::json& config);
 
-/// Memory that all ranks of `bench allreduce` map for the bound: so much a rank.
+/// Memory that all ranks of `bench allreduce` map for the bound: so much per rank.
 inline constexpr int64_t kBoundBytes = 1 << 20;
 
 }  // namespace lockstep::tool

@@ -6,8 +6,8 @@
 
 namespace lockstep {
 
-/// Standard output of a training run: whole lines, and on a terminal one live line below them.
-/// One thread at a time; one at a time in a process, because it ignores SIGPIPE while it lives.
+/// Standard output of a training run: whole lines, and on a terminal one live line below them. One
+/// thread at a time. One at a time in a process, because it ignores SIGPIPE while it lives.
 ///
 /// When the reader has gone (`| head`), the run is asked to stop as by a signal (StopSignal), and
 /// `closed` becomes true. Any other failure to write throws SystemError.

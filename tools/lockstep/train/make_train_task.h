@@ -9,8 +9,8 @@
 
 namespace lockstep {
 
-/// Samples of a batch in an evaluation: large enough that the cost of a call does not count, small
-/// enough that a ConvNet's activations stay a few MB.
+/// Samples of a batch in an evaluation. It is large enough that the cost of a call does not count,
+/// and small enough that a ConvNet's activations stay a few MB.
 inline constexpr int64_t kEvaluationBatch = 256;
 
 /// Throws UsageError when the model cannot take the data set's samples or tell its classes apart.
@@ -21,7 +21,7 @@ std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& wo
                                         const TensorDataset& dataset, bool training);
 
 /// Loads the data set and makes model, optimizer and loaders. LibTorch's generators are seeded
-/// right before the model is made, and nothing random happens between that and training: a Python
+/// right before the model is made. Nothing random happens between that and training. So a Python
 /// script with torch.manual_seed(S) right before its model has the same weights and dropout masks.
 TrainTask make_train_task(const RunConfig& config, const World& world);
 

@@ -8,11 +8,14 @@
 
 namespace lockstep {
 
-/// Writes metrics as JSON lines, each a whole line at once, for rank 0: a row for every log and the
-/// rest of each epoch (split "train": the steps since the row before it or the resumption) and one
-/// for every evaluation (split "test"). Keys: step, epoch (from 1, as it is shown), split, loss,
-/// accuracy (null for regression), lr, samples_per_s, seconds (since training began in the process
-/// that wrote the row). A loss that is not finite is null.
+/// Writes metrics as JSON lines, each a whole line at once, for rank 0:
+/// - a row for every log and for the rest of each epoch (split "train": the steps since the row
+///   before it or the resumption),
+/// - a row for every evaluation (split "test").
+///
+/// Keys: step, epoch (from 1, as it is shown), split, loss, accuracy (null for regression), lr,
+/// samples_per_s, and seconds. Seconds count since training began in the process that wrote the
+/// row. A loss that is not finite is null.
 class MetricsFile : public Callback {
  public:
   /// Opens the file. When training goes on from a checkpoint of `step` after `epochs` whole epochs,

@@ -14,8 +14,8 @@ std::string four_digits(double value);
 /// "test accuracy 0.9731 loss 0.0912"; for regression "test loss 0.0912".
 std::string outcome_line(const Metrics& test);
 
-/// Shows how a run goes on rank 0: a line for every log and epoch; on a terminal a live bar in
-/// place of the former. Until the first log the bar has rank 0's own loss.
+/// Shows how a run goes on rank 0: a line for every log and epoch. On a terminal a live bar is in
+/// place of the lines for logs. Until the first log the bar has rank 0's own loss.
 class Progress : public Callback {
  public:
   /// `console` must outlive it.

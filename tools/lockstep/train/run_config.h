@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-/// Everything that `lockstep train` can be told: one field a flag and a key of a configuration
+/// Everything that `lockstep train` can be told. Each field is a flag and a key of a configuration
 /// file, with the same name (max_epochs is --max-epochs).
 struct RunConfig {
   // What is trained on what.
@@ -56,7 +56,7 @@ struct RunConfig {
   std::string checkpoint_dir;
   int64_t checkpoint_every = 0;  ///< Steps; 0: after each epoch only.
   int64_t keep_checkpoints = 3;  ///< 0: all. Three survive two damaged ones and a full disk.
-  std::string resume = "none";   ///< Going on unasked would surprise who wants a new run.
+  std::string resume = "none";   ///< Going on unasked would surprise the user.
   std::string load_weights;
   std::string save_weights;
   std::string save_best;
@@ -67,9 +67,9 @@ struct RunConfig {
   bool quiet = false;
 };
 
-/// PyTorch's defaults, but for sgd, whose 0.001 is meant to be set by the user: 0.05, and 0.01 for
-/// convnet and fashion-cnn, which diverge with 0.05 and the default momentum. rmsprop, adam and
-/// adamw 0.001, adagrad 0.01.
+/// PyTorch's defaults, but for sgd, whose 0.001 is meant to be set by the user. sgd has 0.05 here.
+/// It has 0.01 for convnet and fashion-cnn, which diverge with 0.05 and the default momentum.
+/// rmsprop, adam and adamw have 0.001, adagrad 0.01.
 double default_lr(const std::string& optimizer, const std::string& model);
 /// 0.9 for sgd, as most recipes have it; 0 for the others, as PyTorch.
 double default_momentum(const std::string& optimizer);

@@ -16,12 +16,12 @@ void add_process_flags(Cli& cli, RunConfig& config);
 void add_training_flags(Cli& cli, RunConfig& config);
 void add_output_flags(Cli& cli, RunConfig& config);
 
-/// The file that --config names in `args`; empty when there is none. Read before the flags, which
+/// The file that --config names in `args`. Empty when there is none. Read before the flags, which
 /// win.
 std::string config_file_in(const std::vector<std::string>& args);
 
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
-/// as a rank: true in the parent, when all are done. What their rank 0 would check of the files is
+/// as a rank. True in the parent, when all are done. What their rank 0 would check of the files is
 /// checked first.
 bool spawn_ranks(const RunConfig& config);
 /// Threads and processors of this rank, as asked for or by this host's ranks. Before init().

@@ -22,7 +22,7 @@ InitOptions init_options(const RunConfig& config);
 CheckpointFolder check_files(const RunConfig& config);
 
 /// What `lockstep train` does in a rank: loads the data, makes the model from the seed, resumes,
-/// trains, saves, and prints the outcome as the last line of rank 0's standard output. Every rank
+/// trains and saves. Prints the outcome as the last line of rank 0's standard output. Every rank
 /// of `world` calls with the same configuration. See Trainer::fit for what it throws.
 FitResult run_training(const RunConfig& config, const World& world, Console& console);
 

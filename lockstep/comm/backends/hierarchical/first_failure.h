@@ -13,18 +13,18 @@ namespace lockstep::hierarchical {
 /// Why a group is of no more use.
 using Cause = CheckContext::Failure;
 
-/// The first failure of a group, told to all its hosts through the store. Any thread may call;
-/// nothing throws or blocks for long, as a store that is lost as well changes nothing.
+/// The first failure of a group, told to all its hosts through the store. Any thread may call.
+/// Nothing throws or blocks for long, as a store that is lost as well changes nothing.
 class FirstFailure {
  public:
-  /// `context`: of the checks of the group's ranks among themselves, who tell each other there in
-  /// what they failed.
+  /// `context`: of the checks among the group's ranks. There the ranks tell each other in what they
+  /// failed.
   explicit FirstFailure(std::shared_ptr<CheckContext> context) : requests_(std::move(context)) {}
 
-  /// Tells it unless another cause was told before; returns the one that holds. The checks are told
+  /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
   /// that this rank failed in `call`. From then on the store is asked no more.
   Cause raise(const Cause& cause, const std::string& call) noexcept;
-  /// What was told, if anything; asks the store.
+  /// What was told, if anything. Asks the store.
   std::optional<Cause> heard() noexcept;
 
  private:

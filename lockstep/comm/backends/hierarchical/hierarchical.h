@@ -11,8 +11,8 @@ inline constexpr BackendTraits kTraits{.takes_strided = true,
 
 BackendInfo info();
 /// A backend for ranks on several hosts, some of them on one: see HierarchicalBackend. Where all
-/// ranks share a host it is the backend shm itself, and where each has a host of its own the one
-/// between hosts.
+/// ranks share a host it is the backend shm itself. Where each has a host of its own it is the
+/// backend between hosts.
 MadeBackend make(const BackendOptions& options);
 
 /// Where this rank runs: shared_memory_place, unless the options say it.

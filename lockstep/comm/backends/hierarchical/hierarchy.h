@@ -24,11 +24,11 @@ struct Member {
   std::string identity;  ///< See process_identity.
 };
 
-/// Tells this rank's and reads all ranks'. Blocks until all have come; throws the store's errors.
+/// Tells this rank's and reads all ranks'. Blocks until all have come. Throws the store's errors.
 std::vector<Member> meet(const BackendOptions& options);
 
 /// A call's small data, which travels with the comparison of the calls: nothing else is sent for
-/// it. All sizes are the same on all ranks whose calls are the same; none is above kMost.
+/// it. All sizes are the same on all ranks whose calls are the same. None is above kMost.
 class SmallData {
  public:
   static constexpr size_t kMost = 1008;  ///< Of each rank's, each host's and the result's bytes.
@@ -48,18 +48,17 @@ class SmallData {
 ///
 /// 1. In the first step on its host each rank gives a hash of its call. The leaders exchange what
 ///    they found in frames of one size, so that ranks whose calls differ cannot confuse the
-///    transport, and tell their ranks in a later step. When calls differ all ranks of all hosts
-///    tell each other what they called, and throw the same MismatchError; the group goes on.
-/// 2. A failure on a host is noticed there (see SharedGroup) and told to the other hosts by the
-///    FirstFailure, which leaders hear while they wait for each other; a leader that cannot be
-///    reached any more is told of likewise. All ranks throw the first cause, at present and later
-///    calls.
-/// 3. A host of which nobody is left to tell anything is noticed by the Lifeline, whatever the
-/// ranks
-///    are doing; so `checks` learn of each failure, for the waits of the group that is not ours.
+///    transport. They tell their ranks in a later step. When calls differ, all ranks of all hosts
+///    tell each other what they called, and throw the same MismatchError. The group goes on.
+/// 2. A failure on a host is noticed there (see SharedGroup). The FirstFailure tells the other
+///    hosts, and leaders hear of it while they wait for each other. A leader that cannot be reached
+///    any more is told of likewise. All ranks throw the first cause, at present and later calls.
+/// 3. When no rank of a host is left to tell anything, the Lifeline notices it, whatever the other
+///    ranks are doing. So `checks` learn of each failure, for the waits of the group that is not
+///    ours.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure; they get a lookout.
+  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure. They get a lookout.
   /// Throws PeerLostError when a host was lost meanwhile.
   Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
             std::shared_ptr<CheckContext> checks);
@@ -74,8 +73,8 @@ class Hierarchy {
            const std::function<void()>& body);
 
   /// First of all, once: compares the calls of this host's ranks and begins to compare the hosts'.
-  /// Without small data `conclude` must follow; what lies between may use the host's memory.
-  /// Nothing may where it returns false: this host's calls differ already.
+  /// Without small data `conclude` must follow. What lies between may use the host's memory. When
+  /// it returns false, nothing may: this host's calls differ already.
   bool begin() {
     give_hash(nullptr);
     return alike_;
@@ -99,8 +98,8 @@ class Hierarchy {
     return shm::all_to_all_plan(group_, *call_, std::move(sends), std::move(receives), timeout_);
   }
 
-  /// Memory for the present call, uninitialised: what one call takes the next one takes again, as
-  /// fresh memory costs more than what is done with it. A call asks once.
+  /// Memory for the present call, uninitialised. The next call gets the same memory again, as fresh
+  /// memory costs more than what is done with it. A call asks once.
   std::byte* scratch(size_t bytes);
 
   // On a leader. Throw HostFailure, for `run` to handle.

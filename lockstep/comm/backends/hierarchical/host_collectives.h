@@ -10,7 +10,7 @@
 namespace lockstep::hierarchical {
 
 /// How values become one. The ranks of a host are joined in shm's fixed tree, then the hosts in the
-/// same tree over them: the bits depend on who shares a host with whom, on nothing else.
+/// same tree over them. The bits depend only on which ranks share a host.
 struct Joining {
   shm::ReduceKernel kernel = nullptr;  ///< For an average that of the sum.
   shm::DataType type = shm::DataType::f32;
@@ -20,15 +20,15 @@ struct Joining {
   size_t element() const { return shm::size_of(type); }
 };
 
-/// What crosses between hosts at a time, in bytes; smaller data in about four chunks. While one
-/// chunk is under way between hosts, the next is joined within them and the one before handed out.
-/// Of 128 KiB to 4 MiB these were fastest over TCP, measured with a core a host: smaller chunks
-/// cost messages, larger ones leave the cache and overlap less.
+/// What crosses between hosts at a time, in bytes. Smaller data goes in about four chunks. While
+/// one chunk is under way between hosts, the next is joined within them and the one before handed
+/// out. Of 128 KiB to 4 MiB these were fastest over TCP, measured with one core per host. Smaller
+/// chunks cost messages, larger ones leave the cache and overlap less.
 inline constexpr size_t kChunkBytes = 512 << 10;
 inline constexpr size_t kLeastChunkBytes = 256 << 10;
 
-// The collectives, as bodies for Hierarchy::run. Memory belongs to the caller. Of lists of memory
-// there is one entry a rank of the group, in the order of ranks.
+// The collectives, as bodies for Hierarchy::run. Memory belongs to the caller. Lists of memory have
+// one entry per rank of the group, in the order of ranks.
 
 void barrier(Hierarchy& hierarchy);
 /// In place; `count` elements.

@@ -8,8 +8,8 @@ namespace lockstep::hierarchical {
 
 /// Which ranks of a group share a host, as one of them sees it.
 struct HostLayout {
-  /// The group's ranks by host, ascending; hosts in the order of their lowest ranks. The first of a
-  /// host is its leader.
+  /// The group's ranks by host, ascending. Hosts are in the order of their lowest ranks. The first
+  /// rank of a host is its leader.
   std::vector<std::vector<int>> hosts;
   int host = 0;   ///< This rank's.
   int local = 0;  ///< This rank's index within it.

@@ -34,9 +34,9 @@ struct Transfer {
 };
 using Transfers = std::vector<Transfer>;
 
-/// How the leaders of hosts exchange bytes: in messages, which between two hosts arrive in the
-/// order in which they are posted; both sides post the same sizes. Memory must live until the
-/// transfer has ended. One thread at a time.
+/// How the leaders of hosts exchange bytes: in messages. Between two hosts they arrive in the order
+/// in which they are posted. Both sides post the same sizes. Memory must live until the transfer
+/// has ended. One thread at a time.
 class Leaders {
  public:
   using Clock = TransferWait::Clock;
@@ -49,7 +49,7 @@ class Leaders {
 
   int hosts() const { return static_cast<int>(ranks_.size()); }
 
-  /// Appended to `transfers`; nothing is for 0 bytes. Do not block. Throw HostFailure.
+  /// Appended to `transfers`, but not for 0 bytes. Do not block. Throw HostFailure.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
     post(true, host, const_cast<std::byte*>(data), bytes, transfers);
   }

@@ -12,9 +12,9 @@
 
 namespace lockstep::hierarchical {
 
-/// A connection between each two leaders over which nothing is sent but a good-bye. One that breaks
-/// without it tells that the host at its other end was lost, also when no message is under way
-/// between the two; so does one whose other end the network reaches no more for the group's
+/// A connection between each two leaders over which nothing is sent but a good-bye. When one breaks
+/// without it, the host at its other end was lost, also when no message is under way between the
+/// two. A connection also breaks when the network has not reached its other end for the group's
 /// time-out.
 class Lifeline {
  public:

@@ -16,9 +16,9 @@ class CheckContext;
 
 namespace lockstep::hierarchical {
 
-/// Asks the store on a thread of its own, which starts with the first question: a request to a
-/// store whose host was cut off from the network blocks for as long as the system's TCP tries, and
-/// nothing else may wait for that. Such a thread is left to the end of the process; any other is
+/// Asks the store on a thread of its own, which starts with the first question. A request to a
+/// store whose host was cut off from the network blocks for as long as the system's TCP tries.
+/// Nothing else may wait for that. Such a thread is left to the end of the process. Any other is
 /// joined. Any thread may call.
 class StoreRequests {
  public:
@@ -26,7 +26,7 @@ class StoreRequests {
       : state_(std::make_shared<State>()), context_(std::move(context)) {}
   ~StoreRequests();
 
-  /// The answer; none when it does not come within `patience`, or the question throws. The question
+  /// The answer. None when it does not come within `patience`, or the question throws. The question
   /// may be asked later all the same, so it must own what it uses.
   template <class Answer>
   std::optional<Answer> ask(std::function<Answer(CheckContext&)> question,

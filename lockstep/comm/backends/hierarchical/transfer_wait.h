@@ -12,7 +12,7 @@
 
 namespace lockstep::hierarchical {
 
-/// Waits for works that take only a wait without end: Gloo closes its connections when a send or a
+/// Waits for works that take only a wait without end. Gloo closes its connections when a send or a
 /// receive runs into a time-out of its own. A thread looks after the wait instead: at its deadline,
 /// and when the group's first failure is heard, it makes the work give up waiting. It sleeps while
 /// nobody waits.
@@ -26,7 +26,7 @@ class TransferWait {
 
   /// Throws what the work throws. One thread at a time.
   End wait(c10d::Work& work, Clock::time_point deadline);
-  /// The same for works whose waits may end early without harm; needs no thread.
+  /// The same for works whose waits may end early without harm. Needs no thread.
   End poll(c10d::Work& work, Clock::time_point deadline);
   /// Ends the present wait and every later one as failed elsewhere. Any thread.
   void interrupt();

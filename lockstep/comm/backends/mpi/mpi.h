@@ -5,7 +5,7 @@
 #include "lockstep/comm/backends/backend.h"
 
 /// MPI as a backend, and as a means by which the ranks of mpirun find each other. Built where CMake
-/// finds an MPI; mpi_absent.cpp stands in elsewhere.
+/// finds an MPI. mpi_absent.cpp stands in elsewhere.
 ///
 /// MPI is the process's, not an object's: it starts once, with the first call that needs it, and
 /// ends once. One thread of ours makes all MPI calls (see engine.h), so any thread may call here.
@@ -16,7 +16,7 @@ inline constexpr BackendTraits kTraits{
 
 BackendInfo info();
 
-/// CPU tensors; the group's ranks must be those of mpirun: `global_ranks` are ranks of
+/// CPU tensors. The group's ranks must be those of mpirun: `global_ranks` are ranks of
 /// MPI_COMM_WORLD. Blocks until all members have come to `store`, then makes the communicator.
 /// Throws UsageError where the process was not started by mpirun or by another MPI's.
 MadeBackend make(const BackendOptions& options);
@@ -24,12 +24,12 @@ MadeBackend make(const BackendOptions& options);
 /// "Open MPI 4.1.4"; empty where this build has no MPI. Does not start MPI.
 std::string version();
 
-/// Rank 0's text on every rank of the job; all ranks call. Starts MPI. `rank` and `size`: what the
+/// Rank 0's text on every rank of the job. All ranks call. Starts MPI. `rank` and `size`: what the
 /// launcher's variables say, for the check that MPI says the same. Throws as `make`.
 std::string broadcast_from_first(const std::string& text, int rank, int size);
 
 /// Ends MPI if it was started here: MPI_Finalize, which waits for the other ranks. `failing`: this
-/// rank has failed and will end with an exit code that is not 0; then it waits for nobody, and
+/// rank has failed and will end with an exit code that is not 0. Then it waits for nobody, and
 /// mpirun ends the others. Nothing of `make` may be used after it.
 void end(bool failing) noexcept;
 

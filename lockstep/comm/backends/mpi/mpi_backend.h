@@ -11,9 +11,9 @@
 namespace lockstep::mpi {
 
 struct MpiBackendOptions {
-  /// Larger all-reduces, reduces and broadcasts are cut into pieces of so many elements: MPI counts
-  /// in ints, and its algorithms take a buffer of the piece's size, which for a large piece costs
-  /// more than the messages do (64 MB whole took three times as long as in pieces of 4 MB).
+  /// Larger all-reduces, reduces and broadcasts are cut into pieces of so many elements. MPI counts
+  /// in ints. Its algorithms also take a buffer of the piece's size, which for a large piece costs
+  /// more than the messages do. 64 MB whole took three times as long as in pieces of 4 MB.
   int64_t piece = int64_t{1} << 20;
 };
 

@@ -2,7 +2,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-// The C++ bindings are gone from the standard; their header would only cost time.
+// The C++ bindings are gone from the standard. Their header would only cost time.
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
@@ -38,7 +38,7 @@ struct Group {
   MPI_Comm communicator = MPI_COMM_NULL;
   std::string failure;  ///< Not empty: a collective has failed, the ranks are out of step.
   /// A collective of several operations that has not started all of them yet, and those that come
-  /// after it: the ranks must start a communicator's operations in the same order.
+  /// after it. The ranks must start a communicator's operations in the same order.
   c10::intrusive_ptr<MpiWork> starting;
   std::deque<c10::intrusive_ptr<MpiWork>> waiting;
 };
@@ -46,17 +46,17 @@ struct Group {
 /// The thread that makes all calls of MPI in this process, from MPI_Init_thread to MPI_Finalize.
 ///
 /// Why one thread and not MPI_THREAD_MULTIPLE: MPI has no call that waits with a time-out, so
-/// something has to poll anyway; and with one caller the order of collectives on a communicator is
-/// the order of `submit`, on any MPI (MPI_THREAD_FUNNELED is enough). All that is started is
+/// something has to poll anyway. With one caller the order of collectives on a communicator is the
+/// order of `submit`, on any MPI (MPI_THREAD_FUNNELED is enough). All that is started is
 /// non-blocking, so groups never wait for one another, in whatever order they are called.
 ///
-/// It polls eagerly while someone waits for a result, in naps while nobody does, and ticks slowly
-/// when nothing is under way: what MPI took as sent may still need its progress.
+/// It polls eagerly while someone waits for a result, and in naps while nobody does. It ticks
+/// slowly when nothing is under way: what MPI took as sent may still need its progress.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   /// The process's engine, started with the first call. Throws UsageError where this process is not
-  /// rank `rank` of at least `size` ranks of one mpirun, CommError where MPI does not start or has
-  /// ended already.
+  /// rank `rank` of at least `size` ranks of one mpirun. Throws CommError where MPI does not start
+  /// or has ended already.
   static std::shared_ptr<Engine> get(int rank, int size);
   /// The engine if it has been started and has not ended.
   static std::shared_ptr<Engine> running();
@@ -72,10 +72,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int size() const { return size_; }
   int largest_tag() const { return largest_tag_; }
 
-  /// Runs `task` on the MPI thread and waits for its end; rethrows what it throws. Throws
-  /// std::runtime_error ("timed out") when it takes longer; it may then still run.
+  /// Runs `task` on the MPI thread and waits for its end. Rethrows what it throws. Throws
+  /// std::runtime_error ("timed out") when it takes longer. The task may then still run.
   void run(std::function<void()> task, std::chrono::milliseconds timeout, const std::string& what);
-  /// Starts the work after all that were submitted before; its time-out runs from now.
+  /// Starts the work after all that were submitted before. Its time-out runs from now.
   void submit(c10::intrusive_ptr<MpiWork> work);
   /// Waits until all works of the group have ended, at most `patience`, and frees its communicator.
   /// `abort`: fails them. Nothing where MPI has ended already.

@@ -34,7 +34,7 @@ class MpiWork final : public backends::TensorWork {
   using TensorWork::keep;
   /// To be done when MPI is done, in this order, before the results are written.
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
-  /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread;
+  /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread,
   /// several in the order in which they were added. `call`: MPI's name of it.
   using Start = std::function<int(MPI_Comm, MPI_Request*)>;
   void add(const char* call, Start start) { starts_.emplace_back(call, std::move(start)); }
@@ -47,8 +47,8 @@ class MpiWork final : public backends::TensorWork {
 
   // On the MPI thread:
 
-  /// Starts operations, as far as they may be under way. Throws CommError; those before the failing
-  /// one are then under way.
+  /// Starts operations, as far as they may be under way. Throws CommError. The operations before
+  /// the failing one are then under way.
   void start();
   bool all_started() const { return next_ == starts_.size(); }
   enum class Progress { none, some, done };

@@ -13,11 +13,11 @@ using backends::TensorWork;
 
 /// See shm.h.
 ///
-/// A call that need not be finished at once is begun by its caller, which then looks for the others
-/// for as long as a hand-over to the queue's thread would take. When they have all come, nothing
-/// that it waits for depends on their programs any more, so finishing it in the caller cannot
-/// dead-lock, whatever the order in which ranks call into several groups. Else the thread goes on
-/// with it.
+/// A call that need not be finished at once is begun by its caller. The caller then looks for the
+/// others for as long as a hand-over to the queue's thread would take. When they have all come,
+/// nothing that it waits for depends on their programs any more. So finishing it in the caller
+/// cannot dead-lock, whatever the order in which ranks call into several groups. Else the thread
+/// goes on with it.
 class ShmBackend final : public backends::TensorBackend {
  public:
   explicit ShmBackend(const BackendOptions& options);

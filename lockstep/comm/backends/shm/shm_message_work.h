@@ -10,7 +10,7 @@ namespace lockstep::shm {
 /// The text for a send and a receive that met and do not fit.
 std::string judge_messages(const Disagreement& disagreement, const backends::GroupNames& names);
 
-/// A send or a receive of one tensor. Any thread may wait: who waits does the work.
+/// A send or a receive of one tensor. Any thread may wait. The thread that waits does the work.
 class ShmMessageWork final : public backends::TensorWork {
  public:
   using TensorWork::TensorWork;

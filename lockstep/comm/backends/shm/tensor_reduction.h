@@ -8,7 +8,7 @@
 
 namespace lockstep::shm {
 
-/// LibTorch's names in ours; UsageError for what shared memory does not reduce.
+/// LibTorch's names in ours. Throws UsageError for what shared memory does not reduce.
 DataType data_type(at::ScalarType type);
 Reduction reduction_kind(const c10d::ReduceOp& op);
 /// Throws UsageError for a reduction that the dtype does not have.
