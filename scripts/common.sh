@@ -2,6 +2,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_version=2.13.0
 torch_minimum=2.11
+clang_tidy_version=22.1.8
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {

@@ -65,5 +65,16 @@ install_torch() {
   touch .venv/.complete
 }
 
+# Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.
+install_clang_tidy() {
+  [ ! -x .venv-dev/bin/clang-tidy ] || return 0
+  say "Making the virtual environment .venv-dev with clang-tidy $clang_tidy_version"
+  python3 -m venv .venv-dev ||
+    fail "python3 -m venv .venv-dev failed" "install python3-venv, remove .venv-dev and run this again"
+  .venv-dev/bin/python3 -m pip install -q --disable-pip-version-check "clang-tidy==$clang_tidy_version" ||
+    fail "pip could not install clang-tidy $clang_tidy_version" "check the network and run this again"
+}
+
 install_packages "$@"
 install_torch
+[ "${1:-}" != --dev ] || install_clang_tidy

@@ -31,7 +31,7 @@ class Trainer {
           int save_every)
       : gpu_id_(world.local_rank()),
         device_(world.device()),
-        model_(model, world.group()),
+        model_(std::move(model), world.group()),
         train_data_(std::move(train_data)),
         optimizer_(std::move(optimizer)),
         save_every_(save_every) {}

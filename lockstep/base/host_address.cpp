@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <tuple>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -56,7 +57,7 @@ int look_up(const std::string& host, milliseconds timeout, std::vector<ResolvedA
   while (gai_error(list[0]) == EAI_INPROGRESS) {
     const auto left = time_left(deadline);
     if (left.count() == 0) {
-      if (gai_cancel(list[0]) == EAI_NOTCANCELED) static_cast<void>(lookup.release());
+      if (gai_cancel(list[0]) == EAI_NOTCANCELED) std::ignore = lookup.release();
       return EAI_AGAIN;
     }
     const timespec wait{left.count() / 1000, (left.count() % 1000) * 1'000'000};

@@ -210,7 +210,7 @@ void limit_silence(uint16_t peer_port, milliseconds limit) noexcept {
   DIR* folder = opendir("/proc/self/fd");
   if (!folder) return;
   while (const dirent* entry = readdir(folder)) {
-    const int fd = std::atoi(entry->d_name);
+    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
     if (fd > 2 && peer_port_of(fd) == peer_port) limit_silence_of(fd, limit);
   }
   closedir(folder);

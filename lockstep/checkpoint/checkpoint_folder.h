@@ -19,12 +19,12 @@ class FolderInUseError : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-/// A folder of checkpoints, one a sub-folder: `step-00001234`, and `latest`, a symbolic link to the
-/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed: whoever reads sees whole
+/// A folder of checkpoints, one per sub-folder: `step-00001234`. `latest` is a symbolic link to the
+/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed. So a reader sees whole
 /// ones only, at any moment, also after a crash or a loss of power.
 ///
-/// One process writes at a time. The first call that writes takes the folder for this process,
-/// until the last copy of this object is gone or the process ends in any way. Meanwhile the file
+/// One process writes at a time. The first call that writes takes the folder for this process. It
+/// has it until the last copy of this object is gone or the process ends. Meanwhile the file
 /// `.in-use` says which host and process that is, and what since. While another process has the
 /// folder, such a call throws FolderInUseError after two seconds and touches nothing.
 class CheckpointFolder {
@@ -37,8 +37,8 @@ class CheckpointFolder {
   /// naming the folder: training for hours and then failing to save loses them.
   void prepare();
 
-  /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning: when a run goes
-  /// on from `step`, they belong to a course that it leaves, and must not be taken for its newest.
+  /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning. When a run goes
+  /// on from `step`, they belong to a course that it leaves. They must not be taken for its newest.
   /// Throws CheckpointError.
   void supersede_after(int64_t step);
 

@@ -1,5 +1,6 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <gmock/gmock.h>

@@ -36,9 +36,9 @@ struct P2POp {
 /// Ranks in arguments are ranks of this group. Tensors must be on the backend's device. gloo and
 /// nccl take contiguous tensors only. shm, hierarchical and mpi take others too: they copy them in
 /// and, before `wait` returns, out. A lazily conjugated or negated tensor counts as one that is not
-/// contiguous. hierarchical is gloo where no two ranks share a host. A mistake in the arguments is a
-/// UsageError before anything is sent: a rank out of range, a tensor list of the wrong length, an
-/// output of another dtype than the inputs, a tensor that must be contiguous.
+/// contiguous. hierarchical is gloo where no two ranks share a host. A mistake in the arguments is
+/// a UsageError before anything is sent. Such are a rank out of range, a tensor list of the wrong
+/// length, an output of another dtype than the inputs and a tensor that must be contiguous.
 ///
 /// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
 /// Work. Every call throws:

@@ -288,7 +288,7 @@ void develop(const Canvas& canvas, uint8_t* pixels, KeyedRandom& random) {
     const double noise = (static_cast<double>(bits & 255) - 127.5) * kNoiseStep;
     bits >>= 8;
     const double value = pressure * canvas.ink()[i] + noise;
-    pixels[i] = static_cast<uint8_t>(std::clamp(value, 0.0, 255.0) + 0.5);
+    pixels[i] = static_cast<uint8_t>(std::floor(std::clamp(value, 0.0, 255.0) + 0.5));
   }
 }
 

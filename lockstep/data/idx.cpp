@@ -30,6 +30,8 @@ at::ScalarType dtype_of(const ContentReader& file, const std::array<unsigned cha
         return at::kFloat;
       case 0x0E:
         return at::kDouble;
+      default:
+        break;
     }
   }
   char found[16];

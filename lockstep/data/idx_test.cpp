@@ -1,5 +1,6 @@
 #include "lockstep/data/idx.h"
 
+#include <ATen/core/Formatting.h>
 #include <ATen/ops/tensor.h>
 
 #include "lockstep/base/file.h"

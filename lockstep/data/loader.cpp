@@ -98,7 +98,7 @@ class DataLoader::Impl {
   Impl(std::unique_ptr<SampleSource> source, DistributedSampler sampler, Pipeline transforms,
        LoaderOptions options)
       : source_(std::move(source)),
-        sampler_(std::move(sampler)),
+        sampler_(sampler),
         pipeline_(std::move(transforms)),
         options_(options) {
     check(options_);
@@ -269,13 +269,11 @@ class DataLoader::Impl {
 
 DataLoader::DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms,
                        LoaderOptions options)
-    : DataLoader(tensor_source(std::move(dataset)), std::move(sampler), std::move(transforms),
-                 options) {}
+    : DataLoader(tensor_source(std::move(dataset)), sampler, std::move(transforms), options) {}
 
 DataLoader::DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,
                        Pipeline transforms, LoaderOptions options)
-    : impl_(std::make_unique<Impl>(std::move(source), std::move(sampler), std::move(transforms),
-                                   options)) {}
+    : impl_(std::make_unique<Impl>(std::move(source), sampler, std::move(transforms), options)) {}
 
 DataLoader::~DataLoader() = default;
 DataLoader::DataLoader(DataLoader&&) noexcept = default;

@@ -87,7 +87,7 @@ TEST_F(Mnist, RealFilesAreWhole) {
   ASSERT_EQ(splits.train.data.sizes(), (std::vector<int64_t>{60000, 28, 28}));
   ASSERT_EQ(splits.test.data.sizes(), (std::vector<int64_t>{10000, 28, 28}));
   // The published checksums are of the files; what follows the headers must be this tensor.
-  const auto with_header = [](const at::Tensor& tensor, std::vector<uint32_t> shape) {
+  const auto with_header = [](const at::Tensor& tensor, const std::vector<uint32_t>& shape) {
     const at::Tensor bytes = tensor.to(at::kByte);
     return md5_hex(idx(
         8, shape,

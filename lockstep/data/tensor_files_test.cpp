@@ -1,5 +1,6 @@
 #include "lockstep/data/tensor_files.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>

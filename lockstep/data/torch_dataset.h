@@ -53,7 +53,7 @@ class ExampleSource : public SampleSource {
 template <typename Dataset>
 class TorchDatasetSource : public ExampleSource {
  public:
-  using Batch = typename Dataset::BatchType;
+  using Batch = Dataset::BatchType;
   static constexpr bool kStacked = requires(Batch batch) { batch.data; };
 
   static_assert(!std::is_same_v<typename Dataset::BatchRequestType, size_t>,

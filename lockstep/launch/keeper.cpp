@@ -90,6 +90,7 @@ ParsedStat stat_of(pid_t pid) {
   text[size] = 0;
   ParsedStat stat;
   const char* name_end = std::strrchr(text, ')');
+  // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the kernel wrote it.
   if (name_end) std::sscanf(name_end + 1, " %c %d", &stat.state, &stat.parent);
   return stat;
 }
@@ -169,7 +170,7 @@ class KeeperProcess {
     const auto end = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
     constexpr char kName[] = "keeper";
     if (begin == 0 || end < begin + sizeof kName) return;
-    auto* arguments = reinterpret_cast<char*>(begin);
+    auto* arguments = reinterpret_cast<char*>(begin);  // NOLINT(performance-no-int-to-ptr)
     std::memset(arguments, 0, end - begin);
     std::memcpy(arguments, kName, sizeof kName);
   }

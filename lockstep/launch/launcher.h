@@ -62,9 +62,9 @@ class OtherHosts {
 
 struct LaunchPlan {
   std::vector<WorkerPlan> workers;
-  /// Serves what the workers connect to; called once, right after they were started and on a thread
-  /// of its own, so that its own start and theirs overlap. What it returns lives until they have
-  /// ended. May be empty.
+  /// Serves what the workers connect to. Called once, right after they were started, on a thread of
+  /// its own. So its own start and theirs overlap. What it returns lives until they have ended. May
+  /// be empty.
   std::function<std::shared_ptr<void>()> serve;
   /// Other hosts, if there are any. Asked for after `serve` was called. May be empty.
   std::function<OtherHosts*()> other_hosts;
@@ -104,11 +104,11 @@ struct Failure {
 };
 
 /// Runs the workers to their end. Returns when all succeeded. Throws
-/// - WorkerError when one failed, here or on another host: the others got TERM and, after `grace`,
-///   KILL;
-/// - InterruptedError when one of `signals` came: it was forwarded, and KILL followed after
-///   `signal_grace` or at the second signal;
-/// - SystemError(EPIPE) when nobody reads our output any more; the workers were told to stop;
+/// - WorkerError when one failed, here or on another host. The others got TERM and, after `grace`,
+///   KILL.
+/// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
+///   `signal_grace` or at the second signal.
+/// - SystemError(EPIPE) when nobody reads our output any more. The workers were told to stop.
 /// - what `serve` throws, after the workers are gone.
 /// In each case no worker and no descendant of one is left.
 void launch(const LaunchPlan& plan);

@@ -28,9 +28,10 @@ struct RankLayout {
   std::string token = random_hex(8);  ///< See kTokenVariable.
 };
 
-/// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0:
-/// before anyone is told of it, so that no port is raced for. Where: see listen_as_master. A name
-/// that is unknown is told at once, as a person at a terminal waits. Throws as listen_on.
+/// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0.
+/// That is before anyone is told of the port, so that it is not raced for. Where: see
+/// listen_as_master. A name that is unknown is told at once, as a person at a terminal waits.
+/// Throws as listen_on.
 UniqueFd listen_for_ranks(RankLayout& layout);
 /// The same with another resolver, for tests.
 UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve);

@@ -1,6 +1,7 @@
 #include "lockstep/optim/adam.h"
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
 

@@ -1,6 +1,7 @@
 #include "lockstep/optim/optim.h"
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
 

@@ -49,6 +49,7 @@ struct Case {
   double cap_mb = 25;
 };
 
+// NOLINTNEXTLINE(readability-identifier-naming): GoogleTest looks for it.
 void PrintTo(const Case& c, std::ostream* out) {
   *out << c.backend << ", " << c.ranks << " ranks, " << (c.views ? "views, " : "copies, ")
        << c10::toString(c.type) << ", buckets of " << c.cap_mb << " MiB";

@@ -167,8 +167,8 @@ class C10dReducer : public GradientReducer {
     statistics.buckets_rebuilt = rebuilt_;
     for (const auto& bucket : reducer_->get_grad_buckets(/*return_zero_tensors=*/false)) {
       const at::Tensor& buffer = bucket.getBuffer();
-      statistics.bucket_bytes.push_back(
-          buffer.defined() ? buffer.numel() * static_cast<int64_t>(buffer.element_size()) : 0);
+      statistics.bucket_bytes.push_back(buffer.defined() ? buffer.numel() * buffer.element_size()
+                                                         : 0);
     }
   }
 

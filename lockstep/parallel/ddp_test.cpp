@@ -183,7 +183,7 @@ TEST_P(Ddp, TrainsTheSameWithAndWithoutViews) {
         sgd->step();
       }
       // All ranks have the same weights.
-      for (at::Tensor parameter : net->parameters()) {
+      for (const at::Tensor& parameter : net->parameters()) {
         at::Tensor sent = parameter.detach().clone();
         group.broadcast(sent, 0);
         EXPECT_TRUE(at::equal(sent, parameter));

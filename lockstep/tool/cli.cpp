@@ -127,7 +127,8 @@ struct Cli::Impl : HelpPage {
   }
 
   void add_value(const std::string& names, const std::string& placeholder, const std::string& help,
-                 const std::string& shown_default, std::function<void(const std::string&)> set) {
+                 const std::string& shown_default,
+                 const std::function<void(const std::string&)>& set) {
     auto& info = add(names, placeholder, help, shown_default);
     info.option = app.add_option_function<std::vector<std::string>>(
         names, [set](const std::vector<std::string>& texts) {
@@ -342,7 +343,7 @@ void Cli::choice(const std::string& names, std::string& value,
 
 void Cli::custom(const std::string& names, const std::string& placeholder, const std::string& help,
                  const std::string& shown_default, std::function<void(const std::string&)> set) {
-  impl_->add_value(names, placeholder, help, shown_default, std::move(set));
+  impl_->add_value(names, placeholder, help, shown_default, set);
 }
 
 void Cli::positional(const std::string& name, std::string& value, const std::string& help,

@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+// The linker's names for what --wrap stands before.
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
 extern "C" {
 void* __real_mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset);
 int __real_munmap(void* address, size_t bytes);
@@ -51,3 +53,4 @@ extern "C" int __wrap_munmap(void* address, size_t bytes) {
   }
   return __real_munmap(address, bytes);
 }
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)

@@ -11,7 +11,7 @@ namespace {
 
 using Calls = std::vector<CallSignature>;
 
-const char* kSameCalls = "all ranks must make the same calls in the same order";
+constexpr const char* kSameCalls = "all ranks must make the same calls in the same order";
 
 bool same_call(const CallSignature& a, const CallSignature& b) {
   return a.operation == b.operation && a.reduction == b.reduction && a.root == b.root &&

@@ -40,7 +40,7 @@ c10::intrusive_ptr<c10d::Work> all_reduce(Backend& backend, at::Tensor tensor) {
 }
 
 /// After `before` shared collectives, rank 1 stays away from rank 0's next until that has failed.
-Outcome stay_away(CheckedBackendOptions options, int before,
+Outcome stay_away(const CheckedBackendOptions& options, int before,
                   const std::function<void(Backend&)>& call) {
   std::atomic<bool> done{false};
   Outcome first;
@@ -165,7 +165,7 @@ TEST(CheckedFailure, LostConnectionIsPeerLost) {
 }
 
 /// A group whose last rank is plain Gloo, as Python's is.
-std::vector<Outcome> run_mixed(CheckedBackendOptions options,
+std::vector<Outcome> run_mixed(const CheckedBackendOptions& options,
                                const std::function<void(int, Backend&)>& part) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const auto make = [&](int rank) {

@@ -27,10 +27,10 @@ int64_t mismatches(int64_t state) {
 constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
 constexpr std::chrono::milliseconds kLookForEnded{50};
 
-const char* kModeKey = "mode";
-const char* kStateKey = "state";
-const char* kArrivedKey = "arrived";
-const char* kBrokenKey = "broken";
+constexpr const char* kModeKey = "mode";
+constexpr const char* kStateKey = "state";
+constexpr const char* kArrivedKey = "arrived";
+constexpr const char* kBrokenKey = "broken";
 constexpr char kLost = 'L';
 constexpr char kTimeout = 'T';
 

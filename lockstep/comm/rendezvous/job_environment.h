@@ -50,11 +50,13 @@ using Lookup = std::function<std::optional<std::string>(const std::string&)>;
 bool is_slurm_step(const Lookup& lookup);
 
 /// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else a group
-/// of one. What one launcher leaves out another may say; where two disagree about rank or size that
-/// is a UsageError naming the variables, unless RANK comes from torchrun or `lockstep run`, which
-/// may themselves run under the other, or LOCKSTEP_LAUNCHER=torchrun|slurm|openmpi says who is
-/// right. Slurm's count in a step only, see is_slurm_step. Throws UsageError too for a missing or
-/// malformed variable and a rank out of range.
+/// of one. What one launcher leaves out another may say. Slurm's variables count in a step only,
+/// see is_slurm_step. Where two launchers disagree about rank or size, that is a UsageError naming
+/// the variables, except in two cases:
+/// - RANK comes from torchrun or `lockstep run`, which may themselves run under the other.
+/// - LOCKSTEP_LAUNCHER=torchrun|slurm|openmpi says which one is right.
+///
+/// Throws UsageError too for a missing or malformed variable and a rank out of range.
 JobEnvironment read_job_environment(const Lookup& lookup);
 /// The same of this process's environment.
 JobEnvironment read_job_environment();

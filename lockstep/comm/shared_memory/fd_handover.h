@@ -20,9 +20,9 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
               const std::function<void(int rank, const std::string& identity)>& served,
               const std::function<void(const std::vector<int>& missing)>& look = {});
 
-/// The other side: who this is goes with it. Throws UsageError when rank 0 runs as another user,
-/// CommError when it cannot be reached (another host or network namespace, ended), SystemError,
-/// TimeoutError.
+/// The other side. It also sends the identity of this process. Throws UsageError when rank 0 runs
+/// as another user, CommError when it cannot be reached (another host or network namespace, ended),
+/// SystemError, TimeoutError.
 UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
                  const std::string& group);
 

@@ -109,8 +109,8 @@ class Segment {
   ///
   /// One of this process namespace is seen by its number. One of another, as in a container beside
   /// this one, by a lock of an open file description of its own (fcntl, F_OFD_SETLK) on the byte of
-  /// the memory at its rank, which the kernel lets go of when the process ends. Children that it has
-  /// forked do not keep the lock.
+  /// the memory at its rank, which the kernel lets go of when the process ends. Children that it
+  /// has forked do not keep the lock.
   bool has_ended(int rank) const;
   size_t slot_bytes() const { return slot_bytes_; }
   /// The slot that `rank` writes in `step`. The data follows the header.

@@ -76,7 +76,7 @@ const std::vector<int64_t> kSizes = {
     kLeast - 1, kLeast, kLeast + 1, kPiece + 1, 9 * kPiece + 3, 1000};
 
 TEST_P(Placements, EveryCollectiveGivesGloosResult) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
@@ -159,7 +159,7 @@ TEST_P(Placements, EveryCollectiveGivesGloosResult) {
 
 // Hosts differ in nothing but who computes, so all ranks must hold the same bits, in every run.
 TEST_P(Placements, SumsOfFractionsHaveTheSameBitsOnEveryRankAndInEveryRun) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
   std::vector<Tensors> results(hosts.size());
@@ -192,7 +192,7 @@ TEST_P(Placements, SumsOfFractionsHaveTheSameBitsOnEveryRankAndInEveryRun) {
 
 // What Gloo has no reduction of, and what its own rounding makes differ, against ATen.
 TEST_P(Placements, DtypesThatGlooHasNotAndAveragesOfIntegers) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
     for (const int64_t count : {3L, 5000L, 100'000L}) {
@@ -224,7 +224,7 @@ TEST_P(Placements, DtypesThatGlooHasNotAndAveragesOfIntegers) {
 }
 
 TEST_P(Placements, CoalescedCallsAndTensorsThatAreNotContiguous) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
     Tensors several{at::full({3}, rank + 1.0), at::full({50'000}, 2, at::kFloat),
@@ -268,7 +268,7 @@ at::Tensor part(int kind, int from, int to, int64_t count) {
 }
 
 TEST_P(Placements, WhatOneRankHasForAnotherGoesThere) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
@@ -333,7 +333,7 @@ TEST_P(Placements, WhatOneRankHasForAnotherGoesThere) {
 }
 
 TEST_P(Placements, MessagesAndSparseTensors) {
-  const std::string hosts = GetParam();
+  const std::string& hosts = GetParam();
   const int size = static_cast<int>(hosts.size());
   expect_ok(run(hosts, [&](int rank, c10d::Backend& backend, const auto&) {
     // Each rank sends to the next, with another tag each time, and receives in another order.

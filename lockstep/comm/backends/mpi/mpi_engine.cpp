@@ -178,7 +178,8 @@ void Engine::start_mpi() {
   check(MPI_Comm_size(MPI_COMM_WORLD, &size_), "MPI_Comm_size");
   int* bound = nullptr;
   int known = 0;
-  check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &bound, &known), "MPI_Comm_get_attr");
+  check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, static_cast<void*>(&bound), &known),
+        "MPI_Comm_get_attr");
   if (known) largest_tag_ = *bound;
   make_small_sums();
 }
