@@ -94,6 +94,13 @@ class Outcome(unittest.TestCase):
         self.assertIn("--seed is 10 on rank 0 and 11 on rank 1", result.stderr)
         self.assertIn("--optimizer is 'sgd' on rank 0 and 'adam' on rank 1", result.stderr)
         self.assertNotIn("--data-dir", result.stderr)
+        with t.temporary_folder() as folder:
+            train("--max-epochs", 0, "--save-weights", folder / "w.safetensors")
+            result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "sh", "-c",
+                           f"exec {t.LOCKSTEP} eval --load-weights {folder}/w.safetensors "
+                           "--limit-test-batches 1$RANK", check=False)
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("--limit-test-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
 
     def test_quiet_prints_the_last_line_only(self):
         result = train("--quiet", "--limit-train-batches", 3, "--max-epochs", 2)
