@@ -13,8 +13,8 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
+#include "lockstep/base/settings.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
@@ -33,29 +33,16 @@ constexpr milliseconds kDefaultTimeout{120'000};
 constexpr milliseconds kFarewell{5'000};
 
 milliseconds timeout_of(const InitOptions& options) {
-  if (options.timeout) {
-    if (options.timeout->count() > 0) return *options.timeout;
-    throw UsageError("init: the time-out must be above 0");
-  }
-  const auto text = env_string("LOCKSTEP_TIMEOUT");
-  if (!text) return kDefaultTimeout;
-  const auto seconds = parse_double(*text);
-  if (!seconds || !(*seconds > 0) || *seconds > 1e7) {
-    throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text +
-                     "': expected seconds above 0");
-  }
-  return milliseconds(std::max<int64_t>(1, static_cast<int64_t>(*seconds * 1000)));
+  if (options.timeout) check_timeout("init", *options.timeout);
+  return options.timeout ? *options.timeout : timeout_setting().value_or(kDefaultTimeout);
 }
 
 DebugLevel debug_of(const InitOptions& options) {
   if (options.debug) return *options.debug;
-  if (const auto text = env_string("LOCKSTEP_DEBUG")) {
-    const std::string lower = to_lower(*text);
-    if (lower == "off") return DebugLevel::off;
-    if (lower == "info") return DebugLevel::info;
-    if (lower == "detail") return DebugLevel::detail;
-    throw UsageError("environment variable LOCKSTEP_DEBUG: " +
-                     unknown_word("level", *text, {"off", "info", "detail"}));
+  if (const auto level = debug_setting()) {
+    return *level == "off"    ? DebugLevel::off
+           : *level == "info" ? DebugLevel::info
+                              : DebugLevel::detail;
   }
   // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
   const auto torch = env_string("TORCH_DISTRIBUTED_DEBUG");

@@ -1,5 +1,8 @@
 #include "tools/lockstep/train/train_flags.h"
 
+#include "lockstep/base/cores.h"
+#include "lockstep/base/duration.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/data/dataset.h"
@@ -58,7 +61,8 @@ void add_process_flags(Cli& cli, RunConfig& config) {
              "bits");
   cli.option("--timeout", config.timeout,
              "Seconds after which a wait for other processes is an error; without it "
-             "LOCKSTEP_TIMEOUT, else 120");
+             "LOCKSTEP_TIMEOUT, else 120",
+             {0.001, std::chrono::duration<double>(kLongestTimeout).count()});
 }
 
 void add_training_flags(Cli& cli, RunConfig& config) {
