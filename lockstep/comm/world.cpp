@@ -31,6 +31,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kDefaultTimeout{120'000};
 constexpr milliseconds kFarewell{5'000};
+constexpr milliseconds kNewsEvery{5'000};
 
 milliseconds timeout_of(const InitOptions& options) {
   if (options.timeout) check_timeout("init", *options.timeout);
@@ -112,12 +113,22 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
   }
 }
 
+/// How many have come, for a person who sees nothing else while many ranks start.
+void tell_who_came(Store store, const std::vector<std::string>& keys) {
+  const auto came = std::count_if(keys.begin(), keys.end(),
+                                  [&](const std::string& key) { return store.check({key}); });
+  log_info("waiting for the ranks: " + std::to_string(came) + " of " +
+           std::to_string(keys.size()) + " have come");
+}
+
 // Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
 // but publishes the address at which Gloo meets the others. `gloo`: where it does that.
-bool all_vote(Store store, Store gloo, int world_size) {
+bool all_vote(Store store, Store gloo, int world_size, bool tells) {
   const auto keys = numbered_keys("vote/", world_size);
   const auto deadline = std::chrono::steady_clock::now() + store.timeout();
+  Every news(kNewsEvery);
   for (PollPause pause; !store.check(keys); pause.sleep()) {
+    if (tells && news.due()) tell_who_came(store, keys);
     for (int rank = 0; rank < world_size; ++rank) {
       if (gloo.check({"0/" + std::to_string(rank)})) return false;
     }
@@ -204,7 +215,7 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   if (job.world_size > 1) {
     store.set("vote/" + std::to_string(job.rank), mine.encoded());
     const bool waits = options.backend != "gloo" && options.backend != "nccl";
-    const bool all = waits && all_vote(store, gloo, job.world_size);
+    const bool all = waits && all_vote(store, gloo, job.world_size, job.rank == 0);
     votes = read_votes(store, job.world_size, all);
     expect_alike(votes, &Vote::asked, "backends", "give all ranks the same --backend");
     if (waits && !all && automatic) return "gloo";
