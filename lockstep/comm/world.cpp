@@ -117,8 +117,8 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
 void tell_who_came(Store store, const std::vector<std::string>& keys) {
   const auto came = std::count_if(keys.begin(), keys.end(),
                                   [&](const std::string& key) { return store.check({key}); });
-  log_info("waiting for the ranks: " + std::to_string(came) + " of " +
-           std::to_string(keys.size()) + " have come");
+  log_info("waiting for the ranks: " + std::to_string(came) + " of " + std::to_string(keys.size()) +
+           " have come");
 }
 
 // Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
