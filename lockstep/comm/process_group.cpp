@@ -76,6 +76,12 @@ void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tenso
                    "pass tensor.clone(), and copy the result back where it is an output");
 }
 
+/// Of a receive, which may be held back until its send is there: too late for a mistake.
+void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
+  check_tensor(impl, operation, tensor);
+  if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);
+}
+
 /// Of one dtype: outputs and inputs are, where a call has both.
 template <class... Lists>
 void check_tensors(const Impl& impl, Operation operation, const Lists&... lists) {
@@ -282,7 +288,7 @@ Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
 Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
   auto& impl = checked(impl_);
   check_rank(Operation::recv, "src", src, impl.size);
-  check_tensor(impl, Operation::recv, tensor);
+  check_received(impl, Operation::recv, tensor);
   Tensors tensors{tensor};
   return started(
       impl, tensors, {}, [&] { return impl.backend().recv(tensors, src, tag); }, true);
@@ -290,7 +296,7 @@ Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
 
 int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
-  check_tensor(impl, Operation::recv_any, tensor);
+  check_received(impl, Operation::recv_any, tensor);
   Tensors tensors{tensor};
   const Work work = started(
       impl, tensors, {}, [&] { return impl.backend().recvAnysource(tensors, tag); }, true);
