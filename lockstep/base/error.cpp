@@ -41,7 +41,8 @@ Error::Error(const std::string& message, const std::string& hint)
     : std::runtime_error(with_hint(message, hint)) {}
 
 SystemError::SystemError(const std::string& message, int errno_value, const std::string& hint)
-    : Error(message + ": " + std::strerror(errno_value), hint.empty() ? hint_of(errno_value) : hint),
+    : Error(message + ": " + std::strerror(errno_value),
+            hint.empty() ? hint_of(errno_value) : hint),
       errno_value_(errno_value) {}
 
 TimeoutError::TimeoutError(const std::string& message, const std::string& hint)

@@ -115,10 +115,11 @@ class TensorBackend : public c10d::Backend {
     throw_not_implemented();
   }
 
-  /// A barrier to which all ranks come with the same operation and a tensor of this shape and dtype.
-  /// Throws MismatchError on all of them otherwise.
+  /// A barrier to which all ranks come with the same operation and a tensor of this shape and
+  /// dtype. Throws MismatchError on all of them otherwise.
   void agree(Operation operation, const at::Tensor& tensor);
-  /// Shows a work in LibTorch's traces if somebody watches: of messages, which are the backend's own.
+  /// Shows a work in LibTorch's traces if somebody watches: of messages, which are the backend's
+  /// own.
   void record(TensorWork& work) const;
   /// The request of a message.
   Request message_request(Operation operation, const at::Tensor& tensor, int peer) const;
