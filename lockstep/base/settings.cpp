@@ -31,7 +31,7 @@ std::optional<std::chrono::milliseconds> timeout_setting() {
   const auto seconds = parse_double(*text);
   if (const auto timeout = seconds ? timeout_of_seconds(*seconds) : std::nullopt) return timeout;
   throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text +
-                   "': expected a number of seconds " + timeout_bounds());
+                   "': expected a number " + timeout_bounds());
 }
 
 std::optional<std::string> debug_setting() {

@@ -76,6 +76,12 @@ void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tenso
                    "pass tensor.clone(), and copy the result back where it is an output");
 }
 
+/// Of a receive, which may be held back until its send is there: too late for a mistake.
+void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
+  check_tensor(impl, operation, tensor);
+  if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);
+}
+
 /// Of one dtype: outputs and inputs are, where a call has both.
 template <class... Lists>
 void check_tensors(const Impl& impl, Operation operation, const Lists&... lists) {
@@ -100,25 +106,42 @@ void check_multiple(Operation operation, const at::Tensor& large, const at::Tens
                    " times the smaller one's " + std::to_string(small.numel()));
 }
 
+/// Some backends tell of the end of these only to who waits for it: Gloo of messages and of a
+/// reduce_scatter.
+enum class Tells { everyone, waiters };
+
 /// The handle of what `call` begins.
 template <class Call>
-Work started(const Impl& impl, Tensors outputs, Tensors kept_alive, Call call, bool p2p = false) {
-  return impl.make_work(translated(call), std::move(outputs), std::move(kept_alive), p2p);
+Work started(const Impl& impl, Tensors outputs, Tensors kept_alive, Call call,
+             Tells tells = Tells::everyone) {
+  return impl.make_work(translated(call), std::move(outputs), std::move(kept_alive),
+                        tells == Tells::waiters);
+}
+
+/// The same memory without a gradient: LibTorch's Gloo copies into results, on a thread of its own.
+/// A sparse tensor has other memory afterwards, so it is left as it is.
+at::Tensor without_grad(const at::Tensor& tensor) {
+  return tensor.requires_grad() && tensor.layout() == at::kStrided ? tensor.detach() : tensor;
+}
+Tensors without_grad(Tensors tensors) {
+  for (auto& tensor : tensors) tensor = without_grad(tensor);
+  return tensors;
 }
 
 Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
   check_tensor(impl, Operation::all_reduce, tensor);
   const auto options = options_of<c10d::AllreduceOptions>(impl, mode, op);
-  Tensors tensors{tensor};
-  return started(impl, tensors, {}, [&] { return impl.backend().allreduce(tensors, options); });
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().allreduce(tensors, options); });
 }
 
 Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceOp op) {
   if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
   for (const auto& tensor : tensors) check_tensor(impl, Operation::all_reduce_coalesced, tensor);
   const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, mode, op);
+  Tensors results = without_grad(tensors);
   return started(impl, tensors, {},
-                 [&] { return impl.backend().allreduce_coalesced(tensors, options); });
+                 [&] { return impl.backend().allreduce_coalesced(results, options); });
 }
 
 Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp op) {
@@ -126,8 +149,8 @@ Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp o
   check_tensor(impl, Operation::reduce, tensor);
   auto options = options_of<c10d::ReduceOptions>(impl, mode, op);
   options.rootRank = dst;
-  Tensors tensors{tensor};
-  return started(impl, tensors, {}, [&] { return impl.backend().reduce(tensors, options); });
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().reduce(tensors, options); });
 }
 
 Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
@@ -135,15 +158,15 @@ Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
   check_tensor(impl, Operation::broadcast, tensor);
   auto options = options_of<c10d::BroadcastOptions>(impl, mode);
   options.rootRank = src;
-  Tensors tensors{tensor};
-  return started(impl, tensors, {}, [&] { return impl.backend().broadcast(tensors, options); });
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().broadcast(tensors, options); });
 }
 
 Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input) {
   check_count(impl, Operation::all_gather, "outputs", outputs.size());
   check_tensors(impl, Operation::all_gather, input, outputs);
   const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
-  std::vector<Tensors> lists{outputs};
+  std::vector<Tensors> lists{without_grad(outputs)};
   Tensors inputs{input};
   return started(impl, outputs, inputs,
                  [&] { return impl.backend().allgather(lists, inputs, options); });
@@ -153,8 +176,9 @@ Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at:
   check_tensors(impl, Operation::all_gather_into_tensor, output, input);
   check_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
   const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
+  at::Tensor result = without_grad(output);
   return started(impl, {output}, {input},
-                 [&] { return impl.backend()._allgather_base(output, input, options); });
+                 [&] { return impl.backend()._allgather_base(result, input, options); });
 }
 
 Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input, int dst) {
@@ -164,7 +188,7 @@ Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& inp
   auto options = options_of<c10d::GatherOptions>(impl, mode);
   options.rootRank = dst;
   std::vector<Tensors> lists;
-  if (impl.rank == dst) lists.push_back(outputs);
+  if (impl.rank == dst) lists.push_back(without_grad(outputs));
   Tensors inputs{input};
   return started(impl, outputs, inputs,
                  [&] { return impl.backend().gather(lists, inputs, options); });
@@ -178,8 +202,8 @@ Work scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inp
   options.rootRank = src;
   std::vector<Tensors> lists;
   if (impl.rank == src) lists.push_back(inputs);
-  Tensors outputs{output};
-  return started(impl, outputs, inputs,
+  Tensors outputs{without_grad(output)};
+  return started(impl, {output}, inputs,
                  [&] { return impl.backend().scatter(outputs, lists, options); });
 }
 
@@ -188,10 +212,11 @@ Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tenso
   check_count(impl, Operation::reduce_scatter, "inputs", inputs.size());
   check_tensors(impl, Operation::reduce_scatter, output, inputs);
   const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
-  Tensors outputs{output};
+  Tensors outputs{without_grad(output)};
   std::vector<Tensors> lists{inputs};
-  return started(impl, outputs, inputs,
-                 [&] { return impl.backend().reduce_scatter(outputs, lists, options); });
+  return started(
+      impl, {output}, inputs,
+      [&] { return impl.backend().reduce_scatter(outputs, lists, options); }, Tells::waiters);
 }
 
 Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
@@ -199,8 +224,10 @@ Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::
   check_tensors(impl, Operation::reduce_scatter_tensor, output, input);
   check_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
   const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
-  return started(impl, {output}, {input},
-                 [&] { return impl.backend()._reduce_scatter_base(output, input, options); });
+  at::Tensor result = without_grad(output);
+  return started(
+      impl, {output}, {input},
+      [&] { return impl.backend()._reduce_scatter_base(result, input, options); }, Tells::waiters);
 }
 
 Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
@@ -208,8 +235,9 @@ Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
   check_count(impl, Operation::all_to_all, "inputs", inputs.size());
   check_tensors(impl, Operation::all_to_all, outputs, inputs);
   const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
+  Tensors results = without_grad(outputs);
   return started(impl, outputs, inputs,
-                 [&] { return impl.backend().alltoall(outputs, inputs, options); });
+                 [&] { return impl.backend().alltoall(results, inputs, options); });
 }
 
 Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
@@ -219,8 +247,9 @@ Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tens
   rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
   rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
   const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
+  at::Tensor result = without_grad(output);
   return started(impl, {output}, {input}, [&] {
-    return impl.backend().alltoall_base(output, input, output_splits, input_splits, options);
+    return impl.backend().alltoall_base(result, input, output_splits, input_splits, options);
   });
 }
 
@@ -276,24 +305,25 @@ Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   check_tensor(impl, Operation::send, tensor);
   Tensors tensors{tensor};
   return started(
-      impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, true);
+      impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, Tells::waiters);
 }
 
 Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
   auto& impl = checked(impl_);
   check_rank(Operation::recv, "src", src, impl.size);
-  check_tensor(impl, Operation::recv, tensor);
-  Tensors tensors{tensor};
+  check_received(impl, Operation::recv, tensor);
+  Tensors tensors{without_grad(tensor)};
   return started(
-      impl, tensors, {}, [&] { return impl.backend().recv(tensors, src, tag); }, true);
+      impl, {tensor}, {}, [&] { return impl.backend().recv(tensors, src, tag); }, Tells::waiters);
 }
 
 int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
-  check_tensor(impl, Operation::recv_any, tensor);
-  Tensors tensors{tensor};
+  check_received(impl, Operation::recv_any, tensor);
+  Tensors tensors{without_grad(tensor)};
   const Work work = started(
-      impl, tensors, {}, [&] { return impl.backend().recvAnysource(tensors, tag); }, true);
+      impl, {tensor}, {}, [&] { return impl.backend().recvAnysource(tensors, tag); },
+      Tells::waiters);
   work.wait();
   return work.source_rank();
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -126,6 +127,7 @@ std::string Store::compare_set(const std::string& key, const std::string& expect
 
 void Store::wait(const std::vector<std::string>& keys,
                  std::optional<std::chrono::milliseconds> timeout) {
+  if (timeout) check_timeout("store: wait", *timeout);
   guarded(store_, "wait", keys, timeout,
           [&](c10d::Store& s) { s.wait(keys, timeout.value_or(s.getTimeout())); });
 }
@@ -147,6 +149,7 @@ std::chrono::milliseconds Store::timeout() const {
 }
 
 void Store::set_timeout(std::chrono::milliseconds timeout) {
+  check_timeout("store: set_timeout", timeout);
   guarded(store_, "set_timeout", {}, {}, [&](c10d::Store& s) { s.setTimeout(timeout); });
 }
 

@@ -124,6 +124,9 @@ TEST_P(EveryStore, AWaitOfOneThreadDoesNotHoldUpAnother) {
 TEST_P(EveryStore, GivesUpAfterItsTimeout) {
   EXPECT_THAT(message_of<TimeoutError>([&] { store_.wait({"never"}, milliseconds(80)); }),
               AllOf(HasSubstr("'never'"), HasSubstr("80ms")));
+  EXPECT_THAT(message_of<UsageError>([&] { store_.wait({"never"}, milliseconds::max()); }),
+              HasSubstr("to 1000000 seconds"));
+  EXPECT_THROW(store_.set_timeout(milliseconds::max()), UsageError);
   store_.set_timeout(milliseconds(60));
   EXPECT_EQ(store_.timeout(), milliseconds(60));
   EXPECT_THAT(message_of<TimeoutError>([&] { store_.get("absent"); }), HasSubstr("'absent'"));

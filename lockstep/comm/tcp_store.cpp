@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
@@ -98,6 +99,7 @@ Store connect_store(const TcpStoreOptions& wanted) {
 }  // namespace
 
 Store tcp_store(const TcpStoreOptions& options) {
+  check_timeout("store at " + options.host, options.timeout);
   if (!options.is_listener) {
     if (options.port == 0) throw UsageError("store at " + options.host + ": the port is missing");
     return connect_store(options);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/work_state.h"
@@ -165,6 +166,7 @@ detail::WorkState& Work::state() const {
 }
 
 void Work::wait(std::optional<std::chrono::milliseconds> timeout) const {
+  if (timeout) check_timeout("wait", *timeout);
   state().wait(timeout);
 }
 

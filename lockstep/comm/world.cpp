@@ -13,8 +13,8 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
+#include "lockstep/base/settings.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
@@ -31,31 +31,19 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kDefaultTimeout{120'000};
 constexpr milliseconds kFarewell{5'000};
+constexpr milliseconds kNewsEvery{5'000};
 
 milliseconds timeout_of(const InitOptions& options) {
-  if (options.timeout) {
-    if (options.timeout->count() > 0) return *options.timeout;
-    throw UsageError("init: the time-out must be above 0");
-  }
-  const auto text = env_string("LOCKSTEP_TIMEOUT");
-  if (!text) return kDefaultTimeout;
-  const auto seconds = parse_double(*text);
-  if (!seconds || !(*seconds > 0) || *seconds > 1e7) {
-    throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text +
-                     "': expected seconds above 0");
-  }
-  return milliseconds(std::max<int64_t>(1, static_cast<int64_t>(*seconds * 1000)));
+  if (options.timeout) check_timeout("init", *options.timeout);
+  return options.timeout ? *options.timeout : timeout_setting().value_or(kDefaultTimeout);
 }
 
 DebugLevel debug_of(const InitOptions& options) {
   if (options.debug) return *options.debug;
-  if (const auto text = env_string("LOCKSTEP_DEBUG")) {
-    const std::string lower = to_lower(*text);
-    if (lower == "off") return DebugLevel::off;
-    if (lower == "info") return DebugLevel::info;
-    if (lower == "detail") return DebugLevel::detail;
-    throw UsageError("environment variable LOCKSTEP_DEBUG: " +
-                     unknown_word("level", *text, {"off", "info", "detail"}));
+  if (const auto level = debug_setting()) {
+    return *level == "off"    ? DebugLevel::off
+           : *level == "info" ? DebugLevel::info
+                              : DebugLevel::detail;
   }
   // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
   const auto torch = env_string("TORCH_DISTRIBUTED_DEBUG");
@@ -125,12 +113,22 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
   }
 }
 
+/// How many have come, for a person who sees nothing else while many ranks start.
+void tell_who_came(Store store, const std::vector<std::string>& keys) {
+  const auto came = std::count_if(keys.begin(), keys.end(),
+                                  [&](const std::string& key) { return store.check({key}); });
+  log_info("waiting for the ranks: " + std::to_string(came) + " of " + std::to_string(keys.size()) +
+           " have come");
+}
+
 // Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
 // but publishes the address at which Gloo meets the others. `gloo`: where it does that.
-bool all_vote(Store store, Store gloo, int world_size) {
+bool all_vote(Store store, Store gloo, int world_size, bool tells) {
   const auto keys = numbered_keys("vote/", world_size);
   const auto deadline = std::chrono::steady_clock::now() + store.timeout();
+  Every news(kNewsEvery);
   for (PollPause pause; !store.check(keys); pause.sleep()) {
+    if (tells && news.due()) tell_who_came(store, keys);
     for (int rank = 0; rank < world_size; ++rank) {
       if (gloo.check({"0/" + std::to_string(rank)})) return false;
     }
@@ -217,7 +215,7 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   if (job.world_size > 1) {
     store.set("vote/" + std::to_string(job.rank), mine.encoded());
     const bool waits = options.backend != "gloo" && options.backend != "nccl";
-    const bool all = waits && all_vote(store, gloo, job.world_size);
+    const bool all = waits && all_vote(store, gloo, job.world_size, job.rank == 0);
     votes = read_votes(store, job.world_size, all);
     expect_alike(votes, &Vote::asked, "backends", "give all ranks the same --backend");
     if (waits && !all && automatic) return "gloo";

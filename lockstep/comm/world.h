@@ -32,6 +32,7 @@ struct InitOptions {
   int world_size = -1;  ///< Likewise.
   /// Every collective and the meeting itself give up after this long. None: LOCKSTEP_TIMEOUT
   /// (seconds), else two minutes. PyTorch waits 30. A person at a terminal wants to know sooner.
+  /// From a millisecond to a million seconds (11 days).
   std::optional<std::chrono::milliseconds> timeout = {};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.

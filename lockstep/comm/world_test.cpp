@@ -218,6 +218,8 @@ TEST(InitErrors, NameTheThing) {
   options.interface.clear();
   options.timeout = milliseconds(0);
   EXPECT_THAT(failure(options), HasSubstr("time-out"));
+  options.timeout = milliseconds::max();
+  EXPECT_THAT(failure(options), HasSubstr("from 0.001 to 1000000 seconds"));
 }
 
 TEST(InitErrors, VariablesAreNamed) {

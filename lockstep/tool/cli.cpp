@@ -1,6 +1,7 @@
 #include "lockstep/tool/cli.h"
 
 #include <stdio_ext.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -9,6 +10,8 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <exception>
+#include <new>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -92,6 +95,42 @@ void finish_output() {
   std::clearerr(stdout);
   if (reason != 0) throw SystemError("cannot write standard output", reason);
   throw Error("cannot write all of standard output");  // what hindered it was not kept
+}
+
+/// What an error comes from that may be for want of memory: a block, a mapping of a library, the
+/// stack of a thread.
+bool may_be_memory(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error)) return true;
+  const std::string text = error.what();
+  for (const char* words : {"llocate memory", "failed to map segment", "cannot create thread",
+                            "Resource temporarily unavailable"}) {
+    if (text.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
+/// Without hints for other causes and without a C++ stack.
+std::string without_asides(std::string text) {
+  for (const char* aside : {"\n  hint:", "\nframe #", "\nException raised from"}) {
+    text.erase(std::min(text.find(aside), text.size()));
+  }
+  return text;
+}
+
+/// The error in words. One that a limit of memory explains names that.
+std::string text_of(const std::exception& error) {
+  if (!may_be_memory(error)) return error.what();
+  const bool nameless = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+  const std::string text = nameless ? "out of memory" : error.what();
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    return without_asides(text) +
+           "\n  hint: a memory limit holds: `ulimit -v` allows each process " +
+           human_bytes(limit.rlim_cur) +
+           " of addresses, of which LibTorch alone takes half a GB. Raise it (ulimit -v unlimited)";
+  }
+  if (!nameless) return text;
+  return text + "\n  hint: give a smaller --batch-size, or start fewer ranks on this host";
 }
 
 bool is_number(const std::string& word) {
@@ -415,6 +454,25 @@ std::string Cli::help(int width) const {
   return impl_->text(width);
 }
 
+void end_in_words_without_memory(const std::string& command) {
+  static std::string name;
+  static std::terminate_handler before;
+  name = command;
+  before = std::set_terminate([] {
+    if (const auto error = std::current_exception()) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const std::bad_alloc& failure) {
+        const std::string text = name + ": error: " + text_of(failure) + "\n";
+        write_all(STDERR_FILENO, text.data(), text.size(), "standard error");
+        _exit(kExitFailure);
+      } catch (...) {  // LibTorch's or our own: as ever.
+      }
+    }
+    before();
+  });
+}
+
 void print(const std::string& text) {
   finish_output();
   write_all(STDOUT_FILENO, text.data(), text.size(), "standard output");
@@ -432,7 +490,7 @@ int run_guarded(const std::string& command, const std::function<int()>& body) {
     code = error.exit_code();
     launch::write_error_file(error);
   } catch (const std::exception& error) {
-    message = command + ": error: " + error.what() + "\n";
+    message = command + ": error: " + text_of(error) + "\n";
     code = exit_code_of(error);
     launch::write_error_file(error);
   } catch (...) {

@@ -101,7 +101,12 @@ void print(const std::string& text);
 /// so that it is printed once.
 int run_guarded(const std::string& command, const std::function<int()>& body);
 
-/// Columns of the terminal, within 80 and 100; 80 when the output is none.
+/// A program that runs out of memory where nobody can catch it, as in a thread of a library or
+/// while a library is loaded, ends with words and exit code 1 and not by abort. `command` as
+/// run_guarded.
+void end_in_words_without_memory(const std::string& command);
+
+/// Columns of the terminal, within 40 and 100; 80 when the output is none.
 int help_width();
 
 }  // namespace lockstep::tool

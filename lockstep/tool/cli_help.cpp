@@ -9,49 +9,86 @@
 namespace lockstep::tool {
 namespace {
 
-/// `text` broken at blanks into lines of at most `width`, each after the first indented.
-std::string wrapped(const std::string& text, size_t indent, size_t width) {
-  std::string out;
-  size_t column = indent;
-  for (const auto& word : split(text, ' ')) {
-    if (word.empty()) continue;
-    if (column > indent && column + 1 + word.size() > width) {
-      out += '\n';
-      out.append(indent, ' ');
-      column = indent;
-    } else if (column > indent) {
-      out += ' ';
-      ++column;
-    }
-    out += word;
-    column += word.size();
+/// Where a help page has two columns, and the narrowest page that has.
+constexpr size_t kColumn = 30;
+constexpr size_t kTwoColumns = 70;
+constexpr size_t kIndent = 6;  ///< Of what goes on below a line.
+
+/// The pieces of a word between which a line may end: `--model a|b|c` and paths have no blanks.
+std::vector<std::string> pieces_of(const std::string& word) {
+  std::vector<std::string> pieces(1);
+  for (const char c : word) {
+    pieces.back() += c;
+    if (c == '|' || c == ',' || c == '/') pieces.emplace_back();
   }
-  return out;
+  if (pieces.back().empty()) pieces.pop_back();
+  return pieces;
 }
 
-/// "  --flag VALUE      what it does", the second column wrapped.
+/// "  --flag VALUE      what it does", the second column wrapped; on a narrow page below the first.
 std::string help_row(const std::string& left, const std::string& right, size_t width) {
-  constexpr size_t kColumn = 30;
-  std::string row = "  " + left;
-  if (row.size() + 2 > kColumn) {
+  const size_t column = width < kTwoColumns ? kIndent : kColumn;
+  std::string row = "  " + wrapped(left, {2, kIndent, width});
+  if (row.size() + 2 > column) {
     row += '\n';
-    row.append(kColumn, ' ');
+    row.append(column, ' ');
   } else {
-    row.resize(kColumn, ' ');
+    row.resize(column, ' ');
   }
-  return row + wrapped(right, kColumn, width) + "\n";
+  return row + wrapped(right, {column, column, width}) + "\n";
 }
 
 }  // namespace
 
+std::string wrapped(const std::string& text, const Wrapping& how) {
+  const std::string begin = how.prefix.empty() ? std::string(how.indent, ' ') : how.prefix;
+  std::string out;
+  size_t column = how.first_column;
+  bool fresh = true;  // nothing stands in this line yet
+  const auto put = [&](const std::string& piece, bool after_blank) {
+    const size_t blank = after_blank && !fresh ? 1 : 0;
+    if (!fresh && column + blank + piece.size() > how.width) {
+      out += how.line_end + "\n" + begin;
+      column = begin.size();
+    } else if (blank == 1) {
+      out += ' ';
+      ++column;
+    }
+    out += piece;
+    column += piece.size();
+    fresh = false;
+  };
+  for (const auto& word : split(text, ' ')) {
+    if (word.empty()) continue;
+    const bool fits_a_line = begin.size() + word.size() <= how.width;
+    if (fits_a_line || !how.line_end.empty()) {
+      put(word, true);
+      continue;
+    }
+    bool first = true;
+    for (const auto& piece : pieces_of(word)) {
+      put(piece, first);
+      first = false;
+    }
+  }
+  return out;
+}
+
+std::string example_lines(const std::string& line, const std::string& what, size_t width) {
+  std::string text;
+  if (!what.empty()) text += "  # " + wrapped(what, {4, 4, width, "  # "}) + "\n";
+  return text + "  " + wrapped(line, {2, kIndent, width - 2, {}, " \\"}) + "\n";
+}
+
 std::string HelpPage::text(int width) const {
   const auto columns = static_cast<size_t>(width);
-  std::string text = wrapped(summary, 0, columns) + "\n\nUsage: " + command + " [FLAGS]";
+  std::string usage = command + " [FLAGS]";
   for (const auto& info : positionals) {
-    text += info.required ? " " + info.name : " [" + info.name + "]";
+    usage += info.required ? " " + info.name : " [" + info.name + "]";
   }
-  if (!trailing_name.empty()) text += " " + trailing_name;
-  text += "\n";
+  if (!trailing_name.empty()) usage += " " + trailing_name;
+  std::string text = wrapped(summary, {0, 0, columns}) +
+                     "\n\nUsage: " + wrapped(usage, {7, kIndent, columns}) + "\n";
   if (!positionals.empty() || !trailing_name.empty()) text += "\nArguments:\n";
   for (const auto& info : positionals) text += help_row(info.name, info.help, columns);
   if (!trailing_name.empty()) text += help_row(trailing_name, trailing_help, columns);
@@ -73,17 +110,14 @@ std::string HelpPage::text(int width) const {
     }
   }
   if (!examples.empty()) text += "\nExamples:\n";
-  for (const auto& [line, what] : examples) {
-    if (!what.empty()) text += "  # " + what + "\n";
-    text += "  " + line + "\n";
-  }
+  for (const auto& [line, what] : examples) text += example_lines(line, what, columns);
   return text;
 }
 
 int help_width() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-  return std::clamp<int>(size.ws_col, 80, 100);
+  return std::clamp<int>(size.ws_col, 40, 100);
 }
 
 }  // namespace lockstep::tool

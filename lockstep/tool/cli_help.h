@@ -49,4 +49,20 @@ struct HelpPage {
   std::string text(int width) const;
 };
 
+/// How a text is broken into lines.
+struct Wrapping {
+  size_t first_column = 0;  ///< Where the text begins: what stands before it in its first line.
+  size_t indent = 0;        ///< Of further lines.
+  size_t width = 80;
+  std::string prefix = {};    ///< Begins further lines in place of the indentation.
+  std::string line_end = {};  ///< Ends lines that go on. Then they end between words only.
+};
+
+/// The text, broken at blanks and, in a word that is longer than a line, after `|`, `,` and `/`.
+std::string wrapped(const std::string& text, const Wrapping& how);
+
+/// A command as an example in a help page, and above it what it shows. It can be copied: lines that
+/// go on end in a backslash.
+std::string example_lines(const std::string& command, const std::string& what, size_t width);
+
 }  // namespace lockstep::tool

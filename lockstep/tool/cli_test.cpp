@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/resource.h>
+
 #include <cstdlib>
 #include <filesystem>
+#include <new>
 #include <sstream>
+#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -215,13 +219,15 @@ TEST(Cli, CustomOptionsSeeEachOccurrence) {
 
 TEST(Cli, HelpNamesEverythingWithinItsWidth) {
   Command command;
-  for (const int width : {80, 100}) {
+  for (const int width : {40, 50, 69, 70, 80, 100}) {
     const auto text = command.cli.help(width);
     for (const char* part : {"--max-epochs N", "[3]", "-q, --quiet", "mlp|convnet|linear",
                              "--no-shuffle", "[4,1024]", "Examples:", "lockstep test --lr 0.1"}) {
       EXPECT_NE(text.find(part), std::string::npos) << part;
     }
-    for (const auto& line : split(text, '\n')) EXPECT_LE(line.size(), static_cast<size_t>(width));
+    for (const auto& line : split(text, '\n')) {
+      EXPECT_LE(line.size(), static_cast<size_t>(width)) << line;
+    }
   }
 }
 
@@ -236,6 +242,40 @@ TEST(RunGuarded, ExitCodesAreThoseOfTheErrors) {
   const auto text = testing::internal::GetCapturedStderr();
   EXPECT_NE(text.find("lockstep x: error: bad\n"), std::string::npos);
   EXPECT_NE(text.find("lockstep x: stopped by SIGTERM\n"), std::string::npos);
+}
+
+/// What run_guarded prints for an error, in a process whose addresses are limited.
+template <class Thrown>
+std::string printed_under_a_memory_limit(const Thrown& error) {
+  rlimit before{};
+  ::getrlimit(RLIMIT_AS, &before);
+  const rlimit limit{rlim_t{1} << 42, before.rlim_max};
+  EXPECT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run_guarded("lockstep x", [&]() -> int { throw error; }), 1);
+  ::setrlimit(RLIMIT_AS, &before);
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(RunGuarded, AMemoryLimitIsNamedWhereItMayBeTheCause) {
+  const std::string hint =
+      "\n  hint: a memory limit holds: `ulimit -v` allows each process 4.4 TB of addresses";
+  EXPECT_EQ(printed_under_a_memory_limit(std::bad_alloc())
+                .find("lockstep x: error: out of memory" + hint),
+            0u);
+  EXPECT_EQ(printed_under_a_memory_limit(
+                std::runtime_error("can't allocate memory: 8 bytes\nframe #0: c10::Error"))
+                .find("lockstep x: error: can't allocate memory: 8 bytes" + hint),
+            0u);
+  EXPECT_EQ(printed_under_a_memory_limit(DataError("gone")), "lockstep x: error: gone\n");
+}
+
+TEST(RunGuarded, WantOfMemoryInAThreadEndsInWords) {
+  const auto end = [] {
+    end_in_words_without_memory("lockstep x");
+    std::thread([] { throw std::bad_alloc(); }).join();
+  };
+  EXPECT_EXIT(end(), testing::ExitedWithCode(1), "lockstep x: error: out of memory");
 }
 
 TEST(RunGuarded, ASpawnedWorkerLeavesTheWordToItsParent) {

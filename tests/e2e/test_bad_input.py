@@ -1,9 +1,18 @@
 """What bad input to `lockstep train` and `eval` gets: an error that names the thing and what to do; no hang."""
 
+import fcntl
 import gzip
+import os
 import pathlib
+import pty
+import re
 import shutil
+import socket
+import struct
 import subprocess
+import termios
+import threading
+import time
 import unittest
 
 import lockstep_testing as t
@@ -87,6 +96,29 @@ class Words(BadInput):
         self.assertNotIn("--sizes", sizes)
         self.refuse(("bench", "step", "--sizes", 4), 2, "unknown flag '--sizes'")
 
+    def test_help_follows_the_terminals_width(self):
+        for columns in (40, 57, 72, 100):
+            for words in ([], ["train"], ["eval"], ["run"], ["env"], ["bench"], ["bench", "step"]):
+                text = self.help_on_terminal(columns, *words)
+                longest = max(text.splitlines(), key=len)
+                self.assertLessEqual(len(longest), columns, longest)
+                self.assertGreater(len(longest), columns - 12, "the width is made use of")
+
+    def help_on_terminal(self, columns, *words):
+        leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        with subprocess.Popen([t.LOCKSTEP, *words, "--help"], stdout=follower, env=t.clean_environment()) as process:
+            os.close(follower)
+            text = b""
+            try:
+                while piece := os.read(leader, 1 << 16):
+                    text += piece
+            except OSError:  # the last holder of the other end is gone
+                pass
+        os.close(leader)
+        self.assertEqual(process.returncode, 0)
+        return text.decode()
+
     def test_a_full_disk_behind_standard_output_is_no_success(self):
         if not pathlib.Path("/dev/full").exists():
             self.skipTest("this system has no /dev/full")
@@ -109,7 +141,9 @@ class Words(BadInput):
             (("--lr", -1), "--lr"),
             (("--lr", "nan"), "--lr"),
             (("--limit-train-batches", 0), "--limit-train-batches"),
-            (("--timeout", 0), "--timeout"),
+            (("--timeout", 0), "--timeout: '0' is not a number from 0.001 to 1000000"),
+            (("--timeout", "1e10"), "--timeout: '1e10' is not a number from 0.001 to 1000000"),
+            (("--timeout", "inf"), "--timeout: 'inf' is not a number from 0.001 to 1000000"),
             (("--lr",), "--lr needs a value"),
         ):
             self.refuse(("train", *flags), 2, message)
@@ -155,6 +189,125 @@ class Devices(BadInput):
 
     def test_a_backend_that_cannot_work_on_the_accelerator(self):
         self.refuse(("train", "--accelerator", "cpu", "--backend", "nccl"), 2, "--backend nccl needs CUDA")
+
+
+class Surroundings(BadInput):
+    """What a shell or a scheduler has set for us."""
+
+    SHORT = ("--quiet", "--limit-train-batches", 3, "--max-epochs", 1)
+
+    def limited(self, limits, *command, check=False, **env):
+        """With `ulimit` set so."""
+        start = time.monotonic()
+        result = t.run("sh", "-c", f'{limits}; exec "$0" "$@"', t.LOCKSTEP, *command, check=check, timeout=TIMEOUT,
+                       env=t.clean_environment(**env))
+        return result, time.monotonic() - start
+
+    def test_too_few_descriptors_are_told_before_anything_is_started(self):
+        train = ("train", *self.SHORT, "--timeout", 5)
+        for limit, ranks, command in ((20, 4, (*train, "--devices", 4)), (32, 8, (*train, "--devices", 8)),
+                                      (20, 4, ("run", "--nproc-per-node", 4, t.LOCKSTEP, *train))):
+            with self.subTest(limit=limit, command=command[0]):
+                result, seconds = self.limited(f"ulimit -n {limit}", *command)
+                self.assertEqual(result.returncode, 1, result.stderr)
+                self.assertRegex(result.stderr, rf"\Alockstep {command[0]}: error: cannot start {ranks} ranks: \d+ open files and "
+                                 rf"sockets are needed in one process, but `ulimit -n` allows {limit} \(hard limit {limit}\)\n"
+                                 r"  hint: .*`ulimit -n \d+`.*\n\Z")
+                self.assertLess(seconds, 5)
+
+    def test_as_many_descriptors_as_are_asked_for_suffice(self):
+        for backend in ("shm", "gloo"):
+            for command in ((), ("run", "--nproc-per-node", 4, "--tee", 3, "--log-dir", self.temporary(), t.LOCKSTEP)):
+                words = (*command, "train", *self.SHORT, "--backend", backend, *(() if command else ("--devices", 4)))
+                refused, _ = self.limited("ulimit -n 20", *words)
+                enough = int(re.search(r"ranks: (\d+) open files", refused.stderr)[1])
+                result, _ = self.limited(f"ulimit -n {enough}", *words)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertNotIn("error", result.stderr)
+
+    def test_a_rank_that_no_launcher_of_ours_started_tells_it_too(self):
+        result, seconds = self.limited("ulimit -n 20", "train", *self.SHORT, RANK=1, WORLD_SIZE=64,
+                                       MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("rank 1 of 64: ", result.stderr)
+        self.assertIn("`ulimit -n` allows 20", result.stderr)
+        self.assertLess(seconds, 10)
+
+    def test_a_soft_limit_is_raised(self):
+        result, _ = self.limited("ulimit -S -n 20", "train", *self.SHORT, "--devices", 4)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stderr, "")
+
+    def test_far_more_ranks_than_processors_are_announced(self):
+        first = min(os.sched_getaffinity(0))
+        for ranks, announced in ((9, True), (8, False)):
+            # Few descriptors end it before any rank is started.
+            result, _ = self.limited(f"ulimit -n 20; taskset -pc {first} $$ >/dev/null", "train", "--devices", ranks)
+            self.assertIn(f"cannot start {ranks} ranks", result.stderr)
+            said = f"starting {ranks} ranks, which share 1 processor: it takes a while until all have come\n" in result.stderr
+            self.assertEqual(said, announced, result.stderr)
+
+    def test_a_rank_that_waits_for_others_says_how_many_have_come(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env = t.clean_environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with subprocess.Popen([t.LOCKSTEP, "train"], stderr=subprocess.PIPE, text=True, env=env) as rank:
+            killer = threading.Timer(TIMEOUT, rank.kill)
+            killer.start()
+            try:
+                self.assertEqual(rank.stderr.readline(), "waiting for the ranks: 1 of 2 have come\n")
+            finally:
+                killer.cancel()
+                rank.kill()
+
+    def test_a_variable_that_is_wrong_is_named_once_and_nothing_starts(self):
+        for name, value, says in (("LOCKSTEP_TIMEOUT", "soon", "LOCKSTEP_TIMEOUT='soon': expected a number from 0.001"),
+                                  ("LOCKSTEP_TIMEOUT", "1e10", "from 0.001 to 1000000 seconds"),
+                                  ("LOCKSTEP_TIMEOUT", "inf", "from 0.001 to 1000000 seconds"),
+                                  ("LOCKSTEP_DEBUG", "detial", "LOCKSTEP_DEBUG: unknown level 'detial'"),
+                                  ("LOCKSTEP_LOG_LEVEL", "warn", "LOCKSTEP_LOG_LEVEL: unknown level 'warn'"),
+                                  ("LOCKSTEP_HOSTS_BACKEND", "gluo", "LOCKSTEP_HOSTS_BACKEND: unknown backend 'gluo'")):
+            for command in (("train", *self.SHORT, "--devices", 3), ("run", "--nproc-per-node", 3, t.LOCKSTEP, "train")):
+                result = self.refuse(command, 2, f"lockstep: error: environment variable {name}", says,
+                                     env=t.clean_environment(**{name: value}))
+                self.assertEqual(result.stderr.count(name), 1, result.stderr)
+                self.assertNotIn("rank", result.stderr)
+        t.run(t.LOCKSTEP, "--help", env=t.clean_environment(LOCKSTEP_TIMEOUT="soon"))
+        t.run(t.LOCKSTEP, "env", env=t.clean_environment(LOCKSTEP_TIMEOUT="soon"))
+
+    def test_a_temporary_folder_that_is_not_there_is_named_and_replaced(self):
+        for command in (("train", *self.SHORT, "--devices", 2), ("run", "--nproc-per-node", 2, "true")):
+            result = t.run(t.LOCKSTEP, *command, env=t.clean_environment(TMPDIR="/nowhere"))
+            self.assertEqual(result.stderr.count("TMPDIR='/nowhere': No such file or directory; temporary files go to /tmp"), 1,
+                             result.stderr)
+            result = t.run(t.LOCKSTEP, *command, env=t.clean_environment(TMPDIR=""))
+            self.assertNotIn("TMPDIR", result.stderr)
+
+    def test_a_memory_limit_is_named(self):
+        """Whichever library meets it first: the loader, one of LibTorch's that is loaded, or its tensors."""
+        failed = 0
+        for megabytes in (60, 300, 380, 400, 420, 440, 600):
+            large = ("--model", "wide", "--batch-size", 5000) if megabytes == 600 else ()
+            result, _ = self.limited(f"ulimit -c 0; ulimit -v {megabytes * 1000}", "train", *self.SHORT, "--threads", 1, *large)
+            if result.returncode == 0:
+                continue
+            failed += 1
+            with self.subTest(megabytes=megabytes, err=result.stderr):
+                self.assertEqual(result.returncode, 1)
+                self.assertRegex(result.stderr, r"\Alockstep( train)?: error: .*\n"
+                                 r"  hint: a memory limit holds: `ulimit -v` allows each process [0-9.]+ MB of addresses.*\n\Z")
+        self.assertGreater(failed, 2)
+
+    def test_a_folder_that_was_deleted_is_told(self):
+        folder = self.temporary() / "gone"
+        for command in (("train", *self.SHORT), ("run", "true")):
+            folder.mkdir()
+            result = t.run("sh", "-c", f'cd "{folder}" && rmdir "{folder}" && exec "$0" "$@"', t.LOCKSTEP, *command, check=False)
+            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertIn("cannot tell the working folder: No such file or directory", result.stderr)
+            self.assertIn("cd to another one", result.stderr)
+            self.assertEqual(len(result.stderr.splitlines()), 2)
 
 
 class Data(BadInput):

@@ -94,6 +94,13 @@ class Outcome(unittest.TestCase):
         self.assertIn("--seed is 10 on rank 0 and 11 on rank 1", result.stderr)
         self.assertIn("--optimizer is 'sgd' on rank 0 and 'adam' on rank 1", result.stderr)
         self.assertNotIn("--data-dir", result.stderr)
+        with t.temporary_folder() as folder:
+            train("--max-epochs", 0, "--save-weights", folder / "w.safetensors")
+            result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "sh", "-c",
+                           f"exec {t.LOCKSTEP} eval --load-weights {folder}/w.safetensors "
+                           "--limit-test-batches 1$RANK", check=False)
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("--limit-test-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
 
     def test_quiet_prints_the_last_line_only(self):
         result = train("--quiet", "--limit-train-batches", 3, "--max-epochs", 2)
@@ -264,8 +271,28 @@ class Options(unittest.TestCase):
             fresh = last_line(train("--max-epochs", 0))
             self.assertEqual(last_line(t.run(t.LOCKSTEP, "eval", "--load-weights", best)), fresh)
 
-    def test_deterministic_and_threads_are_taken(self):
-        train("--deterministic", "--threads", 2, "--limit-train-batches", 2, "--max-epochs", 1, "--model", "convnet")
+    def test_deterministic_goes_with_every_model_of_images(self):
+        for model in ("convnet", "fashion-cnn", "mlp"):
+            train("--deterministic", "--limit-train-batches", 2, "--limit-test-batches", 1, "--max-epochs", 1, "--model", model)
+
+    def test_threads_are_taken(self):
+        """Each team of OpenMP's has so many, the thread that calls it included."""
+        alone, two, four = (self.threads_of_a_training(threads) for threads in (1, 2, 4))
+        self.assertGreater(two, alone)
+        self.assertEqual(four - alone, 3 * (two - alone))
+
+    def threads_of_a_training(self, threads):
+        with t.temporary_folder() as folder:
+            metrics = folder / "m.jsonl"
+            process = subprocess.Popen([t.LOCKSTEP, "train", "--model", "convnet", "--max-epochs", "100000", "--threads",
+                                        str(threads), "--log-every-n-steps", "1", "--metrics-file", str(metrics), "--quiet"],
+                                       env=t.clean_environment())
+            try:
+                t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+                return len(os.listdir(f"/proc/{process.pid}/task"))
+            finally:
+                process.kill()
+                process.wait()
 
 
 class Files(unittest.TestCase):
@@ -322,7 +349,7 @@ class Terminal(unittest.TestCase):
     def on_terminal(self, *flags, **env):
         leader, follower = pty.openpty()
         process = subprocess.Popen([t.LOCKSTEP, "train", *map(str, flags)], stdout=follower, stderr=follower,
-                                   stdin=subprocess.DEVNULL, env=t.clean_environment(TERM="xterm", **env))
+                                   stdin=subprocess.DEVNULL, env=t.clean_environment(**{"TERM": "xterm", **env}))
         os.close(follower)
         output = b""
         deadline = time.monotonic() + 100
@@ -359,8 +386,13 @@ class Terminal(unittest.TestCase):
         self.assertNotRegex(output, r"\x1b\[\d+m")
 
     def test_a_terminal_without_abilities_gets_plain_lines(self):
-        leader = self.on_terminal("--max-epochs", 1, "--log-every-n-steps", 40, COLUMNS="80")
-        self.assertIn("\r", leader)
+        flags = ("--max-epochs", 1, "--log-every-n-steps", 40)
+        self.assertRegex(self.on_terminal(*flags), r"\repoch 1/1 \[")
+        for name in ("dumb", ""):
+            output = self.on_terminal(*flags, TERM=name)
+            self.assertIn("epoch 1/1  step 40/157  loss ", output)
+            self.assertNotIn("\x1b", output)
+            self.assertNotRegex(output, r"\r(?!\n)")
         result = train("--max-epochs", 1, "--log-every-n-steps", 40)
         self.assertIn("epoch 1/1  step 40/157  loss ", result.stdout)
         self.assertNotIn("\r", result.stdout)

@@ -28,12 +28,7 @@ std::chrono::milliseconds patience(const Call& call) {
 /// One of the ways to learn of the end of a Work, which throws what it failed of.
 void wait_somehow(const Call& call, const Work& work, KeyedRandom& random) {
   const auto patience = fuzz::patience(call);
-  // LibTorch's works of these over Gloo tell of their end only to who waits for it.
-  const Kind kind = call.mine().kind;
-  const bool tells_only_waiters =
-      call.group.carrier == Carrier::gloo &&
-      (kind == Kind::reduce_scatter || kind == Kind::reduce_scatter_tensor);
-  switch (tells_only_waiters ? 2 : random.below(4)) {
+  switch (random.below(4)) {
     case 0: {
       const auto deadline = std::chrono::steady_clock::now() + patience;
       while (!work.is_completed()) {
@@ -104,7 +99,6 @@ class RunningCollective final : public Running {
   void lay_out_all() {
     LayoutChoice choice;
     choice.plain_only = call_.group.carrier == Carrier::gloo;
-    choice.leaves = !choice.plain_only;
     choice.repeated = step_.repeated;
     choice.is_input = !expected_.in_place;
     for (const auto& values : expected_.inputs)

@@ -132,8 +132,7 @@ LaidOut lay_out(const at::Tensor& values, KeyedRandom& random, const LayoutChoic
   fill(result, at::empty(base_shape(result.layout, result.shape), values.options()), values);
   const bool differentiable =
       at::isFloatingType(values.scalar_type()) || at::isComplexType(values.scalar_type());
-  if (choice.leaves && differentiable && random.below(6) == 0)
-    result.view = result.view.detach().requires_grad_();
+  if (differentiable && random.below(6) == 0) result.view = result.view.detach().requires_grad_();
   return result;
 }
 

@@ -38,7 +38,6 @@ struct LayoutChoice {
   bool plain_only = false;  ///< Contiguous, with the values in memory.
   bool is_input = false;    ///< It is only read.
   bool repeated = false;    ///< Its values are the same along dimension 0.
-  bool leaves = true;       ///< May require a gradient.
 };
 
 /// A tensor of these values in a layout that `random` chooses.

@@ -1,4 +1,4 @@
-"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST, SGD with momentum.
+"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST or digits, SGD with momentum.
 
 Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-FOR-MEETING OUT MNIST-FOLDER OPTIONS-AS-JSON
 """

@@ -10,12 +10,39 @@ import lockstep_testing as t
 SCRIPT = t.SOURCE_DIR / "tests" / "interop" / "ddp_script.py"
 
 
-def python_weights(folder, world_size, options):
+def write_idx(path, array):
+    header = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(header + array.tobytes())
+
+
+def write_digits(folder):
+    """Lockstep's built-in digits as files that the script reads."""
+    from safetensors.numpy import load_file
+
+    # 0 is what the digits of `lockstep train` are drawn from, whatever its --seed.
+    t.run(t.BUILD_DIR / "tests" / "data_files_tool", "dataset", "digits", "", 0, folder / "digits.safetensors")
+    digits = load_file(folder / "digits.safetensors")
+    write_idx(folder / "train-images-idx3-ubyte", digits["data"])
+    write_idx(folder / "train-labels-idx1-ubyte", digits["targets"].astype("uint8"))
+
+
+class Data:
+    """Real MNIST where there is some, else the built-in digits: what both train on."""
+
+    def __init__(self, folder):
+        self.folder, self.flags = folder, ["--dataset", "digits"]
+        if t.data_dir():
+            self.folder, self.flags = t.data_dir() / "mnist", ["--dataset", "mnist", "--data-dir", t.data_dir()]
+        else:
+            write_digits(folder)
+
+
+def python_weights(folder, data, world_size, options):
     from safetensors.torch import load_file
 
     out = folder / "python.safetensors"
     command = [sys.executable, SCRIPT]
-    rest = [world_size, folder / "meeting", out, t.data_dir() / "mnist", json.dumps(options)]
+    rest = [world_size, folder / "meeting", out, data.folder, json.dumps(options)]
     ranks = [
         subprocess.Popen([str(c) for c in (*command, rank, *rest)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          text=True, env=t.clean_environment()) for rank in range(world_size)
@@ -32,12 +59,12 @@ def python_weights(folder, world_size, options):
     return load_file(out)
 
 
-def lockstep_weights(folder, world_size, options):
+def lockstep_weights(folder, data, world_size, options):
     from safetensors.torch import load_file
 
     out = folder / "lockstep.safetensors"
     flags = [
-        "--model", options["model"], "--dataset", "mnist", "--data-dir", t.data_dir(), "--devices", world_size,
+        "--model", options["model"], *data.flags, "--devices", world_size,
         "--batch-size", options["batch_size"], "--lr", options["lr"], "--momentum", options["momentum"],
         "--weight-decay", options.get("weight_decay", 0), "--seed", options["seed"],
         "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-test-batches", 1,
@@ -52,14 +79,14 @@ def lockstep_weights(folder, world_size, options):
 
 
 @unittest.skipUnless(t.torch_is_the_linked_one(), "Python's torch is not the LibTorch that is linked")
-@unittest.skipUnless(t.data_dir(), t.NO_DATA)
 class SameWeights(unittest.TestCase):
 
     def check(self, world_size, tolerance=0, **options):
         options = {"lr": 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32, **options}
         with t.temporary_folder() as folder:
-            theirs = python_weights(folder, world_size, options)
-            ours = lockstep_weights(folder, world_size, options)
+            data = Data(folder)
+            theirs = python_weights(folder, data, world_size, options)
+            ours = lockstep_weights(folder, data, world_size, options)
         self.assertEqual(set(ours), set(theirs))
         for name, tensor in theirs.items():
             self.assertEqual(ours[name].dtype, tensor.dtype, name)

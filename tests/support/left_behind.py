@@ -1,5 +1,6 @@
 """What a job leaves behind in shared memory and among sockets' names, beside others' jobs on the machine."""
 
+import os
 import pathlib
 
 from lockstep_testing import wait_until
@@ -21,6 +22,22 @@ def meeting_sockets():
     return {line.split()[-1] for line in lines if "@lockstep-" in line}
 
 
+def nameless_memory():
+    """Our shared memory that processes still hold, by a descriptor or a mapping: it has no name, but a number."""
+    found = set()
+    for process in filter(lambda entry: entry.name.isdigit(), pathlib.Path("/proc").iterdir()):
+        try:
+            for line in (process / "maps").read_text().splitlines():
+                if "/memfd:lockstep" in line:
+                    found.add(f"memfd {line.split()[4]}")
+            for fd in (process / "fd").iterdir():
+                if os.readlink(fd).startswith("/memfd:lockstep"):
+                    found.add(f"memfd {fd.stat().st_ino}")
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+    return found
+
+
 class LeftBehind:
     """Made before a test, asked after it. Each name is unique, and another job's is there for a moment only: what
     is new and stays, was left behind."""
@@ -30,7 +47,7 @@ class LeftBehind:
 
     @staticmethod
     def _names():
-        return shared_memory() | meeting_sockets()
+        return shared_memory() | meeting_sockets() | nameless_memory()
 
     def expect_nothing(self):
         new = self._names() - self.before

@@ -6,13 +6,16 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <string>
 #include <vector>
 
 #include "library.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/settings.h"
 #include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
+#include "lockstep/tool/cli_help.h"
 #include "run.h"
 
 namespace {
@@ -34,19 +37,24 @@ constexpr Row kCommands[] = {
 };
 
 std::string help_text() {
+  const auto width = static_cast<size_t>(help_width());
   std::string text =
       "Distributed training for LibTorch.\n\nUsage: lockstep COMMAND [FLAGS]\n\nCommands:\n";
   for (const auto& row : kCommands) {
     std::string name = row.name;
     name.resize(8, ' ');
-    text += "  " + name + row.help + "\n";
+    text += "  " + name + wrapped(row.help, {10, 10, width}) + "\n";
   }
-  return text +
-         "\n'lockstep help COMMAND' or 'lockstep COMMAND --help' lists a command's flags;\n"
-         "'lockstep --version' prints the version.\n"
-         "\nExamples:\n"
-         "  lockstep train --model mlp --dataset digits --devices 2\n"
-         "  lockstep run --nproc-per-node 4 ./my_program --its-own-flags\n";
+  text += "\n" + wrapped(
+                     "'lockstep help COMMAND' or 'lockstep COMMAND --help' lists a command's "
+                     "flags; 'lockstep --version' prints the version.",
+                     {0, 0, width});
+  text += "\n\nExamples:\n";
+  for (const char* example : {"lockstep train --model mlp --dataset digits --devices 2",
+                              "lockstep run --nproc-per-node 4 ./my_program --its-own-flags"}) {
+    text += example_lines(example, "", width);
+  }
+  return text;
 }
 
 std::vector<std::string> words_for_suggestion() {
@@ -65,6 +73,15 @@ std::vector<std::string> without_help(std::vector<std::string> words) {
   return words;
 }
 
+/// What a deleted folder makes of every relative path, and of the files that oneMKL looks for.
+void check_working_folder() {
+  std::error_code failure;
+  const auto folder = std::filesystem::current_path(failure);
+  if (!failure && !folder.empty()) return;
+  throw SystemError("cannot tell the working folder", failure.value(),
+                    "it was deleted, or may not be read: cd to another one");
+}
+
 int dispatch(const std::vector<std::string>& given) {
   const auto words = without_help(given);
   const std::string command = words.empty() ? "" : words[0];
@@ -80,6 +97,9 @@ int dispatch(const std::vector<std::string>& given) {
     print(help_text());
     return kExitSuccess;
   }
+  check_working_folder();
+  // `env` is for looking at what is set, whatever it is.
+  if (command != "env") check_settings();
   if (command == "run") {
     const std::vector<std::string> args(words.begin() + 1, words.end());
     // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
@@ -101,5 +121,6 @@ int dispatch(const std::vector<std::string>& given) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  end_in_words_without_memory("lockstep");
   return run_guarded("lockstep", [&] { return dispatch({argv + std::min(argc, 1), argv + argc}); });
 }

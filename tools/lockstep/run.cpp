@@ -208,12 +208,16 @@ class TerminalSettings {
   bool saved_;
 };
 
+std::vector<launch::Binding> bindings_of(const RunOptions& options) {
+  launch::BindingRequest request;
+  request.word = options.bind_to;
+  request.local_size = options.nproc;
+  return launch::choose_bindings(request);
+}
+
 launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayout& layout,
-                               const launch::Program& program, const LogFolders& logs) {
-  launch::BindingRequest binding;
-  binding.word = options.bind_to;
-  binding.local_size = options.nproc;
-  const auto bindings = launch::choose_bindings(binding);
+                               const launch::Program& program, const LogFolders& logs,
+                               const std::vector<launch::Binding>& bindings) {
   launch::LaunchPlan plan;
   for (int i = 0; i < options.nproc; ++i) {
     plan.workers.push_back(worker_plan(options, layout, program, logs, i));
@@ -257,8 +261,10 @@ int run_command(const std::vector<std::string>& args) {
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
+  const auto bindings = bindings_of(*options);
+  // Last, as nobody removes them should this process be killed before the keeper has started.
   const LogFolders logs(*options);
-  auto plan = launch_plan(*options, layout, program, logs);
+  auto plan = launch_plan(*options, layout, program, logs, bindings);
   std::shared_ptr<launch::OtherHosts> others;
   if (listener) plan.serve = [&] { return serve_store(listener.release()); };
   if (options->nodes > 1) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 
@@ -119,8 +120,9 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
           ? " did not finish within " + seconds_text(timeout)
           : " lost its connection to " +
                 rank_list(peer < 0 ? context.others() : std::vector<int>{peer}, context.names());
-  if (!why.empty()) text += ": " + why;
-  text += " [" + failure_text(error) + "]";
+  // The backend's own words, such as Gloo's, say no more than what was found out.
+  text += why.empty() ? " [" + failure_text(error) + "]" : ": " + why;
+  log_debug(mine + ": " + failure_text(error));
   const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
   if (is_lost(kind) || lost) return std::make_exception_ptr(PeerLostError(text));
   return std::make_exception_ptr(TimeoutError(

@@ -19,7 +19,6 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/shared_memory/memory.h"
 
 namespace lockstep::shm {
 namespace {
@@ -33,9 +32,7 @@ struct Hello {
 };
 
 [[noreturn]] void throw_system(const char* what) {
-  const int error = errno;
-  throw SystemError(std::string("shared memory: ") + what, error,
-                    error == EMFILE || error == ENFILE ? kMoreFiles : "");
+  throw SystemError(std::string("shared memory: ") + what, errno);
 }
 
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {

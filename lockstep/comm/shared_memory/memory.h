@@ -7,8 +7,6 @@
 
 namespace lockstep::shm {
 
-/// The hint where a descriptor is lacking.
-inline constexpr const char* kMoreFiles = "raise the limit of open files (ulimit -n)";
 /// "3 MiB", rounded up.
 std::string mebibytes(size_t bytes);
 size_t whole_pages(size_t bytes);

@@ -1,6 +1,10 @@
 #include "tools/lockstep/train/train_flags.h"
 
+#include "lockstep/base/cores.h"
+#include "lockstep/base/duration.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/launch/binding.h"
@@ -58,7 +62,8 @@ void add_process_flags(Cli& cli, RunConfig& config) {
              "bits");
   cli.option("--timeout", config.timeout,
              "Seconds after which a wait for other processes is an error; without it "
-             "LOCKSTEP_TIMEOUT, else 120");
+             "LOCKSTEP_TIMEOUT, else 120",
+             {0.001, std::chrono::duration<double>(kLongestTimeout).count()});
 }
 
 void add_training_flags(Cli& cli, RunConfig& config) {
@@ -133,9 +138,25 @@ void add_output_flags(Cli& cli, RunConfig& config) {
   cli.flag("--quiet", config.quiet, "Print the last line only");
 }
 
+namespace {
+
+/// Who waits shall know what for: each rank is a program of its own, which loads LibTorch.
+void tell_crowd(const RunConfig& config) {
+  constexpr int64_t kWorthTelling = 8;  // A processor starts so many in a few seconds.
+  const int processors = usable_processors();
+  if (config.quiet || config.devices <= kWorthTelling * processors) return;
+  log_info("starting " + counted(config.devices, "rank") + ", which share " +
+           counted(processors, "processor") + ": it takes a while until all have come");
+}
+
+}  // namespace
+
 bool spawn_ranks(const RunConfig& config) {
   if (config.devices == 1) return false;
-  if (read_job_environment().launcher == "none") check_files(config);
+  if (!read_job_environment().started_as_rank()) {
+    check_files(config);
+    tell_crowd(config);
+  }
   return spawn(static_cast<int>(config.devices));
 }
 

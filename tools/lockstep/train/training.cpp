@@ -298,6 +298,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
 }
 
 Metrics run_evaluation(const RunConfig& config, const World& world, Console& console) {
+  check_same_settings(settings_of_all_ranks(config), world.group());
   if (world.rank() == 0) check_files(config);
   TrainTask task = make_evaluation_task(config, world);
   const Metrics test = evaluate(*task.model, task.loss, *task.test, world.group(), task.device,

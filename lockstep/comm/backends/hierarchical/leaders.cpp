@@ -2,11 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <array>
-
-#include "lockstep/base/env.h"
-#include "lockstep/base/error.h"
-#include "lockstep/base/words.h"
+#include "lockstep/base/settings.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -14,23 +10,9 @@
 namespace lockstep::hierarchical {
 
 const HostsBackend& hosts_backend() {
-  constexpr const char* kVariable = "LOCKSTEP_HOSTS_BACKEND";
-  static const std::array<HostsBackend, 2> kKnown{
-      {{"gloo", gloo::kTraits, gloo::make}, {"mpi", mpi::kTraits, mpi::make}}};
-  const std::string name = env_string(kVariable).value_or(kKnown[0].name);
-  std::vector<std::string> names;
-  for (const auto& known : kKnown) {
-    if (known.name == name) return known;
-    names.push_back(known.name);
-  }
-  if (name == "hierarchical" || name == "shm" || name == "nccl") {
-    throw UsageError("environment variable " + std::string(kVariable) + "='" + name +
-                         "': it does not join CPU tensors between hosts",
-                     "leave it unset for gloo; for CUDA tensors use --backend nccl, which knows "
-                     "hosts by itself");
-  }
-  throw UsageError("environment variable " + std::string(kVariable) + ": " +
-                   unknown_word("backend", name, names));
+  static const HostsBackend kGloo{"gloo", gloo::kTraits, gloo::make};
+  static const HostsBackend kMpi{"mpi", mpi::kTraits, mpi::make};
+  return hosts_backend_setting() == kMpi.name ? kMpi : kGloo;
 }
 
 void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers) {

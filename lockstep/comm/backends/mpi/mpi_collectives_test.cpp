@@ -4,6 +4,7 @@
 #include <map>
 #include <random>
 
+#include "tests/support/lazy_tensors.h"
 #include "tests/support/mpi_test_ranks.h"
 
 namespace lockstep::mpi::testing {
@@ -401,6 +402,14 @@ TEST_F(Ranks, TensorsThatAreNotContiguous) {
   mpi->alltoall(to, from, {})->wait();
   for (int r = 0; r < size(); ++r)
     expect_same(to[static_cast<size_t>(r)], strided(r * 10 + rank()), "all_to_all");
+}
+
+TEST_F(Ranks, TensorsWhoseMemoryDoesNotHoldTheirValues) {
+  if (size() == 1) GTEST_SKIP() << "the calls are those of two ranks or more";
+  const ProcessGroup& group = world().group();
+  lockstep::testing::take_lazy_tensors(group, lockstep::testing::Laziness::conjugated);
+  lockstep::testing::take_lazy_tensors(group, lockstep::testing::Laziness::negated);
+  lockstep::testing::take_zeros_without_memory(group);
 }
 
 TEST_F(Ranks, CoalescedCalls) {
