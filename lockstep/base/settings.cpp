@@ -30,8 +30,8 @@ std::optional<std::chrono::milliseconds> timeout_setting() {
   if (!text) return std::nullopt;
   const auto seconds = parse_double(*text);
   if (const auto timeout = seconds ? timeout_of_seconds(*seconds) : std::nullopt) return timeout;
-  throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text +
-                   "': expected a number " + timeout_bounds());
+  throw UsageError("environment variable LOCKSTEP_TIMEOUT='" + *text + "': expected a number " +
+                   timeout_bounds());
 }
 
 std::optional<std::string> debug_setting() {
