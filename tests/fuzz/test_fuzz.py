@@ -126,7 +126,11 @@ class MpiJob:
     def __init__(self, job):
         self.lines = Lines()
         self.size = len(job["placement"])
-        self.run = mpi_testing.MpiRun(self.size, RANK, "rank", json.dumps(job))
+        # Its shared memory lies in files, which a rank that is killed leaves behind.
+        self.folder = contextlib.ExitStack()
+        memory = self.folder.enter_context(t.temporary_folder())
+        self.run = mpi_testing.MpiRun(self.size, RANK, "rank", json.dumps(job),
+                                      env={"OMPI_MCA_btl_vader_backing_directory": memory})
         self.readers = []
         for stream in (self.run.process.stdout, self.run.process.stderr):
             text = open(os.dup(stream.fileno()), errors="replace")
@@ -150,6 +154,7 @@ class MpiJob:
 
     def close(self):
         self.run.__exit__()
+        self.folder.close()
 
 
 @contextlib.contextmanager
