@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from lockstep_testing import wait_until
+from lockstep_testing import JOB_MARK, wait_until
 
 # Of Open MPI, PMIx and UCX, which keep files in /dev/shm while a job of theirs runs.
 OF_MPI = ("vader_segment", "sm_segment", "btl_", "osc_", "pmix", "psm", "ucx")
@@ -23,10 +23,13 @@ def meeting_sockets():
 
 
 def nameless_memory():
-    """Our shared memory that processes still hold, by a descriptor or a mapping: it has no name, but a number."""
+    """Shared memory that processes of our jobs still hold, by a descriptor or a mapping: it has no name, but a
+    number. Other jobs hold theirs as long as they run."""
     found = set()
     for process in filter(lambda entry: entry.name.isdigit(), pathlib.Path("/proc").iterdir()):
         try:
+            if JOB_MARK.encode() not in (process / "environ").read_bytes().split(b"\0"):
+                continue
             for line in (process / "maps").read_text().splitlines():
                 if "/memfd:lockstep" in line:
                     found.add(f"memfd {line.split()[4]}")

@@ -16,6 +16,10 @@ SOURCE_DIR = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE_DIR", pathlib.Path(__f
 BUILD_DIR = pathlib.Path(os.environ.get("LOCKSTEP_BUILD_DIR", SOURCE_DIR / "build"))
 LIBTORCH = os.environ.get("LOCKSTEP_LIBTORCH", "")
 
+# All that this process starts inherits it: so its jobs are told from those of others on the machine.
+JOB_MARK = f"TEST_JOB_MARK={os.getpid()}-{time.monotonic_ns()}"
+os.environ.update([JOB_MARK.split("=")])
+
 # A script's background job ignores these, and all that it starts would as well.
 for _number in (signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(_number) == signal.SIG_IGN:

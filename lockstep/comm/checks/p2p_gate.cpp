@@ -63,6 +63,24 @@ c10::intrusive_ptr<c10d::Work> P2PGate::submit(Operation operation,
                                                const Issue& issue) {
   std::lock_guard lock(mutex_);
   if (stop_) return {};
+  try {
+    return hold_back(operation, tensors, peer, tag, timeout, issue);
+  } catch (...) {
+    throw lost_store(make_held(operation, tensors, peer, tag, timeout, issue).call);
+  }
+}
+
+PeerLostError P2PGate::lost_store(const CallSummary& call) const {
+  return PeerLostError(context_->me() + ": " + describe(call, context_->names()) + " of group '" +
+                       context_->group() +
+                       "' lost the store, which rank 0 or the launcher holds [" +
+                       failure_text(std::current_exception()) + "]");
+}
+
+c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
+                                                  const std::vector<at::Tensor>& tensors, int peer,
+                                                  int tag, std::chrono::milliseconds timeout,
+                                                  const Issue& issue) {
   Channel* channel = nullptr;
   if (operation == Operation::send) {
     channel = &sends_[{peer, tag}];
@@ -179,10 +197,7 @@ bool P2PGate::advance(bool look_for_ended) {
     try {
       while (!held.empty() && step()) progress = true;
     } catch (...) {  // The store is lost.
-      held.front().work->failed(std::make_exception_ptr(PeerLostError(
-          context_->me() + ": " + describe(held.front().call, context_->names()) + " of group '" +
-          context_->group() + "' lost the store, which rank 0 or the launcher holds [" +
-          failure_text(std::current_exception()) + "]")));
+      held.front().work->failed(std::make_exception_ptr(lost_store(held.front().call)));
       held.pop_front();
     }
   };

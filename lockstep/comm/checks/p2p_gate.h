@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/base/error.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/pending_work.h"
 #include "lockstep/comm/checks/rank_checks.h"
@@ -88,6 +89,12 @@ class P2PGate {
   bool hold_send(int peer, int tag, Channel& channel);
   bool hold_recv(int tag, Channel& channel);
   bool hold_any(int tag);
+  /// Inside a catch clause: a request of the call to the store has failed.
+  PeerLostError lost_store(const CallSummary& call) const;
+  c10::intrusive_ptr<c10d::Work> hold_back(Operation operation,
+                                           const std::vector<at::Tensor>& tensors, int peer,
+                                           int tag, std::chrono::milliseconds timeout,
+                                           const Issue& issue);
   Held make_held(Operation operation, const std::vector<at::Tensor>& tensors, int peer, int tag,
                  std::chrono::milliseconds timeout, const Issue& issue) const;
   std::string channel_key(int sender, int receiver, int tag) const;
