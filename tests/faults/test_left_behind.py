@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import subprocess
+import sys
 import unittest
 
 import left_behind
@@ -26,6 +28,16 @@ class Seen(unittest.TestCase):
                 self.before.expect_nothing()
         left_behind.PATIENCE = 10
         self.before.expect_nothing()
+
+    def test_memory_of_processes_that_it_has_started_and_not_of_others(self):
+        hold = "import os, sys; os.memfd_create('lockstep'); print('held', flush=True); sys.stdin.read()"
+        others = {name: value for name, value in os.environ.items() if name != t.JOB_MARK.split("=")[0]}
+        for env, seen in ((None, True), (others, False)):
+            with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                  env=env) as process:
+                process.stdout.readline()
+                self.assertEqual(bool(left_behind.nameless_memory()), seen)
+                process.stdin.close()
 
 
 if __name__ == "__main__":

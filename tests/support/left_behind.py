@@ -22,13 +22,18 @@ def meeting_sockets():
     return {line.split()[-1] for line in lines if "@lockstep-" in line}
 
 
+def is_ours(process):
+    """Whether this process is meant or one that it has started, at any depth."""
+    return process.name == str(os.getpid()) or JOB_MARK.encode() in (process / "environ").read_bytes().split(b"\0")
+
+
 def nameless_memory():
     """Shared memory that processes of our jobs still hold, by a descriptor or a mapping: it has no name, but a
     number. Other jobs hold theirs as long as they run."""
     found = set()
     for process in filter(lambda entry: entry.name.isdigit(), pathlib.Path("/proc").iterdir()):
         try:
-            if JOB_MARK.encode() not in (process / "environ").read_bytes().split(b"\0"):
+            if not is_ours(process):
                 continue
             for line in (process / "maps").read_text().splitlines():
                 if "/memfd:lockstep" in line:
