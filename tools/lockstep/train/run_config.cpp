@@ -123,7 +123,7 @@ void set(RunConfig& config, const Key& key, const toml::node& node, const std::s
         using T = typename Unwrapped<std::decay_t<decltype(config.*member)>>::type;
         const auto value = value_of<T>(node);
         if (!value) throw UsageError(where + ": " + key.name + " must be " + expected_text<T>());
-        config.*member = value;
+        config.*member = *value;  // NOLINT(bugprone-optional-value-conversion): not all are.
       },
       key.field);
 }
