@@ -53,7 +53,8 @@ bool plain_is_finite(const at::Tensor& tensor) {
 bool all_finite(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> others;
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined() || tensor.numel() == 0) continue;
+    if (!tensor.defined() || tensor._is_zerotensor()) continue;
+    if (tensor.numel() == 0 || (tensor.is_sparse() && tensor._values().numel() == 0)) continue;
     if (!is_plain(tensor)) {
       others.push_back(tensor.is_sparse() ? tensor._values() : tensor);
     } else if (!plain_is_finite(tensor)) {

@@ -54,6 +54,8 @@ TEST(AllFinite, OfAnyLayout) {
   };
   EXPECT_TRUE(all_finite({rows(2)}));
   EXPECT_FALSE(all_finite({rows(kNan)}));
+  EXPECT_TRUE(
+      all_finite({at::sparse_coo_tensor({9, 3}, at::kFloat), at::_efficientzerotensor({4})}));
 }
 
 }  // namespace

@@ -84,11 +84,11 @@ bool FiniteCheck::step_is_good(const std::vector<at::Tensor>& parameters, int64_
   return false;
 }
 
-void FiniteCheck::end_epoch(int64_t epoch, int64_t steps) {
+void FiniteCheck::end_epoch(int64_t epoch, int64_t steps, bool from_its_start) {
   const int64_t skipped = std::exchange(skipped_in_epoch_, 0);
   if (skipped == 0) return;
   const std::string where = "epoch " + std::to_string(epoch + 1);
-  if (skipped == steps) {
+  if (skipped == steps && from_its_start) {
     throw NumericError("every step of " + where + " was skipped (" + with_thousands(steps) +
                            "): each loss or gradient is NaN or infinite",
                        kRemedies);

@@ -31,9 +31,10 @@ class FiniteCheck {
   /// with `stop`, on all ranks. The first few skips of a run are warned of one by one.
   bool step_is_good(const std::vector<at::Tensor>& parameters, int64_t step, int64_t epoch);
 
-  /// At the end of an epoch of so many steps. Throws NumericError, on all ranks, when all of them
-  /// were skipped. Tells how many were.
-  void end_epoch(int64_t epoch, int64_t steps);
+  /// At the end of an epoch, of which this run has made so many steps. Tells how many were skipped.
+  /// Throws NumericError, on all ranks, when all were. Not if the run is resumed within the epoch:
+  /// it does not know the steps before.
+  void end_epoch(int64_t epoch, int64_t steps, bool from_its_start);
 
   int64_t skipped() const { return skipped_; }
 

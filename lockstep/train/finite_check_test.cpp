@@ -43,6 +43,20 @@ TEST(FiniteCheck, EveryGradientCounts) {
   });
 }
 
+/// A resumed run may have only the skipped steps of its epoch left. The first run went on, too.
+TEST(FiniteCheck, AllStepsOfAnEpochAreOfAWholeOne) {
+  run_group(1, [](ProcessGroup group) {
+    std::vector<at::Tensor> parameters{at::ones({4}).requires_grad_()};
+    parameters[0].mutable_grad() = at::full({4}, kNan);
+    FiniteCheck check(OnNan::skip, group);
+    EXPECT_FALSE(check.step_is_good(parameters, 7, 0));
+    check.end_epoch(0, 1, /*from_its_start=*/false);
+    EXPECT_FALSE(check.step_is_good(parameters, 8, 1));
+    EXPECT_THAT([&] { check.end_epoch(1, 1, /*from_its_start=*/true); },
+                ThrowsMessage<NumericError>(HasSubstr("every step of epoch 2 was skipped (1)")));
+  });
+}
+
 /// What a rank saw after each step.
 struct Seen {
   std::vector<double> losses;

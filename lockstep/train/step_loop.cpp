@@ -67,7 +67,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     if (!after_step(result)) return false;
   }
-  finite_.end_epoch(epoch, step_ - first_step);
+  finite_.end_epoch(epoch, step_ - first_step, first_batch == 0);
   return true;
 }
 

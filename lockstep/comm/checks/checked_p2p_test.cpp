@@ -77,7 +77,7 @@ TEST(CheckedP2P, AStoreThatIsLostAtTheCallIsToldAsSuch) {
       c10::make_intrusive<LostStore>());
   for (const auto& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
-    EXPECT_THAT(outcome.text(), HasSubstr("send to rank"));
+    EXPECT_THAT(outcome.text(), HasSubstr("send(to rank "));
     EXPECT_THAT(outcome.text(), HasSubstr("lost the store"));
   }
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -52,11 +53,22 @@ std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
   return kept;
 }
 
-/// False for a device or a pipe, and for /dev/stdout, also where that is a file: others write
-/// there.
+/// False for a device or a pipe, and for names of open files such as /dev/stdout, also where that
+/// is a file: others write there. /dev/shm is a folder as any other.
 bool is_file_of_its_own(const fs::path& path) {
   const std::string name = path.string();
-  return fs::is_regular_file(path) && !name.starts_with("/dev/") && !name.starts_with("/proc/");
+  for (const char* open : {"/dev/std", "/dev/fd/", "/proc/"})
+    if (name.starts_with(open)) return false;
+  return fs::is_regular_file(path);
+}
+
+/// Whether `fd` is what the name stands for, now that it is locked: another run may have replaced
+/// the file meanwhile.
+bool is_in_place(int fd, const fs::path& path) {
+  struct stat held {
+  }, named{};
+  return ::fstat(fd, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
+         held.st_dev == named.st_dev && held.st_ino == named.st_ino;
 }
 
 }  // namespace
@@ -81,12 +93,17 @@ MetricsFile::MetricsFile(const fs::path& path, bool resumed, int64_t step, int64
 }
 
 void MetricsFile::open() {
-  fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-  if (!fd_) {
-    throw SystemError("cannot write metrics file " + path_.string(), errno,
-                      "check that its folder exists and that you may write there");
+  bool done = false;
+  while (!done) {
+    fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+    if (!fd_) {
+      throw SystemError("cannot write metrics file " + path_.string(), errno,
+                        "check that its folder exists and that you may write there");
+    }
+    if (!is_file_of_its_own(path_)) return;
+    lock();
+    done = is_in_place(fd_.get(), path_);
   }
-  if (is_file_of_its_own(path_)) lock();
 }
 
 /// A process that was just killed takes a moment to end. Where the file system has no locks, the

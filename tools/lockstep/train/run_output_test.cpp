@@ -176,6 +176,18 @@ TEST_F(MetricsRows, ANewRunStartsAnewAndSaysWhatItOverwrites) {
   EXPECT_THAT(places(), ElementsAre());
 }
 
+TEST_F(MetricsRows, OfSharedMemoryAreThoseOfAFile) {
+  if (!std::filesystem::is_directory("/dev/shm")) GTEST_SKIP() << "this system has no /dev/shm";
+  const TemporaryDirectory folder("/dev/shm/lockstep-test");
+  path_ = folder.path() / "metrics.jsonl";
+  {
+    MetricsFile file(path_, false, 0, 0);
+    log(file, 50, 0);
+  }
+  MetricsFile again(path_, false, 0, 0);
+  EXPECT_THAT(places(), ElementsAre());
+}
+
 /// The rows that stay are under the file's name at every moment: a reader of the old file keeps it.
 TEST_F(MetricsRows, AResumedRunReplacesTheFileInOneStep) {
   {
