@@ -1,10 +1,14 @@
 #include "hosts_board.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -20,9 +24,12 @@ using launch::FailureElsewhere;
 using std::chrono::milliseconds;
 
 constexpr const char* kFailure = "lockstep/launcher/failure";
-constexpr const char* kJoined = "lockstep/launcher/hosts";
-constexpr const char* kInformed = "lockstep/launcher/informed_hosts";
-constexpr const char* kEnded = "lockstep/launcher/ended_hosts";
+/// Which job's store it is: one that starts at the same address afterwards is not ours.
+constexpr const char* kJob = "lockstep/launcher/job";
+/// With the host's number: set once or again, as a request may be repeated.
+constexpr const char* kJoined = "lockstep/launcher/hosts/";
+constexpr const char* kInformed = "lockstep/launcher/informed_hosts/";
+constexpr const char* kEnded = "lockstep/launcher/ended_hosts/";
 
 /// Between two looks at the store; with many hosts longer, as one host answers all.
 constexpr milliseconds kInterval{100};
@@ -33,6 +40,8 @@ constexpr milliseconds kAnswer{5'000};
 constexpr milliseconds kReconnect{300};
 /// How long the end of a job that failed is held up for the others to hear of it.
 constexpr milliseconds kTellLimit{1'000};
+/// The same where the launcher of host 0 is not up yet.
+constexpr milliseconds kFirstTellLimit{30'000};
 constexpr milliseconds kEndLimit{5'000};
 /// How long host 0 keeps the store for hosts whose workers have not ended; torchrun's limit.
 constexpr milliseconds kLastHostLimit{300'000};
@@ -53,6 +62,7 @@ struct Board {
   bool end_is_told = false;
   bool all_informed = false;
   bool all_ended = false;
+  std::optional<Clock::time_point> connected;  // For the first time.
   bool lost = false;
   bool done = false;
 
@@ -72,20 +82,40 @@ FailureElsewhere decoded(const std::string& text) {
           "on host " + text.substr(0, first) + ": " + text.substr(second + 1)};
 }
 
+std::string key_of(const char* name, int host) {
+  return name + std::to_string(host);
+}
+
+std::string own_job() {
+  return std::to_string(::getpid()) + "-" +
+         std::to_string(std::chrono::system_clock::now().time_since_epoch().count());
+}
+
 /// One connection to the store.
 class Visit {
  public:
-  explicit Visit(Board& board) : board_(board) {
+  /// `job`: whose store it is; empty as long as nobody knows.
+  Visit(Board& board, std::string& job) : board_(board) {
     TcpStoreOptions options;
     options.host = board.meeting.address;
     options.port = board.meeting.port;
     options.timeout = kAnswer;
     store_ = tcp_store(options);
-    store_.add(kJoined, 1);
+    const std::string found = board.meeting.host == 0
+                                  ? store_.compare_set(kJob, "", job.empty() ? own_job() : job)
+                                  : store_.get(kJob);
+    if (job.empty()) job = found;
+    ours_ = job == found;
+    if (!ours_) return;
+    store_.set(key_of(kJoined, board.meeting.host), "1");
+    const std::lock_guard lock(board.mutex);
+    if (!board.connected) board.connected = Clock::now();
+    board.lost = false;
   }
 
-  /// Returns when the launcher leaves.
+  /// Returns when the launcher leaves, or at once from another job's store.
   void stay() {
+    if (!ours_) return;
     while (true) {
       tell();
       std::unique_lock lock(board_.mutex);
@@ -109,7 +139,7 @@ class Visit {
       ended = board_.ended && !board_.end_is_told;
     }
     if (own) store_.compare_set(kFailure, "", encoded(board_.meeting, *own));
-    if (ended) store_.add(kEnded, 1);
+    if (ended) store_.set(key_of(kEnded, board_.meeting.host), "1");
     const std::lock_guard lock(board_.mutex);
     board_.own_is_told |= own.has_value();
     board_.end_is_told |= ended;
@@ -122,16 +152,29 @@ class Visit {
       const std::lock_guard lock(board_.mutex);
       if (!board_.ended) return;
     }
-    const bool informed = store_.add(kInformed, 0) >= store_.add(kJoined, 0);
-    const bool ended = store_.add(kEnded, 0) >= board_.meeting.hosts;
+    const bool informed = all_informed(), ended = all_ended();
     const std::lock_guard lock(board_.mutex);
     board_.all_informed = informed;
     board_.all_ended = ended;
   }
 
+  bool all_informed() {
+    for (int host = 0; host < board_.meeting.hosts; ++host) {
+      if (store_.check({key_of(kJoined, host)}) && !store_.check({key_of(kInformed, host)}))
+        return false;
+    }
+    return true;
+  }
+
+  bool all_ended() {
+    std::vector<std::string> keys;
+    for (int host = 0; host < board_.meeting.hosts; ++host) keys.push_back(key_of(kEnded, host));
+    return store_.check(keys);
+  }
+
   void take_failure(const std::string& text) {
     knows_failure_ = true;
-    store_.add(kInformed, 1);
+    store_.set(key_of(kInformed, board_.meeting.host), "1");
     if (text.substr(0, text.find('\n')) == std::to_string(board_.meeting.host)) return;
     const std::lock_guard lock(board_.mutex);
     board_.elsewhere = decoded(text);
@@ -139,6 +182,7 @@ class Visit {
 
   Board& board_;
   Store store_;
+  bool ours_ = false;
   bool knows_failure_ = false;
 };
 
@@ -151,25 +195,34 @@ bool is_there(const HostsMeeting& meeting, milliseconds limit) {
   }
 }
 
+/// Whether the launcher leaves; else after a short pause.
 bool stops(Board& board) {
-  const std::lock_guard lock(board.mutex);
-  return board.stop;
+  std::unique_lock lock(board.mutex);
+  return board.changed.wait_for(lock, kInterval / 2, [&] { return board.stop; });
 }
 
+bool was_there(Board& board) {
+  const std::lock_guard lock(board.mutex);
+  return board.connected.has_value();
+}
+
+/// Comes again until the launcher leaves: a store that does not answer may be a network's pause.
 void visit_store(Board& board) {
-  milliseconds patience = kConnect;
-  while (!stops(board)) {
-    if (!is_there(board.meeting, patience)) {
-      if (patience == kReconnect) return;
+  std::string job;
+  do {
+    const bool known = was_there(board);
+    if (!is_there(board.meeting, known ? kReconnect : kConnect)) {
+      const std::lock_guard lock(board.mutex);
+      board.lost = known;
       continue;
     }
     try {
-      Visit(board).stay();
+      Visit(board, job).stay();
+      return;
     } catch (const std::exception& error) {
       log_debug(std::string("lockstep run: the store of the hosts: ") + error.what());
     }
-    patience = kReconnect;
-  }
+  } while (!stops(board));
 }
 
 class HostsBoard : public launch::OtherHosts {
@@ -213,10 +266,12 @@ class HostsBoard : public launch::OtherHosts {
       board_->ended = Clock::now();
       board_->changed.notify_all();
     }
-    if (board_->lost) return true;
-    const auto waited = Clock::now() - *board_->ended;
-    if (!succeeded) return failure_is_known() || waited > kTellLimit;
+    if (board_->done) return true;
+    const auto now = Clock::now();
+    const auto waited = now - *board_->ended;
+    if (!succeeded) return failure_is_known() || tell_limit_is_over(now);
     if (board_->meeting.host != 0) return board_->end_is_told || waited > kEndLimit;
+    if (board_->lost) return true;
     if (board_->all_ended || waited <= kLastHostLimit) return board_->all_ended;
     log_warning(
         "lockstep run: not all hosts said that their ranks have ended; the store is closed all "
@@ -230,8 +285,23 @@ class HostsBoard : public launch::OtherHosts {
     return board_->meeting.host != 0 || board_->all_informed;
   }
 
+  /// From the first connection on, if that came later than the end.
+  bool tell_limit_is_over(Clock::time_point now) {
+    if (board_->lost && board_->elsewhere) return true;
+    if (board_->connected) return now - std::max(*board_->ended, *board_->connected) > kTellLimit;
+    if (board_->meeting.host == 0) return now - *board_->ended > kTellLimit;
+    if (!says_that_it_waits_) {
+      says_that_it_waits_ = true;
+      log_info(
+          "lockstep run: waiting up to 30 s for the launcher of host 0, to tell it of the "
+          "failure; Ctrl-C ends the wait");
+    }
+    return now - *board_->ended > kFirstTellLimit;
+  }
+
   std::shared_ptr<Board> board_;
   std::thread thread_;
+  bool says_that_it_waits_ = false;
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ struct HostsMeeting {
 /// What the launchers of a job's hosts tell each other, by keys of the job's store: that one has
 /// started, that it has ended, and the first failure. A thread of its own makes the requests, so a
 /// store that does not answer holds up nobody. It waits for a store that is not there yet, and
-/// gives up one that has gone: the ranks tell of that.
+/// comes again to one that has gone, as long as it is of the same job.
 std::unique_ptr<launch::OtherHosts> make_hosts_board(const HostsMeeting& meeting);
 
 }  // namespace lockstep::tool
