@@ -22,6 +22,7 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/launch/signals.h"
 
 namespace lockstep::launch {
 namespace {
@@ -327,7 +328,7 @@ Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem:
   auto control = make_pipe();
   auto events = make_pipe();
   std::vector<int> ignored;
-  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
+  for (const int signal : kStayIgnored) {
     if (is_ignored(signal)) ignored.push_back(signal);
   }
   // Signals are held until the child has put its own handling in place: ours must not run there.

@@ -142,7 +142,7 @@ class Launcher {
     const bool reading = std::any_of(streams_.begin(), streams_.end(),
                                      [](const auto& stream) { return stream->open(); });
     if (reading && Clock::now() < *drain_until_) return false;
-    return abandon_output_ || (!out_.pending() && !err_.pending());
+    return leaves_at_once_ || (!out_.pending() && !err_.pending());
   }
 
   void step() {
@@ -192,14 +192,15 @@ class Launcher {
     return !elsewhere_ && now < *word_until_;
   }
 
-  void tell_other_hosts(const Failure& failure) {
+  void tell_other_hosts(Failure failure) {
     if (!others_ || told_ || elsewhere_) return;
     told_ = true;
+    failure.lines_are_shown = false;  // On the consoles there.
     others_->tell({failure.exit_code(), failure.text()});
   }
 
   void take_signal(int signal, Time now) {
-    if (job_.all_ended()) abandon_output_ = true;
+    if (job_.all_ended()) leaves_at_once_ = true;
     send(job_.signalled(signal, now));
   }
 
@@ -263,7 +264,7 @@ class Launcher {
 
   void leave_if_ready(Time now) {
     if (serving_.valid() || (leave_at_ && now < *leave_at_)) return;
-    if (waits_for_the_cause(now)) {
+    if (!leaves_at_once_ && waits_for_the_cause(now)) {
       leave_at_ = now + kLeaveInterval;
       return;
     }
@@ -271,7 +272,7 @@ class Launcher {
     if (job_.ending() == Job::Ending::failure && job_.root_cause())
       tell_other_hosts(failure_of(*job_.root_cause()));
     const bool asks = succeeded || job_.ending() == Job::Ending::failure;
-    if (others_ && asks && !others_->may_leave(succeeded)) {
+    if (others_ && asks && !leaves_at_once_ && !others_->may_leave(succeeded)) {
       leave_at_ = now + kLeaveInterval;
       return;
     }
@@ -347,7 +348,7 @@ class Launcher {
   std::optional<Time> word_until_;
   bool leaving_ = false;
   bool keeper_killed_ = false;
-  bool abandon_output_ = false;
+  bool leaves_at_once_ = false;  ///< Neither output nor other hosts are waited for.
   int output_failure_ = 0;
 };
 

@@ -165,6 +165,19 @@ TEST_F(LauncherTest, WorkersIgnoreWhatABackgroundJobIgnores) {
   EXPECT_EQ(content("on"), "on\n");
 }
 
+TEST_F(LauncherTest, AnInheritedIgnoredTermIsForwardedAllTheSame) {
+  std::signal(SIGTERM, SIG_IGN);
+  std::thread killer([&] {
+    if (wait_for("ready")) kill(getpid(), SIGTERM);
+  });
+  const auto text = failure(
+      plan({"trap 'exit 0' TERM; touch $OUT/ready; for i in $(seq 500); do sleep 0.01; done"}),
+      128 + SIGTERM);
+  killer.join();
+  expect_contains(text, "SIGTERM");
+  EXPECT_EQ(std::signal(SIGTERM, SIG_DFL), SIG_IGN) << "what was before is put back";
+}
+
 TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
   const auto doomed = plan(
       {"(setsid env -i /bin/sh -c 'echo $$ > '$OUT'/a.tmp; mv '$OUT'/a.tmp '$OUT'/a; exec sleep "
@@ -284,6 +297,30 @@ TEST_F(LauncherTest, AFailureIsToldToOtherHostsBeforeTheWorkersHaveEnded) {
   expect_contains(others.told[0].text, "rank 0 (pid ");
   expect_contains(others.told[0].text, "why");
   EXPECT_EQ(others.living_when_told, 1);
+}
+
+TEST_F(LauncherTest, OtherHostsAreToldTheReasonThatStandsOnThisConsole) {
+  Others others;
+  auto failing = plan({"echo why >&2; exit 3"});
+  failing.workers[0].err.console = true;
+  failing.repeat_shown_lines = false;
+  failing.other_hosts = [&] { return &others; };
+  testing::internal::CaptureStderr();
+  const auto text = failure(failing, 3);
+  expect_contains(testing::internal::GetCapturedStderr(), "why");
+  EXPECT_EQ(text.find("last lines"), std::string::npos) << text;
+  ASSERT_EQ(others.told.size(), 1u);
+  expect_contains(others.told[0].text, "\n    why");
+}
+
+TEST_F(LauncherTest, ASignalEndsTheWaitForOtherHosts) {
+  Others others;
+  others.leaves_when_asked = 100;
+  others.at_each_asking = [] { kill(getpid(), SIGINT); };
+  auto failing = plan({"exit 3"});
+  failing.other_hosts = [&] { return &others; };
+  expect_contains(failure(failing, 3), "rank 0");
+  EXPECT_LT(others.asked, 50);
 }
 
 TEST_F(LauncherTest, AFailureOnAnotherHostEndsTheWorkersAndIsTheCause) {

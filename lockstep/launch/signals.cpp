@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 
@@ -19,6 +20,11 @@ void handle(int signal) {
   const auto byte = static_cast<unsigned char>(signal);
   [[maybe_unused]] const auto written = ::write(handler_fd.load(), &byte, 1);
   errno = before;
+}
+
+bool stays_ignored(int signal) {
+  return std::find(std::begin(kStayIgnored), std::end(kStayIgnored), signal) !=
+         std::end(kStayIgnored);
 }
 
 }  // namespace
@@ -40,7 +46,7 @@ SignalCatcher::SignalCatcher(const std::vector<int>& signals) {
     action.sa_flags = SA_RESTART;
     sigemptyset(&action.sa_mask);
     sigaction(signal, nullptr, &before);
-    if (before.sa_handler == SIG_IGN) return;
+    if (before.sa_handler == SIG_IGN && stays_ignored(signal)) return;
     sigaction(signal, &action, nullptr);
     before_.emplace_back(signal, before);
   };

@@ -9,11 +9,15 @@
 
 namespace lockstep::launch {
 
+/// Where they were ignored at our start, they are ignored here and in the workers: by nohup, and in
+/// background jobs of a shell without job control. Any other is handled all the same.
+constexpr int kStayIgnored[] = {SIGHUP, SIGINT, SIGQUIT};
+
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
-/// ignored. Those that were ignored stay so (nohup, background jobs of a shell without job
-/// control). What was before is put back at destruction. By handlers and a pipe and not by
-/// signalfd, because a signal to a program with threads goes to any thread that has not blocked it.
-/// One at a time in a process; the constructor throws Error when there is one already.
+/// ignored. Those of `kStayIgnored` that were ignored stay so. What was before is put back at
+/// destruction. By handlers and a pipe and not by signalfd, because a signal to a program with
+/// threads goes to any thread that has not blocked it. One at a time in a process; the constructor
+/// throws Error when there is one already.
 class SignalCatcher {
  public:
   explicit SignalCatcher(const std::vector<int>& signals);
