@@ -19,6 +19,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/variables.h"
@@ -273,6 +274,8 @@ int run_command(const std::vector<std::string>& args) {
       return others.get();
     };
   }
+  // Here, as the environment must not change once there are threads.
+  launch::choose_omp_waiting();
   const TerminalSettings terminal;
   launch::launch(plan);
   return kExitSuccess;
