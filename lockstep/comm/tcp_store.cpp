@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/arrival.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
@@ -48,7 +49,9 @@ class SharedTcpStore final : public c10d::TCPStore {
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
     const auto deadline = Clock::now() + timeout;
-    for (PollPause pause(kLongestPause); !check(keys); pause.sleep()) {
+    const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
+    Arrival arrival(keys);
+    for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
       if (timeout == kNoTimeout || Clock::now() < deadline) continue;
       C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
                                           "ms, keys: " + join(keys, ", "));
