@@ -5,6 +5,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/base/arrival.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
@@ -90,14 +91,20 @@ std::string identity_of(Store store, int rank) {
   return store.check({key}) ? store.get(key) : std::string();
 }
 
-/// Why the default group is of no more use, as its backend knows it by now.
-std::string failure_of_default_group(GroupContext& context) {
+/// How the default group's backend knows by now that the rank was lost; empty where it does not.
+/// `name`: of the rank and its process.
+std::string loss_of(GroupContext& context, int rank, const std::string& name) {
   const std::lock_guard lock(context.mutex);
   const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
   if (!group) return {};
   const auto backend = unchecked_backend(group->handle());
   const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
-  return ours ? ours->failure() : std::string();
+  if (!ours) return {};
+  // A failure over others than this rank does not count.
+  const std::string failure = ours->failure();
+  if (failure.find(name) != std::string::npos) return failure;
+  if (!ours->has_lost(rank)) return {};
+  return name + (failure.empty() ? " has ended" : " was lost: " + failure);
 }
 
 /// Waits for the members of a further group, of whom the default group knows which processes they
@@ -105,21 +112,15 @@ std::string failure_of_default_group(GroupContext& context) {
 class Members {
  public:
   Members(GroupContext& context, const std::string& name, const std::vector<int>& global_ranks)
-      : context_(context), store_(context.own_store), name_(name), ranks_(global_ranks) {
-    std::vector<std::string> known;
-    for (const int rank : ranks_) known.push_back(member_key(kDefaultGroup, rank));
-    const bool all = store_.check(known);
-    for (size_t i = 0; i < ranks_.size(); ++i) {
-      // Python's ranks tell nothing, and are met by the backend only.
-      if (!all && !store_.check({known[i]})) continue;
-      keys_.push_back(member_key(name_, static_cast<int>(i)));
-      expected_.push_back(ranks_[i]);
-    }
-  }
+      : context_(context),
+        store_(context.own_store),
+        name_(name),
+        ranks_(global_ranks),
+        arrival_(keys_of_ours()) {}
 
   void await() {
     const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
-    Every look(kLook);
+    Every look(ranks_.size() <= kFew ? kLook : kSeldomLook);
     for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
       if (look.due()) throw_if_lost();
       if (std::chrono::steady_clock::now() < deadline) continue;
@@ -129,13 +130,48 @@ class Members {
 
  private:
   static constexpr std::chrono::milliseconds kLook{50}, kLongestPause{20};
+  /// All ranks ask one store: many of them look less often.
+  static constexpr std::chrono::milliseconds kSeldomLook{500};
+  static constexpr size_t kFew = 32;
 
-  bool all_here() { return keys_.empty() || store_.check(keys_); }
+  /// A member that is one of ours.
+  struct Expected {
+    int rank;  ///< In the default group.
+    bool here = false;
+    std::string identity;  ///< Once it is known.
+  };
+
+  /// Python's ranks tell nothing, and are met by the backend only.
+  std::vector<std::string> keys_of_ours() {
+    std::vector<std::string> known, keys;
+    for (const int rank : ranks_) known.push_back(member_key(kDefaultGroup, rank));
+    const bool all = store_.check(known);
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      if (!all && !store_.check({known[i]})) continue;
+      keys.push_back(member_key(name_, static_cast<int>(i)));
+      expected_.push_back({ranks_[i], false, {}});
+    }
+    return keys;
+  }
+
+  bool all_here() {
+    return arrival_.complete([this](const auto& keys) { return store_.check(keys); });
+  }
+
+  /// Indices into `expected_`.
+  std::vector<size_t> absent() {
+    std::vector<size_t> indices;
+    for (size_t i = arrival_.seen(); i < expected_.size(); ++i) {
+      bool& here = expected_[i].here;
+      here = here || store_.check({arrival_.keys()[i]});
+      if (!here) indices.push_back(i);
+    }
+    return indices;
+  }
 
   std::vector<int> missing() {
     std::vector<int> ranks;
-    for (size_t i = 0; i < keys_.size(); ++i)
-      if (!store_.check({keys_[i]})) ranks.push_back(expected_[i]);
+    for (const size_t i : absent()) ranks.push_back(expected_[i].rank);
     return ranks;
   }
 
@@ -144,12 +180,12 @@ class Members {
     const std::string key = "group/" + name_ + "/lost";
     if (store_.check({key})) return store_.get(key);
     std::string text;
-    const std::string failure = failure_of_default_group(context_);
-    for (const int rank : missing()) {
-      const std::string identity = identity_of(store_, rank);
+    for (const size_t i : absent()) {
+      auto& [rank, here, identity] = expected_[i];
+      if (identity.empty()) identity = identity_of(store_, rank);
       const std::string name = with_process("rank " + std::to_string(rank), identity);
-      // Of ranks on other hosts. A failure over others than members does not count.
-      if (failure.find(name) != std::string::npos) text = failure;
+      // The default group's backend knows of ranks on other hosts.
+      if (const std::string loss = loss_of(context_, rank, name); !loss.empty()) text = loss;
       if (process_state(identity) == ProcessState::ended) text = name + " has ended";
     }
     if (!text.empty()) store_.set(key, text);
@@ -167,8 +203,8 @@ class Members {
   Store store_;
   const std::string& name_;
   const std::vector<int>& ranks_;
-  std::vector<std::string> keys_;  ///< Of those that are ours.
-  std::vector<int> expected_;      ///< Their ranks in the default group.
+  std::vector<Expected> expected_;
+  Arrival arrival_;  ///< Of `expected_`, in the same order. Made last: it fills that.
 };
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& name) {

@@ -26,8 +26,12 @@ class TensorBackend : public c10d::Backend {
         timeout_(options.timeout) {}
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
-  /// Why the group is of no more use, as this rank knows by now; empty where it knows nothing.
+  /// Over whose loss the group is of no more use, as this rank knows by now. Empty where it knows
+  /// of none: also after a time-out, as a rank that is late may be alive. Any thread.
   virtual std::string failure() const { return {}; }
+  /// Whether the rank, of the default group, was lost, as far as this rank knows by now. False
+  /// where it cannot tell. Any thread.
+  virtual bool has_lost(int /*rank*/) const { return false; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

@@ -95,7 +95,7 @@ void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::string HierarchicalBackend::failure() const {
   const auto cause = hierarchy_.failure();
-  return cause ? cause->text : std::string();
+  return cause && !cause->timed_out ? cause->text : std::string();
 }
 
 bool HierarchicalBackend::run(TensorWork& work) {

@@ -11,6 +11,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "tests/support/run_backends.h"
@@ -587,6 +588,43 @@ TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
                                         HasSubstr("rank " + std::to_string(late) + " (process "),
                                         HasSubstr("within 0.5 s")));
     }
+  }
+}
+
+TEST(HierarchicalBackend, ARankThatIsLateIsNotLost) {
+  expect_ok(run(
+      "aabb",
+      [](int rank, c10d::Backend& backend, const auto&) {
+        if (rank == 3) return;
+        EXPECT_THROW(all_reduce(backend, at::ones({4})), TimeoutError);
+        const auto& ours = dynamic_cast<const backends::TensorBackend&>(backend);
+        EXPECT_EQ(ours.failure(), "");
+        EXPECT_FALSE(ours.has_lost(3));
+      },
+      500));
+}
+
+// As a leader tells its host of it, for new groups, who wait for ranks that do not lead as well.
+TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
+  for (const bool late : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::vector<std::unique_ptr<Hierarchy>> ends(4);
+    expect_ok(testing::run_ranks(4, [&](int rank) {
+      const auto options = options_of(store, "aabb", rank, std::chrono::milliseconds(20'000));
+      const auto checks = std::make_shared<CheckContext>(
+          c10::make_intrusive<c10d::PrefixStore>("flat", options.store), rank, options.size,
+          options.global_ranks, options.group_name, options.timeout);
+      checks->connect();
+      ends[static_cast<size_t>(rank)] = std::make_unique<Hierarchy>(
+          options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
+    }));
+    ends[0]->local().give_up(late ? shm::Verdict::timed_out : shm::Verdict::lost,
+                             with_process("rank 2", process_identity()) +
+                                 ", which speaks for ranks 2 and 3 of its host, has ended or "
+                                 "cannot be reached any more [closed]");
+    for (const int rank : {0, 1}) EXPECT_FALSE(ends[1]->has_lost(rank));
+    for (const int rank : {2, 3}) EXPECT_EQ(ends[1]->has_lost(rank), !late);
+    for (const size_t rank : {3, 2, 1, 0}) ends[rank]->leave();
   }
 }
 

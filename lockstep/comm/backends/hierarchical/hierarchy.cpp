@@ -1,5 +1,6 @@
 #include "lockstep/comm/backends/hierarchical/hierarchy.h"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -30,6 +31,8 @@ constexpr milliseconds kSlack{4'000};
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
 /// the less sure cause, so the other waits longer.
 constexpr milliseconds kLatePatience{600}, kLostPatience{1'000};
+/// What is told of the leader of a host that was lost.
+constexpr const char* kHostLost = " has ended or cannot be reached any more";
 
 c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& store,
                                         const std::string& part) {
@@ -340,7 +343,7 @@ Cause Hierarchy::cause_of(const HostFailure& failure) {
 }
 
 std::string Hierarchy::how_lost(int host, const std::string& why) const {
-  return name_of_host(host) + " has ended or cannot be reached any more [" + why + "]";
+  return name_of_host(host) + kHostLost + " [" + why + "]";
 }
 
 // On the lifeline's thread: no call need be under way, so those who wait for something else learn
@@ -365,6 +368,18 @@ std::optional<Cause> Hierarchy::failure() const {
   const auto kind = verdict.kind.load(std::memory_order_acquire);
   if (kind <= shm::Verdict::writing) return std::nullopt;
   return Cause{kind == shm::Verdict::timed_out, verdict.text.data()};
+}
+
+bool Hierarchy::has_lost(int rank) const {
+  const auto name = std::find(names_.begin(), names_.end(), rank);
+  if (name == names_.end()) return false;
+  const int group_rank = static_cast<int>(name - names_.begin());
+  const int host = layout_.host_of(group_rank);
+  if (host == layout_.host) return group_.segment().has_ended(layout_.local_of(group_rank));
+  // The verdict names the host by its leader.
+  const auto cause = failure();
+  return cause && !cause->timed_out &&
+         cause->text.find(name_of_host(host) + kHostLost) != std::string::npos;
 }
 
 void Hierarchy::fail(const HostFailure& failure) {

@@ -113,6 +113,9 @@ class Hierarchy {
 
   /// Why the group is of no more use, as this host knows by now. Any thread.
   std::optional<Cause> failure() const;
+  /// Whether the rank, of the default group, has ended on this host, or was lost with its host, as
+  /// far as this host knows by now. Any thread.
+  bool has_lost(int rank) const;
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
   void abort(const std::string& cause) noexcept;
   /// Tells the others that this rank calls nothing any more.

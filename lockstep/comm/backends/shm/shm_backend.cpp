@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/error.h"
@@ -169,6 +170,12 @@ ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& t
   record(*work);
   work->begin(messages_, tag);
   return work;
+}
+
+bool ShmBackend::has_lost(int rank) const {
+  const auto& names = group_.names();
+  const auto name = std::find(names.begin(), names.end(), rank);
+  return name != names.end() && group_.segment().has_ended(static_cast<int>(name - names.begin()));
 }
 
 void ShmBackend::abort() {

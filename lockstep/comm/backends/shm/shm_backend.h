@@ -27,6 +27,7 @@ class ShmBackend final : public backends::TensorBackend {
   /// See ProcessGroup::symmetric_empty. A collective.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  bool has_lost(int rank) const override;
   void abort() override;
   void shutdown() override;
 
