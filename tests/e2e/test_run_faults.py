@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import unittest
 
@@ -18,6 +19,12 @@ from run_testing import CPP_RANK, Launched, alive, lockstep_run, processes_with,
 DAEMON = ("(setsid env -i PATH=$PATH sh -c 'echo $$ > '$OUT'/daemon$0.tmp; "
           "mv '$OUT'/daemon$0.tmp '$OUT'/daemon$0; exec sleep 1000' $RANK &); ")
 STUBBORN = "trap '' TERM INT HUP; echo $$ > $OUT/pid$RANK; while :; do sleep 1; done"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def number_in(path):
@@ -130,15 +137,66 @@ main()
                 self.assertFalse(alive(number_in(folder / f"daemon{rank}")))
 
 
+class Passage:
+    """A port that leads to another one of this machine, until it is cut."""
+
+    def __init__(self, target):
+        self.target, self.port, self.passed, self.sockets = target, 0, 0, []
+        self.open()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.cut()
+
+    def open(self):
+        self.listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, args=(self.listener,), daemon=True).start()
+
+    def accept(self, listener):
+        try:
+            while True:
+                near = listener.accept()[0]
+                self.sockets.append(near)
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:  # The launcher that listens there is not up yet.
+                    near.close()
+                    continue
+                self.sockets.append(far)
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self.pump, args=pair, daemon=True).start()
+        except OSError:
+            pass  # It was cut.
+
+    def pump(self, source, sink):
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+                self.passed += len(data)
+            sink.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def cut(self):
+        for one in (self.listener, *self.sockets):
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            one.close()
+        self.sockets = []
+
+
 class Hosts(unittest.TestCase):
     """Two launchers on one machine that are two hosts; the ranks know nothing of each other."""
 
     def pair(self, folder, text, **flags):
         """Both launchers, once all four ranks have begun; `text` is run by each rank."""
         for _ in range(5):  # A free port may be taken before the launcher binds it.
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             begun = "echo $$ > $OUT/pid$RANK.tmp; mv $OUT/pid$RANK.tmp $OUT/pid$RANK; "
             launched = [Launched("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
                                  "--master-port", port, *flags.get("flags", []), "sh", "-c", begun + text, env={"OUT": str(folder)})
@@ -150,6 +208,43 @@ class Hosts(unittest.TestCase):
                            30, "the ranks of host 0")
             if launched[0].process.poll() is None:
                 return launched
+        self.fail("no free port in five attempts")
+
+    def launch(self, host, port, text, folder, **popen):
+        return Launched("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
+                        "--master-port", port, "sh", "-c", text, env={"OUT": str(folder)}, **popen)
+
+    def test_a_failure_before_host_0_is_up_is_told(self):
+        for _ in range(5):  # A free port may be taken before the launcher binds it.
+            with temporary_folder() as folder, open(folder / "said", "wb") as said, \
+                    self.launch(1, free_port(), "echo reason >&2; exit 7", folder, stderr=said) as second:
+                port = second.process.args[second.process.args.index("--master-port") + 1]
+                wait_until(lambda: "waiting up to 30 s" in (folder / "said").read_text(), 20, "the wait for host 0")
+                with self.launch(0, port, "sleep 1000", folder) as first:
+                    code, _, err = first.end()
+                    if "in use" in err:
+                        continue
+                    self.assertEqual(code, 7, err)
+                    self.assertRegex(err, r"error: on host 1: rank \d .*exited with code 7\n.*\n    reason\n")
+                    self.assertEqual(second.end()[0], 7)
+                    return
+        self.fail("no free port in five attempts")
+
+    def test_a_broken_connection_between_the_launchers_is_made_again(self):
+        for _ in range(5):
+            port, text = free_port(), "until [ -e $OUT/go ]; do sleep 0.01; done"
+            with temporary_folder() as folder, Passage(port) as passage, self.launch(0, port, text, folder) as first, \
+                    self.launch(1, passage.port, text, folder) as second:
+                wait_until(lambda: passage.passed > 0 or first.process.poll() is not None, 30, "the launcher of host 1")
+                passage.cut()
+                time.sleep(1)  # As long as the network is down.
+                passage.open()
+                (folder / "go").touch()
+                code, _, err = first.end()
+                if "in use" in err:
+                    continue
+                self.assertEqual((code, second.end()[0]), (0, 0), err)
+                return
         self.fail("no free port in five attempts")
 
     def killed(self, rank, text="sleep 1000"):

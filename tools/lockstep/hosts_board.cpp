@@ -290,7 +290,7 @@ class HostsBoard : public launch::OtherHosts {
     if (board_->lost && board_->elsewhere) return true;
     if (board_->connected) return now - std::max(*board_->ended, *board_->connected) > kTellLimit;
     if (board_->meeting.host == 0) return now - *board_->ended > kTellLimit;
-    if (!says_that_it_waits_) {
+    if (!says_that_it_waits_ && now - *board_->ended > kTellLimit) {
       says_that_it_waits_ = true;
       log_info(
           "lockstep run: waiting up to 30 s for the launcher of host 0, to tell it of the "
