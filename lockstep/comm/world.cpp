@@ -6,6 +6,7 @@
 #include <exception>
 #include <map>
 
+#include "lockstep/base/arrival.h"
 #include "lockstep/base/descriptors.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/env.h"
@@ -32,6 +33,10 @@ using std::chrono::milliseconds;
 constexpr milliseconds kDefaultTimeout{120'000};
 constexpr milliseconds kFarewell{5'000};
 constexpr milliseconds kNewsEvery{5'000};
+/// How often a rank that waits for votes looks for Python's ranks. All ranks ask one store, so many
+/// of them look less often.
+constexpr milliseconds kLookEvery{50}, kSeldomLookEvery{500};
+constexpr int kFewRanks = 32;
 
 milliseconds timeout_of(const InitOptions& options) {
   if (options.timeout) check_timeout("init", *options.timeout);
@@ -126,10 +131,13 @@ void tell_who_came(Store store, const std::vector<std::string>& keys) {
 bool all_vote(Store store, Store gloo, int world_size, bool tells) {
   const auto keys = numbered_keys("vote/", world_size);
   const auto deadline = std::chrono::steady_clock::now() + store.timeout();
-  Every news(kNewsEvery);
-  for (PollPause pause; !store.check(keys); pause.sleep()) {
+  const auto here = [&](const std::vector<std::string>& asked) { return store.check(asked); };
+  Every news(kNewsEvery), look(world_size <= kFewRanks ? kLookEvery : kSeldomLookEvery);
+  Arrival arrival(keys);
+  for (PollPause pause; !arrival.complete(here); pause.sleep()) {
     if (tells && news.due()) tell_who_came(store, keys);
-    for (int rank = 0; rank < world_size; ++rank) {
+    const bool looks = look.due();
+    for (int rank = static_cast<int>(arrival.seen()); looks && rank < world_size; ++rank) {
       if (gloo.check({"0/" + std::to_string(rank)})) return false;
     }
     if (std::chrono::steady_clock::now() >= deadline) throw_missing(store, keys);
