@@ -68,11 +68,25 @@ Job::Options job_options(const LaunchPlan& plan) {
   return options;
 }
 
+/// A worker that reads the terminal must not go on reading once the shell does.
+bool stops_workers(const LaunchPlan& plan) {
+  const bool is_forwarded =
+      std::find(plan.signals.begin(), plan.signals.end(), SIGTSTP) != plan.signals.end();
+  return !is_forwarded && std::any_of(plan.workers.begin(), plan.workers.end(),
+                                      [](const auto& worker) { return worker.inherit_stdin; });
+}
+
+std::vector<int> caught_signals(const LaunchPlan& plan) {
+  auto signals = plan.signals;
+  if (stops_workers(plan)) signals.push_back(SIGTSTP);
+  return signals;
+}
+
 class Launcher {
  public:
   explicit Launcher(const LaunchPlan& plan)
       : plan_(plan),
-        signals_(plan.signals),
+        signals_(caught_signals(plan)),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
@@ -199,7 +213,16 @@ class Launcher {
     others_->tell({failure.exit_code(), failure.text()});
   }
 
+  void stop_and_continue() {
+    send(SIGSTOP);
+    if (plan_.at_stop) plan_.at_stop();
+    SignalCatcher::stop();
+    if (plan_.at_continue) plan_.at_continue();
+    send(SIGCONT);
+  }
+
   void take_signal(int signal, Time now) {
+    if (signal == SIGTSTP && stops_workers(plan_)) return stop_and_continue();
     if (job_.all_ended()) leaves_at_once_ = true;
     send(job_.signalled(signal, now));
   }

@@ -81,6 +81,9 @@ struct LaunchPlan {
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
+  /// Where a worker reads our input, SIGTSTP (Ctrl-Z) stops the workers and then us. These are
+  /// called before and after. They may be empty.
+  std::function<void()> at_stop, at_continue;
 };
 
 /// The failure that brought the job down.

@@ -332,6 +332,24 @@ class Signals(unittest.TestCase):
                 code, out, _ = launched.end()
                 self.assertEqual((code, out), (128 + signal.SIGUSR1, "[rank0]: usr1\n"))
 
+    def test_ctrl_z_stops_a_rank_that_reads_our_input(self):
+        def state(pid):
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+        with temporary_folder() as folder:
+            text = "echo $$ > $OUT/pid; until [ -e $OUT/go ]; do sleep 0.01; done"
+            # Not in a session of its own: there nobody could continue it, and the kernel does not stop it.
+            with Launched("sh", "-c", text, env={"OUT": str(folder)}, start_new_session=False, preexec_fn=os.setpgrp) as launched:
+                wait_for_files(folder / "pid")
+                launched.send(signal.SIGTSTP)
+                for pid in (launched.process.pid, number_in(folder / "pid")):
+                    wait_until(lambda: state(pid) == "T", 10, f"the stop of {pid}")
+                launched.send(signal.SIGCONT)
+                (folder / "go").touch()
+                code, _, err = launched.end()
+                self.assertEqual(code, 0, err)
+                launched.nothing_left()
+
     def test_at_any_moment(self):
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed {seed}", file=sys.stderr)

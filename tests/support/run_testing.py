@@ -48,7 +48,8 @@ class Launched:
     def __init__(self, *words, env=None, **popen):
         self.env, self.mark = marked_environment(**(env or {}))
         self.process = subprocess.Popen(
-            [LOCKSTEP, "run", *map(str, words)], env=self.env, stdin=subprocess.DEVNULL, start_new_session=True,
+            [LOCKSTEP, "run", *map(str, words)], env=self.env, stdin=subprocess.DEVNULL,
+            start_new_session=popen.pop("start_new_session", True),
             stdout=popen.pop("stdout", subprocess.PIPE), stderr=popen.pop("stderr", subprocess.PIPE), **popen)
 
     def __enter__(self):

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <optional>
 
 #include "library.h"
 #include "lockstep/base/env.h"
@@ -201,11 +202,23 @@ class TerminalSettings {
   ~TerminalSettings() {
     if (saved_ && is_foreground()) tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
   }
+  /// When the job is stopped: the shell gets its settings, the rank later its own again.
+  void lend() {
+    rank_has_.reset();
+    termios now{};
+    if (!saved_ || !is_foreground() || tcgetattr(STDIN_FILENO, &now) != 0) return;
+    rank_has_ = now;
+    tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
+  }
+  void take_back() {
+    if (rank_has_ && is_foreground()) tcsetattr(STDIN_FILENO, TCSADRAIN, &*rank_has_);
+  }
   TerminalSettings(const TerminalSettings&) = delete;
   TerminalSettings& operator=(const TerminalSettings&) = delete;
 
  private:
   termios before_{};
+  std::optional<termios> rank_has_;
   bool saved_;
 };
 
@@ -276,7 +289,9 @@ int run_command(const std::vector<std::string>& args) {
   }
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();
-  const TerminalSettings terminal;
+  TerminalSettings terminal;
+  plan.at_stop = [&] { terminal.lend(); };
+  plan.at_continue = [&] { terminal.take_back(); };
   launch::launch(plan);
   return kExitSuccess;
 }
