@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/pending_work.h"
 #include "lockstep/comm/checks/rank_checks.h"
