@@ -9,6 +9,8 @@ import pathlib
 import random
 import re
 import signal
+import struct
+import tempfile
 import time
 import unittest
 
@@ -272,14 +274,19 @@ class Faults(unittest.TestCase):
             job.nothing_left()
 
     def test_a_rank_that_fails_by_itself_ends_the_job_and_is_heard(self):
-        """Rank 1 has no such file; the others wait for it in vain, and only until mpirun ends them."""
-        program = ('if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then set -- --dataset file:/nowhere; fi; '
-                   f'exec {t.LOCKSTEP} train --model mlp --max-epochs 1 "$@"')
-        for backend in ("mpi", "gloo") if HAS_MPI else ("gloo",):
-            with self.subTest(backend):
-                code, out, err = mpi_testing.mpirun(2, "sh", "-c", program + f" --backend {backend}", "sh", timeout=60)
-                self.assertNotEqual(code, 0, out + err)
-                self.assertIn("/nowhere", out + err)
+        """Rank 1 has no such file in its folder. The others wait for it in vain, until mpirun ends them."""
+        with tempfile.TemporaryDirectory() as folder:
+            header = json.dumps({"data": {"dtype": "U8", "shape": [64, 28, 28], "data_offsets": [0, 64 * 784]},
+                                 "targets": {"dtype": "U8", "shape": [64], "data_offsets": [64 * 784, 64 * 785]}})
+            path = pathlib.Path(folder) / "images.safetensors"
+            path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64 * 785))
+            program = (f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] || cd {folder}; '
+                       f'exec {t.LOCKSTEP} train --model mlp --max-epochs 1 --dataset file:images.safetensors')
+            for backend in ("mpi", "gloo") if HAS_MPI else ("gloo",):
+                with self.subTest(backend):
+                    code, out, err = mpi_testing.mpirun(2, "sh", "-c", f"{program} --backend {backend}", timeout=60)
+                    self.assertNotEqual(code, 0, out + err)
+                    self.assertRegex(out + err, r"error: .*images\.safetensors")
 
 
 if __name__ == "__main__":
