@@ -31,7 +31,7 @@ BACKEND = sys.argv.pop(1) if len(sys.argv) > 1 else "shm"
 ONE_JOB = json.loads(sys.argv.pop(1)) if len(sys.argv) > 1 and sys.argv[1].startswith("{") else None
 SEED = int(os.environ.get("LOCKSTEP_FUZZ_SEED") or random.randrange(1 << 30))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
-SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS") or (1200 if LONG else 24))
+SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS") or (1200 if LONG else 16))
 PLACEMENTS = {"shm": ["aa", "aaa", "aaaa", "aaaaa"], "hierarchical": ["aab", "aabb", "abab", "abba", "aaab", "aabbc"],
               "gloo": ["aa", "aaa"], "mpi": ["aa", "aaa", "aaaa"]}[BACKEND]
 
