@@ -1,23 +1,16 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
+#include <string>
 
-#include "lockstep/data/safetensors.h"
+#include "lockstep/parallel/state_dict.h"
 
 namespace torch::nn {
 class Module;
 }
 
 namespace lockstep {
-
-/// Parameters and buffers by the names of Python's state_dict. The tensors are the model's own.
-NamedTensors state_dict(const torch::nn::Module& module);
-
-/// Copies tensors into the model's parameters and buffers. `source` names them in messages. Throws
-/// CheckpointError naming the first tensors that are missing, unexpected or of another shape, with
-/// how many there are of each.
-void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
-                     const std::string& source);
 
 /// Throws DataError when there is nothing of that name.
 void check_weights_exist(const std::filesystem::path& path);

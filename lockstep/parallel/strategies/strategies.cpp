@@ -1,0 +1,50 @@
+#include "lockstep/parallel/strategies/strategies.h"
+
+#include <functional>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
+#include "lockstep/parallel/ddp_strategy.h"
+
+namespace lockstep {
+namespace {
+
+struct Row {
+  StrategyInfo info;
+  std::unique_ptr<Strategy> (*make)(const StrategySetup& setup);
+};
+
+/// Adding a strategy adds its folder, and a line here.
+const std::vector<Row>& rows() {
+  static const std::vector<Row> rows{
+      {{"ddp", "every rank has the whole model; gradients are averaged"},
+       [](const StrategySetup& setup) { return make_ddp_strategy(setup); }},
+  };
+  return rows;
+}
+
+}  // namespace
+
+const std::vector<StrategyInfo>& strategy_infos() {
+  static const std::vector<StrategyInfo> infos = [] {
+    std::vector<StrategyInfo> all;
+    for (const Row& row : rows()) all.push_back(row.info);
+    return all;
+  }();
+  return infos;
+}
+
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names;
+  for (const StrategyInfo& info : strategy_infos()) names.push_back(info.name);
+  return names;
+}
+
+std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
+  for (const Row& row : rows()) {
+    if (row.info.name == name) return row.make(setup);
+  }
+  throw UsageError(unknown_word("strategy", name, strategy_names()));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,162 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/optim/optim.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+/// One batch of a step, as its owner (a step loop, a user's own loop) hands it to a strategy.
+struct BatchWork {
+  /// Runs the module on the batch and gives the scalar from which backward starts: the loss, already
+  /// divided for accumulation and scaled for mixed precision. Called once, on the calling thread,
+  /// with gradients on. Any module with any inputs and outputs can be trained so.
+  std::function<at::Tensor()> loss;
+  /// What `loss` is made of, for strategies that cut a batch along dimension 0 into micro-batches.
+  /// Those need all three, and call `criterion` in place of `loss`.
+  at::Tensor input = {};
+  at::Tensor target = {};
+  /// The mean over the samples that it is given, divided and scaled as `loss`.
+  std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)> criterion = {};
+  /// False while gradients only add up: ranks need not communicate them yet.
+  bool last_of_step = true;
+};
+
+/// A module as a chain: the output of one layer is the input of the next. For strategies that put
+/// parts of it on different ranks or devices.
+struct Layer {
+  std::string name;                           ///< As it starts the names of its parameters.
+  std::shared_ptr<torch::nn::Module> module;  ///< Null for a layer without tensors (ReLU, reshape).
+  std::function<at::Tensor(const at::Tensor&)> forward;
+};
+
+/// Which of `size` different parts of the data a rank trains on. Ranks of one pipeline share one.
+struct DataShare {
+  int rank = 0;
+  int size = 1;
+};
+
+/// Bytes that a rank keeps for training, as they are now. Activations are not counted.
+struct StateBytes {
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer = 0;
+  int64_t total() const { return parameters + gradients + optimizer; }
+};
+
+/// Makes the optimizer of the tensors that this rank updates: the module's own parameters, or a
+/// strategy's shards of them.
+using OptimizerFactory =
+    std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
+
+/// Enters what every forward and its criterion runs in, such as autocast. It is left when the
+/// result is let go.
+using ForwardContext = std::function<std::shared_ptr<void>()>;
+
+struct StrategyOptions {
+  /// Pipeline: parts of a batch. 4 keep two stages busy for 4/5 of the time.
+  int64_t num_micro_batches = 4;
+  /// Pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble. 1f1b needs the least memory.
+  std::string pipeline_schedule = "1f1b";
+  /// Named dimensions of the ranks ("dp=2,pp=2"). Empty: all ranks are one dimension.
+  std::string mesh = {};
+  /// FSDP: give back gathered parameters after forward, too. Costs one more gather in backward.
+  bool reshard_after_forward = true;
+  /// FSDP: keep shards and optimizer state in the host's memory. For models that fill a GPU.
+  bool cpu_offload = false;
+  /// FSDP: dtype in which parameters are gathered and computed with. Undefined: their own.
+  std::optional<at::ScalarType> parameter_dtype = {};
+  /// FSDP, ZeRO: dtype in which gradients are reduced. Undefined: their own.
+  std::optional<at::ScalarType> reduce_dtype = {};
+  /// Empty: nothing is entered.
+  ForwardContext forward_context = {};
+};
+
+/// What a strategy is made of. The module's parameters lie on `device` and have their values; those
+/// of rank 0 win.
+struct StrategySetup {
+  std::shared_ptr<torch::nn::Module> module;
+  std::vector<Layer> layers = {};  ///< Empty: the module is not known as a chain.
+  OptimizerFactory make_optimizer;
+  ProcessGroup group;  ///< All ranks that train together.
+  c10::Device device = c10::kCPU;
+  StrategyOptions options = {};
+};
+
+/// How a model is spread over ranks: everything between a module, an optimizer and a group. A step
+/// loop, or a user's own loop, sees this interface and no strategy by name:
+///
+///     for (...) {
+///       strategy->run_batch({.loss = [&] { return loss_of(model->forward(x), y); }});
+///       strategy->clip_grad_norm(1.0);
+///       strategy->step();
+///       strategy->zero_grad();
+///     }
+///
+/// Every rank makes the same calls in the same order. Failures between ranks are CommErrors. One
+/// thread at a time. Destroy it before the World closes.
+class Strategy {
+ public:
+  virtual ~Strategy() = default;
+  /// "ddp", "zero1", ...
+  virtual const std::string& name() const = 0;
+  virtual const ProcessGroup& group() const = 0;
+  virtual DataShare data_share() const = 0;
+
+  /// Forward and backward of one batch. Gradients add to those that are there. After the batch that
+  /// is the last of its step they are the mean over all data shares.
+  virtual void run_batch(const BatchWork& work) = 0;
+  /// The module's output for a batch, without a graph. `forward` runs the module, `input` is for
+  /// strategies that run it in parts. None on a rank that another rank answers for: sums over
+  /// outputs, reduced over `group`, count each sample once.
+  virtual std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
+                                            const at::Tensor& input) = 0;
+  /// Runs what makes a resumed run go on with the same bits, such as the order of buckets. The work
+  /// is of zeros. Gradients are dropped. Changes buffers and random numbers.
+  virtual void warm_up(const BatchWork& work) {}
+
+  /// The gradients that `step` uses on this rank, after a step's last batch: whole ones or shards.
+  /// The tensors may be changed in place.
+  virtual std::vector<at::Tensor> gradients() const = 0;
+  /// Whether ranks have different gradients, so that what is found in them (an infinity, a norm)
+  /// must be reduced over `group`.
+  virtual bool has_sharded_gradients() const = 0;
+  /// As lockstep::clip_grad_norm over the gradients of the whole model. The norm before, on all
+  /// ranks. A collective where gradients are sharded.
+  virtual double clip_grad_norm(double max_norm) = 0;
+
+  /// Updates the parameters, on all ranks to the same values. Throws UsageError while gradients only
+  /// add up.
+  virtual void step(const StepScale& scale = {}) = 0;
+  virtual void zero_grad() = 0;
+  virtual void set_lr(double lr) = 0;
+  virtual double lr() const = 0;
+
+  /// The whole model's parameters and buffers by the module's names, and the whole optimizer's state
+  /// by "NAME.parameter-index" (see Optimizer::state), whatever a rank has of them: so a state saved
+  /// with one strategy is loaded with another. On rank 0, on the CPU or the device; empty on the
+  /// others. Collectives.
+  virtual OptimizerState model_state() = 0;
+  virtual OptimizerState optimizer_state() = 0;
+  /// The same states, whole, on every rank. Throws CheckpointError where they do not fit.
+  virtual void load_model_state(const OptimizerState& state) = 0;
+  virtual void load_optimizer_state(const OptimizerState& state) = 0;
+
+  virtual StateBytes state_bytes() const = 0;
+};
+
+}  // namespace lockstep

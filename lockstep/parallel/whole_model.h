@@ -1,0 +1,43 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "lockstep/parallel/strategy.h"
+
+namespace lockstep::detail {
+
+/// What strategies share in which each rank has the whole module and whole gradients.
+class WholeModelStrategy : public Strategy {
+ public:
+  explicit WholeModelStrategy(const StrategySetup& setup);
+
+  const ProcessGroup& group() const override { return group_; }
+  DataShare data_share() const override { return {group_.rank(), group_.size()}; }
+  std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
+                                    const at::Tensor& input) override;
+  std::vector<at::Tensor> gradients() const override;
+  bool has_sharded_gradients() const override { return false; }
+  double clip_grad_norm(double max_norm) override;
+  void zero_grad() override;
+  OptimizerState model_state() override;
+  void load_model_state(const OptimizerState& state) override;
+
+ protected:
+  torch::nn::Module& module() { return *module_; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  /// In the forward's context, which backward is not to run in.
+  at::Tensor compute_loss(const BatchWork& work) const;
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<at::Tensor> parameters_;  ///< In the module's order.
+  ProcessGroup group_;
+  ForwardContext forward_context_;
+};
+
+int64_t bytes_of(const at::Tensor& tensor);
+int64_t bytes_of(const std::vector<at::Tensor>& tensors);
+int64_t bytes_of(const OptimizerState& state);
+
+}  // namespace lockstep::detail
