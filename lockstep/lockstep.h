@@ -3,6 +3,9 @@
 // <torch/nn/modules/linear.h>.
 #pragma once
 
+#include "lockstep/amp/autocast.h"
+#include "lockstep/amp/grad_scaler.h"
+#include "lockstep/amp/precision.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/autograd/linear.h"
 #include "lockstep/base/env.h"

@@ -30,6 +30,8 @@ class FusedAdam : public Optimizer {
   void step_scaled(const StepScale& scale) override;
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  bool takes_grad_scale() const override { return true; }
   OptimizerState state() const override;
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return name_; }

@@ -51,6 +51,11 @@ class Optimizer {
   virtual void step_scaled(const StepScale& scale) = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
+  /// The tensors that a step updates, in the order of state()'s indices.
+  virtual const std::vector<at::Tensor>& parameters() const = 0;
+  /// Whether step_scaled divides by the scale within the update, as Python's fused optimizers do.
+  /// Else a gradient scaler divides the gradients before.
+  virtual bool takes_grad_scale() const { return false; }
   /// Everything needed to go on with the same bits, except for the options. Tensors are under
   /// "NAME.parameter-index"; counts are int64 tensors of one element. The tensors are the
   /// optimizer's own: copy what must outlive the next step. A parameter that never had a gradient

@@ -31,6 +31,7 @@ class Sgd : public Optimizer {
   void step_scaled(const StepScale& scale) override;
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   OptimizerState state() const override;
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return name_; }

@@ -73,6 +73,7 @@ class TorchOptimizer : public Optimizer {
   }
   void set_lr(double lr) override { torch_.param_groups()[0].options().set_lr(lr); }
   double lr() const override { return torch_.param_groups()[0].options().get_lr(); }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   const std::string& name() const override { return name_; }
 
   OptimizerState state() const override {
