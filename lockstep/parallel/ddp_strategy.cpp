@@ -10,10 +10,10 @@
 namespace lockstep {
 namespace {
 
-class DdpStrategy : public detail::WholeModelStrategy {
+class DdpStrategy : public detail::WholeOptimizerStrategy {
  public:
   DdpStrategy(const StrategySetup& setup, const DdpOptions& options)
-      : WholeModelStrategy(setup), optimizer_(setup.make_optimizer(parameters())) {
+      : WholeOptimizerStrategy(setup) {
     if (group().size() > 1) core_.emplace(module(), group(), options);
   }
 
@@ -34,25 +34,8 @@ class DdpStrategy : public detail::WholeModelStrategy {
     zero_grad();
   }
 
-  void step(const StepScale& scale) override {
-    scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
-                                                            : optimizer_->step();
-  }
-  void set_lr(double lr) override { optimizer_->set_lr(lr); }
-  double lr() const override { return optimizer_->lr(); }
-
-  OptimizerState optimizer_state() override {
-    return group().rank() == 0 ? optimizer_->state() : OptimizerState();
-  }
-  void load_optimizer_state(const OptimizerState& state) override { optimizer_->load_state(state); }
-  StateBytes state_bytes() const override {
-    return {detail::bytes_of(parameters()), detail::bytes_of(gradients()),
-            detail::bytes_of(optimizer_->state())};
-  }
-
  private:
   std::string name_ = "ddp";
-  std::unique_ptr<Optimizer> optimizer_;
   std::optional<detail::DdpCore> core_;
 };
 

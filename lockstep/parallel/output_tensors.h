@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
+#include <concepts>
 #include <map>
 #include <optional>
 #include <string>
@@ -26,6 +28,13 @@ namespace lockstep {
 template <class T>
 struct OutputTensors;
 
+/// Whether there are tensors to be found in a T: it is a tensor, one of the containers below of
+/// such, or a type for which OutputTensors is specialised.
+template <class T>
+concept CarriesTensors = requires {
+  sizeof(OutputTensors<T>);
+};
+
 template <class T, class F>
 void visit_tensors(T& output, F&& f) {
   OutputTensors<T>::visit(output, f);
@@ -39,7 +48,7 @@ struct OutputTensors<at::Tensor> {
   }
 };
 
-template <class T>
+template <CarriesTensors T>
 struct OutputTensors<std::optional<T>> {
   template <class F>
   static void visit(std::optional<T>& output, F&& f) {
@@ -47,7 +56,7 @@ struct OutputTensors<std::optional<T>> {
   }
 };
 
-template <class T>
+template <CarriesTensors T>
 struct OutputTensors<std::vector<T>> {
   template <class F>
   static void visit(std::vector<T>& output, F&& f) {
@@ -55,7 +64,7 @@ struct OutputTensors<std::vector<T>> {
   }
 };
 
-template <class T, size_t N>
+template <CarriesTensors T, size_t N>
 struct OutputTensors<std::array<T, N>> {
   template <class F>
   static void visit(std::array<T, N>& output, F&& f) {
@@ -63,7 +72,7 @@ struct OutputTensors<std::array<T, N>> {
   }
 };
 
-template <class K, class T>
+template <class K, CarriesTensors T>
 struct OutputTensors<std::map<K, T>> {
   template <class F>
   static void visit(std::map<K, T>& output, F&& f) {
@@ -71,28 +80,40 @@ struct OutputTensors<std::map<K, T>> {
   }
 };
 
-template <class K, class T>
+/// In the order of the keys where they have one: two maps of the same keys need not hold them in
+/// the same order.
+template <class K, CarriesTensors T>
 struct OutputTensors<std::unordered_map<K, T>> {
   template <class F>
   static void visit(std::unordered_map<K, T>& output, F&& f) {
-    for (auto& [key, item] : output) visit_tensors(item, f);
+    std::vector<std::pair<const K, T>*> items;
+    for (auto& item : output) items.push_back(&item);
+    if constexpr (std::totally_ordered<K>) {
+      std::sort(items.begin(), items.end(),
+                [](const auto* a, const auto* b) { return a->first < b->first; });
+    }
+    for (auto* item : items) visit_tensors(item->second, f);
   }
 };
 
+/// Elements without tensors are passed over.
 template <class... Ts>
-struct OutputTensors<std::tuple<Ts...>> {
+requires(CarriesTensors<Ts> || ...) struct OutputTensors<std::tuple<Ts...>> {
   template <class F>
   static void visit(std::tuple<Ts...>& output, F&& f) {
-    std::apply([&](Ts&... items) { (visit_tensors(items, f), ...); }, output);
+    const auto visit_one = [&]<class T>(T& item) {
+      if constexpr (CarriesTensors<T>) visit_tensors(item, f);
+    };
+    std::apply([&](Ts&... items) { (visit_one(items), ...); }, output);
   }
 };
 
 template <class A, class B>
-struct OutputTensors<std::pair<A, B>> {
+requires(CarriesTensors<A> || CarriesTensors<B>) struct OutputTensors<std::pair<A, B>> {
   template <class F>
   static void visit(std::pair<A, B>& output, F&& f) {
-    visit_tensors(output.first, f);
-    visit_tensors(output.second, f);
+    if constexpr (CarriesTensors<A>) visit_tensors(output.first, f);
+    if constexpr (CarriesTensors<B>) visit_tensors(output.second, f);
   }
 };
 

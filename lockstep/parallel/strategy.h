@@ -72,6 +72,8 @@ struct StrategyOptions {
   int64_t num_micro_batches = 4;
   /// Pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble. 1f1b needs the least memory.
   std::string pipeline_schedule = "1f1b";
+  /// DataParallel: replicas in this process. 0: one for each core, or for each GPU.
+  int64_t dp_replicas = 0;
   /// Named dimensions of the ranks ("dp=2,pp=2"). Empty: all ranks are one dimension.
   std::string mesh = {};
   /// FSDP: give back gathered parameters after forward, too. Costs one more gather in backward.
@@ -91,6 +93,9 @@ struct StrategyOptions {
 struct StrategySetup {
   std::shared_ptr<torch::nn::Module> module;
   std::vector<Layer> layers = {};  ///< Empty: the module is not known as a chain.
+  /// Runs `module`, or a copy that `module->clone` made, on a batch. For strategies that keep
+  /// copies. Empty: these refuse the module.
+  std::function<at::Tensor(torch::nn::Module& module, const at::Tensor& input)> forward = {};
   OptimizerFactory make_optimizer;
   ProcessGroup group;  ///< All ranks that train together.
   c10::Device device = c10::kCPU;

@@ -55,6 +55,22 @@ at::Tensor WholeModelStrategy::compute_loss(const BatchWork& work) const {
   return work.loss();
 }
 
+WholeOptimizerStrategy::WholeOptimizerStrategy(const StrategySetup& setup)
+    : WholeModelStrategy(setup), optimizer_(setup.make_optimizer(parameters())) {}
+
+void WholeOptimizerStrategy::step(const StepScale& scale) {
+  scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
+                                                          : optimizer_->step();
+}
+
+OptimizerState WholeOptimizerStrategy::optimizer_state() {
+  return group().rank() == 0 ? optimizer_->state() : OptimizerState();
+}
+
+StateBytes WholeOptimizerStrategy::state_bytes() const {
+  return {bytes_of(parameters()), bytes_of(gradients()), bytes_of(optimizer_->state())};
+}
+
 int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }

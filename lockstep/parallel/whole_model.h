@@ -36,6 +36,22 @@ class WholeModelStrategy : public Strategy {
   ForwardContext forward_context_;
 };
 
+/// What those share in which each rank also has the whole optimizer.
+class WholeOptimizerStrategy : public WholeModelStrategy {
+ public:
+  explicit WholeOptimizerStrategy(const StrategySetup& setup);
+
+  void step(const StepScale& scale) override;
+  void set_lr(double lr) override { optimizer_->set_lr(lr); }
+  double lr() const override { return optimizer_->lr(); }
+  OptimizerState optimizer_state() override;
+  void load_optimizer_state(const OptimizerState& state) override { optimizer_->load_state(state); }
+  StateBytes state_bytes() const override;
+
+ private:
+  std::unique_ptr<Optimizer> optimizer_;
+};
+
 int64_t bytes_of(const at::Tensor& tensor);
 int64_t bytes_of(const std::vector<at::Tensor>& tensors);
 int64_t bytes_of(const OptimizerState& state);

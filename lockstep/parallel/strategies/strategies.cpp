@@ -4,6 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
 
 namespace lockstep {
@@ -19,6 +20,8 @@ const std::vector<Row>& rows() {
   static const std::vector<Row> rows{
       {{"ddp", "every rank has the whole model; gradients are averaged"},
        [](const StrategySetup& setup) { return make_ddp_strategy(setup); }},
+      {{"dp", "one process: a replica for each device or core takes a part of each batch"},
+       [](const StrategySetup& setup) { return make_dp_strategy(setup); }},
   };
   return rows;
 }

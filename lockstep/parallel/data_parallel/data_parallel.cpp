@@ -1,0 +1,105 @@
+#include "lockstep/parallel/data_parallel/data_parallel.h"
+
+#include <torch/cuda.h>
+
+#include <algorithm>
+
+#include "lockstep/base/cores.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::detail {
+namespace {
+
+c10::Device device_of(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  if (!parameters.empty()) return parameters.front().device();
+  const auto buffers = module.buffers();
+  return buffers.empty() ? c10::Device(c10::kCPU) : buffers.front().device();
+}
+
+std::vector<c10::Device> all_devices(const torch::nn::Module& module) {
+  const c10::Device own = device_of(module);
+  std::vector<c10::Device> devices;
+  if (own.is_cpu()) devices.resize(static_cast<size_t>(std::max(1, usable_cores())), own);
+  if (own.is_cuda()) {
+    // The module's first: it must lie there.
+    devices.push_back(own);
+    for (c10::DeviceIndex i = 0; i < torch::cuda::device_count(); ++i) {
+      const c10::Device device(c10::kCUDA, i);
+      if (device != own) devices.push_back(device);
+    }
+  }
+  if (devices.empty()) {
+    throw UsageError("DataParallel: the module is on device " + own.str(),
+                     "move it to the CPU or a GPU before, or name the devices");
+  }
+  return devices;
+}
+
+void check_options(const DataParallelOptions& options) {
+  for (const c10::Device device : options.devices) {
+    if (device.type() == options.devices.front().type()) continue;
+    throw UsageError("DataParallel: devices " + options.devices.front().str() + " and " +
+                         device.str() + " are of different types",
+                     "replicas run on devices of one type");
+  }
+  if (options.threads_per_replica < 0) {
+    throw UsageError("DataParallel: threads_per_replica is " +
+                     std::to_string(options.threads_per_replica) + ", expected 0 or more");
+  }
+}
+
+}  // namespace
+
+DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
+                                   DataParallelOptions options, const Make& make)
+    : module_(std::move(module)), options_(std::move(options)) {
+  if (!module_) throw UsageError("DataParallel: the module is null");
+  if (options_.devices.empty()) options_.devices = all_devices(*module_);
+  check_options(options_);
+  tensors_ = module_->parameters();
+  for (const at::Tensor& buffer : module_->buffers()) tensors_.push_back(buffer);
+  if (!options_.output_device) options_.output_device = options_.devices.front();
+  check_devices();
+  if (options_.devices.size() == 1) return;
+  std::vector<std::shared_ptr<torch::nn::Module>> copies;
+  for (const c10::Device device : options_.devices) {
+    copies.push_back(copy_module(module_, device, make));
+  }
+  replicas_.emplace(module_, std::move(copies));
+  threads_ = std::make_shared<ReplicaThreads>(options_.devices, options_.threads_per_replica);
+}
+
+void DataParallelCore::check_devices() const {
+  const c10::Device expected = options_.devices.front();
+  if (std::all_of(tensors_.begin(), tensors_.end(),
+                  [&](const at::Tensor& tensor) { return tensor.device() == expected; })) {
+    return;
+  }
+  const auto check = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.device() == expected) return;
+    throw UsageError("DataParallel: the module must have its parameters and buffers on device " +
+                         expected.str() + ", the first one, but '" + name + "' is on " +
+                         tensor.device().str(),
+                     "call module->to(\"" + expected.str() + "\")");
+  };
+  for (const auto& item : module_->named_parameters()) check(item.key(), item.value());
+  for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
+}
+
+void DataParallelCore::prepare(size_t count) {
+  check_devices();
+  replicas_->refresh(count, /*link=*/c10::GradMode::is_enabled());
+  ++forwards_;
+}
+
+const std::vector<std::shared_ptr<torch::nn::Module>>& DataParallelCore::replicas() const {
+  static const std::vector<std::shared_ptr<torch::nn::Module>> none;
+  return replicas_ ? replicas_->replicas() : none;
+}
+
+DataParallelStatistics DataParallelCore::statistics() const {
+  return {forwards_, replicas_ ? replicas_->copies() : 0};
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,172 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/parallel/data_parallel/parallel_apply.h"
+#include "lockstep/parallel/data_parallel/replica_threads.h"
+#include "lockstep/parallel/data_parallel/replicate.h"
+#include "lockstep/parallel/data_parallel/scatter_gather.h"
+
+namespace lockstep {
+
+struct DataParallelOptions {
+  /// A replica's device each. One may be named twice. Empty: for a module on the CPU that device as
+  /// often as the process has cores, else all devices of the module's type.
+  std::vector<c10::Device> devices = {};
+  std::optional<c10::Device> output_device = {};  ///< Where outputs are gathered. None: the first.
+  int64_t dim = 0;                                ///< Along which inputs are cut.
+  /// LibTorch's threads of a replica on the CPU. 0: those of the thread that constructs, in equal
+  /// parts, at least 1. More threads in all than cores slow all of them down.
+  int threads_per_replica = 0;
+};
+
+/// What a DataParallel has done so far.
+struct DataParallelStatistics {
+  int64_t forwards = 0;  ///< That used several replicas.
+  /// Tensors whose values were copied into replicas. Parameters on the module's own device are
+  /// never copied.
+  int64_t copied_tensors = 0;
+};
+
+namespace detail {
+
+/// The part of DataParallel that does not depend on the module's type.
+class DataParallelCore {
+ public:
+  using Make = std::function<std::shared_ptr<torch::nn::Module>()>;
+  DataParallelCore(std::shared_ptr<torch::nn::Module> module, DataParallelOptions options,
+                   const Make& make);
+
+  const std::vector<c10::Device>& devices() const { return options_.devices; }
+  c10::Device output_device() const { return *options_.output_device; }
+  int64_t dim() const { return options_.dim; }
+  /// Before a forward of the first `count` replicas; see ReplicaSet. Throws UsageError where the
+  /// module is not on the first device.
+  void prepare(size_t count);
+  const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
+  const std::shared_ptr<ReplicaThreads>& threads() const { return threads_; }
+  DataParallelStatistics statistics() const;
+  int64_t own_bytes() const { return replicas_ ? replicas_->own_bytes() : 0; }
+  void check_devices() const;
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<at::Tensor> tensors_;  ///< The module's.
+  DataParallelOptions options_;
+  std::optional<ReplicaSet> replicas_;  ///< None for one device.
+  std::shared_ptr<ReplicaThreads> threads_;
+  int64_t forwards_ = 0;
+};
+
+}  // namespace detail
+
+/// Data parallelism in one process, as torch.nn.DataParallel: each forward cuts its inputs into a
+/// part for each device, runs a replica of the module on each at once, and gathers the outputs.
+/// Gradients of all replicas add up in the module's own parameters: give those to the optimizer.
+/// On the CPU too, where replicas run in threads, forward and backward.
+///
+/// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. The module must be
+/// torch::nn::Cloneable, as LibTorch's own are, or override `clone`, or `make_replica` makes
+/// modules of the same structure (UsageError otherwise). Their values are overwritten. Forward may
+/// take and return what `scatter` and `gather` handle.
+///
+/// Replicas stay from forward to forward. A parameter is copied again only when the module's has
+/// changed, by its version counter. On the module's own device nothing is copied: replicas use the
+/// module's memory. What a forward writes into buffers is kept of the first replica and lost of the
+/// others, as in Python: batch norm's running statistics are those of the first part of the batch.
+/// Other members that forward writes are never seen in the module.
+///
+/// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
+/// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
+/// order in which the threads ask, so such runs differ. On the CPU gradients of gradients need
+/// `create_graph` in backward only, as ever. Hooks of the module itself are not called on replicas.
+///
+/// The module must be on the first device (UsageError). What a replica throws is a ReplicaError
+/// with its device, in forward and backward. One thread at a time.
+template <class ModulePtr>
+class DataParallel {
+ public:
+  explicit DataParallel(ModulePtr module, DataParallelOptions options = {},
+                        const std::function<ModulePtr()>& make_replica = {})
+      : module_(std::move(module)),
+        core_(detail::module_pointer(module_), std::move(options), untyped(make_replica)) {
+    for (const auto& replica : core_.replicas()) {
+      replicas_.push_back(detail::typed_pointer<ModulePtr>(replica));
+    }
+  }
+
+  template <class... Args>
+  auto forward(Args&&... args) {
+    using Inputs = std::tuple<std::decay_t<Args>...>;
+    Inputs inputs(std::forward<Args>(args)...);
+    std::vector<Inputs> parts;
+    if (sizeof...(Args) == 0) {
+      parts.push_back(inputs);
+    } else {
+      parts = lockstep::scatter(inputs, core_.devices(), core_.dim());
+    }
+    if (parts.size() < 2) {
+      core_.check_devices();
+      auto output =
+          std::apply([&](auto&... each) { return module_->forward(each...); }, parts.front());
+      detail::replace_tensors(output, Mover{core_.output_device(), detail::tensors_of(output)});
+      return output;
+    }
+    core_.prepare(parts.size());
+    return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
+                            core_.output_device(), core_.dim());
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  /// The wrapped module: what to optimize and to save, without any prefix in its names.
+  auto& module() { return *module_; }
+  const auto& module() const { return *module_; }
+  const std::vector<c10::Device>& devices() const { return core_.devices(); }
+  DataParallelStatistics statistics() const { return core_.statistics(); }
+
+ private:
+  struct Mover {
+    c10::Device device;
+    std::vector<at::Tensor> tensors;
+    size_t next = 0;
+    at::Tensor operator()() { return tensors[next++].to(device); }
+  };
+
+  static detail::DataParallelCore::Make untyped(const std::function<ModulePtr()>& make) {
+    if (!make) return {};
+    return [make] { return detail::module_pointer(make()); };
+  }
+
+  ModulePtr module_;
+  detail::DataParallelCore core_;
+  std::vector<ModulePtr> replicas_;
+};
+
+/// One forward of a module over several devices, as torch.nn.parallel.data_parallel. Makes the
+/// replicas anew: keep a DataParallel for more than one.
+template <class ModulePtr, class... Args>
+auto data_parallel(const ModulePtr& module, std::tuple<Args...> inputs,
+                   const DataParallelOptions& options = {}) {
+  DataParallel<ModulePtr> parallel(module, options);
+  return std::apply([&](auto&... each) { return parallel.forward(each...); }, inputs);
+}
+template <class ModulePtr>
+auto data_parallel(const ModulePtr& module, const at::Tensor& input,
+                   const DataParallelOptions& options = {}) {
+  return lockstep::data_parallel(module, std::tuple<at::Tensor>(input), options);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,113 @@
+#include "lockstep/parallel/data_parallel/dp_strategy.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
+#include "lockstep/parallel/data_parallel/data_parallel.h"
+#include "lockstep/parallel/whole_model.h"
+
+namespace lockstep {
+namespace {
+
+DataParallelOptions options_of(const StrategySetup& setup) {
+  DataParallelOptions options;
+  if (setup.options.dp_replicas < 0) {
+    throw UsageError("strategy dp: " + std::to_string(setup.options.dp_replicas) +
+                     " replicas; expected 0 (one for each core or GPU) or more");
+  }
+  if (setup.device.is_cpu() && setup.options.dp_replicas > 0) {
+    options.devices.assign(static_cast<size_t>(setup.options.dp_replicas), setup.device);
+  }
+  return options;
+}
+
+/// The setup's forward with a module: what DataParallel copies and calls.
+struct Runnable {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(torch::nn::Module&, const at::Tensor&)> run;
+  at::Tensor forward(const at::Tensor& input) const { return run(*module, input); }
+  std::vector<at::Tensor> parameters() const { return module->parameters(); }
+};
+
+class DpStrategy : public detail::WholeOptimizerStrategy {
+ public:
+  explicit DpStrategy(const StrategySetup& setup)
+      : WholeOptimizerStrategy(checked(setup)),
+        forward_context_(setup.options.forward_context),
+        core_(setup.module, options_of(setup), {}) {
+    own_ = {setup.module, setup.forward};
+    for (const auto& replica : core_.replicas()) {
+      replicas_.push_back(std::make_shared<Runnable>(Runnable{replica, setup.forward}));
+    }
+  }
+
+  const std::string& name() const override { return name_; }
+
+  void run_batch(const BatchWork& work) override {
+    if (replicas_.empty()) return backward(compute_loss(work));
+    if (!work.criterion || !work.input.defined() || !work.target.defined()) {
+      throw UsageError("strategy dp: the batch has no input, target and criterion",
+                       "dp cuts batches itself: give BatchWork all three, or use ddp, which calls "
+                       "`loss` as it is");
+    }
+    at::Tensor loss;
+    {
+      const auto context = forward_context_ ? forward_context_() : nullptr;
+      loss = work.criterion(forward(work.input), work.target);
+    }
+    backward(loss);
+  }
+
+  std::optional<at::Tensor> predict(const std::function<at::Tensor()>& whole,
+                                    const at::Tensor& input) override {
+    if (replicas_.empty() || !input.defined()) return WholeOptimizerStrategy::predict(whole, input);
+    const at::NoGradGuard no_grad;
+    const auto context = forward_context_ ? forward_context_() : nullptr;
+    return forward(input);
+  }
+
+  StateBytes state_bytes() const override {
+    StateBytes bytes = WholeOptimizerStrategy::state_bytes();
+    bytes.parameters += core_.own_bytes();
+    return bytes;
+  }
+
+ private:
+  static const StrategySetup& checked(const StrategySetup& setup) {
+    if (setup.group && setup.group.size() > 1) {
+      throw UsageError(
+          "strategy dp runs in one process, not in " + counted(setup.group.size(), "rank"),
+          "start one rank (--devices 1) with several replicas, or use ddp");
+    }
+    if (!setup.forward) {
+      throw UsageError("strategy dp: it is not known how a copy of the module is run",
+                       "set StrategySetup::forward");
+    }
+    return setup;
+  }
+
+  at::Tensor forward(const at::Tensor& input) {
+    auto parts = lockstep::scatter(std::tuple<at::Tensor>(input), core_.devices(), core_.dim());
+    if (parts.size() < 2) return own_.forward(input);
+    core_.prepare(parts.size());
+    return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
+                            core_.output_device(), core_.dim());
+  }
+
+  std::string name_ = "dp";
+  ForwardContext forward_context_;
+  detail::DataParallelCore core_;
+  Runnable own_;
+  std::vector<std::shared_ptr<Runnable>> replicas_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_dp_strategy(const StrategySetup& setup) {
+  return std::make_unique<DpStrategy>(setup);
+}
+
+}  // namespace lockstep

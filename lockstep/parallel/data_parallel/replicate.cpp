@@ -1,0 +1,317 @@
+#include "lockstep/parallel/data_parallel/replicate.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::detail {
+namespace {
+
+namespace autograd = torch::autograd;
+using torch::nn::Module;
+
+/// Buffers up to this size are copied before each forward. What LibTorch's batch norm writes into
+/// its running statistics does not count as a change of the tensor.
+constexpr size_t kSmallBuffer = 1 << 20;
+
+/// Puts the CPU's random numbers back: `clone` draws initial values that nobody uses.
+class KeepRandomNumbers {
+ public:
+  KeepRandomNumbers() : generator_(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state();
+  }
+  ~KeepRandomNumbers() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  KeepRandomNumbers(const KeepRandomNumbers&) = delete;
+  KeepRandomNumbers& operator=(const KeepRandomNumbers&) = delete;
+
+ private:
+  at::Generator generator_;
+  at::Tensor state_;
+};
+
+struct Named {
+  std::string name;
+  at::Tensor tensor;
+  bool is_buffer;
+};
+
+std::vector<Named> named_tensors(const Module& module) {
+  std::vector<Named> all;
+  for (const auto& item : module.named_parameters()) {
+    all.push_back({item.key(), item.value(), false});
+  }
+  for (const auto& item : module.named_buffers()) {
+    all.push_back({item.key(), item.value(), true});
+  }
+  return all;
+}
+
+std::string text_of(const Named& item) {
+  return "'" + item.name + "' " + c10::toString(item.tensor.scalar_type()) +
+         c10::str(item.tensor.sizes());
+}
+
+void check_alike(const Module& module, const Module& copy) {
+  const auto own = named_tensors(module), others = named_tensors(copy);
+  for (size_t i = 0; i < std::max(own.size(), others.size()); ++i) {
+    const std::string mine = i < own.size() ? text_of(own[i]) : "nothing";
+    const std::string theirs = i < others.size() ? text_of(others[i]) : "nothing";
+    if (mine == theirs) continue;
+    throw UsageError("DataParallel: a copy of module " + module.name() +
+                         " has other tensors: the module has " + mine + ", the copy " + theirs,
+                     "make the copy with the options of the module");
+  }
+}
+
+/// The values of parameters for replicas. Forward gives tensors that stand for the replicas'
+/// parameters, replica after replica. Backward adds their gradients up in the replicas' order.
+class Replicate : public autograd::Function<Replicate> {
+ public:
+  static autograd::variable_list forward(autograd::AutogradContext* context, int64_t replicas,
+                                         at::TensorList parameters) {
+    context->set_materialize_grads(false);
+    context->saved_data["parameters"] = static_cast<int64_t>(parameters.size());
+    autograd::variable_list copies;
+    for (int64_t i = 0; i < replicas; ++i) {
+      for (const at::Tensor& parameter : parameters) copies.push_back(parameter.variable_data());
+    }
+    return copies;
+  }
+
+  static autograd::variable_list backward(autograd::AutogradContext* context,
+                                          autograd::variable_list gradients) {
+    const auto parameters = static_cast<size_t>(context->saved_data["parameters"].toInt());
+    autograd::variable_list sums(parameters + 1);  // The number of replicas has no gradient.
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      add(sums[1 + i % parameters], std::move(gradients[i]));
+    }
+    return sums;
+  }
+
+ private:
+  static void add(at::Tensor& sum, at::Tensor&& gradient) {
+    if (!gradient.defined()) return;
+    if (!sum.defined()) {
+      sum = std::move(gradient);
+      return;
+    }
+    if (gradient.device() != sum.device()) gradient = gradient.to(sum.device());
+    if (is_ours_to_write(sum)) {
+      sum.add_(gradient);
+    } else {
+      sum = sum + gradient;
+    }
+  }
+
+  /// Nobody else holds the tensor or its memory.
+  static bool is_ours_to_write(const at::Tensor& tensor) {
+    return !c10::GradMode::is_enabled() && tensor.layout() == at::kStrided &&
+           tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
+           tensor.is_non_overlapping_and_dense();
+  }
+};
+
+/// A tensor of a replica and what it was made equal to.
+struct Own {
+  at::Tensor tensor;
+  bool shares = false;
+  int64_t source_version = 0;
+  int64_t own_version = 0;
+};
+
+struct Row {
+  at::Tensor source;
+  bool is_buffer = false;
+  size_t parameter = 0;  ///< Which of the parameters, each counted once. None of a buffer.
+  std::vector<Own> own;  ///< By replica.
+};
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
+}
+
+void share(Own& own, const at::Tensor& source) {
+  own.shares = true;
+  if (same_memory(own.tensor, source)) return;
+  own.tensor.set_data(source.variable_data());
+  if (!source.is_inference()) {
+    autograd::impl::set_version_counter(own.tensor, autograd::impl::version_counter(source));
+  }
+}
+
+/// True when values were copied.
+bool bring_over(Own& own, const at::Tensor& source, bool always) {
+  const bool counted = !source.is_inference() && !own.tensor.is_inference();
+  if (!always && counted && !own.shares && own.source_version == source._version() &&
+      own.own_version == own.tensor._version()) {
+    return false;
+  }
+  const bool is_new = own.shares || own.tensor.sizes() != source.sizes() ||
+                      own.tensor.scalar_type() != source.scalar_type();
+  if (is_new) {
+    own.tensor.set_data(source.variable_data().to(own.tensor.device(), /*non_blocking=*/false,
+                                                  /*copy=*/true));
+  } else {
+    own.tensor.copy_(source, /*non_blocking=*/true);
+  }
+  own.shares = false;
+  if (counted) {
+    own.source_version = source._version();
+    own.own_version = own.tensor._version();
+  }
+  return true;
+}
+
+}  // namespace
+
+std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::Device device,
+                                    const std::function<std::shared_ptr<Module>()>& make) {
+  const KeepRandomNumbers keep;
+  const c10::AutoGradMode no_grad(false);
+  std::shared_ptr<Module> copy;
+  if (make) {
+    copy = make();
+    if (!copy || copy == module) {
+      throw UsageError("DataParallel: the function that makes replicas gave no new module");
+    }
+    copy->to(device);
+  } else {
+    try {
+      copy = module->clone(device);
+    } catch (const c10::Error& error) {
+      throw UsageError(
+          "DataParallel: module " + module->name() +
+              " cannot be copied: " + error.what_without_backtrace(),
+          "derive it from torch::nn::Cloneable and register its members in reset(), or "
+          "give DataParallel a function that makes such a module");
+    }
+  }
+  check_alike(*module, *copy);
+  return copy;
+}
+
+struct ReplicaSet::Impl {
+  std::shared_ptr<Module> module;
+  std::vector<std::shared_ptr<Module>> replicas;
+  std::vector<Row> rows;
+  std::vector<at::Tensor> parameters;  ///< Each once.
+  int64_t copies = 0;
+
+  void find_rows() {
+    std::unordered_map<const c10::TensorImpl*, size_t> known;
+    for (const Named& item : named_tensors(*module)) {
+      Row row{.source = item.tensor, .is_buffer = item.is_buffer, .parameter = 0, .own = {}};
+      if (!item.is_buffer) {
+        const auto [place, is_new] =
+            known.emplace(item.tensor.unsafeGetTensorImpl(), parameters.size());
+        if (is_new) parameters.push_back(item.tensor);
+        row.parameter = place->second;
+      }
+      rows.push_back(std::move(row));
+    }
+    for (const auto& replica : replicas) {
+      size_t next = 0;
+      for (const Named& item : named_tensors(*replica)) {
+        // A replica's parameters are no leaves: they need a gradient when they are linked.
+        item.tensor.requires_grad_(false);
+        rows[next++].own.push_back({.tensor = item.tensor});
+      }
+    }
+  }
+
+  void refresh_tensors(size_t count) {
+    const c10::AutoGradMode no_grad(false);
+    for (Row& row : rows) {
+      for (size_t i = 0; i < count; ++i) {
+        Own& own = row.own[i];
+        if (own.tensor.grad_fn()) autograd::impl::set_gradient_edge(own.tensor, {});
+        const bool here = own.tensor.device() == row.source.device();
+        if (here && (!row.is_buffer || i == 0)) {
+          share(own, row.source);
+        } else {
+          copies +=
+              bring_over(own, row.source, row.is_buffer && row.source.nbytes() <= kSmallBuffer);
+        }
+      }
+    }
+  }
+
+  void mirror_modes(size_t count) {
+    const auto from = module->modules();
+    for (size_t i = 0; i < count; ++i) {
+      const auto to = replicas[i]->modules();
+      for (size_t m = 0; m < std::min(from.size(), to.size()); ++m) {
+        if (to[m]->is_training() != from[m]->is_training()) to[m]->train(from[m]->is_training());
+      }
+    }
+  }
+
+  void link_parameters(size_t count) {
+    std::vector<at::Tensor> wanted;
+    std::vector<size_t> place(parameters.size());  ///< In `wanted`, from 1; 0: frozen.
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (!parameters[p].requires_grad()) continue;
+      wanted.push_back(parameters[p]);
+      place[p] = wanted.size();
+    }
+    if (wanted.empty()) return;
+    const auto copies_of = Replicate::apply(static_cast<int64_t>(count), at::TensorList(wanted));
+    for (Row& row : rows) {
+      if (row.is_buffer || place[row.parameter] == 0) continue;
+      for (size_t i = 0; i < count; ++i) {
+        const at::Tensor& stands_for = copies_of[i * wanted.size() + place[row.parameter] - 1];
+        autograd::impl::set_gradient_edge(row.own[i].tensor,
+                                          autograd::impl::gradient_edge(stands_for));
+      }
+    }
+  }
+};
+
+ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
+                       std::vector<std::shared_ptr<Module>> replicas)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->module = std::move(module);
+  impl_->replicas = std::move(replicas);
+  impl_->find_rows();
+}
+
+ReplicaSet::~ReplicaSet() = default;
+ReplicaSet::ReplicaSet(ReplicaSet&&) noexcept = default;
+ReplicaSet& ReplicaSet::operator=(ReplicaSet&&) noexcept = default;
+
+void ReplicaSet::refresh(size_t count, bool link) {
+  impl_->refresh_tensors(count);
+  impl_->mirror_modes(count);
+  if (link) impl_->link_parameters(count);
+}
+
+const std::vector<std::shared_ptr<Module>>& ReplicaSet::replicas() const {
+  return impl_->replicas;
+}
+
+int64_t ReplicaSet::copies() const {
+  return impl_->copies;
+}
+
+int64_t ReplicaSet::own_bytes() const {
+  int64_t bytes = 0;
+  for (const Row& row : impl_->rows) {
+    for (const Own& own : row.own) {
+      if (!row.is_buffer && !own.shares) bytes += static_cast<int64_t>(own.tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail
