@@ -150,6 +150,10 @@ std::function<std::shared_ptr<void>()> Precision::forward_context() const {
   };
 }
 
+std::shared_ptr<void> Precision::autocast() const {
+  return autocast_ ? std::make_shared<Autocast>(device_.type(), dtype_) : nullptr;
+}
+
 void Precision::convert(torch::nn::Module& module) const {
   if (autocast_ || dtype_ == at::kFloat) return;
   const c10::AutoGradMode no_grad(false);
@@ -202,7 +206,23 @@ StepScale Precision::unscale(const std::vector<at::Tensor>& gradients,
         loss_scale_->unscale(gradients, keeps_scale, dynamic_ ? sharded_over : ProcessGroup());
     if (dynamic_) found_inf_ = found;
   }
-  return {keeps_scale ? loss_scale_->tensor() : at::Tensor(), found_inf_};
+  return scale_of_step();
+}
+
+/// For the optimizer, after `unscale`.
+StepScale Precision::scale_of_step() const {
+  return {master_weights_ ? loss_scale_->tensor() : at::Tensor(), found_inf_};
+}
+
+bool Precision::step(Optimizer& optimizer) {
+  if (!loss_scale_) {
+    optimizer.step();
+    return true;
+  }
+  if (!unscaled_) (void)unscale(detail::gradients_of(optimizer.parameters()));
+  optimizer.step_scaled(scale_of_step());
+  update();
+  return !skipped();
 }
 
 double Precision::clip_grad_norm(double max_norm, const std::function<double(double)>& clip) const {

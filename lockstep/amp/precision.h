@@ -94,6 +94,9 @@ class Precision {
 
   /// For StrategyOptions::forward_context: enters Autocast. Empty where forward needs none.
   std::function<std::shared_ptr<void>()> forward_context() const;
+  /// The same for a loop of one's own: autocast until the result is let go. Null where there is
+  /// none.
+  [[nodiscard]] std::shared_ptr<void> autocast() const;
   /// Gives parameters and buffers their dtypes, in place. Whatever holds the module's tensors must
   /// be made after it. Batch norm is every module with running statistics.
   void convert(torch::nn::Module& module) const;
@@ -115,6 +118,10 @@ class Precision {
   /// copies the gradients keep their scale until then. Throws UsageError when called twice.
   StepScale unscale(const std::vector<at::Tensor>& gradients,
                     const ProcessGroup& sharded_over = {});
+  /// For a loop of one's own with one optimizer whose gradients are the same on all ranks:
+  /// `unscale` (unless that has been called, to clip), the optimizer's step, and `update`. Whether
+  /// it stepped.
+  bool step(Optimizer& optimizer);
   /// Clips through `clip`, which gets the norm that scaled gradients may have. Returns what it
   /// returns, without the scale. Throws UsageError before `unscale`.
   double clip_grad_norm(double max_norm, const std::function<double(double max_norm)>& clip) const;
@@ -140,6 +147,8 @@ class Precision {
   void load_state(const OptimizerState& state);
 
  private:
+  StepScale scale_of_step() const;
+
   std::string name_;
   c10::Device device_;
   at::ScalarType dtype_ = at::kFloat;

@@ -192,18 +192,40 @@ TEST(Precision, RefusesCallsInTheWrongOrder) {
 }
 
 TEST(Precision, ClipsGradientsThatKeepTheirScale) {
-  Precision precision({.amp_level = "O2", .loss_scale = "64"});
+  Precision precision({.amp_level = "O2"});
   const at::Tensor weight = at::ones({4}, at::kHalf).requires_grad_();
   const auto optimizer = precision.optimizer_factory([](std::vector<at::Tensor> parameters) {
     return make_optimizer("sgd", std::move(parameters), {.lr = 1});
   })({weight});
-  precision.scale((weight * 3).sum()).backward();
+  // With their scale of 65536 they are near the end of float16, and their norm is beyond it.
+  precision.scale((weight.to(at::kFloat) * 0.75).sum()).backward();
   const StepScale scale = precision.unscale({weight.grad()});
   const double norm = precision.clip_grad_norm(
       1, [&](double max) { return clip_grad_norm(optimizer->parameters(), max); });
-  EXPECT_EQ(norm, 6);
+  EXPECT_EQ(norm, 1.5);
   optimizer->step_scaled(scale);
   EXPECT_NEAR(weight[0].item<double>(), 0.5, 1e-3);
+}
+
+TEST(Precision, StepsAnOptimizerOfOnesOwn) {
+  for (const char* level : {"O0", "O1", "O2", "O3"}) {
+    Precision precision({.amp_level = level});
+    const at::Tensor weight = precision.convert_input(at::ones({4})).requires_grad_();
+    const auto optimizer = precision.optimizer_factory([](std::vector<at::Tensor> parameters) {
+      return make_optimizer("sgd", std::move(parameters), {.lr = 1});
+    })({weight});
+    const auto step_from = [&](double gradient) {
+      zero_grad({weight});
+      precision.scale((weight.to(at::kFloat) * gradient).sum()).backward();
+      return precision.step(*optimizer);
+    };
+    EXPECT_TRUE(step_from(0.25)) << level;
+    EXPECT_EQ(weight[0].item<double>(), 0.75) << level;
+    if (!precision.expects_overflow()) continue;
+    EXPECT_FALSE(step_from(std::nan(""))) << level;
+    EXPECT_EQ(weight[0].item<double>(), 0.75) << level;
+    EXPECT_EQ(precision.loss_scale(), 32768) << level;
+  }
 }
 
 class PrecisionOverRanks : public testing::OverBackends {};

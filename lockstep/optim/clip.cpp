@@ -2,6 +2,8 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
+#include <optional>
+
 #include "lockstep/base/error.h"
 #include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/optim.h"
@@ -27,7 +29,12 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   const c10::Device first = groups.front().front().device();
   std::vector<at::Tensor> norms;
   for (const auto& group : groups) {
-    for (const at::Tensor& norm : at::_foreach_norm(group, 2.0)) norms.push_back(norm.to(first));
+    // A norm of float16 gradients need not fit into float16.
+    const bool half = group.front().scalar_type() == at::kHalf;
+    const auto dtype = half ? std::optional<at::ScalarType>(at::kFloat) : std::nullopt;
+    for (const at::Tensor& norm : at::_foreach_norm(group, 2.0, dtype)) {
+      norms.push_back(norm.to(first));
+    }
   }
   const at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2.0);
   // Python's `max_norm / tensor` is a reciprocal and a product; so it is here, for the same bits.

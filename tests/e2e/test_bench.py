@@ -362,6 +362,10 @@ class Env(unittest.TestCase):
         self.assertEqual(report["devices"][0]["device"], "cpu")
         self.assertGreaterEqual(report["cpu"]["cores"], report["cpu"]["usable_cores"])
         self.assertEqual(report["cpu"]["usable_cores"], len(os.sched_getaffinity(0)))
+        flags = pathlib.Path("/proc/cpuinfo").read_text().split()
+        for dtype, wanted in (("bfloat16", ("avx512_bf16", "amx_bf16", "bf16")),
+                              ("float16", ("avx512_fp16", "amx_fp16", "asimdhp"))):
+            self.assertEqual(report["cpu"]["half"][dtype]["fast"], any(flag in flags for flag in wanted), dtype)
         loopback = [i for i in report["interfaces"] if i["loopback"]]
         self.assertIn("127.0.0.1", loopback[0]["addresses"])
         self.assertEqual(report["launcher"]["name"], "none")

@@ -235,6 +235,26 @@ class Tutorial(unittest.TestCase):
         self.check(first, 100)
         self.check(second, 100)  # as in the tutorial, each host's first process prints
 
+    def last_loss(self, program, *flags):
+        result = run(f"001_tutorial/{program}", "-g", 2, "--epochs", 1, "--limit", 400, "--batch-size", 20, *flags)
+        return float(re.search(r"Step \[10/10\], Loss: ([\d.]+)", result.stdout)[1]), result
+
+    def test_mixed_precision_at_each_level(self):
+        plain, _ = self.last_loss("mnist_distributed")
+        self.assertEqual(self.last_loss("mnist_mixed", "--opt-level", "O0")[0], plain)
+        for flags in (("--opt-level", "O1"), (), ("--opt-level", "O3"), ("--loss-scale", 128)):
+            loss, result = self.last_loss("mnist_mixed", *flags)
+            # float16 has 11 bits: a loss near 2.3 is within some units of its last place, 0.002.
+            self.assertAlmostEqual(loss, plain, delta=0.01, msg=flags)
+            self.assertLessEqual(result.stderr.count("is no faster than float32"), 1)  # rank 0 alone says it
+
+    def test_a_level_with_a_zero(self):
+        """The seed: "if you use a zero instead, you will get a baffling error message"."""
+        result = run("001_tutorial/mnist_mixed", "--opt-level", "02", check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("a capital letter O, not a zero", result.stderr)
+        self.assertEqual(result.stderr.count("error: "), 1)
+
 
 class Series(unittest.TestCase):
     def test_single_gpu(self):

@@ -1,10 +1,13 @@
 """What the parity tests share: calls of lockstep_parity, and comparisons to the bit."""
 
 import json
+import pathlib
+import subprocess
 import sys
 
 import lockstep_testing as testing
 
+HERE = pathlib.Path(__file__).parent
 PARITY = testing.BUILD_DIR / "tests" / "lockstep_parity"
 
 
@@ -64,4 +67,26 @@ def differences(ours, theirs):
     return found
 
 
-__all__ = ["PARITY", "require_linked_torch", "parity", "save", "differences"]
+def run_ranks(command, ranks, folder, timeout=150):
+    """Starts the ranks of a job, which meet in a file."""
+    processes = []
+    try:
+        for rank in range(ranks):
+            env = testing.clean_environment(PYTHONPATH=f"{HERE}:{HERE.parent / 'lib'}", GLOO_SOCKET_IFNAME="lo")
+            log = open(folder / f"log.{rank}", "w+")
+            processes.append((subprocess.Popen([str(c) for c in (*command, rank, ranks)], env=env, stdout=log,
+                                               stderr=log), log))
+        for process, log in processes:
+            code = process.wait(timeout)
+            if code != 0:
+                log.seek(0)
+                raise AssertionError(f"{command} exited with {code}\n{log.read()}")
+    finally:
+        for process, log in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            log.close()
+
+
+__all__ = ["PARITY", "require_linked_torch", "parity", "run_ranks", "save", "differences"]

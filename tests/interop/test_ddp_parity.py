@@ -2,12 +2,11 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import PARITY, differences, require_linked_torch, save
+from parity_testing import PARITY, differences, require_linked_torch, run_ranks, save
 
 require_linked_torch()
 
@@ -22,28 +21,6 @@ def data(model, steps, ranks, batch, seed=7):
     x = torch.randn(steps, ranks, batch, *SHAPES[model])
     y = torch.randn(steps, ranks, batch, 1) if model == "linear" else torch.randint(10, (steps, ranks, batch))
     return {"x": x, "y": y}
-
-
-def run_ranks(command, ranks, folder, timeout=150):
-    """Starts the ranks of a job, which meet in a file."""
-    processes = []
-    try:
-        for rank in range(ranks):
-            env = testing.clean_environment(PYTHONPATH=f"{HERE}:{HERE.parent / 'lib'}", GLOO_SOCKET_IFNAME="lo")
-            log = open(folder / f"log.{rank}", "w+")
-            processes.append((subprocess.Popen([str(c) for c in (*command, rank, ranks)], env=env, stdout=log,
-                                               stderr=log), log))
-        for process, log in processes:
-            code = process.wait(timeout)
-            if code != 0:
-                log.seek(0)
-                raise AssertionError(f"{command} exited with {code}\n{log.read()}")
-    finally:
-        for process, log in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            log.close()
 
 
 # What is trained by how many ranks; each job is done by C++ and by Python and must end the same.

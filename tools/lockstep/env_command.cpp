@@ -58,12 +58,22 @@ std::string quota_text(const Json& quota) {
   return text;
 }
 
+/// "fast (avx512_bf16)", "no faster than float32: ...".
+std::string half_text(const Json& support) {
+  const std::string reason = text_of(support["reason"]);
+  return support["fast"].get<bool>() ? "fast (" + reason + ")"
+                                     : "no faster than float32: " + reason;
+}
+
 void print_machine(const Json& report) {
   std::puts("Machine");
   const Json& cpu = report["cpu"];
   line("CPU", text_of(cpu["model"]) + ", " + std::to_string(cpu["usable_cores"].get<int>()) +
                   " of " + std::to_string(cpu["cores"].get<int>()) + " cores usable" +
                   quota_text(cpu["quota"]) + ", kernels for " + text_of(cpu["capability"]));
+  for (const char* dtype : {"bfloat16", "float16"}) {
+    line(dtype, half_text(cpu["half"][dtype]) + "; see --precision");
+  }
   const Json& placement = report["placement"];
   line("Threads", std::to_string(placement["threads"].get<int>()) + " per rank (" +
                       text_of(placement["threads_reason"]) + "); see --threads");

@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "env_python.h"
+#include "lockstep/amp/half_support.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -80,6 +81,16 @@ Json placement_report() {
   }
 }
 
+/// How fast the CPU is in 16 bits, by dtype.
+Json half_report() {
+  Json report;
+  for (const auto& [name, dtype] : {std::pair{"bfloat16", at::kBFloat16}, {"float16", at::kHalf}}) {
+    const HalfSupport support = half_support(c10::kCPU, dtype);
+    report[name] = {{"fast", support.fast}, {"reason", support.reason}};
+  }
+  return report;
+}
+
 Json cpu_report() {
   utsname system{};
   ::uname(&system);
@@ -93,6 +104,7 @@ Json cpu_report() {
           {"quota", quota ? Json(*quota) : Json()},
           {"onednn_isa", onednn_isa()},
           {"capability", at::get_cpu_capability()},
+          {"half", half_report()},
           {"memory_bytes", memory_bytes("MemTotal")},
           {"available_bytes", memory_bytes("MemAvailable")},
           {"system", std::string(system.sysname) + " " + system.release}};
