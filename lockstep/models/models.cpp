@@ -74,6 +74,24 @@ class Perceptron : public Model {
     return through(layers_.back(), x);
   }
 
+  std::vector<ModelLayer> layers() override {
+    std::vector<ModelLayer> chain;
+    const auto add = [&](std::shared_ptr<nn::Module> module, auto forward) {
+      chain.push_back({"layers." + std::to_string(chain.size()), std::move(module), forward});
+    };
+    for (const nn::Linear& layer : layers_) {
+      if (chain.empty()) {
+        add(layer.ptr(), [layer, label = label_](const at::Tensor& x) {
+          return through(layer, as_rows(label, x, 784, "[batch, 784] or [batch, 1, 28, 28]"));
+        });
+      } else {
+        add(nullptr, [](const at::Tensor& x) { return at::relu(x); });
+        add(layer.ptr(), [layer](const at::Tensor& x) { return through(layer, x); });
+      }
+    }
+    return chain;
+  }
+
  private:
   const char* label_;
   std::vector<nn::Linear> layers_;
@@ -90,6 +108,11 @@ class LinearRegression : public Model {
 
   at::Tensor forward(at::Tensor input) override {
     return linear(as_rows("linear", input, kFeatures, "[batch, 20]"), weight_, bias_);
+  }
+
+  std::vector<ModelLayer> layers() override {
+    const auto self = std::static_pointer_cast<LinearRegression>(shared_from_this());
+    return {{"", self, [self](const at::Tensor& x) { return self->forward(x); }}};
   }
 
  private:
@@ -112,6 +135,15 @@ class ConvBlock : public Children {
   nn::BatchNorm2d norm_;
 };
 
+ModelLayer first_block(const char* model, std::shared_ptr<ConvBlock> block) {
+  return {"layer1", block,
+          [model, block](const at::Tensor& x) { return block->forward(as_images(model, x)); }};
+}
+
+ModelLayer next_block(const char* name, std::shared_ptr<ConvBlock> block) {
+  return {name, block, [block](const at::Tensor& x) { return block->forward(x); }};
+}
+
 class ConvNet : public Model {
  public:
   ConvNet()
@@ -123,6 +155,14 @@ class ConvNet : public Model {
   at::Tensor forward(at::Tensor input) override {
     at::Tensor x = layer2_->forward(layer1_->forward(as_images("convnet", input)));
     return through(fc_, x.reshape({x.size(0), -1}));
+  }
+
+  std::vector<ModelLayer> layers() override {
+    return {first_block("convnet", layer1_),
+            next_block("layer2", layer2_),
+            {"fc", fc_.ptr(), [fc = fc_](const at::Tensor& x) {
+               return through(fc, x.reshape({x.size(0), -1}));
+             }}};
   }
 
  private:
@@ -152,6 +192,21 @@ class FashionCnn : public Model {
     at::Tensor x = layer2_->forward(layer1_->forward(as_images("fashion-cnn", input)));
     x = drop_->forward(through(fc1_, x.flatten(1)));
     return through(fc3_, through(fc2_, x));
+  }
+
+  std::vector<ModelLayer> layers() override {
+    const auto linear_layer = [](const char* name, const nn::Linear& layer) {
+      return ModelLayer{name, layer.ptr(),
+                        [layer](const at::Tensor& x) { return through(layer, x); }};
+    };
+    return {
+        first_block("fashion-cnn", layer1_),
+        next_block("layer2", layer2_),
+        {"fc1", fc1_.ptr(), [fc = fc1_](const at::Tensor& x) { return through(fc, x.flatten(1)); }},
+        {"drop", drop_.ptr(),
+         [drop = drop_](const at::Tensor& x) mutable { return drop->forward(x); }},
+        linear_layer("fc2", fc2_),
+        linear_layer("fc3", fc3_)};
   }
 
  private:

@@ -3,11 +3,19 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 namespace lockstep {
+
+/// A part of a model: the output of one is the input of the next.
+struct ModelLayer {
+  std::string name;                           ///< As the names of its tensors begin.
+  std::shared_ptr<torch::nn::Module> module;  ///< Null for a layer without tensors (ReLU).
+  std::function<at::Tensor(const at::Tensor&)> forward;
+};
 
 /// A model of one input and one output, as the trainer and the examples use it.
 class Model : public torch::nn::Module {
@@ -16,6 +24,9 @@ class Model : public torch::nn::Module {
   /// `input` is a batch, float32, first dimension the samples. Images may be flat ([B, 784]) or not
   /// ([B, 1, 28, 28]). Gives [B, outputs]. Throws UsageError naming the shape that does not fit.
   virtual at::Tensor forward(at::Tensor input) = 0;
+  /// The model as a chain: their forwards one after the other are `forward`, to the same bits. They
+  /// keep what they need alive. Empty: it is no chain.
+  virtual std::vector<ModelLayer> layers() { return {}; }
 };
 
 /// What a model expects and gives. Lets a mismatch with a dataset be named before training.

@@ -118,4 +118,13 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGrou
       tensors, kBytesAtOnce, /*rank=*/0);
 }
 
+void share_buffers(const torch::nn::Module& module, const ProcessGroup& group) {
+  if (group.size() == 1) return;
+  std::vector<at::Tensor> defined;
+  for (const at::Tensor& buffer : module.buffers()) {
+    if (buffer.defined()) defined.push_back(buffer);
+  }
+  broadcast_tensors(defined, group);
+}
+
 }  // namespace lockstep::detail

@@ -33,4 +33,7 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group);
 /// Rank 0's values go to all ranks, in as few operations as possible. A collective.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group);
 
+/// The same of a module's buffers.
+void share_buffers(const torch::nn::Module& module, const ProcessGroup& group);
+
 }  // namespace lockstep::detail

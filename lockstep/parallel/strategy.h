@@ -22,9 +22,9 @@ namespace lockstep {
 
 /// One batch of a step, as its owner (a step loop, a user's own loop) hands it to a strategy.
 struct BatchWork {
-  /// Runs the module on the batch and gives the scalar from which backward starts: the loss, already
-  /// divided for accumulation and scaled for mixed precision. Called once, on the calling thread,
-  /// with gradients on. Any module with any inputs and outputs can be trained so.
+  /// Runs the module on the batch and gives the scalar from which backward starts: the loss,
+  /// already divided for accumulation and scaled for mixed precision. Called once, on the calling
+  /// thread, with gradients on. Any module with any inputs and outputs can be trained so.
   std::function<at::Tensor()> loss;
   /// What `loss` is made of, for strategies that cut a batch along dimension 0 into micro-batches.
   /// Those need all three, and call `criterion` in place of `loss`.
@@ -130,6 +130,9 @@ class Strategy {
   /// outputs, reduced over `group`, count each sample once.
   virtual std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
                                             const at::Tensor& input) = 0;
+  /// Before an evaluation: gives all ranks that have a buffer the same one (rank 0's, as
+  /// DistributedDataParallel does before each forward). A collective.
+  virtual void share_buffers() {}
   /// Runs what makes a resumed run go on with the same bits, such as the order of buckets. The work
   /// is of zeros. Gradients are dropped. Changes buffers and random numbers.
   virtual void warm_up(const BatchWork& work) {}
@@ -144,17 +147,17 @@ class Strategy {
   /// ranks. A collective where gradients are sharded.
   virtual double clip_grad_norm(double max_norm) = 0;
 
-  /// Updates the parameters, on all ranks to the same values. Throws UsageError while gradients only
-  /// add up.
+  /// Updates the parameters, on all ranks to the same values. Throws UsageError while gradients
+  /// only add up.
   virtual void step(const StepScale& scale = {}) = 0;
   virtual void zero_grad() = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
 
-  /// The whole model's parameters and buffers by the module's names, and the whole optimizer's state
-  /// by "NAME.parameter-index" (see Optimizer::state), whatever a rank has of them: so a state saved
-  /// with one strategy is loaded with another. On rank 0, on the CPU or the device; empty on the
-  /// others. Collectives.
+  /// The whole model's parameters and buffers by the module's names, and the whole optimizer's
+  /// state by "NAME.parameter-index" (see Optimizer::state), whatever a rank has of them: so a
+  /// state saved with one strategy is loaded with another. On rank 0, on the CPU or the device;
+  /// empty on the others. Collectives.
   virtual OptimizerState model_state() = 0;
   virtual OptimizerState optimizer_state() = 0;
   /// The same states, whole, on every rank. Throws CheckpointError where they do not fit.

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
@@ -21,6 +22,10 @@ std::optional<at::Tensor> WholeModelStrategy::predict(const std::function<at::Te
   const at::NoGradGuard no_grad;
   const auto context = forward_context_ ? forward_context_() : nullptr;
   return forward();
+}
+
+void WholeModelStrategy::share_buffers() {
+  detail::share_buffers(*module_, group_);
 }
 
 std::vector<at::Tensor> WholeModelStrategy::gradients() const {

@@ -16,6 +16,7 @@ class WholeModelStrategy : public Strategy {
   DataShare data_share() const override { return {group_.rank(), group_.size()}; }
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
                                     const at::Tensor& input) override;
+  void share_buffers() override;
   std::vector<at::Tensor> gradients() const override;
   bool has_sharded_gradients() const override { return false; }
   double clip_grad_norm(double max_norm) override;

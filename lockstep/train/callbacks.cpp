@@ -1,7 +1,6 @@
 #include "lockstep/train/callbacks.h"
 
 #include "lockstep/train/trainer.h"
-#include "lockstep/train/weights.h"
 
 namespace lockstep {
 namespace {
@@ -49,11 +48,9 @@ void EarlyStop::load_values(const std::map<std::string, double>& values) {
 void BestModel::on_epoch_end(Trainer& trainer, const EpochResult& result) {
   if (!(result.test.loss < best_)) return;
   best_ = result.test.loss;
-  if (!trainer.is_first_rank()) return;
-  save_weights(trainer.model(), path_,
-               {{"epoch", std::to_string(result.epoch + 1)},
-                {"step", std::to_string(result.step)},
-                {"test_loss", std::to_string(result.test.loss)}});
+  trainer.save_weights(path_, {{"epoch", std::to_string(result.epoch + 1)},
+                               {"step", std::to_string(result.step)},
+                               {"test_loss", std::to_string(result.test.loss)}});
 }
 
 void BestModel::load_values(const std::map<std::string, double>& values) {

@@ -2,56 +2,101 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "lockstep/train/loss.h"
-#include "lockstep/train/memory_format.h"
+#include "lockstep/parallel/module_state.h"
+#include "lockstep/train/metric_sums.h"
+#include "lockstep/train/training_context.h"
 
 namespace lockstep {
 namespace {
 
-void broadcast_buffers(Model& model, const ProcessGroup& group) {
-  if (group.size() == 1) return;
-  for (at::Tensor& buffer : model.buffers()) group.broadcast(buffer, 0);
-}
-
 class EvaluationMode {
  public:
-  explicit EvaluationMode(Model& model) : model_(model), training_(model.is_training()) {
-    model_.eval();
+  explicit EvaluationMode(torch::nn::Module& module)
+      : module_(module), training_(module.is_training()) {
+    module_.eval();
   }
-  ~EvaluationMode() { model_.train(training_); }
+  ~EvaluationMode() { module_.train(training_); }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
 
  private:
-  Model& model_;
+  torch::nn::Module& module_;
   bool training_;
+};
+
+void share_buffers(TrainingModuleBase& module, const detail::TrainedParts& parts,
+                   const ProcessGroup& group) {
+  for (const auto& part : parts) part->strategy().share_buffers();
+  if (parts.empty()) detail::share_buffers(module, group);
+}
+
+/// What one batch notes, by whichever way the strategies run a module.
+class Evaluation {
+ public:
+  Evaluation(TrainingModuleBase& module, const detail::TrainedParts& parts, detail::BatchFeed& feed)
+      : module_(module), parts_(parts), feed_(feed), supervised_(module.as_supervised()) {}
+
+  void run_batch(int64_t index) {
+    if (supervised_ && !parts_.empty()) return run_supervised();
+    within(0, [&] { feed_.validation_step(module_, index); });
+    note_samples();
+  }
+
+  detail::TrainingContext context;
+
+ private:
+  void run_supervised() {
+    const Batch& batch = *feed_.batch();
+    const auto output = parts_.front()->strategy().predict(
+        [&] { return supervised_->forward(batch.data); }, batch.data);
+    if (!output) return;
+    supervised_->validate(SupervisedModule::in_float32(*output), batch.target);
+    note_samples();
+  }
+
+  /// Within the predictions of all parts from `first` on: each makes its own parameters usable.
+  void within(size_t first, const std::function<void()>& body) {
+    if (first == parts_.size()) return body();
+    parts_[first]->strategy().predict(
+        [&] {
+          within(first + 1, body);
+          return at::Tensor();
+        },
+        {});
+  }
+
+  void note_samples() { context.sums.samples += feed_.batch_size(module_); }
+
+  TrainingModuleBase& module_;
+  const detail::TrainedParts& parts_;
+  detail::BatchFeed& feed_;
+  SupervisedModule* supervised_;
 };
 
 }  // namespace
 
-Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
-                 c10::Device device, int64_t limit_batches, at::MemoryFormat memory_format,
-                 const std::function<bool()>& go_on) {
+Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
+                 detail::BatchFeed& feed, const ProcessGroup& group, c10::Device device,
+                 int64_t limit_batches, const std::function<bool()>& go_on) {
   const at::NoGradGuard no_grad;
-  const EvaluationMode mode(model);
-  broadcast_buffers(model, group);
+  const EvaluationMode mode(module);
+  share_buffers(module, parts, group);
+  Evaluation evaluation(module, parts, feed);
+  evaluation.context.device = device;
+  const detail::TrainingContext::Scope scope(module, evaluation.context);
   MetricSums sums;
-  loader.epoch(0);
-  Batch batch;
-  for (int64_t used = 0; (limit_batches == 0 || used < limit_batches) && loader.next(batch);
+  feed.start(0, 0);
+  for (int64_t used = 0;
+       (limit_batches == 0 || used < limit_batches) && feed.next_without_padding(module, device);
        ++used) {
-    const at::Tensor target = batch.target.to(device);
-    const at::Tensor output =
-        model.forward(with_memory_format(batch.data.to(device), memory_format));
-    if (const int64_t rows = batch.size() - batch.padding; rows > 0) {
-      MetricSums mine;
-      add_batch(mine, loss, 0, output, target, rows);
-      mine.loss = loss_sum(loss, output, target, rows);
-      sums.add(mine);
-    }
+    evaluation.run_batch(used);
+    if (feed.has_samples()) sums.add(evaluation.context.sums);
+    evaluation.context.sums = {};
     if (go_on && !go_on()) return {};
   }
-  return metrics_of(reduce_over_ranks(group, device, sums));
+  const Metrics metrics = metrics_of(reduce_over_ranks(group, device, sums));
+  module.on_validation_epoch_end(metrics);
+  return metrics;
 }
 
 }  // namespace lockstep

@@ -1,29 +1,28 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/MemoryFormat.h>
 
 #include <cstdint>
 #include <functional>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/train/train_task.h"
+#include "lockstep/train/batch_feed.h"
+#include "lockstep/train/trained_part.h"
 #include "lockstep/train/training_results.h"
 
 namespace lockstep {
 
-/// Runs the model over the loader's share of a held-out part, in evaluation mode and without a
-/// graph, and reduces over ranks. Every rank calls. The sampler's padding is left out, so that each
-/// sample counts exactly once. The result is the same for any number of ranks but for the rounding
-/// of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all ranks. The model
-/// is left in the mode that it was in. `limit_batches` of 0: all.
-/// `memory_format` is the model's.
+/// Runs the module over the loader's share of a held-out part, in evaluation mode and without a
+/// graph, and reduces what it notes over ranks. Every rank calls. The sampler's padding is left
+/// out, so that each sample counts exactly once. The result is the same for any number of ranks but
+/// for the rounding of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all
+/// ranks. The module is left in the mode that it was in. `limit_batches` of 0: all.
+/// `parts` are those of a training run. They may be empty: then every rank has the whole module.
 ///
 /// `go_on` is called after each batch, equally often on all ranks. Where it gives false, which must
 /// be so on all ranks alike, the evaluation ends there, and the metrics are of no sample.
-Metrics evaluate(Model& model, LossKind loss, DataLoader& loader, const ProcessGroup& group,
-                 c10::Device device, int64_t limit_batches = 0,
-                 at::MemoryFormat memory_format = at::MemoryFormat::Contiguous,
-                 const std::function<bool()>& go_on = {});
+Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
+                 detail::BatchFeed& feed, const ProcessGroup& group, c10::Device device,
+                 int64_t limit_batches = 0, const std::function<bool()>& go_on = {});
 
 }  // namespace lockstep

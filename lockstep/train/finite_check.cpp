@@ -1,5 +1,8 @@
 #include "lockstep/train/finite_check.h"
 
+#include <ATen/ops/full.h>
+
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -33,16 +36,21 @@ bool FiniteCheck::loss_is_good(double loss) {
   return false;
 }
 
-bool FiniteCheck::gradients_are_finite(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(parameters.size());
-  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
-  return all_finite(gradients);
+bool FiniteCheck::is_good_everywhere(bool good_here) const {
+  if (group_.size() == 1) return good_here;
+  at::Tensor bad = at::full({1}, good_here ? 0.0 : 1.0, at::device(device_).dtype(at::kFloat));
+  group_.all_reduce(bad, ReduceOp::max);
+  return bad.item<float>() == 0;
+}
+
+std::vector<json> FiniteCheck::bad_losses() const {
+  const json mine = bad_loss_ ? json(text_of(*bad_loss_)) : json();
+  if (group_.size() == 1) return {mine};
+  return group_.all_gather_object(mine);
 }
 
 std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
-  const json mine = bad_loss_ ? json(text_of(*bad_loss_)) : json();
-  const auto losses = group_.size() > 1 ? group_.all_gather_object(mine) : std::vector<json>{mine};
+  const auto losses = bad_losses();
   std::vector<std::string> bad;
   for (size_t rank = 0; rank < losses.size(); ++rank) {
     if (losses[rank].is_string()) {
@@ -55,10 +63,16 @@ std::string FiniteCheck::explain(int64_t step, int64_t epoch) const {
   return "the loss is " + join(bad, ", ") + where;
 }
 
-bool FiniteCheck::step_is_good(const std::vector<at::Tensor>& parameters, int64_t step,
-                               int64_t epoch) {
+bool FiniteCheck::step_is_good(const Found& found, int64_t step, int64_t epoch) {
   if (policy_ == OnNan::proceed) return true;
-  if (gradients_are_finite(parameters)) {
+  if (found.overflowed.value_or(false)) {
+    const auto losses = bad_losses();
+    const auto is_finite = [](const json& loss) { return loss.is_null(); };
+    if (std::all_of(losses.begin(), losses.end(), is_finite)) return true;
+  }
+  const bool finite = found.overflowed ? !*found.overflowed : all_finite(found.gradients);
+  const bool reduced = found.sharded && !found.overflowed;
+  if (reduced ? is_good_everywhere(finite && !bad_loss_) : finite) {
     if (!bad_loss_) return true;
     // The loss reaches no gradient, so the other ranks cannot know: this one must leave, and they
     // notice that.

@@ -21,6 +21,12 @@ using testing::run_group;
 using testing::small_task;
 using ::testing::ThrowsMessage;
 
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  return gradients;
+}
+
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 TEST(FiniteCheck, EveryGradientCounts) {
@@ -33,10 +39,10 @@ TEST(FiniteCheck, EveryGradientCounts) {
           parameters.back().mutable_grad() = at::ones({40});
         }
         FiniteCheck check(OnNan::stop, group);
-        EXPECT_TRUE(check.step_is_good(parameters, 1, 0));
+        EXPECT_TRUE(check.step_is_good({gradients_of(parameters)}, 1, 0));
         parameters[at].mutable_grad()[at] = bad;
         EXPECT_THAT(
-            [&] { check.step_is_good(parameters, 2, 0); },
+            [&] { check.step_is_good({gradients_of(parameters)}, 2, 0); },
             ThrowsMessage<NumericError>(HasSubstr("a gradient is NaN or infinite at step 2")));
       }
     }
@@ -49,9 +55,10 @@ TEST(FiniteCheck, AllStepsOfAnEpochAreOfAWholeOne) {
     std::vector<at::Tensor> parameters{at::ones({4}).requires_grad_()};
     parameters[0].mutable_grad() = at::full({4}, kNan);
     FiniteCheck check(OnNan::skip, group);
-    EXPECT_FALSE(check.step_is_good(parameters, 7, 0));
+    const auto gradients = gradients_of(parameters);
+    EXPECT_FALSE(check.step_is_good({gradients}, 7, 0));
     check.end_epoch(0, 1, /*from_its_start=*/false);
-    EXPECT_FALSE(check.step_is_good(parameters, 8, 1));
+    EXPECT_FALSE(check.step_is_good({gradients}, 8, 1));
     EXPECT_THAT([&] { check.end_epoch(1, 1, /*from_its_start=*/true); },
                 ThrowsMessage<NumericError>(HasSubstr("every step of epoch 2 was skipped (1)")));
   });
@@ -96,7 +103,7 @@ TEST_P(SkippedSteps, LeaveBuffersAsTheyWereOnAllRanks) {
                 options.on_nan = OnNan::skip;
                 options.accumulate_grad_batches = accumulated;
                 StepLoop loop(tasks[rank], group, options);
-                const auto buffers = [&] { return copies(tasks[rank].model->buffers()); };
+                const auto buffers = [&] { return copies(tasks[rank].module->buffers()); };
                 seen[rank].buffers.push_back(buffers());
                 loop.run_epoch(0, 0, [&](const StepResult&) {
                   seen[rank].buffers.push_back(buffers());

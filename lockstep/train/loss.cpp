@@ -60,7 +60,7 @@ void add_batch(MetricSums& sums, LossKind kind, double mean_loss, const at::Tens
   sums.loss_terms += terms;
   sums.samples += rows;
   if (!classes) return;
-  sums.correct += count_correct(output, target, rows);
+  sums.correct += static_cast<double>(count_correct(output, target, rows));
   sums.classified += rows;
 }
 

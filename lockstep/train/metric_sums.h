@@ -3,32 +3,44 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <map>
+#include <string>
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/train/training_results.h"
 
 namespace lockstep {
 
-/// Sums from which a mean loss and an accuracy come. They are exact over any number of batches and
-/// ranks, because counts are whole and each sample is added once.
+/// A mean, as a sum and what it is divided by.
+struct Ratio {
+  double sum = 0;
+  double weight = 0;
+  bool operator==(const Ratio&) const = default;
+};
+
+/// Sums from which means come: a loss, an accuracy and what else a module notes. They are exact
+/// over any number of batches and ranks, because counts are whole and each sample is added once.
 struct MetricSums {
   double loss = 0;         ///< Sum of the loss over `loss_terms`.
   int64_t loss_terms = 0;  ///< Samples; for mean squared error elements of the output.
-  int64_t correct = 0;     ///< Samples whose largest output is the target's; 0 for regression.
+  double correct = 0;      ///< Samples whose largest output is the target's; 0 for regression.
   int64_t classified = 0;  ///< Samples that have a class; 0 for regression.
   int64_t samples = 0;
+  std::map<std::string, Ratio> named = {};
 
-  void add(const MetricSums& other) {
-    loss += other.loss;
-    loss_terms += other.loss_terms;
-    correct += other.correct;
-    classified += other.classified;
-    samples += other.samples;
-  }
+  void add(const MetricSums& other);
+  /// Adds to the loss, the accuracy or what else is meant by the name.
+  void note(const std::string& name, double sum, double weight);
+
+  /// Numbers for a checkpoint, by names that start with `prefix`; and the sums that they are of.
+  std::map<std::string, double> values(const std::string& prefix) const;
+  static MetricSums from_values(const std::map<std::string, double>& values,
+                                const std::string& prefix);
 };
 
 /// The sums of all ranks, on all ranks: one all-reduce in double, in which counts up to 2^53 are
-/// exact. `device` is where the group's backend communicates.
+/// exact. Where a rank has named ones, their names and sums are exchanged too, and added in the
+/// order of ranks. `device` is where the group's backend communicates.
 MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device, const MetricSums& mine);
 
 /// NaN where there is nothing to divide by.

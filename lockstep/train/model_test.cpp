@@ -16,8 +16,10 @@
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
 #include "lockstep/train/metric_sums.h"
+#include "lockstep/train/model_training.h"
 #include "lockstep/train/random_state.h"
 #include "lockstep/train/stop_agreement.h"
+#include "lockstep/train/train_task.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -81,13 +83,19 @@ DataLoader share_of(const TensorDataset& dataset, int rank, int ranks) {
   return DataLoader(dataset, DistributedSampler(sampler), {}, options);
 }
 
+Metrics evaluated(const std::shared_ptr<Model>& model, DataLoader loader, const World& world,
+                  int64_t limit = 0) {
+  const auto module = std::make_shared<ModelTraining>(model, ModelTrainingOptions{});
+  const TrainTask task = training_task(module, std::move(loader));
+  return evaluate(*module, {}, *task.train, world.group(), c10::kCPU, limit);
+}
+
 TEST(Evaluate, CountsEverySampleOnceHoweverManyRanksShareThem) {
   const World world = init();
   const auto model = make_model("mlp");
   const TensorDataset dataset = noise_images(23);
   const auto on = [&](int rank, int ranks) {
-    DataLoader loader = share_of(dataset, rank, ranks);
-    return evaluate(*model, LossKind::cross_entropy, loader, world.group(), c10::kCPU);
+    return evaluated(model, share_of(dataset, rank, ranks), world);
   };
   const Metrics whole = on(0, 1);
   const at::Tensor output = model->forward(dataset.data);
@@ -117,9 +125,7 @@ TEST(Evaluate, LeavesTheModelInItsModeAndStopsAtTheLimit) {
   const World world = init();
   const auto model = make_model("convnet");
   const at::Tensor before = model->buffers().front().clone();
-  DataLoader loader = share_of(noise_images(20), 0, 1);
-  const Metrics some =
-      evaluate(*model, LossKind::cross_entropy, loader, world.group(), c10::kCPU, 2);
+  const Metrics some = evaluated(model, share_of(noise_images(20), 0, 1), world, 2);
   EXPECT_EQ(some.samples, 6);
   EXPECT_TRUE(model->is_training());
   EXPECT_TRUE(at::equal(before, model->buffers().front()))

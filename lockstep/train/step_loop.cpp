@@ -1,15 +1,13 @@
 #include "lockstep/train/step_loop.h"
 
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <utility>
 
-#include "lockstep/autograd/backward.h"
-#include "lockstep/train/loss.h"
-#include "lockstep/train/memory_format.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep {
 namespace {
@@ -18,123 +16,182 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
+/// A loss from which backward cannot start is better named here than by autograd.
+void check_loss(const at::Tensor& loss) {
+  if (loss.defined() && loss.numel() == 1 && loss.requires_grad()) return;
+  const std::string what = "the loss of a training step ";
+  if (!loss.defined()) {
+    throw UsageError(what + "is an undefined tensor",
+                     "training_step must return the loss; a module that calls update itself says "
+                     "so by automatic_optimization()");
+  }
+  if (loss.numel() != 1) {
+    throw UsageError(what + "has shape " + c10::str(loss.sizes()) + ", expected one number",
+                     "take its mean, or its sum");
+  }
+  throw UsageError(what + "does not depend on any parameter that needs a gradient");
+}
+
 }  // namespace
 
 StepLoop::StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options)
     : task_(task),
-      group_(group),
       options_(options),
-      parameters_(task.model->parameters()),
-      buffers_(task.model->buffers()),
-      finite_(options.on_nan, group),
-      schedule_(options.schedule),
-      base_lr_(task.optimizer->lr()),
+      automatic_(task.module->automatic_optimization()),
+      supervised_(task.module->as_supervised()),
+      parts_(detail::make_parts(task.module, group, task.device, options, total_steps())),
+      shares_(parts_.front()->strategy().data_share().size),
       start_(std::chrono::steady_clock::now()) {
-  if (group.size() > 1) {
-    ddp_ = std::make_unique<DistributedDataParallel<std::shared_ptr<Model>>>(task.model, group);
-  }
-  if (schedule_.total_steps == 0) schedule_.total_steps = total_steps();
+  context_.device = task.device;
+  context_.updater = automatic_ ? nullptr : this;
+  cast_batches();
+}
+
+/// Where the parameters have 16 bits.
+void StepLoop::cast_batches() {
+  const auto dtype = parts_.front()->precision().convert_input(at::zeros({1})).scalar_type();
+  if (dtype == at::kFloat) return;
+  task_.train->cast_to(dtype);
+  if (task_.test) task_.test->cast_to(dtype);
 }
 
 bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step) {
-  task_.model->train();
+  const detail::TrainingContext::Scope scope(*task_.module, context_);
+  context_.epoch = epoch;
+  context_.sums = {};
+  task_.module->train();
+  task_.module->on_train_epoch_start(epoch);
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
-  task_.train->epoch(epoch, first_batch);
-  const int64_t first_step = step_;
-  Batch batch;
-  for (int64_t i = first_batch; i < batches && task_.train->next(batch); ++i) {
+  task_.train->start(epoch, first_batch);
+  for (int64_t i = first_batch; i < batches && task_.train->next(*task_.module, task_.device);
+       ++i) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
     const int64_t first_of_step = i - i % accumulate_batches;
-    const int64_t batches_of_step = std::min(accumulate_batches, batches - first_of_step);
-    const bool last_of_step = i == first_of_step + batches_of_step - 1;
-    if (i == first_of_step) keep_buffers();
-    if (!last_of_step) {
-      accumulate(batch, batches_of_step);
-      continue;
-    }
-    forward_and_backward(batch, batches_of_step);
-    update(epoch);
-    StepResult result;
-    result.step = step_;
-    result.total_steps = total_steps();
-    result.epoch = epoch;
-    result.batches = i + 1;
-    result.samples = std::exchange(samples_of_step_, 0) * group_.size();
-    result.lr = task_.optimizer->lr();
-    result.loss = last_loss_;
-    result.seconds =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    if (!after_step(result)) return false;
+    batches_of_step_ = std::min(accumulate_batches, batches - first_of_step);
+    const bool last_of_step = i == first_of_step + batches_of_step_ - 1;
+    run_batch(i, last_of_step);
+    if (!last_of_step) continue;
+    if (automatic_) parts_.front()->finish_step(step_ + 1, epoch);
+    context_.step = ++step_;
+    if (!after_step(result_of(epoch, i + 1))) return false;
   }
-  finite_.end_epoch(epoch, step_ - first_step, first_batch == 0);
+  for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0);
+  task_.module->on_train_epoch_end(epoch);
   return true;
 }
 
-/// A batch whose gradients only add up here; the last one of the step sends them to all ranks.
-void StepLoop::accumulate(const Batch& batch, int64_t batches_of_step) {
-  if (!ddp_) return forward_and_backward(batch, batches_of_step);
-  const auto no_sync = ddp_->no_sync();
-  forward_and_backward(batch, batches_of_step);
+StepResult StepLoop::result_of(int64_t epoch, int64_t batches) {
+  StepResult result;
+  result.step = step_;
+  result.total_steps = total_steps();
+  result.epoch = epoch;
+  result.batches = batches;
+  result.samples = std::exchange(samples_of_step_, 0) * shares_;
+  result.lr = lr();
+  result.loss = last_loss_ / static_cast<double>(last_rows_);
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  return result;
 }
 
-void StepLoop::forward_and_backward(const Batch& batch, int64_t batches_of_step) {
-  const at::Tensor data =
-      with_memory_format(batch.data.to(task_.device, /*non_blocking=*/true), task_.memory_format);
-  const at::Tensor target = batch.target.to(task_.device, /*non_blocking=*/true);
-  const at::Tensor output = ddp_ ? ddp_->forward(data) : task_.model->forward(data);
-  at::Tensor loss = batch_loss(task_.loss, output, target);
-  const double value = loss.item<double>();
-  if (batches_of_step > 1) loss = loss / static_cast<double>(batches_of_step);
-  if (finite_.loss_is_good(value)) {
-    backward(loss);
+void StepLoop::run_batch(int64_t index, bool last_of_step) {
+  bad_batch_ = false;
+  last_loss_ = 0;
+  last_rows_ = 0;
+  if (automatic_) {
+    detail::TrainedPart& part = *parts_.front();
+    part.begin_step();
+    part.strategy().run_batch(work_of(index, last_of_step));
   } else {
-    backward(loss, at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
+    task_.train->training_step(*task_.module, index);
   }
-  last_loss_ = value;
-  if (options_.on_nan == OnNan::skip && !std::isfinite(value)) {
-    sums_.samples += batch.size();  // its loss would hide that of all others
-  } else {
-    add_batch(sums_, task_.loss, value, output, target, batch.size());
-  }
-  samples_of_step_ += batch.size();
+  samples_of_step_ += task_.train->batch_size(*task_.module);
+  note_batch();
 }
 
-void StepLoop::update(int64_t epoch) {
-  Optimizer& optimizer = *task_.optimizer;
-  const double lr = scheduled_lr(schedule_, base_lr_, step_);
-  if (lr != optimizer.lr()) optimizer.set_lr(lr);
-  ++step_;
-  if (finite_.step_is_good(parameters_, step_, epoch)) {
-    if (options_.gradient_clip_val > 0) clip_grad_norm(parameters_, options_.gradient_clip_val);
-    optimizer.step();
-  } else {
-    put_buffers_back();
-  }
-  zero_grad(parameters_);
-}
-
-/// Forward has put the batch into batch norm's statistics before anyone knows that it is bad.
-void StepLoop::keep_buffers() {
-  if (options_.on_nan != OnNan::skip) return;
-  kept_buffers_.clear();
-  for (const at::Tensor& buffer : buffers_) kept_buffers_.push_back(buffer.clone());
-}
-
-void StepLoop::put_buffers_back() {
-  for (size_t i = 0; i < kept_buffers_.size(); ++i) buffers_[i].copy_(kept_buffers_[i]);
-}
-
-void StepLoop::warm_up_reducer() {
-  if (!ddp_) return;
-  task_.model->train();
-  const auto zeros = [&](const SampleSpec& spec) {
-    return at::zeros(spec.batch_shape(2), at::device(task_.device).dtype(spec.dtype));
+BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
+  BatchWork work;
+  work.last_of_step = last_of_step;
+  work.loss = [this, index] {
+    const at::Tensor loss = task_.train->training_step(*task_.module, index);
+    return judged(*parts_.front(), loss, task_.train->batch_size(*task_.module));
   };
-  const at::Tensor output =
-      ddp_->forward(with_memory_format(zeros(task_.train->data_spec()), task_.memory_format));
-  backward(batch_loss(task_.loss, output, zeros(task_.train->target_spec())));
-  zero_grad(parameters_);
+  if (!supervised_) return work;
+  work.input = task_.train->batch()->data;
+  work.target = task_.train->batch()->target;
+  work.criterion = [this](const at::Tensor& output, const at::Tensor& target) {
+    return judged(*parts_.front(), supervised_->measured_loss(output, target), target.size(0));
+  };
+  return work;
+}
+
+at::Tensor StepLoop::judged(detail::TrainedPart& part, const at::Tensor& loss, int64_t rows) {
+  check_loss(loss);
+  const double value = loss.item<double>();
+  last_loss_ += value * static_cast<double>(rows);
+  last_rows_ += rows;
+  bad_batch_ = bad_batch_ || !std::isfinite(value);
+  return part.judged(loss, value, batches_of_step_);
+}
+
+/// Of a batch whose loss is not finite, and which is skipped for that, only the samples count.
+void StepLoop::note_batch() {
+  MetricSums& noted = context_.sums;
+  if (bad_batch_ && options_.on_nan == OnNan::skip) {
+    noted = {};
+  } else if (automatic_ && noted.loss_terms == 0) {
+    noted.loss = last_loss_;
+    noted.loss_terms = last_rows_;
+  }
+  // Of ranks that share a batch, those count it that have its loss.
+  noted.samples = automatic_ ? last_rows_ : task_.train->batch_size(*task_.module);
+  sums_.add(noted);
+  noted = {};
+}
+
+detail::TrainedPart& StepLoop::part_named(const std::string& name) const {
+  for (const auto& part : parts_) {
+    if (part->name() == name || (parts_.size() == 1 && name.empty())) return *part;
+  }
+  std::vector<std::string> names;
+  for (const auto& part : parts_) names.push_back(part->name());
+  throw UsageError(unknown_word("optimizer", name, names));
+}
+
+double StepLoop::update(const std::string& name, const std::function<at::Tensor()>& loss,
+                        bool last_of_step) {
+  detail::TrainedPart& part = part_named(name);
+  const detail::OnlyPart only(parts_, part);
+  double value = 0;
+  BatchWork work;
+  work.last_of_step = last_of_step;
+  work.loss = [&] {
+    const at::Tensor result = loss();
+    value = result.defined() ? result.item<double>() : 0;
+    return judged(part, result, 1);
+  };
+  if (warming_up_) {
+    part.strategy().warm_up(work);
+    return value;
+  }
+  part.begin_step();
+  part.strategy().run_batch(work);
+  if (last_of_step) part.finish_step(step_ + 1, context_.epoch);
+  return value;
+}
+
+void StepLoop::warm_up() {
+  const detail::TrainingContext::Scope scope(*task_.module, context_);
+  task_.module->train();
+  task_.train->take_example(*task_.module, task_.device);
+  warming_up_ = true;
+  if (automatic_) {
+    parts_.front()->strategy().warm_up(work_of(0, /*last_of_step=*/true));
+  } else {
+    task_.train->training_step(*task_.module, 0);
+  }
+  warming_up_ = false;
+  context_.sums = {};
 }
 
 int64_t StepLoop::batches_per_epoch() const {
@@ -144,6 +201,24 @@ int64_t StepLoop::batches_per_epoch() const {
 
 int64_t StepLoop::steps_per_epoch() const {
   return ceil_div(batches_per_epoch(), options_.accumulate_grad_batches);
+}
+
+/// With automatic optimization a step is an update.
+std::map<std::string, double> StepLoop::values() const {
+  std::map<std::string, double> values;
+  if (automatic_) return values;
+  for (const auto& part : parts_) {
+    values["updates." + part->name()] = static_cast<double>(part->updates());
+  }
+  return values;
+}
+
+void StepLoop::load_values(int64_t step, const std::map<std::string, double>& values) {
+  context_.step = step_ = step;
+  for (const auto& part : parts_) {
+    const auto found = values.find("updates." + part->name());
+    part->set_updates(found == values.end() ? step : static_cast<int64_t>(found->second));
+  }
 }
 
 MetricSums StepLoop::take_sums() {

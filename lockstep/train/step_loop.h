@@ -5,67 +5,78 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "lockstep/parallel/ddp.h"
-#include "lockstep/train/finite_check.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/train_task.h"
+#include "lockstep/train/trained_part.h"
 #include "lockstep/train/trainer_options.h"
+#include "lockstep/train/training_context.h"
 
 namespace lockstep {
 
 /// Forward, backward, step, batch after batch: the inner loop of training, without anything that
-/// only watches. With several ranks the model is wrapped in DistributedDataParallel. A group of one
-/// does without, to the same bits. One thread. All ranks call alike.
-class StepLoop {
+/// only watches. How the model is spread over ranks is its strategy's matter. One thread. All ranks
+/// call alike.
+class StepLoop : private detail::Updater {
  public:
   /// Gets each step's result. False ends the epoch there. Called on every rank.
   using AfterStep = std::function<bool(const StepResult&)>;
 
-  /// `task` must outlive the loop.
+  /// `task` must outlive the loop. A collective.
   StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options);
 
   /// Trains from batch `first_batch` of the epoch to its end. False when `after_step` ended it.
   bool run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step);
 
-  /// One forward and backward on zeros, without a step. It lets the Reducer find the order in which
-  /// gradients arrive, as it does in a run's first step. Without it a resumed run would sum its
-  /// first step's buckets in another order than the run that was not interrupted. That changes last
-  /// bits with three ranks or more. Changes buffers and uses random numbers: restore after it.
-  void warm_up_reducer();
+  /// One forward and backward on zeros, without a step: see Strategy::warm_up. It lets a reducer
+  /// find the order in which gradients arrive, as it does in a run's first step. Without it a
+  /// resumed run would sum its first step's buckets in another order than the run that was not
+  /// interrupted. That changes last bits with three ranks or more. Changes buffers and uses random
+  /// numbers: restore after it.
+  void warm_up();
 
+  const detail::TrainedParts& parts() const { return parts_; }
+  double lr() const { return parts_.front()->strategy().lr(); }
   int64_t step() const { return step_; }
-  void set_step(int64_t step) { step_ = step; }
+  /// What a resumed run needs besides the step: numbers by name, for a checkpoint.
+  std::map<std::string, double> values() const;
+  void load_values(int64_t step, const std::map<std::string, double>& values);
+  /// Throws UsageError for a name that no optimizer has. Empty stands for the only one.
+  detail::TrainedPart& part_named(const std::string& name) const;
   int64_t batches_per_epoch() const;
   int64_t steps_per_epoch() const;
   int64_t total_steps() const { return steps_per_epoch() * options_.max_epochs; }
   /// This rank's sums since the last call, over all batches.
   MetricSums take_sums();
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
 
  private:
-  void accumulate(const Batch& batch, int64_t batches_of_step);
-  void forward_and_backward(const Batch& batch, int64_t batches_of_step);
-  void update(int64_t epoch);
-  void keep_buffers();
-  void put_buffers_back();
+  void cast_batches();
+  void run_batch(int64_t index, bool last_of_step);
+  BatchWork work_of(int64_t index, bool last_of_step);
+  at::Tensor judged(detail::TrainedPart& part, const at::Tensor& loss, int64_t rows);
+  void note_batch();
+  double update(const std::string& name, const std::function<at::Tensor()>& loss,
+                bool last_of_step) override;
+  StepResult result_of(int64_t epoch, int64_t batches);
 
   TrainTask& task_;
-  ProcessGroup group_;
-  const TrainerOptions& options_;
-  std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> buffers_;
-  std::vector<at::Tensor>
-      kept_buffers_;  ///< As before the step in progress, where it may be skipped.
-  std::unique_ptr<DistributedDataParallel<std::shared_ptr<Model>>> ddp_;
-  FiniteCheck finite_;
-  ScheduleOptions schedule_;
-  double base_lr_;
+  TrainerOptions options_;
+  bool automatic_;
+  SupervisedModule* supervised_;
+  detail::TrainedParts parts_;
+  int shares_;  ///< Into how many different parts the data is cut.
+  detail::TrainingContext context_;
+  bool warming_up_ = false;
   int64_t step_ = 0;
+  int64_t batches_of_step_ = 1;
   int64_t samples_of_step_ = 0;
-  double last_loss_ = 0;
+  double last_loss_ = 0;  ///< Times `last_rows_`, where a batch comes in parts.
+  int64_t last_rows_ = 0;
+  bool bad_batch_ = false;  ///< Its loss would hide that of all others.
   MetricSums sums_;
   std::chrono::steady_clock::time_point start_;
 };

@@ -1,32 +1,41 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/MemoryFormat.h>
 
 #include <memory>
+#include <utility>
 
-#include "lockstep/data/loader.h"
-#include "lockstep/models/models.h"
-#include "lockstep/optim/optim.h"
+#include "lockstep/train/batch_feed.h"
+#include "lockstep/train/training_module.h"
 
 namespace lockstep {
 
-enum class LossKind {
-  cross_entropy,  ///< Outputs [B, classes], targets int64 [B].
-  mean_squared,   ///< Outputs and targets [B, K], float32.
+/// What a training run works with: see training_task.
+struct TrainTask {
+  std::shared_ptr<TrainingModuleBase> module;
+  std::unique_ptr<detail::BatchFeed> train;
+  std::unique_ptr<detail::BatchFeed> test;  ///< Null: nothing is evaluated.
+  c10::Device device = c10::kCPU;           ///< A Trainer sets that of its World.
 };
 
-/// What a training run works with. The model's parameters are already on `device` and belong to
-/// `optimizer`. The loaders must be made alike on all ranks.
-struct TrainTask {
-  std::shared_ptr<Model> model;
-  LossKind loss = LossKind::cross_entropy;
-  std::unique_ptr<Optimizer> optimizer;
-  std::unique_ptr<DataLoader> train;
-  std::unique_ptr<DataLoader> test;
-  c10::Device device = c10::kCPU;
-  /// Of the model's tensors and of batches of 4 dimensions; see memory_format.h.
-  at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
-};
+/// A module, a loader of the batches that it learns from, and one of held-out batches. The loaders
+/// are moved in and must be made alike on all ranks. See BatchLoader for what they need.
+template <class M, class Train>
+requires BatchLoader<Train, typename M::BatchType> TrainTask
+training_task(std::shared_ptr<M> module, Train train) {
+  TrainTask task;
+  using Feed = detail::FeedOf<typename M::BatchType, Train>;
+  task.module = std::move(module);
+  task.train = std::make_unique<Feed>(std::move(train));
+  return task;
+}
+template <class M, class Train, class Test>
+requires BatchLoader<Train, typename M::BatchType> && BatchLoader<Test, typename M::BatchType>
+    TrainTask training_task(std::shared_ptr<M> module, Train train, Test test) {
+  TrainTask task = training_task(std::move(module), std::move(train));
+  using Feed = detail::FeedOf<typename M::BatchType, Test>;
+  task.test = std::make_unique<Feed>(std::move(test));
+  return task;
+}
 
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/random_state.h"
@@ -26,6 +27,19 @@ namespace lockstep {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Names in a checkpoint.
+constexpr const char* kEpoch = "epoch.";
+constexpr const char* kShares = "epoch.shares";
+constexpr const char* kOptimizer = "optimizer.";
+constexpr const char* kPrecision = "precision.";
+
+template <class T>
+std::string exact_text(const T& value) {
+  std::ostringstream text;
+  text << std::setprecision(std::numeric_limits<double>::max_digits10) << value;
+  return text.str();
+}
 
 void check_ranges(const TrainerOptions& options) {
   const auto at_least = [](const char* name, int64_t value, int64_t minimum) {
@@ -43,19 +57,11 @@ void check_ranges(const TrainerOptions& options) {
 
 /// What every rank must have alike to make the same collective calls, or to learn the same.
 Settings settings_of_all_ranks(const TrainerOptions& options, const TrainTask& task) {
-  const ScheduleOptions& schedule = options.schedule;
-  Settings settings{{"optimizer", task.optimizer->name()}, {"schedule", schedule.name}};
-  const auto set = [&](const char* name, auto value) {
-    std::ostringstream text;
-    text << std::setprecision(std::numeric_limits<double>::max_digits10) << value;
-    settings[name] = text.str();
-  };
-  set("lr", task.optimizer->lr());
-  set("schedule.warmup_steps", schedule.warmup_steps);
-  set("schedule.total_steps", schedule.total_steps);
-  set("schedule.step_size", schedule.step_size);
-  set("schedule.gamma", schedule.gamma);
-  set("schedule.min_lr", schedule.min_lr);
+  Settings settings{{"strategy", options.strategy},
+                    {"precision", options.precision.precision},
+                    {"amp_level", options.precision.amp_level},
+                    {"loss_scale", options.precision.loss_scale}};
+  const auto set = [&](const std::string& name, auto value) { settings[name] = exact_text(value); };
   set("max_epochs", options.max_epochs);
   set("accumulate_grad_batches", options.accumulate_grad_batches);
   set("gradient_clip_val", options.gradient_clip_val);
@@ -65,17 +71,70 @@ Settings settings_of_all_ranks(const TrainerOptions& options, const TrainTask& t
   constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
   set("on_nan", kPolicies[static_cast<int>(options.on_nan)]);
   set("batches of an epoch", task.train->batches_per_epoch());
-  set("batches of an evaluation", task.test->batches_per_epoch());
-  set("seed of the sampler", task.train->sampler().options().seed);
+  set("batches of an evaluation", task.test ? task.test->batches_per_epoch() : 0);
+  if (const SamplerOptions* sampler = task.train->sampler()) {
+    set("seed of the sampler", sampler->seed);
+  }
   return settings;
 }
 
+/// The same of the optimizers, which are known only when they are made.
+Settings settings_of_parts(const detail::TrainedParts& parts) {
+  Settings settings;
+  for (const auto& part : parts) {
+    const std::string prefix = part->name().empty() ? "" : part->name() + ".";
+    const ScheduleOptions& schedule = part->schedule();
+    const auto set = [&](const char* name, auto value) {
+      settings[prefix + name] = exact_text(value);
+    };
+    set("optimizer", part->optimizer_name());
+    set("lr", part->base_lr());
+    set("schedule", schedule.name);
+    set("schedule.warmup_steps", schedule.warmup_steps);
+    set("schedule.total_steps", schedule.total_steps);
+    set("schedule.step_size", schedule.step_size);
+    set("schedule.gamma", schedule.gamma);
+    set("schedule.min_lr", schedule.min_lr);
+  }
+  return settings;
+}
+
+/// Each rank must see what its strategy wants it to see, or samples are trained on twice.
+void check_share(const SamplerOptions* sampler, const DataShare& share,
+                 const std::string& strategy) {
+  if (!sampler || (sampler->rank == share.rank && sampler->world_size == share.size)) return;
+  throw UsageError("a loader's sampler has rank " + std::to_string(sampler->rank) + " of " +
+                       std::to_string(sampler->world_size) + "; with strategy " + strategy +
+                       " this rank trains on share " + std::to_string(share.rank) + " of " +
+                       std::to_string(share.size),
+                   "make the sampler from lockstep::data_share(strategy, options, rank, size)");
+}
+
+void check_module(const TrainTask& task, const TrainerOptions& options) {
+  if (!task.module || !task.train) {
+    throw UsageError("the training task has no module or no loader",
+                     "make it by lockstep::training_task");
+  }
+  if (!task.module->automatic_optimization() && options.accumulate_grad_batches > 1) {
+    throw UsageError("accumulate_grad_batches is " +
+                         std::to_string(options.accumulate_grad_batches) +
+                         ", but the module calls update itself",
+                     "call accumulate in its training_step for the batches before an update");
+  }
+}
+
 /// Before the first collective call that depends on them.
-TrainerOptions same_on_all_ranks(TrainerOptions options, const TrainTask& task,
-                                 const ProcessGroup& group) {
+TrainTask ready(TrainTask task, const TrainerOptions& options, const World& world) {
   check_ranges(options);
-  check_same_settings(settings_of_all_ranks(options, task), group);
-  return options;
+  check_module(task, options);
+  check_same_settings(settings_of_all_ranks(options, task), world.group());
+  const DataShare share =
+      data_share(options.strategy, options.strategy_options, world.rank(), world.size());
+  check_share(task.train->sampler(), share, options.strategy);
+  if (task.test) check_share(task.test->sampler(), share, options.strategy);
+  task.device = world.device();
+  task.module->to(task.device);
+  return task;
 }
 
 }  // namespace
@@ -85,10 +144,13 @@ class Trainer::Impl {
   Impl(Trainer& trainer, const World& world, TrainTask task, TrainerOptions options)
       : trainer_(trainer),
         world_(world),
-        task_(std::move(task)),
-        options_(same_on_all_ranks(std::move(options), task_, world.group())),
+        task_(ready(std::move(task), options, world)),
+        options_(std::move(options)),
         loop_(task_, world.group(), options_),
         start_(Clock::now()) {
+    check_same_settings(settings_of_parts(loop_.parts()), world.group());
+    const std::string slow = loop_.parts().front()->precision().slow_because();
+    if (world.rank() == 0 && !slow.empty()) log_warning(slow);
     options_.identity["number of ranks"] = std::to_string(world.size());
   }
 
@@ -98,7 +160,11 @@ class Trainer::Impl {
   void add_callback(std::shared_ptr<Callback> callback) {
     callbacks_.push_back(std::move(callback));
   }
-  Model& model() { return *task_.model; }
+  NamedTensors model_state() { return detail::model_state(*task_.module, loop_.parts()); }
+  TrainingModuleBase& module() { return *task_.module; }
+  const Strategy& strategy(const std::string& optimizer) const {
+    return loop_.part_named(optimizer).strategy();
+  }
   const World& world() const { return world_; }
   const TrainerOptions& options() const { return options_; }
   int64_t total_steps() const { return loop_.total_steps(); }
@@ -114,6 +180,7 @@ class Trainer::Impl {
   bool wants_to_stop() const;
   [[noreturn]] void interrupt(int signal_number);
   Metrics reduced(const MetricSums& mine) const;
+  void check_position(const CheckpointInfo& info) const;
   double seconds() const;
 
   Trainer& trainer_;
@@ -155,7 +222,7 @@ FitResult Trainer::Impl::fit() {
       if (whole && goes_on_now() && finish_epoch()) goes_on_now();
       if (stop_requested_ != 0) interrupt(stop_requested_);
     }
-    if (test_.samples == 0 && !test()) interrupt(stop_requested_);
+    if (task_.test && test_.samples == 0 && !test()) interrupt(stop_requested_);
   } catch (const CommError&) {
     // The other ranks got the signal too, and one of them is gone already.
     if (signals.received() != 0) throw InterruptedError(signals.received());
@@ -215,12 +282,12 @@ bool Trainer::Impl::finish_epoch() {
   result.epoch = epoch_;
   result.max_epochs = options_.max_epochs;
   result.step = loop_.step();
-  result.lr = task_.optimizer->lr();
+  result.lr = loop_.lr();
   const double trained = seconds();
   result.train = reduced(epoch_sums_);
   const int64_t samples = result.train.samples - restored_samples_;
   result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
-  if (!test()) return false;
+  if (task_.test && !test()) return false;
   result.test = test_;
   result.seconds = seconds();
   result.test_samples_per_s =
@@ -235,10 +302,10 @@ bool Trainer::Impl::finish_epoch() {
 
 /// False when a signal ended it.
 bool Trainer::Impl::test() {
-  const Metrics metrics =
-      evaluate(*task_.model, task_.loss, *task_.test, world_.group(), task_.device,
-               options_.limit_test_batches, task_.memory_format,
-               [&] { return goes_on(agreement_->after_step(signals_->received())); });
+  const Metrics metrics = evaluate(*task_.module, loop_.parts(), *task_.test, world_.group(),
+                                   task_.device, options_.limit_test_batches, [&] {
+                                     return goes_on(agreement_->after_step(signals_->received()));
+                                   });
   if (stop_requested_ != 0) return false;
   test_ = metrics;
   return true;
@@ -272,26 +339,39 @@ void Trainer::Impl::save(CheckpointFolder& folder) {
   checkpoint.info.batches = batches_;
   checkpoint.info.identity = options_.identity;
   checkpoint.info.settings = options_.settings;
-  checkpoint.info.values = {{"epoch.loss", sums.loss},
-                            {"epoch.loss_terms", static_cast<double>(sums.loss_terms)},
-                            {"epoch.correct", static_cast<double>(sums.correct)},
-                            {"epoch.classified", static_cast<double>(sums.classified)},
-                            {"epoch.samples", static_cast<double>(sums.samples)}};
+  checkpoint.info.values = sums.values(kEpoch);
+  checkpoint.info.values.merge(loop_.values());
+  checkpoint.info.values[kShares] = loop_.parts().front()->strategy().data_share().size;
   for (const auto& callback : callbacks_) checkpoint.info.values.merge(callback->values());
-  if (world_.rank() == 0) {
-    checkpoint.model = state_dict(*task_.model);
-    for (auto& [name, tensor] : checkpoint.model) tensor = tensor.detach();
-    for (const auto& [name, tensor] : task_.optimizer->state()) {
-      checkpoint.state.emplace_back("optimizer." + name, tensor);
-    }
+  checkpoint.model = model_state();
+  for (const auto& [name, tensor] : detail::optimizer_state(loop_.parts())) {
+    checkpoint.state.emplace_back(kOptimizer + name, tensor);
+  }
+  for (const auto& [name, tensor] : detail::precision_state(loop_.parts())) {
+    checkpoint.state.emplace_back(kPrecision + name, tensor);
   }
   save_checkpoint(world_.group(), folder, checkpoint, random_state(task_.device));
 }
 
+/// A position within an epoch is one of batches, whose number depends on how the data is shared.
+void Trainer::Impl::check_position(const CheckpointInfo& info) const {
+  const auto found = info.values.find(kShares);
+  if (info.batches == 0 || found == info.values.end()) return;
+  const int shares = loop_.parts().front()->strategy().data_share().size;
+  if (found->second == shares) return;
+  throw CheckpointError("the checkpoint lies within an epoch of a run that cut the data into " +
+                            exact_text(found->second) + " shares; strategy " + options_.strategy +
+                            " cuts it into " + std::to_string(shares),
+                        "resume with the strategy that it was saved with, or from a checkpoint at "
+                        "the end of an epoch");
+}
+
 void Trainer::Impl::restore(const Checkpoint& checkpoint) {
-  loop_.warm_up_reducer();
-  load_state_dict(*task_.model, checkpoint.model, "the checkpoint's model.safetensors");
-  task_.optimizer->load_state(with_prefix_removed(checkpoint.state, "optimizer."));
+  check_position(checkpoint.info);
+  loop_.warm_up();
+  detail::load_model_state(*task_.module, loop_.parts(), checkpoint.model);
+  detail::load_optimizer_state(loop_.parts(), with_prefix_removed(checkpoint.state, kOptimizer));
+  detail::load_precision_state(loop_.parts(), with_prefix_removed(checkpoint.state, kPrecision));
   random_state_ = state_of_rank(checkpoint, world_.rank());
   const CheckpointInfo& info = checkpoint.info;
   const std::string changed = changed_settings(info.settings, options_.settings);
@@ -299,22 +379,12 @@ void Trainer::Impl::restore(const Checkpoint& checkpoint) {
     log_warning("this run goes on with other settings: " + changed +
                 "; its course is not that of a run without an interruption");
   }
-  loop_.set_step(info.step);
+  loop_.load_values(info.step, info.values);
   epoch_ = info.epoch;
   batches_ = info.batches;
-  const auto value = [&](const char* name) {
-    const auto found = info.values.find(name);
-    return found == info.values.end() ? 0.0 : found->second;
-  };
-  restored_samples_ = static_cast<int64_t>(value("epoch.samples"));
-  epoch_sums_ = {};
-  if (world_.rank() == 0) {
-    epoch_sums_.loss = value("epoch.loss");
-    epoch_sums_.loss_terms = static_cast<int64_t>(value("epoch.loss_terms"));
-    epoch_sums_.correct = static_cast<int64_t>(value("epoch.correct"));
-    epoch_sums_.classified = static_cast<int64_t>(value("epoch.classified"));
-    epoch_sums_.samples = static_cast<int64_t>(value("epoch.samples"));
-  }
+  const MetricSums sums = MetricSums::from_values(info.values, kEpoch);
+  restored_samples_ = sums.samples;
+  epoch_sums_ = world_.rank() == 0 ? sums : MetricSums();
   for (const auto& callback : callbacks_) callback->load_values(info.values);
 }
 
@@ -334,8 +404,19 @@ void Trainer::restore(const Checkpoint& checkpoint) {
 void Trainer::save(CheckpointFolder& folder) {
   impl_->save(folder);
 }
-Model& Trainer::model() {
-  return impl_->model();
+NamedTensors Trainer::model_state() {
+  return impl_->model_state();
+}
+void Trainer::save_weights(const std::filesystem::path& path,
+                           const std::map<std::string, std::string>& metadata) {
+  const NamedTensors tensors = model_state();
+  if (is_first_rank()) lockstep::save_weights(tensors, path, metadata);
+}
+TrainingModuleBase& Trainer::module() {
+  return impl_->module();
+}
+const Strategy& Trainer::strategy(const std::string& optimizer) const {
+  return impl_->strategy(optimizer);
 }
 const World& Trainer::world() const {
   return impl_->world();

@@ -4,7 +4,8 @@
 #include <map>
 #include <string>
 
-#include "lockstep/optim/optim.h"
+#include "lockstep/amp/precision.h"
+#include "lockstep/parallel/strategy.h"
 
 namespace lockstep {
 
@@ -32,8 +33,11 @@ struct TrainerOptions {
   int64_t log_every_n_steps = 50;
   /// A NaN never goes away by itself. A run that goes on with it only burns hours.
   OnNan on_nan = OnNan::stop;
-  /// `total_steps` of 0 stands for all steps of the run.
-  ScheduleOptions schedule;
+  /// In which numbers the model computes. Its device is the Trainer's to set.
+  PrecisionOptions precision = {};
+  /// How the model is spread over ranks: see strategy_names().
+  std::string strategy = "ddp";
+  StrategyOptions strategy_options = {};
   /// What a checkpoint of this run belongs to besides the world size and the LibTorch: see
   /// CheckpointInfo::identity.
   std::map<std::string, std::string> identity;

@@ -54,14 +54,14 @@ struct Recorder : Callback {
 class TrainerTest : public ::testing::Test {
  protected:
   FitResult fit(TrainTask task, TrainerOptions options) {
-    model_ = task.model;
+    model_ = task.module;
     Trainer trainer(world_, std::move(task), std::move(options));
     trainer.add_callback(recorder_);
     return trainer.fit();
   }
   World world_ = init();
   std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
-  std::shared_ptr<Model> model_;
+  std::shared_ptr<TrainingModuleBase> model_;
 };
 
 TEST_F(TrainerTest, CallsBackInOrder) {
@@ -143,8 +143,7 @@ TEST_F(TrainerTest, ASignalEndsAnEvaluationAndTheEpochIsFinishedAfterAResume) {
 TEST_F(TrainerTest, TheScheduleSpansTheRun) {
   TrainerOptions options;
   options.max_epochs = 2;
-  options.schedule.name = "linear";
-  fit(small_task(), options);
+  fit(small_task("mlp", noise_images(40), 0, 1, {.name = "linear"}), options);
   EXPECT_DOUBLE_EQ(recorder_->rates.front(), 0.001);
   EXPECT_GT(recorder_->rates[8], recorder_->rates[9]);
   EXPECT_GT(recorder_->rates[9], 0);
@@ -192,7 +191,7 @@ TEST_F(TrainerTest, ANanCanBeSkipped) {
 TEST_F(TrainerTest, AModelWithStatisticsIsSoundAfterASkippedStep) {
   for (const char* model : {"convnet", "fashion-cnn"}) {
     TrainTask task = small_task(model, with_a_nan());
-    task.test = testing::loader_of(noise_images(16));
+    task.test = small_task(model, noise_images(16)).test;
     TrainerOptions options;
     options.on_nan = OnNan::skip;
     options.max_epochs = 2;
@@ -245,15 +244,17 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
     TrainerOptions options;
     options.max_epochs = 3;
     options.accumulate_grad_batches = every;
-    options.schedule.name = "cosine";
-    fit(small_task("fashion-cnn"), options);
+    const auto task_of_run = [] {
+      return small_task("fashion-cnn", noise_images(40), 0, 1, {.name = "cosine"});
+    };
+    fit(task_of_run(), options);
     const NamedTensors expected = state_dict(*model_);
     const int64_t steps = recorder_->steps.size();
     for (int64_t step = 1; step <= steps; ++step) {
       TemporaryDirectory folder;
       CheckpointFolder checkpoints(folder.path());
       {
-        Trainer trainer(world_, small_task("fashion-cnn"), options);
+        Trainer trainer(world_, task_of_run(), options);
         auto saver = std::make_shared<Recorder>();
         saver->at_step = [&](int64_t now) {
           if (now != step) return;
@@ -264,8 +265,8 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
         EXPECT_THROW(trainer.fit(), InterruptedError);
       }
       at::rand({17});  // whatever happened since then must not matter
-      TrainTask task = small_task("fashion-cnn");
-      const auto model = task.model;
+      TrainTask task = task_of_run();
+      const auto model = task.module;
       Trainer trainer(world_, std::move(task), options);
       trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints,
                                        trainer.options().identity, c10::kCPU));

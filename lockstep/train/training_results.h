@@ -2,14 +2,17 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
+#include <string>
 
 namespace lockstep {
 
-/// A loss and an accuracy over all ranks. `accuracy` is NaN for regression.
+/// Means over all ranks. What was not noted is NaN: `accuracy` for regression.
 struct Metrics {
   double loss = std::numeric_limits<double>::quiet_NaN();
   double accuracy = std::numeric_limits<double>::quiet_NaN();
   int64_t samples = 0;
+  std::map<std::string, double> values = {};  ///< What else a TrainingModule notes, by its names.
 };
 
 /// Where training stands after an optimizer step.
@@ -19,7 +22,7 @@ struct StepResult {
   int64_t epoch = 0;        ///< From 0.
   int64_t batches = 0;      ///< Batches of the epoch that this rank has used.
   int64_t samples = 0;      ///< Of this step, over all ranks.
-  double lr = 0;            ///< The rate that the step was made with.
+  double lr = 0;            ///< The rate that the step was made with; of the first optimizer.
   double loss = 0;          ///< Of this rank's last batch alone; a LogResult has that of all.
   double seconds = 0;       ///< Since training began in this process.
 };

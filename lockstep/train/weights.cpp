@@ -49,13 +49,18 @@ void load_weights(torch::nn::Module& module, const std::filesystem::path& path) 
   load_state_dict(module, tensors, path.string());
 }
 
-void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
+void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
   std::map<std::string, std::string> all = metadata;
   all.emplace("format", "pt");
+  save_safetensors(path, tensors, all);
+}
+
+void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
+                  const std::map<std::string, std::string>& metadata) {
   NamedTensors tensors = state_dict(module);
   for (auto& [name, tensor] : tensors) tensor = tensor.detach();
-  save_safetensors(path, tensors, all);
+  save_weights(tensors, path, metadata);
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 
+#include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace torch::nn {
@@ -25,6 +26,9 @@ void check_weights_exist(const std::filesystem::path& path);
 /// CheckpointError.
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
 
+/// Writes tensors, as a Strategy's model_state gives them, as Python's safetensors.torch would.
+void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
+                  const std::map<std::string, std::string>& metadata = {});
 /// Writes a model's state_dict as safetensors.
 void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata = {});

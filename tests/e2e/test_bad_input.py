@@ -149,7 +149,6 @@ class Words(BadInput):
             self.refuse(("train", *flags), 2, message)
 
     def test_other_strategies_will_come(self):
-        self.refuse(("train", "--strategy", "fsdp"), 2, "--strategy fsdp is not there yet")
         self.refuse(("train", "--strategy", "ddpp"), 2, "did you mean 'ddp'?")
 
     def test_combinations(self):

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "lockstep/train/model_training.h"
 #include "lockstep/train/train_task.h"
 
 namespace lockstep::testing {
@@ -22,30 +23,26 @@ inline TensorDataset noise_images(int64_t count) {
   return dataset;
 }
 
-inline std::unique_ptr<DataLoader> loader_of(TensorDataset dataset, int rank = 0, int ranks = 1) {
+inline DataLoader loader_of(TensorDataset dataset, int rank = 0, int ranks = 1) {
   SamplerOptions sampler;
   sampler.dataset_size = dataset.size();
   sampler.rank = rank;
   sampler.world_size = ranks;
   LoaderOptions options;
   options.batch_size = 8;
-  return std::make_unique<DataLoader>(std::move(dataset), DistributedSampler(sampler), Pipeline(),
-                                      options);
+  return DataLoader(std::move(dataset), DistributedSampler(sampler), Pipeline(), options);
 }
 
 /// 5 batches an epoch. fashion-cnn has dropout and batch norm: random state and buffers matter.
 inline TrainTask small_task(const char* model = "mlp", TensorDataset dataset = noise_images(40),
-                            int rank = 0, int ranks = 1) {
-  TrainTask task;
+                            int rank = 0, int ranks = 1, ScheduleOptions schedule = {}) {
   at::manual_seed(1);
-  task.model = make_model(model);
-  OptimizerOptions options;
-  options.lr = 0.001;
-  options.momentum = 0.9;
-  task.optimizer = make_optimizer("sgd", task.model->parameters(), options);
-  task.test = loader_of(dataset, rank, ranks);
-  task.train = loader_of(std::move(dataset), rank, ranks);
-  return task;
+  ModelTrainingOptions options;
+  options.optimizer.make = optimizer_factory("sgd", {.lr = 0.001, .momentum = 0.9});
+  options.optimizer.schedule = std::move(schedule);
+  auto module = std::make_shared<ModelTraining>(make_model(model), std::move(options));
+  DataLoader test = loader_of(dataset, rank, ranks);
+  return training_task(module, loader_of(std::move(dataset), rank, ranks), std::move(test));
 }
 
 }  // namespace lockstep::testing

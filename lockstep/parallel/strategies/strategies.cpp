@@ -13,6 +13,8 @@ namespace {
 struct Row {
   StrategyInfo info;
   std::unique_ptr<Strategy> (*make)(const StrategySetup& setup);
+  /// Null where every rank has a share of its own.
+  DataShare (*share)(const StrategyOptions& options, int rank, int size) = nullptr;
 };
 
 /// Adding a strategy adds its folder, and a line here.
@@ -24,6 +26,13 @@ const std::vector<Row>& rows() {
        [](const StrategySetup& setup) { return make_dp_strategy(setup); }},
   };
   return rows;
+}
+
+const Row& row_of(const std::string& name) {
+  for (const Row& row : rows()) {
+    if (row.info.name == name) return row;
+  }
+  throw UsageError(unknown_word("strategy", name, strategy_names()));
 }
 
 }  // namespace
@@ -44,10 +53,12 @@ std::vector<std::string> strategy_names() {
 }
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
-  for (const Row& row : rows()) {
-    if (row.info.name == name) return row.make(setup);
-  }
-  throw UsageError(unknown_word("strategy", name, strategy_names()));
+  return row_of(name).make(setup);
+}
+
+DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
+  const Row& row = row_of(name);
+  return row.share ? row.share(options, rank, size) : DataShare{rank, size};
 }
 
 }  // namespace lockstep

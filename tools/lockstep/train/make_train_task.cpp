@@ -3,11 +3,16 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <memory>
 #include <numeric>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/model_training.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/placement.h"
 
@@ -49,31 +54,55 @@ void seed_everything(uint64_t seed) {
   at::manual_seed(seed);
 }
 
-std::unique_ptr<Optimizer> make_optimizer_for(const RunConfig& config, const Model& model) {
+OptimizerFactory optimizer_of(const RunConfig& config) {
   OptimizerOptions options;
   options.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
   options.momentum = config.momentum.value_or(default_momentum(config.optimizer));
   options.weight_decay = config.weight_decay;
   options.nesterov = config.nesterov;
-  return make_optimizer(config.optimizer, model.parameters(), options);
+  return optimizer_factory(config.optimizer, options);
 }
 
-/// The stored part of a data set is freed as soon as nothing refers to it, so only what is needed
-/// is handed on.
-TrainTask task_with_model(const RunConfig& config, const World& world) {
-  TrainTask task;
-  task.device = world.device();
+/// In the words of the flags what `scheduled_lr` would say in those of its options.
+void check_schedule(const RunConfig& config, int64_t total_steps) {
+  const bool falls = config.schedule == "cosine" || config.schedule == "linear";
+  if (!falls || total_steps == 0 || config.warmup_steps < total_steps) return;
+  throw UsageError("--warmup-steps " + std::to_string(config.warmup_steps) +
+                       " leaves nothing for --schedule " + config.schedule + ": the run has " +
+                       counted(total_steps, "step"),
+                   "give fewer --warmup-steps or more --max-epochs");
+}
+
+ScheduleOptions schedule_of(const RunConfig& config, int64_t steps) {
+  ScheduleOptions schedule;
+  schedule.name = config.schedule;
+  schedule.warmup_steps = config.warmup_steps;
+  schedule.total_steps = steps * config.max_epochs;
+  check_schedule(config, schedule.total_steps);
+  schedule.step_size = steps * config.lr_step_size;
+  schedule.gamma = config.lr_gamma;
+  schedule.min_lr = config.min_lr;
+  return schedule;
+}
+
+/// The module of the run, its parameters drawn from the seed. `schedule` counts in training only.
+std::shared_ptr<ModelTraining> make_module(const RunConfig& config, const World& world,
+                                           ScheduleOptions schedule, ModelTask& made) {
   seed_everything(config.seed);
-  task.model = make_model(config.model);
-  task.loss = loss_of(model_info(config.model));
-  if (!config.load_weights.empty()) load_weights(*task.model, config.load_weights);
-  task.model->to(task.device);
-  task.memory_format = memory_format_of(config.memory_format, *task.model, task.device);
-  set_memory_format(*task.model, task.memory_format);
-  if (!threads_are_asked_for(config.threads) && task.device.is_cpu()) {
-    at::set_num_threads(threads_worth_using(at::get_num_threads(), *task.model, config.batch_size));
+  const auto model = make_model(config.model);
+  if (!config.load_weights.empty()) load_weights(*model, config.load_weights);
+  model->to(world.device());
+  made.memory_format = memory_format_of(config.memory_format, *model, world.device());
+  set_memory_format(*model, made.memory_format);
+  if (!threads_are_asked_for(config.threads) && world.device().is_cpu()) {
+    at::set_num_threads(threads_worth_using(at::get_num_threads(), *model, config.batch_size));
   }
-  return task;
+  for (const at::Tensor& parameter : model->parameters()) made.parameters += parameter.numel();
+  ModelTrainingOptions options;
+  options.loss = loss_of(model_info(config.model));
+  options.optimizer = {.make = optimizer_of(config), .schedule = std::move(schedule)};
+  options.memory_format = made.memory_format;
+  return std::make_shared<ModelTraining>(model, std::move(options));
 }
 
 }  // namespace
@@ -111,12 +140,14 @@ void check_model_fits(const ModelInfo& model, const TensorDataset& dataset) {
   }
 }
 
-std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& world,
-                                        const TensorDataset& dataset, bool training) {
+DataLoader make_loader(const RunConfig& config, const World& world, const TensorDataset& dataset,
+                       bool training) {
+  const DataShare data =
+      data_share(config.strategy, strategy_options(config), world.rank(), world.size());
   SamplerOptions sampler;
   sampler.dataset_size = dataset.size();
-  sampler.rank = world.rank();
-  sampler.world_size = world.size();
+  sampler.rank = data.rank;
+  sampler.world_size = data.size;
   sampler.shuffle = training;
   sampler.seed = config.seed;
   LoaderOptions options;
@@ -128,36 +159,48 @@ std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& wo
   if (training && config.batch_size > share.samples_per_rank()) {
     throw UsageError("--batch-size " + std::to_string(config.batch_size) + " is larger than the " +
                          std::to_string(share.samples_per_rank()) + " samples that " +
-                         (world.size() > 1 ? "each of " + counted(world.size(), "rank") + " has"
-                                           : std::string("there are")) +
+                         (data.size > 1 ? "each of " + counted(data.size, "rank") + " has"
+                                        : std::string("there are")) +
                          " of dataset " + dataset.name,
                      "give at most --batch-size " + std::to_string(share.samples_per_rank()));
   }
-  return std::make_unique<DataLoader>(dataset, share,
-                                      pipeline_for(dataset, model_info(config.model)), options);
+  return DataLoader(dataset, share, pipeline_for(dataset, model_info(config.model)), options);
 }
 
-TrainTask make_train_task(const RunConfig& config, const World& world) {
+int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
+  const int64_t batches =
+      std::min(batches_per_epoch, config.limit_train_batches.value_or(batches_per_epoch));
+  return (batches + config.accumulate_grad_batches - 1) / config.accumulate_grad_batches;
+}
+
+// The stored part of a data set is freed as soon as nothing refers to it, so only what is needed is
+// handed on.
+ModelTask make_train_task(const RunConfig& config, const World& world) {
   set_up_process(config);
   const DatasetSplits splits = load_splits(config);
   check_model_fits(model_info(config.model), splits.train);
-  auto train = make_loader(config, world, splits.train, /*training=*/true);
-  auto test = make_loader(config, world, splits.test, /*training=*/false);
-  TrainTask task = task_with_model(config, world);
-  task.optimizer = make_optimizer_for(config, *task.model);
-  task.train = std::move(train);
-  task.test = std::move(test);
-  return task;
+  DataLoader train = make_loader(config, world, splits.train, /*training=*/true);
+  DataLoader test = make_loader(config, world, splits.test, /*training=*/false);
+  ModelTask made;
+  made.train_samples = splits.train.size();
+  made.test_samples = splits.test.size();
+  const int64_t steps = steps_per_epoch(config, train.batches_per_epoch());
+  const auto module = make_module(config, world, schedule_of(config, steps), made);
+  made.task = training_task(module, std::move(train), std::move(test));
+  return made;
 }
 
-TrainTask make_evaluation_task(const RunConfig& config, const World& world) {
+ModelTask make_evaluation_task(const RunConfig& config, const World& world) {
   set_up_process(config);
   const TensorDataset test = load_splits(config).test;
   check_model_fits(model_info(config.model), test);
-  auto loader = make_loader(config, world, test, /*training=*/false);
-  TrainTask task = task_with_model(config, world);
-  task.test = std::move(loader);
-  return task;
+  DataLoader loader = make_loader(config, world, test, /*training=*/false);
+  ModelTask made;
+  made.test_samples = test.size();
+  const auto module = make_module(config, world, {}, made);
+  made.task = training_task(module, std::move(loader));
+  made.task.test = std::move(made.task.train);
+  return made;
 }
 
 }  // namespace lockstep

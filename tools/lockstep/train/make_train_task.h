@@ -1,6 +1,8 @@
 #pragma once
 
-#include <memory>
+#include <c10/core/MemoryFormat.h>
+
+#include <cstdint>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/data/dataset.h"
@@ -16,16 +18,29 @@ inline constexpr int64_t kEvaluationBatch = 256;
 /// Throws UsageError when the model cannot take the data set's samples or tell its classes apart.
 void check_model_fits(const ModelInfo& model, const TensorDataset& dataset);
 
-/// This rank's share of a part of a data set, made fit for the model.
-std::unique_ptr<DataLoader> make_loader(const RunConfig& config, const World& world,
-                                        const TensorDataset& dataset, bool training);
+/// This rank's share of a part of a data set, by its strategy, made fit for the model.
+DataLoader make_loader(const RunConfig& config, const World& world, const TensorDataset& dataset,
+                       bool training);
+
+/// Optimizer steps of an epoch of a training loader.
+int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
+
+/// A task, and what is told of it.
+struct ModelTask {
+  TrainTask task;
+  int64_t parameters = 0;
+  int64_t train_samples = 0;
+  int64_t test_samples = 0;
+  at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
+};
 
 /// Loads the data set and makes model, optimizer and loaders. LibTorch's generators are seeded
 /// right before the model is made. Nothing random happens between that and training. So a Python
 /// script with torch.manual_seed(S) right before its model has the same weights and dropout masks.
-TrainTask make_train_task(const RunConfig& config, const World& world);
+ModelTask make_train_task(const RunConfig& config, const World& world);
 
-/// The same for an evaluation: a model with the weights of `config.load_weights`, and no optimizer.
-TrainTask make_evaluation_task(const RunConfig& config, const World& world);
+/// The same for an evaluation: a model with the weights of `config.load_weights`, no optimizer, and
+/// no loader to train from.
+ModelTask make_evaluation_task(const RunConfig& config, const World& world);
 
 }  // namespace lockstep

@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "lockstep/amp/precision.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -17,6 +18,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 
 namespace lockstep {
@@ -41,6 +43,12 @@ const std::vector<Key>& keys() {
       {"devices", &C::devices},
       {"accelerator", &C::accelerator},
       {"strategy", &C::strategy},
+      {"mesh", &C::mesh},
+      {"num-micro-batches", &C::num_micro_batches},
+      {"pipeline-schedule", &C::pipeline_schedule},
+      {"precision", &C::precision},
+      {"amp-level", &C::amp_level},
+      {"loss-scale", &C::loss_scale},
       {"backend", &C::backend},
       {"threads", &C::threads},
       {"bind-to", &C::bind_to},
@@ -202,20 +210,13 @@ void check_at_least(const char* flag, T value, T minimum) {
   throw UsageError(text.str());
 }
 
-void check_strategy(const std::string& strategy) {
-  static const std::vector<std::string> kLater{"fsdp", "zero", "dp", "pipeline", "tensor"};
-  if (std::find(kLater.begin(), kLater.end(), strategy) != kLater.end()) {
-    throw UsageError("--strategy " + strategy + " is not there yet", "use --strategy ddp");
-  }
-  expect_one_of("--strategy", strategy, {"ddp"});
-}
-
 void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--devices", config.devices, 1);
   check_at_least<int64_t>("--max-epochs", config.max_epochs, 0);
   check_at_least<int64_t>("--batch-size", config.batch_size, 1);
   check_at_least<int64_t>("--num-workers", config.num_workers, 0);
   check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
+  check_at_least<int64_t>("--num-micro-batches", config.num_micro_batches, 1);
   check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
   check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
   check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
@@ -256,7 +257,11 @@ void check_values(const RunConfig& config) {
   expect_one_of("--backend", config.backend, backend_names());
   expect_one_of("--bind-to", config.bind_to, launch::binding_names());
   expect_one_of("--memory-format", config.memory_format, memory_format_names());
-  check_strategy(config.strategy);
+  expect_one_of("--strategy", config.strategy, strategy_names());
+  expect_one_of("--precision", config.precision, precision_names());
+  if (!config.amp_level.empty()) {
+    expect_one_of("--amp-level", config.amp_level, amp_level_names());
+  }
   expect_one_of("--optimizer", config.optimizer, optimizer_names());
   expect_one_of("--schedule", config.schedule, schedule_names());
   expect_one_of("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
@@ -281,6 +286,14 @@ void check_value(const Key& key, const toml::node& node, const std::string& wher
 double default_lr(const std::string& optimizer, const std::string& model) {
   if (optimizer == "sgd") return model == "convnet" || model == "fashion-cnn" ? 0.01 : 0.05;
   return optimizer == "adagrad" ? 0.01 : 0.001;
+}
+
+StrategyOptions strategy_options(const RunConfig& config) {
+  StrategyOptions options;
+  options.mesh = config.mesh;
+  options.num_micro_batches = config.num_micro_batches;
+  options.pipeline_schedule = config.pipeline_schedule;
+  return options;
 }
 
 double default_momentum(const std::string& optimizer) {
@@ -335,6 +348,10 @@ std::map<std::string, std::string> settings_of(const RunConfig& config) {
       {"--nesterov", toml_text(config.nesterov)},
       {"--weight-decay", toml_text(decay)},
       {"--gradient-clip-val", toml_text(config.gradient_clip_val)},
+      {"--precision", config.precision},
+      {"--amp-level", config.amp_level.empty() ? "none" : config.amp_level},
+      {"--strategy", config.strategy},
+      {"--mesh", config.mesh.empty() ? "none" : config.mesh},
       {"--schedule", schedule},
       {"--warmup-steps", toml_text(config.warmup_steps)}};
   if (schedule == "step") {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/strategy.h"
+
 namespace lockstep {
 
 /// Everything that `lockstep train` can be told. Each field is a flag and a key of a configuration
@@ -22,6 +24,12 @@ struct RunConfig {
   int64_t devices = 1;
   std::string accelerator = "auto";  ///< cuda when there is a device for every process, else cpu.
   std::string strategy = "ddp";
+  std::string mesh;               ///< Named dimensions of the ranks; empty: one.
+  int64_t num_micro_batches = 4;  ///< See StrategyOptions, as the next.
+  std::string pipeline_schedule = "1f1b";
+  std::string precision = "32-true";  ///< These three: see PrecisionOptions.
+  std::string amp_level;
+  std::string loss_scale;
   std::string backend = "auto";
   std::optional<int64_t> threads;  ///< Unset: see choose_threads.
   std::string bind_to = "auto";    ///< See launch::choose_binding.
@@ -71,6 +79,8 @@ struct RunConfig {
 /// It has 0.01 for convnet and fashion-cnn, which diverge with 0.05 and the default momentum.
 /// rmsprop, adam and adamw have 0.001, adagrad 0.01.
 double default_lr(const std::string& optimizer, const std::string& model);
+/// What a strategy is told.
+StrategyOptions strategy_options(const RunConfig& config);
 /// 0.9 for sgd, as most recipes have it; 0 for the others, as PyTorch.
 double default_momentum(const std::string& optimizer);
 

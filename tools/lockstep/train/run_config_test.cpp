@@ -166,7 +166,6 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
                  "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
                  "digits, random, file:PATH");
   expect_refused([](auto& c) { c.strategy = "dpd"; }, "did you mean 'ddp'?");
-  expect_refused([](auto& c) { c.strategy = "fsdp"; }, "--strategy fsdp is not there yet");
 }
 
 TEST(CheckConfig, AFileWithoutANameIsNoDataSet) {

@@ -43,7 +43,7 @@ int train_command(const std::vector<std::string>& args) {
   RunConfig config;
   std::string config_file = config_file_in(args);
   if (!config_file.empty()) read_config(config_file, config);
-  Cli cli("lockstep train", "Trains a model with distributed data parallel.");
+  Cli cli("lockstep train", "Trains a model over several processes.");
   add_examples(cli);
   add_model_and_data_flags(cli, config);
   add_process_flags(cli, config);

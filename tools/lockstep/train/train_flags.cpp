@@ -1,5 +1,6 @@
 #include "tools/lockstep/train/train_flags.h"
 
+#include "lockstep/amp/precision.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/log.h"
@@ -11,6 +12,7 @@
 #include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 #include "tools/lockstep/train/placement.h"
 #include "tools/lockstep/train/training.h"
@@ -66,9 +68,41 @@ void add_process_flags(Cli& cli, RunConfig& config) {
              {0.001, std::chrono::duration<double>(kLongestTimeout).count()});
 }
 
+namespace {
+
+/// "ddp: every rank has the whole model; zero1: ..."
+std::string strategies_text() {
+  std::vector<std::string> rows;
+  for (const StrategyInfo& info : strategy_infos()) rows.push_back(info.name + ": " + info.summary);
+  return join(rows, "; ");
+}
+
+}  // namespace
+
 void add_training_flags(Cli& cli, RunConfig& config) {
   cli.group("Training");
-  cli.option("--strategy", config.strategy, "How training is spread over processes: ddp", "NAME");
+  cli.choice("--strategy", config.strategy, strategy_names(),
+             "How the model is spread over processes. " + strategies_text());
+  cli.choice(
+      "--precision", config.precision, precision_names(),
+      "Numbers to compute in: 32 bits; -mixed: 32-bit parameters, of which autocast computes "
+      "in 16 bits what can be; -true: parameters and all else in 16 bits");
+  cli.choice(
+      "--amp-level", config.amp_level, amp_level_names(),
+      "Apex's levels: O0 is 32-true, O1 is 16-mixed, O2 is a 16-bit model whose optimizer and "
+      "batch norm keep 32 bits, O3 is 16-true");
+  cli.option("--loss-scale", config.loss_scale,
+             "dynamic, or a number by which the loss is multiplied before backward; without it "
+             "dynamic where gradients of 16 bits would vanish",
+             "dynamic|N");
+  cli.option("--mesh", config.mesh,
+             "Named dimensions of the processes, such as dp=2,pp=2, for strategies that combine",
+             "NAME=SIZE,...");
+  cli.option("--num-micro-batches", config.num_micro_batches,
+             "Parts into which --strategy pipeline cuts each batch", {1});
+  cli.option("--pipeline-schedule", config.pipeline_schedule,
+             "Order of work of --strategy pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble",
+             "NAME");
   cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
   cli.option("--batch-size", config.batch_size,
              "Samples of a batch in each process; a step of N processes uses N times as many", {1});

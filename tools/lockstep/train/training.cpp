@@ -15,6 +15,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/evaluate.h"
@@ -74,17 +75,7 @@ Settings settings_of_all_ranks(const RunConfig& config) {
   return settings;
 }
 
-/// In the words of the flags what `scheduled_lr` would say in those of its options.
-void check_schedule(const RunConfig& config, int64_t total_steps) {
-  const bool falls = config.schedule == "cosine" || config.schedule == "linear";
-  if (!falls || total_steps == 0 || config.warmup_steps < total_steps) return;
-  throw UsageError("--warmup-steps " + std::to_string(config.warmup_steps) +
-                       " leaves nothing for --schedule " + config.schedule + ": the run has " +
-                       counted(total_steps, "step"),
-                   "give fewer --warmup-steps or more --max-epochs");
-}
-
-TrainerOptions trainer_options(const RunConfig& config, const TrainTask& task) {
+TrainerOptions trainer_options(const RunConfig& config) {
   TrainerOptions options;
   options.max_epochs = config.max_epochs;
   options.accumulate_grad_batches = config.accumulate_grad_batches;
@@ -95,17 +86,11 @@ TrainerOptions trainer_options(const RunConfig& config, const TrainTask& task) {
   options.on_nan = policy_of(config.on_nan);
   options.identity = identity_of(config);
   options.settings = settings_of(config);
-  const int64_t all = task.train->batches_per_epoch();
-  const int64_t batches = std::min(all, config.limit_train_batches.value_or(all));
-  const int64_t steps =
-      (batches + config.accumulate_grad_batches - 1) / config.accumulate_grad_batches;
-  options.schedule.name = config.schedule;
-  options.schedule.warmup_steps = config.warmup_steps;
-  options.schedule.total_steps = steps * config.max_epochs;
-  check_schedule(config, options.schedule.total_steps);
-  options.schedule.step_size = steps * config.lr_step_size;
-  options.schedule.gamma = config.lr_gamma;
-  options.schedule.min_lr = config.min_lr;
+  options.precision.precision = config.precision;
+  options.precision.amp_level = config.amp_level;
+  options.precision.loss_scale = config.loss_scale;
+  options.strategy = config.strategy;
+  options.strategy_options = strategy_options(config);
   return options;
 }
 
@@ -160,23 +145,22 @@ void check_resume(const std::string& resume) {
                     : meant);
 }
 
-int64_t held_out_samples(const TrainTask& task) {
-  return task.test->sampler().options().dataset_size;
-}
-
-void print_opening(const RunConfig& config, const World& world, const TrainTask& task,
-                   int64_t steps, Console& console) {
-  int64_t parameters = 0;
-  for (const at::Tensor& parameter : task.model->parameters()) parameters += parameter.numel();
+void print_opening(const RunConfig& config, const World& world, const ModelTask& made,
+                   Console& console) {
   const int64_t ranks = world.size();
-  console.line("model " + config.model + " (" + with_thousands(parameters) +
+  console.line("model " + config.model + " (" + with_thousands(made.parameters) +
                " parameters), dataset " + config.dataset + " (" +
-               with_thousands(task.train->sampler().options().dataset_size) + " samples, " +
-               with_thousands(held_out_samples(task)) + " held out)");
+               with_thousands(made.train_samples) + " samples, " +
+               with_thousands(made.test_samples) + " held out)");
   const std::string over = ranks > 1 ? " over " + world.group().backend() : "";
-  console.line(counted(ranks, "rank") + over + " on " + world.device().str() + ", batch size " +
+  const int64_t shares =
+      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+  const int64_t steps =
+      steps_per_epoch(config, made.task.train->batches_per_epoch()) * config.max_epochs;
+  console.line(counted(ranks, "rank") + over + " on " + world.device().str() +
+               (config.strategy == "ddp" ? "" : ", strategy " + config.strategy) + ", batch size " +
                std::to_string(config.batch_size) + " per rank, " +
-               std::to_string(config.batch_size * config.accumulate_grad_batches * ranks) +
+               std::to_string(config.batch_size * config.accumulate_grad_batches * shares) +
                " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
 }
 
@@ -277,33 +261,28 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   RunConfig config = resolved(wanted);
   check_same_settings(settings_of_all_ranks(config), world.group());
   CheckpointFolder folder = world.rank() == 0 ? check_files(config) : checkpoint_folder(config);
-  TrainTask task = make_train_task(config, world);
-  config.memory_format = memory_format_name(task.memory_format);
-  const c10::Device device = task.device;
-  const int64_t held_out = held_out_samples(task);
-  const TrainerOptions options = trainer_options(config, task);
-  print_opening(config, world, task, options.schedule.total_steps, console);
-  Trainer trainer(world, std::move(task), options);
-  attach(config, world, trainer, device, folder, console);
+  ModelTask made = make_train_task(config, world);
+  config.memory_format = memory_format_name(made.memory_format);
+  print_opening(config, world, made, console);
+  Trainer trainer(world, std::move(made.task), trainer_options(config));
+  attach(config, world, trainer, world.device(), folder, console);
   const FitResult result = trainer.fit();
   if (result.stopped_early) {
     console.line("stopped early: the test loss has not become lower for " +
                  counted(config.early_stop_patience, "epoch"));
   }
-  if (world.rank() == 0 && !config.save_weights.empty()) {
-    save_weights(trainer.model(), config.save_weights);
-  }
-  finish_output(config, world, result.test, held_out, console);
+  if (!config.save_weights.empty()) trainer.save_weights(config.save_weights);
+  finish_output(config, world, result.test, made.test_samples, console);
   return result;
 }
 
 Metrics run_evaluation(const RunConfig& config, const World& world, Console& console) {
   check_same_settings(settings_of_all_ranks(config), world.group());
   if (world.rank() == 0) check_files(config);
-  TrainTask task = make_evaluation_task(config, world);
-  const Metrics test = evaluate(*task.model, task.loss, *task.test, world.group(), task.device,
-                                config.limit_test_batches.value_or(0), task.memory_format);
-  finish_output(config, world, test, held_out_samples(task), console);
+  const ModelTask made = make_evaluation_task(config, world);
+  const Metrics test = evaluate(*made.task.module, {}, *made.task.test, world.group(),
+                                world.device(), config.limit_test_batches.value_or(0));
+  finish_output(config, world, test, made.test_samples, console);
   return test;
 }
 

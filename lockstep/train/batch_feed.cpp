@@ -1,0 +1,26 @@
+#include "lockstep/train/batch_feed.h"
+
+#include <ATen/ops/zeros.h>
+
+namespace lockstep::detail {
+
+Batch example_batch(const DataLoader& loader) {
+  const auto zeros = [](const SampleSpec& spec) {
+    return at::zeros(spec.batch_shape(2), at::device(c10::kCPU).dtype(spec.dtype));
+  };
+  Batch batch;
+  batch.data = zeros(loader.data_spec());
+  batch.target = zeros(loader.target_spec());
+  return batch;
+}
+
+bool drop_padding(Batch& batch) {
+  const int64_t rows = batch.size() - batch.padding;
+  if (rows == 0 || batch.padding == 0) return rows > 0;
+  batch.data = batch.data.narrow(0, 0, rows);
+  batch.target = batch.target.narrow(0, 0, rows);
+  batch.padding = 0;
+  return true;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <c10/core/MemoryFormat.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/models/models.h"
+#include "lockstep/train/loss_kind.h"
+#include "lockstep/train/training_module.h"
+
+namespace lockstep {
+
+struct MetricSums;
+
+struct ModelTrainingOptions {
+  LossKind loss = LossKind::cross_entropy;
+  OptimizerConfig optimizer = {};  ///< Of the model's parameters.
+  /// Of the model's tensors, and so of batches of 4 dimensions; see memory_format.h.
+  at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
+};
+
+/// How a built-in model is trained: one of two losses, and the accuracy where there are classes.
+class ModelTraining : public SupervisedModule {
+ public:
+  ModelTraining(std::shared_ptr<Model> model, ModelTrainingOptions options);
+
+  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
+  at::Tensor loss(const at::Tensor& output, const at::Tensor& target) override;
+  void measure(const at::Tensor& output, const at::Tensor& target, double loss) override;
+  void validate(const at::Tensor& output, const at::Tensor& target) override;
+  std::vector<Layer> layers() override;
+  std::vector<OptimizerConfig> configure_optimizers() override;
+  Batch prepare_batch(const Batch& batch, c10::Device device) const override;
+
+  Model& model() { return *model_; }
+
+ private:
+  void note(const MetricSums& sums);
+
+  std::shared_ptr<Model> model_;
+  ModelTrainingOptions options_;
+};
+
+}  // namespace lockstep

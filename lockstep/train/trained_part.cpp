@@ -1,0 +1,300 @@
+#include "lockstep/train/trained_part.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/module_state.h"
+#include "lockstep/parallel/state_dict.h"
+#include "lockstep/parallel/strategies/strategies.h"
+
+namespace lockstep::detail {
+namespace {
+
+PrecisionOptions precision_options(const TrainerOptions& options, c10::Device device) {
+  PrecisionOptions precision = options.precision;
+  precision.device = device;
+  return precision;
+}
+
+}  // namespace
+
+TrainedPart::TrainedPart(OptimizerConfig config, const std::shared_ptr<TrainingModuleBase>& root,
+                         const ProcessGroup& group, c10::Device device,
+                         const TrainerOptions& options, int64_t steps_of_run)
+    : config_(std::move(config)),
+      options_(options),
+      module_(config_.module ? config_.module : root),
+      buffers_(root->buffers()),
+      precision_(precision_options(options, device)),
+      finite_(options.on_nan, group, device) {
+  if (config_.schedule.total_steps == 0) config_.schedule.total_steps = steps_of_run;
+  strategy_ = make_strategy(options.strategy, setup(root, group, device));
+  base_lr_ = strategy_->lr();
+}
+
+StrategySetup TrainedPart::setup(const std::shared_ptr<TrainingModuleBase>& root,
+                                 const ProcessGroup& group, c10::Device device) {
+  StrategySetup setup;
+  setup.module = module_;
+  if (SupervisedModule* const supervised = root->as_supervised()) {
+    setup.layers = supervised->layers();
+  }
+  setup.make_optimizer = precision_.optimizer_factory([this](std::vector<at::Tensor> parameters) {
+    auto optimizer = config_.make(std::move(parameters));
+    optimizer_name_ = optimizer->name();
+    return optimizer;
+  });
+  setup.group = group;
+  setup.device = device;
+  setup.options = options_.strategy_options;
+  setup.options.forward_context = precision_.forward_context();
+  return setup;
+}
+
+void TrainedPart::begin_step() {
+  if (std::exchange(in_step_, true) || options_.on_nan != OnNan::skip) return;
+  kept_buffers_.clear();
+  for (const at::Tensor& buffer : buffers_) kept_buffers_.push_back(buffer.clone());
+}
+
+at::Tensor TrainedPart::judged(at::Tensor loss, double value, int64_t batches_of_step) {
+  if (batches_of_step > 1) loss = loss / static_cast<double>(batches_of_step);
+  // The gradients of a loss that is infinite may be finite: all of them are to be NaN.
+  if (!finite_.loss_is_good(value)) loss = loss * std::numeric_limits<double>::quiet_NaN();
+  return precision_.scale(loss);
+}
+
+double TrainedPart::scheduled() const {
+  return config_.lr_at ? config_.lr_at(updates_, base_lr_)
+                       : scheduled_lr(config_.schedule, base_lr_, updates_);
+}
+
+void TrainedPart::finish_step(int64_t step, int64_t epoch) {
+  const double lr = scheduled();
+  if (lr != strategy_->lr()) strategy_->set_lr(lr);
+  ++updates_;
+  ++updates_of_epoch_;
+  in_step_ = false;
+  const std::vector<at::Tensor> gradients = strategy_->gradients();
+  const bool sharded = strategy_->has_sharded_gradients();
+  const StepScale scale =
+      precision_.unscale(gradients, sharded ? strategy_->group() : ProcessGroup());
+  FiniteCheck::Found found{gradients, sharded};
+  if (precision_.expects_overflow()) found.overflowed = precision_.skipped();
+  if (finite_.step_is_good(found, step, epoch)) {
+    if (options_.gradient_clip_val > 0 && !found.overflowed.value_or(false)) clip();
+    strategy_->step(scale);
+  } else {
+    put_buffers_back();
+  }
+  strategy_->zero_grad();
+  precision_.update();
+}
+
+void TrainedPart::clip() {
+  precision_.clip_grad_norm(options_.gradient_clip_val,
+                            [this](double most) { return strategy_->clip_grad_norm(most); });
+}
+
+/// Forward has put the batch into batch norm's statistics before anyone knows that it is bad.
+void TrainedPart::put_buffers_back() {
+  for (size_t i = 0; i < kept_buffers_.size(); ++i) buffers_[i].copy_(kept_buffers_[i]);
+}
+
+void TrainedPart::end_epoch(int64_t epoch, bool from_its_start) {
+  finite_.end_epoch(epoch, std::exchange(updates_of_epoch_, 0), from_its_start);
+}
+
+namespace {
+
+void check_configs(const std::vector<OptimizerConfig>& configs, const TrainingModuleBase& module) {
+  if (configs.empty()) {
+    throw UsageError("configure_optimizers gave no optimizer",
+                     "return {{.make = lockstep::optimizer_factory(\"adam\")}}");
+  }
+  std::set<std::string> names;
+  for (const OptimizerConfig& config : configs) {
+    if (!config.make) {
+      throw UsageError("configure_optimizers gave an optimizer without `make`",
+                       ".make = lockstep::optimizer_factory(\"adam\")");
+    }
+    if (configs.size() > 1 && config.name.empty()) {
+      throw UsageError("configure_optimizers gave several optimizers, of which one has no name",
+                       "give each a .name, by which `update` knows it");
+    }
+    if (!names.insert(config.name).second) {
+      throw UsageError("configure_optimizers gave two optimizers of the name '" + config.name +
+                       "'");
+    }
+  }
+  if (configs.size() > 1 && module.automatic_optimization()) {
+    throw UsageError("configure_optimizers gave " + std::to_string(configs.size()) +
+                         " optimizers, but automatic optimization knows one loss",
+                     "let automatic_optimization() give false, and call update(NAME, LOSS) in "
+                     "training_step");
+  }
+}
+
+void check_disjoint(const std::vector<OptimizerConfig>& configs) {
+  std::set<const c10::TensorImpl*> seen;
+  for (const OptimizerConfig& config : configs) {
+    if (configs.size() > 1 && !config.module) {
+      throw UsageError("optimizer '" + config.name + "' has the whole module",
+                       "where there are several, each needs a .module of its own");
+    }
+    if (!config.module) continue;
+    for (const auto& item : config.module->named_parameters()) {
+      if (seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+      throw UsageError("parameter " + item.key() + " of optimizer '" + config.name +
+                           "' belongs to another optimizer, too",
+                       "one parameter, one optimizer");
+    }
+  }
+}
+
+/// "" for the only part: then names are those that its module has by itself.
+std::string prefix_of(const TrainedPart& part, const TrainedParts& parts) {
+  return parts.size() == 1 ? "" : part.name() + ".";
+}
+
+NamedTensors with_prefix(const std::string& prefix, const OptimizerState& state) {
+  NamedTensors all;
+  for (const auto& [name, tensor] : state) all.emplace_back(prefix + name, tensor);
+  return all;
+}
+
+NamedTensors without_prefix(const std::string& prefix, const NamedTensors& state) {
+  NamedTensors found;
+  for (const auto& [name, tensor] : state) {
+    if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), tensor);
+  }
+  return found;
+}
+
+void append(NamedTensors& all, NamedTensors more) {
+  std::move(more.begin(), more.end(), std::back_inserter(all));
+}
+
+}  // namespace
+
+TrainedParts make_parts(const std::shared_ptr<TrainingModuleBase>& module,
+                        const ProcessGroup& group, c10::Device device,
+                        const TrainerOptions& options, int64_t steps_of_run) {
+  const std::vector<OptimizerConfig> configs = module->configure_optimizers();
+  check_configs(configs, *module);
+  check_disjoint(configs);
+  Precision(precision_options(options, device)).convert(*module);
+  TrainedParts parts;
+  for (const OptimizerConfig& config : configs) {
+    parts.push_back(
+        std::make_unique<TrainedPart>(config, module, group, device, options, steps_of_run));
+  }
+  if (group.size() > 1) {
+    std::vector<at::Tensor> others;
+    for (auto& [name, tensor] : tensors_of_no_part(*module, parts)) {
+      others.push_back(tensor.detach());
+    }
+    if (!others.empty()) broadcast_tensors(others, group);
+  }
+  return parts;
+}
+
+OnlyPart::OnlyPart(const TrainedParts& parts, const TrainedPart& one) {
+  for (const auto& part : parts) {
+    if (part.get() == &one) continue;
+    for (const at::Tensor& parameter : part->module().parameters()) {
+      if (!parameter.requires_grad()) continue;
+      frozen_.push_back(parameter);
+      frozen_.back().set_requires_grad(false);
+    }
+  }
+}
+
+OnlyPart::~OnlyPart() {
+  for (at::Tensor& parameter : frozen_) parameter.set_requires_grad(true);
+}
+
+NamedTensors tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts) {
+  std::set<const c10::TensorImpl*> taken;
+  for (const auto& part : parts) {
+    for (const auto& [name, tensor] : state_dict(part->module())) {
+      taken.insert(tensor.unsafeGetTensorImpl());
+    }
+  }
+  NamedTensors others;
+  for (const auto& [name, tensor] : state_dict(root)) {
+    if (!taken.contains(tensor.unsafeGetTensorImpl())) others.emplace_back(name, tensor.detach());
+  }
+  return others;
+}
+
+NamedTensors model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
+  NamedTensors all;
+  for (const auto& part : parts) {
+    append(all, with_prefix(prefix_of(*part, parts), part->strategy().model_state()));
+  }
+  if (parts.front()->strategy().group().rank() == 0) append(all, tensors_of_no_part(root, parts));
+  return all;
+}
+
+NamedTensors optimizer_state(const TrainedParts& parts) {
+  NamedTensors all;
+  for (const auto& part : parts) {
+    append(all, with_prefix(prefix_of(*part, parts), part->strategy().optimizer_state()));
+  }
+  return all;
+}
+
+NamedTensors precision_state(const TrainedParts& parts) {
+  NamedTensors all;
+  for (const auto& part : parts) {
+    append(all, with_prefix(prefix_of(*part, parts), part->precision().state()));
+  }
+  return all;
+}
+
+void load_precision_state(const TrainedParts& parts, const NamedTensors& state) {
+  for (const auto& part : parts) {
+    part->precision().load_state(without_prefix(prefix_of(*part, parts), state));
+  }
+}
+
+void load_model_state(TrainingModuleBase& root, const TrainedParts& parts,
+                      const NamedTensors& state) {
+  const NamedTensors others = tensors_of_no_part(root, parts);
+  NamedTensors of_parts;
+  std::set<std::string> loaded;
+  for (const auto& [name, tensor] : state) {
+    const auto same = [&, &wanted = name](const auto& other) { return other.first == wanted; };
+    const auto found = std::find_if(others.begin(), others.end(), same);
+    if (found == others.end()) {
+      of_parts.emplace_back(name, tensor);
+      continue;
+    }
+    if (found->second.sizes() != tensor.sizes()) {
+      throw CheckpointError("the checkpoint's model.safetensors does not fit the module: " + name +
+                            " has another shape");
+    }
+    at::Tensor(found->second).copy_(tensor);
+    loaded.insert(name);
+  }
+  for (const auto& [name, tensor] : others) {
+    if (loaded.contains(name)) continue;
+    throw CheckpointError("the checkpoint's model.safetensors lacks " + name);
+  }
+  for (const auto& part : parts) {
+    part->strategy().load_model_state(without_prefix(prefix_of(*part, parts), of_parts));
+  }
+}
+
+void load_optimizer_state(const TrainedParts& parts, const NamedTensors& state) {
+  for (const auto& part : parts) {
+    part->strategy().load_optimizer_state(without_prefix(prefix_of(*part, parts), state));
+  }
+}
+
+}  // namespace lockstep::detail

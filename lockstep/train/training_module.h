@@ -1,0 +1,160 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategy.h"
+#include "lockstep/train/batch_traits.h"
+#include "lockstep/train/training_results.h"
+
+namespace lockstep {
+
+class SupervisedModule;
+namespace detail {
+struct TrainingContext;
+}
+
+/// One optimizer of a module, and the parameters that it updates.
+struct OptimizerConfig {
+  /// See optimizer_factory. Called once, with the parameters of `module` or a strategy's shards of
+  /// them.
+  OptimizerFactory make;
+  /// `total_steps` of 0 stands for all steps of the run.
+  ScheduleOptions schedule = {};
+  /// A schedule of the user's own, in place of `schedule`: the rate of update `step` (from 0).
+  std::function<double(int64_t step, double base_lr)> lr_at = {};
+  /// Whose parameters they are. Null: the whole TrainingModule. The modules of two optimizers must
+  /// share no parameter.
+  std::shared_ptr<torch::nn::Module> module = {};
+  /// By which `update` and checkpoints know it. Needed where there are several.
+  std::string name = {};
+};
+
+/// make_optimizer with these options, of whatever parameters a strategy gives it.
+OptimizerFactory optimizer_factory(std::string name, OptimizerOptions options = {});
+
+/// What a Trainer trains, whatever the type of its batches: see TrainingModule.
+class TrainingModuleBase : public torch::nn::Module {
+ public:
+  TrainingModuleBase();
+  explicit TrainingModuleBase(std::string name);
+
+  /// Called once, when the Trainer is made and the parameters are on its device.
+  virtual std::vector<OptimizerConfig> configure_optimizers() = 0;
+  /// False: `training_step` calls `update` itself. Must be false where there are several
+  /// optimizers.
+  virtual bool automatic_optimization() const { return true; }
+
+  /// Called on every rank, in training mode.
+  virtual void on_train_epoch_start(int64_t epoch) {}
+  virtual void on_train_epoch_end(int64_t epoch) {}
+  /// With the metrics of all ranks.
+  virtual void on_validation_epoch_end(const Metrics& metrics) {}
+
+  /// For strategies that cut a module in parts. Null: it cannot be cut.
+  virtual SupervisedModule* as_supervised() { return nullptr; }
+
+ protected:
+  /// Notes a metric: the mean of `count` samples of this rank. What ranks note under one name is
+  /// added up in double and divided by all their counts: each sample counts once, however unevenly
+  /// batches are spread. In training the values go to the next log and to the epoch's metrics, in
+  /// validation to the epoch's. "loss" and "accuracy" are those of Metrics, other names are in
+  /// Metrics::values. A loss that `training_step` returns is noted as "loss" by itself, where it
+  /// did not note one.
+  void log(const std::string& name, double mean, int64_t count = 1);
+  void log(const std::string& name, const at::Tensor& mean, int64_t count = 1);
+  /// The same for a sum over `count` samples. Counts are exact: 61 correct of 64.
+  void log_sum(const std::string& name, double sum, int64_t count);
+
+  /// Only without automatic optimization, in `training_step`: runs `loss` and backward with this
+  /// optimizer's parameters alone (the others' get no gradient), clips, steps, and drops the
+  /// gradients. Gives the loss. Every rank makes the same updates. `name` may be empty where there
+  /// is one optimizer.
+  double update(const std::string& name, const std::function<at::Tensor()>& loss);
+  /// The same without the step: the gradients add up to those of the next `update`.
+  double accumulate(const std::string& name, const std::function<at::Tensor()>& loss);
+
+  /// Where the Trainer works. Throws UsageError outside of its calls.
+  c10::Device device() const;
+  /// Steps done in the whole run, and the epoch, from 0.
+  int64_t global_step() const;
+  int64_t current_epoch() const;
+
+ private:
+  friend struct detail::TrainingContext;
+  friend class SupervisedModule;
+  detail::TrainingContext& context(const char* caller) const;
+  detail::TrainingContext* context_ = nullptr;  ///< The Trainer's, during its calls.
+};
+
+/// What Lightning's LightningModule is: parameters, how a batch becomes a loss, and with what that
+/// is made smaller. Everything else (ranks, devices, precision, clipping, checkpoints) is the
+/// Trainer's.
+///
+///     struct Classifier : lockstep::TrainingModule<lockstep::Batch> {
+///       torch::nn::Linear layer = register_module("layer", torch::nn::Linear(784, 10));
+///       at::Tensor training_step(const lockstep::Batch& batch, int64_t) override {
+///         return cross_entropy(layer->forward(batch.data), batch.target);
+///       }
+///       std::vector<lockstep::OptimizerConfig> configure_optimizers() override {
+///         return {{.make = lockstep::optimizer_factory("adam", {.lr = 1e-3})}};
+///       }
+///     };
+///
+/// `B` is any type of a batch that the loader gives. Calls come from the thread that runs the
+/// Trainer, one at a time.
+template <class B>
+class TrainingModule : public TrainingModuleBase {
+ public:
+  using TrainingModuleBase::TrainingModuleBase;
+  using BatchType = B;
+
+  /// The loss of a batch on the Trainer's device: a tensor of no dimension, from which backward
+  /// starts. Without automatic optimization what it returns is not used.
+  virtual at::Tensor training_step(const B& batch, int64_t batch_index) = 0;
+  /// Notes metrics of a held-out batch, in evaluation mode and without a graph. All ranks are
+  /// called equally often. The padding of a Batch is left out.
+  virtual void validation_step(const B& batch, int64_t batch_index) {}
+
+  /// Samples of a batch, by which its loss counts. See BatchTraits.
+  virtual int64_t batch_size(const B& batch) const { return BatchTraits<B>::size(batch); }
+  /// Lightning's transfer_batch_to_device and on_after_batch_transfer.
+  virtual B prepare_batch(const B& batch, c10::Device device) const {
+    return BatchTraits<B>::to(batch, device);
+  }
+};
+
+/// A module of one input and one output, which every strategy can train: also those that run it in
+/// parts, if it has `layers`.
+class SupervisedModule : public TrainingModule<Batch> {
+ public:
+  using TrainingModule<Batch>::TrainingModule;
+
+  virtual at::Tensor forward(const at::Tensor& input) = 0;
+  /// The mean over the samples.
+  virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& target) = 0;
+  /// Notes metrics of a batch, or of a part of one. `loss` is a number.
+  virtual void measure(const at::Tensor& output, const at::Tensor& target, double loss) {}
+  /// Notes metrics of a held-out batch. By itself: the loss, and what `measure` notes.
+  virtual void validate(const at::Tensor& output, const at::Tensor& target);
+  /// The module as a chain: their forwards one after the other are `forward`. Empty: it is none.
+  virtual std::vector<Layer> layers() { return {}; }
+
+  at::Tensor training_step(const Batch& batch, int64_t batch_index) override;
+  void validation_step(const Batch& batch, int64_t batch_index) override;
+  SupervisedModule* as_supervised() override { return this; }
+  /// What `loss`, `measure` and `validate` get of an output in 16 bits.
+  static at::Tensor in_float32(const at::Tensor& output);
+  /// The loss of an output, after its metrics are noted.
+  at::Tensor measured_loss(const at::Tensor& output, const at::Tensor& target);
+};
+
+}  // namespace lockstep
