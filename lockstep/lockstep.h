@@ -28,6 +28,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/step_profiler.h"

@@ -314,6 +314,41 @@ class Series(unittest.TestCase):
             self.assertIn("snapshot.safetensors", result.stderr)
 
 
+class OpenTrainer(unittest.TestCase):
+    """Programs on lockstep::Trainer with modules of their own."""
+
+    def test_two_arguments(self):
+        """The strategy and the precision are arguments; the lines stay the same."""
+        weights = []
+        for flags in ((), ("--strategy", "zero1"), ("--precision", "bf16-mixed")):
+            with t.temporary_folder() as folder:
+                out = run("002_ddp_series/trainer", 3, 2, "--devices", 2, *flags, cwd=folder, MASTER_PORT="").stdout
+                lines = out.splitlines()
+                self.assertEqual(len([line for line in lines if re.match(r"\[GPU[01]\] Epoch \d \| Loss: 0\.", line)]), 6)
+                self.assertEqual(lines.count("Epoch 2 | Training checkpoint saved at checkpoint.safetensors"), 1)
+                self.assertEqual(names_in(folder / "checkpoint.safetensors"), {"layer.weight", "layer.bias"})
+                weights.append((folder / "checkpoint.safetensors").read_bytes())
+        self.assertEqual(weights[0], weights[1])  # ZeRO-1 has DDP's bits
+        self.assertNotEqual(weights[0], weights[2])
+
+    def test_dcgan(self):
+        """Two optimizers; a run of two epochs ends as two runs of one, both networks and optimizers saved."""
+        flags = ("--limit", 64, "--batch-size", 8, "--devices", 2, "--log-every-n-steps", 4)
+        line = re.compile(r"^\[ \d/2\]\[ +\d+/8\] D_loss: \d+\.\d{4} \| G_loss: \d+\.\d{4}$", re.M)
+        with t.temporary_folder() as whole, t.temporary_folder() as parts:
+            out = run("dcgan/dcgan", "--epochs", 2, *flags, cwd=whole, MASTER_PORT="").stdout
+            self.assertEqual(len(line.findall(out)), 2, out)
+            self.assertEqual(names_in(whole / "dcgan-samples.safetensors"), {"images"})
+            for epochs in (1, 2):
+                run("dcgan/dcgan", "--epochs", epochs, *flags, "--checkpoint-dir", parts / "run", cwd=parts,
+                    MASTER_PORT="")
+            names = names_in(parts / "run/latest/state.safetensors")
+            for network in ("generator", "discriminator"):
+                self.assertIn(f"optimizer.{network}.exp_avg.0", names)
+            self.assertEqual((whole / "dcgan-samples.safetensors").read_bytes(),
+                             (parts / "dcgan-samples.safetensors").read_bytes())
+
+
 class DistributedTraining(unittest.TestCase):
     flags = ("--limit", 200, "--batch-size", 20, "--model", "convnet")
     script = t.SOURCE_DIR / "examples/004_distributed_training/distributed_example.sh"

@@ -6,6 +6,7 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/models/models.h"
 #include "lockstep/train/train_task.h"
 #include "tools/lockstep/train/run_config.h"
 

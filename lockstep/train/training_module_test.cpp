@@ -1,0 +1,362 @@
+// A user's own modules: any batch, own metrics, one optimizer or several.
+
+#include "lockstep/train/training_module.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include <csignal>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/finite_check.h"
+#include "lockstep/train/step_loop.h"
+#include "lockstep/train/trainer.h"
+#include "tests/support/run_group.h"
+#include "tests/support/small_task.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::loader_of;
+using testing::noise_images;
+using testing::run_group;
+using ::testing::ThrowsMessage;
+
+/// A batch that is no lockstep::Batch, and a loader that is no DataLoader.
+struct Pairs {
+  at::Tensor left, right;
+  int64_t size() const { return left.size(0); }
+};
+
+class PairLoader {
+ public:
+  PairLoader(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
+  void epoch(int64_t epoch, int64_t first_batch) {
+    epoch_ = epoch;
+    next_ = first_batch;
+  }
+  bool next(Pairs& pairs) {
+    if (next_ == batches_per_epoch()) return false;
+    const int64_t index = (epoch_ * batches_per_epoch() + next_++) * ranks_ + rank_;
+    const at::Tensor left = at::arange(12, at::kFloat).reshape({4, 3}).add(index).sin();
+    pairs = {left, left.cos()};
+    return true;
+  }
+  int64_t batches_per_epoch() const { return 3; }
+
+ private:
+  int rank_, ranks_;
+  int64_t epoch_ = 0, next_ = 0;
+};
+
+OptimizerFactory sgd() {
+  return optimizer_factory("sgd", {.lr = 0.1, .momentum = 0.9});
+}
+
+/// Two networks that learn against each other, and a tensor that neither owns.
+class Duel : public TrainingModule<Pairs> {
+ public:
+  Duel()
+      : maker(register_module("maker", torch::nn::Linear(3, 3))),
+        judge(register_module("judge", torch::nn::Linear(3, 1))),
+        frozen(register_buffer("frozen", at::full({2}, 7.0))) {}
+
+  bool automatic_optimization() const override { return false; }
+  at::Tensor training_step(const Pairs& pairs, int64_t) override {
+    log("judge", update("judge", [&] { return judges_loss(pairs); }), pairs.size());
+    log("maker", update("maker", [&] { return makers_loss(pairs); }), pairs.size());
+    return {};
+  }
+  void validation_step(const Pairs& pairs, int64_t) override {
+    log("loss", makers_loss(pairs), pairs.size());
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override {
+    return {{.make = sgd(), .module = judge.ptr(), .name = "judge"},
+            {.make = sgd(),
+             .lr_at = [](int64_t step, double lr) { return lr / static_cast<double>(1 + step); },
+             .module = maker.ptr(),
+             .name = "maker"}};
+  }
+  at::Tensor judges_loss(const Pairs& pairs) {
+    return judge->forward(pairs.right).square().mean() -
+           judge->forward(maker->forward(pairs.left).detach()).mean();
+  }
+  at::Tensor makers_loss(const Pairs& pairs) {
+    return judge->forward(maker->forward(pairs.left)).mean();
+  }
+
+  torch::nn::Linear maker, judge;
+  at::Tensor frozen;
+};
+
+std::shared_ptr<Duel> make_duel() {
+  at::manual_seed(5);
+  return std::make_shared<Duel>();
+}
+
+std::vector<at::Tensor> copies(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& parameter : module.parameters()) all.push_back(parameter.detach().clone());
+  return all;
+}
+
+void expect_equal(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+}
+
+/// What PyTorch's users write: two optimizers, each with its own backward.
+std::vector<at::Tensor> duel_by_hand(int epochs) {
+  const auto duel = make_duel();
+  const auto judges = sgd()(duel->judge->parameters());
+  const auto makers = sgd()(duel->maker->parameters());
+  PairLoader loader(0, 1);
+  int64_t step = 0;
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    loader.epoch(epoch, 0);
+    for (Pairs pairs; loader.next(pairs); ++step) {
+      const auto run = [&](const at::Tensor& loss, Optimizer& optimizer) {
+        zero_grad(duel->parameters());
+        loss.backward();
+        optimizer.step();
+      };
+      run(duel->judges_loss(pairs), *judges);
+      makers->set_lr(0.1 / static_cast<double>(1 + step));
+      run(duel->makers_loss(pairs), *makers);
+    }
+  }
+  return copies(*duel);
+}
+
+TEST(TrainingModule, TwoOptimizersMakeTheStepsOfALoopByHand) {
+  const World world = init();
+  const auto duel = make_duel();
+  Trainer trainer(world, training_task(duel, PairLoader(0, 1), PairLoader(0, 1)),
+                  {.max_epochs = 2});
+  const FitResult result = trainer.fit();
+  EXPECT_EQ(result.steps, 6);
+  EXPECT_EQ(result.test.samples, 12);
+  expect_equal(copies(*duel), duel_by_hand(2));
+}
+
+/// Of every rank the same, and other ones than without the other ranks' data.
+TEST(TrainingModule, TwoOptimizersKeepTheRanksAlike) {
+  std::vector<std::vector<at::Tensor>> weights(2);
+  std::vector<TrainTask> tasks;
+  std::vector<std::shared_ptr<Duel>> duels;
+  for (int rank = 0; rank < 2; ++rank) {
+    duels.push_back(make_duel());
+    tasks.push_back(training_task(duels.back(), PairLoader(rank, 2)));
+  }
+  run_group(2,
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              StepLoop loop(tasks[rank], group, {});
+              loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+              const MetricSums sums = reduce_over_ranks(group, c10::kCPU, loop.take_sums());
+              EXPECT_EQ(sums.samples, 24);
+              EXPECT_EQ(sums.named.at("judge").weight, 24);
+              weights[rank] = copies(*duels[rank]);
+            },
+            {.backend = "shm"});
+  expect_equal(weights[0], weights[1]);
+  EXPECT_FALSE(at::equal(weights[0][0], duel_by_hand(1)[0]));
+}
+
+TEST(TrainingModule, AllOptimizersGoOnFromACheckpoint) {
+  const World world = init();
+  TemporaryDirectory directory;
+  CheckpointFolder folder(directory.path());
+  struct Saver : Callback {
+    CheckpointFolder* folder = nullptr;
+    void on_step(Trainer& trainer, const StepResult& result) override {
+      if (result.step != 4) return;
+      trainer.save(*folder);
+      ::raise(SIGINT);
+    }
+  };
+  {
+    Trainer trainer(world, training_task(make_duel(), PairLoader(0, 1)), {.max_epochs = 2});
+    const auto saver = std::make_shared<Saver>();
+    saver->folder = &folder;
+    trainer.add_callback(saver);
+    EXPECT_THROW(trainer.fit(), InterruptedError);
+  }
+  at::manual_seed(77);
+  const auto duel = std::make_shared<Duel>();
+  duel->frozen.zero_();
+  Trainer trainer(world, training_task(duel, PairLoader(0, 1)), {.max_epochs = 2});
+  const auto saved =
+      load_checkpoint(world.group(), "auto", &folder, trainer.options().identity, c10::kCPU);
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : saved->model) names.push_back(name);
+  EXPECT_THAT(names, ::testing::UnorderedElementsAre("judge.weight", "judge.bias", "maker.weight",
+                                                     "maker.bias", "frozen"));
+  trainer.restore(*saved);
+  trainer.fit();
+  expect_equal(copies(*duel), duel_by_hand(2));
+  EXPECT_TRUE(at::equal(duel->frozen, at::full({2}, 7.0)));
+}
+
+/// Notes what can be checked by hand: a mean over all samples, and a count.
+class Counting : public TrainingModule<Batch> {
+ public:
+  Counting() : layer(register_module("layer", torch::nn::Linear(784, 10))) {}
+  at::Tensor training_step(const Batch& batch, int64_t) override {
+    return layer->forward(batch.data).mean();
+  }
+  void validation_step(const Batch& batch, int64_t index) override {
+    if (index == 0) log("first", 1);
+    log("mean", batch.data.mean(), batch.size());
+    log_sum("even", batch.target.remainder(2).eq(0).sum().item<double>(), batch.size());
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override { return {{.make = sgd()}}; }
+  torch::nn::Linear layer;
+};
+
+TEST(TrainingModule, MetricsCountEachSampleOnceOverAllRanks) {
+  const TensorDataset dataset = noise_images(23);
+  for (const int ranks : {1, 2, 3, 4}) {
+    std::vector<TrainTask> tasks;
+    for (int rank = 0; rank < ranks; ++rank) {
+      tasks.push_back(training_task(std::make_shared<Counting>(), loader_of(dataset, rank, ranks)));
+    }
+    run_group(ranks,
+              [&](ProcessGroup group) {
+                TrainTask& task = tasks[static_cast<size_t>(group.rank())];
+                const Metrics metrics = evaluate(*task.module, {}, *task.train, group, c10::kCPU);
+                EXPECT_EQ(metrics.samples, 23);
+                EXPECT_EQ(metrics.values.at("first"), 1);
+                EXPECT_EQ(metrics.values.at("even") * 23,
+                          dataset.targets.remainder(2).eq(0).sum().item<double>());
+                EXPECT_NEAR(metrics.values.at("mean"), dataset.data.mean().item<double>(), 1e-6);
+              },
+              {.backend = "shm"});
+  }
+}
+
+TEST(TrainingModule, NamedSumsComeBackFromACheckpointsNumbers) {
+  MetricSums sums;
+  sums.note("loss", 3, 4);
+  sums.note("f1.score", 1.5, 2);
+  const MetricSums back = MetricSums::from_values(sums.values("epoch."), "epoch.");
+  EXPECT_EQ(back.named, sums.named);
+  EXPECT_EQ(back.loss, 3);
+}
+
+/// Only one rank sees it, in its shard.
+TEST(FiniteCheck, WhatOneShardHasAllRanksAreTold) {
+  run_group(3,
+            [](ProcessGroup group) {
+              FiniteCheck check(OnNan::stop, group);
+              std::vector<at::Tensor> shard{at::ones({5})};
+              EXPECT_TRUE(check.step_is_good({shard, true}, 1, 0));
+              if (group.rank() == 1) {
+                check.loss_is_good(std::numeric_limits<double>::infinity());
+                shard[0][2] = std::numeric_limits<double>::quiet_NaN();
+              }
+              EXPECT_THAT(
+                  [&] {
+                    check.step_is_good({shard, true}, 2, 0);
+                  },
+                  ThrowsMessage<NumericError>(HasSubstr("inf on rank 1 at step 2")));
+            },
+            {.backend = "shm"});
+}
+
+TEST(FiniteCheck, AnOverflowIsTheScalersUnlessALossWasBad) {
+  run_group(1, [](ProcessGroup group) {
+    const std::vector<at::Tensor> bad{at::full({2}, std::numeric_limits<double>::infinity())};
+    FiniteCheck check(OnNan::stop, group);
+    EXPECT_TRUE(check.step_is_good({bad, false, true}, 1, 0));
+    check.loss_is_good(std::numeric_limits<double>::quiet_NaN());
+    EXPECT_THROW(check.step_is_good({bad, false, true}, 2, 0), NumericError);
+  });
+}
+
+/// A module whose parts are given from outside, for mistakes.
+struct Odd : TrainingModule<Batch> {
+  std::function<at::Tensor(const Batch&)> step;
+  std::vector<OptimizerConfig> optimizers{{.make = sgd()}};
+  bool automatic = true;
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(784, 10));
+  at::Tensor training_step(const Batch& batch, int64_t) override { return step(batch); }
+  bool automatic_optimization() const override { return automatic; }
+  std::vector<OptimizerConfig> configure_optimizers() override { return optimizers; }
+  using TrainingModule::log;
+  using TrainingModule::update;
+};
+
+void expect_refused(const std::function<void(Odd&)>& spoil, const std::string& text,
+                    TrainerOptions options = {}, int ranks_of_loader = 1) {
+  const World world = init();
+  const auto module = std::make_shared<Odd>();
+  module->step = [module = module.get()](const Batch& batch) {
+    return module->layer->forward(batch.data).mean();
+  };
+  spoil(*module);
+  EXPECT_THAT(
+      [&] {
+        Trainer trainer(
+            world, training_task(module, loader_of(noise_images(16), 0, ranks_of_loader)), options);
+        trainer.fit();
+      },
+      ThrowsMessage<UsageError>(HasSubstr(text)))
+      << text;
+  module->step = {};
+}
+
+TEST(TrainingModule, MistakesAreNamed) {
+  expect_refused([](Odd& odd) { odd.optimizers.clear(); }, "gave no optimizer");
+  expect_refused([](Odd& odd) { odd.optimizers[0].make = {}; }, "without `make`");
+  expect_refused([](Odd& odd) { odd.optimizers.push_back({.make = sgd(), .name = "b"}); },
+                 "of which one has no name");
+  expect_refused(
+      [](Odd& odd) {
+        odd.optimizers = {{.make = sgd(), .name = "a"}, {.make = sgd(), .name = "b"}};
+      },
+      "automatic optimization knows one loss");
+  expect_refused(
+      [](Odd& odd) {
+        odd.automatic = false;
+        const auto layer = odd.layer.ptr();
+        odd.optimizers = {{.make = sgd(), .module = layer, .name = "a"},
+                          {.make = sgd(), .module = layer, .name = "b"}};
+      },
+      "belongs to another optimizer, too");
+  expect_refused([](Odd& odd) { odd.automatic = false; }, "accumulate_grad_batches is 2",
+                 {.accumulate_grad_batches = 2});
+  expect_refused([](Odd& odd) { odd.step = [](const Batch&) { return at::Tensor(); }; },
+                 "is an undefined tensor");
+  expect_refused(
+      [](Odd& odd) {
+        odd.step = [&odd](const Batch& batch) { return odd.layer->forward(batch.data); };
+      },
+      "has shape [8, 10], expected one number");
+  expect_refused([](Odd& odd) { odd.step = [](const Batch&) { return at::ones({}); }; },
+                 "does not depend on any parameter");
+  expect_refused(
+      [](Odd& odd) {
+        odd.automatic = false;
+        odd.step = [&odd](const Batch&) {
+          odd.update("layr", [] { return at::Tensor(); });
+          return at::Tensor();
+        };
+        odd.optimizers[0].name = "layer";
+      },
+      "did you mean 'layer'?");
+  expect_refused([](Odd&) {}, "sampler has rank 0 of 2; with strategy ddp", {}, 2);
+  expect_refused([](Odd&) {}, "unknown strategy 'dpd'", {.strategy = "dpd"});
+  EXPECT_THAT([] { Odd().log("loss", 1.0); },
+              ThrowsMessage<UsageError>(HasSubstr("while no Trainer runs the module")));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,125 @@
+"""Each strategy and each precision trains the MLP from the command line, and goes on after an interruption."""
+
+import os
+import re
+import unittest
+
+import lockstep_testing as t
+
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+# Those whose sums are those of DDP, whatever a rank keeps.
+AS_DDP = ("zero1", "zero2", "fsdp")
+# 6 steps an epoch, of which the third is in its middle.
+SHORT = ("--model", "mlp", "--optimizer", "adam", "--limit-train-batches", 6, "--limit-test-batches", 2,
+         "--max-epochs", 2)
+
+
+def data():
+    folder = t.data_dir()
+    return ("--dataset", "mnist", "--data-dir", folder) if folder else ("--dataset", "digits")
+
+
+def strategies():
+    text = t.run(t.LOCKSTEP, "train", "--help").stdout
+    found = re.search(r"--strategy ([\w|]+)", text)
+    assert found, text
+    return found[1].split("|")
+
+
+def ranks_for(strategy):
+    return 1 if strategy == "dp" else 2
+
+
+def train(strategy, *flags):
+    return t.run(t.LOCKSTEP, "train", *data(), *SHORT, "--strategy", strategy, "--devices", ranks_for(strategy),
+                 *flags).stdout.splitlines()
+
+
+def weights(path):
+    return path.read_bytes()
+
+
+class Strategies(unittest.TestCase):
+    def check_resumption(self, strategy, *flags):
+        """From the middle of the first epoch on: the same last line, and the same weights to the last bit."""
+        with t.temporary_folder() as folder:
+            whole = train(strategy, *flags, "--save-weights", folder / "whole", "--checkpoint-dir", folder / "run",
+                          "--checkpoint-every", 3, "--keep-checkpoints", 0)
+            resumed = train(strategy, *flags, "--save-weights", folder / "resumed", "--resume",
+                            folder / "run/step-00000003")
+            self.assertTrue(any(line.startswith("resumed after step 3 ") for line in resumed), resumed)
+            self.assertRegex(whole[-1], r"^test accuracy 0\.\d{4} loss \d\.\d{4}$")
+            self.assertEqual(resumed[-1], whole[-1])
+            self.assertEqual(weights(folder / "resumed"), weights(folder / "whole"))
+            return whole[-1]
+
+    def test_each_strategy(self):
+        for strategy in strategies():
+            with self.subTest(strategy):
+                self.check_resumption(strategy)
+
+    def test_each_precision(self):
+        for precision in PRECISIONS[1:]:
+            with self.subTest(precision):
+                self.check_resumption("ddp", "--precision", precision, "--gradient-clip-val", 1)
+
+    def test_apex_levels(self):
+        for level, scale in (("O1", "dynamic"), ("O2", "dynamic"), ("O2", "128"), ("O3", "64")):
+            with self.subTest(f"{level} {scale}"):
+                self.check_resumption("ddp", "--amp-level", level, "--loss-scale", scale)
+
+    @unittest.skipUnless(LONG, "LOCKSTEP_LONG_TESTS=1 combines all strategies with all precisions")
+    def test_all_combinations(self):
+        for strategy in strategies():
+            for precision in PRECISIONS:
+                with self.subTest(f"{strategy} {precision}"):
+                    self.check_resumption(strategy, "--precision", precision, "--accumulate-grad-batches", 2,
+                                          "--gradient-clip-val", 1)
+
+    def test_a_checkpoint_of_one_strategy_is_resumed_by_another(self):
+        """From the end of an epoch: to the same bits where the sums are the same."""
+        names = [name for name in strategies() if name in AS_DDP]
+        with t.temporary_folder() as folder:
+            for name in ["ddp", *names]:
+                train(name, "--max-epochs", 1, "--checkpoint-dir", folder / name)
+            whole = train("ddp", "--save-weights", folder / "whole")
+            for name in names:
+                for saved, resumed in (("ddp", name), (name, "ddp")):
+                    with self.subTest(f"{saved} then {resumed}"):
+                        lines = train(resumed, "--save-weights", folder / "resumed", "--resume", folder / saved)
+                        self.assertEqual(lines[-1], whole[-1])
+                        self.assertEqual(weights(folder / "resumed"), weights(folder / "whole"))
+
+    @unittest.skipUnless("pipeline" in strategies() if t.LOCKSTEP else False, "there is no strategy pipeline")
+    def test_a_position_within_an_epoch_is_of_one_cut_of_the_data(self):
+        with t.temporary_folder() as folder:
+            train("ddp", "--checkpoint-dir", folder, "--checkpoint-every", 3, "--keep-checkpoints", 0)
+            result = t.run(t.LOCKSTEP, "train", *data(), *SHORT, "--strategy", "pipeline", "--devices", 2, "--resume",
+                           folder / "step-00000003", check=False)
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("cut the data into 2 shares; strategy pipeline cuts it into 1", result.stderr)
+            lines = train("pipeline", "--resume", folder / "step-00000006")
+            self.assertTrue(any(line.startswith("resumed after step 6 ") for line in lines), lines)
+
+
+class WrongUse(unittest.TestCase):
+    def refuse(self, flags, code, *texts):
+        result = t.run(t.LOCKSTEP, "train", "--dataset", "digits", *flags, check=False)
+        self.assertEqual(result.returncode, code, result.stderr)
+        for text in texts:
+            self.assertIn(text, result.stderr)
+
+    def test_names(self):
+        self.refuse(("--strategy", "zero"), 2, "--strategy", "zero1")
+        self.refuse(("--precision", "fp16"), 2, "--precision", "16-mixed")
+        self.refuse(("--amp-level", "O4"), 2, "--amp-level", "O3")
+        self.refuse(("--loss-scale", "-1", "--precision", "16-mixed"), 2, "loss")
+        self.refuse(("--num-micro-batches", "0"), 2, "--num-micro-batches")
+
+    def test_a_level_that_contradicts_the_precision(self):
+        self.refuse(("--amp-level", "O0", "--precision", "16-mixed"), 2, "O0")
+
+
+if __name__ == "__main__":
+    t.main()
