@@ -40,10 +40,10 @@ struct TrainerOptions {
   StrategyOptions strategy_options = {};
   /// What a checkpoint of this run belongs to besides the world size and the LibTorch: see
   /// CheckpointInfo::identity.
-  std::map<std::string, std::string> identity;
+  std::map<std::string, std::string> identity = {};
   /// What a run that resumes may change: see CheckpointInfo::settings. `Trainer::restore` warns of
   /// each difference.
-  std::map<std::string, std::string> settings;
+  std::map<std::string, std::string> settings = {};
 };
 
 }  // namespace lockstep
