@@ -181,13 +181,45 @@ UniqueFd accept_from(int listener, milliseconds timeout) {
 
 namespace {
 
-uint16_t peer_port_of(int fd) {
-  sockaddr_storage peer{};
-  socklen_t length = sizeof peer;
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) return 0;
-  if (peer.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(peer).sin_port);
-  if (peer.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6&>(peer).sin6_port);
+/// Of what `ask` (getpeername, getsockname) tells; 0 where the descriptor is no TCP socket.
+template <class Ask>
+uint16_t port_of(int fd, Ask ask) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (ask(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return 0;
+  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port);
+  if (address.ss_family == AF_INET6)
+    return ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port);
   return 0;
+}
+
+template <class Do>
+void each_descriptor(Do act) {
+  DIR* folder = opendir("/proc/self/fd");
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder)) {
+    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
+    if (fd > 2) act(fd);
+  }
+  closedir(folder);
+}
+
+bool is_limited(int fd) {
+  unsigned limit = 0;
+  socklen_t length = sizeof limit;
+  return getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, &length) == 0 && limit != 0;
+}
+
+milliseconds usable(milliseconds limit) {
+  return std::clamp<milliseconds>(limit, milliseconds(1'000), std::chrono::hours(1));
+}
+
+/// Of one read or write. The system of a process that is stopped answers all that TCP asks.
+void limit_waits_of(int fd, milliseconds limit) {
+  limit = usable(limit);
+  const timeval most{limit.count() / 1000, limit.count() % 1000 * 1000};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
 }
 
 }  // namespace
@@ -195,7 +227,7 @@ uint16_t peer_port_of(int fd) {
 // An answer that is owed to data which was not acknowledged ends by TCP_USER_TIMEOUT, one that is
 // owed to data which was by probes.
 void limit_silence_of(int fd, milliseconds limit) noexcept {
-  limit = std::clamp<milliseconds>(limit, milliseconds(1'000), std::chrono::hours(1));
+  limit = usable(limit);
   const int on = 1, probes = 3;
   const auto most = static_cast<unsigned>(limit.count());
   const int pause = std::max(1, static_cast<int>(limit.count() / 1000 / (probes + 1)));
@@ -207,13 +239,19 @@ void limit_silence_of(int fd, milliseconds limit) noexcept {
 }
 
 void limit_silence(uint16_t peer_port, milliseconds limit) noexcept {
-  DIR* folder = opendir("/proc/self/fd");
-  if (!folder) return;
-  while (const dirent* entry = readdir(folder)) {
-    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
-    if (fd > 2 && peer_port_of(fd) == peer_port) limit_silence_of(fd, limit);
-  }
-  closedir(folder);
+  each_descriptor([&](int fd) {
+    if (port_of(fd, getpeername) != peer_port || is_limited(fd)) return;
+    limit_silence_of(fd, limit);
+    limit_waits_of(fd, limit);
+  });
+}
+
+std::vector<int> sockets_at(uint16_t port) noexcept {
+  std::vector<int> found;
+  each_descriptor([&](int fd) {
+    if (port_of(fd, getpeername) == port || port_of(fd, getsockname) == port) found.push_back(fd);
+  });
+  return found;
 }
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace lockstep {
 
@@ -31,6 +32,10 @@ struct OpenInThisProcess {
 };
 
 UnforkedFd::~UnforkedFd() {
+  reset();
+}
+
+void UnforkedFd::reset() {
   if (!fd_) return;
   auto& open = OpenInThisProcess::get();
   const std::lock_guard lock(open.mutex);
@@ -46,6 +51,14 @@ bool UnforkedFd::open(const char* path, int flags) {
   if (!fd_) return false;
   open.all.insert(this);
   return true;
+}
+
+void UnforkedFd::take(UniqueFd fd) {
+  auto& open = OpenInThisProcess::get();
+  const std::lock_guard lock(open.mutex);
+  open.all.erase(this);
+  fd_ = std::move(fd);
+  if (fd_) open.all.insert(this);
 }
 
 }  // namespace lockstep

@@ -16,6 +16,10 @@ class UnforkedFd {
 
   /// As open(2) with O_CLOEXEC, in place of what it owned; false with `errno` when that fails.
   bool open(const char* path, int flags);
+  /// Takes one over, in place of what it owned.
+  void take(UniqueFd fd);
+  /// Closes it.
+  void reset();
   int get() const { return fd_.get(); }
   explicit operator bool() const { return static_cast<bool>(fd_); }
 

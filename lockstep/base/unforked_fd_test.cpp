@@ -46,6 +46,16 @@ TEST(UnforkedFd, OneThatIsGoneClosesNothingInTheChild) {
   EXPECT_EQ(in_child([&] { return fcntl(number, F_GETFD) >= 0; }), 1);
 }
 
+TEST(UnforkedFd, OneThatWasTakenOverIsClosedInAForkedChildOnly) {
+  UnforkedFd fd;
+  fd.take(UniqueFd(open("/dev/zero", O_RDONLY | O_CLOEXEC)));
+  const int number = fd.get();
+  EXPECT_EQ(in_child([&] { return fcntl(number, F_GETFD) < 0 && !fd; }), 1);
+  EXPECT_GE(fcntl(number, F_GETFD), 0);
+  fd.reset();
+  EXPECT_LT(fcntl(number, F_GETFD), 0);
+}
+
 TEST(UnforkedFd, TellsWhyItCannotBeOpened) {
   UnforkedFd fd;
   EXPECT_FALSE(fd.open("/no/such/file", O_RDONLY));

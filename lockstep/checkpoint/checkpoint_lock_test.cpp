@@ -6,17 +6,18 @@
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 
 #include "lockstep/base/process_identity.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "tests/support/other_process.h"
+#include "tests/support/pipe.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
 using test_process::OtherProcess;
+using test_process::Pipe;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
@@ -99,22 +100,6 @@ TEST_F(LockedFolder, AForkedChildDoesNotGiveItAway) {
   EXPECT_TRUE(fs::exists(file_));
 }
 
-struct Pipe {
-  Pipe() {
-    int ends[2];
-    if (::pipe(ends) != 0) throw std::runtime_error("pipe");
-    read.reset(ends[0]);
-    write.reset(ends[1]);
-  }
-  /// Waits for a byte; false at the end of the last writer.
-  bool wait() const {
-    char byte = 0;
-    return ::read(read.get(), &byte, 1) == 1;
-  }
-  UniqueFd read;
-  UniqueFd write;
-};
-
 TEST_F(LockedFolder, EndsWithItsOwnerAlsoWhereAForkedChildLives) {
   Pipe child_lives;
   Pipe test_lives;
@@ -122,7 +107,8 @@ TEST_F(LockedFolder, EndsWithItsOwnerAlsoWhereAForkedChildLives) {
     const auto lock = acquire();
     if (::fork() == 0) {
       test_lives.write.reset();
-      if (::write(child_lives.write.get(), "x", 1) == 1) test_lives.wait();
+      child_lives.tell("x");
+      test_lives.wait();
       ::_exit(0);
     }
     ready();

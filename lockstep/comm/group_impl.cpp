@@ -9,14 +9,13 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
-#include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backend_registry.h"
-#include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/native_log.h"
+#include "lockstep/comm/forming_watch.h"
 #include "lockstep/comm/native_store.h"
 
 namespace lockstep {
@@ -36,11 +35,6 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
     }
   }
   return missing;
-}
-
-std::string forming(const GroupContext& context, const std::string& name, size_t ranks) {
-  return "rank " + std::to_string(context.rank) + ": forming the group '" + name + "' of " +
-         std::to_string(ranks) + " ranks failed";
 }
 
 [[noreturn]] void throw_missing(const GroupContext& context, const std::string& what,
@@ -80,65 +74,38 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 
-std::string check_part(const std::string& group) {
-  return "check/" + group;
-}
-
-/// A rank's process, as it told when the default group formed; empty where it told nothing.
-std::string identity_of(Store store, int rank) {
-  const std::string key =
-      check_part(kDefaultGroup) + "/" + check_prefix(kDefaultGroup) + "/" + announcement_key(rank);
-  return store.check({key}) ? store.get(key) : std::string();
-}
-
-/// How the default group's backend knows by now that the rank was lost; empty where it does not.
-/// `name`: of the rank and its process.
-std::string loss_of(GroupContext& context, int rank, const std::string& name) {
-  const std::lock_guard lock(context.mutex);
-  const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
-  if (!group) return {};
-  const auto backend = unchecked_backend(group->handle());
-  const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
-  if (!ours) return {};
-  // A failure over others than this rank does not count.
-  const std::string failure = ours->failure();
-  if (failure.find(name) != std::string::npos) return failure;
-  if (!ours->has_lost(rank)) return {};
-  return name + (failure.empty() ? " has ended" : " was lost: " + failure);
-}
-
 /// Waits for the members of a further group, of whom the default group knows which processes they
 /// are. One that ends before it comes is noticed on its own host, which tells the others.
 class Members {
  public:
-  Members(GroupContext& context, const std::string& name, const std::vector<int>& global_ranks)
-      : context_(context),
-        store_(context.own_store),
+  Members(const std::shared_ptr<GroupContext>& context, const std::string& name,
+          const std::vector<int>& global_ranks)
+      : context_(*context),
+        store_(context->own_store),
         name_(name),
         ranks_(global_ranks),
+        watch_(context, name, global_ranks, FormingWatch::Phase::meeting),
         arrival_(keys_of_ours()) {}
 
   void await() {
     const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
-    Every look(ranks_.size() <= kFew ? kLook : kSeldomLook);
+    Every look(watch_.interval());
     for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
-      if (look.due()) throw_if_lost();
+      // A member may have come before it ended: then the backend is to find out.
+      if (look.due() && !watch_.lost(absent()).empty() && !all_here())
+        watch_.throw_if_lost(absent());
       if (std::chrono::steady_clock::now() < deadline) continue;
       throw_missing(context_, forming(context_, name_, ranks_.size()), missing());
     }
   }
 
  private:
-  static constexpr std::chrono::milliseconds kLook{50}, kLongestPause{20};
-  /// All ranks ask one store: many of them look less often.
-  static constexpr std::chrono::milliseconds kSeldomLook{500};
-  static constexpr size_t kFew = 32;
+  static constexpr std::chrono::milliseconds kLongestPause{20};
 
   /// A member that is one of ours.
   struct Expected {
-    int rank;  ///< In the default group.
+    int member;  ///< Its number in this group.
     bool here = false;
-    std::string identity;  ///< Once it is known.
   };
 
   /// Python's ranks tell nothing, and are met by the backend only.
@@ -149,7 +116,7 @@ class Members {
     for (size_t i = 0; i < ranks_.size(); ++i) {
       if (!all && !store_.check({known[i]})) continue;
       keys.push_back(member_key(name_, static_cast<int>(i)));
-      expected_.push_back({ranks_[i], false, {}});
+      expected_.push_back({static_cast<int>(i)});
     }
     return keys;
   }
@@ -158,51 +125,29 @@ class Members {
     return arrival_.complete([this](const auto& keys) { return store_.check(keys); });
   }
 
-  /// Indices into `expected_`.
-  std::vector<size_t> absent() {
-    std::vector<size_t> indices;
+  /// Those of `expected_` that have not come.
+  std::vector<int> absent() {
+    std::vector<int> members;
     for (size_t i = arrival_.seen(); i < expected_.size(); ++i) {
       bool& here = expected_[i].here;
       here = here || store_.check({arrival_.keys()[i]});
-      if (!here) indices.push_back(i);
+      if (!here) members.push_back(expected_[i].member);
     }
-    return indices;
+    return members;
   }
 
+  /// The same in the default group's numbers.
   std::vector<int> missing() {
     std::vector<int> ranks;
-    for (const size_t i : absent()) ranks.push_back(expected_[i].rank);
+    for (const int member : absent()) ranks.push_back(ranks_[static_cast<size_t>(member)]);
     return ranks;
-  }
-
-  /// Who is lost, found here or told by others; empty where nobody is.
-  std::string lost() {
-    const std::string key = "group/" + name_ + "/lost";
-    if (store_.check({key})) return store_.get(key);
-    std::string text;
-    for (const size_t i : absent()) {
-      auto& [rank, here, identity] = expected_[i];
-      if (identity.empty()) identity = identity_of(store_, rank);
-      const std::string name = with_process("rank " + std::to_string(rank), identity);
-      // The default group's backend knows of ranks on other hosts.
-      if (const std::string loss = loss_of(context_, rank, name); !loss.empty()) text = loss;
-      if (process_state(identity) == ProcessState::ended) text = name + " has ended";
-    }
-    if (!text.empty()) store_.set(key, text);
-    return text;
-  }
-
-  void throw_if_lost() {
-    const std::string text = lost();
-    // It may have come before it ended: then the backend is to find out.
-    if (text.empty() || all_here()) return;
-    throw PeerLostError(forming(context_, name_, ranks_.size()) + ": " + text);
   }
 
   GroupContext& context_;
   Store store_;
   const std::string& name_;
   const std::vector<int>& ranks_;
+  FormingWatch watch_;
   std::vector<Expected> expected_;
   Arrival arrival_;  ///< Of `expected_`, in the same order. Made last: it fills that.
 };
@@ -235,6 +180,10 @@ void release_impatiently(c10::intrusive_ptr<c10d::ProcessGroup> native,
 
 }  // namespace
 
+std::string farewell_key(int rank) {
+  return "bye/" + std::to_string(rank);
+}
+
 std::string member_key(const std::string& group, int rank) {
   return "group/" + group + "/" + std::to_string(rank);
 }
@@ -257,7 +206,9 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   if (this->name != kDefaultGroup) parent = prefix_store(std::string(kDefaultGroup) + "/", parent);
   const std::string device_name = device_.is_cuda() ? "cuda" : "cpu";
   auto group_store = c10::make_intrusive<c10d::PrefixStore>(this->name + "/", native_store(parent));
-  auto backend_store = c10::make_intrusive<c10d::PrefixStore>(device_name + "/", group_store);
+  const auto watch = std::make_shared<FormingWatch>(this->context, this->name, this->global_ranks,
+                                                    FormingWatch::Phase::connecting);
+  const auto backend_store = watched_store(device_name + "/", group_store, watch);
   auto check_store = native_store(prefix_store(check_part(this->name), this->context->own_store));
   announce_checks(*check_store, rank, this->name, this->context->debug);
   BackendOptions options;
@@ -272,6 +223,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;
   options.debug = this->context->debug;
+  options.look = [watch](const std::vector<int>& missing) { watch->throw_if_lost(missing); };
   try {
     const QuietNativeLog quiet;
     auto made = make_backend(backend_name, options);
@@ -281,6 +233,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {
+    watch->throw_if_found();
     Store view = wrap_store(backend_store);
     throw_forming(*this->context, this->name, this->global_ranks, view,
                   whole_text(std::current_exception()));
@@ -348,7 +301,7 @@ std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContex
                      "give each process a rank of its own; a file of file:// must be new for "
                      "each job, and so must a port on which an old rank 0 may still listen");
   }
-  if (name != kDefaultGroup) Members(*context, name, global_ranks).await();
+  if (name != kDefaultGroup) Members(context, name, global_ranks).await();
   auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);
   const std::lock_guard lock(context->mutex);
   context->groups.push_back(impl);

@@ -83,6 +83,9 @@ class ProcessGroup::Impl {
 /// ours.
 std::string member_key(const std::string& group, int rank);
 
+/// The key of `own_store` by which a rank of the default group tells that it leaves.
+std::string farewell_key(int rank);
+
 /// Forms a group of `global_ranks`, of which this process is one. All of them call it with the
 /// same name. Blocks until all have come. Throws TimeoutError naming the missing ones, and
 /// PeerLostError naming one that has ended, or was lost with its host, before it came to a further

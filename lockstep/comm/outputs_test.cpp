@@ -135,7 +135,28 @@ void takes_leaves(const ProcessGroup& group, LateRank& late, bool strided) {
   EXPECT_TRUE(at::equal(sparse.to_dense(), at::eye(3) * 3));
 }
 
+/// One row a rank, where a tensor is given or taken; in others all elements lie in one row.
+void takes_rows_of_ranks(const ProcessGroup& group) {
+  const auto part = [](int rank) { return at::arange(4, at::kFloat).view({2, 2}) + 10 * rank; };
+  const at::Tensor rows = at::stack({part(0), part(1), part(2)});
+  at::Tensor stacked = at::empty({3, 2, 2}), flat = at::empty({12});
+  group.all_gather_into_tensor(stacked, part(group.rank()));
+  EXPECT_TRUE(at::equal(stacked, rows)) << stacked;
+  group.all_gather_into_tensor(flat, part(group.rank()));
+  EXPECT_TRUE(at::equal(flat, rows.view(-1))) << flat;
+  at::Tensor sum = at::empty({2, 2});
+  group.reduce_scatter_tensor(sum, rows);
+  EXPECT_TRUE(at::equal(sum, part(group.rank()) * 3)) << sum;
+  sum.zero_();
+  group.reduce_scatter_tensor(sum, rows.view(-1));
+  EXPECT_TRUE(at::equal(sum, part(group.rank()) * 3)) << sum;
+}
+
 class Outputs : public ::testing::TestWithParam<testing::RankOptions> {};
+
+TEST_P(Outputs, CountByTheirElementsAndNotByTheirShape) {
+  testing::run_group(3, takes_rows_of_ranks, GetParam());
+}
 
 TEST_P(Outputs, OfAnotherDtypeAreRefused) {
   testing::run_group(3, refuses_other_outputs, GetParam());
@@ -161,6 +182,10 @@ INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
 
 TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {
   testing::run_group(3, refuses_other_outputs);
+}
+
+TEST(OutputsOverGloo, CountByTheirElementsAndNotByTheirShape) {
+  testing::run_group(3, takes_rows_of_ranks);
 }
 
 }  // namespace

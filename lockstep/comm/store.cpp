@@ -65,7 +65,11 @@ class SharedFileStore : public c10d::FileStore {
                              const std::exception_ptr& error, std::chrono::milliseconds timeout) {
   const std::string what = std::string("store: ") + operation + " of " + keys_text(keys);
   const FailureKind kind = failure_kind(error);
-  if (kind == FailureKind::timeout || kind == FailureKind::silence) {
+  if (kind == FailureKind::silence) {
+    throw TimeoutError(what + ": " + failure_text(error),
+                       "rank 0, or the launcher, holds the store");
+  }
+  if (kind == FailureKind::timeout) {
     throw TimeoutError(what + ": nobody set it within " +
                        human_seconds(static_cast<double>(timeout.count()) / 1000));
   }

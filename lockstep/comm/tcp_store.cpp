@@ -1,15 +1,12 @@
-#include <c10/util/Exception.h>
-
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "lockstep/base/arrival.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
-#include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/limited_tcp_store.h"
 #include "lockstep/comm/checks/native_log.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
@@ -21,52 +18,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The client holds its connection for as long as the server lets it wait. A wait of one thread
-/// would keep another from telling what a third process waits for. So this one asks again and
-/// again, and the connection is free between two questions.
-class SharedTcpStore final : public c10d::TCPStore {
- public:
-  SharedTcpStore(const std::string& host, const c10d::TCPStoreOptions& options)
-      : TCPStore(host, options) {}
-
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    c10d::TCPStoreOptions options;
-    options.port = getPort();
-    options.waitWorkers = false;
-    options.useLibUV = isLibUvBackend();
-    options.timeout = getTimeout();
-    return c10::make_intrusive<SharedTcpStore>(getHost(), options);
-  }
-
-  std::vector<uint8_t> get(const std::string& key) override {
-    wait({key});
-    return TCPStore::get(key);
-  }
-  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
-    wait(keys);
-    return TCPStore::multiGet(keys);
-  }
-  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
-    const auto deadline = Clock::now() + timeout;
-    const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
-    Arrival arrival(keys);
-    for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
-      if (timeout == kNoTimeout || Clock::now() < deadline) continue;
-      C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
-                                          "ms, keys: " + join(keys, ", "));
-    }
-  }
-
- private:
-  static constexpr milliseconds kLongestPause{20};
-};
-
-Store make_store(const std::string& host, const c10d::TCPStoreOptions& options) {
+Store make_store(const std::string& host, const c10d::TCPStoreOptions& options,
+                 milliseconds limit) {
   // Its log asks for the peer's name, and warns where nobody knows it.
   const QuietNativeLog quiet;
   try {
-    return wrap_store(c10::make_intrusive<SharedTcpStore>(host, options));
+    return wrap_store(LimitedTcpStore::make(host, options, limit));
   } catch (const std::exception&) {
     throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " +
                     failure_text(std::current_exception()));
@@ -82,7 +39,7 @@ Store listen_store(UniqueFd fd, milliseconds timeout) {
   options.timeout = timeout;
   const std::string host = bound_host(fd.get());
   options.masterListenFd = fd.release();
-  return make_store(host, options);
+  return make_store(host, options, timeout);
 }
 
 Store connect_store(const TcpStoreOptions& wanted) {
@@ -93,9 +50,8 @@ Store connect_store(const TcpStoreOptions& wanted) {
   options.waitWorkers = wanted.world_size > 0;
   if (wanted.world_size > 0) options.numWorkers = static_cast<size_t>(wanted.world_size);
   options.timeout = std::max(milliseconds(1000), time_left(deadline));
-  Store store = make_store(wanted.host, options);
+  Store store = make_store(wanted.host, options, wanted.timeout);
   store.set_timeout(wanted.timeout);
-  limit_silence(wanted.port, wanted.timeout);
   return store;
 }
 

@@ -314,14 +314,14 @@ void World::Impl::say_farewell(bool failing) {
   own.set_timeout(kFarewell);
   // The others' last use of the store is this; who holds it outlives that.
   if (!holds_store_) {
-    own.set("bye/" + std::to_string(job.rank), "1");
+    own.set(farewell_key(job.rank), "1");
     return;
   }
   if (failing) return;
   std::vector<std::string> keys;
   for (int rank = 1; rank < job.world_size; ++rank) {
     // Python ranks do not say good-bye: those that never announced themselves are not waited for.
-    if (own.check({member_key(kDefaultGroup, rank)})) keys.push_back("bye/" + std::to_string(rank));
+    if (own.check({member_key(kDefaultGroup, rank)})) keys.push_back(farewell_key(rank));
   }
   if (!keys.empty()) own.wait(keys, kFarewell);
 }

@@ -65,7 +65,7 @@ std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder,
 }
 
 FolderLock::~FolderLock() {
-  ::unlink(path_.c_str());
+  if (fd_) ::unlink(path_.c_str());  // It is not a forked child's.
 }
 
 }  // namespace lockstep

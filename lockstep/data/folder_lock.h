@@ -6,11 +6,13 @@
 #include <memory>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/unforked_fd.h"
 
 namespace lockstep {
 
 /// Lets one process of a host at a time fill a folder, while the others wait for it to be filled.
-/// The lock ends with its owner, however that ends. Its file (".lockstep.lock") is removed then.
+/// The lock ends with its owner, however that ends, also where a forked child lives on. Its file
+/// (".lockstep.lock") is removed then.
 class FolderLock {
  public:
   struct Options {
@@ -31,11 +33,12 @@ class FolderLock {
   FolderLock& operator=(const FolderLock&) = delete;
 
  private:
-  FolderLock(UniqueFd fd, std::filesystem::path path)
-      : fd_(std::move(fd)), path_(std::move(path)) {}
+  FolderLock(UniqueFd fd, std::filesystem::path path) : path_(std::move(path)) {
+    fd_.take(std::move(fd));
+  }
   static std::unique_ptr<FolderLock> try_acquire(const std::filesystem::path& path);
 
-  UniqueFd fd_;
+  UnforkedFd fd_;
   std::filesystem::path path_;
 };
 

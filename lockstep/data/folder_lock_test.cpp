@@ -9,6 +9,8 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "tests/support/other_process.h"
+#include "tests/support/pipe.h"
 
 namespace lockstep {
 namespace {
@@ -94,6 +96,36 @@ TEST(FolderLock, DeadOwnersLeaveNoLock) {
   EXPECT_FALSE(fs::is_empty(folder.path())) << "the dead process's file is there";
   EXPECT_NE(FolderLock::acquire(folder.path(), never, {.timeout = 60s}), nullptr);
   EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(FolderLock, EndsWithItsOwnerAlsoWhereAForkedChildLives) {
+  const TemporaryDirectory folder;
+  test_process::Pipe child_lives, test_lives;
+  test_process::OtherProcess other([&](const auto& ready) {
+    const auto lock = FolderLock::acquire(folder.path(), never, {});
+    if (::fork() == 0) {
+      test_lives.write.reset();
+      child_lives.tell("x");
+      test_lives.wait();
+      ::_exit(0);
+    }
+    ready();
+  });
+  ASSERT_TRUE(child_lives.wait());
+  other.kill();
+  EXPECT_NE(FolderLock::acquire(folder.path(), never, {.timeout = 60s}), nullptr);
+}
+
+TEST(FolderLock, AForkedChildDoesNotGiveItAway) {
+  const TemporaryDirectory folder;
+  auto lock = FolderLock::acquire(folder.path(), never, {});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    lock.reset();
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_FALSE(fs::is_empty(folder.path()));
 }
 
 TEST(FolderLock, UnwritableFolder) {

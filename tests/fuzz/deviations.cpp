@@ -128,9 +128,6 @@ Ending make_ending(const Job& job, const std::vector<std::vector<int>>& groups) 
   Ending ending;
   if (job.ending.empty()) return ending;
   ending.rank = static_cast<int>(random.below(static_cast<uint64_t>(job.size())));
-  // Under mpirun rank 0 holds the store. One that is stopped answers nothing, and LibTorch's client
-  // waits for an answer without a time-out.
-  if (job.backend == "mpi" && job.ending == "stop" && ending.rank == 0) ending.rank = 1;
   // While the first calls of the groups are compared, or later.
   ending.block = static_cast<int64_t>(random.below(random.below(2) == 0 ? 4 : 40));
   ending.step = random.below(make_block(job, groups, ending.block).steps.size());

@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -59,6 +60,9 @@ struct BackendOptions {
   /// host_id.
   std::string host = {};
   DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.
+  /// Called again and again, while it forms, with the members that are waited for. Throws when one
+  /// of them was lost. A wait of `store` does so by itself.
+  std::function<void(const std::vector<int>& missing)> look = {};
 };
 
 /// A backend of this build, and why it cannot be used here if so.

@@ -10,6 +10,7 @@
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/limited_tcp_store.h"
 #include "lockstep/comm/checks/native_log.h"
 
 namespace lockstep {
@@ -65,9 +66,8 @@ StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patienc
   options.waitWorkers = false;
   options.useLibUV = shared.isLibUvBackend();
   options.timeout = patience;
-  auto own = c10::make_intrusive<c10d::TCPStore>(shared.getHost(), options);
+  auto own = LimitedTcpStore::make(shared.getHost(), options, silence);
   own->setTimeout(shared.getTimeout());
-  limit_silence(shared.getPort(), silence);
   return with_prefixes_of(store, std::move(own));
 }
 

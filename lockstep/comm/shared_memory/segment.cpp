@@ -32,6 +32,15 @@ size_t total_bytes(size_t size, size_t slot_bytes, size_t message_bytes) {
   return messages_offset(size, slot_bytes) + (size > 1 ? size * size * message_bytes : 0);
 }
 
+UniqueFd receive_or_look(const SegmentOptions& options, const std::string& name) {
+  try {
+    return receive(name, options.rank, options.timeout, options.group);
+  } catch (const CommError&) {
+    if (options.look) options.look({0});  // It may say more.
+    throw;
+  }
+}
+
 struct flock lock_of(int rank) {
   struct flock lock {};
   lock.l_type = F_WRLCK;
@@ -120,12 +129,13 @@ void Segment::host(const SegmentOptions& options, const Meeting& meeting) {
   header_->magic = kMagic;
   enter(0, process_identity());
   if (size_ == 1) return;
-  hand_out(memory.get(), size_, options.timeout, options.group, meeting.tell,
-           [this](int rank, const std::string& identity) { enter(rank, identity); });
+  hand_out(
+      memory.get(), size_, options.timeout, options.group, meeting.tell,
+      [this](int rank, const std::string& identity) { enter(rank, identity); }, options.look);
 }
 
 void Segment::join(const SegmentOptions& options, const Meeting& meeting) {
-  const UniqueFd memory = receive(meeting.ask(), rank_, options.timeout, options.group);
+  const UniqueFd memory = receive_or_look(options, meeting.ask());
   SegmentHeader header{};
   constexpr size_t kPlain = offsetof(SegmentHeader, barrier);
   const bool read = pread(memory.get(), static_cast<void*>(&header), kPlain, 0) == ssize_t{kPlain};

@@ -78,6 +78,8 @@ struct SegmentOptions {
   size_t message_bytes = 64 << 10;
   std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
   std::string group = "0";                     ///< For messages.
+  /// Called again and again with the ranks that are waited for. May throw.
+  std::function<void(const std::vector<int>& ranks)> look = {};
 };
 
 /// How the ranks find each other: a store's set and its blocking get.
@@ -95,7 +97,8 @@ struct Meeting {
 class Segment {
  public:
   /// Blocks until rank 0 has been met by all. Throws TimeoutError naming who did not come,
-  /// SystemError, UsageError for ranks of other users or other versions, CommError.
+  /// SystemError, UsageError for ranks of other users or other versions, CommError, and what
+  /// `look` throws.
   Segment(const SegmentOptions& options, const Meeting& meeting);
   ~Segment();
   Segment(const Segment&) = delete;

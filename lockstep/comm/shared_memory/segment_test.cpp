@@ -5,17 +5,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <string>
 #include <thread>
 
 #include "lockstep/base/error.h"
 #include "tests/support/file_limit.h"
+#include "tests/support/pipe.h"
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
 namespace {
 
+using test_process::Pipe;
 using ::testing::AllOf;
 using testing::FileLimit;
 using ::testing::HasSubstr;
@@ -31,47 +32,27 @@ SegmentOptions options_of(int rank) {
   return options;
 }
 
-class Pipe {
- public:
-  Pipe() {
-    std::array<int, 2> ends{};
-    EXPECT_EQ(pipe(ends.data()), 0);
-    reads.reset(ends[0]);
-    writes.reset(ends[1]);
-  }
-  /// What was written when nobody can write any more, or the first of it.
-  std::string text() const {
-    std::array<char, 256> bytes{};
-    const ssize_t length = read(reads.get(), bytes.data(), bytes.size());
-    return {bytes.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))};
-  }
-  void tell(const std::string& text) const {
-    EXPECT_EQ(write(writes.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
-  }
-
-  UniqueFd reads, writes;
-};
-
 /// Rank 1 in a process of its own, which has forked a child that starts no other program.
 class ForkedRank {
  public:
   ForkedRank() {
     pid_ = fork();
     if (pid_ != 0) return;
-    ends_rank_.writes.reset();
-    ends_child_.writes.reset();
+    ends_rank_.write.reset();
+    ends_child_.write.reset();
     const Segment segment(options_of(1), {{}, [this] { return name_.text(); }});
     if (fork() == 0) {
+      forked_.tell(
+          "forked");  // It, and not its parent: by then it has closed what it must not keep.
       ends_child_.text();
       _exit(0);
     }
-    forked_.tell("forked");
     ends_rank_.text();
     _exit(0);
   }
   ~ForkedRank() {
     end();
-    ends_child_.writes.reset();
+    ends_child_.write.reset();
   }
   ForkedRank(const ForkedRank&) = delete;
   ForkedRank& operator=(const ForkedRank&) = delete;
@@ -82,7 +63,7 @@ class ForkedRank {
   void wait_until_forked() const { EXPECT_EQ(forked_.text(), "forked"); }
   /// Its child lives on.
   void end() {
-    ends_rank_.writes.reset();
+    ends_rank_.write.reset();
     if (pid_ > 0) waitpid(pid_, nullptr, 0);
     pid_ = -1;
   }
@@ -102,6 +83,16 @@ TEST(Segment, ARankOfAnotherNamespaceHasEndedThoughItsForkedChildLives) {
   EXPECT_FALSE(segment.has_ended(1));
   other.end();
   EXPECT_TRUE(segment.has_ended(1));
+}
+
+TEST(Segment, WhoIsWaitedForIsLookedAfter) {
+  SegmentOptions options = options_of(0);
+  options.look = [](const std::vector<int>& missing) {
+    EXPECT_EQ(missing, std::vector<int>{1});
+    throw PeerLostError("rank 1 has ended");
+  };
+  const Meeting meeting{[](const std::string&) {}, {}};
+  EXPECT_THROW(Segment(options, meeting), PeerLostError);
 }
 
 TEST(Segment, WithoutADescriptorForItsLockItSaysSo) {

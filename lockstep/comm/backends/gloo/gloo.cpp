@@ -1,5 +1,7 @@
 #include "lockstep/comm/backends/gloo/gloo.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "lockstep/base/error.h"
@@ -23,6 +25,28 @@ std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& opt
   }
 }
 
+at::Tensor flat(const at::Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor.view(-1) : tensor;
+}
+
+/// LibTorch's cuts the larger tensor along its first dimension, into parts that must have the
+/// smaller one's shape. Only the number of elements counts here: [size, ...] is as good.
+class Gloo final : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override {
+    at::Tensor whole = flat(output), part = flat(input);
+    return ProcessGroupGloo::_allgather_base(whole, part, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    at::Tensor part = flat(output), whole = flat(input);
+    return ProcessGroupGloo::_reduce_scatter_base(part, whole, options);
+  }
+};
+
 }  // namespace
 
 BackendInfo info() {
@@ -34,8 +58,7 @@ MadeBackend make(const BackendOptions& options) {
   gloo->devices.push_back(make_device(options));
   gloo->group_name = options.group_name;
   gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  return {c10::make_intrusive<c10d::ProcessGroupGloo>(options.store, options.rank, options.size,
-                                                      std::move(gloo)),
+  return {c10::make_intrusive<Gloo>(options.store, options.rank, options.size, std::move(gloo)),
           kTraits};
 }
 

@@ -45,12 +45,24 @@ std::vector<int> picked(const std::vector<int>& names, const std::vector<int>& r
   return result;
 }
 
+/// The look of a part of the group, whose members are numbered anew.
+auto look_of(const BackendOptions& options, std::vector<int> members) {
+  std::function<void(const std::vector<int>&)> look;
+  if (options.look) {
+    look = [whole = options.look, members = std::move(members)](const std::vector<int>& missing) {
+      whole(picked(members, missing));
+    };
+  }
+  return look;
+}
+
 shm::SharedGroupOptions local_options(const BackendOptions& options, const HostLayout& layout) {
   shm::SharedGroupOptions local;
   local.segment.rank = layout.local;
   local.segment.size = static_cast<int>(layout.mine().size());
   local.segment.timeout = options.timeout;
   local.segment.group = options.group_name;
+  local.segment.look = look_of(options, layout.mine());
   local.names = picked(names_of(options)->ranks, layout.mine());
   return local;
 }
@@ -79,6 +91,7 @@ Between make_between(const BackendOptions& options, const HostLayout& layout) {
   if (!layout.leads()) return {};
   between.rank = layout.host;
   between.size = static_cast<int>(layout.hosts.size());
+  between.look = look_of(options, layout.leaders());
   between.global_ranks = picked(names_of(options)->ranks, layout.leaders());
   std::vector<int> leaders;
   for (int host = 0; host < between.size; ++host) leaders.push_back(host);
@@ -134,6 +147,7 @@ std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options
   const std::string address = address_of_interface(options.interface);
   lifeline.address = address.empty() ? options.address : address;
   lifeline.timeout = options.timeout;
+  lifeline.look = look_of(options, layout_.leaders());
   return std::make_unique<Lifeline>(std::move(lifeline));
 }
 

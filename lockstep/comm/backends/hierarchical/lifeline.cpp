@@ -27,6 +27,8 @@ using std::chrono::milliseconds;
 constexpr char kFarewell = 'F';
 /// How long one who connects may take to say who it is: it says so at once.
 constexpr milliseconds kHello{2'000};
+/// How often one who waits for the others looks for them.
+constexpr milliseconds kLook{50};
 constexpr size_t kToken = 32;
 
 /// What one who connects says: that it belongs to the group, and who it is.
@@ -111,22 +113,28 @@ void Lifeline::connect_to_host(int host, const std::string& word) {
   // So few bytes fit into an empty buffer. Where the other has ended already it is found broken.
   if (send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) < 0)
     log_debug(std::string("greeting another host: ") + std::strerror(errno));
-  connections_[static_cast<size_t>(host)] = std::move(connection);
+  connections_[static_cast<size_t>(host)].take(std::move(connection));
+}
+
+std::vector<int> Lifeline::hosts_to_accept() const {
+  std::vector<int> missing;
+  for (int host = options_.host + 1; host < static_cast<int>(connections_.size()); ++host)
+    if (!connections_[static_cast<size_t>(host)]) missing.push_back(host);
+  return missing;
 }
 
 void Lifeline::accept_hosts(int listener, const std::string& token) {
-  const int hosts = static_cast<int>(connections_.size());
-  for (int missing = hosts - 1 - options_.host; missing > 0;) {
-    UniqueFd connection = accept_from(listener, left());
+  for (auto missing = hosts_to_accept(); !missing.empty(); missing = hosts_to_accept()) {
+    UniqueFd connection = accept_from(listener, std::min(kLook, left()));
     if (!connection) {
-      for (int host = options_.host + 1; host < hosts; ++host)
-        if (!connections_[static_cast<size_t>(host)]) throw_missing(host, "it has not connected");
+      if (options_.look) options_.look(missing);
+      if (Clock::now() >= deadline_) throw_missing(missing.front(), "it has not connected");
+      continue;
     }
     const auto host = read_hello(connection.get(), token);
-    if (!host || *host <= options_.host || *host >= hosts) continue;  // A stranger.
-    auto& place = connections_[static_cast<size_t>(*host)];
-    if (!place) --missing;
-    place = std::move(connection);
+    if (!host || *host <= options_.host || *host >= static_cast<int>(connections_.size()))
+      continue;  // A stranger.
+    connections_[static_cast<size_t>(*host)].take(std::move(connection));
   }
 }
 
@@ -148,7 +156,7 @@ std::optional<int> Lifeline::read_hello(int connection, const std::string& token
 }
 
 /// How it broke, if it did. Closed when it ended, in whatever way.
-std::optional<std::string> Lifeline::broken(UniqueFd& connection) {
+std::optional<std::string> Lifeline::broken(UnforkedFd& connection) {
   char byte = 0;
   ssize_t got = 0;
   do {

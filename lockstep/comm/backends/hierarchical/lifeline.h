@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/unforked_fd.h"
 #include "lockstep/comm/backends/backend.h"
 
 namespace lockstep::hierarchical {
@@ -15,7 +16,7 @@ namespace lockstep::hierarchical {
 /// A connection between each two leaders over which nothing is sent but a good-bye. When one breaks
 /// without it, the host at its other end was lost, also when no message is under way between the
 /// two. A connection also breaks when the network has not reached its other end for the group's
-/// time-out.
+/// time-out. Forked children do not keep the connections.
 class Lifeline {
  public:
   struct Options {
@@ -24,6 +25,8 @@ class Lifeline {
     std::vector<std::string> names;         ///< Of all hosts, for messages.
     std::string address = "127.0.0.1";      ///< Of this host, at which the others reach it.
     std::chrono::milliseconds timeout{120'000};
+    /// Called again and again with the hosts that are waited for. May throw.
+    std::function<void(const std::vector<int>& hosts)> look = {};
   };
   struct Break {
     int host = 0;
@@ -31,7 +34,7 @@ class Lifeline {
   };
 
   /// Blocks until all leaders have come. Throws TimeoutError naming one that did not, CommError,
-  /// the store's errors.
+  /// the errors of the store and of `look`.
   explicit Lifeline(Options options);
   /// Without a good-bye, unless `close` said it.
   ~Lifeline();
@@ -49,15 +52,16 @@ class Lifeline {
   struct Place;
   void connect_to_host(int host, const std::string& word);
   void accept_hosts(int listener, const std::string& token);
+  std::vector<int> hosts_to_accept() const;
   std::optional<int> read_hello(int connection, const std::string& token);
   [[noreturn]] void throw_missing(int host, const std::string& why) const;
   std::chrono::milliseconds left() const;
-  std::optional<std::string> broken(UniqueFd& connection);
+  std::optional<std::string> broken(UnforkedFd& connection);
   void run();
 
   const Options options_;
   const std::chrono::steady_clock::time_point deadline_;  ///< Of the meeting.
-  std::vector<UniqueFd> connections_;  ///< By host; null: its own, ended or never made.
+  std::vector<UnforkedFd> connections_;  ///< By host; null: its own, ended or never made.
   UniqueFd wake_;
   std::function<void(const Break&)> lost_;
   std::thread thread_;

@@ -124,6 +124,15 @@ TEST(Lifeline, WhoDoesNotComeIsNamed) {
   }
 }
 
+TEST(Lifeline, WhoIsWaitedForIsLookedAfter) {
+  auto options = options_of(c10::make_intrusive<c10d::HashStore>(), 0, 3);
+  options.look = [](const std::vector<int>& hosts) {
+    EXPECT_EQ(hosts, (std::vector<int>{1, 2}));
+    throw PeerLostError("the leader of host 1 has ended");
+  };
+  EXPECT_THROW(Lifeline{options}, PeerLostError);
+}
+
 TEST(Lifeline, AStrangerIsNotTakenForALeader) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   // Host 1 as one who does not know the token, which host 0 made up.

@@ -28,6 +28,7 @@ SharedGroupOptions group_options(const BackendOptions& options) {
   group.segment.size = options.size;
   group.segment.timeout = options.timeout;
   group.segment.group = options.group_name;
+  group.segment.look = options.look;
   group.names = options.global_ranks;
   group.judge = [names = options.global_ranks,
                  name = options.group_name](const std::vector<std::string>& encoded) {

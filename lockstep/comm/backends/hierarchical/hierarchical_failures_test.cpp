@@ -1,0 +1,199 @@
+// Ranks and hosts that do not come, leave or are lost, over hosts that are joined.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
+#include "tests/support/run_hosts.h"
+
+namespace lockstep::hierarchical {
+namespace {
+
+using ::testing::AllOf;
+using testing::expect_ok;
+using ::testing::HasSubstr;
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+
+TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
+  for (const int late : {1, 3, 2}) {
+    const auto outcomes = run(
+        "aabb",
+        [&](int rank, c10d::Backend& backend, const auto&) {
+          all_reduce(backend, at::ones({2}));
+          if (rank == late) return;
+          all_reduce(backend, at::ones({4}));
+        },
+        500);
+    EXPECT_TRUE(outcomes[static_cast<size_t>(late)].ok());
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == late) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), AllOf(HasSubstr("rank " + std::to_string(rank) +
+                                                  ": all_reduce(sum) of float32 [4], collective 2"),
+                                        HasSubstr("rank " + std::to_string(late) + " (process "),
+                                        HasSubstr("within 0.5 s")));
+    }
+  }
+}
+
+TEST(HierarchicalBackend, ARankThatIsLateIsNotLost) {
+  expect_ok(run(
+      "aabb",
+      [](int rank, c10d::Backend& backend, const auto&) {
+        if (rank == 3) return;
+        EXPECT_THROW(all_reduce(backend, at::ones({4})), TimeoutError);
+        const auto& ours = dynamic_cast<const backends::TensorBackend&>(backend);
+        EXPECT_EQ(ours.failure(), "");
+        EXPECT_FALSE(ours.has_lost(3));
+      },
+      500));
+}
+
+// As a leader tells its host of it, for new groups, who wait for ranks that do not lead as well.
+TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
+  for (const bool late : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::vector<std::unique_ptr<Hierarchy>> ends(4);
+    expect_ok(testing::run_ranks(4, [&](int rank) {
+      const auto options = options_of(store, "aabb", rank, std::chrono::milliseconds(20'000));
+      const auto checks = std::make_shared<CheckContext>(
+          c10::make_intrusive<c10d::PrefixStore>("flat", options.store), rank, options.size,
+          options.global_ranks, options.group_name, options.timeout);
+      checks->connect();
+      ends[static_cast<size_t>(rank)] = std::make_unique<Hierarchy>(
+          options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
+    }));
+    ends[0]->local().give_up(late ? shm::Verdict::timed_out : shm::Verdict::lost,
+                             with_process("rank 2", process_identity()) +
+                                 ", which speaks for ranks 2 and 3 of its host, has ended or "
+                                 "cannot be reached any more [closed]");
+    for (const int rank : {0, 1}) EXPECT_FALSE(ends[1]->has_lost(rank));
+    for (const int rank : {2, 3}) EXPECT_EQ(ends[1]->has_lost(rank), !late);
+    for (const size_t rank : {3, 2, 1, 0}) ends[rank]->leave();
+  }
+}
+
+TEST(HierarchicalBackend, AHostOfWhichNobodyComesIsNamed) {
+  const auto outcomes = run(
+      "aabb",
+      [&](int rank, c10d::Backend& backend, const auto&) {
+        all_reduce(backend, at::ones({2}));
+        if (rank < 2) all_reduce(backend, at::ones({400'000}));
+      },
+      500);
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<TimeoutError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(),
+                AllOf(HasSubstr("rank 2 (process "), HasSubstr("ranks 2 and 3 of its host")));
+  }
+}
+
+TEST(HierarchicalBackend, ARankThatLeavesFailsTheOthersAtOnce) {
+  for (const int leaver : {0, 1, 3}) {
+    const auto started = std::chrono::steady_clock::now();
+    const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+      all_reduce(backend, at::ones({2}));
+      if (rank == leaver) return backend.shutdown();
+      all_reduce(backend, at::ones({400'000}));
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == leaver) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), HasSubstr("rank " + std::to_string(leaver) + " (process "));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(10));
+  }
+}
+
+TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
+  for (const int aborter : {0, 3}) {
+    const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+      if (rank == aborter) {
+        Tensors mine{at::ones({400'000})};
+        auto work = backend.allreduce(mine, {});
+        if (aborter == 3) work->wait();
+        backend.abort();
+        return;
+      }
+      all_reduce(backend, at::ones({400'000}));
+      all_reduce(backend, at::ones({4}));
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == aborter) continue;
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(), HasSubstr("has given the group up"));
+    }
+  }
+}
+
+// Ranks that wait for messages only, which go by the group over Gloo: nothing is under way between
+// the leaders, and the peer that is waited for is on the other host and alive.
+TEST(HierarchicalBackend, AHostThatIsLostEndsWaitsForMessages) {
+  const auto started = std::chrono::steady_clock::now();
+  const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+    all_reduce(backend, at::ones({2}));
+    if (rank == 2) return backend.abort();
+    if (rank == 3) return;
+    Tensors incoming{at::empty({4})};
+    backend.recv(incoming, 3, 0)->wait();
+  });
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(), AllOf(HasSubstr("rank 2 (process "),
+                                             HasSubstr("called recv(from rank 3) of float32 [4]")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(15));
+}
+
+TEST(HierarchicalBackend, AHostThatIsLostEndsAGather) {
+  const auto outcomes = run("aabb", [&](int rank, c10d::Backend& backend, const auto&) {
+    all_reduce(backend, at::ones({2}));
+    if (rank == 2) return backend.abort();
+    if (rank == 3) return;
+    TensorLists outputs;
+    if (rank == 0) outputs.push_back(Tensors(4, at::empty({4})));
+    Tensors input{at::ones({4})};
+    backend.gather(outputs, input, {})->wait();
+  });
+  for (const size_t rank : {0, 1}) {
+    EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
+    EXPECT_THAT(outcomes[rank].text(), HasSubstr("rank 2"));
+  }
+}
+
+// Host b's leader meets the others and goes no further: Gloo waits for it between the hosts.
+TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWasLost) {
+  for (const bool lost : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::unique_ptr<Lifeline> lifeline;
+    auto outcomes = testing::run_ranks(3, [&](int rank) {
+      const auto options = options_of(store, "aab", rank, std::chrono::milliseconds(1'500));
+      if (rank < 2) {
+        make(options);
+        return;
+      }
+      meet(options);
+      Lifeline::Options line;
+      line.store = c10::make_intrusive<c10d::PrefixStore>("lifeline", options.store);
+      line.host = 1;
+      line.names = {"host a", "host b"};
+      lifeline = std::make_unique<Lifeline>(line);
+      if (lost) lifeline.reset();
+    });
+    EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].text();
+    outcomes.pop_back();
+    for (const auto& outcome : outcomes) EXPECT_FALSE(outcome.ok());
+    if (!lost) continue;
+    EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();
+    EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 2 (process "));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::hierarchical

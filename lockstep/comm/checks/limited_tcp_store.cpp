@@ -1,0 +1,152 @@
+#include "lockstep/comm/checks/limited_tcp_store.h"
+
+#include <c10/util/Exception.h>
+
+#include <future>
+#include <thread>
+
+#include "lockstep/base/arrival.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/native_log.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLongestPause{20};
+/// c10d's own time-out says more than the one around it.
+constexpr milliseconds kSlack{500};
+
+[[noreturn]] void throw_silent(const std::string& host, int port, milliseconds limit) {
+  C10_THROW_ERROR(DistNetworkError, "connection timed out: the store at " + host + ":" +
+                                        std::to_string(port) + " gave no answer within " +
+                                        seconds_text(limit) +
+                                        "; its process is stopped, or its host was cut off");
+}
+
+/// What `connect` makes, on a thread that is left to itself where the other side says nothing.
+template <class Connect>
+auto made_in_time(Connect connect, milliseconds patience) {
+  auto made = std::make_shared<std::promise<decltype(connect())>>();
+  auto result = made->get_future();
+  std::thread([made, connect] {
+    const QuietNativeLog quiet;
+    try {
+      made->set_value(connect());
+    } catch (...) {
+      made->set_exception(std::current_exception());
+    }
+  }).detach();
+  return result.wait_for(patience) == std::future_status::ready ? result.get() : nullptr;
+}
+
+}  // namespace
+
+LimitedTcpStore::Ptr LimitedTcpStore::make(const std::string& host,
+                                           const c10d::TCPStoreOptions& options,
+                                           milliseconds limit) {
+  const auto connect = [host, options, limit] {
+    return c10::make_intrusive<LimitedTcpStore>(host, options, limit);
+  };
+  // A server's own connection is to this process.
+  if (options.isServer) return connect();
+  Ptr store = made_in_time(connect, options.timeout + kSlack);
+  if (!store) throw_silent(host, options.port, options.timeout);
+  limit_silence(options.port, limit);
+  return store;
+}
+
+/// One request at a time: none is begun on a connection on which another one was given up.
+template <class Request>
+auto LimitedTcpStore::limited(Request request) -> decltype(request()) {
+  const std::lock_guard lock(one_request_);
+  if (lost_) std::rethrow_exception(lost_);
+  const QuietNativeLog quiet;
+  try {
+    try {
+      return request();
+    } catch (const c10::DistNetworkError&) {
+      if (failure_kind(std::current_exception()) != FailureKind::timeout) throw;
+      throw_silent(getHost(), getPort(), limit_);
+    }
+  } catch (const c10::DistNetworkError&) {
+    lost_ = std::current_exception();
+    throw;
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> LimitedTcpStore::clone() {
+  c10d::TCPStoreOptions options;
+  options.port = getPort();
+  options.waitWorkers = false;
+  options.useLibUV = isLibUvBackend();
+  options.timeout = getTimeout();
+  return make(getHost(), options, limit_);
+}
+
+void LimitedTcpStore::set(const std::string& key, const std::vector<uint8_t>& value) {
+  limited([&] { TCPStore::set(key, value); });
+}
+
+std::vector<uint8_t> LimitedTcpStore::compareSet(const std::string& key,
+                                                 const std::vector<uint8_t>& expected,
+                                                 const std::vector<uint8_t>& desired) {
+  return limited([&] { return TCPStore::compareSet(key, expected, desired); });
+}
+
+std::vector<uint8_t> LimitedTcpStore::get(const std::string& key) {
+  wait({key});
+  return limited([&] { return TCPStore::get(key); });
+}
+
+int64_t LimitedTcpStore::add(const std::string& key, int64_t value) {
+  return limited([&] { return TCPStore::add(key, value); });
+}
+
+bool LimitedTcpStore::deleteKey(const std::string& key) {
+  return limited([&] { return TCPStore::deleteKey(key); });
+}
+
+bool LimitedTcpStore::check(const std::vector<std::string>& keys) {
+  return limited([&] { return TCPStore::check(keys); });
+}
+
+int64_t LimitedTcpStore::getNumKeys() {
+  return limited([&] { return TCPStore::getNumKeys(); });
+}
+
+void LimitedTcpStore::wait(const std::vector<std::string>& keys) {
+  wait(keys, getTimeout());
+}
+
+void LimitedTcpStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+  const auto deadline = Clock::now() + timeout;
+  const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
+  Arrival arrival(keys);
+  for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
+    if (timeout == kNoTimeout || Clock::now() < deadline) continue;
+    C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
+                                        "ms, keys: " + join(keys, ", "));
+  }
+}
+
+void LimitedTcpStore::append(const std::string& key, const std::vector<uint8_t>& value) {
+  limited([&] { TCPStore::append(key, value); });
+}
+
+std::vector<std::vector<uint8_t>> LimitedTcpStore::multiGet(const std::vector<std::string>& keys) {
+  wait(keys);
+  return limited([&] { return TCPStore::multiGet(keys); });
+}
+
+void LimitedTcpStore::multiSet(const std::vector<std::string>& keys,
+                               const std::vector<std::vector<uint8_t>>& values) {
+  limited([&] { TCPStore::multiSet(keys, values); });
+}
+
+}  // namespace lockstep

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
+
+#include "lockstep/base/unforked_port.h"
+
+namespace lockstep {
+
+/// c10d's TCP store, none of whose requests waits for ever. c10d's own waits for an answer without
+/// a limit, so a store whose process is stopped would hold up every rank. After such a silence the
+/// connection is of no more use: the answer that was missed could be taken for the next one. Then
+/// all later requests fail at once.
+///
+/// c10d's client also holds its connection for as long as the server lets it wait. A wait of one
+/// thread would keep another from telling what a third process waits for. This one asks again and
+/// again, and the connection is free between two questions. Any thread may call.
+class LimitedTcpStore final : public c10d::TCPStore {
+ public:
+  using Ptr = c10::intrusive_ptr<LimitedTcpStore>;
+  /// The store's server, or a connection to one, which is made within `options.timeout`. `limit`:
+  /// how long an answer may take, 1 s to 1 h. Throws c10d's errors, also where the other side
+  /// accepts the connection and says nothing.
+  static Ptr make(const std::string& host, const c10d::TCPStoreOptions& options,
+                  std::chrono::milliseconds limit);
+  /// For `make`.
+  LimitedTcpStore(const std::string& host, const c10d::TCPStoreOptions& options,
+                  std::chrono::milliseconds limit)
+      : TCPStore(host, options), unforked_(getPort()), limit_(limit) {}
+
+  /// A connection of its own.
+  c10::intrusive_ptr<c10d::Store> clone() override;
+
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override;
+  void append(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<uint8_t>>& values) override;
+
+ private:
+  template <class Request>
+  auto limited(Request request) -> decltype(request());
+
+  const UnforkedPort unforked_;  ///< A child that keeps the connection hides this process's end.
+  const std::chrono::milliseconds limit_;
+  std::mutex one_request_;   ///< Held during a request; guards the next one.
+  std::exception_ptr lost_;  ///< Why the connection is of no more use.
+};
+
+}  // namespace lockstep

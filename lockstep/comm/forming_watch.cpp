@@ -1,0 +1,156 @@
+#include "lockstep/comm/forming_watch.h"
+
+#include <c10/util/Exception.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/arrival.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/backends/tensor_backend.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/group_impl.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// A rank's process, as it told when the default group formed; empty where it told nothing.
+std::string identity_of(Store store, int rank) {
+  const std::string key =
+      check_part(kDefaultGroup) + "/" + check_prefix(kDefaultGroup) + "/" + announcement_key(rank);
+  return store.check({key}) ? store.get(key) : std::string();
+}
+
+/// How the default group's backend knows by now that the rank was lost; empty where it does not.
+/// `name`: of the rank and its process.
+std::string loss_of(GroupContext& context, int rank, const std::string& name) {
+  const std::lock_guard lock(context.mutex);
+  const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
+  if (!group) return {};
+  const auto backend = unchecked_backend(group->handle());
+  const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
+  if (!ours) return {};
+  // A failure over others than this rank does not count.
+  const std::string failure = ours->failure();
+  if (failure.find(name) != std::string::npos) return failure;
+  if (!ours->has_lost(rank)) return {};
+  return name + (failure.empty() ? " has ended" : " was lost: " + failure);
+}
+
+class WatchedStore final : public c10d::PrefixStore {
+ public:
+  WatchedStore(const std::string& prefix, const c10::intrusive_ptr<c10d::Store>& store,
+               std::shared_ptr<FormingWatch> watch)
+      : PrefixStore(prefix, store), watch_(watch) {}
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    const auto watch = watch_.lock();
+    if (!watch) return PrefixStore::wait(keys, timeout);
+    const auto deadline = Clock::now() + timeout;
+    const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
+    Every look(watch->interval());
+    Arrival arrival(keys);
+    for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
+      // A member may have told before it ended.
+      if (look.due() && !watch->lost(watch->others()).empty() && !arrival.complete(here))
+        watch->throw_if_lost(watch->others());
+      if (timeout == kNoTimeout || Clock::now() < deadline) continue;
+      C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
+                                          "ms, keys: " + join(keys, ", "));
+    }
+  }
+
+ private:
+  static constexpr milliseconds kLongestPause{20};
+
+  const std::weak_ptr<FormingWatch> watch_;  ///< Gone once the group has formed.
+};
+
+}  // namespace
+
+std::string check_part(const std::string& group) {
+  return "check/" + group;
+}
+
+std::string forming(const GroupContext& context, const std::string& group, size_t ranks) {
+  return "rank " + std::to_string(context.rank) + ": forming the group '" + group + "' of " +
+         std::to_string(ranks) + " ranks failed";
+}
+
+FormingWatch::FormingWatch(std::shared_ptr<GroupContext> context, std::string group,
+                           std::vector<int> global_ranks, Phase phase)
+    : context_(std::move(context)),
+      store_(context_->own_store),
+      group_(std::move(group)),
+      ranks_(std::move(global_ranks)),
+      phase_(phase),
+      identities_(ranks_.size()) {}
+
+milliseconds FormingWatch::interval() const {
+  // All ranks ask one store: many of them look less often.
+  constexpr size_t kFew = 32;
+  return milliseconds(ranks_.size() <= kFew ? 50 : 500);
+}
+
+std::vector<int> FormingWatch::others() const {
+  std::vector<int> others;
+  for (size_t i = 0; i < ranks_.size(); ++i)
+    if (ranks_[i] != context_->rank) others.push_back(static_cast<int>(i));
+  return others;
+}
+
+// The others may go on without a member that has all it needs and leaves.
+bool FormingWatch::may_be_missed(int global_rank) {
+  return phase_ == Phase::connecting && store_.check({farewell_key(global_rank)});
+}
+
+std::string FormingWatch::lost(const std::vector<int>& missing) {
+  const std::string key = "group/" + group_ + "/lost";
+  if (store_.check({key})) return store_.get(key);
+  std::string text;
+  for (const int member : missing) {
+    const int rank = ranks_[static_cast<size_t>(member)];
+    std::string& identity = identities_[static_cast<size_t>(member)];
+    if (identity.empty()) identity = identity_of(store_, rank);
+    const std::string name = with_process("rank " + std::to_string(rank), identity);
+    // The default group's backend knows of ranks on other hosts.
+    std::string loss = loss_of(*context_, rank, name);
+    if (process_state(identity) == ProcessState::ended) loss = name + " has ended";
+    if (!loss.empty() && !may_be_missed(rank)) text = loss;
+  }
+  if (!text.empty()) store_.set(key, text);
+  return text;
+}
+
+void FormingWatch::throw_if_lost(const std::vector<int>& missing) {
+  found_ = lost(missing);
+  throw_if_found();
+}
+
+void FormingWatch::throw_if_found() const {
+  if (!found_.empty())
+    throw PeerLostError(forming(*context_, group_, ranks_.size()) + ": " + found_);
+}
+
+c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix,
+                                              const c10::intrusive_ptr<c10d::Store>& store,
+                                              const std::shared_ptr<FormingWatch>& watch) {
+  return c10::make_intrusive<WatchedStore>(prefix, store, watch);
+}
+
+}  // namespace lockstep

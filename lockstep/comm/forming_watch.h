@@ -1,0 +1,63 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/store.h"
+
+namespace lockstep {
+
+struct GroupContext;
+
+/// Looks, while a group forms, whether members that are waited for were lost. A process that has
+/// ended is seen on its own host, which tells the others through the store. One thread.
+class FormingWatch {
+ public:
+  enum class Phase {
+    meeting,    ///< The members are to say that they have come.
+    connecting  ///< They have, and their backends connect.
+  };
+  FormingWatch(std::shared_ptr<GroupContext> context, std::string group,
+               std::vector<int> global_ranks, Phase phase);
+
+  /// Of the members that are waited for, by their numbers in the group, one that was lost: "rank 1
+  /// (process 4711) has ended". Empty: none. Asks the store.
+  std::string lost(const std::vector<int>& missing);
+  /// The same as a PeerLostError.
+  void throw_if_lost(const std::vector<int>& missing);
+  /// What that threw before, again: Gloo makes another error of it.
+  void throw_if_found() const;
+  /// How often to look.
+  std::chrono::milliseconds interval() const;
+  /// All members but this rank.
+  std::vector<int> others() const;
+
+ private:
+  bool may_be_missed(int global_rank);
+
+  const std::shared_ptr<GroupContext> context_;
+  Store store_;
+  const std::string group_;
+  const std::vector<int> ranks_;  ///< In the default group.
+  const Phase phase_;
+  std::vector<std::string> identities_;  ///< Of the members; empty: not known yet.
+  std::string found_;                    ///< Who was lost.
+};
+
+/// The start of an error's message: "rank 0: forming the group '1' of 2 ranks failed".
+std::string forming(const GroupContext& context, const std::string& group, size_t ranks);
+
+/// The prefix of the checks' keys of a group.
+std::string check_part(const std::string& group);
+
+/// A view of `store` in which `prefix` and "/" are put before every key. As long as `watch` lives a
+/// wait for a key throws PeerLostError when another member was lost.
+c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix,
+                                              const c10::intrusive_ptr<c10d::Store>& store,
+                                              const std::shared_ptr<FormingWatch>& watch);
+
+}  // namespace lockstep

@@ -1,0 +1,112 @@
+// A rank that ends while a group forms: the others learn it at once, not at the time-out. Each test
+// has one rank. The others' part is told to the store.
+#include "lockstep/comm/forming_watch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/comm/checks/check_context.h"
+#include "tests/support/other_process.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// What a process that has ended told of itself while it lived.
+std::string ended_identity() {
+  test_process::OtherProcess other([](const auto& ready) { ready(); });
+  std::string identity = process_identity();
+  const size_t number = identity.find(' ') + 1;
+  identity.replace(number, identity.find(' ', number) - number, std::to_string(other.process()));
+  return identity;
+}
+
+class Forming : public testing::OverBackends {
+ protected:
+  Forming() {
+    options_.backend = GetParam();
+    options_.hosts = GetParam() == "hierarchical" ? "ab" : "";
+    options_.store = hash_store();
+    options_.timeout = seconds(60);
+    options_.store.set_timeout(options_.timeout);
+  }
+  /// Says that `rank` is this process, and has come.
+  void announce(int rank, const std::string& identity) {
+    Store own = prefix_store("lockstep/0", options_.store);
+    own.set(check_part(kDefaultGroup) + "/" + check_prefix(kDefaultGroup) + "/" +
+                announcement_key(rank),
+            identity);
+  }
+  /// What forming a group of two as this rank throws; null for nothing.
+  std::exception_ptr form(int rank) {
+    try {
+      form_group(testing::test_context(rank, 2, options_), kDefaultGroup, {0, 1}, GetParam());
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+  testing::RankOptions options_;
+};
+
+TEST_P(Forming, ARankThatEndsIsNamedAtOnce) {
+  const auto started = Clock::now();
+  const std::string identity = ended_identity();
+  for (const int rank : {0, 1}) {
+    options_.store = hash_store();
+    announce(1 - rank, identity);
+    try {
+      std::rethrow_exception(form(rank));
+    } catch (const PeerLostError& error) {
+      const std::string other = "rank " + std::to_string(1 - rank);
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("forming the group '0' of 2 ranks failed"),
+                                      HasSubstr(with_process(other, identity) + " has ended")));
+    }
+  }
+  EXPECT_LT(Clock::now() - started, seconds(30));
+}
+
+// As its own host tells it.
+TEST_P(Forming, ARankThatEndsOnAnotherHostIsNamedAtOnce) {
+  Store own = prefix_store("lockstep/0", options_.store);
+  announce(1, "another boot,pid:[1] 4711 99");
+  own.set("group/0/lost", "rank 1 (process 4711) has ended");
+  try {
+    std::rethrow_exception(form(0));
+  } catch (const PeerLostError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("failed: rank 1 (process 4711) has ended"));
+  }
+}
+
+// It had all it needed, and its program was over.
+TEST_P(Forming, ARankThatHasSaidGoodByeIsNotWaitedForAndNoLoss) {
+  options_.timeout = std::chrono::milliseconds(400);
+  options_.store.set_timeout(options_.timeout);
+  announce(1, ended_identity());
+  prefix_store("lockstep/0", options_.store).set(farewell_key(1), "1");
+  const auto failure = form(0);
+  EXPECT_THROW(std::rethrow_exception(failure), CommError);
+  EXPECT_NO_THROW({
+    try {
+      std::rethrow_exception(failure);
+    } catch (const PeerLostError&) {
+      throw;
+    } catch (const std::exception&) {
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, Forming, testing::over_backends(), testing::backend_name);
+
+}  // namespace
+}  // namespace lockstep
