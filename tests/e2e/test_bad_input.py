@@ -283,6 +283,7 @@ class Surroundings(BadInput):
             result = t.run(t.LOCKSTEP, *command, env=t.clean_environment(TMPDIR=""))
             self.assertNotIn("TMPDIR", result.stderr)
 
+    @unittest.skipIf(t.SANITIZED, "a sanitizer takes more addresses than any of these limits")
     def test_a_memory_limit_is_named(self):
         """Whichever library meets it first: the loader, one of LibTorch's that is loaded, or its tensors."""
         failed = 0

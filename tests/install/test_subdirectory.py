@@ -1,7 +1,7 @@
 """add_subdirectory of the source tree works too.
 
-The whole library is not compiled a second time. Its files would be compiled by the commands of the
-build that is tested, to the letter; the two lowest rooms are built, and run inside a consumer.
+The library is not compiled a second time. Its files would be compiled by the commands of the build that is
+tested, to the letter, so the objects of that build are taken. What a user adds is compiled, linked and run.
 """
 
 import concurrent.futures
@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import unittest
 
 import consumer_test
@@ -16,8 +17,8 @@ import lockstep_testing as t
 
 LIBRARY = t.SOURCE_DIR / "lockstep"
 # What decides how a file is compiled, and is the user's to choose.
-CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI",
-           "LOCKSTEP_HWLOC")
+CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_FLAGS_RELWITHDEBINFO",
+           "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_HWLOC")
 
 
 def choices_of_the_tested_build():
@@ -25,15 +26,19 @@ def choices_of_the_tested_build():
     return [f"-D{name}={value}" for name, value in re.findall(r"^(\w+):\w+=(.*)$", cache, re.M) if name in CHOICES]
 
 
-def commands(build, project_build):
-    """How each file of the library is compiled for it, without the places where the results go."""
-    found = {}
-    for entry in json.loads((build / "compile_commands.json").read_text()):
-        path = pathlib.Path(entry["file"])
-        if LIBRARY in path.parents and not re.search(r"_(test|tsan)\.dir/", entry["command"]):
-            command = re.sub(r" -o \S+", "", entry["command"])
-            found[str(path.relative_to(LIBRARY))] = command.replace(str(project_build), "BUILD")
-    return found
+class Compiled:
+    """How a build compiles its files: each command, without the places where results go, and its result."""
+
+    def __init__(self, build, project_build):
+        self.results, self.library = {}, {}
+        for entry in json.loads((build / "compile_commands.json").read_text()):
+            if re.search(r"_(test|tsan)\.dir/", entry["command"]):
+                continue
+            command = re.sub(r" -o \S+", "", entry["command"]).replace(str(project_build), "BUILD")
+            self.results[command] = str(build / re.search(r" -o (\S+)", entry["command"])[1])
+            path = pathlib.Path(entry["file"])
+            if LIBRARY in path.parents:
+                self.library[str(path.relative_to(LIBRARY))] = command
 
 
 class Subdirectory(unittest.TestCase):
@@ -41,22 +46,28 @@ class Subdirectory(unittest.TestCase):
 
     def test_consumer_with_the_source_tree_inside(self):
         with consumer_test.temporary() as folder:
-            build = pathlib.Path(folder) / "build"
+            build, index = pathlib.Path(folder) / "build", pathlib.Path(folder) / "index.json"
             env = consumer_test.consumer_environment()
+            launcher = [sys.executable, consumer_test.HERE / "reuse_object.py", index]
             t.run("cmake", "-S", consumer_test.HERE / "subdirectory", "-B", build, "-G", "Ninja",
                   "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DLOCKSTEP_SOURCE_DIR={t.SOURCE_DIR}",
+                  f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(map(str, launcher))}",
                   *choices_of_the_tested_build(), timeout=120, env=env)
-            ours = commands(t.BUILD_DIR, t.BUILD_DIR)
-            self.assertGreater(len(ours), 50)
-            self.assertEqual(commands(build, build / "lockstep"), ours)
-            steps = t.run("ninja", "-C", build, "-n", "consumer", env=env).stdout
+            ours, theirs = Compiled(t.BUILD_DIR, t.BUILD_DIR), Compiled(build, build / "lockstep")
+            self.assertGreater(len(ours.library), 50)
+            self.assertEqual(theirs.library, ours.library)
+            index.write_text(json.dumps({result: ours.results[command] for command, result in theirs.results.items()
+                                         if command in ours.results}))
+            steps = t.run("ninja", "-C", build, "-n", env=env).stdout
             self.assertIn("liblockstep.a", steps)
             for tests_or_tools in ("_test.cpp", "tools/lockstep", "examples/"):
                 self.assertNotIn(tests_or_tools, steps)
-            t.run("cmake", "--build", build, "-j", os.cpu_count() or 1, timeout=1200, env=env)
-            self.check_that_it_runs(build / "comm_consumer", f"file://{folder}/meet")
+            t.run("cmake", "--build", build, "-j", os.cpu_count() or 1, timeout=400, env=env)
+            self.assertTrue(pathlib.Path(theirs.results[theirs.library["comm/world.cpp"]]).is_symlink())
+            self.check_that_rooms_run(build / "comm_consumer", f"file://{folder}/meet")
+            self.assertEqual(t.run(build / "consumer", timeout=120).stdout, "consumer: 2 ranks, sum 3\n")
 
-    def check_that_it_runs(self, program, method):
+    def check_that_rooms_run(self, program, method):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             ranks = list(pool.map(lambda rank: t.run(program, method, rank, 2, timeout=60).stdout, range(2)))
         self.assertEqual(ranks, ["comm_consumer: 2 ranks, sum 3\n"] * 2)

@@ -16,6 +16,14 @@ SOURCE_DIR = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE_DIR", pathlib.Path(__f
 BUILD_DIR = pathlib.Path(os.environ.get("LOCKSTEP_BUILD_DIR", SOURCE_DIR / "build"))
 LIBTORCH = os.environ.get("LOCKSTEP_LIBTORCH", "")
 
+def _sanitized():
+    cache = BUILD_DIR / "CMakeCache.txt"
+    return cache.exists() and "-fsanitize=" in cache.read_text()
+
+
+# True in a build with a sanitizer, which takes terabytes of addresses and more time.
+SANITIZED = _sanitized()
+
 # All that this process starts inherits it: so its jobs are told from those of others on the machine.
 JOB_MARK = f"TEST_JOB_MARK={os.getpid()}-{time.monotonic_ns()}"
 os.environ.update([JOB_MARK.split("=")])

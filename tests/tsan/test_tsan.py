@@ -1,17 +1,11 @@
 """What several threads share under ThreadSanitizer: no race, and the tests pass."""
 
 import subprocess
-import tempfile
 import unittest
 
 import lockstep_testing as t
 
-# LibTorch and what it brings are not instrumented: what they synchronise by atomics is not seen.
-SUPPRESSIONS = """
-called_from_lib:libtorch_cpu.so
-called_from_lib:libc10.so
-called_from_lib:libgomp
-"""
+SUPPRESSIONS = t.SOURCE_DIR / "tests" / "tsan" / "suppressions.txt"
 
 
 class ThreadSanitizer(unittest.TestCase):
@@ -34,10 +28,7 @@ class ProtocolsOfSharedMemory(ThreadSanitizer):
 
 class Backends(ThreadSanitizer):
     def test_no_races(self):
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
-            known.write(SUPPRESSIONS)
-            known.flush()
-            self.check("lockstep_backends_tsan", options=f"suppressions={known.name} ignore_noninstrumented_modules=1")
+        self.check("lockstep_backends_tsan", options=f"suppressions={SUPPRESSIONS} ignore_noninstrumented_modules=1")
 
 
 if __name__ == "__main__":
