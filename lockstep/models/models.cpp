@@ -1,6 +1,7 @@
 #include "lockstep/models/models.h"
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
@@ -252,6 +253,24 @@ const Entry& entry(const std::string& name) {
 }
 
 }  // namespace
+
+std::shared_ptr<nn::Module> Model::clone(const std::optional<c10::Device>& device) const {
+  const at::NoGradGuard no_grad;
+  const auto copy = make_model(name());
+  const auto take = [&](const auto& from, const auto& to) {
+    if (from.size() != to.size()) throw UsageError("model " + name() + " cannot be copied");
+    for (size_t i = 0; i < from.size(); ++i) {
+      const at::Tensor& tensor = from[i].value();
+      at::Tensor(to[i].value())
+          .set_data(device ? tensor.detach().to(*device, false, true) : tensor.detach().clone());
+      at::Tensor(to[i].value()).set_requires_grad(tensor.requires_grad());
+    }
+  };
+  take(named_parameters(), copy->named_parameters());
+  take(named_buffers(), copy->named_buffers());
+  copy->train(is_training());
+  return copy;
+}
 
 std::shared_ptr<Model> make_model(const std::string& name) {
   return entry(name).make();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,10 @@ class Model : public torch::nn::Module {
   /// The model as a chain: their forwards one after the other are `forward`, to the same bits. They
   /// keep what they need alive. Empty: it is no chain.
   virtual std::vector<ModelLayer> layers() { return {}; }
+  /// What make_model gives for this name, with copies of this model's tensors. Draws random
+  /// numbers. To be overridden where the name does not say all. Throws UsageError otherwise.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<c10::Device>& device = std::nullopt) const override;
 };
 
 /// What a model expects and gives. Lets a mismatch with a dataset be named before training.

@@ -43,6 +43,13 @@ std::vector<Layer> ModelTraining::layers() {
   return layers;
 }
 
+std::function<at::Tensor(torch::nn::Module& copy, const at::Tensor& input)>
+ModelTraining::forward_of_copies() {
+  return [](torch::nn::Module& copy, const at::Tensor& input) {
+    return dynamic_cast<Model&>(copy).forward(input);
+  };
+}
+
 std::vector<OptimizerConfig> ModelTraining::configure_optimizers() {
   return {options_.optimizer};
 }

@@ -2,6 +2,7 @@
 
 #include <c10/core/MemoryFormat.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,6 +32,8 @@ class ModelTraining : public SupervisedModule {
   void measure(const at::Tensor& output, const at::Tensor& target, double loss) override;
   void validate(const at::Tensor& output, const at::Tensor& target) override;
   std::vector<Layer> layers() override;
+  std::function<at::Tensor(torch::nn::Module& copy, const at::Tensor& input)> forward_of_copies()
+      override;
   std::vector<OptimizerConfig> configure_optimizers() override;
   Batch prepare_batch(const Batch& batch, c10::Device device) const override;
 

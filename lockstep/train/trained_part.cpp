@@ -42,6 +42,7 @@ StrategySetup TrainedPart::setup(const std::shared_ptr<TrainingModuleBase>& root
   setup.module = module_;
   if (SupervisedModule* const supervised = root->as_supervised()) {
     setup.layers = supervised->layers();
+    setup.forward = supervised->forward_of_copies();
   }
   setup.make_optimizer = precision_.optimizer_factory([this](std::vector<at::Tensor> parameters) {
     auto optimizer = config_.make(std::move(parameters));

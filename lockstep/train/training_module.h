@@ -147,6 +147,12 @@ class SupervisedModule : public TrainingModule<Batch> {
   virtual void validate(const at::Tensor& output, const at::Tensor& target);
   /// The module as a chain: their forwards one after the other are `forward`. Empty: it is none.
   virtual std::vector<Layer> layers() { return {}; }
+  /// `forward` of a copy of the optimizer's module: see StrategySetup::forward. Empty: copies
+  /// cannot be run.
+  virtual std::function<at::Tensor(torch::nn::Module& copy, const at::Tensor& input)>
+  forward_of_copies() {
+    return {};
+  }
 
   at::Tensor training_step(const Batch& batch, int64_t batch_index) override;
   void validation_step(const Batch& batch, int64_t batch_index) override;

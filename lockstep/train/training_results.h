@@ -23,8 +23,10 @@ struct StepResult {
   int64_t batches = 0;      ///< Batches of the epoch that this rank has used.
   int64_t samples = 0;      ///< Of this step, over all ranks.
   double lr = 0;            ///< The rate that the step was made with; of the first optimizer.
-  double loss = 0;          ///< Of this rank's last batch alone; a LogResult has that of all.
-  double seconds = 0;       ///< Since training began in this process.
+  /// Of this rank's last batch alone; a LogResult has that of all. NaN where the strategy computes
+  /// it on another rank.
+  double loss = 0;
+  double seconds = 0;  ///< Since training began in this process.
 };
 
 /// Every `log_every_n_steps` steps.

@@ -149,7 +149,7 @@ class Words(BadInput):
             self.refuse(("train", *flags), 2, message)
 
     def test_other_strategies_will_come(self):
-        self.refuse(("train", "--strategy", "ddpp"), 2, "did you mean 'ddp'?")
+        self.refuse(("train", "--strategy", "ddpp"), 2, "did you mean 'ddp'")
 
     def test_combinations(self):
         self.refuse(("train", "--resume", "auto"), 2, "--resume auto needs --checkpoint-dir")

@@ -116,11 +116,15 @@ class WrongUse(unittest.TestCase):
             self.assertIn(text, result.stderr)
 
     def test_names(self):
-        self.refuse(("--strategy", "ddpp"), 2, "did you mean 'ddp'?")
+        self.refuse(("--strategy", "ddpp"), 2, "did you mean 'ddp'")
         self.refuse(("--precision", "fp16"), 2, "--precision", "16-mixed")
         self.refuse(("--amp-level", "O4"), 2, "--amp-level", "O3")
         self.refuse(("--loss-scale", "-1", "--precision", "16-mixed"), 2, "loss")
         self.refuse(("--num-micro-batches", "0"), 2, "--num-micro-batches")
+
+    def test_strategies_that_do_not_combine(self):
+        self.refuse(("--mesh", "dp=1"), 2, "strategy ddp takes no mesh (dp=1)")
+        self.refuse(("--num-micro-batches", "2"), 2, "--num-micro-batches is for --strategy pipeline")
 
     def test_a_level_that_contradicts_the_precision(self):
         self.refuse(("--amp-level", "O0", "--precision", "16-mixed"), 2, "O0")

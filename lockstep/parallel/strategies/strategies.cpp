@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
@@ -15,6 +16,8 @@ struct Row {
   std::unique_ptr<Strategy> (*make)(const StrategySetup& setup);
   /// Null where every rank has a share of its own.
   DataShare (*share)(const StrategyOptions& options, int rank, int size) = nullptr;
+  /// Whether ranks may have several dimensions.
+  bool takes_mesh = false;
 };
 
 /// Adding a strategy adds its folder, and a line here.
@@ -35,6 +38,21 @@ const Row& row_of(const std::string& name) {
   throw UsageError(unknown_word("strategy", name, strategy_names()));
 }
 
+/// Dimensions that a strategy would not look at are a mistake.
+void check_mesh(const Row& row, const StrategyOptions& options) {
+  if (options.mesh.empty() || row.takes_mesh) return;
+  std::vector<std::string> others;
+  for (const Row& other : rows()) {
+    if (other.takes_mesh) others.push_back(other.info.name);
+  }
+  throw UsageError("strategy " + row.info.name + " takes no mesh (" + options.mesh +
+                       "): all its ranks are one dimension",
+                   others.empty() ? "leave the mesh out"
+                                  : "leave the mesh out, or take a strategy that combines with "
+                                    "others: " +
+                                        join(others, ", "));
+}
+
 }  // namespace
 
 const std::vector<StrategyInfo>& strategy_infos() {
@@ -53,11 +71,13 @@ std::vector<std::string> strategy_names() {
 }
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
+  check_mesh(row_of(name), setup.options);
   return row_of(name).make(setup);
 }
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
   const Row& row = row_of(name);
+  check_mesh(row, options);
   return row.share ? row.share(options, rank, size) : DataShare{rank, size};
 }
 

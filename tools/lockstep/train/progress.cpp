@@ -73,7 +73,10 @@ std::string Progress::bar(const StepResult& result) const {
   const auto left = static_cast<double>(result.total_steps - result.step);
   const auto made = static_cast<double>(result.step - first_step_);
   const bool logged = last_log_.step.step > 0;
-  std::string facts = "loss " + four_digits(logged ? last_log_.metrics.loss : result.loss) + "  ";
+  std::string facts;
+  if (logged || !std::isnan(result.loss)) {
+    facts = "loss " + four_digits(logged ? last_log_.metrics.loss : result.loss) + "  ";
+  }
   facts += speed_text(logged ? last_log_.samples_per_s
                              : static_cast<double>(samples_) / std::max(result.seconds, 1e-9));
   facts += "  ETA " + human_seconds(result.seconds / made * left);

@@ -216,7 +216,7 @@ void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--batch-size", config.batch_size, 1);
   check_at_least<int64_t>("--num-workers", config.num_workers, 0);
   check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
-  check_at_least<int64_t>("--num-micro-batches", config.num_micro_batches, 1);
+  check_at_least<int64_t>("--num-micro-batches", config.num_micro_batches.value_or(1), 1);
   check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
   check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
   check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
@@ -281,6 +281,17 @@ void check_value(const Key& key, const toml::node& node, const std::string& wher
   }
 }
 
+/// A flag that another strategy would not look at is a mistake.
+void check_strategy_flags(const RunConfig& config) {
+  if (config.strategy == "pipeline") return;
+  const auto refuse = [&](const std::string& flag) {
+    throw UsageError(flag + " is for --strategy pipeline; --strategy is " + config.strategy,
+                     "leave it out, or train with --strategy pipeline");
+  };
+  if (config.num_micro_batches) refuse("--num-micro-batches");
+  if (!config.pipeline_schedule.empty()) refuse("--pipeline-schedule");
+}
+
 }  // namespace
 
 double default_lr(const std::string& optimizer, const std::string& model) {
@@ -291,8 +302,8 @@ double default_lr(const std::string& optimizer, const std::string& model) {
 StrategyOptions strategy_options(const RunConfig& config) {
   StrategyOptions options;
   options.mesh = config.mesh;
-  options.num_micro_batches = config.num_micro_batches;
-  options.pipeline_schedule = config.pipeline_schedule;
+  options.num_micro_batches = config.num_micro_batches.value_or(options.num_micro_batches);
+  if (!config.pipeline_schedule.empty()) options.pipeline_schedule = config.pipeline_schedule;
   return options;
 }
 
@@ -367,6 +378,7 @@ std::map<std::string, std::string> settings_of(const RunConfig& config) {
 
 void check_config(const RunConfig& config) {
   check_values(config);
+  check_strategy_flags(config);
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }

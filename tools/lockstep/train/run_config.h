@@ -24,10 +24,10 @@ struct RunConfig {
   int64_t devices = 1;
   std::string accelerator = "auto";  ///< cuda when there is a device for every process, else cpu.
   std::string strategy = "ddp";
-  std::string mesh;               ///< Named dimensions of the ranks; empty: one.
-  int64_t num_micro_batches = 4;  ///< See StrategyOptions, as the next.
-  std::string pipeline_schedule = "1f1b";
-  std::string precision = "32-true";  ///< These three: see PrecisionOptions.
+  std::string mesh;                          ///< Named dimensions of the ranks; empty: one.
+  std::optional<int64_t> num_micro_batches;  ///< Unset: see StrategyOptions, as the next.
+  std::string pipeline_schedule;             ///< Empty: unset.
+  std::string precision = "32-true";         ///< These three: see PrecisionOptions.
   std::string amp_level;
   std::string loss_scale;
   std::string backend = "auto";

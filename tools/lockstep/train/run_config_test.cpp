@@ -165,7 +165,11 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.dataset = "imagenet"; },
                  "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
                  "digits, random, file:PATH");
-  expect_refused([](auto& c) { c.strategy = "dpd"; }, "did you mean 'ddp'?");
+  expect_refused([](auto& c) { c.strategy = "dpd"; }, "--strategy: unknown value 'dpd'");
+  expect_refused([](auto& c) { c.num_micro_batches = 2; }, "is for --strategy pipeline");
+  expect_refused([](auto& c) { c.pipeline_schedule = "gpipe"; }, "is for --strategy pipeline");
+  expect_refused([](auto& c) { c.precision = "bf16-mixd"; }, "did you mean 'bf16-mixed'?");
+  expect_refused([](auto& c) { c.amp_level = "O4"; }, "--amp-level");
 }
 
 TEST(CheckConfig, AFileWithoutANameIsNoDataSet) {

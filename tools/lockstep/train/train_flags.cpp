@@ -99,10 +99,12 @@ void add_training_flags(Cli& cli, RunConfig& config) {
              "Named dimensions of the processes, such as dp=2,pp=2, for strategies that combine",
              "NAME=SIZE,...");
   cli.option("--num-micro-batches", config.num_micro_batches,
-             "Parts into which --strategy pipeline cuts each batch", {1});
-  cli.option("--pipeline-schedule", config.pipeline_schedule,
-             "Order of work of --strategy pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble",
-             "NAME");
+             "Parts into which --strategy pipeline cuts each batch; without it 4", {1});
+  cli.option(
+      "--pipeline-schedule", config.pipeline_schedule,
+      "Order of work of --strategy pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble; without "
+      "it 1f1b",
+      "NAME");
   cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
   cli.option("--batch-size", config.batch_size,
              "Samples of a batch in each process; a step of N processes uses N times as many", {1});

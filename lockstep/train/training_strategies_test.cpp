@@ -1,0 +1,128 @@
+// The step loop over each strategy, by name: the same weights, and mistakes that all have alike.
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <future>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/state_dict.h"
+#include "lockstep/parallel/strategies/strategies.h"
+#include "lockstep/train/step_loop.h"
+#include "tests/support/run_group.h"
+#include "tests/support/small_task.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::noise_images;
+using testing::run_group;
+using testing::small_task;
+
+/// Those of several processes.
+std::vector<std::string> strategies_of_ranks() {
+  std::vector<std::string> names = strategy_names();
+  std::erase(names, "dp");
+  return names;
+}
+
+class EachStrategy : public ::testing::TestWithParam<std::string> {
+ protected:
+  TrainerOptions options() const { return {.max_epochs = 1, .strategy = GetParam()}; }
+  /// Made before the ranks' threads begin, which share LibTorch's random state.
+  std::vector<TrainTask> tasks(int ranks, const char* model = "mlp") const {
+    std::vector<TrainTask> all;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const DataShare share = data_share(GetParam(), {}, rank, ranks);
+      all.push_back(small_task(model, noise_images(48), share.rank, share.size));
+    }
+    return all;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, EachStrategy, ::testing::ValuesIn(strategies_of_ranks()),
+                         [](const auto& info) { return info.param; });
+
+/// The weights after an epoch, by name.
+NamedTensors trained(std::vector<TrainTask> tasks, const TrainerOptions& options) {
+  NamedTensors weights;
+  run_group(static_cast<int>(tasks.size()),
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              StepLoop loop(tasks[rank], group, options);
+              loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+              NamedTensors state = detail::model_state(*tasks[rank].module, loop.parts());
+              for (auto& [name, tensor] : state) tensor = tensor.clone();
+              if (rank == 0) weights = std::move(state);
+            },
+            {.backend = "shm"});
+  return weights;
+}
+
+/// Cut differently over ranks, the same samples are in each step. A sum in another order has other
+/// last bits.
+TEST_P(EachStrategy, TrainsAsOneRankDoesOnTheJoinedBatches) {
+  const auto one = [&](int64_t batches) {
+    std::vector<TrainTask> single;
+    single.push_back(small_task("mlp", noise_images(48)));
+    return trained(std::move(single), {.max_epochs = 1, .accumulate_grad_batches = batches});
+  };
+  for (const int ranks : {1, 2, 3}) {
+    const NamedTensors expected = one(data_share(GetParam(), {}, 0, ranks).size);
+    const NamedTensors found = trained(tasks(ranks), options());
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_EQ(found[i].first, expected[i].first);
+      EXPECT_TRUE(at::allclose(found[i].second, expected[i].second, 1e-4, 1e-6))
+          << found[i].first << " with " << ranks << " ranks";
+    }
+  }
+}
+
+TEST_P(EachStrategy, RanksWhoseModelsDifferAreToldOnAllRanks) {
+  std::vector<TrainTask> all = tasks(2);
+  all[1] = small_task("wide", noise_images(48), 1, 2);
+  std::vector<testing::Outcome> outcomes(2);
+  run_group(2,
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              outcomes[rank] =
+                  testing::outcome_of([&] { StepLoop loop(all[rank], group, options()); });
+            },
+            {.timeout = std::chrono::seconds(5), .backend = "shm"});
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+}
+
+/// Rank 1 goes away before it has given its part.
+TEST_P(EachStrategy, AStateThatARankIsMissingFromIsATimeoutThatNamesIt) {
+  std::vector<TrainTask> all = tasks(2);
+  testing::Outcome outcome;
+  bool sharded = false;
+  std::promise<void> done;
+  auto finished = done.get_future().share();
+  run_group(2,
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              StepLoop loop(all[rank], group, options());
+              loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+              if (rank == 1) return finished.wait();
+              const StateBytes mine = loop.parts().front()->strategy().state_bytes();
+              sharded = mine.optimizer < mine.parameters;
+              outcome = testing::outcome_of([&] {
+                detail::optimizer_state(loop.parts());
+                detail::model_state(*all[rank].module, loop.parts());
+              });
+              done.set_value();
+            },
+            {.timeout = std::chrono::seconds(2), .backend = "shm"});
+  // Where rank 0 has everything, it needs nobody.
+  EXPECT_EQ(outcome.ok(), !sharded) << outcome.text();
+  if (outcome.ok()) return;
+  EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+  EXPECT_THAT(outcome.text(), HasSubstr("rank 1"));
+}
+
+}  // namespace
+}  // namespace lockstep
