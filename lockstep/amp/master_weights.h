@@ -40,6 +40,7 @@ class MasterWeights : public Optimizer {
   /// parameters as they are and takes the copies from them.
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return inner_->name(); }
+  bool is_elementwise() const override { return inner_->is_elementwise(); }
 
   /// The float32 tensors that are stepped: copies, and parameters that have none.
   const std::vector<at::Tensor>& master_parameters() const { return masters_; }

@@ -35,6 +35,7 @@ class FusedAdam : public Optimizer {
   OptimizerState state() const override;
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return name_; }
+  bool is_elementwise() const override { return true; }
 
  private:
   /// Of one parameter. Undefined tensors until its first gradient. In the parameter's layout.

@@ -65,6 +65,10 @@ class Optimizer {
   /// missing, unknown or of another shape, and then changes nothing.
   virtual void load_state(const OptimizerState& state) = 0;
   virtual const std::string& name() const = 0;
+  /// Whether each element is updated from its own value, gradient and state alone. Then a parameter
+  /// may be cut into parts that different ranks update (ZeRO, FSDP), to the same values. False for
+  /// one that looks at whole parameters, such as by their norms. True for all of make_optimizer's.
+  virtual bool is_elementwise() const { return false; }
 };
 
 /// The optimizers:

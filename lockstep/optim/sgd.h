@@ -35,6 +35,7 @@ class Sgd : public Optimizer {
   OptimizerState state() const override;
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return name_; }
+  bool is_elementwise() const override { return true; }
 
   /// How the plain operations round a + b * c: in one rounding, in two, or not in one way.
   enum class Rounding { once, twice, unknown };

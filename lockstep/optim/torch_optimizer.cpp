@@ -75,6 +75,7 @@ class TorchOptimizer : public Optimizer {
   double lr() const override { return torch_.param_groups()[0].options().get_lr(); }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   const std::string& name() const override { return name_; }
+  bool is_elementwise() const override { return true; }
 
   OptimizerState state() const override {
     OptimizerState out;

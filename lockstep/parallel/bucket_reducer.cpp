@@ -6,42 +6,36 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <numeric>
 
-#include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/parallel/bucket_layout.h"
+#include "lockstep/parallel/gradient_listeners.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"
 
 namespace lockstep::detail {
 namespace {
 
-/// A shared pointer, of which kind depends on LibTorch's version.
-using NodePtr =
-    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-using torch::autograd::variable_list;
-
 class BucketReducer : public GradientReducer {
  public:
   BucketReducer(const std::vector<ReducedParameter>& parameters, ProcessGroup group,
                 const DdpOptions& options)
-      : group_(std::move(group)), options_(options), as_views_(options.gradient_as_bucket_view) {
+      : group_(std::move(group)),
+        options_(options),
+        as_views_(options.gradient_as_bucket_view),
+        divisor_(group_.size()) {
     for (const auto& [name, tensor, sparse] : parameters) {
       names_.push_back(name);
       parameters_.push_back(tensor);
     }
     ready_.resize(parameters_.size());
     make_buckets(first_layout(parameters_, std::vector<bool>(parameters_.size()), options_));
-    for (size_t i = 0; i < parameters_.size(); ++i) listen(i);
-  }
-
-  ~BucketReducer() override {
-    for (const auto& [accumulator, key] : listeners_) accumulator->del_post_hook(key);
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      listeners_.add(parameters_[i], [this, i] { on_gradient(i); });
   }
 
   void before_forward(bool) override {
@@ -59,6 +53,21 @@ class BucketReducer : public GradientReducer {
     if (!rebuilt_) order_.clear();
     next_ = 0;
     expecting_ = true;
+  }
+
+  void set_divisor(int divisor) override { divisor_ = divisor; }
+
+  void reduce_zeros() override {
+    const c10::AutoGradMode no_grad(false);
+    for (Bucket& bucket : buckets_) {
+      bucket.flat.zero_();
+      group_.all_reduce(bucket.flat);
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
+    if (rebuilt_ || order_.size() == parameters_.size()) return;
+    // A rank that had no inputs takes part when the buckets are made anew. It has seen no order.
+    order_.resize(parameters_.size());
+    std::iota(order_.begin(), order_.end(), 0);
   }
 
   void fill(DdpStatistics& statistics) const override {
@@ -92,26 +101,6 @@ class BucketReducer : public GradientReducer {
     size_t pending = 0;  ///< Gradients that are still to come.
     Work work;
   };
-
-  class Listener : public PlainPostHook {
-   public:
-    Listener(BucketReducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
-    variable_list operator()(const variable_list& outputs, const variable_list&) override {
-      reducer_.on_gradient(index_);
-      return outputs;
-    }
-
-   private:
-    BucketReducer& reducer_;
-    size_t index_;
-  };
-
-  void listen(size_t index) {
-    // The parameter holds it weakly.
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
-    const uintptr_t key = accumulator->add_post_hook(std::make_unique<Listener>(*this, index));
-    listeners_.emplace_back(std::move(accumulator), key);
-  }
 
   /// All buckets lie in one symmetric memory, each from a cache line's start. Gradients that are
   /// views of the old buckets become views of the new ones.
@@ -183,7 +172,7 @@ class BucketReducer : public GradientReducer {
                            ", expected " + view.toString() + ", as in the first step",
                        "use DdpOptions::reducer = Reducer::c10d for gradients that are sparse");
     if (gradient.const_data_ptr() == view.const_data_ptr()) {
-      view.div_(group_.size());
+      view.div_(divisor_);
       return;
     }
     if (gradient.requires_grad() && !warned_) {
@@ -192,7 +181,7 @@ class BucketReducer : public GradientReducer {
           "DistributedDataParallel averages gradients, but not what create_graph would have them "
           "depend on");
     }
-    scaled_copy(view, gradient.detach(), 1.0 / group_.size());
+    scaled_copy(view, gradient.detach(), 1.0 / divisor_);
     if (as_views_) gradient = view;
   }
 
@@ -247,6 +236,7 @@ class BucketReducer : public GradientReducer {
   const ProcessGroup group_;
   const DdpOptions options_;
   const bool as_views_;
+  int divisor_;  ///< Of gradients, before they are summed.
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> views_;  ///< In the buckets, by parameter.
@@ -259,7 +249,7 @@ class BucketReducer : public GradientReducer {
   bool expecting_ = false;  ///< Gradients to come are to be reduced.
   bool begun_ = false;      ///< Some of them have come, and not all are reduced.
   bool warned_ = false;
-  std::vector<std::pair<NodePtr, uintptr_t>> listeners_;
+  GradientListeners listeners_;
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
 // LibTorch's reducer: for the options and devices that our own leaves to it.
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -119,7 +120,8 @@ class C10dReducer : public GradientReducer {
  public:
   C10dReducer(const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
               const DdpOptions& options)
-      : rank_(group.rank()),
+      : group_(group),
+        rank_(group.rank()),
         find_unused_(options.find_unused_parameters && !options.static_graph),
         parameters_(parameters),
         sink_(std::make_shared<SinkState>()),
@@ -163,6 +165,28 @@ class C10dReducer : public GradientReducer {
     if (wants_outputs()) pass_sink(outputs);
   }
 
+  void set_divisor(int divisor) override {
+    reducer_->set_forward_pass_work_handle(c10::make_intrusive<Told>(divisor),
+                                           /*useStaticWorldSize=*/false);
+  }
+
+  void reduce_zeros() override {
+    const c10::AutoGradMode no_grad(false);
+    auto buckets = reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+    for (auto& bucket : buckets) futures.push_back(reducer_->run_comm_hook(bucket));
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      futures[i]->waitAndThrow();
+      const c10::IValue& value = futures[i]->constValue();
+      deliver(buckets[i], value.isTensor() ? value.toTensor() : value.toTensorVector().at(0));
+    }
+    if (find_unused_) {
+      std::vector<at::Tensor> used{reducer_->get_local_used_map_on_device()};
+      group_.native().allreduce(used)->wait();
+    }
+    reducer_->push_rebuilt_params_for_all_indices();
+  }
+
   void fill(DdpStatistics& statistics) const override {
     statistics.buckets_rebuilt = rebuilt_;
     for (const auto& bucket : reducer_->get_grad_buckets(/*return_zero_tensors=*/false)) {
@@ -173,6 +197,36 @@ class C10dReducer : public GradientReducer {
   }
 
  private:
+  /// A work that is done, with the number of ranks by which gradients are to be divided.
+  class Told : public c10d::Work {
+   public:
+    explicit Told(int ranks)
+        : future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors())) {
+      future_->markCompleted(std::vector<at::Tensor>{at::full({1}, ranks, at::kFloat)});
+    }
+    bool isCompleted() override { return true; }
+    bool isSuccess() const override { return true; }
+    bool wait(std::chrono::milliseconds) override { return true; }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+   private:
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+  };
+
+  /// A bucket's mean becomes the gradients of its parameters.
+  static void deliver(c10d::GradBucket& bucket, const at::Tensor& flat) {
+    int64_t at = flat.storage_offset();
+    for (const at::Tensor& parameter : bucket.getParameters()) {
+      const at::Tensor mean =
+          parameter.is_non_overlapping_and_dense()
+              ? flat.as_strided(parameter.sizes(), parameter.strides(), at)
+              : flat.as_strided({parameter.numel()}, {1}, at).view(parameter.sizes());
+      at += parameter.numel();
+      at::Tensor& gradient = parameter.mutable_grad();
+      gradient.defined() ? gradient.copy_(mean) : gradient = mean.clone();
+    }
+  }
+
   void pass_sink(std::vector<at::Tensor>& outputs) {
     std::vector<at::Tensor> passing;
     std::vector<size_t> places;
@@ -198,6 +252,7 @@ class C10dReducer : public GradientReducer {
     }
   }
 
+  ProcessGroup group_;
   int rank_;
   bool find_unused_;
   bool rebuilt_ = false;

@@ -1,7 +1,10 @@
 #include "lockstep/parallel/ddp.h"
 
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
+
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/gradient_reducer.h"
@@ -18,17 +21,24 @@ bool changes_bits(const DdpOptions& options) {
 
 }  // namespace
 
-struct DdpCore::Impl {
+struct DdpCore::Impl : Joinable {
   ProcessGroup group;
   std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
   int64_t elements = 0;             ///< That get a gradient.
   int64_t iterations = 0;
   bool synchronizing = true;
   bool sync_buffers = true;
+  bool adding_up = false;
+  bool has_own_hook = false;           ///< Of the user's, which a Join cannot run for other ranks.
+  bool divides_by_size = true;         ///< Also while some ranks have no inputs left.
+  std::vector<at::Tensor> parameters;  ///< All, for a Join's end.
+  std::optional<ActiveRanks> active;   ///< In the present iteration of a Join.
   /// Null when there is nothing to do around forward: one rank and no hook that changes bits.
   std::unique_ptr<GradientReducer> reducer;
 
-  void prepare(const ModuleState& state, const DdpOptions& options) {
+  void prepare(const ModuleState& state, const DdpOptions& options,
+               const ReducerFactory& make_reducer) {
+    for (const NamedTensor& item : state.parameters) parameters.push_back(item.tensor.detach());
     if (options.broadcast_buffers) {
       for (const NamedTensor& item : state.buffers) buffers.push_back(item.tensor);
     }
@@ -39,11 +49,79 @@ struct DdpCore::Impl {
       tensors.insert(tensors.end(), buffers.begin(), buffers.end());
       broadcast_tensors(tensors, group);
     }
-    reducer = make_gradient_reducer(state.reduced, group, options);
+    has_own_hook = options.custom_hook || options.async_custom_hook;
+    reducer = make_reducer ? make_reducer(state.reduced)
+                           : make_gradient_reducer(state.reduced, group, options);
+  }
+
+  const ProcessGroup& join_process_group() const override { return group; }
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
+
+  class Hook;
+
+  /// A number for the others, where the group communicates.
+  at::Tensor number(int64_t value) const {
+    return at::full({1}, value, parameters.front().options().dtype(at::kLong));
+  }
+
+  /// The largest rank for which `candidate` holds: all ranks agree on it.
+  int common_rank(bool candidate) const {
+    at::Tensor rank = number(candidate ? group.rank() : -1);
+    group.all_reduce(rank, ReduceOp::max);
+    return static_cast<int>(rank.item<int64_t>());
+  }
+
+  /// Before a forward. `joined`: this rank has no inputs left. Then its buffers do not count.
+  void broadcast_buffers(bool joined) {
+    if (!sync_buffers || buffers.empty()) return;
+    broadcast_tensors(buffers, group, joins() ? common_rank(!joined) : 0);
+  }
+
+  /// Whether ranks that have inputs average gradients in this iteration.
+  bool agree_to_reduce(bool mine) const {
+    at::Tensor wishes = number(mine ? 1 : 0);
+    group.all_reduce(wishes, ReduceOp::max);
+    return wishes.item<int64_t>() > 0;
   }
 };
 
-DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options)
+/// What DistributedDataParallel does on a rank without inputs.
+class DdpCore::Impl::Hook : public JoinHook {
+ public:
+  explicit Hook(Impl& ddp) : ddp_(ddp) {}
+
+  void main_hook() override {
+    if (!ddp_.reducer) return;
+    ddp_.reducer->before_forward(true);
+    ddp_.broadcast_buffers(true);
+    ddp_.sync_buffers = ddp_.agree_to_reduce(false);
+    if (ddp_.sync_buffers) ddp_.reducer->reduce_zeros();
+  }
+
+  void post_hook(bool is_last_joiner) override {
+    if (!ddp_.reducer) return;
+    const int src = ddp_.common_rank(is_last_joiner);
+    std::vector<at::Tensor> tensors = ddp_.parameters;
+    tensors.insert(tensors.end(), ddp_.buffers.begin(), ddp_.buffers.end());
+    broadcast_tensors(tensors, ddp_.group, src);
+    ddp_.reducer->set_divisor(ddp_.group.size());
+    ddp_.sync_buffers = true;
+  }
+
+ private:
+  Impl& ddp_;
+};
+
+std::unique_ptr<JoinHook> DdpCore::Impl::join_hook(const JoinOptions& options) {
+  if (has_own_hook)
+    throw UsageError("Join: a DistributedDataParallel with a hook of the user's own",
+                     "join one without a hook, or with a CommHook");
+  divides_by_size = options.divide_by_initial_world_size;
+  return std::make_unique<Hook>(*this);
+}
+
+DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
+                 const ReducerFactory& make_reducer)
     : impl_(std::make_unique<Impl>()) {
   if (!group) {
     throw UsageError("DistributedDataParallel: the process group is null",
@@ -54,7 +132,8 @@ DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions
   for (const ReducedParameter& parameter : state.reduced) {
     impl_->elements += parameter.tensor.numel();
   }
-  if (impl_->group.size() > 1 || changes_bits(options)) impl_->prepare(state, options);
+  if (impl_->group.size() > 1 || changes_bits(options))
+    impl_->prepare(state, options, make_reducer);
 }
 
 DdpCore::~DdpCore() = default;
@@ -64,8 +143,10 @@ DdpCore& DdpCore::operator=(DdpCore&&) noexcept = default;
 void DdpCore::before_forward() {
   impl_->iterations += impl_->synchronizing ? 1 : 0;
   if (!impl_->reducer) return;
+  impl_->active = Join::notify_join_context(*impl_);
   if (c10::GradMode::is_enabled()) impl_->reducer->before_forward(impl_->synchronizing);
-  if (impl_->sync_buffers) broadcast_tensors(impl_->buffers, impl_->group);
+  impl_->broadcast_buffers(false);
+  if (impl_->joins()) impl_->agree_to_reduce(impl_->synchronizing);
 }
 
 bool DdpCore::wants_outputs() const {
@@ -73,8 +154,14 @@ bool DdpCore::wants_outputs() const {
 }
 
 void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
+  if (c10::GradMode::is_enabled()) impl_->adding_up = !impl_->synchronizing;
   if (!impl_->reducer) return;
   const bool will_reduce = impl_->synchronizing && c10::GradMode::is_enabled();
+  if (impl_->active) {
+    const int ranks = impl_->active->wait();
+    impl_->active.reset();
+    if (!impl_->divides_by_size) impl_->reducer->set_divisor(ranks);
+  }
   // After a forward whose gradients stay local the buffers stay local too, as in Python.
   impl_->sync_buffers = will_reduce;
   impl_->reducer->before_backward(outputs, will_reduce);
@@ -82,6 +169,14 @@ void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
 
 bool& DdpCore::synchronizing() {
   return impl_->synchronizing;
+}
+
+bool DdpCore::adding_up() const {
+  return impl_->adding_up;
+}
+
+Joinable& DdpCore::joinable() {
+  return *impl_;
 }
 
 const ProcessGroup& DdpCore::group() const {

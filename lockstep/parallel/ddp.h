@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/join.h"
 #include "lockstep/parallel/output_tensors.h"
 
 namespace torch::nn {
@@ -81,10 +82,17 @@ struct DdpStatistics {
 
 namespace detail {
 
+class GradientReducer;
+struct ReducedParameter;
+using ReducerFactory =
+    std::function<std::unique_ptr<GradientReducer>(const std::vector<ReducedParameter>&)>;
+
 /// The part of DistributedDataParallel that does not depend on the module's type.
 class DdpCore {
  public:
-  DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options);
+  /// `make_reducer` in place of the options' choice of a reducer.
+  DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
+          const ReducerFactory& make_reducer = {});
   ~DdpCore();
   DdpCore(DdpCore&&) noexcept;
   DdpCore& operator=(DdpCore&&) noexcept;
@@ -97,6 +105,9 @@ class DdpCore {
   void after_forward(std::vector<at::Tensor>& outputs);
   /// Whether the next backward averages gradients. It stays where it is when this is moved.
   bool& synchronizing();
+  /// The last forward's gradients are not averaged: it was within no_sync.
+  bool adding_up() const;
+  Joinable& joinable();
   DdpStatistics statistics() const;
   const ProcessGroup& group() const;
 
@@ -124,7 +135,8 @@ class DdpCore {
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
 /// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
 /// set. A group of one rank without a hook communicates nothing and so does not notice. Failures
-/// between ranks leave backward as CommError.
+/// between ranks leave backward as CommError. Where ranks have different numbers of inputs, see
+/// `Join`.
 ///
 /// Reset gradients with `zero_grad(parameters)` of lockstep/optim (or Optimizer::zero_grad of
 /// torch::optim with `gradient_as_bucket_view = false`). One thread at a time. Keep the process
@@ -170,6 +182,11 @@ class DistributedDataParallel {
     bool before_;
   };
   NoSync no_sync() { return NoSync(core_.synchronizing()); }
+  /// Whether the last forward was within no_sync, so that its gradients only add up.
+  bool adding_up() const { return core_.adding_up(); }
+
+  /// For `Join join({ddp, ...})`.
+  operator Joinable&() { return core_.joinable(); }  // NOLINT(google-explicit-constructor)
 
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }

@@ -30,6 +30,11 @@ class GradientReducer {
   /// After such a forward. May replace the outputs.
   virtual void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) = 0;
   virtual void fill(DdpStatistics& statistics) const = 0;
+  /// From the next backward on gradients are divided by this, at first by the group's size.
+  virtual void set_divisor(int divisor) = 0;
+  /// In place of a backward that the other ranks run: adds zeros to the sums, and takes the results
+  /// as gradients. With `before_forward` before it.
+  virtual void reduce_zeros() = 0;
 };
 
 /// The options' choice. A collective.

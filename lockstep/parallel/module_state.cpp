@@ -89,7 +89,8 @@ ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::
   return state;
 }
 
-void check_same_state(const ModuleState& state, const ProcessGroup& group) {
+void check_same_state(const ModuleState& state, const ProcessGroup& group,
+                      const std::string& what) {
   const std::vector<Json> all = group.all_gather_object(describe(state));
   const Json& first = all.front();
   for (size_t rank = 1; rank < all.size(); ++rank) {
@@ -100,8 +101,7 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group) {
       const bool strides =
           !a.is_null() && !b.is_null() && a["strides"] != b["strides"] && a["shape"] == b["shape"];
       throw MismatchError(
-          "DistributedDataParallel: the ranks have different modules; the first "
-          "difference is at tensor " +
+          what + ": the ranks have different modules; the first difference is at tensor " +
               std::to_string(i) + ": rank 0 has " + text_of(a, strides) + ", rank " +
               std::to_string(rank) + " has " + text_of(b, strides),
           "make the same module, with the same options, on every rank");
@@ -109,13 +109,13 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group) {
   }
 }
 
-void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group) {
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int src) {
   if (tensors.empty()) return;
   const c10::AutoGradMode no_grad(false);
   constexpr size_t kBytesAtOnce = 250 * 1024 * 1024;  // Python's.
   c10d::broadcast_coalesced(
       c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group.native()),
-      tensors, kBytesAtOnce, /*rank=*/0);
+      tensors, kBytesAtOnce, src);
 }
 
 void share_buffers(const torch::nn::Module& module, const ProcessGroup& group) {

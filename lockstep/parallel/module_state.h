@@ -28,10 +28,13 @@ ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::
 
 /// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.
-void check_same_state(const ModuleState& state, const ProcessGroup& group);
+/// `what` names the caller in it.
+void check_same_state(const ModuleState& state, const ProcessGroup& group,
+                      const std::string& what = "DistributedDataParallel");
 
-/// Rank 0's values go to all ranks, in as few operations as possible. A collective.
-void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group);
+/// The values of rank `src` go to all ranks, in as few operations as possible. A collective.
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group,
+                       int src = 0);
 
 /// The same of a module's buffers.
 void share_buffers(const torch::nn::Module& module, const ProcessGroup& group);

@@ -3,15 +3,30 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <unordered_set>
+
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
+namespace {
+
+/// A tensor that several layers share is there once, or an optimizer would step it twice.
+std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module) {
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
+}  // namespace
 
 WholeModelStrategy::WholeModelStrategy(const StrategySetup& setup)
     : module_(setup.module),
-      parameters_(setup.module->parameters()),
+      parameters_(unique_parameters(*setup.module)),
       group_(setup.group),
       forward_context_(setup.options.forward_context) {
   if (!group_) throw UsageError("strategy: the process group is null");
@@ -41,6 +56,7 @@ double WholeModelStrategy::clip_grad_norm(double max_norm) {
 }
 
 void WholeModelStrategy::zero_grad() {
+  adding_up_ = false;
   lockstep::zero_grad(parameters_);
 }
 
@@ -55,15 +71,24 @@ void WholeModelStrategy::load_model_state(const OptimizerState& state) {
   load_state_dict(*module_, state, "the checkpoint's model.safetensors");
 }
 
-at::Tensor WholeModelStrategy::compute_loss(const BatchWork& work) const {
+at::Tensor WholeModelStrategy::compute_loss(const BatchWork& work) {
+  adding_up_ = !work.last_of_step;
   const auto context = forward_context_ ? forward_context_() : nullptr;
   return work.loss();
+}
+
+void WholeModelStrategy::expect_last_of_step() const {
+  if (!adding_up_) return;
+  throw UsageError(name() + ", rank " + std::to_string(group_.rank()) +
+                       ": step() while gradients only add up: they are not averaged over the ranks",
+                   "set BatchWork::last_of_step for the last batch before each step");
 }
 
 WholeOptimizerStrategy::WholeOptimizerStrategy(const StrategySetup& setup)
     : WholeModelStrategy(setup), optimizer_(setup.make_optimizer(parameters())) {}
 
 void WholeOptimizerStrategy::step(const StepScale& scale) {
+  expect_last_of_step();
   scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
                                                           : optimizer_->step();
 }

@@ -28,13 +28,16 @@ class WholeModelStrategy : public Strategy {
   torch::nn::Module& module() { return *module_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   /// In the forward's context, which backward is not to run in.
-  at::Tensor compute_loss(const BatchWork& work) const;
+  at::Tensor compute_loss(const BatchWork& work);
+  /// For `step`: throws UsageError while gradients only add up.
+  void expect_last_of_step() const;
 
  private:
   std::shared_ptr<torch::nn::Module> module_;
-  std::vector<at::Tensor> parameters_;  ///< In the module's order.
+  std::vector<at::Tensor> parameters_;  ///< In the module's order, each once, as in Python.
   ProcessGroup group_;
   ForwardContext forward_context_;
+  bool adding_up_ = false;  ///< The gradients of the last batch were not averaged.
 };
 
 /// What those share in which each rank also has the whole optimizer.

@@ -7,6 +7,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
+#include "lockstep/parallel/zero/zero_strategy.h"
 
 namespace lockstep {
 namespace {
@@ -27,6 +28,10 @@ const std::vector<Row>& rows() {
        [](const StrategySetup& setup) { return make_ddp_strategy(setup); }},
       {{"dp", "one process: a replica for each device or core takes a part of each batch"},
        [](const StrategySetup& setup) { return make_dp_strategy(setup); }},
+      {{"zero1", "ddp, with the optimizer's state shared out to the ranks"},
+       [](const StrategySetup& setup) { return make_zero1_strategy(setup); }},
+      {{"zero2", "zero1, and each rank keeps the gradients of its part only"},
+       [](const StrategySetup& setup) { return make_zero2_strategy(setup); }},
   };
   return rows;
 }

@@ -1,0 +1,150 @@
+#include "lockstep/parallel/zero/parameter_shards.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "lockstep/optim/dense_layout.h"
+
+namespace lockstep::detail {
+namespace {
+
+bool is_even(const ShardBucket& bucket) {
+  const int64_t share = bucket.bounds[1];
+  for (size_t rank = 1; rank + 1 < bucket.bounds.size(); ++rank) {
+    if (bucket.bounds[rank + 1] - bucket.bounds[rank] != share) return false;
+  }
+  return true;
+}
+
+/// Where an all_gather writes to its output alone. LibTorch's Gloo gathers into a copy of the
+/// whole, and MPI into one of each part. A broadcast is in place everywhere.
+bool gathers_in_place(const ProcessGroup& group) {
+  return group.backend() == "shm" || group.backend() == "nccl";
+}
+
+}  // namespace
+
+ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout layout,
+                                 ProcessGroup group)
+    : parameters_(std::move(parameters)),
+      layout_(std::move(layout)),
+      group_(std::move(group)),
+      place_(parameters_.size()) {
+  const c10::AutoGradMode no_grad(false);
+  // Autograd need not know that they are views: it would forbid to change them in place.
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  for (size_t bucket = 0; bucket < layout_.size(); ++bucket) move(bucket);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Part mine = part(group_.rank(), i);
+    const at::Tensor& parameter = parameters_[i];
+    if (mine.numel() == 0) {
+      parts_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
+    } else if (mine.numel() == parameter.numel()) {
+      parts_.push_back(view_of(i));
+    } else {
+      const Place& place = place_[i];
+      parts_.push_back(flats_[place.bucket].narrow(0, place.offset + mine.begin, mine.numel()));
+    }
+  }
+}
+
+/// One parameter after the other, so that only one is there twice.
+void ParameterShards::move(size_t bucket) {
+  const ShardBucket& entry = layout_[bucket];
+  const auto options = parameters_[entry.parameters.front()].options().requires_grad(false);
+  at::Tensor& flat = flats_.emplace_back(at::empty({entry.bounds.back()}, options));
+  int64_t end = 0;
+  for (size_t k = 0; k < entry.parameters.size(); ++k) {
+    const size_t index = entry.parameters[k];
+    at::Tensor& parameter = parameters_[index];
+    place_[index] = {bucket, entry.offsets[k]};
+    flat.narrow(0, end, entry.offsets[k] - end).zero_();
+    end = entry.offsets[k] + parameter.numel();
+    const at::Tensor view = view_of(index);
+    view.copy_(parameter.detach());
+    parameter.set_data(view);
+  }
+  flat.narrow(0, end, flat.numel() - end).zero_();
+}
+
+/// In its bucket, in the order of its elements where that is dense.
+at::Tensor ParameterShards::view_of(size_t index) const {
+  const at::Tensor& parameter = parameters_[index];
+  const auto& [bucket, offset] = place_[index];
+  if (parameter.is_non_overlapping_and_dense())
+    return flats_[bucket].as_strided(parameter.sizes(), parameter.strides(), offset);
+  return flats_[bucket].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+}
+
+Part ParameterShards::part(int rank, size_t parameter) const {
+  if (!has(parameter)) return {};
+  const auto& [bucket, offset] = place_[parameter];
+  const auto& bounds = layout_[bucket].bounds;
+  const auto index = static_cast<size_t>(rank);
+  const int64_t count = parameters_[parameter].numel();
+  const int64_t begin = std::clamp<int64_t>(bounds[index] - offset, 0, count);
+  return {begin, std::clamp<int64_t>(bounds[index + 1] - offset, begin, count)};
+}
+
+at::Tensor ParameterShards::cut(size_t index, const at::Tensor& tensor) const {
+  const at::Tensor& parameter = parameters_[index];
+  const Part mine = part(group_.rank(), index);
+  if (mine.numel() == parameter.numel()) return tensor;
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const bool fits = is_dense(tensor) && same_order(tensor, parameter);
+  at::Tensor ordered = tensor;
+  if (!fits) {
+    ordered = at::empty_like(parameter, tensor.options().requires_grad(false));
+    ordered.copy_(tensor);
+  }
+  return ordered.as_strided({mine.numel()}, {1}, ordered.storage_offset() + mine.begin);
+}
+
+std::vector<Work> ParameterShards::share(const std::vector<size_t>& parameters) {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<Work> works;
+  for (const size_t index : parameters) {
+    const auto& [bucket, offset] = place_[index];
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const Part theirs = part(rank, index);
+      if (theirs.numel() == 0) continue;
+      at::Tensor values = flats_[bucket].narrow(0, offset + theirs.begin, theirs.numel());
+      works.push_back(group_.broadcast_async(values, rank));
+    }
+    parameters_[index].unsafeGetTensorImpl()->bump_version();
+  }
+  return works;
+}
+
+void ParameterShards::share() {
+  if (group_.size() > 1) {
+    const c10::AutoGradMode no_grad(false);
+    std::vector<Work> works;
+    for (size_t i = 0; i < flats_.size(); ++i) {
+      at::Tensor& flat = flats_[i];
+      const auto& bounds = layout_[i].bounds;
+      const auto of_rank = [&](int rank) {
+        const auto r = static_cast<size_t>(rank);
+        return flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]);
+      };
+      if (gathers_in_place(group_) && is_even(layout_[i])) {
+        group_.all_gather_into_tensor(flat, of_rank(group_.rank()));
+        continue;
+      }
+      for (int rank = 0; rank < group_.size(); ++rank) {
+        at::Tensor part = of_rank(rank);
+        if (part.numel() > 0) works.push_back(group_.broadcast_async(part, rank));
+      }
+    }
+    for (const Work& work : works) work.wait();
+  }
+  // As every in-place operation does, so that autograd notices a use of the old values.
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (has(i)) parameters_[i].unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,84 @@
+#include "lockstep/parallel/zero/partition.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <numeric>
+
+namespace lockstep::detail {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+
+std::vector<at::Tensor> of_sizes(const std::vector<int64_t>& sizes) {
+  std::vector<at::Tensor> tensors;
+  for (const int64_t size : sizes) tensors.push_back(at::zeros({size}));
+  return tensors;
+}
+
+std::vector<size_t> all_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<size_t> indices(parameters.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  return indices;
+}
+
+TEST(EvenLayout, GivesEveryRankAsMuch) {
+  const auto parameters = of_sizes({1000, 10, 200});
+  const auto layout = even_layout(parameters, {{0, 1, 2}}, 3);
+  ASSERT_EQ(layout.size(), 1U);
+  EXPECT_THAT(layout[0].offsets, ElementsAre(0, 1024, 1088));
+  EXPECT_THAT(layout[0].bounds, ElementsAre(0, 448, 896, 1344));
+}
+
+TEST(EvenLayout, CutsParametersAtMultiplesFromTheirStart) {
+  const auto parameters = of_sizes({37, 777, 1, 4099, 65});
+  for (const int ranks : {1, 2, 3, 4, 7}) {
+    for (const auto& bucket : even_layout(parameters, {{0, 1, 2, 3, 4}}, ranks)) {
+      for (const int64_t bound : bucket.bounds) EXPECT_EQ(bound % kCut, 0);
+      for (const int64_t offset : bucket.offsets) EXPECT_EQ(offset % kCut, 0);
+      // At most one multiple a parameter and one a rank is spent on that.
+      EXPECT_LE(bucket.bounds.back(), 37 + 777 + 1 + 4099 + 65 + kCut * (5 + ranks));
+    }
+  }
+}
+
+/// The owners that Python's ZeroRedundancyOptimizer gives (by _partition_parameters, torch 2.13).
+TEST(WholeLayout, IsPythonsGreedyOne) {
+  const auto parameters = of_sizes({10, 700, 300, 20, 300, 40});
+  std::vector<int64_t> sizes(2);
+  const auto layout = whole_layout(parameters, all_of(parameters), sizes);
+  EXPECT_THAT(sizes, ElementsAre(700, 670));
+  ASSERT_EQ(layout.size(), 1U);
+  EXPECT_THAT(layout[0].parameters, ElementsAre(1, 0, 2, 3, 4, 5));
+  EXPECT_EQ(layout[0].bounds[1], layout[0].offsets[1]);
+}
+
+TEST(WholeLayout, GoesOnFromWhatRanksHave) {
+  const auto parameters = of_sizes({5, 6});
+  std::vector<int64_t> sizes{100, 0, 3};
+  whole_layout(parameters, all_of(parameters), sizes);
+  EXPECT_THAT(sizes, ElementsAre(100, 6, 8));
+}
+
+TEST(WholeLayout, RanksWithoutParameters) {
+  const auto parameters = of_sizes({5});
+  std::vector<int64_t> sizes(3);
+  const auto layout = whole_layout(parameters, all_of(parameters), sizes);
+  EXPECT_THAT(layout[0].bounds, ElementsAre(0, 64, 64, 64));
+}
+
+TEST(BucketsOf, KeepsToTheCapAndToOneDtype) {
+  std::vector<at::Tensor> parameters = of_sizes({100, 100, 1000, 100, 0});
+  parameters.push_back(at::zeros({100}, at::kDouble));
+  EXPECT_THAT(buckets_of(parameters, all_of(parameters), 800),
+              ElementsAre(ElementsAre(0, 1), ElementsAre(2), ElementsAre(3, 4), ElementsAre(5)));
+  EXPECT_THAT(buckets_of(parameters, {5, 3, 0}, kAll),
+              ElementsAre(ElementsAre(5), ElementsAre(3, 0)));
+}
+
+}  // namespace
+}  // namespace lockstep::detail

@@ -1,0 +1,309 @@
+#include "lockstep/parallel/zero/shard_reducer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/optim/dense_layout.h"
+#include "lockstep/optim/optimizer_state.h"
+#include "lockstep/parallel/scaled_copy.h"
+#include "lockstep/parallel/whole_model.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// What is packed and sent at a time, of all ranks together. It stays in the cache between the two,
+/// and is little beside a model's state.
+constexpr int64_t kPackBytes = 1 << 20;
+constexpr size_t kInFlight = 2;
+
+bool is_even(const ShardBucket& bucket) {
+  for (size_t rank = 1; rank < bucket.bounds.size(); ++rank) {
+    if (bucket.bounds[rank] != bucket.bounds[1] * static_cast<int64_t>(rank)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+ShardReducer::ShardReducer(ShardedOptimizer& optimizer, std::vector<std::string> names,
+                           std::string what, std::optional<at::ScalarType> dtype)
+    : optimizer_(optimizer),
+      names_(std::move(names)),
+      what_(std::move(what)),
+      dtype_(dtype),
+      divisor_(optimizer.shards().group().size()) {
+  const ParameterShards& shards = optimizer_.shards();
+  bucket_of_.resize(shards.parameters().size());
+  ready_.resize(bucket_of_.size());
+  cuts_.resize(bucket_of_.size());
+  means_.resize(shards.layout().size());
+  order_.resize(means_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  for (size_t bucket = 0; bucket < means_.size(); ++bucket) {
+    for (const size_t index : shards.layout()[bucket].parameters) {
+      bucket_of_[index] = bucket;
+      listeners_.add(shards.parameters()[index], [this, index] { on_gradient(index); });
+    }
+  }
+}
+
+void ShardReducer::before_forward(bool) {
+  if (begun_) throw_missing();
+  if (ordered_ || arrived_.size() != order_.size()) return;
+  // Rank 0's order, so that all ranks make the same calls.
+  at::Tensor order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
+  auto* values = order.mutable_data_ptr<int64_t>();
+  std::copy(arrived_.begin(), arrived_.end(), values);
+  const ProcessGroup& group = optimizer_.shards().group();
+  const at::Tensor& like = optimizer_.shards().parameters().front();
+  at::Tensor sent = order.to(like.device());
+  group.broadcast(sent, 0);
+  order = sent.to(at::kCPU);
+  std::copy_n(order.const_data_ptr<int64_t>(), order_.size(), order_.begin());
+  ordered_ = true;
+}
+
+void ShardReducer::before_backward(std::vector<at::Tensor>&, bool synchronizing) {
+  if (!synchronizing) return;
+  const ShardLayout& layout = optimizer_.shards().layout();
+  pending_.clear();
+  for (const ShardBucket& bucket : layout) pending_.push_back(bucket.parameters.size());
+  std::fill(ready_.begin(), ready_.end(), false);
+  if (!ordered_) arrived_.clear();
+  next_ = 0;
+  expecting_ = true;
+}
+
+void ShardReducer::on_gradient(size_t index) {
+  if (!expecting_) return;
+  if (ready_[index])
+    throw UsageError(what_ + ", rank " + std::to_string(optimizer_.shards().group().rank()) +
+                         ": backward gave " + names_[index] + " its gradient twice",
+                     "run the module once in each batch, and its backward once");
+  ready_[index] = begun_ = true;
+  const size_t bucket = bucket_of_[index];
+  if (--pending_[bucket] > 0) return;
+  if (!ordered_) arrived_.push_back(bucket);
+  try {
+    reduce_what_is_ready();
+  } catch (...) {
+    // What is missing now is not the user's fault.
+    begun_ = expecting_ = false;
+    sent_.clear();
+    throw;
+  }
+}
+
+void ShardReducer::reduce_what_is_ready() {
+  const c10::AutoGradMode no_grad(false);
+  for (; next_ < order_.size() && pending_[order_[next_]] == 0; ++next_) reduce(order_[next_]);
+  if (next_ == order_.size()) finish();
+}
+
+void ShardReducer::reduce_zeros() {
+  std::vector<at::Tensor> none;
+  before_backward(none, true);
+  std::fill(pending_.begin(), pending_.end(), 0);
+  for (const at::Tensor& parameter : optimizer_.shards().parameters())
+    parameter.mutable_grad().reset();
+  reduce_what_is_ready();
+  if (!ordered_) arrived_ = order_;
+}
+
+void ShardReducer::reduce(size_t bucket) {
+  const ShardBucket& layout = optimizer_.shards().layout()[bucket];
+  is_even(layout) ? reduce_in_parts(bucket) : reduce_to_owners(bucket);
+  for (const size_t index : layout.parameters)
+    optimizer_.shards().parameters()[index].mutable_grad().reset();
+}
+
+/// The parameter's gradient as a vector in the order of the parameter's memory.
+at::Tensor ShardReducer::ordered_gradient(size_t index) const {
+  const at::Tensor& parameter = optimizer_.shards().parameters()[index];
+  const at::Tensor& gradient = parameter.grad();
+  if (!gradient.defined()) return {};
+  if (gradient.layout() != at::kStrided)
+    throw UsageError(
+        what_ + ": the gradient of " + names_[index] + " is sparse, and cannot be cut into parts",
+        "make it dense (sparse=false of an embedding), or use the strategy ddp");
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const bool fits = is_dense(gradient) && same_order(gradient, parameter);
+  const at::Tensor ordered = fits ? gradient : copy_like(gradient.detach(), parameter);
+  return head(ordered, ordered.numel());
+}
+
+/// Elements [begin, end) of a bucket, divided. What no parameter has is 0.
+void ShardReducer::pack(const ShardBucket& bucket, const std::vector<at::Tensor>& gradients,
+                        int64_t begin, int64_t end, const at::Tensor& target) const {
+  const auto& offsets = bucket.offsets;
+  const auto after = std::upper_bound(offsets.begin(), offsets.end(), begin);
+  int64_t at = begin;
+  for (auto k = static_cast<size_t>(after - offsets.begin()) - 1;
+       k < offsets.size() && offsets[k] < end; ++k) {
+    const at::Tensor& gradient = gradients[k];
+    if (!gradient.defined()) continue;
+    const int64_t from = std::max(begin, offsets[k]);
+    const int64_t to = std::min(end, offsets[k] + gradient.numel());
+    if (from >= to) continue;
+    if (at < from) target.narrow(0, at - begin, from - at).zero_();
+    scaled_copy(target.narrow(0, from - begin, to - from),
+                gradient.narrow(0, from - offsets[k], to - from), 1.0 / divisor_);
+    at = to;
+  }
+  if (at < end) target.narrow(0, at - begin, end - at).zero_();
+}
+
+void ShardReducer::reduce_in_parts(size_t index) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const ParameterShards& shards = optimizer_.shards();
+  const ShardBucket& bucket = shards.layout()[index];
+  const ProcessGroup& group = shards.group();
+  const auto options =
+      shards.parameters()[bucket.parameters.front()].options().requires_grad(false);
+  const auto sent_options =
+      options.dtype(dtype_.value_or(c10::typeMetaToScalarType(options.dtype())));
+  const bool narrowed = sent_options.dtype() != options.dtype();
+  std::vector<at::Tensor> gradients;
+  for (const size_t parameter : bucket.parameters) gradients.push_back(ordered_gradient(parameter));
+  const bool last = index == order_.back();
+  const int64_t share = bucket.bounds[1], ranks = group.size();
+  at::Tensor& mean = means_[index];
+  if (!mean.defined()) mean = at::empty({share}, options);
+  const auto element = static_cast<int64_t>(sent_options.dtype().itemsize());
+  const int64_t most = std::max(kCut, kPackBytes / element / ranks / kCut * kCut);
+  for (int64_t begin = 0; begin < share; begin += most) {
+    const int64_t count = std::min(most, share - begin);
+    receive(kInFlight - 1);
+    Sent sent;
+    sent.source = at::empty({ranks * count}, sent_options);
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      pack(bucket, gradients, rank * share + begin, rank * share + begin + count,
+           sent.source.narrow(0, rank * count, count));
+    sent.target = mean.narrow(0, begin, count);
+    sent.adds = has_means_;
+    sent.result = narrowed || sent.adds ? at::empty({count}, sent_options) : sent.target;
+    if (last) {
+      group.reduce_scatter_tensor(sent.result, sent.source);  // Nothing is left to compute.
+    } else {
+      sent.work = group.reduce_scatter_tensor_async(sent.result, sent.source);
+    }
+    sent_.push_back(std::move(sent));
+  }
+}
+
+/// For optimizers of whole parameters.
+void ShardReducer::reduce_to_owners(size_t index) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const ParameterShards& shards = optimizer_.shards();
+  const ProcessGroup& group = shards.group();
+  for (const size_t parameter : shards.layout()[index].parameters) {
+    int owner = 0;
+    while (owner + 1 < group.size() && shards.part(owner, parameter).numel() == 0) ++owner;
+    at::Tensor gradient = ordered_gradient(parameter);
+    const at::Tensor& like = shards.parameters()[parameter];
+    Sent sent;
+    sent.source =
+        at::zeros({like.numel()},
+                  like.options().dtype(dtype_.value_or(like.scalar_type())).requires_grad(false));
+    if (gradient.defined()) scaled_copy(sent.source, gradient, 1.0 / divisor_);
+    receive(kInFlight - 1);
+    sent.work = group.reduce_async(sent.source, owner);
+    if (owner == group.rank()) {
+      at::Tensor& cut = cuts_[parameter];
+      if (!cut.defined()) cut = at::empty_like(like.detach());
+      sent.result = sent.source;
+      sent.target = head(cut, cut.numel());
+      sent.adds = has_means_;
+    }
+    sent_.push_back(std::move(sent));
+  }
+}
+
+/// Waits for the oldest, until at most so many are on their way.
+void ShardReducer::receive(size_t most_in_flight) {
+  while (sent_.size() > most_in_flight) {
+    Sent sent = std::move(sent_.front());
+    sent_.pop_front();
+    if (sent.work) sent.work.wait();
+    if (!sent.target.defined() || sent.target.is_same(sent.result)) continue;
+    sent.adds ? sent.target.add_(sent.result) : sent.target.copy_(sent.result);
+  }
+}
+
+void ShardReducer::finish() {
+  receive(0);
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const ParameterShards& shards = optimizer_.shards();
+  const int rank = shards.group().rank();
+  for (size_t i = 0; i < cuts_.size(); ++i) {
+    const at::Tensor& part = shards.parts()[i];
+    if (part.numel() == 0) continue;
+    if (!cuts_[i].defined()) {
+      const size_t bucket = bucket_of_[i];
+      const ShardBucket& layout = shards.layout()[bucket];
+      const auto place = std::find(layout.parameters.begin(), layout.parameters.end(), i);
+      const int64_t offset = layout.offsets[static_cast<size_t>(place - layout.parameters.begin())];
+      const int64_t begin =
+          offset + shards.part(rank, i).begin - layout.bounds[static_cast<size_t>(rank)];
+      cuts_[i] = means_[bucket].as_strided(part.sizes(), part.strides(), begin);
+    }
+    part.mutable_grad() = cuts_[i];
+  }
+  begun_ = expecting_ = false;
+  has_means_ = true;
+}
+
+void ShardReducer::throw_missing() const {
+  std::vector<std::string> missing;
+  const ParameterShards& shards = optimizer_.shards();
+  for (size_t i = 0; i < ready_.size(); ++i) {
+    if (shards.has(i) && !ready_[i]) missing.push_back(names_[i]);
+  }
+  throw UsageError(
+      what_ + ", rank " + std::to_string(shards.group().rank()) +
+          ": the last backward gave no gradient to these parameters: " + join(missing, ", "),
+      "make the loss depend on them in every batch, or freeze them");
+}
+
+void ShardReducer::fill(DdpStatistics& statistics) const {
+  statistics.buckets_rebuilt = ordered_;
+  for (const ShardBucket& bucket : optimizer_.shards().layout()) {
+    const auto& like = optimizer_.shards().parameters()[bucket.parameters.front()];
+    statistics.bucket_bytes.push_back(bucket.bounds.back() *
+                                      static_cast<int64_t>(like.element_size()));
+  }
+}
+
+std::vector<at::Tensor> ShardReducer::gradients() const {
+  std::vector<at::Tensor> all;
+  if (!has_means_) return all;
+  for (const at::Tensor& mean : means_) {
+    if (mean.defined()) all.push_back(mean);
+  }
+  for (size_t i = 0; i < cuts_.size(); ++i) {
+    const bool own = cuts_[i].defined() && !means_[bucket_of_[i]].defined();
+    if (own) all.push_back(cuts_[i]);
+  }
+  return all;
+}
+
+void ShardReducer::drop_gradients() {
+  has_means_ = false;
+  optimizer_.drop_gradients();
+}
+
+int64_t ShardReducer::gradient_bytes() const {
+  int64_t bytes = bytes_of(means_);
+  for (size_t i = 0; i < cuts_.size(); ++i) {
+    if (!means_.empty() && !means_[bucket_of_[i]].defined()) bytes += bytes_of(cuts_[i]);
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail

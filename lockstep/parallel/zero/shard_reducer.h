@@ -1,0 +1,82 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/gradient_listeners.h"
+#include "lockstep/parallel/gradient_reducer.h"
+#include "lockstep/parallel/zero/sharded_optimizer.h"
+
+namespace lockstep::detail {
+
+/// Averages gradients while backward runs, each part on the rank that updates it alone (stage 2 of
+/// ZeRO). A bucket's whole gradients are given up as soon as they have been sent. One thread at a
+/// time, and one backward at a time.
+class ShardReducer : public GradientReducer {
+ public:
+  /// `names`: of the optimizer's parameters, for messages. `dtype`: to reduce in, in place of the
+  /// gradients' own. A rank's optimizer must outlive this.
+  ShardReducer(ShardedOptimizer& optimizer, std::vector<std::string> names, std::string what,
+               std::optional<at::ScalarType> dtype);
+
+  void before_forward(bool synchronizing) override;
+  void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) override;
+  void fill(DdpStatistics& statistics) const override;
+  void set_divisor(int divisor) override { divisor_ = divisor; }
+  void reduce_zeros() override;
+
+  /// This rank's means, as vectors: what `step` uses. They may have zeros between parameters.
+  std::vector<at::Tensor> gradients() const;
+  /// Forgets them. Their memory is kept for the next step.
+  void drop_gradients();
+  int64_t gradient_bytes() const;
+
+ private:
+  /// A part of a bucket on its way.
+  struct Sent {
+    Work work;
+    at::Tensor source;  ///< All ranks' parts.
+    at::Tensor result;
+    at::Tensor target;  ///< Of `result`, where that is another tensor.
+    bool adds = false;
+  };
+
+  void on_gradient(size_t parameter);
+  void reduce_what_is_ready();
+  void reduce(size_t bucket);
+  void reduce_in_parts(size_t bucket);
+  void reduce_to_owners(size_t bucket);
+  at::Tensor ordered_gradient(size_t parameter) const;
+  void pack(const ShardBucket& bucket, const std::vector<at::Tensor>& gradients, int64_t begin,
+            int64_t end, const at::Tensor& target) const;
+  void receive(size_t most_in_flight);
+  void finish();
+  [[noreturn]] void throw_missing() const;
+
+  ShardedOptimizer& optimizer_;
+  const std::vector<std::string> names_;
+  const std::string what_;
+  const std::optional<at::ScalarType> dtype_;
+  int divisor_;
+  std::vector<size_t> bucket_of_;  ///< By parameter.
+  std::vector<bool> ready_;        ///< In this backward, by parameter.
+  std::vector<size_t> pending_;    ///< Gradients that are still to come, by bucket.
+  std::vector<size_t> order_;      ///< In which buckets are reduced.
+  std::vector<size_t> arrived_;    ///< The order in which the first backward filled them.
+  bool ordered_ = false;           ///< `order_` is that of the first backward.
+  std::vector<at::Tensor> means_;  ///< This rank's share of each bucket.
+  std::vector<at::Tensor> cuts_;   ///< Of `means_`, as the optimizer's parts; by parameter.
+  bool has_means_ = false;
+  std::deque<Sent> sent_;
+  size_t next_ = 0;  ///< The first of `order_` that has not been sent.
+  bool expecting_ = false;
+  bool begun_ = false;
+  GradientListeners listeners_;
+};
+
+}  // namespace lockstep::detail

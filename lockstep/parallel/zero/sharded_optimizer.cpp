@@ -1,0 +1,120 @@
+#include "lockstep/parallel/zero/sharded_optimizer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <nlohmann/json.hpp>
+#include <unordered_set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/zero/sharded_state.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// Made for nothing, to be asked.
+bool may_cut(const std::vector<at::Tensor>& parameters, const OptimizerFactory& make) {
+  std::vector<at::Tensor> nothing;
+  for (const at::Tensor& parameter : parameters)
+    nothing.push_back(at::empty({0}, parameter.options().requires_grad(false)));
+  return make(std::move(nothing))->is_elementwise();
+}
+
+ParameterShards make_shards(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
+                            const ProcessGroup& group, const ShardedOptimizer::Layouts& layouts,
+                            const std::string& what) {
+  if (!group) throw UsageError(what + ": the process group is null");
+  if (!make) throw UsageError(what + ": there is no function that makes the optimizer");
+  const std::vector<size_t> trained = trained_of(parameters, what);
+  ShardLayout layout = layouts(parameters, trained, may_cut(parameters, make));
+  return {std::move(parameters), std::move(layout), group};
+}
+
+}  // namespace
+
+std::vector<size_t> trained_of(const std::vector<at::Tensor>& parameters, const std::string& what) {
+  std::vector<size_t> trained;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i];
+    if (!parameter.defined() || parameter.layout() != at::kStrided)
+      throw UsageError(what + ": parameter " + std::to_string(i) + " is not dense");
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second)
+      throw UsageError(what + ": parameter " + std::to_string(i) + " is there twice",
+                       "give each tensor once, also one that several layers share");
+    if (parameter.requires_grad()) trained.push_back(i);
+  }
+  return trained;
+}
+
+ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
+                                   const ProcessGroup& group, const Layouts& layouts,
+                                   std::string what)
+    : what_(std::move(what)),
+      shards_(make_shards(std::move(parameters), make, group, layouts, what_)),
+      optimizer_(make(shards_.parts())) {}
+
+void ShardedOptimizer::take_gradients() {
+  const c10::AutoGradMode no_grad(false);
+  const auto& parameters = shards_.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& gradient = parameters[i].grad();
+    if (!gradient.defined()) continue;
+    if (gradient.layout() != at::kStrided)
+      throw UsageError(what_ + ": the gradient of parameter " + std::to_string(i) +
+                           " is sparse, and cannot be cut into parts",
+                       "make it dense (sparse=false of an embedding), or use the strategy ddp");
+    if (!shards_.has(i))
+      throw UsageError(what_ + ": parameter " + std::to_string(i) +
+                           " has a gradient, but was frozen when this was made",
+                       "make it anew after parameters were unfrozen, or add them as a group");
+    const at::Tensor& part = shards_.parts()[i];
+    if (part.numel() > 0) part.mutable_grad() = shards_.cut(i, gradient);
+  }
+}
+
+void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& elements) {
+  const at::Tensor& part = shards_.parts()[index];
+  if (part.numel() == 0) return;
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const int64_t begin = shards_.part(shards_.group().rank(), index).begin;
+  part.mutable_grad() =
+      elements.as_strided(part.sizes(), part.strides(), elements.storage_offset() + begin);
+}
+
+void ShardedOptimizer::update(const StepScale& scale) {
+  scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
+                                                          : optimizer_->step();
+}
+
+void ShardedOptimizer::step(const StepScale& scale) {
+  update(scale);
+  shards_.share();
+}
+
+void ShardedOptimizer::drop_gradients() {
+  for (const at::Tensor& part : shards_.parts()) part.mutable_grad().reset();
+}
+
+OptimizerState ShardedOptimizer::gather_state(int to, const std::string& call) const {
+  return detail::gather_state(shards_, optimizer_->state(), to, what_ + "::" + call);
+}
+
+void ShardedOptimizer::load_state(const OptimizerState& whole) {
+  const OptimizerState before = optimizer_->state();
+  std::string problem;
+  try {
+    optimizer_->load_state(cut_state(shards_, whole, optimizer_->name()));
+  } catch (const CheckpointError& error) {
+    problem = error.what();
+  }
+  const auto problems = shards_.group().all_gather_object(problem);
+  for (const auto& found : problems) {
+    if (found.get_ref<const std::string&>().empty()) continue;
+    if (problem.empty()) optimizer_->load_state(before);
+    throw CheckpointError(found.get<std::string>());
+  }
+}
+
+}  // namespace lockstep::detail

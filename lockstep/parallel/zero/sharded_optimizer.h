@@ -1,0 +1,57 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/strategy.h"
+#include "lockstep/parallel/zero/parameter_shards.h"
+
+namespace lockstep::detail {
+
+/// An optimizer of which each rank has the part that updates its parts of the parameters. The
+/// indices in its state are those of the parameters.
+class ShardedOptimizer {
+ public:
+  /// How the parameters that are trained are laid out, given whether they may be cut.
+  using Layouts = std::function<ShardLayout(const std::vector<at::Tensor>& parameters,
+                                            const std::vector<size_t>& trained, bool may_cut)>;
+  /// `make` is called twice: for tensors without elements, to see what kind of optimizer it makes,
+  /// and for the parts. Those may have no elements either.
+  ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
+                   const ProcessGroup& group, const Layouts& layouts, std::string what);
+
+  ParameterShards& shards() { return shards_; }
+  const ParameterShards& shards() const { return shards_; }
+  Optimizer& local() { return *optimizer_; }
+  const Optimizer& local() const { return *optimizer_; }
+
+  /// Gives each part its part of the parameter's whole gradient. Throws UsageError for a gradient
+  /// that is sparse, and for that of a parameter that was frozen when this was made.
+  void take_gradients();
+  /// The same for one parameter, from its elements as a vector in the order of its memory.
+  void take_gradient(size_t parameter, const at::Tensor& elements);
+  /// Steps from the parts' gradients and gives all ranks the new values. A collective.
+  void step(const StepScale& scale);
+  /// The first half of that, on this rank alone.
+  void update(const StepScale& scale);
+  void drop_gradients();
+
+  /// The whole state on rank `to`; empty on the others. `call` is what the user called, for
+  /// messages. A collective.
+  OptimizerState gather_state(int to, const std::string& call) const;
+  /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
+  /// throw CheckpointError and change nothing. A collective.
+  void load_state(const OptimizerState& whole);
+
+ private:
+  std::string what_;  ///< For messages.
+  ParameterShards shards_;
+  std::unique_ptr<Optimizer> optimizer_;
+};
+
+/// Indices of those that need a gradient. Throws UsageError for a tensor that is there twice.
+std::vector<size_t> trained_of(const std::vector<at::Tensor>& parameters, const std::string& what);
+
+}  // namespace lockstep::detail

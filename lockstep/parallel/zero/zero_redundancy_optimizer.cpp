@@ -1,0 +1,237 @@
+#include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
+
+#include <limits>
+#include <optional>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/optim/optimizer_state.h"
+#include "lockstep/parallel/module_state.h"
+#include "lockstep/parallel/whole_model.h"
+#include "lockstep/parallel/zero/overlapped_steps.h"
+#include "lockstep/parallel/zero/sharded_optimizer.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kWhat = "ZeroRedundancyOptimizer";
+
+void check_same_parameters(const std::vector<at::Tensor>& parameters, const ProcessGroup& group) {
+  detail::ModuleState state;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    state.parameters.push_back({std::to_string(i), parameters[i]});
+  detail::check_same_state(state, group, kWhat);
+}
+
+}  // namespace
+
+struct ZeroRedundancyOptimizer::Impl {
+  ProcessGroup group;
+  ZeroOptions options;
+  std::vector<std::unique_ptr<detail::ShardedOptimizer>> groups;
+  std::vector<at::Tensor> parameters;  ///< Of all groups.
+  std::vector<int64_t> sizes;  ///< Elements that each rank has, where parameters are not cut.
+  std::optional<OptimizerState> consolidated;
+  std::function<bool()> adding_up;
+  bool overlaps = false;
+
+  detail::ShardLayout lay_out(const std::vector<at::Tensor>& parameters,
+                              const std::vector<size_t>& trained, bool may_cut) {
+    if (options.partition == ZeroPartition::elements && !may_cut)
+      throw UsageError(
+          std::string(kWhat) + ": ZeroPartition::elements, but the optimizer is not elementwise",
+          "use ZeroPartition::automatic");
+    if (may_cut && options.partition != ZeroPartition::parameters) {
+      constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+      return detail::even_layout(parameters, detail::buckets_of(parameters, trained, kAll),
+                                 group.size());
+    }
+    return detail::whole_layout(parameters, trained, sizes);
+  }
+
+  void add(std::vector<at::Tensor> parameters, const OptimizerFactory& make) {
+    if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
+    if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
+    std::vector<at::Tensor> all = this->parameters;
+    all.insert(all.end(), parameters.begin(), parameters.end());
+    detail::trained_of(all, kWhat);
+    if (group.size() > 1) check_same_parameters(parameters, group);
+    groups.push_back(std::make_unique<detail::ShardedOptimizer>(
+        std::move(parameters), make, group,
+        [this](const auto&... arguments) { return lay_out(arguments...); }, kWhat));
+    this->parameters = std::move(all);
+  }
+
+  /// The entries of one group's parameters, with its own indices.
+  OptimizerState of_group(const OptimizerState& state, size_t first, size_t count) const {
+    OptimizerState part;
+    for (const auto& [key, tensor] : state) {
+      const size_t dot = key.rfind('.');
+      const auto index = dot == std::string::npos ? std::nullopt : parse_int(key.substr(dot + 1));
+      const auto begin = static_cast<int64_t>(first);
+      if (index && *index >= begin && *index < begin + static_cast<int64_t>(count)) {
+        part.emplace_back(state_key(key.substr(0, dot), static_cast<size_t>(*index - begin)),
+                          tensor);
+      }
+    }
+    return part;
+  }
+};
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
+                                                 const OptimizerFactory& make,
+                                                 const ProcessGroup& group,
+                                                 const ZeroOptions& options)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->group = group;
+  impl_->options = options;
+  if (group) impl_->sizes.resize(static_cast<size_t>(group.size()));
+  impl_->add(std::move(parameters), make);
+}
+
+ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
+
+void ZeroRedundancyOptimizer::add_param_group(std::vector<at::Tensor> parameters,
+                                              const OptimizerFactory& make) {
+  impl_->add(std::move(parameters), make);
+}
+
+void ZeroRedundancyOptimizer::step_scaled(const StepScale& scale) {
+  if (impl_->overlaps) return;
+  if (impl_->adding_up && impl_->adding_up())
+    throw UsageError(std::string(kWhat) + ", rank " + std::to_string(impl_->group.rank()) +
+                         ": step() after a batch within no_sync, whose gradients only add up",
+                     "run the last batch before each step outside of no_sync");
+  Join::notify_join_context(*this);
+  for (auto& group : impl_->groups) group->take_gradients();
+  for (auto& group : impl_->groups) {
+    group->step(scale);
+    group->drop_gradients();
+  }
+}
+
+void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
+  impl_->adding_up = std::move(adding_up);
+}
+
+AsyncGradientHook ZeroRedundancyOptimizer::hook_with_zero_step() {
+  if (impl_->groups.size() > 1)
+    throw UsageError(std::string(kWhat) + ": only one group of parameters overlaps with backward");
+  impl_->overlaps = true;
+  auto steps = std::make_shared<detail::OverlappedSteps>(*impl_->groups.front());
+  return [steps](const ProcessGroup& group, GradientBucket& bucket) {
+    return steps->begin(group, bucket);
+  };
+}
+
+/// The step's collective calls, while others have inputs.
+class ZeroRedundancyOptimizer::Hook : public JoinHook {
+ public:
+  explicit Hook(ZeroRedundancyOptimizer& optimizer) : optimizer_(optimizer) {}
+  void main_hook() override { optimizer_.step(); }
+
+ private:
+  ZeroRedundancyOptimizer& optimizer_;
+};
+
+std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&) {
+  if (impl_->overlaps)
+    throw UsageError(std::string(kWhat) + ": a step that overlaps with backward cannot be joined",
+                     "call step() in place of hook_with_zero_step()");
+  return std::make_unique<Hook>(*this);
+}
+
+const ProcessGroup& ZeroRedundancyOptimizer::join_process_group() const {
+  return impl_->group;
+}
+
+void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
+  for (auto& group : impl_->groups) lockstep::zero_grad(group->shards().parameters(), set_to_none);
+}
+
+void ZeroRedundancyOptimizer::set_lr(double lr) {
+  for (auto& group : impl_->groups) group->local().set_lr(lr);
+}
+double ZeroRedundancyOptimizer::lr() const {
+  return impl_->groups.front()->local().lr();
+}
+const std::vector<at::Tensor>& ZeroRedundancyOptimizer::parameters() const {
+  return impl_->parameters;
+}
+bool ZeroRedundancyOptimizer::takes_grad_scale() const {
+  for (const auto& group : impl_->groups) {
+    if (!group->local().takes_grad_scale()) return false;
+  }
+  return true;
+}
+const std::string& ZeroRedundancyOptimizer::name() const {
+  return impl_->groups.front()->local().name();
+}
+bool ZeroRedundancyOptimizer::is_elementwise() const {
+  for (const auto& group : impl_->groups) {
+    if (!group->local().is_elementwise()) return false;
+  }
+  return true;
+}
+
+void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
+  OptimizerState all;
+  size_t first = 0;
+  for (const auto& group : impl_->groups) {
+    for (auto& [key, tensor] : group->gather_state(to, "consolidate_state_dict")) {
+      const size_t dot = key.rfind('.');
+      const auto index = static_cast<size_t>(parse_int(key.substr(dot + 1)).value());
+      all.emplace_back(state_key(key.substr(0, dot), first + index), tensor);
+    }
+    first += group->shards().parameters().size();
+  }
+  if (impl_->group.rank() == to) impl_->consolidated = std::move(all);
+}
+
+OptimizerState ZeroRedundancyOptimizer::state() const {
+  if (impl_->consolidated) return *impl_->consolidated;
+  const std::string rank = std::to_string(impl_->group.rank());
+  throw UsageError(std::string(kWhat) + ", rank " + rank +
+                       ": the state is spread over the ranks and was not collected on this one",
+                   "call consolidate_state_dict(" + rank + ") on all ranks before");
+}
+
+void ZeroRedundancyOptimizer::load_state(const OptimizerState& state) {
+  if (impl_->groups.size() == 1) return impl_->groups.front()->load_state(state);
+  size_t first = 0, taken = 0;
+  std::vector<OptimizerState> parts;
+  for (const auto& group : impl_->groups) {
+    const size_t count = group->shards().parameters().size();
+    taken += parts.emplace_back(impl_->of_group(state, first, count)).size();
+    first += count;
+  }
+  if (taken != state.size())
+    throw CheckpointError(name() + ": the optimizer state has entries for parameters that do not " +
+                              "exist; there are " + std::to_string(first),
+                          "the checkpoint is of another model or optimizer");
+  for (size_t i = 0; i < parts.size(); ++i) impl_->groups[i]->load_state(parts[i]);
+}
+
+std::vector<std::vector<ParameterPart>> ZeroRedundancyOptimizer::partition() const {
+  std::vector<std::vector<ParameterPart>> parts(static_cast<size_t>(impl_->group.size()));
+  size_t first = 0;
+  for (const auto& group : impl_->groups) {
+    const size_t count = group->shards().parameters().size();
+    for (int rank = 0; rank < impl_->group.size(); ++rank) {
+      for (size_t i = 0; i < count; ++i) {
+        const auto [begin, end] = group->shards().part(rank, i);
+        if (end > begin) parts[static_cast<size_t>(rank)].push_back({first + i, begin, end});
+      }
+    }
+    first += count;
+  }
+  return parts;
+}
+
+int64_t ZeroRedundancyOptimizer::state_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& group : impl_->groups) bytes += detail::bytes_of(group->local().state());
+  return bytes;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,282 @@
+#include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+
+#include <latch>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/ddp.h"
+#include "tests/support/over_backends.h"
+#include "tests/support/zero_training.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using zero_test::expect_same;
+using zero_test::factory_of;
+using zero_test::Job;
+using zero_test::Net;
+
+/// Not elementwise: each parameter moves by its gradient over that one's norm.
+class Normed : public Optimizer {
+ public:
+  explicit Normed(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
+  void step() override {
+    const c10::AutoGradMode no_grad(false);
+    for (at::Tensor& p : parameters_) {
+      if (p.grad().defined()) p.sub_(p.grad() / (p.grad().norm() + 1), lr_);
+    }
+  }
+  void step_scaled(const StepScale&) override { step(); }
+  void set_lr(double lr) override { lr_ = lr; }
+  double lr() const override { return lr_; }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  OptimizerState state() const override { return {}; }
+  void load_state(const OptimizerState&) override {}
+  const std::string& name() const override { return name_; }
+
+ private:
+  std::string name_ = "normed";
+  std::vector<at::Tensor> parameters_;
+  double lr_ = 0.1;
+};
+
+/// A user's own loop. Rank 0's state at the end.
+template <class Step>
+OptimizerState train(const ProcessGroup& group, const std::shared_ptr<Net>& net, const Step& step) {
+  DistributedDataParallel ddp(net, group);
+  for (int i = 0; i < 3; ++i) {
+    zero_grad(net->parameters());
+    ddp(ddp_test::values({4, 75}, 100 * group.rank() + i)).square().mean().backward();
+    step();
+  }
+  return zero_test::tensors_of(*net);
+}
+
+class ZeroOptimizer : public testing::OverBackends {
+ protected:
+  void SetUp() override { at::set_num_threads(1); }
+};
+INSTANTIATE_TEST_SUITE_P(All, ZeroOptimizer, testing::over_backends(), testing::backend_name);
+
+TEST_P(ZeroOptimizer, UpdatesAsTheWholeOptimizerDoes) {
+  for (const int ranks : {2, 4}) {
+    run_group(ranks, [](const ProcessGroup& group) {
+      for (const auto partition : {ZeroPartition::elements, ZeroPartition::parameters}) {
+        auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
+        const auto whole = factory_of({})(plain->parameters());
+        const auto wanted = train(group, plain, [&] { whole->step(); });
+        ZeroRedundancyOptimizer zero(sharded->parameters(), factory_of({}), group, {partition});
+        expect_same(wanted, train(group, sharded, [&] { zero.step(); }), "weights");
+        zero.consolidate_state_dict(1);
+        if (group.rank() == 1) expect_same(whole->state(), zero.state(), "state");
+      }
+    });
+  }
+}
+
+TEST_P(ZeroOptimizer, DoesNotCutForAnOptimizerOfWholeParameters) {
+  run_group(3, [](const ProcessGroup& group) {
+    const auto make = [](std::vector<at::Tensor> p) {
+      return std::make_unique<Normed>(std::move(p));
+    };
+    auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
+    Normed whole(plain->parameters());
+    const auto wanted = train(group, plain, [&] { whole.step(); });
+    ZeroRedundancyOptimizer zero(sharded->parameters(), make, group);
+    expect_same(wanted, train(group, sharded, [&] { zero.step(); }), "weights");
+    for (const auto& parts : zero.partition()) {
+      for (const ParameterPart& part : parts) {
+        EXPECT_EQ(part.begin, 0);
+        EXPECT_EQ(part.end, sharded->parameters()[part.parameter].numel());
+      }
+    }
+    EXPECT_THROW(
+        ZeroRedundancyOptimizer(sharded->parameters(), make, group, {ZeroPartition::elements}),
+        UsageError);
+  });
+}
+
+TEST_P(ZeroOptimizer, TakesFurtherGroups) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto fast = factory_of({.options = {.lr = 0.1}});
+    auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
+    const auto split = [](Net& net) {
+      std::vector<at::Tensor> head = net.last->parameters(), rest;
+      for (const auto& item : net.named_parameters()) {
+        if (!item.key().starts_with("last")) rest.push_back(item.value());
+      }
+      return std::pair(rest, head);
+    };
+    const auto [rest, head] = split(*plain);
+    const auto a = factory_of({})(rest), b = fast(head);
+    const auto wanted = train(group, plain, [&] {
+      a->step();
+      b->step();
+    });
+    const auto [sharded_rest, sharded_head] = split(*sharded);
+    ZeroRedundancyOptimizer zero(sharded_rest, factory_of({}), group);
+    zero.add_param_group(sharded_head, fast);
+    expect_same(wanted, train(group, sharded, [&] { zero.step(); }), "weights");
+    EXPECT_THROW(zero.add_param_group({sharded_head[0]}, fast), UsageError);
+    zero.consolidate_state_dict(0);
+    OptimizerState all = a->state();
+    for (const auto& [key, tensor] : b->state()) {
+      const size_t dot = key.rfind('.');
+      all.emplace_back(
+          key.substr(0, dot + 1) + std::to_string(rest.size() + std::stoul(key.substr(dot + 1))),
+          tensor);
+    }
+    if (group.rank() == 0) expect_same(all, zero.state(), "state");
+    zero.load_state(all);
+  });
+}
+
+TEST_P(ZeroOptimizer, FewerElementsThanRanks) {
+  run_group(4, [](const ProcessGroup& group) {
+    at::Tensor parameter = at::full({3}, 1.0).requires_grad_();
+    at::Tensor copy = parameter.detach().clone().requires_grad_();
+    ZeroRedundancyOptimizer zero({parameter}, factory_of({}), group);
+    const auto whole = factory_of({})({copy});
+    for (int step = 0; step < 2; ++step) {
+      parameter.mutable_grad() = at::arange(3, at::kFloat) - step;
+      copy.mutable_grad() = parameter.grad().clone();
+      zero.step();
+      whole->step();
+    }
+    EXPECT_TRUE(at::equal(parameter, copy));
+    zero.consolidate_state_dict(3);
+    if (group.rank() == 3) expect_same(whole->state(), zero.state(), "state");
+  });
+}
+
+TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFitOnAllRanks) {
+  run_group(3, [](const ProcessGroup& group) {
+    auto net = std::make_shared<Net>();
+    ZeroRedundancyOptimizer zero(net->parameters(), factory_of({}), group);
+    train(group, net, [&] { zero.step(); });
+    for (int rank = 0; rank < 3; ++rank) zero.consolidate_state_dict(rank);
+    const OptimizerState good = zero_test::copied(zero.state());
+    // A field of the first parameter, which is the first rank's alone.
+    OptimizerState lacking = good;
+    std::erase_if(lacking, [](const auto& entry) { return entry.first == "exp_avg.0"; });
+    try {
+      zero.load_state(lacking);
+      ADD_FAILURE() << "accepted on rank " << group.rank();
+    } catch (const CheckpointError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("exp_avg.0"));
+    }
+    OptimizerState misshapen = good;
+    for (auto& [name, tensor] : misshapen) {
+      if (name == "exp_avg_sq.0") tensor = at::zeros({2});
+    }
+    EXPECT_THROW(zero.load_state(misshapen), CheckpointError);
+    OptimizerState foreign = good;
+    foreign.emplace_back("exp_avg.99", at::zeros({2}));
+    EXPECT_THROW(zero.load_state(foreign), CheckpointError);
+    for (int rank = 0; rank < 3; ++rank) zero.consolidate_state_dict(rank);
+    expect_same(good, zero.state(), "after refusals");
+  });
+}
+
+TEST_P(ZeroOptimizer, ConsolidationNamesTheRankThatIsMissing) {
+  testing::RankOptions options;
+  options.timeout = std::chrono::milliseconds(700);
+  std::latch done(1);
+  struct Release {
+    std::latch& latch;
+    ~Release() { latch.count_down(); }
+  };
+  run_group(
+      2,
+      [&](const ProcessGroup& group) {
+        at::Tensor parameter = at::full({200}, 1.0).requires_grad_();
+        ZeroRedundancyOptimizer zero({parameter}, factory_of({}), group);
+        if (group.rank() == 1) {
+          EXPECT_THROW(zero.state(), UsageError);
+          return done.wait();
+        }
+        const Release release{done};
+        try {
+          zero.consolidate_state_dict(0);
+          ADD_FAILURE() << "rank 1 did not come";
+        } catch (const TimeoutError& error) {
+          EXPECT_THAT(error.what(), HasSubstr("consolidate_state_dict"));
+          EXPECT_THAT(error.what(), HasSubstr("rank 1"));
+        }
+      },
+      options);
+}
+
+TEST_P(ZeroOptimizer, OverlapsWithBackward) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto run = [&](const DdpOptions& options, const auto& step) {
+      return [&group, options, step](const std::shared_ptr<Net>& net) {
+        DistributedDataParallel ddp(net, group, options);
+        for (int i = 0; i < 4; ++i) {
+          zero_grad(net->parameters());
+          ddp(ddp_test::values({4, 75}, 100 * group.rank() + i)).square().mean().backward();
+          step();
+        }
+        return zero_test::tensors_of(*net);
+      };
+    };
+    DdpOptions options;
+    options.reducer = Reducer::c10d;
+    options.bucket_cap_mb = options.first_bucket_mb = 0.001;  // From step 2 on several buckets.
+    auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
+    const auto whole = factory_of({})(plain->parameters());
+    const auto wanted = run(options, [&] { whole->step(); })(plain);
+    ZeroRedundancyOptimizer zero(sharded->parameters(), factory_of({}), group);
+    options.reducer = Reducer::automatic;
+    options.async_custom_hook = zero.hook_with_zero_step();
+    expect_same(wanted, run(options, [&] { zero.step(); })(sharded), "weights");
+    zero.consolidate_state_dict(0);
+    if (group.rank() == 0) expect_same(whole->state(), zero.state(), "state");
+  });
+}
+
+TEST_P(ZeroOptimizer, RefusesAStepWithinNoSync) {
+  run_group(2, [](const ProcessGroup& group) {
+    auto net = std::make_shared<Net>();
+    DistributedDataParallel ddp(net, group);
+    ZeroRedundancyOptimizer zero(ddp, factory_of({}));
+    const auto backward = [&] { ddp(ddp_test::values({4, 75}, 1)).sum().backward(); };
+    {
+      const auto guard = ddp.no_sync();
+      backward();
+    }
+    try {
+      zero.step();
+      ADD_FAILURE() << "accepted";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("no_sync"));
+    }
+    backward();
+    zero.step();
+  });
+}
+
+TEST_P(ZeroOptimizer, WrongUse) {
+  run_group(2, [](const ProcessGroup& group) {
+    at::Tensor parameter = at::zeros({8}).requires_grad_(), frozen = at::zeros({8});
+    EXPECT_THROW(ZeroRedundancyOptimizer({parameter, parameter}, factory_of({}), group),
+                 UsageError);
+    EXPECT_THROW(ZeroRedundancyOptimizer({}, factory_of({}), group), UsageError);
+    EXPECT_THROW(ZeroRedundancyOptimizer({parameter}, factory_of({}), {}), UsageError);
+    EXPECT_THROW(ZeroRedundancyOptimizer({at::zeros({group.rank() + 1})}, factory_of({}), group),
+                 MismatchError);
+    ZeroRedundancyOptimizer zero({parameter, frozen}, factory_of({}), group);
+    parameter.mutable_grad() = at::ones({8}).to_sparse();
+    EXPECT_THROW(zero.step(), UsageError);
+    parameter.mutable_grad().reset();
+    frozen.requires_grad_();
+    frozen.mutable_grad() = at::ones({8});
+    EXPECT_THROW(zero.step(), UsageError);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,170 @@
+#include "lockstep/parallel/zero/zero_strategy.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/sharded_clip.h"
+#include "lockstep/parallel/whole_model.h"
+#include "lockstep/parallel/zero/shard_reducer.h"
+#include "lockstep/parallel/zero/sharded_optimizer.h"
+
+namespace lockstep {
+namespace {
+
+using detail::bytes_of;
+using detail::ShardLayout;
+
+/// What DDP's hooks know to reduce in.
+CommHook hook_of(std::optional<at::ScalarType> dtype, const std::vector<at::Tensor>& parameters) {
+  if (!dtype || (!parameters.empty() && *dtype == parameters.front().scalar_type()))
+    return CommHook::none;
+  if (*dtype == at::kHalf) return CommHook::fp16_compress;
+  if (*dtype == at::kBFloat16) return CommHook::bf16_compress;
+  throw UsageError(std::string("zero1: StrategyOptions::reduce_dtype is ") + c10::toString(*dtype),
+                   "use float16, bfloat16 or none");
+}
+
+/// Whole gradients of one bucket are there at a time, beside the shards. So it is a small part of
+/// the model, but large enough that calls cost little.
+int64_t bucket_cap(const std::vector<at::Tensor>& parameters) {
+  constexpr int64_t kLeast = 1 << 20, kMost = 25 << 20, kPart = 50;
+  return std::clamp(bytes_of(parameters) / kPart, kLeast, kMost);
+}
+
+/// Stage 1: one bucket a dtype, so that the parts of a rank lie side by side and few messages share
+/// them. Stage 2: buckets in about the order in which gradients come, each shared by all ranks.
+ShardLayout layout_of(const std::vector<at::Tensor>& parameters, std::vector<size_t> trained,
+                      bool may_cut, int stage, int ranks) {
+  if (!may_cut && stage == 1) {
+    std::vector<int64_t> sizes(static_cast<size_t>(ranks));
+    return detail::whole_layout(parameters, trained, sizes);
+  }
+  if (stage == 1) {
+    constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+    return detail::even_layout(parameters, detail::buckets_of(parameters, trained, kAll), ranks);
+  }
+  std::reverse(trained.begin(), trained.end());
+  const auto buckets = detail::buckets_of(parameters, trained, bucket_cap(parameters));
+  if (may_cut) return detail::even_layout(parameters, buckets, ranks);
+  std::vector<int64_t> sizes(static_cast<size_t>(ranks));
+  ShardLayout layout;
+  for (const auto& bucket : buckets) {
+    for (auto& part : detail::whole_layout(parameters, bucket, sizes))
+      layout.push_back(std::move(part));
+  }
+  return layout;
+}
+
+class ZeroStrategy : public detail::WholeModelStrategy {
+ public:
+  ZeroStrategy(const StrategySetup& setup, int stage)
+      : WholeModelStrategy(setup),
+        name_("zero" + std::to_string(stage)),
+        optimizer_(
+            parameters(), setup.make_optimizer, group(),
+            [stage, ranks = group().size()](const auto& parameters, const auto& trained,
+                                            bool may_cut) {
+              return layout_of(parameters, trained, may_cut, stage, ranks);
+            },
+            name_) {
+    if (stage == 1) {
+      DdpOptions options;
+      options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
+      if (group().size() > 1) core_.emplace(module(), group(), options);
+    } else if (group().size() > 1) {
+      core_.emplace(module(), group(), DdpOptions{}, [&](const auto&) {
+        auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, names(), name_,
+                                                              setup.options.reduce_dtype);
+        reducer_ = reducer.get();
+        return reducer;
+      });
+    }
+  }
+
+  const std::string& name() const override { return name_; }
+
+  void run_batch(const BatchWork& work) override {
+    if (!core_) return backward(compute_loss(work));
+    core_->synchronizing() = work.last_of_step;
+    core_->before_forward();
+    std::vector<at::Tensor> losses{compute_loss(work)};
+    core_->after_forward(losses);
+    backward(losses.front());
+  }
+
+  void warm_up(const BatchWork& work) override {
+    if (!core_) return;
+    run_batch(work);
+    zero_grad();
+  }
+
+  std::vector<at::Tensor> gradients() const override {
+    return reducer_ ? reducer_->gradients() : WholeModelStrategy::gradients();
+  }
+  bool has_sharded_gradients() const override { return reducer_ != nullptr; }
+  double clip_grad_norm(double max_norm) override {
+    if (!reducer_) return WholeModelStrategy::clip_grad_norm(max_norm);
+    return lockstep::clip_grad_norm(reducer_->gradients(), max_norm, group());
+  }
+
+  void step(const StepScale& scale) override {
+    expect_last_of_step();
+    if (!reducer_) optimizer_.take_gradients();
+    optimizer_.step(scale);
+    if (!reducer_) optimizer_.drop_gradients();
+  }
+  void zero_grad() override {
+    WholeModelStrategy::zero_grad();
+    if (reducer_) reducer_->drop_gradients();
+  }
+  void set_lr(double lr) override { optimizer_.local().set_lr(lr); }
+  double lr() const override { return optimizer_.local().lr(); }
+
+  OptimizerState optimizer_state() override {
+    return optimizer_.gather_state(0, "optimizer_state");
+  }
+  void load_optimizer_state(const OptimizerState& state) override { optimizer_.load_state(state); }
+
+  StateBytes state_bytes() const override {
+    const int64_t shards = reducer_ ? reducer_->gradient_bytes() : 0;
+    return {bytes_of(parameters()), shards + bytes_of(WholeModelStrategy::gradients()),
+            bytes_of(optimizer_.local().state())};
+  }
+
+ private:
+  /// Of the parameters, in their order.
+  std::vector<std::string> names() {
+    std::vector<std::string> names;
+    for (const at::Tensor& parameter : parameters()) {
+      for (const auto& item : module().named_parameters()) {
+        if (!item.value().is_same(parameter)) continue;
+        names.push_back(item.key());
+        break;
+      }
+    }
+    return names;
+  }
+
+  std::string name_;
+  detail::ShardedOptimizer optimizer_;
+  detail::ShardReducer* reducer_ = nullptr;  ///< Of stage 2; `core_` owns it.
+  std::optional<detail::DdpCore> core_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup) {
+  return std::make_unique<ZeroStrategy>(setup, 1);
+}
+
+std::unique_ptr<Strategy> make_zero2_strategy(const StrategySetup& setup) {
+  return std::make_unique<ZeroStrategy>(setup, 2);
+}
+
+}  // namespace lockstep
