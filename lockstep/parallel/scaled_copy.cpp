@@ -16,7 +16,7 @@ constexpr int64_t kOneThread = 32768;
 
 void scaled_copy(const at::Tensor& target, const at::Tensor& source, double factor) {
   const int64_t count = target.numel();
-  const bool plain = target.strides() == source.strides() &&
+  const bool plain = target.is_cpu() && target.strides() == source.strides() &&
                      target.is_non_overlapping_and_dense() && !source.is_neg() &&
                      (count <= kOneThread || at::get_num_threads() == 1);
   if (plain && target.scalar_type() == at::kFloat && source.scalar_type() == at::kFloat) {

@@ -4,9 +4,9 @@
 
 namespace lockstep::detail {
 
-/// target = source * factor, with the bits of at::mul_out. Same shape and dtype, on the CPU. They
-/// do not overlap. In one pass and without LibTorch's dispatcher where it can be: that costs more
-/// than the multiplication of a small layer's gradient.
+/// target = source * factor, with the bits of at::mul_out. Same shape and device. They do not
+/// overlap. In one pass and without LibTorch's dispatcher where it can be: that costs more than the
+/// multiplication of a small layer's gradient.
 void scaled_copy(const at::Tensor& target, const at::Tensor& source, double factor);
 
 }  // namespace lockstep::detail

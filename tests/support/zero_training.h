@@ -3,6 +3,8 @@
 // For tests: a module to train with a strategy, and what becomes of it.
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
@@ -40,6 +42,30 @@ struct Net : torch::nn::Module {
   torch::nn::Linear frozen{63, 37}, first{37, 29}, last{29, 3};
 };
 
+/// Not elementwise: each parameter moves by its gradient over that one's norm.
+class Normed : public Optimizer {
+ public:
+  explicit Normed(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
+  void step() override {
+    const c10::AutoGradMode no_grad(false);
+    for (at::Tensor& p : parameters_) {
+      if (p.grad().defined()) p.sub_(p.grad() / (p.grad().norm() + 1), lr_);
+    }
+  }
+  void step_scaled(const StepScale&) override { step(); }
+  void set_lr(double lr) override { lr_ = lr; }
+  double lr() const override { return lr_; }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  OptimizerState state() const override { return {}; }
+  void load_state(const OptimizerState&) override {}
+  const std::string& name() const override { return name_; }
+
+ private:
+  std::string name_ = "normed";
+  std::vector<at::Tensor> parameters_;
+  double lr_ = 0.1;
+};
+
 struct Job {
   std::string optimizer = "adam";
   OptimizerOptions options = {.lr = 0.05};
@@ -49,7 +75,8 @@ struct Job {
 };
 
 inline OptimizerFactory factory_of(const Job& job) {
-  return [job](std::vector<at::Tensor> parts) {
+  return [job](std::vector<at::Tensor> parts) -> std::unique_ptr<Optimizer> {
+    if (job.optimizer == "normed") return std::make_unique<Normed>(std::move(parts));
     return make_optimizer(job.optimizer, std::move(parts), job.options);
   };
 }

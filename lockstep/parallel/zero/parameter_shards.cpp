@@ -48,6 +48,10 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout
       const Place& place = place_[i];
       parts_.push_back(flats_[place.bucket].narrow(0, place.offset + mine.begin, mine.numel()));
     }
+    if (mine.numel() == 0) continue;
+    // An optimizer sees by it that somebody else has changed the parameter.
+    const auto& versions = parameter.unsafeGetTensorImpl()->version_counter();
+    parts_.back().unsafeGetTensorImpl()->set_version_counter(versions);
   }
 }
 

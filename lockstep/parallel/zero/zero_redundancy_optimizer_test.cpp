@@ -18,30 +18,7 @@ using zero_test::expect_same;
 using zero_test::factory_of;
 using zero_test::Job;
 using zero_test::Net;
-
-/// Not elementwise: each parameter moves by its gradient over that one's norm.
-class Normed : public Optimizer {
- public:
-  explicit Normed(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
-  void step() override {
-    const c10::AutoGradMode no_grad(false);
-    for (at::Tensor& p : parameters_) {
-      if (p.grad().defined()) p.sub_(p.grad() / (p.grad().norm() + 1), lr_);
-    }
-  }
-  void step_scaled(const StepScale&) override { step(); }
-  void set_lr(double lr) override { lr_ = lr; }
-  double lr() const override { return lr_; }
-  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  OptimizerState state() const override { return {}; }
-  void load_state(const OptimizerState&) override {}
-  const std::string& name() const override { return name_; }
-
- private:
-  std::string name_ = "normed";
-  std::vector<at::Tensor> parameters_;
-  double lr_ = 0.1;
-};
+using zero_test::Normed;
 
 /// A user's own loop. Rank 0's state at the end.
 template <class Step>
@@ -79,9 +56,7 @@ TEST_P(ZeroOptimizer, UpdatesAsTheWholeOptimizerDoes) {
 
 TEST_P(ZeroOptimizer, DoesNotCutForAnOptimizerOfWholeParameters) {
   run_group(3, [](const ProcessGroup& group) {
-    const auto make = [](std::vector<at::Tensor> p) {
-      return std::make_unique<Normed>(std::move(p));
-    };
+    const auto make = factory_of({.optimizer = "normed"});
     auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
     Normed whole(plain->parameters());
     const auto wanted = train(group, plain, [&] { whole.step(); });
@@ -96,6 +71,24 @@ TEST_P(ZeroOptimizer, DoesNotCutForAnOptimizerOfWholeParameters) {
     EXPECT_THROW(
         ZeroRedundancyOptimizer(sharded->parameters(), make, group, {ZeroPartition::elements}),
         UsageError);
+  });
+}
+
+/// What MasterWeights relies on: parts have the count of changes of their parameter.
+TEST_P(ZeroOptimizer, PartsSeeThatAParameterChanged) {
+  run_group(2, [](const ProcessGroup& group) {
+    at::Tensor parameter = at::zeros({256}).requires_grad_();
+    std::vector<at::Tensor> parts;
+    const auto make = [&](std::vector<at::Tensor> given) {
+      parts = given;
+      return factory_of({})(std::move(given));
+    };
+    ZeroRedundancyOptimizer zero({parameter}, make, group);
+    const auto before = parts[0]._version();
+    const c10::AutoGradMode no_grad(false);
+    parameter.fill_(3);
+    EXPECT_GT(parts[0]._version(), before);
+    EXPECT_EQ(parts[0].sum().item<float>(), 3 * 128);
   });
 }
 
@@ -131,6 +124,30 @@ TEST_P(ZeroOptimizer, TakesFurtherGroups) {
     }
     if (group.rank() == 0) expect_same(all, zero.state(), "state");
     zero.load_state(all);
+  });
+}
+
+TEST_P(ZeroOptimizer, SeveralDtypes) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto make = [] {
+      return std::vector<at::Tensor>{ddp_test::values({300}, 1).requires_grad_(),
+                                     ddp_test::values({7, 50}, 2).to(at::kDouble).requires_grad_(),
+                                     ddp_test::values({9}, 3).requires_grad_()};
+    };
+    const auto plain = make(), sharded = make();
+    const auto whole = factory_of({})(plain);
+    ZeroRedundancyOptimizer zero(sharded, factory_of({}), group);
+    for (int step = 0; step < 2; ++step) {
+      for (size_t i = 0; i < plain.size(); ++i) {
+        plain[i].mutable_grad() = plain[i].detach().cos() - step;
+        sharded[i].mutable_grad() = plain[i].grad().clone();
+      }
+      whole->step();
+      zero.step();
+    }
+    for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(plain[i], sharded[i])) << i;
+    zero.consolidate_state_dict(0);
+    if (group.rank() == 0) expect_same(whole->state(), zero.state(), "state");
   });
 }
 

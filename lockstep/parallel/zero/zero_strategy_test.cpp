@@ -93,6 +93,14 @@ TEST_P(ZeroStrategy, HasTheBitsOfDdpWithEveryOptimizer) {
   }
 }
 
+TEST_P(ZeroStrategy, HasTheBitsOfDdpWithAnOptimizerOfWholeParameters) {
+  for (const int ranks : {2, 3}) {
+    run_group(ranks, [](const ProcessGroup& group) {
+      expect_ddp_bits({.optimizer = "normed", .accumulate = 2}, group, "normed");
+    });
+  }
+}
+
 TEST_P(ZeroStrategy, HasTheBitsOfDdpWhenGradientsAddUp) {
   run_group(2, [](const ProcessGroup& group) {
     expect_ddp_bits({.accumulate = 3}, group, "accumulation");
