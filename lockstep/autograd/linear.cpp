@@ -9,8 +9,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <memory>
 #include <mutex>
+
+#include "lockstep/autograd/make_node.h"
 
 namespace lockstep {
 namespace {
@@ -54,16 +55,6 @@ class LinearBackward : public Node {
   SavedVariable weight_;
 };
 
-/// A shared pointer, of which kind depends on LibTorch's version.
-template <class Pointer, class Made>
-Pointer make_node(const at::Tensor& x, const at::Tensor& weight) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new Made(x, weight), [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<Made>(x, weight);
-  }
-}
-
 bool is_plain(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
          tensor.scalar_type() == dtype && tensor.is_contiguous() &&
@@ -86,7 +77,7 @@ bool linear_is_one_node(const at::Tensor& x, const at::Tensor& weight, const at:
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!linear_is_one_node(x, weight, bias)) return at::linear(x, weight, bias);
-  const auto node = make_node<std::decay_t<decltype(x.grad_fn())>, LinearBackward>(x, weight);
+  const auto node = make_node<LinearBackward>(x, weight);
   node->set_next_edges(torch::autograd::collect_next_edges(bias, x, weight));
   at::Tensor output;
   {

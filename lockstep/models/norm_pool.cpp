@@ -2,12 +2,12 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/models/norm_pool_kernels.h"
@@ -15,12 +15,12 @@
 namespace lockstep {
 namespace norm_pool {
 
-extern const Kernels kernels_plain;
+extern const AllKernels kernels_plain;
 #if defined(LOCKSTEP_NORM_POOL_AVX2)
-extern const Kernels kernels_avx2;
+extern const AllKernels kernels_avx2;
 #endif
 
-const Kernels& kernels() {
+const AllKernels& kernels() {
 #if defined(LOCKSTEP_NORM_POOL_AVX2)
   // What sets x86-64-v3 apart, by names that clang before 17 knows as well.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -34,8 +34,8 @@ const Kernels& kernels() {
 
 namespace {
 
+using norm_pool::Bfloat16;
 using norm_pool::Image;
-using norm_pool::kernels;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -43,6 +43,31 @@ constexpr auto kChannelsLast = at::MemoryFormat::ChannelsLast;
 
 Image image_of(const at::Tensor& x) {
   return {x.size(2), x.size(3), x.size(1)};
+}
+
+template <class Element>
+const norm_pool::Kernels<Element>& kernels() {
+  if constexpr (std::is_same_v<Element, float>) {
+    return norm_pool::kernels().of_float;
+  } else {
+    return norm_pool::kernels().of_bfloat16;
+  }
+}
+
+template <class Element>
+const Element* data_of(const at::Tensor& tensor) {
+  return static_cast<const Element*>(tensor.const_data_ptr());
+}
+
+template <class Element>
+Element* mutable_data_of(const at::Tensor& tensor) {
+  return static_cast<Element*>(tensor.mutable_data_ptr());
+}
+
+/// Calls `run` with a value of the images' element type.
+template <class Run>
+auto with_element(const at::Tensor& x, Run run) {
+  return x.scalar_type() == at::kFloat ? run(float()) : run(Bfloat16());
 }
 
 /// Calls `run(image's index)` for all, on LibTorch's threads.
@@ -64,16 +89,17 @@ struct Statistics {
 };
 
 /// Of each channel over all images: an image's own at a time, then joined in the images' order.
+template <class Element>
 Statistics statistics_of(const at::Tensor& x, double eps) {
   const Image image = image_of(x);
   const int64_t images = x.size(0), channels = image.channels;
   const at::Tensor parts = at::empty({2, images, channels}, at::kFloat);
   auto* means = parts.mutable_data_ptr<float>();
   auto* squares = means + images * channels;
-  const auto* data = x.const_data_ptr<float>();
+  const auto* data = data_of<Element>(x);
   each_image(images, [&](int64_t i) {
-    kernels().moments(image, data + i * image.pixels() * channels, means + i * channels,
-                      squares + i * channels);
+    kernels<Element>().moments(image, data + i * image.pixels() * channels, means + i * channels,
+                               squares + i * channels);
   });
   Statistics result{at::empty({channels}, at::kFloat), at::empty({channels}, at::kFloat),
                     std::vector<double>(static_cast<size_t>(channels))};
@@ -125,22 +151,26 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
     const int64_t images = x.size(0), channels = image.channels;
     const std::vector<int64_t> shape = {images, channels, image.pooled_height(),
                                         image.pooled_width()};
-    const at::Tensor pooled = at::empty(shape, at::kFloat, kChannelsLast);
-    const at::Tensor chosen = at::empty(shape, at::kFloat, kChannelsLast);
+    const at::Tensor pooled = at::empty(shape, x.scalar_type(), kChannelsLast);
+    const at::Tensor chosen = at::empty(shape, x.scalar_type(), kChannelsLast);
     const at::Tensor place = at::empty(shape, at::kByte, kChannelsLast);
     std::vector<float> scales(static_cast<size_t>(channels)), shifts(scales.size());
     for (size_t c = 0; c < scales.size(); ++c) {
       scales[c] = at_channel(weight, c) * at_channel(inverse_deviation, c);
       shifts[c] = at_channel(bias, c) - at_channel(mean, c) * scales[c];
     }
-    const auto* data = x.const_data_ptr<float>();
-    auto* to = pooled.mutable_data_ptr<float>();
-    auto* to_chosen = chosen.mutable_data_ptr<float>();
     auto* to_place = place.mutable_data_ptr<uint8_t>();
     const int64_t in_size = image.pixels() * channels, out_size = image.pooled_pixels() * channels;
-    each_image(images, [&](int64_t i) {
-      kernels().forward(image, data + i * in_size, scales.data(), shifts.data(), to + i * out_size,
-                        to_chosen + i * out_size, to_place + i * out_size);
+    with_element(x, [&](auto element) {
+      using Element = decltype(element);
+      const auto* data = data_of<Element>(x);
+      auto* to = mutable_data_of<Element>(pooled);
+      auto* to_chosen = mutable_data_of<Element>(chosen);
+      each_image(images, [&](int64_t i) {
+        kernels<Element>().forward(image, data + i * in_size, scales.data(), shifts.data(),
+                                   to + i * out_size, to_chosen + i * out_size,
+                                   to_place + i * out_size);
+      });
     });
     context->save_for_backward({x, weight, bias, mean, inverse_deviation, chosen, place});
     context->saved_data["eps"] = eps;
@@ -166,18 +196,22 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
       }
       return result;
     }
-    return fast_backward(saved, gradients[0].contiguous(kChannelsLast),
-                         context->needs_input_grad(0));
+    return with_element(x, [&](auto element) {
+      return fast_backward<decltype(element)>(
+          saved, gradients[0].to(x.scalar_type()).contiguous(kChannelsLast),
+          context->needs_input_grad(0));
+    });
   }
 
  private:
+  template <class Element>
   static variable_list fast_backward(const variable_list& saved, const at::Tensor& gradient,
                                      bool needs_x) {
     const at::Tensor &x = saved[0], &weight = saved[1];
     const at::Tensor &mean = saved[3], &inverse_deviation = saved[4];
-    const auto* chosen = saved[5].const_data_ptr<float>();
+    const auto* chosen = data_of<Element>(saved[5]);
     const auto* place = saved[6].const_data_ptr<uint8_t>();
-    const auto* dy = gradient.const_data_ptr<float>();
+    const auto* dy = data_of<Element>(gradient);
     const Image image = image_of(x);
     const int64_t images = x.size(0), channels = image.channels;
     const int64_t in_size = image.pixels() * channels, out_size = image.pooled_pixels() * channels;
@@ -185,9 +219,9 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
     const at::Tensor parts = at::empty({2, images, channels}, at::kFloat);
     auto* sums = parts.mutable_data_ptr<float>();
     each_image(images, [&](int64_t i) {
-      kernels().sums(image, dy + i * out_size, chosen + i * out_size, place + i * out_size,
-                     mean.const_data_ptr<float>(), sums + i * channels,
-                     sums + (images + i) * channels);
+      kernels<Element>().sums(image, dy + i * out_size, chosen + i * out_size, place + i * out_size,
+                              mean.const_data_ptr<float>(), sums + i * channels,
+                              sums + (images + i) * channels);
     });
     // The images' sums in their order, whatever the number of threads.
     std::vector<double> total(static_cast<size_t>(2 * channels));
@@ -217,20 +251,29 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
     at::Tensor grad_x;
     if (needs_x) {
       grad_x = at::empty_like(x);
-      const auto* data = x.const_data_ptr<float>();
-      auto* to = grad_x.mutable_data_ptr<float>();
+      const auto* data = data_of<Element>(x);
+      auto* to = mutable_data_of<Element>(grad_x);
       each_image(images, [&](int64_t i) {
-        kernels().backward(image, data + i * in_size, dy + i * out_size, place + i * out_size,
-                           scales.data(), slopes.data(), offsets.data(), to + i * in_size);
+        kernels<Element>().backward(image, data + i * in_size, dy + i * out_size,
+                                    place + i * out_size, scales.data(), slopes.data(),
+                                    offsets.data(), to + i * in_size);
       });
     }
     return {grad_x, grad_weight, grad_bias, {}, {}, {}};
   }
 };
 
-bool is_plain_float(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
-         tensor.layout() == at::kStrided;
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided;
+}
+
+bool is_float_vector(const at::Tensor& tensor) {
+  return is_plain(tensor) && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
+}
+
+/// Batch norm under autocast takes whatever there is, so this does too.
+bool has_element(const at::Tensor& x) {
+  return x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
 }
 
 }  // namespace
@@ -240,16 +283,14 @@ bool norm_relu_pool_is_fused(const at::Tensor& x, const torch::nn::BatchNorm2dIm
       !norm.options.affine()) {
     return false;
   }
-  for (const at::Tensor& tensor :
-       {x, norm.weight, norm.bias, norm.running_mean, norm.running_var}) {
-    if (!is_plain_float(tensor) || (tensor.dim() == 1 && !tensor.is_contiguous())) return false;
+  for (const at::Tensor& tensor : {norm.weight, norm.bias, norm.running_mean, norm.running_var}) {
+    if (!is_float_vector(tensor)) return false;
   }
-  if (x.dim() != 4 || x.size(1) != norm.options.num_features() ||
+  if (!is_plain(x) || !has_element(x) || x.dim() != 4 || x.size(1) != norm.options.num_features() ||
       x.size(1) % norm_pool::kVector != 0 || x.size(2) < 2 || x.size(3) < 2 || x.size(0) < 1) {
     return false;
   }
-  return x.is_contiguous(kChannelsLast) && !x.is_contiguous() &&
-         !at::autocast::is_autocast_enabled(at::kCPU);
+  return x.is_contiguous(kChannelsLast) && !x.is_contiguous();
 }
 
 at::Tensor norm_relu_pool(const at::Tensor& x, torch::nn::BatchNorm2dImpl& norm) {
@@ -259,7 +300,8 @@ at::Tensor norm_relu_pool(const at::Tensor& x, torch::nn::BatchNorm2dImpl& norm)
   Statistics statistics;
   {
     const at::NoGradGuard no_grad;
-    statistics = statistics_of(x, norm.options.eps());
+    statistics = with_element(
+        x, [&](auto element) { return statistics_of<decltype(element)>(x, norm.options.eps()); });
     update(norm, statistics, static_cast<double>(x.size(0) * x.size(2) * x.size(3)));
   }
   return NormReluPool::apply(x, norm.weight, norm.bias, statistics.mean,

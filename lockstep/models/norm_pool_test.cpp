@@ -13,7 +13,7 @@
 
 namespace lockstep {
 namespace norm_pool {
-extern const Kernels kernels_plain;
+extern const AllKernels kernels_plain;
 }
 namespace {
 
@@ -240,11 +240,54 @@ TEST(NormPool, GradientsOfGradients) {
   for (size_t i = 0; i < own.size(); ++i) EXPECT_LT(difference(own[i], plain[i]), 1e-4) << i;
 }
 
+TEST_P(Shapes, Bfloat16IsNoWorseThanTheOperations) {
+  at::manual_seed(11);
+  const at::Tensor x = images(GetParam(), 3, 2).to(at::kBFloat16);
+  auto norm = make_norm(GetParam()[1]);
+  auto other = std::dynamic_pointer_cast<nn::BatchNorm2dImpl>(norm->clone());
+  const auto exact_norm = in_double(norm);
+  ASSERT_TRUE(norm_relu_pool_is_fused(x, *norm));
+  const Results exact = results_of(x.to(at::kDouble), *exact_norm, separately);
+  const Results plain = results_of(x, *other, separately);
+  const Results own = results_of(x, *norm, norm_relu_pool);
+  EXPECT_EQ(own.out.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(own.grad_x.scalar_type(), at::kBFloat16);
+  // bfloat16 has 8 bits. A result rounded once is within half a unit of its last place, which is at
+  // most 2^-8 of the largest.
+  EXPECT_LE(difference(own.out, exact.out), 1. / 256);
+  EXPECT_LT(difference(own.running_var, exact.running_var), 2e-6);
+  // Where two of a window are equal in bfloat16, the operations choose by the rounded value.
+  EXPECT_LT(difference(own.grad_bias, exact.grad_bias),
+            difference(plain.grad_bias, exact.grad_bias) + 0.01);
+  EXPECT_LT(difference(own.grad_weight, exact.grad_weight),
+            difference(plain.grad_weight, exact.grad_weight) + 0.01);
+  EXPECT_LT(difference(own.grad_x, exact.grad_x), difference(plain.grad_x, exact.grad_x) + 0.01);
+}
+
+TEST(NormPool, Bfloat16IsRoundedAsATensorIs) {
+  at::manual_seed(12);
+  const norm_pool::Image image{2, 2, 4096};
+  at::Tensor x = at::randn({4, 4096}).mul(at::randn({4096}).mul(8).exp()).to(at::kBFloat16);
+  x[2][5] = std::numeric_limits<double>::infinity();
+  x[1][6] = std::numeric_limits<double>::quiet_NaN();
+  const at::Tensor scale = at::randn({4096}), shift = at::randn({4096});
+  const at::Tensor pooled = at::empty({4096}, at::kBFloat16), chosen = at::empty_like(pooled);
+  const at::Tensor place = at::empty({4096}, at::kByte);
+  using Element = norm_pool::Bfloat16;
+  norm_pool::kernels_plain.of_bfloat16.forward(
+      image, static_cast<const Element*>(x.const_data_ptr()), scale.const_data_ptr<float>(),
+      shift.const_data_ptr<float>(), static_cast<Element*>(pooled.mutable_data_ptr()),
+      static_cast<Element*>(chosen.mutable_data_ptr()), place.mutable_data_ptr<uint8_t>());
+  const at::Tensor exact = std::get<0>((x.to(at::kFloat) * scale + shift).clamp_min(0).max(0));
+  EXPECT_TRUE(at::allclose(pooled, exact.to(at::kBFloat16), 0, 0, /*equal_nan=*/true));
+  EXPECT_TRUE(pooled[6].isnan().item<bool>());
+}
+
 TEST(NormPool, EveryProcessorsKernelsAgree) {
   at::manual_seed(10);
   const norm_pool::Image image{7, 9, 16};
   const at::Tensor x = at::randn({7, 9, 16}), scale = at::randn({16}), shift = at::randn({16});
-  const auto run = [&](const norm_pool::Kernels& kernels) {
+  const auto run = [&](const norm_pool::Kernels<float>& kernels) {
     const at::Tensor pooled = at::empty({3, 4, 16}), chosen = at::empty({3, 4, 16});
     const at::Tensor place = at::empty({3, 4, 16}, at::kByte), sums = at::empty({4, 16});
     const at::Tensor grad_x = at::empty({7, 9, 16});
@@ -260,7 +303,8 @@ TEST(NormPool, EveryProcessorsKernelsAgree) {
                      shift.const_data_ptr<float>(), to, grad_x.mutable_data_ptr<float>());
     return std::vector<at::Tensor>{pooled, chosen, place.to(at::kFloat), sums, grad_x};
   };
-  const auto plain = run(norm_pool::kernels_plain), best = run(norm_pool::kernels());
+  const auto plain = run(norm_pool::kernels_plain.of_float);
+  const auto best = run(norm_pool::kernels().of_float);
   // A fused multiply-add rounds once where two operations round twice.
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_LT(difference(best[i], plain[i]), 1e-6) << i;
 }

@@ -2,15 +2,20 @@
 // writes the results for it to compare: lockstep_parity CONFIG.json [RANK SIZE]
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
+#include "lockstep/autograd/activation_checkpoint.h"
+#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/models/models.h"
+#include "lockstep/optim/averaged_model.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 
@@ -133,6 +138,47 @@ void run_schedule(const Json& config) {
                              {{"rates", at::tensor(rates, at::kDouble)}});
 }
 
+/// Averages the model's weights, which are "u.STEP.NAME" before each update.
+/// Writes the averages by the module's names.
+void run_average(const Json& config) {
+  const auto model = lockstep::make_model(config["model"]);
+  lockstep::AveragedModelOptions options;
+  options.decay =
+      config.contains("decay") ? std::optional(config["decay"].get<double>()) : std::nullopt;
+  options.use_buffers = config["use_buffers"];
+  lockstep::AveragedModel average(*model, options);
+  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const std::map<std::string, at::Tensor> by_name(input.begin(), input.end());
+  const c10::AutoGradMode no_grad(false);
+  for (int step = 0; step < config["steps"].get<int>(); ++step) {
+    const std::string prefix = "u." + std::to_string(step) + ".";
+    for (auto& item : model->named_parameters())
+      item.value().copy_(by_name.at(prefix + item.key()));
+    for (auto& item : model->named_buffers()) item.value().copy_(by_name.at(prefix + item.key()));
+    average.update_parameters();
+  }
+  lockstep::save_safetensors(config["output"].get<std::string>(), average.state_dict());
+}
+
+/// Gradients of a net with dropout whose two halves are checkpointed, and the next random numbers.
+void run_checkpointed(const Json& config) {
+  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  std::map<std::string, at::Tensor> tensors(input.begin(), input.end());
+  for (auto& [name, tensor] : tensors) tensor = tensor.clone().requires_grad_();
+  const auto half = [&](const char* name) {
+    return [&tensors, name](const at::Tensor& x) {
+      return at::dropout(at::tanh(at::linear(x, tensors.at(name))), 0.3, /*train=*/true);
+    };
+  };
+  at::manual_seed(config["seed"].get<uint64_t>());
+  const at::Tensor hidden = lockstep::checkpoint(half("w0"), tensors.at("x"));
+  const at::Tensor output = lockstep::checkpoint(half("w1"), hidden);
+  lockstep::backward((output * output).sum());
+  NamedTensors results{{"output", output.detach()}, {"next", at::randn({4})}};
+  for (const auto& [name, tensor] : tensors) results.emplace_back("grad." + name, tensor.grad());
+  lockstep::save_safetensors(config["output"].get<std::string>(), results);
+}
+
 lockstep::CommHook hook_of(const std::string& name) {
   if (name == "allreduce") return lockstep::CommHook::allreduce;
   if (name == "fp16_compress") return lockstep::CommHook::fp16_compress;
@@ -194,6 +240,8 @@ int run(const Json& config, int rank, int size) {
   if (mode == "forward") run_model(config);
   if (mode == "optim") run_optimizer(config);
   if (mode == "schedule") run_schedule(config);
+  if (mode == "average") run_average(config);
+  if (mode == "checkpointed") run_checkpointed(config);
   if (mode == "train") {
     lockstep::InitOptions options;
     options.backend = config.value("backend", "gloo");

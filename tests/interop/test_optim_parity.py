@@ -293,5 +293,68 @@ class ScheduleParity(unittest.TestCase):
             self.check(make, name="cosine", warmup_steps=8, total_steps=40)
 
 
+class AverageParity(unittest.TestCase):
+    """AveragedModel against torch.optim.swa_utils', to the bit."""
+
+    def compare(self, use_buffers, decay=None):
+        from torch.optim import swa_utils
+
+        import parity_models
+
+        steps, model = 5, parity_models.make("convnet", 3)
+        average_of = swa_utils.get_ema_multi_avg_fn(decay) if decay is not None else None
+        theirs = swa_utils.AveragedModel(model, multi_avg_fn=average_of, use_buffers=use_buffers)
+        tensors = {}
+        for step in range(steps):
+            with torch.no_grad():
+                for name, tensor in model.state_dict().items():
+                    tensor.add_(torch.randn(tensor.shape) if tensor.is_floating_point() else 3)
+                    tensors[f"u.{step}.{name}"] = tensor.clone()
+            theirs.update_parameters(model)
+        with testing.temporary_folder() as folder:
+            save(tensors, folder / "in.safetensors")
+            options = {} if decay is None else {"decay": decay}
+            ours = parity(folder, mode="average", model="convnet", use_buffers=use_buffers, steps=steps,
+                          input=str(folder / "in.safetensors"), **options)
+        expected = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
+        expected["n_averaged"] = expected["n_averaged"].reshape(1)
+        self.assertEqual(differences(ours, expected), [])
+
+    def test_moving(self):
+        self.compare(use_buffers=False, decay=0.9)
+
+    def test_plain_mean(self):
+        self.compare(use_buffers=False)
+
+    def test_buffers_too(self):
+        """Also a count of batches, which is a whole number."""
+        self.compare(use_buffers=True, decay=0.9)
+        self.compare(use_buffers=True)
+
+
+class CheckpointedParity(unittest.TestCase):
+    def test_the_bits_of_pythons(self):
+        from torch.utils.checkpoint import checkpoint
+
+        torch.manual_seed(0)
+        tensors = {"x": torch.randn(6, 20), "w0": torch.randn(30, 20), "w1": torch.randn(10, 30)}
+        with testing.temporary_folder() as folder:
+            save(tensors, folder / "in.safetensors")
+            ours = parity(folder, mode="checkpointed", seed=11, input=str(folder / "in.safetensors"))
+        for reentrant in (True, False):
+            leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+
+            def half(weight):
+                return lambda x: torch.nn.functional.dropout(torch.tanh(torch.nn.functional.linear(x, weight)), 0.3)
+
+            torch.manual_seed(11)
+            hidden = checkpoint(half(leaves["w0"]), leaves["x"], use_reentrant=reentrant)
+            output = checkpoint(half(leaves["w1"]), hidden, use_reentrant=reentrant)
+            (output * output).sum().backward()
+            theirs = {"output": output.detach(), "next": torch.randn(4),
+                      **{f"grad.{name}": leaf.grad for name, leaf in leaves.items()}}
+            self.assertEqual(differences(ours, theirs), [])
+
+
 if __name__ == "__main__":
     testing.main()

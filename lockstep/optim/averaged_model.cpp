@@ -1,0 +1,120 @@
+#include "lockstep/optim/averaged_model.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <string>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kCount = "n_averaged";
+
+const at::Tensor* find(const OptimizerState& state, const std::string& name) {
+  const auto found = std::find_if(state.begin(), state.end(),
+                                  [&](const auto& item) { return item.first == name; });
+  return found == state.end() ? nullptr : &found->second;
+}
+
+void average(at::Tensor& average, const at::Tensor& now, const std::optional<double>& decay,
+             int64_t count) {
+  if (!decay) {
+    average.copy_(average + (now - average) / (count + 1));
+  } else if (average.is_floating_point() || average.is_complex()) {
+    average.lerp_(now, 1 - *decay);
+  } else {
+    average.copy_(average * *decay + now * (1 - *decay));
+  }
+}
+
+}  // namespace
+
+AveragedModel::AveragedModel(torch::nn::Module& module, const AveragedModelOptions& options)
+    : options_(options) {
+  if (options.decay && !(*options.decay >= 0 && *options.decay <= 1)) {
+    throw UsageError("AveragedModel: the decay must be in [0, 1], got " +
+                     std::to_string(*options.decay));
+  }
+  const auto add = [&](const auto& items) {
+    for (const auto& item : items) {
+      names_.push_back("module." + item.key());
+      tensors_.push_back(item.value().detach());
+    }
+  };
+  add(module.named_parameters());
+  parameters_ = tensors_.size();
+  add(module.named_buffers());
+  for (const at::Tensor& tensor : tensors_) averages_.push_back(tensor.clone());
+}
+
+void AveragedModel::update_parameters() {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const bool averaged = i < parameters_ || options_.use_buffers;
+    if (averaged && n_averaged_ > 0) {
+      average(averages_[i], tensors_[i], options_.decay, n_averaged_);
+    } else {
+      averages_[i].copy_(tensors_[i]);
+    }
+  }
+  ++n_averaged_;
+}
+
+void AveragedModel::require_update(const char* call) const {
+  if (n_averaged_ > 0) return;
+  throw UsageError(std::string("AveragedModel: ") + call + " before any update",
+                   "call update_parameters() after a step");
+}
+
+void AveragedModel::swap() {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor kept = tensors_[i].clone();
+    tensors_[i].copy_(averages_[i]);
+    averages_[i].copy_(kept);
+  }
+}
+
+std::shared_ptr<void> AveragedModel::swapped_in() {
+  require_update("swapped_in()");
+  swap();
+  return {this, [](AveragedModel* self) { self->swap(); }};
+}
+
+void AveragedModel::copy_to_module() const {
+  require_update("copy_to_module()");
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i].copy_(averages_[i]);
+}
+
+OptimizerState AveragedModel::state_dict() const {
+  OptimizerState state{{kCount, at::full({1}, n_averaged_, at::kLong)}};
+  for (size_t i = 0; i < averages_.size(); ++i) state.emplace_back(names_[i], averages_[i]);
+  return state;
+}
+
+void AveragedModel::load_state_dict(const OptimizerState& state) {
+  const auto require = [&](const std::string& name, at::IntArrayRef shape) {
+    const at::Tensor* entry = find(state, name);
+    if (entry && entry->sizes() == shape) return *entry;
+    throw CheckpointError("AveragedModel: the state " +
+                              (entry ? "has another shape for '" : std::string("lacks '")) + name +
+                              "'",
+                          "it is of another model");
+  };
+  const at::Tensor count = require(kCount, {1});
+  std::vector<at::Tensor> loaded;
+  for (size_t i = 0; i < averages_.size(); ++i) {
+    loaded.push_back(require(names_[i], averages_[i].sizes()));
+  }
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < averages_.size(); ++i) averages_[i].copy_(loaded[i]);
+  n_averaged_ = count.item<int64_t>();
+}
+
+}  // namespace lockstep

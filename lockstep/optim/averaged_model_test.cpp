@@ -1,0 +1,99 @@
+#include "lockstep/optim/averaged_model.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+struct Net : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", at::zeros({2}));
+  at::Tensor statistics = register_buffer("statistics", at::zeros({1}));
+  at::Tensor count = register_buffer("count", at::zeros({1}, at::kLong));
+
+  void set(double value) {
+    const c10::AutoGradMode no_grad(false);
+    weight.fill_(value);
+    statistics.fill_(value);
+    count.fill_(value);
+  }
+};
+
+double first(const at::Tensor& tensor) {
+  return tensor.reshape({-1})[0].item<double>();
+}
+
+TEST(AveragedModel, MovesExponentially) {
+  Net net;
+  AveragedModel average(net, {.decay = 0.75});
+  net.set(4);
+  average.update_parameters();
+  EXPECT_EQ(first(average.averages()[0]), 4) << "the first update copies";
+  net.set(8);
+  average.update_parameters();
+  EXPECT_EQ(first(average.averages()[0]), 5);
+  EXPECT_EQ(first(average.averages()[1]), 8) << "buffers are the newest";
+  EXPECT_EQ(average.n_averaged(), 2);
+}
+
+TEST(AveragedModel, IsThePlainMeanWithoutADecay) {
+  Net net;
+  AveragedModel average(net, {.decay = std::nullopt, .use_buffers = true});
+  for (const double value : {3, 6, 12}) {
+    net.set(value);
+    average.update_parameters();
+  }
+  for (const at::Tensor& tensor : average.averages()) EXPECT_EQ(first(tensor), 7);
+}
+
+TEST(AveragedModel, SwapsInAndBack) {
+  Net net;
+  AveragedModel average(net, {.decay = 0.5});
+  EXPECT_THROW((void)average.swapped_in(), UsageError);
+  net.set(2);
+  average.update_parameters();
+  net.set(4);
+  average.update_parameters();
+  {
+    const auto swapped = average.swapped_in();
+    EXPECT_EQ(first(net.weight), 3);
+  }
+  EXPECT_EQ(first(net.weight), 4);
+  EXPECT_EQ(first(average.averages()[0]), 3);
+  average.copy_to_module();
+  EXPECT_EQ(first(net.weight), 3);
+}
+
+TEST(AveragedModel, GoesOnFromItsState) {
+  Net net;
+  AveragedModel one(net, {.decay = 0.9}), other(net, {.decay = 0.9});
+  for (const double value : {1, 2, 5}) {
+    net.set(value);
+    one.update_parameters();
+  }
+  other.load_state_dict(one.state_dict());
+  net.set(7);
+  one.update_parameters();
+  other.update_parameters();
+  EXPECT_TRUE(at::equal(one.averages()[0], other.averages()[0]));
+  auto damaged = one.state_dict();
+  damaged.pop_back();
+  EXPECT_THAT([&] { other.load_state_dict(damaged); },
+              ::testing::ThrowsMessage<CheckpointError>(::testing::HasSubstr("module.count")));
+}
+
+TEST(AveragedModel, RefusesADecayOutOfRange) {
+  Net net;
+  for (const double decay : {-0.1, 1.5}) {
+    EXPECT_THROW(AveragedModel(net, {.decay = decay}), UsageError);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
