@@ -11,6 +11,7 @@
 
 #include "lockstep/amp/grad_scaler.h"
 #include "lockstep/amp/precision.h"
+#include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
@@ -107,6 +108,10 @@ void train(const Json& config, const lockstep::World& world) {
       .group = world.group(),
       .options = {.forward_context = precision.forward_context()}};
   const auto strategy = lockstep::make_ddp_strategy(setup);
+  const auto forward = [&](const at::Tensor& x) {
+    if (!config.value("checkpointed", false)) return model->forward(x);
+    return lockstep::checkpoint([&](const at::Tensor& in) { return model->forward(in); }, x);
+  };
   const int accumulate = config.value("accumulate", 1);
   NamedTensors output;
   const auto put = [&](const char* name, int64_t step, const at::Tensor& tensor) {
@@ -116,7 +121,7 @@ void train(const Json& config, const lockstep::World& world) {
     const at::Tensor x = data.at("x")[step][world.rank()], y = data.at("y")[step][world.rank()];
     const bool last = (step + 1) % accumulate == 0;
     const auto loss = [&] {
-      const at::Tensor out = precision.convert_output(model->forward(precision.convert_input(x)));
+      const at::Tensor out = precision.convert_output(forward(precision.convert_input(x)));
       const at::Tensor value = at::cross_entropy_loss(out, y);
       put("loss", step, value.detach().reshape({1}));
       return precision.scale(value / accumulate);

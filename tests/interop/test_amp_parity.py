@@ -64,6 +64,7 @@ RUNS = {
         "mlp in 16-mixed, accumulated, clipped": {**TRAIN, "precision": "16-mixed", "accumulate": 2, "max_norm": 0.5},
         "mlp in 16-mixed, overflow on one rank": {**TRAIN, "precision": "16-mixed", "bad_x": 1},
         "mlp in O2": {**TRAIN, "precision": "16-mixed", "level": "O2"},
+        "mlp in bf16-mixed, activations computed again": {**TRAIN, "precision": "bf16-mixed", "checkpointed": True},
         "convnet in bf16-true": {**CONVNET, "precision": "bf16-true"},
         "convnet in 16-mixed": {**CONVNET, "precision": "16-mixed"},
     },
