@@ -19,6 +19,17 @@ bool changes_bits(const DdpOptions& options) {
          options.comm_hook == CommHook::bf16_compress;
 }
 
+void check_values(const ModuleState& state) {
+  const auto check = [](const char* kind, const NamedTensor& item) {
+    if (!item.tensor.is_meta()) return;
+    throw UsageError(std::string("DistributedDataParallel: ") + kind + " '" + item.name +
+                         "' is on device meta: it has a shape, but no values",
+                     "make the module on a real device, or use a strategy that shards it");
+  };
+  for (const NamedTensor& item : state.parameters) check("parameter", item);
+  for (const NamedTensor& item : state.buffers) check("buffer", item);
+}
+
 }  // namespace
 
 struct DdpCore::Impl : Joinable {
@@ -129,6 +140,7 @@ DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions
   }
   impl_->group = std::move(group);
   const ModuleState state = find_module_state(module, options.ignored);
+  check_values(state);
   for (const ReducedParameter& parameter : state.reduced) {
     impl_->elements += parameter.tensor.numel();
   }

@@ -48,6 +48,21 @@ TEST(ModuleState, AnotherShapeIsNamed) {
       {"rank 0 has parameter 'w' Float [3,4]", "rank 1 has parameter 'w' Float [3,5]"});
 }
 
+TEST(ModuleState, TensorsWithoutValuesAreRefused) {
+  run_group(1, [](ProcessGroup group) {
+    auto module = std::make_shared<Free>();
+    module->register_parameter("here", at::zeros({2}));
+    module->register_parameter("nowhere", at::zeros({2}, at::kMeta));
+    try {
+      DistributedDataParallel ddp(module, group);
+      ADD_FAILURE() << "a parameter is on meta";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("parameter 'nowhere' is on device meta"));
+      EXPECT_THAT(error.what(), HasSubstr("hint: make the module on a real device"));
+    }
+  });
+}
+
 TEST(ModuleState, AnotherNameIsNamed) {
   expect_mismatch([](Free& module,
                      int rank) { module.register_parameter(rank == 0 ? "a" : "b", at::zeros(3)); },

@@ -77,6 +77,27 @@ class Playground(unittest.TestCase):
         self.assertNotIn(NOTE, result.stderr)
         self.assertRegex(result.stdout, "^Epoch 1/1 ")
 
+    def test_data_parallel(self):
+        """One replica gives what the program for one GPU gives; several give nearly the same."""
+        alone = run(f"{self.folder}/single_gpu", *FEW).stdout.strip()
+        for replicas in (1, 2, 3):
+            result = run(f"{self.folder}/data_parallel", "--replicas", replicas, *FEW).stdout.strip()
+            self.assertTrue(result.endswith(f" ({replicas} replicas)"), result)
+            if replicas == 1:
+                self.assertEqual(result, f"{alone} (1 replicas)")
+            loss = [float(re.search(r"loss ([\d.]+)", text)[1]) for text in (alone, result)]
+            self.assertAlmostEqual(*loss, delta=2e-4)
+
+    def test_model_parallel(self):
+        """Pipelined or not: the same mathematics on other parts of the batch."""
+        flags = (*FEW, "--batch-size", 50)
+        whole = run(f"{self.folder}/model_parallel", *flags).stdout
+        parts = run(f"{self.folder}/model_parallel", "--pipelined", "--split-size", 16, *flags).stdout
+        self.assertIn("(chunk by chunk)", whole)
+        self.assertIn("(pipelined)", parts)
+        loss = [float(re.search(r"loss ([\d.]+)", text)[1]) for text in (whole, parts)]
+        self.assertAlmostEqual(*loss, delta=2e-4)
+
     def test_flags_as_the_seed_writes_them(self):
         result = run(f"{self.folder}/distributed_data_parallel", "-n", 1, "-g", 2, "-nr", 0, "-ip", "127.0.0.1", *FEW)
         self.assertIn("(2 processes)", result.stdout)
@@ -365,6 +386,14 @@ class DistributedTraining(unittest.TestCase):
     def test_one_process(self):
         result = t.run(self.program, *self.flags, "--model", "fashion-cnn", env=environment_of())
         self.assertIn("over 1 processes", result.stdout)
+
+    def test_data_parallel(self):
+        lines = run("004_distributed_training/data_parallel", "--batch-sizes", "1,32", "--n-reps", 2, "--replicas",
+                    2).stdout.splitlines()
+        self.assertRegex(lines[0], "2 replicas$")
+        self.assertEqual([line.split()[0] for line in lines[1:]], ["1", "32"])
+        for line in lines[1:]:
+            self.assertTrue(all(float(figure) > 0 for figure in line.split()), line)
 
     def test_script_on_two_hosts(self):
         port = free_port()

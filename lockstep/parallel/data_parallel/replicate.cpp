@@ -125,7 +125,7 @@ class Replicate : public autograd::Function<Replicate> {
 struct Own {
   at::Tensor tensor;
   bool shares = false;
-  int64_t source_version = 0;
+  int64_t source_version = -1;  ///< Nothing was copied yet.
   int64_t own_version = 0;
 };
 
