@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -288,6 +289,10 @@ bool norm_relu_pool_is_fused(const at::Tensor& x, const torch::nn::BatchNorm2dIm
   }
   if (!is_plain(x) || !has_element(x) || x.dim() != 4 || x.size(1) != norm.options.num_features() ||
       x.size(1) % norm_pool::kVector != 0 || x.size(2) < 2 || x.size(3) < 2 || x.size(0) < 1) {
+    return false;
+  }
+  // Under SyncBatchNormGuard at::batch_norm is another one, which must be called.
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode)) {
     return false;
   }
   return x.is_contiguous(kChannelsLast) && !x.is_contiguous();

@@ -1,5 +1,6 @@
 """A rank of Python's DistributedDataParallel: what lockstep_parity does in mode "train"."""
 
+import collections
 import contextlib
 import json
 import os
@@ -13,6 +14,36 @@ from safetensors.torch import load_file, save_file
 import parity_models
 
 
+def register_hook(ddp, config):
+    if config.get("hook", "none") != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        hooks = {"allreduce": default_hooks.allreduce_hook, "fp16_compress": default_hooks.fp16_compress_hook}
+        ddp.register_comm_hook(None, hooks[config["hook"]])
+    if "power_sgd" in config:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+        options = config["power_sgd"]
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(
+            None, options["rank"], options["start"], options.get("rate", 2), options.get("feedback", True),
+            options.get("warm", True), options.get("epsilon", 0), options.get("seed", 0),
+            batch_tensors_with_same_shape=options.get("batch", False)), powerSGD_hook.powerSGD_hook)
+    if "post_local_sgd" in config:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+        options = config["post_local_sgd"]
+        subgroup, _ = dist.new_subgroups(group_size=options["subgroup"])
+        ddp.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, subgroup, options["start"]),
+                               post_localSGD_hook.post_localSGD_hook)
+
+
+def make_averager(config):
+    from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+    if "period" in config:
+        return averagers.PeriodicModelAverager(config["period"], config["warmup"])
+    if "hierarchy" in config:
+        return hierarchical_model_averager.HierarchicalModelAverager(
+            collections.OrderedDict(config["hierarchy"]), config["warmup"])
+    return None
+
+
 def train(config):
     rank = dist.get_rank()
     data = load_file(config["input"])
@@ -21,10 +52,8 @@ def train(config):
     ddp = torch.nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=config["python_view"], static_graph=config.get("static_graph", False),
         find_unused_parameters=config.get("find_unused_parameters", False), **caps)
-    if config.get("hook", "none") != "none":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        hooks = {"allreduce": default_hooks.allreduce_hook, "fp16_compress": default_hooks.fp16_compress_hook}
-        ddp.register_comm_hook(None, hooks[config["hook"]])
+    register_hook(ddp, config)
+    averager = make_averager(config)
     optimizer = torch.optim.SGD(ddp.parameters(), **config["options"])
     accumulate = config.get("accumulate", 1)
     loss_of = torch.nn.functional.mse_loss if config["model"] == "linear" else torch.nn.functional.cross_entropy
@@ -39,6 +68,8 @@ def train(config):
             loss.backward()
         if last:
             optimizer.step()
+            if averager:
+                averager.average_parameters(ddp.parameters())
     save_file({"losses": torch.tensor(losses), **{k: v.contiguous() for k, v in model.state_dict().items()}},
               f"{config['output']}.{rank}")
 

@@ -17,6 +17,9 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/averaged_model.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/averaging/averagers.h"
+#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
+#include "lockstep/parallel/comm_hooks/power_sgd_hook.h"
 #include "lockstep/parallel/ddp.h"
 
 namespace {
@@ -186,6 +189,41 @@ lockstep::CommHook hook_of(const std::string& name) {
   return lockstep::CommHook::none;
 }
 
+lockstep::AsyncGradientHook async_hook_of(const Json& config, const lockstep::ProcessGroup& group) {
+  if (config.contains("power_sgd")) {
+    const Json& options = config["power_sgd"];
+    return lockstep::power_sgd_hook(std::make_shared<lockstep::PowerSGDState>(
+        lockstep::PowerSGDOptions{.matrix_approximation_rank = options["rank"],
+                                  .start_power_sgd_iter = options["start"],
+                                  .min_compression_rate = options.value("rate", 2.0),
+                                  .use_error_feedback = options.value("feedback", true),
+                                  .warm_start = options.value("warm", true),
+                                  .orthogonalization_epsilon = options.value("epsilon", 0.0),
+                                  .random_seed = options.value("seed", 0U),
+                                  .batch_tensors_with_same_shape = options.value("batch", false)}));
+  }
+  if (config.contains("post_local_sgd")) {
+    const Json& options = config["post_local_sgd"];
+    return lockstep::post_local_sgd_hook(std::make_shared<lockstep::PostLocalSGDState>(
+        group, lockstep::new_subgroups(group, options["subgroup"]), options["start"]));
+  }
+  return {};
+}
+
+/// Null where the parameters are not averaged.
+std::unique_ptr<lockstep::ModelAverager> averager_of(const Json& config,
+                                                     const lockstep::ProcessGroup& group) {
+  if (config.contains("period")) {
+    return std::make_unique<lockstep::PeriodicModelAverager>(config["period"], config["warmup"],
+                                                             group);
+  }
+  if (config.contains("hierarchy")) {
+    return std::make_unique<lockstep::HierarchicalModelAverager>(
+        config["hierarchy"].get<std::vector<std::pair<int64_t, int>>>(), config["warmup"], group);
+  }
+  return nullptr;
+}
+
 /// Trains on this rank's part of "x" [steps, ranks, batch, ...] and "y"; writes the losses, and the
 /// module's tensors at the end, to OUTPUT.RANK.
 void train(const Json& config, const lockstep::World& world) {
@@ -201,6 +239,8 @@ void train(const Json& config, const lockstep::World& world) {
   options.static_graph = config.value("static_graph", false);
   options.find_unused_parameters = config.value("find_unused_parameters", false);
   options.comm_hook = hook_of(config.value("hook", "none"));
+  options.async_custom_hook = async_hook_of(config, world.group());
+  const auto averager = averager_of(config, world.group());
   lockstep::DistributedDataParallel ddp(model, world.group(), options);
   const auto parameters = model->parameters();
   auto optimizer =
@@ -225,6 +265,7 @@ void train(const Json& config, const lockstep::World& world) {
     }
     run();
     optimizer->step();
+    if (averager) averager->average_parameters(parameters);
   }
   NamedTensors output{{"losses", at::tensor(losses)}};
   for (const auto& item : model->named_parameters()) output.emplace_back(item.key(), item.value());

@@ -13,7 +13,7 @@ require_linked_torch()
 import torch  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
-SHAPES = {"mlp": (784,), "convnet": (1, 28, 28), "linear": (20,)}
+SHAPES = {"mlp": (784,), "wide": (784,), "convnet": (1, 28, 28), "linear": (20,)}
 
 
 def data(model, steps, ranks, batch, seed=7):
@@ -25,6 +25,7 @@ def data(model, steps, ranks, batch, seed=7):
 
 # What is trained by how many ranks; each job is done by C++ and by Python and must end the same.
 MLP = {"model": "mlp"}
+WIDE = {"model": "wide", "steps": 6, "batch": 8}
 CONVNET = {"model": "convnet", "steps": 4, "batch": 16}
 RUNS = {
     1: {
@@ -48,10 +49,21 @@ RUNS = {
         "static graph": {**CONVNET, "batch": 8, "static_graph": True},
         "all-reduce hook": {**MLP, "hook": "allreduce"},
         "fp16 hook": {**MLP, "hook": "fp16_compress"},
+        "PowerSGD": {**MLP, "power_sgd": {"rank": 1, "start": 2}},
+        "PowerSGD by QR, batched": {**WIDE, "power_sgd": {"rank": 4, "start": 3, "batch": True, "seed": 3}},
+        "PowerSGD without memory": {**MLP, "bucket_cap_mb": 0.1, "power_sgd": {
+            "rank": 2, "start": 1, "rate": 1, "feedback": False, "warm": False, "epsilon": 1e-8}},
+        "parameters averaged every third step": {**MLP, "period": 3, "warmup": 2},
     },
     3: {
         "several buckets": {**MLP, "batch": 8, "bucket_cap_mb": 0.03},
         "convnet": {**CONVNET, "batch": 5},
+        "PowerSGD": {**MLP, "power_sgd": {"rank": 2, "start": 2}},
+    },
+    4: {
+        "post-local SGD": {**MLP, "batch": 8, "post_local_sgd": {"subgroup": 2, "start": 3}, "period": 2, "warmup": 3},
+        "hierarchical averages": {**MLP, "batch": 8, "post_local_sgd": {"subgroup": 1, "start": 0},
+                                  "hierarchy": [[2, 2], [4, 4]], "warmup": 1},
     },
 }
 
@@ -92,6 +104,9 @@ class DdpParity(unittest.TestCase):
 
     def test_three_ranks(self):
         self.compare(3)
+
+    def test_four_ranks(self):
+        self.compare(4)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+
+namespace lockstep {
+
+/// Averages parameters over ranks every now and then, in place of their gradients in every step:
+/// local SGD. Call after each step of the optimizer. The classes, formulas and bits are those of
+/// torch.distributed.algorithms.model_averaging. One thread; every rank calls alike.
+class ModelAverager {
+ public:
+  virtual ~ModelAverager() = default;
+  /// Averages where this step's turn has come, and counts the step. Only parameters that have a
+  /// gradient are averaged: call before zero_grad.
+  virtual void average_parameters(const std::vector<at::Tensor>& parameters) = 0;
+
+  /// Steps counted so far. Set it when a run resumes.
+  int64_t step() const { return step_; }
+  void set_step(int64_t step) { step_ = step; }
+
+ protected:
+  int64_t step_ = 0;
+};
+
+/// After `warmup_steps`, every `period`-th step over the whole group: steps warmup_steps,
+/// warmup_steps + period, and so on, counted from 0.
+class PeriodicModelAverager : public ModelAverager {
+ public:
+  /// Throws UsageError for a period below 1 and negative warm-up. A period of 1 is warned about:
+  /// there DistributedDataParallel sends no more.
+  PeriodicModelAverager(int64_t period, int64_t warmup_steps, ProcessGroup group);
+  void average_parameters(const std::vector<at::Tensor>& parameters) override;
+
+ private:
+  int64_t period_;
+  int64_t warmup_steps_;
+  ProcessGroup group_;
+};
+
+/// Groups of several sizes, each with a period: {{4, 8}, {16, 16}} averages among each 8 ranks
+/// every 4 steps, and among all 16 every 16 steps. In a step whose number several periods divide
+/// only the largest one's groups average. Ranks that follow each other form a group. (Lin et al.,
+/// "Don't Use Large Mini-Batches, Use Local SGD", 2018; Wang et al., "Hierarchical SGD", 2020.)
+class HierarchicalModelAverager : public ModelAverager {
+ public:
+  /// {period, size of its groups}, ascending; the last size is the group's. A collective: makes the
+  /// groups. Throws UsageError for an empty list, periods below 1 or not ascending, sizes that do
+  /// not divide the group, a last one that is not all of it, and negative warm-up.
+  HierarchicalModelAverager(std::vector<std::pair<int64_t, int>> period_group_sizes,
+                            int64_t warmup_steps, const ProcessGroup& group);
+  void average_parameters(const std::vector<at::Tensor>& parameters) override;
+
+ private:
+  struct Level {
+    int64_t period;
+    ProcessGroup group;
+  };
+  std::vector<Level> levels_;
+  int64_t warmup_steps_;
+};
+
+/// The group's ranks in groups of `size`, neighbours together, as torch.distributed.new_subgroups:
+/// gives this rank's. A collective. Throws UsageError where `size` does not divide the group.
+ProcessGroup new_subgroups(const ProcessGroup& group, int size);
+/// The group's ranks by hosts: this host's. A collective.
+ProcessGroup new_subgroup_of_host(const ProcessGroup& group);
+
+}  // namespace lockstep

@@ -1,0 +1,370 @@
+#include "lockstep/parallel/comm_hooks/power_sgd_hook.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
+
+namespace lockstep {
+
+struct PowerSGDState::Impl {
+  PowerSGDOptions options;
+  /// numpy's RandomState draws from the same generator.
+  std::mt19937 random;
+  std::map<size_t, at::Tensor> errors, ps, qs;  ///< By bucket.
+  int64_t iter = 0;
+  CompressionStats stats;
+
+  /// numpy's RandomState.randint(1'000'000'000).
+  uint64_t next_seed() {
+    constexpr uint32_t kMask = (1U << 30) - 1, kMost = 999'999'999;
+    uint32_t value = kMost + 1;
+    while (value > kMost) value = static_cast<uint32_t>(random()) & kMask;
+    return value;
+  }
+
+  /// False while gradients are still averaged as they are.
+  bool started() const { return iter >= options.start_power_sgd_iter; }
+  void finish_bucket(bool is_last) { iter += is_last ? 1 : 0; }
+
+  void add_error(size_t bucket, at::Tensor& gradients) {
+    const auto known = errors.find(bucket);
+    if (known != errors.end()) gradients.add_(known->second);
+  }
+
+  void forget_unless_warm() {
+    if (options.warm_start) return;
+    ps.clear();
+    qs.clear();
+  }
+};
+
+namespace {
+
+void orthogonalize_by_gram_schmidt(const at::Tensor& matrices, double epsilon) {
+  const int64_t columns = matrices.size(2);
+  for (int64_t i = 0; i < columns; ++i) {
+    at::Tensor column = matrices.narrow(2, i, 1);
+    at::Tensor norm = at::linalg_vector_norm(column, 2, {1}, /*keepdim=*/true);
+    column.div_(epsilon == 0 ? norm : norm + epsilon);
+    if (i + 1 == columns) return;
+    at::Tensor rest = matrices.narrow(2, i + 1, columns - i - 1);
+    rest.sub_(at::sum(column * rest, {1}, /*keepdim=*/true) * column);
+  }
+}
+
+/// The columns of each [rows, columns] of a batch of matrices, in place.
+void orthogonalize(at::Tensor matrices, double epsilon) {
+  const bool half = c10::isReducedFloatingType(matrices.scalar_type());
+  if (matrices.size(2) <= 2 || half) return orthogonalize_by_gram_schmidt(matrices, epsilon);
+  at::Tensor upper =
+      at::empty({matrices.size(0), matrices.size(2), matrices.size(2)}, matrices.options());
+  at::linalg_qr_out(matrices, upper, matrices);
+}
+
+at::Tensor normal_values(at::IntArrayRef shape, const at::Tensor& like, at::Generator& generator) {
+  return at::randn(shape, generator, at::TensorOptions().dtype(like.scalar_type()))
+      .to(like.device());
+}
+
+/// The parts of a bucket, a tensor for each parameter.
+std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
+  std::vector<at::Tensor> parts;
+  int64_t offset = 0;
+  for (const at::Tensor& parameter : bucket.parameters) {
+    parts.push_back(bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
+    offset += parameter.numel();
+  }
+  return parts;
+}
+
+/// One bucket on its way.
+struct Compression {
+  std::shared_ptr<PowerSGDState> state;
+  ProcessGroup group;
+  size_t index;
+  bool is_last;
+  at::Tensor gradients;
+  at::Tensor before = {};                     ///< A copy of them, with error feedback.
+  std::vector<at::Tensor> uncompressed = {};  ///< Views of `gradients`.
+  at::Tensor uncompressed_memory = {};
+  std::vector<at::Tensor> matrices = {};  ///< [batch, rows, columns], views or stacks of views.
+  std::vector<std::vector<at::Tensor>> originals = {};  ///< Of each that is a stack.
+  at::Tensor p_memory = {}, q_memory = {};              ///< The state's, for all matrices.
+  std::vector<at::Tensor> ps = {}, qs = {};             ///< Views of it.
+  Work uncompressed_work = {}, ps_work = {};
+
+  PowerSGDState::Impl& kept() const { return state->impl(); }
+  const PowerSGDOptions& options() const { return kept().options; }
+
+  void divide_tensors(const GradientBucket& bucket) {
+    std::vector<std::pair<std::vector<int64_t>, std::vector<at::Tensor>>> by_shape;
+    for (const at::Tensor& tensor : gradients_in(bucket)) {
+      const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+      at::Tensor matrix = tensor.view({rows, rows == 0 ? 0 : tensor.numel() / rows});
+      const int64_t columns = matrix.size(1);
+      const int64_t rank = std::min({rows, columns, options().matrix_approximation_rank});
+      const int64_t before_it = rows * columns, after_it = (rows + columns) * rank;
+      kept().stats.numel_before += before_it;
+      if (static_cast<double>(after_it) * options().min_compression_rate >=
+          static_cast<double>(before_it)) {
+        kept().stats.numel_after += before_it;
+        uncompressed.push_back(tensor);
+        continue;
+      }
+      kept().stats.numel_after += after_it;
+      const std::vector<int64_t> shape = matrix.sizes().vec();
+      auto same = std::find_if(by_shape.begin(), by_shape.end(),
+                               [&](const auto& entry) { return entry.first == shape; });
+      if (same == by_shape.end()) same = by_shape.insert(by_shape.end(), {shape, {}});
+      same->second.push_back(std::move(matrix));
+    }
+    for (const auto& [shape, tensors] : by_shape) take_matrices(tensors);
+  }
+
+  void take_matrices(const std::vector<at::Tensor>& tensors) {
+    if (options().batch_tensors_with_same_shape && tensors.size() > 1) {
+      matrices.push_back(at::stack(tensors));
+      originals.push_back(tensors);
+      return;
+    }
+    for (const at::Tensor& tensor : tensors) {
+      matrices.push_back(tensor.unsqueeze(0));
+      originals.emplace_back();
+    }
+  }
+
+  /// True when the matrices are new and hold no values yet.
+  bool find_memory() {
+    int64_t p_size = 0, q_size = 0;
+    for (const at::Tensor& matrix : matrices) {
+      p_size += matrix.size(0) * matrix.size(1) * rank_of(matrix);
+      q_size += matrix.size(0) * matrix.size(2) * rank_of(matrix);
+    }
+    const bool is_new = !options().warm_start || !kept().ps.contains(index);
+    if (is_new) {
+      kept().ps[index] = at::empty({p_size}, gradients.options());
+      kept().qs[index] = at::empty({q_size}, gradients.options());
+    }
+    p_memory = kept().ps[index];
+    q_memory = kept().qs[index];
+    int64_t p_at = 0, q_at = 0;
+    for (const at::Tensor& matrix : matrices) {
+      const auto view = [&](const at::Tensor& memory, int64_t& at, int64_t rows) {
+        const int64_t size = matrix.size(0) * rows * rank_of(matrix);
+        at += size;
+        return memory.narrow(0, at - size, size).view({matrix.size(0), rows, rank_of(matrix)});
+      };
+      ps.push_back(view(p_memory, p_at, matrix.size(1)));
+      qs.push_back(view(q_memory, q_at, matrix.size(2)));
+    }
+    return is_new;
+  }
+
+  int64_t rank_of(const at::Tensor& matrix) const {
+    return std::min({matrix.size(1), matrix.size(2), options().matrix_approximation_rank});
+  }
+
+  void prepare_qs(bool are_new) {
+    at::Generator generator;
+    if (are_new) generator = at::make_generator<at::CPUGeneratorImpl>(kept().next_seed());
+    for (at::Tensor& q : qs) {
+      if (are_new) q.copy_(normal_values(q.sizes(), q, generator));
+      orthogonalize(q, options().orthogonalization_epsilon);
+    }
+  }
+
+  /// The part before the first communication has an answer.
+  void start(const GradientBucket& bucket) {
+    if (options().use_error_feedback) {
+      kept().add_error(index, gradients);
+      before = gradients.clone();
+    }
+    divide_tensors(bucket);
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& tensor : uncompressed) flat.push_back(tensor.reshape({-1}));
+    uncompressed_memory = flat.empty() ? at::empty({0}, gradients.options()) : at::cat(flat);
+    prepare_qs(find_memory());
+    for (size_t i = 0; i < matrices.size(); ++i) at::bmm_out(ps[i], matrices[i], qs[i]);
+    if (!uncompressed.empty()) uncompressed_work = group.all_reduce_async(uncompressed_memory);
+    if (!matrices.empty()) ps_work = group.all_reduce_async(p_memory);
+  }
+
+  at::Tensor finish() {
+    const c10::AutoGradMode no_grad(false);
+    if (!uncompressed.empty()) {
+      uncompressed_work.wait();
+      uncompressed_memory.div_(group.size());
+      int64_t offset = 0;
+      for (const at::Tensor& tensor : uncompressed) {
+        tensor.copy_(uncompressed_memory.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+        offset += tensor.numel();
+      }
+    }
+    if (!matrices.empty()) decompress();
+    if (options().use_error_feedback) kept().errors[index] = before - gradients;
+    kept().forget_unless_warm();
+    kept().finish_bucket(is_last);
+    return gradients;
+  }
+
+  void decompress() {
+    ps_work.wait();
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      // The mean would have the same directions.
+      orthogonalize(ps[i], options().orthogonalization_epsilon);
+    }
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      at::bmm_out(qs[i], matrices[i].transpose(1, 2), ps[i]);
+    }
+    group.all_reduce(q_memory);
+    q_memory.div_(group.size());
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      at::bmm_out(matrices[i], ps[i], qs[i].transpose(1, 2));
+      for (size_t k = 0; k < originals[i].size(); ++k) originals[i][k].copy_(matrices[i][k]);
+    }
+  }
+};
+
+/// The same with the bucket as one square matrix.
+struct SquareCompression {
+  std::shared_ptr<PowerSGDState> state;
+  ProcessGroup group;
+  size_t index;
+  bool is_last;
+  at::Tensor gradients;
+  at::Tensor matrix = {}, before = {};
+  at::Tensor p = {}, q = {};  ///< The state's.
+  Work p_work = {};
+
+  PowerSGDState::Impl& kept() const { return state->impl(); }
+
+  void start() {
+    const int64_t length = gradients.numel();
+    const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(length))));
+    const int64_t rank = kept().options.matrix_approximation_rank;
+    kept().stats.numel_before += length;
+    kept().stats.numel_after += 2 * side * rank;
+    at::Tensor padded = at::zeros({side * side}, gradients.options());
+    padded.narrow(0, 0, length).copy_(gradients);
+    if (kept().options.use_error_feedback) {
+      kept().add_error(index, padded);
+      before = padded.clone();
+    }
+    matrix = padded.view({side, side});
+    if (!kept().options.warm_start || !kept().ps.contains(index)) {
+      kept().ps[index] = at::empty({side, rank}, gradients.options());
+      auto generator = at::make_generator<at::CPUGeneratorImpl>(kept().next_seed());
+      kept().qs[index] = normal_values({side, rank}, gradients, generator);
+    }
+    p = kept().ps[index];
+    q = kept().qs[index];
+    orthogonalize(q.unsqueeze(0), 0);
+    at::matmul_out(p, matrix, q);
+    p_work = group.all_reduce_async(p);
+  }
+
+  at::Tensor finish() {
+    const c10::AutoGradMode no_grad(false);
+    p_work.wait();
+    orthogonalize(p.unsqueeze(0), 0);
+    at::matmul_out(q, matrix.t(), p);
+    group.all_reduce(q);
+    q.div_(group.size());
+    at::matmul_out(matrix, p, q.t());
+    const at::Tensor flat = matrix.view({-1});
+    if (kept().options.use_error_feedback) kept().errors[index] = before - flat;
+    kept().forget_unless_warm();
+    kept().finish_bucket(is_last);
+    return flat.narrow(0, 0, gradients.numel());
+  }
+};
+
+template <class Start>
+AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState> state, const char* name, Start start) {
+  if (!state) throw UsageError(std::string(name) + ": the state is null");
+  return [state, start](const ProcessGroup& group,
+                        GradientBucket& bucket) -> std::function<at::Tensor()> {
+    const c10::AutoGradMode no_grad(false);
+    if (!state->impl().started()) {
+      state->impl().finish_bucket(bucket.is_last);
+      return detail::start_mean(group, bucket.gradients);
+    }
+    return start(state, group, bucket);
+  };
+}
+
+}  // namespace
+
+PowerSGDState::PowerSGDState(const PowerSGDOptions& options) : impl_(std::make_unique<Impl>()) {
+  if (options.matrix_approximation_rank < 1 || !(options.min_compression_rate > 0)) {
+    throw UsageError("PowerSGDState: matrix_approximation_rank is " +
+                     std::to_string(options.matrix_approximation_rank) +
+                     " and min_compression_rate " + std::to_string(options.min_compression_rate) +
+                     "; expected 1 or more, and more than 0");
+  }
+  if ((options.use_error_feedback || options.warm_start) && options.start_power_sgd_iter < 2) {
+    throw UsageError("PowerSGDState: start_power_sgd_iter is " +
+                         std::to_string(options.start_power_sgd_iter) +
+                         "; expected 2 or more with error feedback or warm start",
+                     "DistributedDataParallel makes its buckets anew after the first backward");
+  }
+  impl_->options = options;
+  impl_->random.seed(options.random_seed);
+}
+
+PowerSGDState::~PowerSGDState() = default;
+
+PowerSGDState::CompressionStats PowerSGDState::compression_stats() const {
+  CompressionStats stats = impl_->stats;
+  if (stats.numel_after > 0) {
+    stats.rate = static_cast<double>(stats.numel_before) / static_cast<double>(stats.numel_after);
+  }
+  return stats;
+}
+
+int64_t PowerSGDState::iter() const {
+  return impl_->iter;
+}
+
+AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
+  return hook_of(std::move(state), "power_sgd_hook",
+                 [](const std::shared_ptr<PowerSGDState>& kept, const ProcessGroup& group,
+                    GradientBucket& bucket) -> std::function<at::Tensor()> {
+                   auto compression =
+                       std::make_shared<Compression>(Compression{.state = kept,
+                                                                 .group = group,
+                                                                 .index = bucket.index,
+                                                                 .is_last = bucket.is_last,
+                                                                 .gradients = bucket.gradients});
+                   compression->start(bucket);
+                   return [compression] { return compression->finish(); };
+                 });
+}
+
+AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
+  return hook_of(std::move(state), "batched_power_sgd_hook",
+                 [](const std::shared_ptr<PowerSGDState>& kept, const ProcessGroup& group,
+                    GradientBucket& bucket) -> std::function<at::Tensor()> {
+                   auto compression = std::make_shared<SquareCompression>(
+                       SquareCompression{.state = kept,
+                                         .group = group,
+                                         .index = bucket.index,
+                                         .is_last = bucket.is_last,
+                                         .gradients = bucket.gradients});
+                   compression->start();
+                   return [compression] { return compression->finish(); };
+                 });
+}
+
+}  // namespace lockstep
