@@ -79,6 +79,11 @@ void each_image(int64_t images, Run run) {
   });
 }
 
+/// Not the memory of a lazily negated tensor, and zeros without memory have none.
+bool holds_its_values(const at::Tensor& tensor) {
+  return !tensor.is_neg() && !tensor._is_zerotensor();
+}
+
 float at_channel(const at::Tensor& values, size_t channel) {
   return values.const_data_ptr<float>()[channel];
 }
@@ -197,10 +202,11 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
       }
       return result;
     }
+    const at::Tensor& given = gradients[0];
+    const at::Tensor held = holds_its_values(given) ? given : given.clone();
     return with_element(x, [&](auto element) {
       return fast_backward<decltype(element)>(
-          saved, gradients[0].to(x.scalar_type()).contiguous(kChannelsLast),
-          context->needs_input_grad(0));
+          saved, held.to(x.scalar_type()).contiguous(kChannelsLast), context->needs_input_grad(0));
     });
   }
 
@@ -265,7 +271,8 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
 };
 
 bool is_plain(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided;
+  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         holds_its_values(tensor);
 }
 
 bool is_float_vector(const at::Tensor& tensor) {

@@ -309,5 +309,25 @@ TEST(NormPool, EveryProcessorsKernelsAgree) {
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_LT(difference(best[i], plain[i]), 1e-6) << i;
 }
 
+// Their memory holds other values than they have, or there is none.
+TEST(NormPool, TakesTensorsThatAreNegatedLazilyAndZerosWithoutMemory) {
+  const at::Tensor x = images({2, 8, 6, 4});
+  nn::BatchNorm2d norm = make_norm(8), other(8);
+  other->weight.set_data(norm->weight.detach().clone());
+  other->bias.set_data(norm->bias.detach().clone());
+  const at::Tensor negated = at::_neg_view(-x);
+  ASSERT_TRUE(negated.is_neg() && negated.is_contiguous(at::MemoryFormat::ChannelsLast));
+  const auto gradients = [&](nn::BatchNorm2d& used, const at::Tensor& given) {
+    at::Tensor input = x.clone().requires_grad_();
+    return torch::autograd::grad({norm_relu_pool(input, *used)}, {input}, {given})[0];
+  };
+  EXPECT_LT(difference(norm_relu_pool(negated, *norm), norm_relu_pool(x, *other)), 1e-5);
+  const at::Tensor given = images({2, 8, 3, 2});
+  const at::Tensor expected = gradients(norm, given);
+  EXPECT_TRUE(at::equal(gradients(norm, at::_neg_view(-given)), expected));
+  const at::Tensor zeros = at::_efficientzerotensor({2, 8, 3, 2}, at::kFloat);
+  EXPECT_TRUE(at::equal(gradients(norm, zeros), at::zeros_like(x)));
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -305,5 +305,18 @@ TEST(ScaledCopy, HasTheBitsOfMul) {
   EXPECT_TRUE(at::equal(target, source.mul(1.0 / 3)));
 }
 
+// Their memory holds other values than they have, or there is none.
+TEST(ScaledCopy, TakesTensorsThatAreNegatedLazilyAndZerosWithoutMemory) {
+  const at::Tensor values = at::arange(9, at::kFloat);
+  at::Tensor target = at::empty({9});
+  detail::scaled_copy(target, at::_neg_view(-values), 0.5);
+  EXPECT_TRUE(at::equal(target, values * 0.5)) << target;
+  at::Tensor negated = at::_neg_view(at::empty({9}));
+  detail::scaled_copy(negated, values, 0.5);
+  EXPECT_TRUE(at::equal(negated.clone(), values * 0.5)) << negated;
+  detail::scaled_copy(target, at::_efficientzerotensor({9}, at::kFloat), 0.5);
+  EXPECT_TRUE(at::equal(target, at::zeros({9}))) << target;
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/scale_kernel.h"
 
 namespace lockstep::detail {
@@ -16,9 +17,8 @@ constexpr int64_t kOneThread = 32768;
 
 void scaled_copy(const at::Tensor& target, const at::Tensor& source, double factor) {
   const int64_t count = target.numel();
-  const bool plain = target.is_cpu() && target.strides() == source.strides() &&
-                     target.is_non_overlapping_and_dense() && !source.is_neg() &&
-                     (count <= kOneThread || at::get_num_threads() == 1);
+  const bool plain = target.is_cpu() && target.strides() == source.strides() && is_dense(target) &&
+                     is_dense(source) && (count <= kOneThread || at::get_num_threads() == 1);
   if (plain && target.scalar_type() == at::kFloat && source.scalar_type() == at::kFloat) {
     scale(target.mutable_data_ptr<float>(), source.const_data_ptr<float>(), count,
           static_cast<float>(factor));

@@ -4,6 +4,8 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/mse_loss.h>
 
+#include "lockstep/optim/dense_layout.h"
+
 namespace lockstep {
 namespace {
 
@@ -25,7 +27,7 @@ int64_t count_correct_in_memory(const at::Tensor& output, const at::Tensor& targ
 
 int64_t count_correct(const at::Tensor& output, const at::Tensor& target, int64_t rows) {
   if (output.is_cpu() && output.is_contiguous() && output.scalar_type() == at::kFloat &&
-      target.is_contiguous()) {
+      target.is_contiguous() && is_dense(output) && is_dense(target)) {
     return count_correct_in_memory(output, target, rows);
   }
   return output.detach()
