@@ -210,9 +210,9 @@ class Hosts(unittest.TestCase):
                 return launched
         self.fail("no free port in five attempts")
 
-    def launch(self, host, port, text, folder, **popen):
+    def launch(self, host, port, text, folder, env=None, **popen):
         return Launched("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
-                        "--master-port", port, "sh", "-c", text, env={"OUT": str(folder)}, **popen)
+                        "--master-port", port, "sh", "-c", text, env={"OUT": str(folder), **(env or {})}, **popen)
 
     def test_a_failure_before_host_0_is_up_is_told(self):
         for _ in range(5):  # A free port may be taken before the launcher binds it.
@@ -233,11 +233,13 @@ class Hosts(unittest.TestCase):
     def test_a_broken_connection_between_the_launchers_is_made_again(self):
         for _ in range(5):
             port, text = free_port(), "until [ -e $OUT/go ]; do sleep 0.01; done"
-            with temporary_folder() as folder, Passage(port) as passage, self.launch(0, port, text, folder) as first, \
-                    self.launch(1, passage.port, text, folder) as second:
+            with temporary_folder() as folder, open(folder / "said", "wb") as said, Passage(port) as passage, \
+                    self.launch(0, port, text, folder) as first, \
+                    self.launch(1, passage.port, text, folder, {"LOCKSTEP_LOG_LEVEL": "debug"}, stderr=said) as second:
                 wait_until(lambda: passage.passed > 0 or first.process.poll() is not None, 30, "the launcher of host 1")
                 passage.cut()
-                time.sleep(1)  # As long as the network is down.
+                wait_until(lambda: "out of reach; trying again" in (folder / "said").read_text() or
+                           first.process.poll() is not None, 30, "a connection that is refused")
                 passage.open()
                 (folder / "go").touch()
                 code, _, err = first.end()

@@ -212,6 +212,7 @@ void visit_store(Board& board) {
   do {
     const bool known = was_there(board);
     if (!is_there(board.meeting, known ? kReconnect : kConnect)) {
+      if (known) log_debug("lockstep run: the store of the hosts is out of reach; trying again");
       const std::lock_guard lock(board.mutex);
       board.lost = known;
       continue;

@@ -15,6 +15,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/train/stop_signal.h"
+#include "tests/support/pipe.h"
 #include "tools/lockstep/train/console.h"
 #include "tools/lockstep/train/metrics_file.h"
 #include "tools/lockstep/train/progress.h"
@@ -22,6 +23,7 @@
 namespace lockstep {
 namespace {
 
+using test_process::Pipe;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
@@ -33,17 +35,6 @@ class RedirectedOutput {
 
  private:
   UniqueFd saved_;
-};
-
-struct Pipe {
-  Pipe() {
-    int ends[2];
-    if (::pipe(ends) != 0) throw std::runtime_error("pipe");
-    read.reset(ends[0]);
-    write.reset(ends[1]);
-  }
-  UniqueFd read;
-  UniqueFd write;
 };
 
 TEST(OutcomeLine, HasTheFormThatScriptsRead) {
