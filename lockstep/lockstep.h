@@ -15,6 +15,7 @@
 #include "lockstep/base/random.h"
 #include "lockstep/checkpoint/save_checkpoint.h"
 #include "lockstep/comm/call_observer.h"
+#include "lockstep/comm/device_mesh.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work.h"

@@ -68,17 +68,21 @@ NamedTensors state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
+void check_state_dict(const torch::nn::Module& module, const NamedTensors& tensors,
+                      const std::string& source) {
+  const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
+  const std::string wrong = differences(state_dict(module), given);
+  if (wrong.empty()) return;
+  throw CheckpointError(source + " does not fit the model; tensors: " + wrong,
+                        "give the --model that the weights were saved from");
+}
+
 void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
                      const std::string& source) {
+  check_state_dict(module, tensors, source);
   const at::NoGradGuard no_grad;
-  NamedTensors own = state_dict(module);
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
-  const std::string wrong = differences(own, given);
-  if (!wrong.empty()) {
-    throw CheckpointError(source + " does not fit the model; tensors: " + wrong,
-                          "give the --model that the weights were saved from");
-  }
-  for (auto& [name, tensor] : own) tensor.copy_(given.at(name));
+  for (auto& [name, tensor] : state_dict(module)) tensor.copy_(given.at(name));
 }
 
 }  // namespace lockstep

@@ -22,4 +22,9 @@ void load_state_dict(torch::nn::Module& module,
                      const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                      const std::string& source);
 
+/// Throws as load_state_dict does, and copies nothing.
+void check_state_dict(const torch::nn::Module& module,
+                      const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                      const std::string& source);
+
 }  // namespace lockstep

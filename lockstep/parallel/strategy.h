@@ -74,6 +74,15 @@ struct StrategyOptions {
   std::string pipeline_schedule = "1f1b";
   /// DataParallel: replicas in this process. 0: one for each core, or for each GPU.
   int64_t dp_replicas = 0;
+  /// Pipeline: stages of a rank. 0 is the schedule's own: 2 for interleaved-1f1b, else 1. More make
+  /// the bubble smaller and messages more.
+  int64_t pipeline_stages_per_rank = 0;
+  /// Pipeline: the layers at which the second and all further stages begin, by Layer::name. Empty:
+  /// stages of equal cost.
+  std::vector<std::string> pipeline_plan = {};
+  /// Pipeline: keep only the inputs of stages, and run forward again in backward. It saves most of
+  /// the activations' memory for a third more time.
+  bool recompute_activations = false;
   /// Named dimensions of the ranks ("dp=2,pp=2"). Empty: all ranks are one dimension.
   std::string mesh = {};
   /// FSDP: give back gathered parameters after forward, too. Costs one more gather in backward.
@@ -96,6 +105,9 @@ struct StrategySetup {
   /// Runs `module`, or a copy that `module->clone` made, on a batch. For strategies that keep
   /// copies. Empty: these refuse the module.
   std::function<at::Tensor(torch::nn::Module& module, const at::Tensor& input)> forward = {};
+  /// A batch of the shape that will come. Pipeline: the cost of layers is measured with it, to cut
+  /// stages of equal cost. Undefined: the cost is guessed from the layers' parameters.
+  at::Tensor example_input = {};
   OptimizerFactory make_optimizer;
   ProcessGroup group;  ///< All ranks that train together.
   c10::Device device = c10::kCPU;

@@ -79,6 +79,30 @@ class Bench(unittest.TestCase):
         self.assertEqual(set(row), {"ranks", "backend", "seconds"})
         self.assertTrue(0.01 < row["seconds"] < 60, row)
 
+    def test_pipeline(self):
+        with t.temporary_folder() as folder:
+            rows = bench("pipeline", "--stages", "2,4", "--num-micro-batches", "4,8")["results"]
+            self.assertEqual(len(rows), 16)
+            for row in rows:
+                self.assertLess(abs(row["bubble_percent"] - row["formula_percent"]), 5, row)
+            self.assertEqual(rows[0], {"schedule": "gpipe", "ranks": 2, "stages": 2, "micro_batches": 4,
+                                       "formula_percent": 20.0, "bubble_percent": rows[0]["bubble_percent"],
+                                       "kept_activations": 4})
+            plot = folder / "a.svg"
+            bench("pipeline", "--schedule", "zero-bubble", "--stages", 3, "--plot", plot)
+            self.assertIn("zero-bubble, 3 ranks, 3 stages, 8 micro-batches", plot.read_text())
+            self.assertEqual(plot.read_text().count("<title>"), 3 * 8 * 3)
+            result = t.run(t.LOCKSTEP, "bench", "pipeline", "--plot", plot, check=False)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn("give one --schedule", result.stderr)
+
+    def test_pipeline_of_stages_that_sleep(self):
+        # A busy machine adds to the bubble: other tests run beside this one.
+        points, sleep, stages = (5, 20, "2,4") if os.environ.get("LOCKSTEP_LONG_TESTS") else (30, 2, "2")
+        for row in bench("pipeline", "--stages", stages, "--num-micro-batches", 4, "--sleep-ms", sleep)["results"]:
+            self.assertGreater(row["measured_percent"], row["formula_percent"] - 1, row)
+            self.assertLess(row["measured_percent"], row["formula_percent"] + points, row)
+
     def test_table(self):
         result = t.run(t.LOCKSTEP, "bench", "step", "--devices", 1, "--steps", 5, "--rounds", 1)
         head, row = result.stdout.splitlines()

@@ -8,6 +8,7 @@
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/zero/zero_strategy.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 
 namespace lockstep {
 namespace {
@@ -32,6 +33,10 @@ const std::vector<Row>& rows() {
        [](const StrategySetup& setup) { return make_zero1_strategy(setup); }},
       {{"zero2", "zero1, and each rank keeps the gradients of its part only"},
        [](const StrategySetup& setup) { return make_zero2_strategy(setup); }},
+      {{"pipeline", "each rank has some layers; micro-batches go through them"},
+       make_pipeline_strategy,
+       pipeline_data_share,
+       /*takes_mesh=*/true},
   };
   return rows;
 }

@@ -15,6 +15,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
+#include "tools/lockstep/bench/pipeline_bench.h"
 #include "tools/lockstep/bench/process.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/env_python.h"
@@ -73,6 +74,7 @@ const std::vector<Kind>& kinds() {
 std::vector<std::string> kind_names() {
   std::vector<std::string> names;
   for (const auto& kind : kinds()) names.push_back(kind.name);
+  names.push_back("pipeline");
   return names;
 }
 
@@ -285,6 +287,8 @@ void explain(const std::vector<std::string>& args) {
     if (list.ends_with('.')) list.pop_back();
     for (const auto& example : kind.examples) cli.example(example);
   }
+  list += "; pipeline: " + std::string(kPipelineBenchSummary).substr(9);
+  list.pop_back();
   std::string what;
   cli.positional("WHAT", what, list, /*required=*/false);
   if (!cli.parse(args)) return;
@@ -323,6 +327,7 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
 
 int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
+  if (!args.empty() && args[0] == "pipeline") return bench_pipeline({args.begin() + 1, args.end()});
   for (auto word = args.begin(); word != args.end(); ++word) {
     for (const auto& kind : kinds()) {
       if (*word != kind.name && (*word != "all-reduce" || kind.name != "allreduce")) continue;

@@ -12,6 +12,7 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/data/dataset.h"
@@ -46,6 +47,9 @@ const std::vector<Key>& keys() {
       {"mesh", &C::mesh},
       {"num-micro-batches", &C::num_micro_batches},
       {"pipeline-schedule", &C::pipeline_schedule},
+      {"pipeline-stages-per-rank", &C::pipeline_stages_per_rank},
+      {"pipeline-plan", &C::pipeline_plan},
+      {"recompute-activations", &C::recompute_activations},
       {"precision", &C::precision},
       {"amp-level", &C::amp_level},
       {"loss-scale", &C::loss_scale},
@@ -217,6 +221,7 @@ void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--num-workers", config.num_workers, 0);
   check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
   check_at_least<int64_t>("--num-micro-batches", config.num_micro_batches.value_or(1), 1);
+  check_at_least<int64_t>("--pipeline-stages-per-rank", config.pipeline_stages_per_rank, 0);
   check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
   check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
   check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
@@ -290,6 +295,9 @@ void check_strategy_flags(const RunConfig& config) {
   };
   if (config.num_micro_batches) refuse("--num-micro-batches");
   if (!config.pipeline_schedule.empty()) refuse("--pipeline-schedule");
+  if (config.pipeline_stages_per_rank != 0) refuse("--pipeline-stages-per-rank");
+  if (!config.pipeline_plan.empty()) refuse("--pipeline-plan");
+  if (config.recompute_activations) refuse("--recompute-activations");
 }
 
 }  // namespace
@@ -304,6 +312,9 @@ StrategyOptions strategy_options(const RunConfig& config) {
   options.mesh = config.mesh;
   options.num_micro_batches = config.num_micro_batches.value_or(options.num_micro_batches);
   if (!config.pipeline_schedule.empty()) options.pipeline_schedule = config.pipeline_schedule;
+  options.pipeline_stages_per_rank = config.pipeline_stages_per_rank;
+  if (!config.pipeline_plan.empty()) options.pipeline_plan = split(config.pipeline_plan, ',');
+  options.recompute_activations = config.recompute_activations;
   return options;
 }
 

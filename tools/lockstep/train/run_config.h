@@ -27,7 +27,10 @@ struct RunConfig {
   std::string mesh;                          ///< Named dimensions of the ranks; empty: one.
   std::optional<int64_t> num_micro_batches;  ///< Unset: see StrategyOptions, as the next.
   std::string pipeline_schedule;             ///< Empty: unset.
-  std::string precision = "32-true";         ///< These three: see PrecisionOptions.
+  int64_t pipeline_stages_per_rank = 0;      ///< See StrategyOptions, as the next two.
+  std::string pipeline_plan;                 ///< Names with commas between.
+  bool recompute_activations = false;
+  std::string precision = "32-true";  ///< These three: see PrecisionOptions.
   std::string amp_level;
   std::string loss_scale;
   std::string backend = "auto";

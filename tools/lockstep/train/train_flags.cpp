@@ -105,6 +105,16 @@ void add_training_flags(Cli& cli, RunConfig& config) {
       "Order of work of --strategy pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble; without "
       "it 1f1b",
       "NAME");
+  cli.option("--pipeline-stages-per-rank", config.pipeline_stages_per_rank,
+             "Stages of each process of a pipeline; 0: the schedule's own, 2 for interleaved-1f1b, "
+             "else 1",
+             {0});
+  cli.option("--pipeline-plan", config.pipeline_plan,
+             "Layers at which the second and all further stages begin; without it stages of equal "
+             "cost",
+             "LAYER,...");
+  cli.flag("--recompute-activations", config.recompute_activations,
+           "A pipeline keeps only the inputs of its stages, and runs forward again in backward");
   cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
   cli.option("--batch-size", config.batch_size,
              "Samples of a batch in each process; a step of N processes uses N times as many", {1});

@@ -1,0 +1,96 @@
+#include "lockstep/comm/device_mesh.h"
+
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "lockstep/base/error.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string error_of(const std::string& text, int ranks) {
+  try {
+    parse_mesh(text, ranks);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(ParseMesh, ReadsNamesAndSizes) {
+  EXPECT_THAT(parse_mesh("dp=2,pp=3", 6),
+              ElementsAre(MeshDimension{"dp", 2}, MeshDimension{"pp", 3}));
+  EXPECT_THAT(parse_mesh("dp=-1,pp=3", 12),
+              ElementsAre(MeshDimension{"dp", 4}, MeshDimension{"pp", 3}));
+  EXPECT_EQ(mesh_text(parse_mesh("a=1,b_2=-1", 5)), "a=1,b_2=5");
+}
+
+TEST(ParseMesh, SaysWhatDoesNotFit) {
+  EXPECT_THAT(error_of("dp=2,pp=2", 6), HasSubstr("has room for 4 ranks, but there are 6"));
+  EXPECT_THAT(error_of("dp=-1,pp=4", 6), HasSubstr("6 ranks cannot be divided by 4"));
+  EXPECT_THAT(error_of("dp=-1,pp=-1", 6), HasSubstr("only one dimension can be -1"));
+  EXPECT_THAT(error_of("dp=2,dp=3", 6), HasSubstr("dimension dp comes twice"));
+  EXPECT_THAT(error_of("dp=0,pp=6", 6), HasSubstr("dimension dp has size 0"));
+  for (const char* text : {"", "dp", "=2", "dp=", "dp=two", "dp=2,", "d p=2"}) {
+    EXPECT_THAT(error_of(text, 2), HasSubstr("not of the form NAME=SIZE")) << text;
+  }
+  EXPECT_THAT(error_of("dp=1000000,pp=1000000,tp=1000000", 6), HasSubstr("has room for"));
+}
+
+class DeviceMeshTest : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, DeviceMeshTest, testing::over_backends(), testing::backend_name);
+
+int sum_of_ranks(const ProcessGroup& group, int rank) {
+  at::Tensor sum = at::full({1}, rank, at::kInt);
+  group.all_reduce(sum);
+  return sum.item<int>();
+}
+
+TEST_P(DeviceMeshTest, LaysRanksOutRowByRow) {
+  run_group(4, [](ProcessGroup group) {
+    const DeviceMesh mesh = init_device_mesh(group, "dp=2,pp=-1");
+    const int rank = group.rank();
+    EXPECT_THAT(mesh.get_coordinate(), ElementsAre(rank / 2, rank % 2));
+    EXPECT_THAT(mesh.ranks(), ElementsAre(0, 1, 2, 3));
+    EXPECT_EQ(mesh.ndim(), 2);
+    EXPECT_EQ(mesh.size("pp"), 2);
+    EXPECT_EQ(mesh.get_group("dp").rank(), rank / 2);
+    EXPECT_EQ(mesh.get_group("pp").rank(), mesh.get_local_rank("pp"));
+    EXPECT_EQ(sum_of_ranks(mesh.get_group("pp"), rank), rank < 2 ? 1 : 5);
+    EXPECT_EQ(sum_of_ranks(mesh.get_group("dp"), rank), rank % 2 == 0 ? 2 : 4);
+    EXPECT_THROW(mesh.get_group(), UsageError);
+    EXPECT_THROW(mesh.get_group("tp"), UsageError);
+  });
+}
+
+TEST_P(DeviceMeshTest, ASliceIsAMeshThroughThisRank) {
+  run_group(4, [](ProcessGroup group) {
+    const DeviceMesh mesh = init_device_mesh(group, "a=2,b=1,c=2");
+    const int rank = group.rank();
+    const DeviceMesh c = mesh.slice({"c"});
+    EXPECT_THAT(c.ranks(), ElementsAre(rank / 2 * 2, rank / 2 * 2 + 1));
+    EXPECT_EQ(c.get_group().size(), 2);
+    EXPECT_EQ(c.text(), "c=2");
+    const DeviceMesh both = mesh.slice({"a", "c"});
+    EXPECT_THAT(both.ranks(), ElementsAre(0, 1, 2, 3));
+    EXPECT_THAT(both.slice({"a"}).ranks(), ElementsAre(rank % 2, rank % 2 + 2));
+    EXPECT_THROW(mesh.slice({"c", "a"}), UsageError);
+    EXPECT_THROW(mesh.slice({}), UsageError);
+  });
+}
+
+TEST_P(DeviceMeshTest, OneDimensionOfAllRanksIsTheGroupItself) {
+  run_group(3, [](ProcessGroup group) {
+    const DeviceMesh mesh = init_device_mesh(group, "pp=3");
+    EXPECT_EQ(&mesh.get_group().impl(), &group.impl());
+    EXPECT_THROW(init_device_mesh(group, "dp=2,pp=2"), UsageError);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/pipeline/stage_tensors.h"
+
+namespace lockstep::detail {
+
+/// What becomes of a stage's gradients after its last micro-batch: those of tied parameters are
+/// summed over the stages that use them, and all are averaged over the ranks with the same stage.
+class GradientExchange {
+ public:
+  /// `data_parallel`: the ranks with the same stages; null or of one rank: nothing is averaged.
+  GradientExchange(const StageTensors& tensors, ProcessGroup pipeline, ProcessGroup data_parallel);
+
+  /// Collectives of both groups.
+  void run();
+
+ private:
+  void sum_tied();
+  void average();
+  void lay_out(const std::vector<at::Tensor>& parameters);
+
+  const StageTensors& tensors_;
+  ProcessGroup pipeline_;
+  ProcessGroup data_parallel_;
+  /// One flat tensor a dtype, where the group sums without copies, and the parameters' parts of it.
+  std::vector<at::Tensor> flat_;
+  std::vector<at::Tensor> laid_out_;
+  std::vector<at::Tensor> places_;
+};
+
+}  // namespace lockstep::detail

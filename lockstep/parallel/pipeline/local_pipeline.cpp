@@ -1,0 +1,207 @@
+#include "lockstep/parallel/pipeline/local_pipeline.h"
+
+#include <torch/nn/module.h>
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <unordered_set>
+#include <utility>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/pipeline/local_link.h"
+#include "lockstep/parallel/pipeline/micro_batches.h"
+#include "lockstep/parallel/pipeline/partition.h"
+#include "lockstep/parallel/pipeline/schedule_runner.h"
+
+namespace lockstep {
+namespace {
+
+using detail::Stage;
+
+/// A thread that does one thing after the other.
+class Worker {
+ public:
+  Worker() : thread_([this] { run(); }) {}
+  ~Worker() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void start(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      task_ = std::move(task);
+    }
+    changed_.notify_all();
+  }
+  /// Blocks until the task is done. Gives what it threw.
+  std::exception_ptr wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !task_; });
+    return std::exchange(error_, nullptr);
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return stop_ || task_; });
+      if (!task_) return;
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        task_();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      lock.lock();
+      error_ = error;
+      task_ = nullptr;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::function<void()> task_;
+  std::exception_ptr error_;
+  bool stop_ = false;
+  std::thread thread_;  ///< Last: it uses the others.
+};
+
+bool is_echo(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const detail::OtherStageFailed&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+struct LocalPipeline::Impl {
+  Impl(std::vector<Layer> layers, std::vector<c10::Device> given, LocalPipelineOptions wanted)
+      : devices(std::move(given)), options(std::move(wanted)) {
+    if (devices.empty()) throw UsageError("LocalPipeline: it needs at least one device");
+    schedule = make_pipeline_schedule(options.schedule, shape(options.num_micro_batches));
+    starts = options.plan.empty()
+                 ? balance_stages(estimate_layer_costs(layers), schedule.num_stages)
+                 : planned_stages(layers, options.plan, schedule.num_stages);
+    std::vector<std::vector<Stage*>> of_device(devices.size());
+    for (size_t stage = 0; stage < starts.size(); ++stage) {
+      const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
+      const size_t at = stage % devices.size();
+      const std::vector<Layer> part(layers.begin() + static_cast<std::ptrdiff_t>(starts[stage]),
+                                    layers.begin() + static_cast<std::ptrdiff_t>(end));
+      for (const Layer& layer : part) {
+        if (layer.module) layer.module->to(devices[at]);
+      }
+      stages.push_back(std::make_unique<Stage>(
+          part, detail::StageOptions{devices[at], options.recompute_activations,
+                                     options.forward_context}));
+      of_device[at].push_back(stages.back().get());
+    }
+    collect_parameters();
+    for (size_t at = 0; at < devices.size(); ++at) {
+      links.push_back(std::make_unique<detail::LocalLink>(exchange, devices[at]));
+      runners.push_back(std::make_unique<detail::ScheduleRunner>(
+          static_cast<int>(at), static_cast<int>(devices.size()), of_device[at], *links[at]));
+      workers.push_back(std::make_unique<Worker>());
+    }
+  }
+
+  PipelineShape shape(int64_t micro_batches) const {
+    return {static_cast<int>(devices.size()), static_cast<int>(micro_batches),
+            static_cast<int>(options.stages_per_device)};
+  }
+
+  void collect_parameters() {
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const auto& stage : stages) {
+      for (const at::Tensor& parameter : stage->parameters()) {
+        if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
+      }
+    }
+  }
+
+  /// Runs `task` for each device in its thread. Rethrows what failed first by itself.
+  void on_all(const std::function<void(size_t)>& task) {
+    exchange.reset();
+    for (size_t at = 0; at < workers.size(); ++at) {
+      workers[at]->start([this, &task, at] {
+        try {
+          task(at);
+        } catch (...) {
+          exchange.fail();
+          throw;
+        }
+      });
+    }
+    std::exception_ptr first;
+    for (const auto& worker : workers) {
+      const std::exception_ptr error = worker->wait();
+      if (error && (!first || is_echo(first))) first = error;
+    }
+    if (first) std::rethrow_exception(first);
+  }
+
+  std::vector<c10::Device> devices;
+  LocalPipelineOptions options;
+  PipelineSchedule schedule;
+  std::vector<size_t> starts;
+  std::vector<std::unique_ptr<Stage>> stages;
+  std::vector<at::Tensor> parameters;
+  detail::LocalExchange exchange;
+  detail::BatchCutter cut;
+  std::vector<std::unique_ptr<detail::LocalLink>> links;
+  std::vector<std::unique_ptr<detail::ScheduleRunner>> runners;
+  std::vector<std::unique_ptr<Worker>> workers;  ///< Last: their threads use the others.
+};
+
+LocalPipeline::LocalPipeline(std::vector<Layer> layers, std::vector<c10::Device> devices,
+                             LocalPipelineOptions options)
+    : impl_(std::make_unique<Impl>(std::move(layers), std::move(devices), std::move(options))) {}
+LocalPipeline::~LocalPipeline() = default;
+
+void LocalPipeline::run_batch(const BatchWork& work) {
+  BatchWork on_last = work;
+  if (work.target.defined()) {
+    on_last.target = work.target.to(impl_->stages.back()->device());
+  }
+  const detail::MicroBatches batches = impl_->cut.cut(on_last, impl_->schedule);
+  const bool whole = batches.size() == impl_->schedule.num_micro_batches;
+  const PipelineSchedule schedule =
+      whole ? impl_->schedule
+            : make_pipeline_schedule(impl_->options.schedule, impl_->shape(batches.size()));
+  const detail::MicroBatchLoss loss = [&](int micro_batch, const at::Tensor& output) {
+    return batches.loss(micro_batch, output);
+  };
+  impl_->on_all([&](size_t at) { impl_->runners[at]->run(schedule, batches.inputs(), loss); });
+}
+
+at::Tensor LocalPipeline::predict(const at::Tensor& input) {
+  std::vector<at::Tensor> outputs(impl_->devices.size());
+  impl_->on_all([&](size_t at) { outputs[at] = impl_->runners[at]->predict(input); });
+  return outputs.back();
+}
+
+const std::vector<at::Tensor>& LocalPipeline::parameters() const {
+  return impl_->parameters;
+}
+
+const std::vector<size_t>& LocalPipeline::stage_starts() const {
+  return impl_->starts;
+}
+
+}  // namespace lockstep

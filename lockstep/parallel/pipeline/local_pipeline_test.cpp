@@ -1,0 +1,96 @@
+#include "lockstep/parallel/pipeline/local_pipeline.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/pipeline/schedule.h"
+#include "tests/support/pipeline_test_models.h"
+
+namespace lockstep {
+namespace {
+
+using pipeline_test::accumulate;
+using pipeline_test::batch_of;
+using pipeline_test::Chain;
+using pipeline_test::mean_square;
+using ::testing::HasSubstr;
+
+BatchWork work_of(const pipeline_test::Batch& batch) {
+  BatchWork work;
+  work.input = batch.input;
+  work.target = batch.target;
+  work.criterion = mean_square;
+  return work;
+}
+
+TEST(LocalPipeline, IsOneThreadToTheLastBit) {
+  Chain alone;
+  const auto batch = batch_of(8, 1);
+  for (int step = 0; step < 2; ++step) accumulate(alone.layers(), batch, 4);
+  for (const std::string& schedule : pipeline_schedule_names()) {
+    for (const size_t devices : {1, 2, 3}) {
+      for (const bool recompute : {false, true}) {
+        Chain model;
+        LocalPipeline pipeline(model.layers(), std::vector<c10::Device>(devices, c10::kCPU),
+                               {.schedule = schedule, .recompute_activations = recompute});
+        for (int step = 0; step < 2; ++step) pipeline.run_batch(work_of(batch));
+        for (size_t i = 0; i < alone.parameters().size(); ++i) {
+          EXPECT_TRUE(at::equal(model.parameters()[i].grad(), alone.parameters()[i].grad()))
+              << schedule << " on " << devices << ", parameter " << i;
+        }
+        EXPECT_TRUE(at::equal(model.norm->running_mean, alone.norm->running_mean));
+        EXPECT_EQ(pipeline.parameters().size(), model.parameters().size());
+        alone.eval();
+        model.eval();
+        EXPECT_TRUE(at::equal(pipeline.predict(batch.input),
+                              pipeline_test::through(alone.layers(), batch.input)));
+        alone.train();
+      }
+    }
+  }
+}
+
+TEST(LocalPipeline, RethrowsAStagesExceptionAndGoesOn) {
+  Chain model(4);
+  auto layers = model.layers();
+  bool fails = true;
+  const std::thread::id here = std::this_thread::get_id();
+  layers[3].forward = [&, inner = layers[3].forward](const at::Tensor& x) {
+    EXPECT_NE(std::this_thread::get_id(), here);
+    if (fails) throw std::runtime_error("layer 3 is broken");
+    return inner(x);
+  };
+  LocalPipeline pipeline(layers, {c10::kCPU, c10::kCPU, c10::kCPU});
+  const auto text = [&] {
+    try {
+      pipeline.run_batch(work_of(batch_of(8, 1)));
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_EQ(text(), "layer 3 is broken");
+  EXPECT_EQ(text(), "layer 3 is broken");
+  fails = false;
+  EXPECT_EQ(text(), "no error");
+}
+
+TEST(LocalPipeline, TakesAPlanAndNamesMistakes) {
+  Chain model(4);
+  const std::vector<c10::Device> two(2, c10::kCPU);
+  EXPECT_EQ(LocalPipeline(model.layers(), two, {.plan = {"linear3"}}).stage_starts(),
+            (std::vector<size_t>{0, 4}));
+  EXPECT_THROW(LocalPipeline(model.layers(), {}), UsageError);
+  EXPECT_THROW(LocalPipeline(model.layers(), std::vector<c10::Device>(6, c10::kCPU)), UsageError);
+  EXPECT_THROW(LocalPipeline(model.layers(), two, {.plan = {"linear8"}}), UsageError);
+  LocalPipeline pipeline(model.layers(), two);
+  EXPECT_THROW(pipeline.run_batch(work_of(batch_of(6, 1))), UsageError);
+  EXPECT_THROW(pipeline.run_batch({.loss = [] { return at::Tensor(); }}), UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep

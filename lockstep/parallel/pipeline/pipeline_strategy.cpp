@@ -1,0 +1,264 @@
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/comm/device_mesh.h"
+#include "lockstep/parallel/pipeline/gradient_exchange.h"
+#include "lockstep/parallel/pipeline/group_link.h"
+#include "lockstep/parallel/pipeline/micro_batches.h"
+#include "lockstep/parallel/pipeline/partition.h"
+#include "lockstep/parallel/pipeline/schedule_runner.h"
+#include "lockstep/parallel/pipeline/stage_norm.h"
+#include "lockstep/parallel/pipeline/stage_state.h"
+#include "lockstep/parallel/whole_model.h"
+
+namespace lockstep {
+namespace {
+
+using detail::Stage;
+
+void check_setup(const StrategySetup& setup) {
+  if (!setup.group) throw UsageError("strategy: the process group is null");
+  if (!setup.module) throw UsageError("strategy: the module is null");
+  if (!setup.layers.empty()) return;
+  throw UsageError("strategy pipeline: the model is not known as a chain of layers",
+                   "give StrategySetup::layers, or take a strategy that needs none, such as fsdp");
+}
+
+std::vector<MeshDimension> dimensions_of(const StrategyOptions& options, int ranks) {
+  const std::string& text = options.mesh;
+  auto dimensions = parse_mesh(text.empty() ? "pp=-1" : text, ranks);
+  bool has_pipeline = false;
+  for (const MeshDimension& dimension : dimensions) {
+    has_pipeline = has_pipeline || dimension.name == "pp";
+    if (dimension.name == "pp" || dimension.name == "dp") continue;
+    throw UsageError("strategy pipeline: mesh '" + text + "' has a dimension '" + dimension.name +
+                         "', with which a pipeline is not combined",
+                     "its dimensions are pp, the stages, and dp, the pipelines beside each other: "
+                     "--mesh dp=2,pp=2");
+  }
+  if (!has_pipeline) {
+    throw UsageError("strategy pipeline: mesh '" + text + "' has no dimension pp, for the stages",
+                     "--mesh dp=2,pp=2 makes two pipelines of two stages each");
+  }
+  return dimensions;
+}
+
+PipelineShape shape_of(const StrategyOptions& options, int ranks) {
+  return {ranks, static_cast<int>(options.num_micro_batches),
+          static_cast<int>(options.pipeline_stages_per_rank)};
+}
+
+/// Rank 0's cut, for all.
+std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages) {
+  const StrategyOptions& options = setup.options;
+  if (!options.pipeline_plan.empty()) {
+    return planned_stages(setup.layers, options.pipeline_plan, num_stages);
+  }
+  std::vector<double> costs = estimate_layer_costs(setup.layers);
+  if (setup.example_input.defined()) {
+    if (setup.group.rank() == 0) {
+      const int64_t rows = std::max<int64_t>(
+          1, setup.example_input.size(0) / std::max<int64_t>(1, options.num_micro_batches));
+      costs =
+          measure_layer_costs(setup.layers, setup.example_input.narrow(0, 0, rows).to(setup.device),
+                              options.forward_context);
+    }
+    costs = setup.group.broadcast_object(costs, 0).get<std::vector<double>>();
+  }
+  return balance_stages(costs, num_stages);
+}
+
+class PipelineStrategy final : public Strategy {
+ public:
+  explicit PipelineStrategy(const StrategySetup& setup)
+      : setup_((check_setup(setup), setup)),
+        mesh_(setup.group, dimensions_of(setup.options, setup.group.size())),
+        pipeline_(mesh_.get_group("pp")),
+        schedule_(make_pipeline_schedule(setup.options.pipeline_schedule,
+                                         shape_of(setup.options, pipeline_.size()))),
+        tensors_(*setup.module, setup.layers, agreed_stages(), pipeline_.rank(), pipeline_.size()),
+        state_(*setup.module, tensors_, pipeline_, setup.device),
+        exchange_(tensors_, pipeline_, mesh_.has("dp") ? mesh_.get_group("dp") : ProcessGroup()),
+        link_(pipeline_, setup.device) {
+    make_stages();
+    tensors_.free_others();
+    parameters_ = tensors_.own_parameters();
+    if (!parameters_.empty()) optimizer_ = setup.make_optimizer(parameters_);
+    setup_.layers.clear();
+  }
+
+  const std::string& name() const override { return name_; }
+  const ProcessGroup& group() const override { return setup_.group; }
+  DataShare data_share() const override {
+    if (!mesh_.has("dp")) return {};
+    return {mesh_.get_local_rank("dp"), mesh_.size("dp")};
+  }
+
+  void run_batch(const BatchWork& work) override {
+    const detail::MicroBatches batches = cut_.cut(work, schedule_);
+    const PipelineSchedule& schedule = schedule_for(batches.size());
+    runner_->run(schedule, batches.inputs(), [&](int micro_batch, const at::Tensor& output) {
+      return batches.loss(micro_batch, output);
+    });
+    adds_up_ = !work.last_of_step;
+    if (work.last_of_step) exchange_.run();
+  }
+
+  std::optional<at::Tensor> predict(const std::function<at::Tensor()>&,
+                                    const at::Tensor& input) override {
+    if (!input.defined()) {
+      throw UsageError("strategy pipeline: predict needs the input, not only a forward");
+    }
+    at::Tensor output = runner_->predict(input);
+    return output.defined() ? std::optional(std::move(output)) : std::nullopt;
+  }
+
+  void share_buffers() override {
+    if (!mesh_.has("dp") || mesh_.size("dp") == 1) return;
+    std::vector<at::Tensor> buffers;
+    for (const detail::StageTensor& buffer : tensors_.buffers()) {
+      if (buffer.is_on(pipeline_.rank())) buffers.push_back(buffer.tensor);
+    }
+    detail::broadcast_tensors(buffers, mesh_.get_group("dp"));
+  }
+
+  std::vector<at::Tensor> gradients() const override {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : parameters_) {
+      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+    }
+    return gradients;
+  }
+  bool has_sharded_gradients() const override { return pipeline_.size() > 1; }
+  double clip_grad_norm(double max_norm) override {
+    return detail::clip_stage_gradients(tensors_, pipeline_, setup_.device, max_norm);
+  }
+
+  void step(const StepScale& scale) override {
+    if (adds_up_) {
+      throw UsageError("strategy pipeline: a step while gradients only add up",
+                       "step after a batch with last_of_step = true");
+    }
+    if (!optimizer_) return;
+    scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
+                                                            : optimizer_->step();
+  }
+  void zero_grad() override { lockstep::zero_grad(parameters_); }
+  void set_lr(double lr) override {
+    lr_ = lr;
+    if (optimizer_) optimizer_->set_lr(lr);
+  }
+  double lr() const override { return optimizer_ ? optimizer_->lr() : lr_; }
+
+  OptimizerState model_state() override {
+    return is_first_pipeline() ? state_.gather_model() : OptimizerState();
+  }
+  OptimizerState optimizer_state() override {
+    if (!is_first_pipeline()) return {};
+    return state_.gather_optimizer(optimizer_ ? optimizer_->state() : OptimizerState());
+  }
+  void load_model_state(const OptimizerState& state) override { state_.load_model(state); }
+  void load_optimizer_state(const OptimizerState& state) override {
+    const OptimizerState own = state_.own_part(state);
+    if (optimizer_) optimizer_->load_state(own);
+  }
+  StateBytes state_bytes() const override {
+    return {detail::bytes_of(parameters_), detail::bytes_of(gradients()),
+            optimizer_ ? detail::bytes_of(optimizer_->state()) : 0};
+  }
+
+ private:
+  bool is_first_pipeline() const { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
+
+  /// The first layers of the stages, once all ranks have rank 0's model.
+  const std::vector<size_t>& agreed_stages() {
+    if (setup_.group.size() > 1) {
+      const detail::ModuleState state = detail::find_module_state(*setup_.module, {});
+      detail::check_same_state(state, setup_.group);
+      std::vector<at::Tensor> tensors;
+      for (const auto& item : state.parameters) tensors.push_back(item.tensor);
+      for (const auto& item : state.buffers) tensors.push_back(item.tensor);
+      detail::broadcast_tensors(tensors, setup_.group);
+    }
+    return starts_ = choose_stages(setup_, schedule_.num_stages);
+  }
+
+  void make_stages() {
+    std::vector<Stage*> stages;
+    const detail::StageOptions options{setup_.device, setup_.options.recompute_activations,
+                                       setup_.options.forward_context};
+    for (size_t stage = static_cast<size_t>(pipeline_.rank()); stage < starts_.size();
+         stage += static_cast<size_t>(pipeline_.size())) {
+      const size_t end = stage + 1 < starts_.size() ? starts_[stage + 1] : setup_.layers.size();
+      const auto first = setup_.layers.begin();
+      stages_.push_back(std::make_unique<Stage>(
+          std::vector<Layer>(first + static_cast<std::ptrdiff_t>(starts_[stage]),
+                             first + static_cast<std::ptrdiff_t>(end)),
+          options));
+      stages.push_back(stages_.back().get());
+    }
+    runner_ = std::make_unique<detail::ScheduleRunner>(pipeline_.rank(), pipeline_.size(),
+                                                       std::move(stages), link_);
+  }
+
+  /// A smaller batch at the end of an epoch may have fewer micro-batches.
+  const PipelineSchedule& schedule_for(int micro_batches) {
+    if (micro_batches == schedule_.num_micro_batches) return schedule_;
+    auto [found, is_new] = shorter_.try_emplace(micro_batches);
+    if (is_new) {
+      PipelineShape shape = shape_of(setup_.options, pipeline_.size());
+      shape.num_micro_batches = micro_batches;
+      found->second = make_pipeline_schedule(schedule_.name, shape);
+    }
+    return found->second;
+  }
+
+  std::string name_ = "pipeline";
+  StrategySetup setup_;
+  DeviceMesh mesh_;
+  ProcessGroup pipeline_;
+  PipelineSchedule schedule_;
+  std::vector<size_t> starts_;
+  detail::StageTensors tensors_;
+  detail::StageState state_;
+  detail::GradientExchange exchange_;
+  detail::GroupLink link_;
+  std::vector<std::unique_ptr<Stage>> stages_;
+  std::unique_ptr<detail::ScheduleRunner> runner_;
+  std::vector<at::Tensor> parameters_;    ///< Of this rank's stages.
+  std::unique_ptr<Optimizer> optimizer_;  ///< Null where the stages have no parameter.
+  detail::BatchCutter cut_;
+  std::map<int, PipelineSchedule> shorter_;
+  double lr_ = 0;
+  bool adds_up_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup) {
+  return std::make_unique<PipelineStrategy>(setup);
+}
+
+DataShare pipeline_data_share(const StrategyOptions& options, int rank, int size) {
+  // As DeviceMesh lays ranks out: row by row.
+  DataShare share;
+  int rest = rank;
+  const auto dimensions = dimensions_of(options, size);
+  for (auto dimension = dimensions.rbegin(); dimension != dimensions.rend(); ++dimension) {
+    if (dimension->name == "dp") share = {rest % dimension->size, dimension->size};
+    rest /= dimension->size;
+  }
+  return share;
+}
+
+}  // namespace lockstep

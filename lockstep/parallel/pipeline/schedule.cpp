@@ -1,0 +1,233 @@
+#include "lockstep/parallel/pipeline/schedule.h"
+
+#include <algorithm>
+#include <array>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+
+namespace lockstep {
+namespace {
+
+using Actions = std::vector<PipelineAction>;
+
+constexpr std::array<const char*, 8> kOpNames{"F",      "B",      "I",      "W",
+                                              "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+
+/// All forwards, then all backwards. With several stages a rank: stage after stage.
+Actions gpipe(const PipelineSchedule& schedule, int rank) {
+  Actions actions;
+  const auto add_all = [&](int stage, PipelineOp op) {
+    for (int i = 0; i < schedule.num_micro_batches; ++i) actions.push_back({stage, op, i});
+  };
+  for (int stage = rank; stage < schedule.num_stages; stage += schedule.num_ranks) {
+    add_all(stage, PipelineOp::forward);
+  }
+  for (int stage = schedule.num_stages - schedule.num_ranks + rank; stage >= 0;
+       stage -= schedule.num_ranks) {
+    add_all(stage, PipelineOp::backward);
+  }
+  return actions;
+}
+
+Actions one_forward_one_backward(const PipelineSchedule& schedule, int rank) {
+  Actions actions;
+  const int micro_batches = schedule.num_micro_batches;
+  const int warmup = std::min(micro_batches, schedule.num_ranks - 1 - rank);
+  for (int i = 0; i < warmup; ++i) actions.push_back({rank, PipelineOp::forward, i});
+  for (int i = 0; i < micro_batches; ++i) {
+    const int next = warmup + i;
+    if (next < micro_batches) actions.push_back({rank, PipelineOp::forward, next});
+    actions.push_back({rank, PipelineOp::backward, i});
+  }
+  return actions;
+}
+
+/// How interleaved schedules go round the stages of a rank: so many micro-batches of a stage, then
+/// as many of the next. None when the micro-batches cannot be divided so.
+std::optional<int> micro_batches_per_round(int ranks, int micro_batches) {
+  const int rounds = std::max(1, micro_batches / ranks);
+  if (micro_batches % rounds != 0) return std::nullopt;
+  return micro_batches / rounds;
+}
+
+/// The order of PyTorch's interleaved schedules. With `zero_bubble` backward is I, and each W
+/// follows `rank` computations of I later: so all ranks keep as much as the first one.
+class Interleaved {
+ public:
+  Interleaved(const PipelineSchedule& schedule, int rank, bool zero_bubble)
+      : schedule_(schedule),
+        rank_(rank),
+        zero_bubble_(zero_bubble),
+        per_round_(*micro_batches_per_round(schedule.num_ranks, schedule.num_micro_batches)),
+        forwards_(schedule.num_stages),
+        backwards_(schedule.num_stages) {}
+
+  Actions make() {
+    const int stages = schedule_.stages_per_rank();
+    const int all = stages * schedule_.num_micro_batches;
+    const int per_hop = zero_bubble_ ? 1 : 2;
+    const int warmup =
+        std::min(all, (stages - 1) * per_round_ + per_hop * (schedule_.num_ranks - 1 - rank_));
+    for (int i = 0; i < warmup; ++i) add_forward(i);
+    for (int i = 0; i < all; ++i) {
+      if (warmup + i < all) add_forward(warmup + i);
+      add_backward(i);
+      if (zero_bubble_ && i >= rank_) add_weight();
+    }
+    while (zero_bubble_ && weights_ < waiting_.size()) add_weight();
+    return std::move(actions_);
+  }
+
+ private:
+  int local(int step) const { return step / per_round_ % schedule_.stages_per_rank(); }
+  int stage(int local) const { return local * schedule_.num_ranks + rank_; }
+
+  void add_forward(int step) {
+    const int at = stage(local(step));
+    actions_.push_back({at, PipelineOp::forward, forwards_[at]++});
+  }
+  void add_backward(int step) {
+    const int at = stage(schedule_.stages_per_rank() - 1 - local(step));
+    const PipelineOp op = zero_bubble_ ? PipelineOp::backward_input : PipelineOp::backward;
+    actions_.push_back({at, op, backwards_[at]++});
+    waiting_.push_back(actions_.back());
+  }
+  void add_weight() {
+    const PipelineAction& input = waiting_[weights_++];
+    actions_.push_back({input.stage, PipelineOp::backward_weight, input.micro_batch});
+  }
+
+  const PipelineSchedule& schedule_;
+  const int rank_;
+  const bool zero_bubble_;
+  const int per_round_;
+  std::vector<int> forwards_;  ///< Of each stage, how many there are.
+  std::vector<int> backwards_;
+  Actions waiting_;  ///< All I, of which the first `weights_` have their W.
+  size_t weights_ = 0;
+  Actions actions_;
+};
+
+struct Kind {
+  const char* name;
+  int stages_per_rank;  ///< What 0 stands for.
+  bool one_stage;       ///< It knows one stage a rank only.
+  bool in_rounds;
+  Actions (*make)(const PipelineSchedule& schedule, int rank);
+};
+
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> all{
+      {"gpipe", 1, false, false, gpipe},
+      {"1f1b", 1, true, false, one_forward_one_backward},
+      {"interleaved-1f1b", 2, false, true,
+       [](const PipelineSchedule& schedule, int rank) {
+         return Interleaved(schedule, rank, /*zero_bubble=*/false).make();
+       }},
+      {"zero-bubble", 1, false, true,
+       [](const PipelineSchedule& schedule, int rank) {
+         return Interleaved(schedule, rank, /*zero_bubble=*/true).make();
+       }},
+  };
+  return all;
+}
+
+const Kind& kind_of(const std::string& name) {
+  for (const Kind& kind : kinds()) {
+    if (kind.name == name) return kind;
+  }
+  throw UsageError(unknown_word("pipeline schedule", name, pipeline_schedule_names()));
+}
+
+int stages_per_rank_of(const Kind& kind, const PipelineShape& shape) {
+  return shape.stages_per_rank == 0 ? kind.stages_per_rank : shape.stages_per_rank;
+}
+
+bool divides(const Kind& kind, const PipelineShape& shape) {
+  return !kind.in_rounds ||
+         micro_batches_per_round(shape.num_ranks, shape.num_micro_batches).has_value();
+}
+
+void check_shape(const Kind& kind, const PipelineShape& shape) {
+  const auto at_least_one = [&](int number, const char* what) {
+    if (number >= 1) return;
+    throw UsageError("pipeline schedule " + std::string(kind.name) + ": " + what + " is " +
+                     std::to_string(number) + "; it must be at least 1");
+  };
+  const int stages = stages_per_rank_of(kind, shape);
+  at_least_one(shape.num_ranks, "the number of ranks");
+  at_least_one(shape.num_micro_batches, "the number of micro-batches");
+  at_least_one(stages, "the number of stages of a rank");
+  if (kind.one_stage && stages > 1) {
+    throw UsageError("pipeline schedule 1f1b has one stage a rank, not " + std::to_string(stages),
+                     "take interleaved-1f1b for several stages a rank");
+  }
+  if (!divides(kind, shape)) {
+    const int rounds = shape.num_micro_batches / shape.num_ranks;
+    throw UsageError("pipeline schedule " + std::string(kind.name) + ": " +
+                         std::to_string(shape.num_micro_batches) + " micro-batches" +
+                         " cannot be divided into " + counted(rounds, "round"),
+                     "take a number of micro-batches that is a multiple of the " +
+                         std::to_string(shape.num_ranks) + " ranks of the pipeline");
+  }
+}
+
+}  // namespace
+
+bool is_compute(PipelineOp op) {
+  return op <= PipelineOp::backward_weight;
+}
+
+std::string to_string(const PipelineAction& action) {
+  return std::to_string(action.stage) + kOpNames[static_cast<size_t>(action.op)] +
+         std::to_string(action.micro_batch);
+}
+
+std::optional<PipelineAction> parse_pipeline_action(const std::string& text) {
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+  const auto begin = std::find_if_not(text.begin(), text.end(), is_digit);
+  const auto end = std::find_if(begin, text.end(), is_digit);
+  const auto op = std::find(kOpNames.begin(), kOpNames.end(), std::string(begin, end));
+  const auto stage = parse_int(std::string(text.begin(), begin));
+  const auto micro_batch = parse_int(std::string(end, text.end()));
+  if (op == kOpNames.end() || !stage || !micro_batch) return std::nullopt;
+  return PipelineAction{static_cast<int>(*stage), static_cast<PipelineOp>(op - kOpNames.begin()),
+                        static_cast<int>(*micro_batch)};
+}
+
+std::vector<std::string> pipeline_schedule_names() {
+  std::vector<std::string> names;
+  for (const Kind& kind : kinds()) names.emplace_back(kind.name);
+  return names;
+}
+
+int default_stages_per_rank(const std::string& name) {
+  return kind_of(name).stages_per_rank;
+}
+
+bool fits_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
+  const Kind& kind = kind_of(name);
+  const int stages = stages_per_rank_of(kind, shape);
+  return shape.num_ranks >= 1 && shape.num_micro_batches >= 1 && stages >= 1 &&
+         (stages == 1 || !kind.one_stage) && divides(kind, shape);
+}
+
+PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
+  const Kind& kind = kind_of(name);
+  check_shape(kind, shape);
+  PipelineSchedule schedule;
+  schedule.name = name;
+  schedule.num_ranks = shape.num_ranks;
+  schedule.num_stages = shape.num_ranks * stages_per_rank_of(kind, shape);
+  schedule.num_micro_batches = shape.num_micro_batches;
+  for (int rank = 0; rank < shape.num_ranks; ++rank) {
+    schedule.actions.push_back(kind.make(schedule, rank));
+  }
+  add_communication(schedule);
+  check_pipeline_schedule(schedule);
+  return schedule;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// What a rank of a pipeline can do. The letters are those of PyTorch's schedules.
+enum class PipelineOp {
+  forward,          ///< F
+  backward,         ///< B: gradients of the stage's input and of its weights
+  backward_input,   ///< I: of the input only
+  backward_weight,  ///< W: of the weights only, after I
+  send_forward,     ///< SEND_F: the output, to the next stage
+  recv_forward,     ///< RECV_F: the input, from the stage before
+  send_backward,    ///< SEND_B: the input's gradient, to the stage before
+  recv_backward,    ///< RECV_B: the output's gradient, from the next stage
+};
+
+bool is_compute(PipelineOp op);
+
+/// One action: "2F0" is the forward of stage 2 for micro-batch 0.
+struct PipelineAction {
+  int stage = 0;
+  PipelineOp op = PipelineOp::forward;
+  int micro_batch = 0;
+  auto operator<=>(const PipelineAction&) const = default;
+};
+
+/// PyTorch's text of an action: "2F0", "1SEND_B3".
+std::string to_string(const PipelineAction& action);
+/// Reads it. None for any other text.
+std::optional<PipelineAction> parse_pipeline_action(const std::string& text);
+
+/// A schedule is data: what each rank does, in its order. Sends and receives are begun in this
+/// order and do not block. A rank waits only before F for its input, and before B or I for the
+/// output's gradient.
+struct PipelineSchedule {
+  std::string name;
+  int num_ranks = 1;
+  int num_stages = 1;  ///< A multiple of num_ranks.
+  int num_micro_batches = 1;
+  std::vector<std::vector<PipelineAction>> actions;  ///< A list a rank.
+
+  /// Stages go round: with 2 ranks and 4 stages rank 0 has stages 0 and 2.
+  int rank_of(int stage) const { return stage % num_ranks; }
+  int stages_per_rank() const { return num_stages / num_ranks; }
+};
+
+struct PipelineShape {
+  int num_ranks = 1;
+  int num_micro_batches = 4;
+  /// 0 is the schedule's own: 2 for interleaved-1f1b, which needs several, else 1.
+  int stages_per_rank = 0;
+};
+
+/// The schedules, all of which finish the micro-batches of a stage in their order:
+/// - gpipe (Huang et al. 2019): all forwards, then all backwards.
+/// - 1f1b (Narayanan et al. 2019, "PipeDream-Flush"): as soon as a stage can, it takes one forward
+///   and one backward in turn. The bubble is gpipe's, the memory at most num_ranks activations.
+/// - interleaved-1f1b (Narayanan et al. 2021): several stages a rank, so the bubble is divided by
+///   their number and sends are multiplied by it. The order is that of PyTorch's
+///   ScheduleInterleaved1F1B.
+/// - zero-bubble (Qi et al. 2023, ZB-H1): backward in two halves. Only I is awaited by the stage
+///   before, and W fills what would be bubble. The memory is 1f1b's. The order is that of PyTorch's
+///   ScheduleInterleavedZeroBubble.
+///
+/// The result has its sends and receives and has passed check_pipeline_schedule. Throws UsageError
+/// for an unknown name (with the nearest), for numbers below 1, for 1f1b with several stages a
+/// rank, and for a number of micro-batches that interleaved rounds do not divide.
+PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineShape& shape);
+std::vector<std::string> pipeline_schedule_names();
+/// The stages of a rank that `stages_per_rank` 0 stands for.
+int default_stages_per_rank(const std::string& name);
+/// Whether the schedule can be made for so many micro-batches.
+bool fits_pipeline_schedule(const std::string& name, const PipelineShape& shape);
+
+/// The receive without which a computation cannot begin, and the send that follows it. None where
+/// nothing goes between ranks.
+std::optional<PipelineAction> needed_receive(const PipelineSchedule& schedule,
+                                             const PipelineAction& action);
+std::optional<PipelineAction> needed_send(const PipelineSchedule& schedule,
+                                          const PipelineAction& action);
+
+/// Adds what ranks must send and receive to a schedule of computations. A send follows what it
+/// sends. A receive is begun one computation ahead of the one that needs it, so that data can
+/// travel while the rank computes. Between stages of one rank nothing is sent.
+void add_communication(PipelineSchedule& schedule);
+
+/// What is wrong with a schedule; empty when nothing is. It finds:
+/// - a computation that is missing, comes twice, or is on another stage's rank
+/// - B, I or W before what it needs; micro-batches of a stage out of their order
+/// - a send or receive without its other half, or begun too early or too late
+/// - a deadlock, with what each rank waits for
+///
+/// It is a proof: nothing in a run depends on time but the order in which ranks get on. When one
+/// order of progress ends, each does, for no action can take away what another waits for.
+std::string fault_of(const PipelineSchedule& schedule);
+/// Throws UsageError with that fault.
+void check_pipeline_schedule(const PipelineSchedule& schedule);
+
+}  // namespace lockstep

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <vector>
+
+#include "lockstep/parallel/pipeline/schedule.h"
+#include "lockstep/parallel/pipeline/stage.h"
+#include "lockstep/parallel/pipeline/stage_link.h"
+
+namespace lockstep::detail {
+
+/// Does what a schedule says for one rank, with that rank's stages. One thread.
+class ScheduleRunner {
+ public:
+  /// `stages` are those of the rank, in their order; they and `link` must outlive the runner.
+  ScheduleRunner(int rank, int num_ranks, std::vector<Stage*> stages, StageLink& link);
+
+  /// One batch, forward and backward. `inputs` are the micro-batches, whose shapes all ranks know.
+  /// `loss` is called on the rank of the last stage. Throws what layers, the loss and the link
+  /// throw. After that the link must not be used again.
+  void run(const PipelineSchedule& schedule, const std::vector<at::Tensor>& inputs,
+           const MicroBatchLoss& loss);
+  /// One forward of a whole batch, without a graph: the output, on the rank of the last stage.
+  at::Tensor predict(const at::Tensor& input);
+
+ private:
+  Stage& stage_of(int stage) { return *stages_.at(static_cast<size_t>(stage / num_ranks_)); }
+  bool is_here(int stage) const { return stage % num_ranks_ == rank_; }
+  bool is_last(int stage) const { return stage == num_stages_ - 1; }
+  at::Tensor take(const ParcelId& id);
+  void give(const ParcelId& id, const at::Tensor& tensor);
+  void perform(const PipelineAction& action);
+  void forward(const PipelineAction& action);
+
+  const int rank_;
+  const int num_ranks_;
+  const int num_stages_;
+  const std::vector<Stage*> stages_;
+  StageLink& link_;
+  const std::vector<at::Tensor>* inputs_ = nullptr;  ///< While `run` runs, as all below.
+  const MicroBatchLoss* loss_ = nullptr;
+  std::map<ParcelId, at::Tensor> here_;  ///< For stages of this rank, or to be sent.
+};
+
+}  // namespace lockstep::detail

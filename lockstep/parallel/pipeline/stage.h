@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "lockstep/autograd/split_backward.h"
+#include "lockstep/parallel/strategy.h"
+
+namespace lockstep::detail {
+
+struct StageOptions {
+  c10::Device device = c10::kCPU;
+  bool recompute_activations = false;  ///< Keep a stage's input only, and run forward again.
+  ForwardContext forward_context = {};
+};
+
+/// Makes a loss of the last stage's output. Called once for each micro-batch.
+using MicroBatchLoss = std::function<at::Tensor(int micro_batch, const at::Tensor& output)>;
+
+/// Some layers, one after the other, and what they keep between forward and backward of each
+/// micro-batch. One thread.
+class Stage {
+ public:
+  Stage(std::vector<Layer> layers, StageOptions options);
+
+  /// Of the layers' modules, each once, in their order.
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  const c10::Device& device() const { return options_.device; }
+
+  /// The layers, without anything kept.
+  at::Tensor run(const at::Tensor& input) const;
+
+  void begin(int micro_batches);
+  /// `input` is a leaf. Gives the output, for the next stage: it requires a gradient when backward
+  /// wants one.
+  at::Tensor forward(int micro_batch, at::Tensor input);
+  /// The same on the last stage, which gives nothing on.
+  void forward_with_loss(int micro_batch, at::Tensor input, const MicroBatchLoss& loss);
+  /// `gradient` is that of the output; undefined on the last stage. Gives the input's gradient,
+  /// undefined when nobody wants it.
+  at::Tensor backward(int micro_batch, const at::Tensor& gradient);
+  /// The same in two halves.
+  at::Tensor backward_input(int micro_batch, const at::Tensor& gradient);
+  void backward_weight(int micro_batch);
+
+ private:
+  struct Kept {
+    at::Tensor input;
+    at::Tensor output;  ///< Or the loss.
+    MicroBatchLoss loss;
+    std::vector<at::Tensor> random_state;
+    std::optional<SplitBackward> split;
+  };
+  at::Tensor recompute(int micro_batch);
+  at::Tensor root_of(int micro_batch);
+  at::Tensor input_gradient(Kept& kept) const;
+  Kept& kept(int micro_batch) { return kept_.at(static_cast<size_t>(micro_batch)); }
+
+  std::vector<Layer> layers_;
+  StageOptions options_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> buffers_;
+  std::vector<Kept> kept_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace lockstep::detail {
+
+/// What goes between neighbouring stages: an activation to the next one, or the gradient of it back
+/// to the one before.
+enum class Parcel { activation, gradient };
+
+/// Which parcel: `stage` is the one that receives it.
+struct ParcelId {
+  Parcel kind;
+  int stage;
+  int micro_batch;
+  auto operator<=>(const ParcelId&) const = default;
+  /// The stage that gives or gave the activation.
+  int activation_from() const { return kind == Parcel::activation ? stage - 1 : stage; }
+};
+
+/// By what two micro-batches are known to have the same shapes everywhere in the pipeline: those of
+/// the pipeline's input, and whether a graph is recorded.
+using ShapeKey = std::vector<int64_t>;
+
+/// A rank's way to the stages of other ranks. One thread. Nothing but `take` and `finish` blocks.
+class StageLink {
+ public:
+  virtual ~StageLink() = default;
+  /// Before a batch: the key of each micro-batch. All ranks give equal ones.
+  virtual void begin(std::vector<ShapeKey> keys) = 0;
+  /// `tensor` must not change until `finish`. An activation that requires a gradient will get one.
+  virtual void send(const ParcelId& id, const at::Tensor& tensor) = 0;
+  /// Lets a parcel come ahead of `take`.
+  virtual void expect(const ParcelId& id) = 0;
+  /// Starts what was sent and expected since the last call, all together.
+  virtual void flush() = 0;
+  /// Waits for an expected parcel. An activation is a leaf, which requires a gradient when it did
+  /// where it came from. The gradient of one that did not is undefined, and nobody sends it.
+  virtual at::Tensor take(const ParcelId& id) = 0;
+  /// Waits until all that was sent has been taken over.
+  virtual void finish() = 0;
+};
+
+}  // namespace lockstep::detail
