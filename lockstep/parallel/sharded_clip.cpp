@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <cmath>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
@@ -35,7 +36,11 @@ at::Tensor local_norm(const std::vector<at::Tensor>& gradients, double type,
   std::vector<at::Tensor> norms;
   for (const at::Tensor& gradient : gradients) {
     if (gradient.numel() == 0) continue;
-    norms.push_back(at::linalg_vector_norm(gradient, type).to(device, at::kDouble));
+    // A norm of float16 gradients need not fit into float16, least of all with a loss scale.
+    const auto dtype =
+        gradient.scalar_type() == at::kHalf ? std::optional(at::kFloat) : std::nullopt;
+    const at::Tensor norm = at::linalg_vector_norm(gradient, type, {}, /*keepdim=*/false, dtype);
+    norms.push_back(norm.to(device, at::kDouble));
   }
   if (norms.empty()) return at::zeros({1}, at::dtype(at::kDouble).device(device));
   const at::Tensor all = at::stack(norms);

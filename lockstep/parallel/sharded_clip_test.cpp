@@ -56,6 +56,14 @@ TEST_P(ShardedClip, RanksWithoutGradientsAndOtherDtypes) {
   });
 }
 
+TEST_P(ShardedClip, ANormThatFloat16CannotHold) {
+  run_group(2, [](const ProcessGroup& group) {
+    const at::Tensor mine = at::full({8}, 32768.0, at::kHalf);
+    EXPECT_NEAR(clip_grad_norm({mine}, 65536, group), 131072, 0.1);  // float32 has 24 bits
+    EXPECT_NEAR(mine[0].item<double>(), 16384, 16);
+  });
+}
+
 TEST_P(ShardedClip, WhatIsNotFiniteOnOneRankIsKnownToAll) {
   run_group(2, [](const ProcessGroup& group) {
     for (const double bad : {kInfinity, std::nan("")}) {
