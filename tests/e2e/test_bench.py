@@ -25,6 +25,20 @@ class Bench(unittest.TestCase):
         for key in ("cpu", "cores", "libtorch", "lockstep", "date"):
             self.assertTrue(context[key], key)
 
+    def test_data_parallel(self):
+        report = bench("data-parallel", "--model", "convnet", "--batch-sizes", "1,16", "--replicas", 2, "--steps", 2,
+                       "--rounds", 1)
+        self.check_context(report)
+        rows = report["results"]
+        self.assertEqual([(r["batch_size"], r["replicas"], r["threads"]) for r in rows], [(1, 2, 1), (16, 2, 1)])
+        for row in rows:
+            for key in ("us_one", "us_threads", "us_part", "us_start", "us"):
+                self.assertGreater(row[key], 0, key)
+            self.assertAlmostEqual(row["of_one"], row["us"] / row["us_one"], places=6)
+            self.assertEqual(row["pays"], "yes" if row["of_one"] < 1 else "no")
+            self.assertTrue(row["why"])
+        self.assertIn("one sample cannot be cut", rows[0]["why"])
+
     def test_step(self):
         report = bench("step", "--model", "mlp,linear", "--devices", "1,2", "--steps", 5, "--rounds", 1,
                        "--batch-size", 8)

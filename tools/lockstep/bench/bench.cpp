@@ -42,6 +42,11 @@ const std::vector<Kind>& kinds() {
         "--profile"},
        {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python",
         "lockstep bench step --model convnet --profile --trace step.json"}},
+      {"data-parallel",
+       "Measures the inference of a model with DataParallel on the CPU, in microseconds, beside the "
+       "model by itself, for batches of several sizes, and says when replicas pay and why.",
+       {"--model", "--batch-sizes", "--replicas", "--training", "--steps", "--threads"},
+       {"lockstep bench data-parallel --model convnet,fashion-cnn --batch-sizes 1,64,1024"}},
       {"allreduce",
        "Measures all-reduces of tensors of several sizes, in microseconds, beside the bound that "
        "memory sets: the time in which all ranks at once, without waiting for each other, copy "
@@ -165,6 +170,16 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.option("--batch-size", options.batch_size, "Samples of a rank in a step; " + batch_size,
                {0, 1e9});
   }
+  if (takes("--batch-sizes")) {
+    cli.list("--batch-sizes", options.batch_sizes, "Samples of a batch, one size after the other",
+             {1, 1e7});
+  }
+  if (takes("--replicas")) {
+    cli.option("--replicas", options.replicas, "Replicas; 0: one for each core", {0, 1024});
+  }
+  if (takes("--training")) {
+    cli.flag("--training", options.training, "Measure forward and backward in place of inference");
+  }
   if (takes("--devices")) {
     cli.list("--devices", options.devices,
              (several ? "Ranks, several measured one after the other; " : "Ranks; ") + devices,
@@ -177,7 +192,8 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.list("--sizes", options.sizes, "Bytes of float32 values; 0: a barrier", {0, 1e11});
   if (takes("--steps")) {
     const std::string what = kind.name == "loader"      ? "Timed batches"
-                             : kind.name == "allreduce" ? "Timed all-reduces of each size"
+                             : kind.name == "allreduce"     ? "Timed all-reduces of each size"
+                             : kind.name == "data-parallel" ? "Timed batches of each size"
                                                         : "Timed steps";
     cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
   }
@@ -204,7 +220,8 @@ void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool&
              std::string("Runs of each side, whose median counts; 0: ") +
                  (always ? "5" : "3, or 5 with --compare-python"),
              {0, 1000});
-  if (!always) {
+  // Python's DataParallel refuses the CPU.
+  if (!always && kind.name != "data-parallel") {
     cli.flag("--compare-python", options.compare_python,
              "Run the same work in Python in alternation, and show the ratios");
   }
@@ -230,6 +247,7 @@ Json report_of(const std::string& kind, const BenchOptions& options, const Bench
 BenchRows measure(const std::string& kind, const BenchOptions& options, bool print) {
   if (kind == "targets") return bench_targets(options, print);
   refuse_under_mpirun();
+  if (kind == "data-parallel") return bench_data_parallel(options);
   BenchRunner runner(options);
   if (kind == "step") return options.profile ? runner.profiled_step() : runner.step();
   if (kind == "allreduce") return runner.allreduce();
@@ -298,6 +316,10 @@ void explain(const std::vector<std::string>& args) {
 
 int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   BenchOptions options;
+  if (kind.name == "data-parallel") {
+    options.models = {"fashion-cnn"};
+    options.steps = 10;
+  }
   bool json = false;
   std::string output;
   Cli cli("lockstep bench " + kind.name, kind.summary);

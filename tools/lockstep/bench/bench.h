@@ -32,6 +32,10 @@ struct BenchOptions {
   bool compare_python = false;
   std::string data_dir;  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
   int epochs = 3;        ///< Of bench train.
+  /// Of bench data-parallel: samples of a batch, one size after the other.
+  std::vector<int64_t> batch_sizes = {1, 8, 64, 256, 1024};
+  int64_t replicas = 0;   ///< Of bench data-parallel; 0: one for each core.
+  bool training = false;  ///< Of bench data-parallel: forward and backward, not inference.
   /// Of bench step: batches come from a loader, and each row gets `profile`, where a step's time
   /// goes.
   bool profile = false;
@@ -69,6 +73,11 @@ class BenchRunner {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, us_one (the model by itself),
+/// us_threads (with the threads of all replicas), us_part (on a replica's part), us_start (replicas
+/// that do nothing), us, of_one, pays, why.
+BenchRows bench_data_parallel(const BenchOptions& options);
 
 /// Adds to a row of `bench step` what its ranks' profiles say:
 /// - `profile`, a list of {part, us, share, median_us, rank_min_us, rank_max_us}. The parts before

@@ -86,6 +86,8 @@ int bench_worker(const std::string& text) {
     result = bench_step_worker(config);
   } else if (kind == "allreduce") {
     result = bench_allreduce_worker(config);
+  } else if (kind == "data-parallel") {
+    result = bench_data_parallel_worker(config);
   } else if (kind == "loader") {
     result = run_loader(config);
   } else if (kind == "launch") {
