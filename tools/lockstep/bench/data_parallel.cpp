@@ -184,7 +184,7 @@ BenchRow row_of(const Json& config, int64_t batch_size, const std::vector<Json>&
     row[name] = median(figures[name]);
   }
   row["of_one"] = median(ratios);
-  row["pays"] = row["of_one"].get<double>() < 1 ? "yes" : "no";
+  row["pays"] = batch_size > 1 && row["of_one"].get<double>() < 1 ? "yes" : "no";
   row["why"] = reason(row, config["replicas"]);
   return row;
 }
