@@ -12,8 +12,9 @@ void backward(const at::Tensor& loss, const at::Tensor& gradient) {
     loss.backward(gradient);
     return;
   }
-  const detail::WalkingGuard guard;
+  detail::WalkingGuard guard;
   walk.run(loss.output_nr(), gradient.defined() ? gradient : detail::ones_of(loss));
+  guard.call_back();
 }
 
 bool walks_backward(const at::Tensor& loss) {

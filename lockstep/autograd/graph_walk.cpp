@@ -81,12 +81,12 @@ class WithoutEdges {
 };
 
 /// Set while this thread walks a graph.
-thread_local bool walking = false;
+thread_local std::vector<std::function<void()>>* walking = nullptr;
 
 /// The nodes ask the engine's thread-local task which gradients they shall compute, so one within
 /// another backward must be the engine's own.
 bool is_within_backward() {
-  return walking || torch::autograd::get_current_graph_task_id() != -1;
+  return walking != nullptr || torch::autograd::get_current_graph_task_id() != -1;
 }
 
 bool engine_is_plain() {
@@ -255,12 +255,17 @@ bool may_walk(const at::Tensor& loss, const at::Tensor& gradient, Node& root) {
 
 WalkingGuard::WalkingGuard() : grad_mode_(c10::GradMode::is_enabled()) {
   c10::GradMode::set_enabled(false);
-  walking = true;
+  walking = &callbacks_;
 }
 
 WalkingGuard::~WalkingGuard() {
-  walking = false;
+  walking = nullptr;
   c10::GradMode::set_enabled(grad_mode_);
+}
+
+void WalkingGuard::call_back() {
+  // A callback may ask for another one.
+  for (size_t i = 0; i < callbacks_.size(); ++i) std::exchange(callbacks_[i], {})();
 }
 
 at::Tensor ones_of(const at::Tensor& loss) {
@@ -269,3 +274,15 @@ at::Tensor ones_of(const at::Tensor& loss) {
 }
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+void after_backward(std::function<void()> callback) {
+  if (detail::walking != nullptr && torch::autograd::get_current_graph_task_id() == -1) {
+    detail::walking->push_back(std::move(callback));
+  } else {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+  }
+}
+
+}  // namespace lockstep

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <queue>
 #include <vector>
@@ -75,8 +76,11 @@ class WalkingGuard {
   ~WalkingGuard();
   WalkingGuard(const WalkingGuard&) = delete;
   WalkingGuard& operator=(const WalkingGuard&) = delete;
+  /// Calls what `after_backward` was given since then. For the end of a backward.
+  void call_back();
 
  private:
+  std::vector<std::function<void()>> callbacks_;
   bool grad_mode_;
 };
 

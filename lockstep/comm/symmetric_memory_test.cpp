@@ -64,6 +64,32 @@ TEST_P(SymmetricMemory, AllReduceHasTheBitsOfOrdinaryTensors) {
             {.backend = "shm"});
 }
 
+TEST_P(SymmetricMemory, ReduceScatterHasTheBitsOfOrdinaryTensors) {
+  run_group(GetParam(),
+            [&](ProcessGroup group) {
+              std::mt19937_64 random(static_cast<uint64_t>(group.rank()));
+              for (const int64_t each : {1, 40, 9'000, 70'001}) {
+                for (const auto type : {at::kFloat, at::kBFloat16, at::kLong}) {
+                  const int64_t count = each * group.size();
+                  const at::Tensor memory = group.symmetric_empty(count + 64, type);
+                  const at::Tensor part = memory.narrow(0, 64, count);
+                  const at::Tensor plain = random_values(random, count, type);
+                  part.copy_(plain);
+                  at::Tensor expected = at::empty({each}, type), got = at::empty({each}, type);
+                  group.reduce_scatter_tensor(expected, plain);
+                  group.reduce_scatter_tensor_async(got, part).wait();
+                  ASSERT_TRUE(at::equal(got, expected)) << type << ", " << each;
+                  EXPECT_TRUE(at::equal(part, plain));
+                  // Where the output is a part of it as well, others still read what was there.
+                  at::Tensor within = memory.narrow(0, 64, each);
+                  group.reduce_scatter_tensor(within, part);
+                  ASSERT_TRUE(at::equal(within, expected)) << type << ", " << each;
+                }
+              }
+            },
+            {.backend = "shm"});
+}
+
 TEST(SymmetricMemories, IsAnOrdinaryTensorElsewhere) {
   run_group(2, [](ProcessGroup group) {
     at::Tensor memory = group.symmetric_empty(100'000, at::kFloat);

@@ -51,11 +51,10 @@ std::string text_of(const Json& item, bool with_strides) {
   return text;
 }
 
-}  // namespace
-
-ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored) {
+/// `unknown`: the names of `skip` that the module does not have.
+ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>& skip,
+                          std::set<std::string>& unknown) {
   ModuleState state;
-  std::set<std::string> skip(ignored.begin(), ignored.end()), unknown = skip;
   std::unordered_set<const c10::TensorImpl*> seen;
   const auto take = [&](const std::string& name, const at::Tensor& tensor) {
     unknown.erase(name);
@@ -78,6 +77,20 @@ ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::
       }
     }
   }
+  return state;
+}
+
+}  // namespace
+
+ModuleState whole_module_state(torch::nn::Module& module) {
+  std::set<std::string> unknown;
+  return collect_state(module, {}, unknown);
+}
+
+ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored) {
+  const std::set<std::string> skip(ignored.begin(), ignored.end());
+  std::set<std::string> unknown = skip;
+  ModuleState state = collect_state(module, skip, unknown);
   if (!unknown.empty()) {
     throw UsageError("DdpOptions::ignored names '" + *unknown.begin() +
                      "', which is neither a parameter nor a buffer of the module");

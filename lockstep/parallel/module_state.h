@@ -25,6 +25,8 @@ struct ModuleState {
 /// Leaves out what is named in `ignored`. Throws UsageError for an ignored name that the module
 /// does not have and for a module without a parameter that needs a gradient.
 ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored);
+/// The same, of a module that may be frozen, and with all of its tensors.
+ModuleState whole_module_state(torch::nn::Module& module);
 
 /// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.

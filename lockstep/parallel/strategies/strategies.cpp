@@ -9,6 +9,7 @@
 #include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/zero/zero_strategy.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
+#include "lockstep/parallel/fsdp/fsdp_strategy.h"
 
 namespace lockstep {
 namespace {
@@ -37,6 +38,8 @@ const std::vector<Row>& rows() {
        make_pipeline_strategy,
        pipeline_data_share,
        /*takes_mesh=*/true},
+      {{"fsdp", "parameters, gradients and the optimizer's state are sharded"},
+       [](const StrategySetup& setup) { return make_fsdp_strategy(setup); }},
   };
   return rows;
 }

@@ -10,6 +10,7 @@
 #include "lockstep/comm/backends/shm/shm_message_work.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/shared_memory/processors.h"
+#include "lockstep/comm/shared_memory/region_plans.h"
 
 namespace lockstep::shm {
 namespace {
@@ -36,7 +37,7 @@ SharedGroupOptions group_options(const BackendOptions& options) {
     for (const auto& call : encoded) calls.push_back(decode(call));
     return find_mismatch(calls, names, name)
         .value_or("the ranks of group '" + name +
-                  "' did not all_reduce the same part of the same symmetric memory\n  hint: what "
+                  "' did not reduce the same part of the same symmetric memory\n  hint: what "
                   "ProcessGroup::symmetric_empty gave must be used alike on all ranks");
   };
   return group;
@@ -116,6 +117,18 @@ void ShmBackend::add_all_gather(TensorWork& work, const at::Tensor& input, Block
 
 void ShmBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                                     const c10d::ReduceOp& op) {
+  const size_t whole = output.nbytes() * inputs.size();
+  // Others would read what an output in the region overwrites.
+  if (work.request().operation == Operation::reduce_scatter_tensor &&
+      pays_in_place(group_, whole) && !regions_.find(bytes_of(output), output.nbytes())) {
+    // Its inputs lie one after the other.
+    if (auto place = regions_.find(inputs.front(), whole)) {
+      own(work).add(reduce_scatter_plan(group_, *place->region, place->offset, bytes_of(output),
+                                        count_of(output), data_type(output.scalar_type()),
+                                        kernel_for(output.scalar_type(), op)));
+      return own(work).set_place(std::move(*place));
+    }
+  }
   own(work).add(reduce_scatter_plan(group_, {inputs.begin(), inputs.end()}, bytes_of(output),
                                     count_of(output), data_type(output.scalar_type()),
                                     kernel_for(output.scalar_type(), op)));
@@ -148,20 +161,36 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
                      options.device().str() + "; expected 0 or more on the CPU");
   agree(Operation::symmetric_empty, at::empty({1}, options).expand({size}));
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  const auto region = make_region(bytes, "symmetric_empty of " + std::to_string(bytes) + " bytes");
+  regions_.add(regions_made_, region);
+  return at::from_blob(
+      region->mine(), {size}, [region](void*) {}, options);
+}
+
+/// Parts of whole pages lie one after the other, so all of them are one memory.
+at::Tensor ShmBackend::allocate_common(int64_t numel, at::ScalarType dtype) {
+  // Of another shape than symmetric_empty's.
+  agree(Operation::symmetric_empty, at::empty({1, 1}, dtype).expand({1, numel}));
+  const auto ranks = static_cast<size_t>(getSize());
+  const size_t bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
+  const size_t part = whole_pages(std::max<size_t>(1, (bytes + ranks - 1) / ranks));
+  const auto region = make_region(part, "common_empty of " + std::to_string(bytes) + " bytes");
+  return at::from_blob(
+      region->part(0), {numel}, [region](void*) {}, at::TensorOptions().dtype(dtype));
+}
+
+std::shared_ptr<const Region> ShmBackend::make_region(size_t part_bytes, const std::string& what) {
   const size_t number = ++regions_made_;
-  const std::string what = "symmetric_empty of " + std::to_string(bytes) + " bytes, number " +
-                           std::to_string(number) + " of group '" + names()->group + "',";
+  const std::string asked =
+      what + ", number " + std::to_string(number) + " of group '" + names()->group + "',";
   const std::string key = "shm/region/" + std::to_string(number);
   Meeting meeting = meeting_over(store_, key);
   meeting.ask = [this, key] {
     return store_->check({key}) ? store_->get_to_str(key) : std::string();
   };
-  RegionOptions wish{getRank(), getSize(), bytes, timeout(), names()->group};
-  wish.look = [&](const std::vector<int>& ranks) { group_.look_after(ranks, what); };
-  const auto region = std::make_shared<const Region>(wish, meeting);
-  regions_.add(number, region);
-  return at::from_blob(
-      region->mine(), {size}, [region](void*) {}, options);
+  RegionOptions wish{getRank(), getSize(), part_bytes, timeout(), names()->group};
+  wish.look = [&](const std::vector<int>& ranks) { group_.look_after(ranks, asked); };
+  return std::make_shared<const Region>(wish, meeting);
 }
 
 ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& tensor, int peer,

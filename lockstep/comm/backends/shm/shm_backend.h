@@ -1,6 +1,7 @@
 #pragma once
 
 #include "lockstep/comm/backends/call_queue.h"
+#include "lockstep/comm/backends/common_memory.h"
 #include "lockstep/comm/backends/shm/shm_work.h"
 #include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/shared_memory/messages.h"
@@ -18,7 +19,7 @@ using backends::TensorWork;
 /// nothing that it waits for depends on their programs any more. So finishing it in the caller
 /// cannot dead-lock, whatever the order in which ranks call into several groups. Else the thread
 /// goes on with it.
-class ShmBackend final : public backends::TensorBackend {
+class ShmBackend final : public backends::TensorBackend, public backends::CommonMemory {
  public:
   explicit ShmBackend(const BackendOptions& options);
   ~ShmBackend() override;
@@ -27,6 +28,7 @@ class ShmBackend final : public backends::TensorBackend {
   /// See ProcessGroup::symmetric_empty. A collective.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocate_common(int64_t numel, at::ScalarType dtype) override;
   bool has_lost(int rank) const override;
   void abort() override;
   void shutdown() override;
@@ -47,6 +49,9 @@ class ShmBackend final : public backends::TensorBackend {
                       Shares receives) override;
   WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override;
 
+  /// A region in which each rank's part has so many bytes. `what` is asked for, for messages. A
+  /// collective.
+  std::shared_ptr<const Region> make_region(size_t part_bytes, const std::string& what);
   bool run_here(ShmWork& work, bool blocking);
   void run_later(ShmWork& work);
 

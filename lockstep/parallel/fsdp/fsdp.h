@@ -1,0 +1,226 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/fsdp/fsdp_options.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+/// A run of one tensor of a module, as a rank keeps it.
+struct Shard {
+  std::string name;            ///< Of the tensor, by the module's names.
+  std::vector<int64_t> sizes;  ///< Of the whole tensor.
+  int64_t begin = 0;           ///< Of the run's first element, in the order of the tensor's memory.
+  at::Tensor values;           ///< [n]
+};
+
+namespace detail {
+
+/// The part of FullyShardedDataParallel that does not depend on the module's type.
+class FsdpCore {
+ public:
+  FsdpCore(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
+           const FsdpOptions& options, c10::Device device);
+  ~FsdpCore();
+  FsdpCore(FsdpCore&&) noexcept;
+  FsdpCore& operator=(FsdpCore&&) noexcept;
+
+  /// Throws UsageError when the backward before left parameters without a gradient.
+  void before_forward();
+  /// Before parameters are used otherwise, such as in an evaluation. `after_forward` ends it.
+  void begin_use();
+  /// `records`: a backward will follow.
+  void after_forward(bool records);
+  /// The same error, and no gradient is kept.
+  void check_complete();
+  /// Rank 0's buffers, for all. A collective.
+  void share_buffers();
+  bool& synchronizing();
+  bool has_local_gradients() const;
+
+  const std::vector<at::Tensor>& shards() const;
+  /// For each of `shards`, the index of its parameter in the module's parameters().
+  const std::vector<size_t>& parameter_indices() const;
+  const ProcessGroup& group() const;
+  double clip_grad_norm(double max_norm);
+
+  OptimizerState model_state();
+  void load_model_state(const OptimizerState& state, const std::string& source);
+  std::vector<Shard> sharded_state() const;
+  void load_sharded_state(const std::vector<Shard>& given, const std::string& source);
+  OptimizerState optimizer_state(const OptimizerState& own);
+  OptimizerState own_optimizer_state(const OptimizerState& whole, const std::string& source) const;
+
+  void begin_full(bool writable);
+  void end_full();
+
+  int64_t parameter_bytes() const;
+  int64_t gradient_bytes() const;
+  FsdpStatistics statistics() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace detail
+
+/// A model of which each rank keeps a part: of its parameters, their gradients and the optimizer's
+/// state 1/N each (ZeRO-3, Rajbhandari et al. 2020; FSDP, Zhao et al. 2023). As
+/// torch.distributed.fsdp, for any module and without a change to it:
+///
+///     FullyShardedDataParallel fsdp(model, world.group());
+///     auto optimizer = make_optimizer("adam", fsdp.parameters(), {});   // The shards.
+///     for (...) {
+///       criterion(fsdp.forward(x), y).backward();
+///       fsdp.clip_grad_norm(1.0);
+///       optimizer->step();
+///       zero_grad(fsdp.parameters());
+///     }
+///
+/// **Units.** The module is cut into units, a transformer's blocks for example
+/// (FsdpOptions::units). A unit's parameters are gathered when the first operation on one of them
+/// runs, in forward and in backward, and freed when other units are used. So up to three units are
+/// whole at a time. How operations are noticed says parallel/fsdp/watched_memory.h. Over shared
+/// memory the whole parameters lie once per host instead, and nothing is gathered.
+///
+/// **Gradients.** When backward has all gradients of a unit, they are averaged over ranks by a
+/// reduce-scatter. The module's own tensors never keep a gradient, outside of no_sync. Parameters
+/// must be given to optimizers that treat every element alike (sgd, adam, adamw, rmsprop, adagrad).
+///
+/// **The module's parameters** keep their shapes. Reading one anywhere gathers its unit, so all
+/// ranks must do it (TimeoutError or MismatchError otherwise). Writing to one throws UsageError:
+/// use full_parameters(). A clone of the module is a whole, ordinary module. Evaluate with
+/// gradients off (at::NoGradGuard), not between backward and step.
+///
+/// **Equal to what.** With the same batches parameters have the bits of DistributedDataParallel
+/// with the same optimizer over shared memory, and with one or two ranks over every backend. Gloo
+/// adds three ranks or more in an order that depends on the place in a buffer. Exceptions: clipping
+/// (the norm is summed in another order), `reduce_dtype`, `parameter_dtype`, and accumulation
+/// without no_sync, where each backward is reduced by itself.
+///
+/// The constructor checks that all ranks have the same module (MismatchError) and takes rank 0's
+/// values. Failures between ranks are CommErrors. One thread at a time. Keep the process group, and
+/// this, for as long as the module is used. Adding, removing or freezing parameters afterwards is
+/// not noticed.
+template <class ModulePtr>
+class FullyShardedDataParallel {
+ public:
+  FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
+                           const FsdpOptions& options = {}, c10::Device device = c10::kCPU)
+      : module_(std::move(module)), core_(pointer(), group, options, device) {}
+
+  template <class... Args>
+  auto forward(Args&&... args) {
+    core_.before_forward();
+    auto output = module_->forward(std::forward<Args>(args)...);
+    core_.after_forward(c10::GradMode::is_enabled());
+    return output;
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
+  /// vectors. One without elements where it has none, as ranks are many and parameters few.
+  const std::vector<at::Tensor>& parameters() const { return core_.shards(); }
+
+  /// While the guard lives, backward only adds up whole gradients in the module. The first backward
+  /// after it averages the sum. Costs the memory of all gradients.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(bool& synchronizing)
+        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
+    ~NoSync() { synchronizing_ = before_; }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    bool& synchronizing_;
+    bool before_;
+  };
+  NoSync no_sync() { return NoSync(core_.synchronizing()); }
+
+  /// Scales the gradients of all shards so that the 2-norm of all is at most `max_norm`. Gives the
+  /// norm before, the same on all ranks. A collective.
+  double clip_grad_norm(double max_norm) { return core_.clip_grad_norm(max_norm); }
+
+  /// While the guard lives, all of the module's parameters are whole. With `writable`, what was
+  /// written to them is kept: all ranks must write the same. A collective, at both ends. Python's
+  /// summon_full_params. The guard's end reports no failure; the group's next call does.
+  class [[nodiscard]] FullParameters {
+   public:
+    FullParameters(detail::FsdpCore& core, bool writable) : core_(core) {
+      core_.begin_full(writable);
+    }
+    ~FullParameters() {
+      try {
+        core_.end_full();
+      } catch (...) {
+      }
+    }
+    FullParameters(const FullParameters&) = delete;
+    FullParameters& operator=(const FullParameters&) = delete;
+
+   private:
+    detail::FsdpCore& core_;
+  };
+  FullParameters full_parameters(bool writable = false) { return {core_, writable}; }
+
+  /// The whole module's parameters and buffers by the module's names, on the CPU of rank 0; empty
+  /// on the others. A collective: a rank that does not come gives a TimeoutError that names it.
+  OptimizerState full_state_dict() { return core_.model_state(); }
+  /// Takes a whole state on every rank. Throws CheckpointError naming what does not fit.
+  void load_full_state_dict(const OptimizerState& state) {
+    core_.load_model_state(state, "the state");
+  }
+  /// What of the module this rank keeps: its runs of the parameters, and on rank 0 the buffers. The
+  /// tensors are its own: copy what must outlive the next step. No collective.
+  std::vector<Shard> sharded_state_dict() const { return core_.sharded_state(); }
+  /// Takes what this rank needs of `given`: shards of all ranks of a run of any size, which
+  /// together are the whole. Throws CheckpointError naming what is missing or does not fit.
+  void load_sharded_state_dict(const std::vector<Shard>& given) {
+    core_.load_sharded_state(given, "the sharded state");
+  }
+  /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
+  /// "NAME.parameter-index". On rank 0; empty on the others. A collective.
+  OptimizerState full_optimizer_state(const OptimizerState& own) {
+    return core_.optimizer_state(own);
+  }
+  /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`.
+  OptimizerState own_optimizer_state(const OptimizerState& whole) const {
+    return core_.own_optimizer_state(whole, "the state");
+  }
+
+  auto& module() { return *module_; }
+  const ProcessGroup& group() const { return core_.group(); }
+  FsdpStatistics statistics() const { return core_.statistics(); }
+
+ private:
+  std::shared_ptr<torch::nn::Module> pointer() const {
+    if constexpr (requires { module_.ptr(); }) {
+      return module_.ptr();
+    } else {
+      return module_;
+    }
+  }
+
+  ModulePtr module_;
+  detail::FsdpCore core_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,120 @@
+#include "lockstep/parallel/fsdp/fsdp_strategy.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <optional>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/whole_model.h"
+
+namespace lockstep {
+namespace {
+
+FsdpOptions options_of(const StrategySetup& setup, FsdpOptions options) {
+  const StrategyOptions& given = setup.options;
+  options.reshard_after_forward = options.reshard_after_forward && given.reshard_after_forward;
+  options.cpu_offload = options.cpu_offload || given.cpu_offload;
+  if (given.parameter_dtype) options.parameter_dtype = given.parameter_dtype;
+  if (given.reduce_dtype) options.reduce_dtype = given.reduce_dtype;
+  return options;
+}
+
+class FsdpStrategy : public Strategy {
+ public:
+  FsdpStrategy(const StrategySetup& setup, const FsdpOptions& options)
+      : core_(setup.module, setup.group, options_of(setup, options), setup.device),
+        forward_context_(setup.options.forward_context) {
+    optimizer_ = setup.make_optimizer(core_.shards());
+    if (!optimizer_->is_elementwise())
+      throw UsageError("fsdp: the optimizer " + optimizer_->name() +
+                           " looks at whole parameters, of which a rank has parts only",
+                       "use sgd, adam, adamw, rmsprop or adagrad, or strategy ddp");
+  }
+
+  const std::string& name() const override { return name_; }
+  const ProcessGroup& group() const override { return core_.group(); }
+  DataShare data_share() const override { return {group().rank(), group().size()}; }
+
+  void run_batch(const BatchWork& work) override {
+    core_.before_forward();
+    at::Tensor loss;
+    {
+      const auto context = enter();
+      loss = work.loss();
+    }
+    core_.after_forward(/*records=*/true);
+    backward(loss);
+    core_.check_complete();
+    adding_up_ = !work.last_of_step;
+  }
+
+  std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
+                                    const at::Tensor&) override {
+    const at::NoGradGuard no_grad;
+    core_.begin_use();
+    const auto context = enter();
+    at::Tensor output = forward();
+    core_.after_forward(/*records=*/false);
+    return output;
+  }
+
+  void share_buffers() override { core_.share_buffers(); }
+
+  std::vector<at::Tensor> gradients() const override {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& shard : core_.shards()) {
+      if (shard.grad().defined()) gradients.push_back(shard.grad());
+    }
+    return gradients;
+  }
+  bool has_sharded_gradients() const override { return true; }
+  double clip_grad_norm(double max_norm) override { return core_.clip_grad_norm(max_norm); }
+
+  void step(const StepScale& scale) override {
+    if (adding_up_)
+      throw UsageError("fsdp: a step while gradients only add up",
+                       "run the step's last batch with last_of_step = true first");
+    scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
+                                                            : optimizer_->step();
+  }
+  void zero_grad() override {
+    lockstep::zero_grad(core_.shards());
+    adding_up_ = false;
+  }
+  void set_lr(double lr) override { optimizer_->set_lr(lr); }
+  double lr() const override { return optimizer_->lr(); }
+
+  OptimizerState model_state() override { return core_.model_state(); }
+  OptimizerState optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
+  void load_model_state(const OptimizerState& state) override {
+    core_.load_model_state(state, "the checkpoint's model.safetensors");
+  }
+  void load_optimizer_state(const OptimizerState& state) override {
+    const OptimizerState own = core_.own_optimizer_state(state, "the checkpoint's optimizer state");
+    optimizer_->load_state(own);
+  }
+
+  StateBytes state_bytes() const override {
+    return {core_.parameter_bytes(), core_.gradient_bytes(), detail::bytes_of(optimizer_->state())};
+  }
+
+ private:
+  std::shared_ptr<void> enter() const { return forward_context_ ? forward_context_() : nullptr; }
+
+  std::string name_ = "fsdp";
+  detail::FsdpCore core_;
+  ForwardContext forward_context_;
+  std::unique_ptr<Optimizer> optimizer_;
+  bool adding_up_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
+                                             const FsdpOptions& options) {
+  return std::make_unique<FsdpStrategy>(setup, options);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,457 @@
+// FullyShardedDataParallel in a program's own loop, with modules of many kinds.
+#include "lockstep/parallel/fsdp/fsdp.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <sstream>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/ddp.h"
+#include "tests/support/ddp_test_modules.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace {
+
+using ddp_test::Counter;
+using ddp_test::fill;
+using ddp_test::Heads;
+using ddp_test::Lookup;
+using ddp_test::Net;
+using ddp_test::Rich;
+using ddp_test::Switch;
+using ddp_test::Tied;
+using ddp_test::values;
+using ::testing::HasSubstr;
+
+template <class Module>
+std::shared_ptr<Module> filled(double seed) {
+  auto module = std::make_shared<Module>();
+  fill(*module, seed);
+  return module;
+}
+
+at::Tensor input(int rank, int step = 0) {
+  return values({4, 6}, 10 * rank + step);
+}
+
+/// Everything is gathered, and every child is a unit.
+FsdpOptions gathered() {
+  FsdpOptions options;
+  options.units = {"*"};
+  options.share_memory = false;
+  return options;
+}
+
+FsdpOptions in_common() {
+  FsdpOptions options = gathered();
+  options.share_memory = true;
+  return options;
+}
+
+std::vector<at::Tensor> whole(const OptimizerState& state) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : state) tensors.push_back(tensor);
+  return tensors;
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << "tensor " << i;
+}
+
+std::unique_ptr<Optimizer> adam(const std::vector<at::Tensor>& parameters) {
+  return make_optimizer("adam", parameters, {.lr = 0.01});
+}
+
+void over_shared_memory(int size, const std::function<void(ProcessGroup)>& body) {
+  testing::run_group(size, body, {.backend = "shm"});
+}
+
+/// Trains a module with DDP and with FSDP on the same batches and compares rank 0's states.
+template <class Module, class Loss>
+void expect_bits_of_ddp(int size, const FsdpOptions& options, const Loss& loss) {
+  over_shared_memory(size, [&](ProcessGroup group) {
+    auto a = filled<Module>(1), b = filled<Module>(1 + group.rank());
+    DistributedDataParallel ddp(a, group);
+    FullyShardedDataParallel fsdp(b, group, options);
+    auto ddp_adam = adam(a->parameters()), fsdp_adam = adam(fsdp.parameters());
+    for (int step = 0; step < 4; ++step) {
+      loss(ddp, group.rank(), step).backward();
+      ddp_adam->step();
+      zero_grad(a->parameters());
+      // Both ways of running backward.
+      const at::Tensor value = loss(fsdp, group.rank(), step);
+      step % 2 == 0 ? value.backward() : backward(value);
+      fsdp_adam->step();
+      zero_grad(fsdp.parameters());
+    }
+    const auto state = whole(fsdp.full_state_dict());
+    if (group.rank() == 0) expect_equal(state, a->parameters());
+  });
+}
+
+TEST(Fsdp, TrainsModulesToTheBitsOfDdp) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    for (const int size : {1, 2, 3}) {
+      expect_bits_of_ddp<Net>(size, options, [](auto& net, int rank, int step) {
+        return net.forward(input(rank, step)).square().sum();
+      });
+      expect_bits_of_ddp<Rich>(size, options, [](auto& net, int rank, int step) {
+        const std::tuple<at::Tensor, at::Tensor> inputs{input(rank, step), input(rank + 5, step)};
+        const auto answer = net.forward(inputs, 2.0);
+        return answer.logits.sum() + answer.extra.at("other").square().sum();
+      });
+    }
+  }
+}
+
+TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
+  testing::run_group(2, [](ProcessGroup group) {
+    auto net = filled<Net>(1);
+    FullyShardedDataParallel fsdp(net, group, gathered());
+    EXPECT_THAT(fsdp.statistics().units, ::testing::ElementsAre("first", "second"));
+    EXPECT_FALSE(fsdp.statistics().shared_memory);
+    const auto is_empty = [&] {
+      for (const at::Tensor& parameter : net->parameters())
+        EXPECT_THROW(parameter.const_data_ptr(), c10::Error);
+    };
+    is_empty();
+    for (int step = 0; step < 3; ++step) {
+      auto loss = fsdp.forward(input(group.rank())).square().sum();
+      EXPECT_NO_THROW(net->second->weight.const_data_ptr());
+      loss.backward();
+      is_empty();
+      for (const at::Tensor& parameter : net->parameters())
+        EXPECT_FALSE(parameter.grad().defined());
+      for (const at::Tensor& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+      EXPECT_EQ(fsdp.statistics().gathers, 2 * (step + 1));
+      EXPECT_EQ(fsdp.statistics().foretold_gathers, step);  // Of `second`.
+      EXPECT_EQ(fsdp.statistics().reductions, 2 * (step + 1));
+    }
+  });
+}
+
+TEST(Fsdp, AParameterCanBeReadAnywhereOnAllRanks) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(3), same = filled<Net>(3);
+      FullyShardedDataParallel fsdp(net, group, options);
+      EXPECT_TRUE(at::equal(net->first->weight, same->first->weight));
+      EXPECT_EQ(net->first->weight.norm().item<float>(), same->first->weight.norm().item<float>());
+      std::ostringstream printed, expected;
+      printed << net->second->bias;
+      expected << same->second->bias;
+      EXPECT_EQ(printed.str(), expected.str());
+      // A view too, and later.
+      const at::Tensor row = net->first->weight.detach()[2];
+      EXPECT_TRUE(at::equal(row, same->first->weight[2]));
+      // A copy is an ordinary tensor.
+      at::Tensor copy = net->first->weight.detach().clone();
+      copy.mul_(2);
+      EXPECT_TRUE(at::equal(copy, same->first->weight * 2));
+    });
+  }
+}
+
+TEST(Fsdp, WritingToAParameterIsAnErrorThatSaysHowTo) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(3);
+      FullyShardedDataParallel fsdp(net, group, options);
+      const at::NoGradGuard no_grad;
+      try {
+        net->first->weight.mul_(2);
+        ADD_FAILURE() << "written";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("mul_"));
+        EXPECT_THAT(error.what(), HasSubstr("full_parameters"));
+      }
+      EXPECT_THROW(net->second->bias.detach().fill_(0), UsageError);
+      {
+        const auto full = fsdp.full_parameters(/*writable=*/true);
+        net->first->weight.mul_(2);
+        EXPECT_THROW((void)fsdp.full_parameters(), UsageError);
+      }
+      EXPECT_TRUE(at::equal(net->first->weight, filled<Net>(3)->first->weight * 2));
+      EXPECT_TRUE(at::equal(net->second->weight, filled<Net>(3)->second->weight));
+      {
+        const auto full = fsdp.full_parameters();
+        EXPECT_THROW(net->first->weight.zero_(), UsageError);
+      }
+    });
+  }
+}
+
+TEST(Fsdp, TiedParametersAreOne) {
+  for (const FsdpOptions& base : {gathered(), in_common()}) {
+    FsdpOptions options = base;
+    options.units = {};
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto tied = filled<Tied>(1);
+      FullyShardedDataParallel fsdp(tied, group, options);
+      auto optimizer = adam(fsdp.parameters());
+      auto alone = filled<Tied>(1);
+      // The clone's two names are one tensor, which one optimizer steps once.
+      auto plain = adam({alone->weight});
+      for (int step = 0; step < 3; ++step) {
+        const auto x = values({3, 4}, step);
+        alone->forward(x).square().sum().backward();
+        plain->step();
+        zero_grad({alone->weight});
+        fsdp.forward(x).square().sum().backward();
+        optimizer->step();
+        zero_grad(fsdp.parameters());
+      }
+      EXPECT_TRUE(at::equal(tied->weight, alone->weight));
+      const auto state = fsdp.full_state_dict();
+      if (group.rank() == 0) {
+        ASSERT_EQ(state.size(), 2u);
+        expect_equal({state[1].second}, {state[0].second});
+      }
+    });
+  }
+}
+
+TEST(Fsdp, FrozenParametersStayAndGetNoShardToOptimize) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(1), alone = filled<Net>(1);
+      for (auto& module : {net, alone}) module->first->weight.requires_grad_(false);
+      FullyShardedDataParallel fsdp(net, group, options);
+      auto optimizer = adam(fsdp.parameters()), plain = adam(alone->parameters());
+      for (int step = 0; step < 3; ++step) {
+        fsdp.forward(input(0, step)).square().sum().backward();
+        optimizer->step();
+        zero_grad(fsdp.parameters());
+        alone->forward(input(0, step)).square().sum().backward();
+        plain->step();
+        zero_grad(alone->parameters());
+      }
+      const auto state = whole(fsdp.full_state_dict());
+      if (group.rank() == 0) expect_equal(state, alone->parameters());
+    });
+  }
+}
+
+TEST(Fsdp, AParameterWithoutAGradientIsAnErrorThatNamesIt) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Switch>(1);
+      FullyShardedDataParallel fsdp(net, group, options);
+      fsdp.forward(input(0), true).sum().backward();
+      try {
+        fsdp.forward(input(0), true);
+        ADD_FAILURE() << "went on";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("right.weight"));
+        EXPECT_THAT(error.what(), HasSubstr("find_unused_parameters"));
+      }
+    });
+  }
+}
+
+TEST(Fsdp, UnusedParametersCountAsZeros) {
+  for (FsdpOptions options : {gathered(), in_common()}) {
+    options.find_unused_parameters = true;
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Switch>(1);
+      FullyShardedDataParallel fsdp(net, group, options);
+      // The ranks use different heads, and the gathers come in one order all the same.
+      const bool left = options.share_memory ? group.rank() == 0 : true;
+      for (int step = 0; step < 2; ++step) fsdp.forward(input(0), left).sum().backward();
+      auto alone = filled<Switch>(1);
+      alone->forward(input(0), left).sum().backward();
+      for (const at::Tensor& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+    });
+  }
+}
+
+TEST(Fsdp, RanksThatUseDifferentModulesAreToldSo) {
+  FsdpOptions options = gathered();
+  options.find_unused_parameters = true;
+  over_shared_memory(2, [&](ProcessGroup group) {
+    auto net = filled<Switch>(1);
+    FullyShardedDataParallel fsdp(net, group, options);
+    try {
+      // Both heads are of one size.
+      fsdp.forward(input(0), group.rank() == 0);
+      // Only rank 0 need see it: rank 1 compares with its own number.
+      EXPECT_EQ(group.rank(), 1);
+    } catch (const MismatchError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("same modules in the same order"));
+    }
+  });
+}
+
+TEST(Fsdp, NoSyncHasTheBitsOfDdpsNoSync) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto a = filled<Net>(1), b = filled<Net>(1);
+      DistributedDataParallel ddp(a, group);
+      FullyShardedDataParallel fsdp(b, group, options);
+      const auto run = [&](auto& wrapper) {
+        {
+          const auto guard = wrapper.no_sync();
+          wrapper.forward(input(group.rank(), 0)).square().sum().backward();
+        }
+        if constexpr (requires { wrapper.clip_grad_norm(1); }) {
+          EXPECT_THROW(wrapper.clip_grad_norm(1), UsageError);
+        }
+        wrapper.forward(input(group.rank(), 1)).square().sum().backward();
+      };
+      auto ddp_adam = adam(a->parameters()), fsdp_adam = adam(fsdp.parameters());
+      run(ddp);
+      run(fsdp);
+      ddp_adam->step();
+      fsdp_adam->step();
+      const auto state = whole(fsdp.full_state_dict());
+      if (group.rank() == 0) expect_equal(state, a->parameters());
+    });
+  }
+}
+
+TEST(Fsdp, BuffersAreRankZeros) {
+  over_shared_memory(2, [](ProcessGroup group) {
+    auto module = filled<Counter>(1);
+    module->seen.fill_(group.rank() + 3);
+    FullyShardedDataParallel fsdp(module, group);
+    EXPECT_EQ(module->seen[1].item<float>(), 3);
+    module->seen.fill_(group.rank() + 7);
+    fsdp.forward(input(0)).sum().backward();
+    EXPECT_EQ(module->seen[0].item<float>(), 7);
+  });
+}
+
+TEST(Fsdp, MoreRanksThanParameters) {
+  struct One : torch::nn::Module {
+    One() { weight = register_parameter("weight", at::ones({3})); }
+    at::Tensor forward(const at::Tensor& x) { return weight * x; }
+    at::Tensor weight;
+  };
+  for (const bool share : {true, false}) {
+    FsdpOptions options;
+    options.share_memory = share;
+    over_shared_memory(3, [&](ProcessGroup group) {
+      auto one = std::make_shared<One>();
+      FullyShardedDataParallel fsdp(one, group, options);
+      ASSERT_EQ(fsdp.parameters().size(), 1u);
+      EXPECT_EQ(fsdp.parameters()[0].numel(), group.rank() == 0 ? 3 : 0);
+      auto optimizer = adam(fsdp.parameters());
+      fsdp.forward(at::full({3}, group.rank())).sum().backward();
+      fsdp.clip_grad_norm(1e9);
+      if (group.rank() == 0) {
+        EXPECT_TRUE(at::allclose(fsdp.parameters()[0].grad(), at::ones({3})));
+      }
+    });
+  }
+}
+
+TEST(Fsdp, GathersAndComputesInAnotherDtype) {
+  FsdpOptions options = gathered();
+  options.parameter_dtype = at::kBFloat16;
+  options.reduce_dtype = at::kFloat;
+  testing::run_group(2, [&](ProcessGroup group) {
+    auto net = filled<Net>(1), half = filled<Net>(1);
+    half->to(at::kBFloat16);
+    FullyShardedDataParallel fsdp(net, group, options);
+    EXPECT_EQ(net->first->weight.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(fsdp.parameters()[0].scalar_type(), at::kFloat);
+    // The input is converted where the first parameter meets it.
+    const auto output = fsdp.forward(input(0));
+    EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(at::equal(output, half->forward(input(0).to(at::kBFloat16))));
+    output.square().sum().backward();
+    half->forward(input(0).to(at::kBFloat16)).square().sum().backward();
+    const auto gradient = half->first->weight.grad().to(at::kFloat).flatten();
+    const auto& shard = fsdp.parameters()[0];
+    if (group.rank() == 0) {
+      EXPECT_TRUE(at::equal(shard.grad(), gradient.narrow(0, 0, shard.numel())));
+    }
+    // Shards, and so states, keep every bit.
+    const auto state = whole(fsdp.full_state_dict());
+    if (group.rank() == 0) expect_equal(state, filled<Net>(1)->parameters());
+    EXPECT_THROW((void)fsdp.full_parameters(true), UsageError);
+  });
+}
+
+TEST(Fsdp, AShardedStateIsLoadedByAnotherNumberOfRanks) {
+  for (const int after : {1, 2, 3}) {
+    std::mutex mutex;
+    std::vector<Shard> all;
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto module = filled<Counter>(5);
+      module->seen.fill_(6);
+      FullyShardedDataParallel fsdp(module, group, gathered());
+      const std::lock_guard lock(mutex);
+      for (Shard shard : fsdp.sharded_state_dict()) {
+        shard.values = shard.values.clone();
+        all.push_back(shard);
+      }
+    });
+    over_shared_memory(after, [&](ProcessGroup group) {
+      auto module = filled<Counter>(1), same = filled<Counter>(5);
+      FullyShardedDataParallel fsdp(module, group, gathered());
+      fsdp.load_sharded_state_dict(all);
+      expect_equal(module->parameters(), same->parameters());
+      EXPECT_EQ(module->seen[1].item<float>(), 6);
+      if (group.rank() != 0) return;
+      std::vector<Shard> some = all;
+      std::erase_if(some, [](const Shard& shard) { return shard.name == "linear.weight"; });
+      try {
+        fsdp.load_sharded_state_dict(some);
+        ADD_FAILURE() << "accepted";
+      } catch (const CheckpointError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("linear.weight"));
+      }
+    });
+  }
+}
+
+TEST(Fsdp, WrongUseIsAnError) {
+  EXPECT_THROW(FullyShardedDataParallel(filled<Net>(1), ProcessGroup()), UsageError);
+  over_shared_memory(2, [](ProcessGroup group) {
+    FsdpOptions options;
+    options.units = {"frist"};
+    try {
+      FullyShardedDataParallel fsdp(filled<Net>(1), group, options);
+      ADD_FAILURE() << "accepted";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("did you mean 'first'"));
+    }
+    auto other = filled<Net>(1);
+    if (group.rank() == 1) other->first->weight.requires_grad_(false);
+    EXPECT_THROW(FullyShardedDataParallel(other, group), MismatchError);
+    // A sparse gradient has no place in a flat buffer.
+    auto lookup = filled<Lookup>(1);
+    FullyShardedDataParallel sparse(lookup, group);
+    EXPECT_THROW(sparse.forward(at::arange(3)).backward(), UsageError);
+  });
+}
+
+TEST(Fsdp, ACloneIsWholeAndAModuleOutlivesItsWrapperSayingSo) {
+  over_shared_memory(2, [](ProcessGroup group) {
+    auto linear = std::make_shared<torch::nn::LinearImpl>(6, 3);
+    fill(*linear, 2);
+    std::shared_ptr<torch::nn::Module> clone;
+    {
+      FullyShardedDataParallel fsdp(linear, group, [] {
+        FsdpOptions options;
+        options.share_memory = false;
+        return options;
+      }());
+      clone = linear->clone();
+    }
+    auto same = std::make_shared<torch::nn::LinearImpl>(6, 3);
+    fill(*same, 2);
+    expect_equal(clone->parameters(), same->parameters());
+    EXPECT_THROW(linear->forward(input(0)), UsageError);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

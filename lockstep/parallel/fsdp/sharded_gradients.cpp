@@ -1,0 +1,286 @@
+#include "lockstep/parallel/fsdp/sharded_gradients.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "lockstep/autograd/backward_hook.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/parallel/scaled_copy.h"
+
+namespace lockstep::detail {
+namespace {
+
+using torch::autograd::variable_list;
+/// A shared pointer, of which kind depends on LibTorch's version.
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+}  // namespace
+
+class ShardedGradients::Listener : public PlainPostHook {
+ public:
+  Listener(ShardedGradients& owner, size_t unit, size_t member)
+      : owner_(owner), unit_(unit), member_(member) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    owner_.on_gradient(unit_, member_);
+    return outputs;
+  }
+
+ private:
+  ShardedGradients& owner_;
+  size_t unit_;
+  size_t member_;
+};
+
+struct ShardedGradients::Listeners {
+  std::vector<std::pair<NodePtr, uintptr_t>> all;
+};
+
+ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
+                                   const FsdpOptions& options)
+    : parameters_(parameters),
+      pieces_(std::move(pieces)),
+      reduce_dtype_(options.reduce_dtype),
+      find_unused_(options.find_unused_parameters),
+      units_(parameters.units().size()),
+      listeners_(std::make_unique<Listeners>()) {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& members = parameters_.units()[u].parameters;
+    for (size_t i = 0; i < members.size(); ++i) {
+      if (members[i].tensor.requires_grad()) units_[u].trainable.push_back(i);
+    }
+    for (size_t i = 0; i < units_[u].trainable.size(); ++i) listen(u, i);
+    if (!units_[u].trainable.empty()) order_.insert(order_.begin(), u);
+  }
+  for (const Piece& piece : parameters_.pieces()) {
+    const auto& tensor = parameters_.units()[piece.unit].parameters[piece.parameter].tensor;
+    if (!tensor.requires_grad()) continue;
+    units_[piece.unit].pieces.push_back(places_.size());
+    places_.push_back(piece);
+  }
+  expect_all();
+}
+
+ShardedGradients::~ShardedGradients() {
+  for (const auto& [accumulator, key] : listeners_->all) accumulator->del_post_hook(key);
+}
+
+void ShardedGradients::listen(size_t unit, size_t member) {
+  const auto& item = parameters_.units()[unit].parameters[units_[unit].trainable[member]];
+  // The parameter holds it weakly.
+  auto accumulator = torch::autograd::impl::grad_accumulator(item.tensor);
+  const uintptr_t key = accumulator->add_post_hook(std::make_unique<Listener>(*this, unit, member));
+  listeners_->all.emplace_back(std::move(accumulator), key);
+}
+
+void ShardedGradients::expect_all() {
+  for (Unit& unit : units_) {
+    unit.arrived.assign(unit.trainable.size(), false);
+    unit.awaited = unit.trainable.size();
+  }
+  next_ = 0;
+  open_ = false;
+}
+
+std::string ShardedGradients::place() const {
+  return "FullyShardedDataParallel, rank " + std::to_string(parameters_.group().rank());
+}
+
+void ShardedGradients::on_gradient(size_t unit, size_t member) {
+  if (!std::exchange(begun_, true)) {
+    parameters_.begin_backward();
+    after_backward([this] { on_end(); });
+  }
+  if (!synchronizing_) return;
+  open_ = true;
+  Unit& its = units_[unit];
+  if (its.arrived[member]) {
+    const auto& item = parameters_.units()[unit].parameters[its.trainable[member]];
+    throw UsageError(place() + ": backward gave " + item.name + " its gradient twice",
+                     "a module that is run again within backward must not share parameters with "
+                     "what runs outside of it");
+  }
+  its.arrived[member] = true;
+  if (--its.awaited > 0) return;
+  if (!ordered_) arrivals_.push_back(unit);
+  parameters_.release(unit);
+  reduce_in_turn();
+}
+
+/// All but the last, which waits for the end: then nothing is left to compute meanwhile.
+void ShardedGradients::reduce_in_turn() {
+  const c10::AutoGradMode no_grad(false);
+  for (; next_ + 1 < order_.size() && units_[order_[next_]].awaited == 0; ++next_)
+    reduce(order_[next_], /*wait=*/false);
+}
+
+/// Backward has run all of its nodes, or those within a node of it.
+void ShardedGradients::on_end() {
+  begun_ = false;
+  if (!synchronizing_) return parameters_.end_round();
+  const bool complete =
+      std::all_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.awaited == 0; });
+  if (!complete && !find_unused_) return;
+  const c10::AutoGradMode no_grad(false);
+  for (; next_ < order_.size(); ++next_) reduce(order_[next_], /*wait=*/next_ + 1 == order_.size());
+  for (Reduction& reduction : std::exchange(running_, {})) take_result(std::move(reduction));
+  if (!ordered_) agree_on_order();
+  expect_all();
+  // No rank has finished the last reduction before all have begun it: nobody reads any more.
+  parameters_.end_round(/*all_know=*/true);
+}
+
+/// Rank 0's, so that all ranks reduce alike.
+void ShardedGradients::agree_on_order() {
+  ordered_ = true;
+  // Where parameters may be unused, a rank does not know them all.
+  if (!find_unused_ && parameters_.group().size() > 1 && order_.size() > 1)
+    order_ = parameters_.group().broadcast_object(arrivals_, 0).get<std::vector<size_t>>();
+  arrivals_ = {};
+}
+
+at::ScalarType ShardedGradients::reduce_dtype(size_t unit) const {
+  return reduce_dtype_.value_or(parameters_.units()[unit].parameters.front().tensor.scalar_type());
+}
+
+at::Tensor ShardedGradients::staging_buffer(size_t unit) {
+  // One is filled while another is reduced.
+  constexpr size_t kBuffers = 2;
+  if (running_.size() == kBuffers) {
+    take_result(std::move(running_.front()));
+    running_.erase(running_.begin());
+  }
+  if (buffers_.empty()) {
+    int64_t bytes = 0;
+    for (size_t u = 0; u < units_.size(); ++u) {
+      const auto item = static_cast<int64_t>(c10::elementSize(reduce_dtype(u)));
+      const int64_t elements = parameters_.units()[u].shard_size * parameters_.group().size();
+      bytes = std::max(bytes, elements * item);
+    }
+    const int64_t lines = (bytes + 63) / 64 * 64;
+    const size_t count = std::min(kBuffers, order_.size());
+    for (size_t i = 0; i < count; ++i) {
+      buffers_.push_back(
+          parameters_.device().is_cpu()
+              ? parameters_.group().symmetric_empty(lines, at::kByte)
+              : at::empty({lines}, at::TensorOptions(parameters_.device()).dtype(at::kByte)));
+      buffers_.back().zero_();  // What fills a shard up is summed as well.
+    }
+  }
+  const at::Tensor& buffer = buffers_[turn_++ % buffers_.size()];
+  return buffer.view(reduce_dtype(unit))
+      .narrow(0, 0, parameters_.units()[unit].shard_size * parameters_.group().size());
+}
+
+void ShardedGradients::stage(const Unit& unit, size_t index, const at::Tensor& staged) {
+  const int size = parameters_.group().size();
+  for (const size_t member : unit.trainable) {
+    const FlatParameter& item = parameters_.units()[index].parameters[member];
+    at::Tensor& gradient = at::Tensor(item.tensor).mutable_grad();
+    const at::Tensor view = view_in(staged, item.offset, item.tensor);
+    if (!gradient.defined()) {
+      view.zero_();
+      continue;
+    }
+    if (gradient.layout() != at::kStrided)
+      throw UsageError(place() + ": the gradient of " + item.name + " is sparse",
+                       "make it dense (sparse=false of an embedding)");
+    if (gradient.scalar_type() == view.scalar_type()) {
+      scaled_copy(view, gradient.detach(), 1.0 / size);
+    } else {
+      view.copy_(gradient.detach()).div_(size);
+    }
+    gradient.reset();
+  }
+}
+
+void ShardedGradients::reduce(size_t index, bool wait) {
+  Unit& unit = units_[index];
+  const at::Tensor staged = staging_buffer(index);
+  stage(unit, index, staged);
+  ++reductions_;
+  const at::Tensor& shard = parameters_.shard(index);
+  const bool first = std::none_of(unit.pieces.begin(), unit.pieces.end(),
+                                  [&](size_t piece) { return pieces_[piece].grad().defined(); });
+  if (!unit.gradient.defined()) unit.gradient = at::empty_like(shard);
+  const bool direct =
+      first && staged.scalar_type() == shard.scalar_type() && staged.device() == shard.device();
+  at::Tensor result =
+      direct ? unit.gradient : at::empty({parameters_.units()[index].shard_size}, staged.options());
+  Reduction reduction{index, staged, result, {}};
+  if (wait) {
+    parameters_.group().reduce_scatter_tensor(result, staged);
+  } else {
+    reduction.work = parameters_.group().reduce_scatter_tensor_async(result, staged);
+  }
+  running_.push_back(std::move(reduction));
+}
+
+void ShardedGradients::take_result(Reduction reduction) {
+  if (reduction.work) reduction.work.wait();
+  Unit& unit = units_[reduction.unit];
+  for (const size_t index : unit.pieces) {
+    const Piece& place = places_[index];
+    at::Tensor& gradient = at::Tensor(pieces_[index]).mutable_grad();
+    const at::Tensor part = reduction.result.narrow(0, place.shard_offset, place.size);
+    if (gradient.defined()) {
+      gradient.add_(part.to(gradient.options()));
+      continue;
+    }
+    gradient = unit.gradient.narrow(0, place.shard_offset, place.size);
+    if (!reduction.result.is_same(unit.gradient)) gradient.copy_(part);
+  }
+}
+
+bool ShardedGradients::has_local() const {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (const size_t member : units_[u].trainable) {
+      if (parameters_.units()[u].parameters[member].tensor.grad().defined()) return true;
+    }
+  }
+  return false;
+}
+
+std::vector<std::string> ShardedGradients::missing() const {
+  std::vector<std::string> names;
+  if (!open_) return names;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t i = 0; i < units_[u].trainable.size(); ++i) {
+      if (!units_[u].arrived[i])
+        names.push_back(parameters_.units()[u].parameters[units_[u].trainable[i]].name);
+    }
+  }
+  return names;
+}
+
+void ShardedGradients::forget() {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (const size_t member : units_[u].trainable)
+      at::Tensor(parameters_.units()[u].parameters[member].tensor).mutable_grad().reset();
+  }
+  running_.clear();
+  arrivals_.clear();
+  begun_ = false;
+  expect_all();
+}
+
+int64_t ShardedGradients::bytes() const {
+  int64_t bytes = 0;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (units_[u].gradient.defined()) bytes += static_cast<int64_t>(units_[u].gradient.nbytes());
+    for (const size_t member : units_[u].trainable) {
+      const at::Tensor& gradient = parameters_.units()[u].parameters[member].tensor.grad();
+      if (gradient.defined()) bytes += static_cast<int64_t>(gradient.nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/fsdp/sharded_parameters.h"
+
+namespace lockstep::detail {
+
+/// Averages the gradients of a module's units over ranks while backward runs, into shards.
+///
+/// When all gradients of a unit are there, they are divided into a flat buffer and freed, and the
+/// unit's parameters too. A reduce-scatter of the buffer adds this rank's shard to the gradients of
+/// its pieces. Units are reduced in one order on all ranks: at first the opposite of the module's,
+/// then that in which rank 0's first gradients came.
+class ShardedGradients {
+ public:
+  /// `pieces`: what the optimizer updates, one for each of `parameters.pieces()` that needs a
+  /// gradient, in that order. They get gradients.
+  ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
+                   const FsdpOptions& options);
+  ~ShardedGradients();
+  ShardedGradients(const ShardedGradients&) = delete;
+  ShardedGradients& operator=(const ShardedGradients&) = delete;
+
+  /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
+  bool& synchronizing() { return synchronizing_; }
+  /// Before a forward: what a backward that failed has begun is over.
+  void begin_forward() { begun_ = false; }
+  /// Whether gradients wait in the module that were not reduced.
+  bool has_local() const;
+  /// Names of the parameters that a backward left without a gradient; empty when it is complete.
+  std::vector<std::string> missing() const;
+  /// Drops what an incomplete backward has left.
+  void forget();
+  /// Bytes of gradients that this rank keeps.
+  int64_t bytes() const;
+  int64_t reductions() const { return reductions_; }
+
+ private:
+  struct Unit {
+    std::vector<size_t> trainable;  ///< Indices of its parameters that need a gradient.
+    std::vector<bool> arrived;      ///< Of those.
+    size_t awaited = 0;
+    at::Tensor gradient;         ///< This rank's shard, with pieces' gradients in it.
+    std::vector<size_t> pieces;  ///< Indices of this rank's.
+  };
+  /// A reduction that is under way.
+  struct Reduction {
+    size_t unit;
+    at::Tensor staged;
+    at::Tensor result;
+    Work work;
+  };
+  class Listener;
+
+  void listen(size_t unit, size_t member);
+  void on_gradient(size_t unit, size_t member);
+  void on_end();
+  void expect_all();
+  void reduce_in_turn();
+  void reduce(size_t unit, bool wait);
+  void stage(const Unit& unit, size_t index, const at::Tensor& staged);
+  at::Tensor staging_buffer(size_t unit);
+  void take_result(Reduction reduction);
+  void agree_on_order();
+  at::ScalarType reduce_dtype(size_t unit) const;
+  std::string place() const;
+
+  ShardedParameters& parameters_;
+  const std::vector<at::Tensor> pieces_;
+  std::vector<Piece> places_;  ///< Of `pieces_`.
+  const std::optional<at::ScalarType> reduce_dtype_;
+  const bool find_unused_;
+  std::vector<Unit> units_;
+  std::vector<size_t> order_;     ///< In which units are reduced.
+  std::vector<size_t> arrivals_;  ///< In which they were complete, until the order follows it.
+  size_t next_ = 0;               ///< In `order_`.
+  bool ordered_ = false;
+  bool begun_ = false;  ///< A backward has given a gradient, and has not ended.
+  bool open_ = false;   ///< One has ended before all gradients were there, or is under way.
+  bool synchronizing_ = true;
+  std::vector<at::Tensor> buffers_;  ///< In turn.
+  size_t turn_ = 0;
+  std::vector<Reduction> running_;
+  int64_t reductions_ = 0;
+  struct Listeners;
+  std::unique_ptr<Listeners> listeners_;
+};
+
+}  // namespace lockstep::detail

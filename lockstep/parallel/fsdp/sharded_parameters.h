@@ -1,0 +1,119 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/fsdp/flat_unit.h"
+#include "lockstep/parallel/fsdp/fsdp_options.h"
+#include "lockstep/parallel/fsdp/use_order.h"
+#include "lockstep/parallel/fsdp/watched_memory.h"
+
+namespace lockstep::detail {
+
+/// The parameters of a module, of which each rank keeps a shard, and which are whole while they are
+/// used.
+///
+/// The module's tensors become views of watched memory, one memory per unit. The first operation on
+/// one of them gathers its unit. When other units are used, it is freed again. The order of a
+/// round's uses is remembered. In later rounds the gather of the unit to come runs ahead.
+///
+/// Where all ranks have a memory in common (`shared`), the whole parameters lie there once, and
+/// nothing is gathered. A shard is then a part of it, which its rank writes. Barriers keep the
+/// others from reading meanwhile: one when a round begins, one when it ends.
+class ShardedParameters : private MemoryWatcher {
+ public:
+  /// Takes the values that the module's parameters have on this rank. Those on the meta device have
+  /// none: `set_values` gives them. A collective.
+  ShardedParameters(std::vector<FlatUnit> units, const ProcessGroup& group,
+                    const FsdpOptions& options, c10::Device device);
+  ~ShardedParameters() override;
+  ShardedParameters(const ShardedParameters&) = delete;
+  ShardedParameters& operator=(const ShardedParameters&) = delete;
+
+  /// Puts this rank's pieces of a parameter into its shards. `values` is of the parameter's shape.
+  void set_values(const at::Tensor& parameter, const at::Tensor& values);
+  /// The module's tensors become views of the units' memory. Their old memory is freed. Once.
+  void adopt_module();
+
+  const std::vector<FlatUnit>& units() const { return units_; }
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  /// This rank's shard of a unit, [shard_size]. To be written between rounds only.
+  const at::Tensor& shard(size_t unit) const { return shards_[unit]; }
+  const ProcessGroup& group() const { return group_; }
+  c10::Device device() const { return device_; }
+  bool shared() const { return shared_; }
+
+  /// Parameters are about to be used; nothing in a round. A collective, as all that follow.
+  void begin_round();
+  /// Nobody uses them any more. Nothing outside of a round. `all_know`: every rank has come to this
+  /// point already.
+  void end_round(bool all_know = false);
+  bool in_round() const { return in_round_; }
+  /// From now on used units are freed also where they are kept after forward.
+  void begin_backward() { in_backward_ = true; }
+  /// The unit's backward is done.
+  void release(size_t unit);
+
+  /// Makes all units whole until `end_full`. With `writable`, `end_full` keeps in the shards what
+  /// was written to the module's parameters. All ranks must have written the same.
+  void begin_full(bool writable);
+  void end_full();
+
+  int64_t gathers() const { return gathers_; }
+  int64_t foretold_gathers() const { return foretold_; }
+
+ private:
+  struct Unit {
+    WatchedMemory memory;
+    at::Tensor buffer;  ///< Gathered values.
+    Work work;          ///< Gathers them, until they are put into the memory.
+  };
+
+  void before_use(const std::vector<size_t>& memories) override;
+  void after_use() noexcept override;
+  void before_write(size_t memory, const std::string& operation) override;
+
+  void share_memory();
+  void make_shards();
+  int64_t whole_bytes(size_t unit) const;
+  bool is_whole(size_t unit) const { return state_[unit].memory.is_there(); }
+  void start_gather(size_t unit);
+  void finish_gather(size_t unit);
+  void make_whole(size_t unit);
+  void free_unit(size_t unit);
+  void check_marker(size_t unit, const at::Tensor& whole) const;
+  void note_switch(size_t unit);
+  at::ScalarType whole_dtype(size_t unit) const;
+
+  const std::vector<FlatUnit> units_;
+  const std::vector<Piece> pieces_;
+  const ProcessGroup group_;
+  const c10::Device device_;
+  const std::optional<at::ScalarType> dtype_;
+  const bool offload_;
+  const bool reshard_after_forward_;
+  const bool prefetch_;
+  bool shared_ = false;
+  std::vector<at::Tensor> common_;  ///< Each unit, where ranks have them in common.
+  std::vector<at::Tensor> shards_;
+  std::vector<Unit> state_;
+  std::vector<at::Tensor> free_buffers_;
+  std::vector<size_t> in_use_;      ///< Of the operation that runs.
+  std::optional<size_t> current_;   ///< The unit last used. It is whole.
+  std::optional<size_t> previous_;  ///< The one before.
+  UseOrder order_;
+  bool in_round_ = false;
+  bool in_backward_ = false;
+  bool lone_use_ = false;  ///< This round is one operation outside of forward and backward.
+  bool full_ = false;
+  bool writable_ = false;
+  int64_t gathers_ = 0;
+  int64_t foretold_ = 0;
+};
+
+}  // namespace lockstep::detail
