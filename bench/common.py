@@ -101,6 +101,33 @@ MODELS = {
 }
 
 
+def chain(module):
+    """The module as layers, of which each takes the output of the one before it."""
+    if isinstance(module, Mlp):
+        return list(module.layers)
+    if isinstance(module, ConvNet):
+        return [*module.layer1, *module.layer2, nn.Flatten(), module.fc]
+    if isinstance(module, FashionCnn):
+        return [*module.layer1, *module.layer2, nn.Flatten(), module.fc1, module.drop, module.fc2, module.fc3]
+    return [module]
+
+
+def blocks(module):
+    """The layers that have parameters: what fully_shard is given one by one."""
+    return [layer for layer in chain(module) if layer is not module and any(True for _ in layer.parameters())]
+
+
+def balanced_cuts(layers, stages):
+    """Where to cut a chain so that the stages have about as many parameters each: `stages` + 1 indices."""
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    cuts, done = [0], 0
+    for index, size in enumerate(sizes):
+        if done >= sum(sizes) * len(cuts) / stages and len(cuts) < stages:
+            cuts.append(index)
+        done += size
+    return cuts + [len(layers)]
+
+
 def read_idx(folder, name):
     """A file of MNIST, plain or compressed, as a uint8 tensor; held in memory once."""
     path = pathlib.Path(folder) / name

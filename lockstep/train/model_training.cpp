@@ -35,12 +35,16 @@ void ModelTraining::validate(const at::Tensor& output, const at::Tensor& target)
   note(sums);
 }
 
-std::vector<Layer> ModelTraining::layers() {
+std::vector<Layer> layers_of(Model& model) {
   std::vector<Layer> layers;
-  for (const ModelLayer& layer : model_->layers()) {
+  for (const ModelLayer& layer : model.layers()) {
     layers.push_back({layer.name, layer.module, layer.forward});
   }
   return layers;
+}
+
+std::vector<Layer> ModelTraining::layers() {
+  return layers_of(*model_);
 }
 
 std::function<at::Tensor(torch::nn::Module& copy, const at::Tensor& input)>

@@ -22,6 +22,9 @@ struct ModelTrainingOptions {
   at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
 };
 
+/// A built-in model as the chain that strategies know.
+std::vector<Layer> layers_of(Model& model);
+
 /// How a built-in model is trained: one of two losses, and the accuracy where there are classes.
 class ModelTraining : public SupervisedModule {
  public:

@@ -47,9 +47,59 @@ class Bench(unittest.TestCase):
         self.assertEqual([(r["model"], r["ranks"]) for r in rows],
                          [("mlp", 1), ("mlp", 2), ("linear", 1), ("linear", 2)])
         for row in rows:
-            self.assertEqual(set(row), {"model", "batch_size", "ranks", "backend", "us_per_step"})
+            self.assertEqual(set(row), {"model", "batch_size", "ranks", "backend", "strategy", "precision",
+                                        "optimizer", "us_per_step"})
+            self.assertEqual((row["strategy"], row["precision"], row["optimizer"]), ("ddp", "32-true", "sgd"))
             self.assertEqual((row["batch_size"], row["backend"]), (8, "auto"))
             self.assertGreater(row["us_per_step"], 1)
+
+    def test_strategies_and_precisions(self):
+        rows = bench("step", "--strategy", "ddp,zero1,zero2,fsdp,pipeline", "--precision", "32-true,bf16-mixed",
+                     "--optimizer", "adam", "--devices", 2, "--steps", 3, "--rounds", 1)["results"]
+        self.assertEqual([(r["strategy"], r["precision"]) for r in rows],
+                         [(s, p) for s in ("ddp", "zero1", "zero2", "fsdp", "pipeline")
+                          for p in ("32-true", "bf16-mixed")])
+        for row in rows:
+            self.assertEqual(row["optimizer"], "adam")
+            self.assertGreater(row["us_per_step"], 1)
+
+    def test_memory_is_what_the_formula_says(self):
+        """In float32 with Adam: parameters, gradients and two moments of 4 bytes each, whole or a share of them."""
+        rows = bench("memory", "--model", "wide", "--strategy", "ddp,zero1,zero2,fsdp", "--optimizer", "adam",
+                     "--devices", 2)["results"]
+        self.assertEqual([(r["strategy"], r["rank"]) for r in rows],
+                         [(s, rank) for s in ("ddp", "zero1", "zero2", "fsdp") for rank in (0, 1)])
+        whole = {"ddp": 16, "zero1": 12, "zero2": 10, "fsdp": 8}  # For two ranks.
+        for row in rows:
+            self.assertEqual(row["parameters"], 6 * (784 * 784 + 784) + 784 * 10 + 10)
+            self.assertEqual(row["state_bytes"], row["parameter_bytes"] + row["gradient_bytes"] + row["optimizer_bytes"])
+            formula = whole[row["strategy"]] * row["parameters"]
+            self.assertGreaterEqual(row["state_bytes"], 0.95 * formula, row)
+            self.assertLessEqual(row["state_bytes"], 1.05 * formula, row)
+            self.assertGreater(row["peak_rss_bytes"], row["state_bytes"])
+
+    def test_scaling_says_what_ate_the_rest(self):
+        with t.temporary_folder() as folder:
+            rows = bench("scaling", "--model", "mlp", "--devices", "2,1", "--epochs", 1, "--rounds", 1, "--batch-size",
+                         512, "--plot", folder / "scaling.svg")["results"]
+            picture = (folder / "scaling.svg").read_text()
+        self.assertEqual([r["ranks"] for r in rows], [1, 2])
+        one, two = rows
+        self.assertEqual((one["speedup"], one["efficiency"]), (1, 1))
+        self.assertAlmostEqual(two["speedup"], one["seconds"] / two["seconds"])
+        self.assertAlmostEqual(two["efficiency"], two["speedup"] / 2)
+        self.assertEqual((one["samples"], one["steps"], two["steps"]), (60000, 118, 59))
+        for row in rows:
+            self.assertLess(sum(row["parts"].values()), 1.01 * row["seconds"])
+            for part, seconds in row["lost_s"].items():
+                self.assertAlmostEqual(seconds, row["parts"][part] - one["parts"][part] / row["ranks"])
+        self.assertIn("</svg>", picture)
+        self.assertIn(f"mlp ddp, {two['speedup']:.2f}", picture)
+
+    def test_a_pipeline_has_no_parts_to_profile(self):
+        result = t.run(t.LOCKSTEP, "bench", "step", "--strategy", "pipeline", "--profile", check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("forward and backward take turns", result.stderr)
 
     def test_wide_takes_longer_than_linear(self):
         rows = bench("step", "--model", "wide,linear", "--devices", "1", "--steps", 5, "--rounds", 1)["results"]
@@ -120,8 +170,9 @@ class Bench(unittest.TestCase):
     def test_table(self):
         result = t.run(t.LOCKSTEP, "bench", "step", "--devices", 1, "--steps", 5, "--rounds", 1)
         head, row = result.stdout.splitlines()
-        self.assertEqual(head.split(), ["model", "batch_size", "ranks", "backend", "us_per_step"])
-        self.assertEqual(row.split()[:4], ["mlp", "32", "1", "auto"])
+        self.assertEqual(head.split(), ["model", "batch_size", "ranks", "backend", "strategy", "precision",
+                                        "optimizer", "us_per_step"])
+        self.assertEqual(row.split()[:7], ["mlp", "32", "1", "auto", "ddp", "32-true", "sgd"])
 
     def test_threads_reach_the_ranks(self):
         report = bench("step", "--devices", 1, "--steps", 5, "--rounds", 1, "--threads", 2)
@@ -140,6 +191,16 @@ class Bench(unittest.TestCase):
                      LOCKSTEP_PYTHON=os.sys.executable)["results"]
         self.assertGreater(row["python_us_per_step"], 1)
         self.assertAlmostEqual(row["ratio"], row["us_per_step"] / row["python_us_per_step"])
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_each_strategy_against_python(self):
+        rows = bench("step", "--strategy", "zero1,zero2,fsdp,pipeline", "--optimizer", "adam", "--devices", 2, "--steps",
+                     3, "--rounds", 1, "--compare-python", LOCKSTEP_PYTHON=os.sys.executable)["results"]
+        for row in rows:
+            if row["strategy"] == "zero2":  # torch.distributed has none
+                self.assertIsNone(row["ratio"])
+            else:
+                self.assertAlmostEqual(row["ratio"], row["us_per_step"] / row["python_us_per_step"])
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_loader_and_allreduce_against_python(self):

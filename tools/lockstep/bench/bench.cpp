@@ -7,16 +7,20 @@
 #include <cmath>
 #include <cstdio>
 
+#include "lockstep/amp/precision.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
 #include "tools/lockstep/bench/pipeline_bench.h"
 #include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/bench/scaling.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/env_report.h"
@@ -37,16 +41,30 @@ struct Kind {
 const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all = {
       {"step",
-       "Measures a training step of a model with DistributedDataParallel, in microseconds.",
-       {"--model", "--batch-size", "--devices", "--backend", "--steps", "--threads", "--bind-to",
-        "--profile"},
+       "Measures a training step of a model with each strategy, in microseconds.",
+       {"--model", "--batch-size", "--devices", "--backend", "--strategy", "--optimizer",
+        "--precision", "--steps", "--threads", "--bind-to", "--profile"},
        {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python",
+        "lockstep bench step --strategy ddp,zero1,fsdp --optimizer adam --devices 2",
         "lockstep bench step --model convnet --profile --trace step.json"}},
       {"data-parallel",
-       "Measures the inference of a model with DataParallel on the CPU, in microseconds, beside the "
+       "Measures the inference of a model with DataParallel on the CPU, in microseconds, beside "
+       "the "
        "model by itself, for batches of several sizes, and says when replicas pay and why.",
        {"--model", "--batch-sizes", "--replicas", "--training", "--steps", "--threads"},
        {"lockstep bench data-parallel --model convnet,fashion-cnn --batch-sizes 1,64,1024"}},
+      {"memory",
+       "Measures what each rank keeps for training with each strategy, in bytes: parameters, "
+       "gradients and optimizer state right after backward, and the most that its process had.",
+       {"--model", "--batch-size", "--devices", "--backend", "--strategy", "--optimizer",
+        "--precision", "--threads", "--bind-to"},
+       {"lockstep bench memory --model wide --strategy ddp,zero1,zero2,fsdp --optimizer adam"}},
+      {"scaling",
+       "Measures the same job, epochs of training on all samples, with several numbers of ranks: "
+       "time, speed-up, efficiency, and which parts of the steps ate the rest.",
+       {"--model", "--batch-size", "--devices", "--backend", "--strategy", "--optimizer",
+        "--precision", "--epochs", "--threads", "--bind-to", "--data-dir", "--plot"},
+       {"lockstep bench scaling --devices 1,2 --model mlp,convnet --plot scaling.svg"}},
       {"allreduce",
        "Measures all-reduces of tensors of several sizes, in microseconds, beside the bound that "
        "memory sets: the time in which all ranks at once, without waiting for each other, copy "
@@ -100,6 +118,11 @@ void check_profile(const BenchOptions& options) {
   };
   needs_profile("--operations", options.operations);
   needs_profile("--trace", !options.trace.empty());
+  if (options.profile &&
+      std::count(options.strategies.begin(), options.strategies.end(), "pipeline") > 0) {
+    throw UsageError("--profile: a pipeline's forward and backward take turns in a step",
+                     "`lockstep bench pipeline` shows where its time goes");
+  }
   if (!options.profile) return;
   if (options.compare_python) {
     throw UsageError("--profile: Python's steps are not looked into; leave out --compare-python");
@@ -120,6 +143,10 @@ void check_profile(const BenchOptions& options) {
 
 void check(const BenchOptions& options) {
   for (const auto& model : options.models) expect_one_of("--model", model, model_names());
+  for (const auto& name : options.strategies) expect_one_of("--strategy", name, strategy_names());
+  for (const auto& name : options.precisions) {
+    expect_one_of("--precision", name, precision_names());
+  }
   std::vector<std::string> backends = {"auto"};
   for (const auto& backend : available_backends()) backends.push_back(backend.name);
   for (const auto& name : options.backends) {
@@ -161,9 +188,11 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
   const auto takes = [&](const char* flag) {
     return std::find(kind.flags.begin(), kind.flags.end(), flag) != kind.flags.end();
   };
-  const std::string batch_size = kind.name == "step" ? "0: 32" : "0: 64";
+  const bool of_steps = kind.name == "step" || kind.name == "memory" || kind.name == "scaling";
+  const std::string batch_size = of_steps ? "0: 32, for gpt 8" : "0: 64";
   const bool several = kind.name != "train";
-  const std::string devices = kind.name == "step" ? "without it 1 and 2" : "without it 2";
+  const bool from_one = kind.name == "step" || kind.name == "scaling";
+  const std::string devices = from_one ? "without it 1 and 2" : "without it 2";
   cli.group("What is measured");
   if (takes("--model")) cli.list("--model", options.models, join(model_names(), ", "));
   if (takes("--batch-size")) {
@@ -185,16 +214,21 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
              (several ? "Ranks, several measured one after the other; " : "Ranks; ") + devices,
              {1, 1024});
   }
+  if (takes("--strategy")) {
+    cli.list("--strategy", options.strategies, join(strategy_names(), ", "));
+    cli.choice("--optimizer", options.optimizer, optimizer_names(), "The optimizer");
+    cli.list("--precision", options.precisions, join(precision_names(), ", "));
+  }
   if (takes("--backend")) {
     cli.list("--backend", options.backends, several ? "Backends to compare" : "The backend");
   }
   if (takes("--sizes"))
     cli.list("--sizes", options.sizes, "Bytes of float32 values; 0: a barrier", {0, 1e11});
   if (takes("--steps")) {
-    const std::string what = kind.name == "loader"      ? "Timed batches"
+    const std::string what = kind.name == "loader"          ? "Timed batches"
                              : kind.name == "allreduce"     ? "Timed all-reduces of each size"
                              : kind.name == "data-parallel" ? "Timed batches of each size"
-                                                        : "Timed steps";
+                                                            : "Timed steps";
     cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
   }
   if (takes("--threads")) cli.option("--threads", options.threads, "Threads of a rank", {1, 1024});
@@ -205,6 +239,9 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
         "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
   }
   if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
+  if (takes("--plot")) {
+    cli.option("--plot", options.plot, "Draw speed-up over ranks into this file", "FILE.svg");
+  }
   if (takes("--data-dir")) {
     cli.option("--data-dir", options.data_dir,
                "Where MNIST lies; without it LOCKSTEP_DATA_DIR, else ./data, and where there is "
@@ -220,8 +257,10 @@ void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool&
              std::string("Runs of each side, whose median counts; 0: ") +
                  (always ? "5" : "3, or 5 with --compare-python"),
              {0, 1000});
-  // Python's DataParallel refuses the CPU.
-  if (!always && kind.name != "data-parallel") {
+  // Python's DataParallel refuses the CPU, and it has no strategy of each of our names.
+  const bool python =
+      kind.name != "memory" && kind.name != "scaling" && kind.name != "data-parallel";
+  if (!always && python) {
     cli.flag("--compare-python", options.compare_python,
              "Run the same work in Python in alternation, and show the ratios");
   }
@@ -250,6 +289,8 @@ BenchRows measure(const std::string& kind, const BenchOptions& options, bool pri
   if (kind == "data-parallel") return bench_data_parallel(options);
   BenchRunner runner(options);
   if (kind == "step") return options.profile ? runner.profiled_step() : runner.step();
+  if (kind == "memory") return runner.memory();
+  if (kind == "scaling") return runner.scaling();
   if (kind == "allreduce") return runner.allreduce();
   if (kind == "loader") return runner.loader();
   if (kind == "launch") return runner.launch();
@@ -330,6 +371,7 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   check(options);
   check_output_file("--output", output, "bench.json");
   check_output_file("--trace", options.trace, "trace.json");
+  check_output_file("--plot", options.plot, "scaling.svg");
   if (kind.name == "targets") options.compare_python = true;
 
   const OrderlyInterrupts orderly_interrupts;
@@ -340,7 +382,9 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   if (json) {
     print(text);
   } else if (kind.name != "targets") {
-    print(options.profile ? profile_tables(rows) : bench_table(rows));
+    print(options.profile          ? profile_tables(rows)
+          : kind.name == "scaling" ? scaling_text(rows)
+                                   : bench_table(rows));
   }
   return 0;
 }

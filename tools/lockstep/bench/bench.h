@@ -17,7 +17,10 @@ struct BenchOptions {
   std::vector<std::string> models = {"mlp"};
   int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
   std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
-  std::vector<std::string> backends = {"auto"};  ///< What a user gets without naming one.
+  std::vector<std::string> strategies = {"ddp"};      ///< Of step and memory; see make_strategy.
+  std::vector<std::string> precisions = {"32-true"};  ///< Of step and memory.
+  std::string optimizer = "sgd";                      ///< Of step and memory.
+  std::vector<std::string> backends = {"auto"};       ///< What a user gets without naming one.
   /// 0 is a barrier. The others go from a scalar to a large model's gradients. 437 KB are those of
   /// the MLP.
   std::vector<int64_t> sizes = {0, 4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
@@ -31,7 +34,8 @@ struct BenchOptions {
   int rounds = 0;
   bool compare_python = false;
   std::string data_dir;  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
-  int epochs = 3;        ///< Of bench train.
+  int epochs = 3;        ///< Of bench train and scaling.
+  std::string plot;      ///< Of bench scaling: the file for an SVG; empty: none.
   /// Of bench data-parallel: samples of a batch, one size after the other.
   std::vector<int64_t> batch_sizes = {1, 8, 64, 256, 1024};
   int64_t replicas = 0;   ///< Of bench data-parallel; 0: one for each core.
@@ -44,6 +48,10 @@ struct BenchOptions {
 
   int rounds_or_default() const { return rounds > 0 ? rounds : (compare_python ? 5 : 3); }
   int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
+  /// 32, and for gpt, whose samples have 128 tokens, 8.
+  int64_t step_batch_size(const std::string& model) const {
+    return batch_size_or(model.starts_with("gpt") ? 8 : 32);
+  }
   std::vector<int64_t> devices_or(const std::vector<int64_t>& usual) const {
     return devices.empty() ? usual : devices;
   }
@@ -61,9 +69,14 @@ class BenchRunner {
   explicit BenchRunner(const BenchOptions& options);
   ~BenchRunner();
 
-  BenchRows step();  ///< model, batch_size, ranks, backend, us_per_step
+  /// model, batch_size, ranks, backend, strategy, precision, optimizer, us_per_step
+  BenchRows step();
   /// As step, with `profile`. The round whose step is the median one counts, and `trace` is of it.
   BenchRows profiled_step();
+  /// strategy, model, ranks, precision, rank, parameters, state_bytes, peak_rss_bytes and others
+  BenchRows memory();
+  /// model, batch_size, ranks, ..., seconds (of an epoch), parts, speedup, efficiency, lost_s
+  BenchRows scaling();
   BenchRows allreduce();  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
   BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
   BenchRows launch();     ///< ranks, backend, seconds
@@ -74,9 +87,9 @@ class BenchRunner {
   std::unique_ptr<Impl> impl_;
 };
 
-/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, us_one (the model by itself),
-/// us_threads (with the threads of all replicas), us_part (on a replica's part), us_start (replicas
-/// that do nothing), us, of_one, pays, why.
+/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, us_one (the model by
+/// itself), us_threads (with the threads of all replicas), us_part (on a replica's part), us_start
+/// (replicas that do nothing), us, of_one, pays, why.
 BenchRows bench_data_parallel(const BenchOptions& options);
 
 /// Adds to a row of `bench step` what its ranks' profiles say:

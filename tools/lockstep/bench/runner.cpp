@@ -18,6 +18,7 @@
 #include "tools/lockstep/bench/bench_data.h"
 #include "tools/lockstep/bench/mpirun.h"
 #include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/bench/runner_impl.h"
 #include "tools/lockstep/bench/worker.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/env_report.h"
@@ -33,9 +34,6 @@ using Json = nlohmann::ordered_json;
 
 /// Longer than any sensible run of one side of a round.
 constexpr auto kRunTimeout = std::chrono::minutes(10);
-/// More than the collectives that a group checks at its start, and enough for caches and buckets.
-constexpr int64_t kWarmup = 30;
-
 /// How often a tensor of that size is reduced: large ones fewer times, the same on all sides.
 int64_t allreduce_steps(int64_t bytes, int64_t steps) {
   constexpr int64_t kBytesInAll = 2'000'000'000;
@@ -119,8 +117,7 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
-/// The results of one side, a list a round.
-using Figures = std::vector<double>;
+}  // namespace
 
 void add_comparison(Json& row, const std::string& key, const Figures& own, const Figures& python) {
   row[key] = median(own);
@@ -131,8 +128,6 @@ void add_comparison(Json& row, const std::string& key, const Figures& own, const
   row["ratio"] = median(ratios);
 }
 
-}  // namespace
-
 double median(std::vector<double> values) {
   if (values.empty()) throw Error("no values to take the median of");
   std::sort(values.begin(), values.end());
@@ -140,190 +135,101 @@ double median(std::vector<double> values) {
   return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-struct BenchRunner::Impl {
-  BenchOptions options;
-  TemporaryDirectory folder{"lockstep-bench"};
-  std::optional<PythonFound> python;
-  int runs = 0;
-
-  explicit Impl(const BenchOptions& given) : options(given) {
-    if (!options.compare_python) return;
-    python = require_python_with_torch();
-    for (const auto& [name, text] : bench_scripts()) {
-      write_file_atomically(folder.path() / name, text);
-    }
+BenchRunner::Impl::Impl(const BenchOptions& given) : options(given) {
+  if (!options.compare_python) return;
+  python = require_python_with_torch();
+  for (const auto& [name, text] : bench_scripts()) {
+    write_file_atomically(folder.path() / name, text);
   }
+}
 
-  std::vector<std::string> own_command(const Json& config) const {
-    return {own_program(), "bench", "worker", config.dump()};
+std::vector<std::string> BenchRunner::Impl::own_command(const Json& config) const {
+  return {own_program(), "bench", "worker", config.dump()};
+}
+
+std::vector<std::string> BenchRunner::Impl::python_command(const std::string& script,
+                                                           const Json& config) const {
+  return {python->path.string(), (folder.path() / script).string(), config.dump()};
+}
+
+std::string BenchRunner::Impl::fresh(const std::string& what) {
+  return (folder.path() / (what + std::to_string(runs++))).string();
+}
+
+Json BenchRunner::Impl::run_ranks(bool with_python, Json config, int64_t ranks) {
+  config["bind_to"] = options.bind_to;
+  config["ranks"] = ranks;
+  config["result"] = fresh("result");
+  config["init_method"] = "file://" + fresh("meet");
+  const std::string kind = config["kind"];
+  if (with_python && config["backend"] != "nccl") config["backend"] = "gloo";
+  std::vector<ProcessSpec> specs;
+  const bool by_mpirun = config["backend"] == "mpi";
+  if (by_mpirun) {
+    specs.push_back(
+        {under_mpirun(ranks, own_command(config)), rank_environment(-1, 0, options.threads)});
   }
-
-  std::vector<std::string> python_command(const std::string& script, const Json& config) const {
-    return {python->path.string(), (folder.path() / script).string(), config.dump()};
-  }
-
-  /// A name in our folder that no run before has used.
-  std::string fresh(const std::string& what) {
-    return (folder.path() / (what + std::to_string(runs++))).string();
-  }
-
-  /// Runs the same work as `ranks` fresh processes that meet by a file, and returns rank 0's
-  /// result.
-  Json run_ranks(bool with_python, Json config, int64_t ranks) {
-    config["bind_to"] = options.bind_to;
-    config["ranks"] = ranks;
-    config["result"] = fresh("result");
-    config["init_method"] = "file://" + fresh("meet");
-    const std::string kind = config["kind"];
-    if (with_python && config["backend"] != "nccl") config["backend"] = "gloo";
-    std::vector<ProcessSpec> specs;
-    const bool by_mpirun = config["backend"] == "mpi";
-    if (by_mpirun) {
+  for (int64_t rank = 0; rank < ranks && !by_mpirun; ++rank) {
+    if (with_python) {
       specs.push_back(
-          {under_mpirun(ranks, own_command(config)), rank_environment(-1, 0, options.threads)});
-    }
-    for (int64_t rank = 0; rank < ranks && !by_mpirun; ++rank) {
-      if (with_python) {
-        specs.push_back({python_command(kind + ".py", config),
-                         python_environment(rank, ranks, options.threads)});
-      } else {
-        specs.push_back({own_command(config), rank_environment(rank, ranks, options.threads)});
-      }
-    }
-    const std::string what = (with_python ? "Python's " : "") + kind + " benchmark";
-    const auto results = run_processes(specs, kRunTimeout);
-    const auto result = result_in(config["result"]);
-    if (const auto* failed = failed_one(results)) {
-      if (!with_python || !result) expect_success(what, *failed);
-      tell_of_crash(what, *failed, "the result counts");
-    }
-    if (!result) throw Error(what + " wrote no result");
-    return *result;
-  }
-
-  /// Runs one command; its wall time and peak memory.
-  ProcessResult run_whole(const std::string& what, std::vector<std::string> command) {
-    auto result =
-        run_process({std::move(command), rank_environment(-1, 0, options.threads)}, kRunTimeout);
-    expect_success(what, result);
-    return result;
-  }
-
-  ProcessResult run_python(std::vector<std::string> command) const {
-    return run_process({std::move(command), python_environment(-1, 0, options.threads)},
-                       kRunTimeout);
-  }
-
-  /// Python's training as a whole, and what it wrote.
-  std::pair<ProcessResult, Json> run_python_training(const Json& config) const {
-    auto run = run_python(python_command("train.py", config));
-    const auto result = result_in(config["result"]);
-    if (!result) expect_success("Python's training", run);
-    if (!result) throw Error("Python's training wrote no result");
-    if (run.status != 0) tell_of_crash("Python's training", run, "the result counts");
-    return {std::move(run), *result};
-  }
-
-  /// The seconds of a torchrun of launch.py. One that crashes while it ends takes another time, so
-  /// it is repeated.
-  double torchrun_seconds(int64_t ranks) {
-    constexpr int kMostCrashes = 3;
-    for (int crashes = 0;; ++crashes) {
-      const std::string result = fresh("result");
-      const auto run =
-          run_python({python->path.string(), "-m", "torch.distributed.run", "--nproc-per-node",
-                      std::to_string(ranks), "--master-port", std::to_string(free_port()),
-                      (folder.path() / "launch.py").string(), Json{{"result", result}}.dump()});
-      if (run.status == 0) return run.seconds;
-      if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
-      tell_of_crash("torchrun", run, "it is repeated");
+          {python_command(kind + ".py", config), python_environment(rank, ranks, options.threads)});
+    } else {
+      specs.push_back({own_command(config), rank_environment(rank, ranks, options.threads)});
     }
   }
-
-  void progress(const std::string& what, int round) const {
-    bench_progress(what + ": round " + std::to_string(round + 1) + " of " +
-                   std::to_string(options.rounds_or_default()));
+  const std::string what = (with_python ? "Python's " : "") + kind + " benchmark";
+  const auto results = run_processes(specs, kRunTimeout);
+  const auto result = result_in(config["result"]);
+  if (const auto* failed = failed_one(results)) {
+    if (!with_python || !result) expect_success(what, *failed);
+    tell_of_crash(what, *failed, "the result counts");
   }
-};
+  if (!result) throw Error(what + " wrote no result");
+  return *result;
+}
+
+ProcessResult BenchRunner::Impl::run_whole(const std::string& what,
+                                           std::vector<std::string> command) {
+  auto result =
+      run_process({std::move(command), rank_environment(-1, 0, options.threads)}, kRunTimeout);
+  expect_success(what, result);
+  return result;
+}
+
+ProcessResult BenchRunner::Impl::run_python(std::vector<std::string> command) const {
+  return run_process({std::move(command), python_environment(-1, 0, options.threads)}, kRunTimeout);
+}
+
+std::pair<ProcessResult, Json> BenchRunner::Impl::run_python_training(const Json& config) const {
+  auto run = run_python(python_command("train.py", config));
+  const auto result = result_in(config["result"]);
+  if (!result) expect_success("Python's training", run);
+  if (!result) throw Error("Python's training wrote no result");
+  if (run.status != 0) tell_of_crash("Python's training", run, "the result counts");
+  return {std::move(run), *result};
+}
+
+double BenchRunner::Impl::torchrun_seconds(int64_t ranks) {
+  constexpr int kMostCrashes = 3;
+  for (int crashes = 0;; ++crashes) {
+    const std::string result = fresh("result");
+    const auto run =
+        run_python({python->path.string(), "-m", "torch.distributed.run", "--nproc-per-node",
+                    std::to_string(ranks), "--master-port", std::to_string(free_port()),
+                    (folder.path() / "launch.py").string(), Json{{"result", result}}.dump()});
+    if (run.status == 0) return run.seconds;
+    if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
+    tell_of_crash("torchrun", run, "it is repeated");
+  }
+}
+
+void BenchRunner::Impl::progress(const std::string& what, int round) const {
+  bench_progress(what + ": round " + std::to_string(round + 1) + " of " +
+                 std::to_string(options.rounds_or_default()));
+}
 
 BenchRunner::BenchRunner(const BenchOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 BenchRunner::~BenchRunner() = default;
-
-BenchRows BenchRunner::step() {
-  const auto& options = impl_->options;
-  BenchRows rows;
-  for (const auto& model : options.models) {
-    for (const int64_t ranks : options.devices_or({1, 2})) {
-      std::map<std::string, Figures> own;
-      Figures python;
-      const int64_t batch_size = options.batch_size_or(32);
-      Json config = {{"kind", "step"},
-                     {"model", model},
-                     {"batch_size", batch_size},
-                     {"warmup", kWarmup},
-                     {"steps", options.steps}};
-      for (int round = 0; round < options.rounds_or_default(); ++round) {
-        impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
-        for (const auto& backend : options.backends) {
-          config["backend"] = backend;
-          own[backend].push_back(impl_->run_ranks(false, config, ranks)["us_per_step"]);
-        }
-        if (impl_->python) {
-          python.push_back(impl_->run_ranks(true, config, ranks)["us_per_step"]);
-        }
-      }
-      for (const auto& backend : options.backends) {
-        BenchRow row = {
-            {"model", model}, {"batch_size", batch_size}, {"ranks", ranks}, {"backend", backend}};
-        add_comparison(row, "us_per_step", own[backend], python);
-        rows.push_back(row);
-      }
-    }
-  }
-  return rows;
-}
-
-BenchRows BenchRunner::profiled_step() {
-  const auto& options = impl_->options;
-  BenchRows rows;
-  for (const auto& model : options.models) {
-    for (const int64_t ranks : options.devices_or({2})) {
-      for (const auto& backend : options.backends) {
-        const Json config = {{"kind", "step"},
-                             {"model", model},
-                             {"batch_size", options.batch_size_or(32)},
-                             {"backend", backend},
-                             {"warmup", kWarmup},
-                             {"steps", options.steps},
-                             {"profile", true},
-                             {"operations", options.operations}};
-        std::vector<Json> rounds;
-        for (int round = 0; round < options.rounds_or_default(); ++round) {
-          impl_->progress("step " + model + ", " + counted(ranks, "rank"), round);
-          rounds.push_back(impl_->run_ranks(false, config, ranks));
-        }
-        std::sort(rounds.begin(), rounds.end(), [](const Json& a, const Json& b) {
-          return a["us_per_step"].get<double>() < b["us_per_step"].get<double>();
-        });
-        const Json& middle = rounds[(rounds.size() - 1) / 2];
-        BenchRow row = {{"model", model},
-                        {"batch_size", config["batch_size"]},
-                        {"ranks", ranks},
-                        {"backend", middle["backend"]},
-                        {"us_per_step", middle["us_per_step"]}};
-        if (!options.trace.empty()) {
-          Json metadata = machine_context();
-          metadata["threads"] = options.threads;
-          metadata.update(row);
-          write_trace(options.trace, middle["profiles"], metadata);
-        }
-        add_profile(row, middle["profiles"]);
-        rows.push_back(row);
-      }
-    }
-  }
-  return rows;
-}
 
 namespace {
 

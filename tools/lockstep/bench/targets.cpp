@@ -1,6 +1,9 @@
 #include <cmath>
 #include <cstdio>
+#include <map>
 
+#include "lockstep/amp/precision.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "tools/lockstep/bench/bench.h"
 
@@ -50,6 +53,21 @@ const Target kSharedTrain = {
     "lockstep train, MLP, 3 epochs, 2 ranks, whole process: of Python's time", 1.0 / 7};
 constexpr int64_t kGradientsOfMlp = 437544;
 constexpr double kManyRanks = 1.0 / 5;
+
+/// Strategies over shared memory, with two ranks and Adam, against Python's over Gloo.
+struct StrategyTarget {
+  const char* strategy;
+  const char* model;
+  double bound;
+};
+constexpr StrategyTarget kStrategies[] = {
+    {"zero1", "mlp", 0.15},   {"zero1", "wide", 0.5},   {"fsdp", "mlp", 0.1},
+    {"fsdp", "wide", 0.25},   {"pipeline", "mlp", 0.2}, {"pipeline", "wide", 0.6},
+    {"ddp", "gpt", 0.9},      {"zero1", "gpt", 0.9},    {"fsdp", "gpt", 0.85},
+    {"pipeline", "gpt", 0.9},
+};
+const Target kFsdpOwn = {"gpt step with fsdp, 2 ranks: of our own with ddp", 1.1};
+const Target kHalf = {"ConvNet step in bf16-mixed, batch 100, 1 rank: of 32-true", 0.65};
 
 BenchRow judged(const Target& target, double measured, const BenchRow& details) {
   const bool met = target.at_most ? measured <= target.bound : measured >= target.bound;
@@ -135,6 +153,54 @@ void all_reduce_targets(const BenchOptions& given, const Add& add) {
   }
 }
 
+template <class Add>
+void strategy_targets(const BenchOptions& given, const Add& add) {
+  BenchOptions options = given;
+  options.optimizer = "adam";
+  std::map<std::string, double> gpt_us;
+  for (const auto& [strategy, model, bound] : kStrategies) {
+    BenchOptions one = options;
+    one.strategies = {strategy};
+    if (model == std::string("gpt")) {  // A step of Python's takes almost a second.
+      one.steps = std::min<int64_t>(options.steps, 10);
+      one.rounds = std::min(options.rounds_or_default(), 3);
+    }
+    const BenchRow row = step_row(one, model, 2);
+    if (model == std::string("gpt")) gpt_us[strategy] = row["us_per_step"];
+    add({std::string(model) + " step with " + strategy +
+             ", Adam, 2 ranks over shared memory: of Python's time",
+         bound},
+        row["ratio"], row);
+  }
+  add(kFsdpOwn, gpt_us["fsdp"] / gpt_us["ddp"],
+      {{"fsdp_us", gpt_us["fsdp"]}, {"ddp_us", gpt_us["ddp"]}});
+}
+
+/// 16 bits against 32, both in alternation.
+template <class Add>
+void precision_target(BenchOptions options, const Add& add) {
+  const std::string slow = Precision({.precision = "bf16-mixed"}).slow_because();
+  if (!slow.empty()) {
+    log_info("not measured: " + kHalf.name + " (" + slow + ")");
+    return;
+  }
+  const int rounds = options.rounds_or_default();
+  options.compare_python = false;
+  options.rounds = 1;
+  options.batch_size = 100;
+  options.models = {"convnet"};
+  options.devices = {1};
+  options.precisions = {"32-true", "bf16-mixed"};
+  std::vector<double> full, half, ratios;
+  for (int round = 0; round < rounds; ++round) {
+    const BenchRows rows = BenchRunner(options).step();
+    full.push_back(rows[0]["us_per_step"]);
+    half.push_back(rows[1]["us_per_step"]);
+    ratios.push_back(half.back() / full.back());
+  }
+  add(kHalf, median(ratios), {{"full_us", full}, {"half_us", half}});
+}
+
 }  // namespace
 
 BenchRows bench_targets(BenchOptions options, bool print_table) {
@@ -181,6 +247,9 @@ BenchRows bench_targets(BenchOptions options, bool print_table) {
   add(kSharedMlpOwn, times, details);
   add_shared(kSharedConvnet2, "convnet", 2, 100);
   add_shared(kSharedWide2, "wide", 2, 0);
+  shared.batch_size = 0;
+  strategy_targets(shared, add);
+  precision_target(shared, add);
   few.backends = {"shm"};
   const auto shared_train = BenchRunner(few).train().front();
   add(kSharedTrain, shared_train["ratio"], shared_train);

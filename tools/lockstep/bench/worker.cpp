@@ -10,6 +10,7 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
 #include "tools/lockstep/bench/bench.h"
+#include "tools/lockstep/bench/scaling.h"
 #include "tools/lockstep/train/placement.h"
 
 namespace lockstep::tool {
@@ -84,6 +85,10 @@ int bench_worker(const std::string& text) {
   Json result;
   if (kind == "step") {
     result = bench_step_worker(config);
+  } else if (kind == "scaling") {
+    result = bench_scaling_worker(config);
+  } else if (kind == "memory") {
+    result = bench_memory_worker(config);
   } else if (kind == "allreduce") {
     result = bench_allreduce_worker(config);
   } else if (kind == "data-parallel") {

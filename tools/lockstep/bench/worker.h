@@ -43,9 +43,13 @@ World join_group(const nlohmann::json& config);
 /// `profiles`, one object per rank (see to_object), on rank 0.
 nlohmann::json bench_step_worker(const nlohmann::json& config);
 
-/// The worker of `bench data-parallel`: `sizes`, an object for each of `batch_sizes`, whose times are
-/// medians. See bench_data_parallel.
+/// The worker of `bench data-parallel`: `sizes`, an object for each of `batch_sizes`, whose times
+/// are medians. See bench_data_parallel.
 nlohmann::json bench_data_parallel_worker(const nlohmann::json& config);
+
+/// The worker of `bench memory`: `ranks`, an object per rank: what it keeps (StateBytes) at a
+/// step's fullest moment, and the most memory that its process had.
+nlohmann::json bench_memory_worker(const nlohmann::json& config);
 
 /// The worker of `bench allreduce`: `p50_us`, `bound_us` and `of_bound`, one figure per size. The
 /// latter two are null where nothing is to be moved or not by copying: one rank, tensors on a

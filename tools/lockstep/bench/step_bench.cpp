@@ -1,0 +1,168 @@
+#include "tools/lockstep/bench/step_bench.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/functional/loss.h>
+
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategies/strategies.h"
+#include "lockstep/train/memory_format.h"
+#include "lockstep/train/model_training.h"
+
+namespace lockstep::tool {
+namespace {
+
+std::shared_ptr<Model> seeded_model(const std::string& name) {
+  at::manual_seed(0);
+  return make_model(name);
+}
+
+/// As the Python twins have it.
+OptimizerFactory bench_optimizer_factory(const std::string& name) {
+  OptimizerOptions options;
+  options.lr = default_learning_rate(name);
+  if (name == "sgd") {
+    options.lr = 0.01;
+    options.momentum = 0.9;
+  }
+  return [name, options](std::vector<at::Tensor> parameters) {
+    return make_optimizer(name, std::move(parameters), options);
+  };
+}
+
+}  // namespace
+
+StepBench::StepBench(const nlohmann::json& config, const World& world)
+    : info_(model_info(config.at("model"))),
+      batch_(config.at("batch_size")),
+      device_(world.device()),
+      precision_({.precision = config.at("precision"), .device = device_}),
+      model_(seeded_model(info_.name)) {
+  model_->to(device_);
+  precision_.convert(*model_);
+  format_ = memory_format_of("auto", *model_, device_);
+  set_memory_format(*model_, format_);
+  StrategySetup setup;
+  setup.module = model_;
+  setup.layers = layers_of(*model_);
+  setup.forward = [](torch::nn::Module& copy, const at::Tensor& input) {
+    return dynamic_cast<Model&>(copy).forward(input);
+  };
+  setup.make_optimizer =
+      precision_.optimizer_factory(bench_optimizer_factory(config.at("optimizer")));
+  setup.options.forward_context = precision_.forward_context();
+  setup.group = world.group();
+  setup.device = device_;
+  strategy_ = make_strategy(config.at("strategy"), setup);
+}
+
+void StepBench::draw_batch() {
+  const SampleSpec sample{info_.input_shape};
+  x_ = with_memory_format(at::rand(sample.batch_shape(batch_)).to(device_), format_);
+  y_ = (info_.regression ? at::rand({batch_, info_.outputs})
+                         : at::randint(info_.outputs, {batch_}, at::kLong))
+           .to(device_);
+}
+
+at::Tensor StepBench::criterion(const at::Tensor& output, const at::Tensor& target) const {
+  const at::Tensor wide = precision_.convert_output(output);
+  return precision_.scale(info_.regression ? torch::nn::functional::mse_loss(wide, target)
+                                           : torch::nn::functional::cross_entropy(wide, target));
+}
+
+BatchWork StepBench::work() {
+  const at::Tensor input = precision_.convert_input(x_);
+  return {.loss = [this, input] { return criterion(model_->forward(input), y_); },
+          .input = input,
+          .target = y_,
+          .criterion = [this](const at::Tensor& output,
+                              const at::Tensor& target) { return criterion(output, target); }};
+}
+
+void StepBench::update() {
+  const StepScale scale =
+      precision_.unscale(precision_.scales() ? strategy_->gradients() : std::vector<at::Tensor>(),
+                         strategy_->has_sharded_gradients() ? strategy_->group() : ProcessGroup());
+  strategy_->step(scale);
+  precision_.update();
+}
+
+void StepBench::step() {
+  strategy_->zero_grad();
+  strategy_->run_batch(work());
+  update();
+}
+
+StateBytes StepBench::measured_step() {
+  strategy_->zero_grad();
+  strategy_->run_batch(work());
+  const StateBytes bytes = strategy_->state_bytes();
+  update();
+  return bytes;
+}
+
+void StepBench::profiled_step(StepProfiler& profiler, DataLoader& loader) {
+  const auto step = profiler.step();
+  {
+    const auto part = profiler.part(StepPart::data);
+    take_batch(loader);
+  }
+  {
+    // A strategy runs backward as soon as it has the loss.
+    std::optional<StepProfiler::Mark> part(profiler.part(StepPart::forward));
+    BatchWork batch = work();
+    batch.loss = [&, forward = std::move(batch.loss)] {
+      at::Tensor loss = forward();
+      part.reset();
+      part.emplace(profiler.part(StepPart::backward));
+      return loss;
+    };
+    strategy_->run_batch(batch);
+  }
+  const auto part = profiler.part(StepPart::optimizer);
+  update();
+  strategy_->zero_grad();
+}
+
+TensorDataset StepBench::random_samples(int64_t of_each) const {
+  const int64_t samples = of_each * strategy_->data_share().size;
+  TensorDataset dataset;
+  dataset.name = "random";
+  if (info_.regression) {
+    dataset.data = at::rand({samples, info_.input_shape.at(0)});
+    dataset.targets = at::rand({samples, info_.outputs});
+  } else {
+    dataset.data = at::randint(256, {samples, 28, 28}, at::kByte);
+    dataset.targets = at::randint(info_.outputs, {samples}, at::kLong);
+    dataset.num_classes = info_.outputs;
+  }
+  return dataset;
+}
+
+DataLoader StepBench::make_loader(const TensorDataset& dataset) const {
+  const DataShare share = strategy_->data_share();
+  LoaderOptions options;
+  options.batch_size = batch_;
+  const SamplerOptions sampler = {
+      .dataset_size = dataset.size(), .rank = share.rank, .world_size = share.size};
+  Pipeline transforms;
+  if (!info_.regression) transforms = Pipeline({normalize(), reshape(info_.input_shape)});
+  return DataLoader(dataset, DistributedSampler(sampler), std::move(transforms), options);
+}
+
+void StepBench::take_batch(DataLoader& loader) {
+  Batch batch;
+  while (!loader.next(batch)) loader.epoch(epoch_++);
+  x_ = with_memory_format(batch.data.to(device_), format_);
+  y_ = batch.target.to(device_);
+}
+
+int64_t StepBench::parameters() const {
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : model_->parameters()) elements += parameter.numel();
+  return elements;
+}
+
+}  // namespace lockstep::tool

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <vector>
+
+#include "lockstep/amp/precision.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/data/loader.h"
+#include "lockstep/models/models.h"
+#include "lockstep/parallel/strategy.h"
+#include "lockstep/train/step_profiler.h"
+
+namespace lockstep::tool {
+
+/// What a benchmark of training steps works with, and the step itself: a model, an optimizer and a
+/// strategy, as `lockstep train` would have them.
+class StepBench {
+ public:
+  /// `config` names model, batch_size, strategy, optimizer and precision. A collective.
+  StepBench(const nlohmann::json& config, const World& world);
+
+  /// A batch that stays, as the Python twin's.
+  void draw_batch();
+  void step();
+  /// The same. What this rank keeps when it keeps most: after backward.
+  StateBytes measured_step();
+  /// The same with a new batch from a loader, as `lockstep train` has it.
+  void profiled_step(StepProfiler& profiler, DataLoader& loader);
+  /// A loader of this rank's share of the samples.
+  DataLoader make_loader(const TensorDataset& dataset) const;
+  /// Random samples that fit the model, so many for each data share.
+  TensorDataset random_samples(int64_t of_each) const;
+
+  int64_t parameters() const;
+  int64_t batch_size() const { return batch_; }
+
+ private:
+  BatchWork work();
+  void update();
+  at::Tensor criterion(const at::Tensor& output, const at::Tensor& target) const;
+  void take_batch(DataLoader& loader);
+
+  const ModelInfo& info_;
+  const int64_t batch_;
+  const c10::Device device_;
+  Precision precision_;
+  std::shared_ptr<Model> model_;
+  at::MemoryFormat format_ = at::MemoryFormat::Contiguous;
+  std::unique_ptr<Strategy> strategy_;
+  at::Tensor x_;
+  at::Tensor y_;
+  int64_t epoch_ = 0;  ///< Of the loader.
+};
+
+}  // namespace lockstep::tool
