@@ -91,6 +91,73 @@ class FashionCnn(nn.Module):
         return self.fc3(self.fc2(self.drop(x)))
 
 
+class GptBlock(nn.Module):
+    def __init__(self, channels, heads):
+        super().__init__()
+        self.heads = heads
+        self.ln_1 = nn.LayerNorm(channels)
+        self.c_attn = nn.Linear(channels, 3 * channels)
+        self.c_proj = nn.Linear(channels, channels)
+        self.ln_2 = nn.LayerNorm(channels)
+        self.mlp = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
+
+    def attend(self, x):
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+                   for part in self.c_attn(x).split(c, dim=2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+    def forward(self, x):
+        x = x + self.attend(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GptEmbedding(nn.Module):
+    def __init__(self, vocabulary, context, channels):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, channels)
+        self.wpe = nn.Embedding(context, channels)
+
+    def forward(self, tokens):
+        return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+
+
+def make_gpt(vocabulary=65, context=128, layers=6, heads=6, channels=384, **_):
+    """nanoGPT's, with a head of its own; a chain, so that pipelines and shards can cut it."""
+    return nn.Sequential(GptEmbedding(vocabulary, context, channels),
+                         *[GptBlock(channels, heads) for _ in range(layers)],
+                         nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, vocabulary, bias=False)))
+
+
+class ResNetBlock(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(torch.relu_(self.bn1(self.conv1(x)))))
+        out += self.downsample(x) if self.downsample else x
+        return torch.relu_(out)
+
+
+def make_resnet18(classes=1000):
+    blocks = []
+    for stage in range(4):
+        outputs = 64 << stage
+        blocks += [ResNetBlock(64 if stage == 0 else outputs // 2, outputs, 1 if stage == 0 else 2),
+                   ResNetBlock(outputs, outputs, 1)]
+    return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True),
+                         nn.MaxPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(512, classes))
+
+
 # name: (how to make it, shape of a sample, outputs, mean squared error instead of cross-entropy)
 MODELS = {
     "mlp": (lambda: Mlp([784, 128, 64, 10]), (784,), 10, False),
@@ -101,8 +168,53 @@ MODELS = {
 }
 
 
+NAMES = [*MODELS, "gpt", "resnet18"]
+
+
+class Task:
+    """A model by its name and sizes, as `--model` has them, with a batch and a loss for it."""
+
+    def __init__(self, name):
+        self.name, _, sizes = name.partition(":")
+        self.sizes = {key: int(value) for key, _, value in (part.partition("=") for part in sizes.split(",") if part)}
+        self.outputs, self.regression = self.sizes.get("classes", 1000), False
+        if self.name == "gpt":
+            self.outputs = self.sizes.get("vocabulary", 65)
+        elif self.name in MODELS:
+            _, self.shape, self.outputs, self.regression = MODELS[self.name]
+
+    def make(self):
+        if self.name == "gpt":
+            return make_gpt(**self.sizes)
+        return make_resnet18(**self.sizes) if self.name == "resnet18" else MODELS[self.name][0]()
+
+    def batch(self, samples):
+        """Inputs and targets."""
+        if self.name == "gpt":
+            shape = (samples, self.sizes.get("context", 128))
+            return torch.randint(self.outputs, shape), torch.randint(self.outputs, shape)
+        x = torch.rand(samples, *(self.shape if self.name in MODELS else (3, 224, 224)))
+        return x, torch.rand(samples, self.outputs) if self.regression else torch.randint(self.outputs, (samples,))
+
+    def loss(self, output, target):
+        if self.regression:
+            return nn.functional.mse_loss(output, target)
+        return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def make_optimizer(name, parameters):
+    """With the rates of ours; else PyTorch's defaults."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop,
+             "adagrad": torch.optim.Adagrad}
+    return kinds[name](parameters)
+
+
 def chain(module):
     """The module as layers, of which each takes the output of the one before it."""
+    if isinstance(module, nn.Sequential):
+        return list(module)
     if isinstance(module, Mlp):
         return list(module.layers)
     if isinstance(module, ConvNet):

@@ -6,16 +6,8 @@ import contextlib
 import common
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 1e-3}),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
-}
 MICRO_BATCHES = 4  # As StrategyOptions has it.
 
 
@@ -40,15 +32,15 @@ def whole_model_step(model, optimizer, loss_of, x, y, precision):
 
 def ddp(module, optimizer, loss_of, x, y, precision):
     model = nn.parallel.DistributedDataParallel(module)
-    make, options = OPTIMIZERS[optimizer]
-    return whole_model_step(model, make(model.parameters(), **options), loss_of, x, y, precision)
+    return whole_model_step(model, common.make_optimizer(optimizer, model.parameters()), loss_of, x, y, precision)
 
 
 def zero1(module, optimizer, loss_of, x, y, precision):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = nn.parallel.DistributedDataParallel(module)
-    make, options = OPTIMIZERS[optimizer]
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **options)
+    like = common.make_optimizer(optimizer, [torch.zeros(1)])
+    options = {"lr": like.defaults["lr"]} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=type(like), **options)
     return whole_model_step(model, sharded, loss_of, x, y, precision)
 
 
@@ -57,8 +49,7 @@ def fsdp(module, optimizer, loss_of, x, y, precision):
     for layer in common.blocks(module):
         fully_shard(layer)
     fully_shard(module)
-    make, options = OPTIMIZERS[optimizer]
-    return whole_model_step(module, make(module.parameters(), **options), loss_of, x, y, precision)
+    return whole_model_step(module, common.make_optimizer(optimizer, module.parameters()), loss_of, x, y, precision)
 
 
 def pipeline(module, optimizer, loss_of, x, y, precision):
@@ -69,8 +60,7 @@ def pipeline(module, optimizer, loss_of, x, y, precision):
     stage_module = nn.Sequential(*layers[cuts[rank]:cuts[rank + 1]])
     stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
-    make, options = OPTIMIZERS[optimizer]
-    own = make(stage_module.parameters(), **options)
+    own = common.make_optimizer(optimizer, stage_module.parameters())
     first, last = rank == 0, rank == size - 1
 
     def step():
@@ -88,14 +78,11 @@ STRATEGIES = {"ddp": ddp, "zero1": zero1, "fsdp": fsdp, "pipeline": pipeline}
 def main():
     config = common.config()
     common.join(config)
-    make, shape, outputs, regression = common.MODELS[config["model"]]
+    task = common.Task(config["model"])
     torch.manual_seed(0)
-    module = make()
-    batch = config["batch_size"]
-    x = torch.rand(batch, *shape)
-    y = torch.rand(batch, outputs) if regression else torch.randint(outputs, (batch,))
-    loss_of = F.mse_loss if regression else F.cross_entropy
-    step = STRATEGIES[config["strategy"]](module, config["optimizer"], loss_of, x, y, config["precision"])
+    module = task.make()
+    x, y = task.batch(config["batch_size"])
+    step = STRATEGIES[config["strategy"]](module, config["optimizer"], task.loss, x, y, config["precision"])
     us = common.median_us(step, config["warmup"], config["steps"])
     common.finish(config, {"us_per_step": us})
 

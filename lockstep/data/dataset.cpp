@@ -7,9 +7,12 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/data/cifar.h"
 #include "lockstep/data/digits.h"
+#include "lockstep/data/image_folder.h"
 #include "lockstep/data/mnist.h"
 #include "lockstep/data/tensor_files.h"
+#include "lockstep/data/text.h"
 
 namespace lockstep {
 namespace {
@@ -72,33 +75,92 @@ DatasetOptions with_data_dir(DatasetOptions options) {
   return options;
 }
 
+/// A kind of data set that is named with the path of its files.
+struct PathSet {
+  const char* name;
+  const char* what;  ///< For the complaint about a path that is missing.
+  DatasetSplits (*load)(const std::filesystem::path& path, const DatasetOptions& options);
+};
+
+const std::vector<PathSet>& path_sets() {
+  static const std::vector<PathSet> sets{
+      {"file", "a .safetensors or .npz file or a folder of .npy files",
+       [](const std::filesystem::path& path, const DatasetOptions& options) {
+         return load_tensor_dataset(path, options.test_fraction);
+       }},
+      {"text", "a text file", load_text},
+      {"folder", "a folder with a folder of images for each class",
+       [](const std::filesystem::path& path, const DatasetOptions& options) {
+         const DatasetSources sources = open_image_folder(path, options);
+         return DatasetSplits{read_all(*sources.train), read_all(*sources.test)};
+       }},
+  };
+  return sets;
+}
+
+/// Of "KIND:PATH"; null for another name.
+const PathSet* path_set_of(const std::string& name) {
+  for (const PathSet& set : path_sets()) {
+    if (name.starts_with(set.name + std::string(":"))) return &set;
+  }
+  return nullptr;
+}
+
+std::string usage_of(const PathSet& set) {
+  return set.name + std::string(":PATH takes ") + set.what;
+}
+
 }  // namespace
 
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options) {
   const DatasetOptions resolved = with_data_dir(options);
   if (const MnistLike* source = mnist_like(name)) return load_mnist(*source, resolved);
+  if (name == "cifar10") return load_cifar10(resolved);
   if (name == "digits") return load_digits(resolved);
   if (name == "random") return load_random(resolved);
-  constexpr std::string_view kFile = "file:";
-  if (name == kFile) {
-    throw UsageError("data set 'file:' names no file",
-                     "file:PATH takes a .safetensors or .npz file or a folder of .npy files");
-  }
-  if (name.starts_with(kFile)) {
-    return load_tensor_dataset(name.substr(kFile.size()), resolved.test_fraction);
+  if (const PathSet* set = path_set_of(name)) {
+    const std::string path = name.substr(name.find(':') + 1);
+    if (path.empty()) throw UsageError("data set '" + name + "' names no file", usage_of(*set));
+    return set->load(path, resolved);
   }
   throw UsageError(unknown_word("data set", name, dataset_names()));
 }
 
+DatasetSources open_dataset(const std::string& name, const DatasetOptions& options) {
+  constexpr std::string_view kFolder = "folder:";
+  if (name.starts_with(kFolder) && name.size() > kFolder.size()) {
+    return open_image_folder(name.substr(kFolder.size()), options);
+  }
+  DatasetSplits splits = load_dataset(name, options);
+  return {tensor_source(std::move(splits.train)), tensor_source(std::move(splits.test))};
+}
+
 std::optional<std::filesystem::path> dataset_folder(const std::string& name,
                                                     const DatasetOptions& options) {
+  if (name == "cifar10") return cifar10_folder(with_data_dir(options).data_dir);
   const MnistLike* source = mnist_like(name);
   if (!source) throw UsageError("data set '" + name + "' has no folder of files");
   return mnist_folder(*source, with_data_dir(options).data_dir);
 }
 
 std::vector<std::string> dataset_names() {
-  return {"mnist", "fashion-mnist", "digits", "random"};
+  return {"mnist", "fashion-mnist", "cifar10", "digits", "random"};
+}
+
+std::vector<std::string> path_dataset_names() {
+  std::vector<std::string> names;
+  for (const PathSet& set : path_sets()) names.push_back(set.name + std::string(":PATH"));
+  return names;
+}
+
+void check_dataset_name(const std::string& flag, const std::string& name) {
+  if (const PathSet* set = path_set_of(name)) {
+    if (name.ends_with(':')) throw UsageError(flag + " " + name + " names no file", usage_of(*set));
+    return;
+  }
+  std::vector<std::string> known = dataset_names();
+  for (std::string& path : path_dataset_names()) known.push_back(std::move(path));
+  expect_one_of(flag, name, known);
 }
 
 }  // namespace lockstep

@@ -23,9 +23,10 @@ TEST(Dataset, UnknownNameGetsTheNearestOne) {
   EXPECT_THAT(complaint<UsageError>([] { load_dataset("mnits"); }),
               HasSubstr("unknown data set 'mnits'; did you mean 'mnist'?"));
   EXPECT_THAT(complaint<UsageError>([] { load_dataset("file:"); }), HasSubstr("names no file"));
-  EXPECT_THAT(complaint<UsageError>([] { load_dataset("cifar"); }),
-              HasSubstr("mnist, fashion-mnist, digits, random"));
-  EXPECT_THAT(dataset_names(), testing::ElementsAre("mnist", "fashion-mnist", "digits", "random"));
+  EXPECT_THAT(complaint<UsageError>([] { load_dataset("imagenet"); }),
+              HasSubstr("mnist, fashion-mnist, cifar10, digits, random"));
+  EXPECT_THAT(dataset_names(),
+              testing::ElementsAre("mnist", "fashion-mnist", "cifar10", "digits", "random"));
 }
 
 TEST(Dataset, DigitsAreTheSameForTheSameSeed) {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <thread>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
@@ -62,6 +63,12 @@ std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder,
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   return nullptr;
+}
+
+FolderLock::Options FolderLock::for_downloads(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::seconds kPatience{10};
+  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
+  return {.timeout = timeout, .patience = first ? std::chrono::milliseconds(0) : kPatience};
 }
 
 FolderLock::~FolderLock() {

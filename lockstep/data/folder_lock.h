@@ -23,6 +23,9 @@ class FolderLock {
     std::chrono::milliseconds patience{0};
   };
 
+  /// For what load_dataset downloads.
+  static Options for_downloads(std::chrono::milliseconds timeout);
+
   /// Waits until `filled()` (then returns nothing) or until this process holds the lock.
   /// Throws TimeoutError, SystemError (a read-only folder).
   static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,

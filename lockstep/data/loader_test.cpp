@@ -376,7 +376,8 @@ TEST(DataLoader, RefusesTensorsThatItCannotGather) {
     }
     return std::string("no DataError");
   };
-  EXPECT_THAT(make(at::rand({4, 6}).t(), at::arange(6)), HasSubstr("data is not contiguous"));
+  EXPECT_THAT(make(at::rand({4, 6}).t(), at::arange(6)),
+              HasSubstr("data has rows that are not contiguous"));
   EXPECT_THAT(make(at::_neg_view(at::rand({4, 6})), at::arange(4)),
               HasSubstr("data is lazily conjugated or negated"));
   EXPECT_THAT(make(at::rand({4, 6}), at::_efficientzerotensor({4}, at::kLong)),

@@ -188,12 +188,8 @@ Found download_missing(const MnistLike& source, const DatasetOptions& options) {
   fs::create_directories(folder, error);
   if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
   const auto filled = [&] { return find_files(options.data_dir, source).complete(); };
-  constexpr std::chrono::seconds kPatience{10};
-  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
-  const auto lock = FolderLock::acquire(
-      folder, filled,
-      {.timeout = options.lock_timeout,
-       .patience = first ? std::chrono::milliseconds(0) : std::chrono::milliseconds(kPatience)});
+  const auto lock =
+      FolderLock::acquire(folder, filled, FolderLock::for_downloads(options.lock_timeout));
   if (lock) fetch_missing(source, options, find_files(options.data_dir, source));
   return find_files(options.data_dir, source);
 }

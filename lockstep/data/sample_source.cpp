@@ -54,7 +54,8 @@ void check(const TensorDataset& dataset) {
     if (!tensor->device().is_cpu())
       fail(name + " is on " + tensor->device().str() + ", expected the CPU");
     if (tensor->dim() < 1) fail(name + " is a single number, expected one row a sample");
-    if (!tensor->is_contiguous()) fail(name + " is not contiguous; call contiguous() on it");
+    if (tensor->size(0) > 0 && !tensor->select(0, 0).is_contiguous())
+      fail(name + " has rows that are not contiguous; call contiguous() on it");
     if (tensor->is_conj() || tensor->is_neg() || tensor->_is_zerotensor())
       fail(name + " is lazily conjugated or negated, or has no memory; call clone() on it");
   }
@@ -71,6 +72,8 @@ class TensorSource : public SampleSource {
   int64_t size() const override { return dataset_.size(); }
   SampleSpec data_spec() const override { return SampleSpec::of_rows(dataset_.data); }
   SampleSpec target_spec() const override { return SampleSpec::of_rows(dataset_.targets); }
+  int64_t num_classes() const override { return dataset_.num_classes; }
+  std::vector<std::string> classes() const override { return dataset_.classes; }
   std::unique_ptr<SampleSource> clone() const override {
     return std::make_unique<TensorSource>(*this);
   }
@@ -110,7 +113,8 @@ std::string SampleSpec::describe() const {
 RowView::RowView(const at::Tensor& source, std::span<const int64_t> rows)
     : rows_(rows),
       base_(static_cast<const std::byte*>(source.const_data_ptr())),
-      row_bytes_(source.size(0) ? static_cast<int64_t>(source.nbytes()) / source.size(0) : 0) {}
+      row_bytes_(source.size(0) ? static_cast<int64_t>(source.nbytes()) / source.size(0) : 0),
+      step_(source.stride(0) * static_cast<int64_t>(source.element_size())) {}
 
 void RowView::gather_into(const at::Tensor& out) const {
   auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
@@ -138,7 +142,10 @@ TensorDataset read_all(SampleSource& source) {
     source.read(indices, dataset.data.narrow(0, begin, count),
                 dataset.targets.narrow(0, begin, count));
   }
-  if (dataset.targets.scalar_type() == at::kLong && dataset.targets.dim() == 1)
+  dataset.classes = source.classes();
+  dataset.num_classes = source.num_classes();
+  if (dataset.num_classes == 0 && dataset.targets.scalar_type() == at::kLong &&
+      dataset.targets.dim() == 1)
     dataset.num_classes = dataset.targets.max().item<int64_t>() + 1;
   return dataset;
 }

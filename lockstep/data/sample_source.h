@@ -28,13 +28,13 @@ struct SampleSpec {
   bool operator==(const SampleSpec&) const = default;
 };
 
-/// Rows of a contiguous CPU tensor, in the order of a list: what a batch is gathered from. It
-/// points at both. They must outlive it.
+/// Rows of a CPU tensor, each of them contiguous, in the order of a list: what a batch is gathered
+/// from. It points at both. They must outlive it.
 class RowView {
  public:
   RowView(const at::Tensor& source, std::span<const int64_t> rows);
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
-  const std::byte* operator[](int64_t i) const { return base_ + rows_[i] * row_bytes_; }
+  const std::byte* operator[](int64_t i) const { return base_ + rows_[i] * step_; }
   int64_t row_bytes() const { return row_bytes_; }
   /// Copies the rows one after the other into a contiguous tensor of size() rows of row_bytes().
   void gather_into(const at::Tensor& out) const;
@@ -43,6 +43,7 @@ class RowView {
   std::span<const int64_t> rows_;
   const std::byte* base_;
   int64_t row_bytes_;
+  int64_t step_;  ///< Bytes from the start of a row to that of the next.
 };
 
 /// Where a loader takes samples from. A loader gives each of its threads a clone, so `read` needs
@@ -54,10 +55,13 @@ class SampleSource {
   virtual int64_t size() const = 0;
   virtual SampleSpec data_spec() const = 0;
   virtual SampleSpec target_spec() const = 0;
+  /// As TensorDataset's: 0 for regression, or where it is not known.
+  virtual int64_t num_classes() const { return 0; }
+  virtual std::vector<std::string> classes() const { return {}; }
   virtual std::unique_ptr<SampleSource> clone() const = 0;
 
-  /// All samples' data [size(), ...], contiguous, when they are in memory: then a loader gathers
-  /// straight from it. Otherwise null, and `read` is used.
+  /// All samples' data [size(), ...], its rows contiguous, when they are in memory: then a loader
+  /// gathers straight from it. Otherwise null, and `read` is used.
   virtual const at::Tensor* rows() const { return nullptr; }
   /// Writes the samples of `indices` into `data` [n, ...] (not when it is undefined) and `target`
   /// [n, ...], contiguous CPU tensors of the specs above.
@@ -65,12 +69,12 @@ class SampleSource {
                     const at::Tensor& target) = 0;
 };
 
-/// All samples of a source in memory. `num_classes` is the largest target and one for int64 targets
-/// [N], else 0.
+/// All samples of a source in memory. Where the source does not know `num_classes`, it is the
+/// largest target and one for int64 targets [N], else 0.
 TensorDataset read_all(SampleSource& source);
 
-/// A TensorDataset as a source. Shares its tensors. Throws DataError when they are not contiguous
-/// CPU tensors with one target per sample.
+/// A TensorDataset as a source. Shares its tensors. Throws DataError when they are not CPU tensors
+/// of contiguous rows with one target per sample.
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset);
 
 }  // namespace lockstep

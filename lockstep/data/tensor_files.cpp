@@ -125,10 +125,7 @@ TensorDataset checked(const fs::path& path, const std::string& part, const Pair&
 }
 
 DatasetSplits split(const fs::path& path, const TensorDataset& all, double test_fraction) {
-  if (!(test_fraction > 0 && test_fraction < 1)) {
-    throw UsageError("test_fraction is " + std::to_string(test_fraction) +
-                     "; expected more than 0 and less than 1");
-  }
+  check_test_fraction(test_fraction);
   if (all.size() < 2) {
     throw DataError(path.string() + ": one sample only; expected two at least, to hold one out");
   }
@@ -156,6 +153,12 @@ void count_classes(const fs::path& path, DatasetSplits& splits) {
 }
 
 }  // namespace
+
+void check_test_fraction(double test_fraction) {
+  if (test_fraction > 0 && test_fraction < 1) return;
+  throw UsageError("test_fraction is " + std::to_string(test_fraction) +
+                   "; expected more than 0 and less than 1");
+}
 
 DatasetSplits load_tensor_dataset(const fs::path& path, double test_fraction) {
   const NamedTensors tensors = load_tensors(path);

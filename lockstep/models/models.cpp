@@ -13,7 +13,11 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/models/model_spec.h"
 #include "lockstep/models/norm_pool.h"
+#include "lockstep/models/resnet.h"
+#include "lockstep/models/script_model.h"
 
 namespace lockstep {
 namespace {
@@ -219,44 +223,113 @@ class FashionCnn : public Model {
   nn::Linear fc3_;
 };
 
+/// A model by name. What it is may depend on the sizes behind its name and on the data's classes.
 struct Entry {
-  ModelInfo info;
-  std::shared_ptr<Model> (*make)();
+  std::string name;
+  ModelInfo (*info)(const ModelSpec& spec, int64_t classes);
+  std::shared_ptr<Model> (*make)(const ModelSpec& spec, int64_t classes);
 };
 
+/// Throws where a model without sizes is given some.
+template <class Value>
+Value without_sizes(const ModelSpec& spec, Value value) {
+  spec.expect_keys({});
+  return value;
+}
+
+GptOptions gpt_options(const ModelSpec& spec, int64_t classes) {
+  spec.expect_keys({"layers", "heads", "channels", "context", "vocabulary", "dropout", "bias"});
+  GptOptions options;
+  options.layers = spec.size("layers").value_or(options.layers);
+  options.heads = spec.size("heads").value_or(options.heads);
+  options.channels = spec.size("channels").value_or(options.channels);
+  options.context = spec.size("context").value_or(options.context);
+  options.vocabulary = spec.size("vocabulary").value_or(classes > 0 ? classes : options.vocabulary);
+  options.dropout = spec.number("dropout").value_or(options.dropout);
+  options.bias = spec.number("bias").value_or(1) != 0;
+  check_gpt_options(options);
+  return options;
+}
+
+int64_t resnet_classes(const ModelSpec& spec, int64_t classes) {
+  constexpr int64_t kImageNet = 1000;
+  spec.expect_keys({"classes"});
+  return spec.size("classes").value_or(classes > 0 ? classes : kImageNet);
+}
+
+ModelInfo gpt_info(const ModelSpec& spec, int64_t classes) {
+  const GptOptions options = gpt_options(spec, classes);
+  return {.name = "gpt",
+          .input_shape = {options.context},
+          .outputs = options.vocabulary,
+          .input_dtype = at::kLong,
+          .per_token = true};
+}
+
 const std::vector<Entry>& entries() {
+  using Made = std::shared_ptr<Model>;
   static const std::vector<Entry> all = {
-      {{"mlp", {784}, 10},
-       []() -> std::shared_ptr<Model> {
+      {"mlp",
+       [](const ModelSpec& spec, int64_t) {
+         return without_sizes(spec, ModelInfo{"mlp", {784}, 10});
+       },
+       [](const ModelSpec&, int64_t) -> Made {
          return std::make_shared<Perceptron>("mlp", std::vector<int64_t>{784, 128, 64, 10});
        }},
-      {{"convnet", {1, 28, 28}, 10},
-       []() -> std::shared_ptr<Model> { return std::make_shared<ConvNet>(); }},
-      {{"linear", {20}, 1, true},
-       []() -> std::shared_ptr<Model> { return std::make_shared<LinearRegression>(); }},
-      {{"fashion-cnn", {1, 28, 28}, 10},
-       []() -> std::shared_ptr<Model> { return std::make_shared<FashionCnn>(); }},
-      {{"wide", {784}, 10},
-       []() -> std::shared_ptr<Model> {
+      {"convnet",
+       [](const ModelSpec& spec, int64_t) {
+         return without_sizes(spec, ModelInfo{"convnet", {1, 28, 28}, 10});
+       },
+       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<ConvNet>(); }},
+      {"linear",
+       [](const ModelSpec& spec, int64_t) {
+         return without_sizes(spec, ModelInfo{"linear", {20}, 1, /*regression=*/true});
+       },
+       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<LinearRegression>(); }},
+      {"fashion-cnn",
+       [](const ModelSpec& spec, int64_t) {
+         return without_sizes(spec, ModelInfo{"fashion-cnn", {1, 28, 28}, 10});
+       },
+       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<FashionCnn>(); }},
+      {"wide",
+       [](const ModelSpec& spec, int64_t) {
+         return without_sizes(spec, ModelInfo{"wide", {784}, 10});
+       },
+       [](const ModelSpec&, int64_t) -> Made {
          return std::make_shared<Perceptron>(
              "wide", std::vector<int64_t>{784, 784, 784, 784, 784, 784, 784, 10});
+       }},
+      {"gpt", gpt_info,
+       [](const ModelSpec& spec, int64_t classes) -> Made {
+         return make_gpt(gpt_options(spec, classes));
+       }},
+      {"resnet18",
+       [](const ModelSpec& spec, int64_t classes) {
+         return ModelInfo{.name = "resnet18",
+                          .input_shape = {3, 224, 224},
+                          .outputs = resnet_classes(spec, classes),
+                          .any_image_size = true};
+       },
+       [](const ModelSpec& spec, int64_t classes) -> Made {
+         return make_resnet18(resnet_classes(spec, classes));
        }},
   };
   return all;
 }
 
-const Entry& entry(const std::string& name) {
+const Entry& entry(const ModelSpec& spec) {
   for (const Entry& candidate : entries()) {
-    if (candidate.info.name == name) return candidate;
+    if (candidate.name == spec.name()) return candidate;
   }
-  throw UsageError(unknown_word("model", name, model_names()));
+  throw UsageError(unknown_word("model", spec.name(), model_names()),
+                   "a TorchScript file is named by a path that ends in .pt");
 }
 
 }  // namespace
 
 std::shared_ptr<nn::Module> Model::clone(const std::optional<c10::Device>& device) const {
   const at::NoGradGuard no_grad;
-  const auto copy = make_model(name());
+  const auto copy = make_again();
   const auto take = [&](const auto& from, const auto& to) {
     if (from.size() != to.size()) throw UsageError("model " + name() + " cannot be copied");
     for (size_t i = 0; i < from.size(); ++i) {
@@ -272,17 +345,34 @@ std::shared_ptr<nn::Module> Model::clone(const std::optional<c10::Device>& devic
   return copy;
 }
 
-std::shared_ptr<Model> make_model(const std::string& name) {
-  return entry(name).make();
+std::shared_ptr<Model> Model::make_again() const {
+  return make_model(name());
 }
 
-const ModelInfo& model_info(const std::string& name) {
-  return entry(name).info;
+std::shared_ptr<Model> make_model(const std::string& name, int64_t classes) {
+  if (names_script_file(name)) return load_script_model(name);
+  const ModelSpec spec(name);
+  const Entry& found = entry(spec);
+  found.info(spec, classes);  // throws for sizes that it does not know
+  return found.make(spec, classes);
+}
+
+ModelInfo model_info(const std::string& name, int64_t classes) {
+  if (names_script_file(name)) return {.name = name, .from_file = true};
+  const ModelSpec spec(name);
+  return entry(spec).info(spec, classes);
+}
+
+void check_model_name(const std::string& flag, const std::string& name) {
+  if (names_script_file(name)) return;
+  const ModelSpec spec(name);
+  expect_one_of(flag, spec.name(), model_names());
+  model_info(name);
 }
 
 std::vector<std::string> model_names() {
   std::vector<std::string> names;
-  for (const Entry& candidate : entries()) names.push_back(candidate.info.name);
+  for (const Entry& candidate : entries()) names.push_back(candidate.name);
   return names;
 }
 

@@ -9,6 +9,12 @@
 namespace lockstep {
 namespace {
 
+/// One row a prediction: [B, T, classes] of a model that predicts for each of T tokens becomes
+/// [B * T, classes], as Python's view(-1, classes).
+at::Tensor prediction_rows(const at::Tensor& output) {
+  return output.dim() == 3 ? output.flatten(0, 1) : output;
+}
+
 /// For a small batch in memory this takes a tenth of the time of argmax, eq, sum and item.
 int64_t count_correct_in_memory(const at::Tensor& output, const at::Tensor& target, int64_t rows) {
   const int64_t classes = output.size(1);
@@ -41,8 +47,9 @@ int64_t count_correct(const at::Tensor& output, const at::Tensor& target, int64_
 }  // namespace
 
 at::Tensor batch_loss(LossKind kind, const at::Tensor& output, const at::Tensor& target) {
-  return kind == LossKind::cross_entropy ? at::cross_entropy_loss(output, target)
-                                         : at::mse_loss(output, target);
+  return kind == LossKind::cross_entropy
+             ? at::cross_entropy_loss(prediction_rows(output), target.flatten())
+             : at::mse_loss(output, target);
 }
 
 double loss_sum(LossKind kind, const at::Tensor& output, const at::Tensor& target, int64_t rows) {
@@ -50,20 +57,23 @@ double loss_sum(LossKind kind, const at::Tensor& output, const at::Tensor& targe
   const at::Tensor out = output.detach().narrow(0, 0, rows);
   const at::Tensor wanted = target.narrow(0, 0, rows);
   return kind == LossKind::cross_entropy
-             ? at::cross_entropy_loss(out, wanted, {}, at::Reduction::Sum).item<double>()
+             ? at::cross_entropy_loss(prediction_rows(out), wanted.flatten(), {},
+                                      at::Reduction::Sum)
+                   .item<double>()
              : at::mse_loss(out, wanted, at::Reduction::Sum).item<double>();
 }
 
 void add_batch(MetricSums& sums, LossKind kind, double mean_loss, const at::Tensor& output,
                const at::Tensor& target, int64_t rows) {
   const bool classes = kind == LossKind::cross_entropy;
-  const int64_t terms = classes ? rows : rows * (output.numel() / output.size(0));
+  const int64_t terms = rows * ((classes ? target : output).numel() / output.size(0));
   sums.loss += mean_loss * static_cast<double>(terms);
   sums.loss_terms += terms;
   sums.samples += rows;
   if (!classes) return;
-  sums.correct += static_cast<double>(count_correct(output, target, rows));
-  sums.classified += rows;
+  sums.correct +=
+      static_cast<double>(count_correct(prediction_rows(output), target.flatten(), terms));
+  sums.classified += terms;
 }
 
 }  // namespace lockstep

@@ -7,7 +7,8 @@
 
 namespace lockstep {
 
-/// The mean over the batch, with a graph behind it: a tensor of no dimension.
+/// The mean over the batch, with a graph behind it: a tensor of no dimension. Where outputs have
+/// three dimensions, each of a sample's T tokens counts as a prediction, in the accuracy too.
 at::Tensor batch_loss(LossKind kind, const at::Tensor& output, const at::Tensor& target);
 
 /// The sum of the loss over the first `rows` rows, without a graph.

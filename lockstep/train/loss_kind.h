@@ -3,8 +3,9 @@
 namespace lockstep {
 
 enum class LossKind {
-  cross_entropy,  ///< Outputs [B, classes], targets int64 [B].
-  mean_squared,   ///< Outputs and targets [B, K], float32.
+  /// Outputs [B, classes], targets int64 [B]. Or a class a token: [B, T, classes] and [B, T].
+  cross_entropy,
+  mean_squared,  ///< Outputs and targets [B, K], float32.
 };
 
 }  // namespace lockstep

@@ -22,9 +22,9 @@ struct Ratio {
 /// over any number of batches and ranks, because counts are whole and each sample is added once.
 struct MetricSums {
   double loss = 0;         ///< Sum of the loss over `loss_terms`.
-  int64_t loss_terms = 0;  ///< Samples; for mean squared error elements of the output.
-  double correct = 0;      ///< Samples whose largest output is the target's; 0 for regression.
-  int64_t classified = 0;  ///< Samples that have a class; 0 for regression.
+  int64_t loss_terms = 0;  ///< Samples or their tokens; for mean squared error elements.
+  double correct = 0;      ///< Predictions whose largest output is the target's; 0 for regression.
+  int64_t classified = 0;  ///< Samples, or tokens, that have a class; 0 for regression.
   int64_t samples = 0;
   std::map<std::string, Ratio> named = {};
 

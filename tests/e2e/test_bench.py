@@ -243,10 +243,10 @@ class Bench(unittest.TestCase):
     def test_python_twins_have_our_models(self):
         """As many parameters as our models of the same names."""
         script = "import sys; sys.argv[1:] = ['{}']; import common, json;" \
-                 "print(json.dumps({n: sum(p.numel() for p in m[0]().parameters()) for n, m in common.MODELS.items()}))"
+                 "print(json.dumps({n: sum(p.numel() for p in common.Task(n).make().parameters()) for n in common.NAMES}))"
         twins = json.loads(t.run(os.sys.executable, "-c", script, cwd=t.SOURCE_DIR / "bench").stdout)
         self.assertEqual(twins, {"mlp": 109386, "wide": 6 * 785 * 784 + 7850, "convnet": 29034, "linear": 21,
-                                 "fashion-cnn": 1475338})
+                                 "fashion-cnn": 1475338, "gpt": 10746624, "resnet18": 11689512})
 
     def test_a_mistake_is_named(self):
         for arguments, words in ((["stepp"], "did you mean 'step'"), (["step", "--model", "mpl"], "did you mean 'mlp'"),

@@ -371,6 +371,22 @@ class OpenTrainer(unittest.TestCase):
                              (parts / "dcgan-samples.safetensors").read_bytes())
 
 
+class CharGpt(unittest.TestCase):
+    def test_learns_a_text_and_writes(self):
+        with t.temporary_folder() as folder:
+            (folder / "text.txt").write_text("abcdefghij" * 300)
+            out = run("char_gpt/char_gpt", "--text", folder / "text.txt", "--devices", 2, "--epochs", 8, "--batch-size", 2,
+                      "--context", 16, "--channels", 32, "--layers", 1, "--sample", 40, "--temperature", 0.1, cwd=folder,
+                      MASTER_PORT="").stdout
+        losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("epoch")]
+        self.assertEqual(len(losses), 8)
+        self.assertLess(losses[-1], 0.3 * losses[0])
+        # After a letter there is only one that can follow.
+        written = out.splitlines()[-1]
+        self.assertEqual(len(written), 40)
+        self.assertIn(written, "abcdefghij" * 6)
+
+
 class DistributedTraining(unittest.TestCase):
     flags = ("--limit", 200, "--batch-size", 20, "--model", "convnet")
     script = t.SOURCE_DIR / "examples/004_distributed_training/distributed_example.sh"

@@ -56,16 +56,37 @@ def mnist(folder):
     return TensorDataset(images, read_idx(folder, "train-labels-idx1-ubyte").long())
 
 
+def windows(path, context):
+    """nanoGPT's characters, the first nine tenths of a text, as windows one after the other."""
+    with open(path, encoding="utf-8", newline="") as file:
+        text = file.read()
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([number[character] for character in text[:int(len(text) * 0.9)]])
+    starts = range(0, len(tokens) - context, context)
+    return TensorDataset(torch.stack([tokens[i:i + context] for i in starts]),
+                         torch.stack([tokens[i + 1:i + 1 + context] for i in starts]))
+
+
+def make_model(name):
+    if name.endswith(".pt"):
+        return torch.jit.load(name)
+    if name.startswith("gpt"):
+        import parity_models
+
+        return parity_models.MODELS[name]()
+    return {"mlp": Mlp, "convnet": ConvNet}[name]()
+
+
 def main():
     rank, world_size, meeting, out, folder, options = sys.argv[1:]
     rank, world_size, options = int(rank), int(world_size), json.loads(options)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    data = mnist(pathlib.Path(folder))
+    data = windows(folder, options["context"]) if "context" in options else mnist(pathlib.Path(folder))
     sampler = DistributedSampler(data, world_size, rank, seed=options["seed"])
     loader = DataLoader(data, batch_size=options["batch_size"], sampler=sampler)
     torch.manual_seed(options["seed"])
-    model = {"mlp": Mlp, "convnet": ConvNet}[options["model"]]()
+    model = make_model(options["model"])
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=options["lr"], momentum=options["momentum"],
                                 weight_decay=options.get("weight_decay", 0), nesterov=options.get("nesterov", False))
@@ -76,7 +97,7 @@ def main():
             if i == options["batches"]:
                 break
             optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(images), labels)
+            loss = F.cross_entropy(ddp(images).flatten(0, -2), labels.flatten())
             loss.backward()
             if options.get("clip"):
                 torch.nn.utils.clip_grad_norm_(ddp.parameters(), options["clip"])

@@ -55,6 +55,30 @@ void run_model(const Json& config) {
                              {{"output", model->forward(input)}});
 }
 
+/// Trains a fresh model on "x" [steps, batch, ...] and "y" by plain SGD; writes the losses and the
+/// module's tensors.
+void run_steps(const Json& config) {
+  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const std::map<std::string, at::Tensor> data(input.begin(), input.end());
+  at::manual_seed(config["seed"].get<uint64_t>());
+  const auto model = lockstep::make_model(config["model"]);
+  auto optimizer = lockstep::make_optimizer("sgd", model->parameters(), {.lr = 0.1});
+  std::vector<float> losses;
+  for (int64_t step = 0; step < data.at("x").size(0); ++step) {
+    const at::Tensor out = model->forward(data.at("x")[step]);
+    const at::Tensor rows = out.dim() == 3 ? out.flatten(0, 1) : out;
+    const at::Tensor loss = at::cross_entropy_loss(rows, data.at("y")[step].flatten());
+    losses.push_back(loss.item<float>());
+    lockstep::zero_grad(model->parameters());
+    lockstep::backward(loss);
+    optimizer->step();
+  }
+  NamedTensors output{{"losses", at::tensor(losses)}};
+  for (const auto& item : model->named_parameters()) output.emplace_back(item.key(), item.value());
+  for (const auto& item : model->named_buffers()) output.emplace_back(item.key(), item.value());
+  lockstep::save_safetensors(config["output"].get<std::string>(), output);
+}
+
 lockstep::OptimizerOptions optimizer_options(const Json& json) {
   lockstep::OptimizerOptions options;
   options.lr = json.value("lr", options.lr);
@@ -279,6 +303,7 @@ int run(const Json& config, int rank, int size) {
   const std::string mode = config["mode"];
   if (mode == "init") make_initial_model(config);
   if (mode == "forward") run_model(config);
+  if (mode == "steps") run_steps(config);
   if (mode == "optim") run_optimizer(config);
   if (mode == "schedule") run_schedule(config);
   if (mode == "average") run_average(config);

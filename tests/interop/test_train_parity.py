@@ -1,6 +1,7 @@
 """`lockstep train` ends with the weights of the Python script, to the last bit."""
 
 import json
+import random
 import subprocess
 import sys
 import unittest
@@ -24,6 +25,18 @@ def write_digits(folder):
     digits = load_file(folder / "digits.safetensors")
     write_idx(folder / "train-images-idx3-ubyte", digits["data"])
     write_idx(folder / "train-labels-idx1-ubyte", digits["targets"].astype("uint8"))
+
+
+class Text:
+    """13 different characters, some of them not of one byte."""
+
+    def __init__(self, folder):
+        self.folder = folder / "text.txt"
+        generator = random.Random(3)
+        words = ["pea ", "lap ", "\u00e9lan ", "sleep\n", "\u20acale ", "orb "]
+        self.folder.write_text("".join(generator.choice(words) for _ in range(2500)), encoding="utf-8", newline="")
+        assert len(set(self.folder.read_text(encoding="utf-8"))) == 13
+        self.flags = ["--dataset", f"text:{self.folder}"]
 
 
 class Data:
@@ -81,10 +94,10 @@ def lockstep_weights(folder, data, world_size, options):
 @unittest.skipUnless(t.torch_is_the_linked_one(), "Python's torch is not the LibTorch that is linked")
 class SameWeights(unittest.TestCase):
 
-    def check(self, world_size, tolerance=0, **options):
+    def check(self, world_size, tolerance=0, data=Data, **options):
         options = {"lr": 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32, **options}
         with t.temporary_folder() as folder:
-            data = Data(folder)
+            data = data(folder)
             theirs = python_weights(folder, data, world_size, options)
             ours = lockstep_weights(folder, data, world_size, options)
         self.assertEqual(set(ours), set(theirs))
@@ -115,6 +128,30 @@ class SameWeights(unittest.TestCase):
             with self.subTest(world_size=world_size):
                 self.check(world_size, tolerance=5e-6, model="convnet", epochs=1, batches=4, lr=0.01,
                            memory_format="auto")
+
+    def test_gpt_on_a_text(self):
+        import parity_models
+
+        for world_size in (1, 2):
+            with self.subTest(world_size=world_size):
+                self.check(world_size, data=Text, model=parity_models.SMALL_GPT, context=16, epochs=2, batches=20,
+                           batch_size=4)
+
+    def test_a_torchscript_file(self):
+        """With batch norm and dropout, trained from where it stands: in Python and here the same file."""
+        import torch
+
+        def net():
+            return torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+                                       torch.nn.Flatten(), torch.nn.Dropout(0.1), torch.nn.Linear(4 * 26 * 26, 10))
+
+        with t.temporary_folder() as folder:
+            write = {"script": torch.jit.script, "trace": lambda net: torch.jit.trace(net, torch.zeros(2, 1, 28, 28))}
+            for kind, world_size in (("script", 2), ("trace", 1)):
+                path = folder / f"{kind}.pt"
+                write[kind](net()).save(path)
+                with self.subTest(kind=kind, world_size=world_size):
+                    self.check(world_size, model=str(path), epochs=1, batches=8, lr=0.01)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,28 @@ void check_profile(const BenchOptions& options) {
   }
 }
 
+/// A list is cut at its commas, also at those between the sizes of a model.
+std::vector<std::string> with_sizes_joined(const std::vector<std::string>& words) {
+  std::vector<std::string> models;
+  for (const std::string& word : words) {
+    const bool is_size = word.find('=') != std::string::npos && word.find(':') == std::string::npos;
+    if (is_size && !models.empty()) {
+      models.back() += "," + word;
+    } else {
+      models.push_back(word);
+    }
+  }
+  return models;
+}
+
 void check(const BenchOptions& options) {
-  for (const auto& model : options.models) expect_one_of("--model", model, model_names());
+  for (const auto& model : options.models) {
+    check_model_name("--model", model);
+    if (!model_info(model).from_file) continue;
+    throw UsageError("--model " + model + ": a TorchScript file does not tell what its batches are",
+                     "expected one of " + join(model_names(), ", "));
+  }
+  expect_one_of("--optimizer", options.optimizer, optimizer_names());
   for (const auto& name : options.strategies) expect_one_of("--strategy", name, strategy_names());
   for (const auto& name : options.precisions) {
     expect_one_of("--precision", name, precision_names());
@@ -194,7 +214,14 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
   const bool from_one = kind.name == "step" || kind.name == "scaling";
   const std::string devices = from_one ? "without it 1 and 2" : "without it 2";
   cli.group("What is measured");
-  if (takes("--model")) cli.list("--model", options.models, join(model_names(), ", "));
+  if (takes("--model")) {
+    cli.list("--model", options.models,
+             join(model_names(), ", ") + ", with sizes as `lockstep train` takes them");
+  }
+  if (takes("--optimizer")) {
+    cli.option("--optimizer", options.optimizer,
+               join(optimizer_names(), ", ") + "; sgd has a momentum of 0.9", "NAME");
+  }
   if (takes("--batch-size")) {
     cli.option("--batch-size", options.batch_size, "Samples of a rank in a step; " + batch_size,
                {0, 1e9});
@@ -216,7 +243,6 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
   }
   if (takes("--strategy")) {
     cli.list("--strategy", options.strategies, join(strategy_names(), ", "));
-    cli.choice("--optimizer", options.optimizer, optimizer_names(), "The optimizer");
     cli.list("--precision", options.precisions, join(precision_names(), ", "));
   }
   if (takes("--backend")) {
@@ -368,6 +394,7 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   add_common_options(cli, kind, options, json, output);
   for (const auto& example : kind.examples) cli.example(example);
   if (!cli.parse(args)) return 0;
+  options.models = with_sizes_joined(options.models);
   check(options);
   check_output_file("--output", output, "bench.json");
   check_output_file("--trace", options.trace, "trace.json");

@@ -19,14 +19,14 @@ struct BenchOptions {
   std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
   std::vector<std::string> strategies = {"ddp"};      ///< Of step and memory; see make_strategy.
   std::vector<std::string> precisions = {"32-true"};  ///< Of step and memory.
-  std::string optimizer = "sgd";                      ///< Of step and memory.
   std::vector<std::string> backends = {"auto"};       ///< What a user gets without naming one.
   /// 0 is a barrier. The others go from a scalar to a large model's gradients. 437 KB are those of
   /// the MLP.
   std::vector<int64_t> sizes = {0, 4, 65536, 437544, 1048576, 4194304, 26214400, 67108864};
   /// Timed steps, all-reduces or batches per run. Enough for a median that repeats within some 5%.
   int64_t steps = 300;
-  std::string bind_to = "auto";  ///< See launch::choose_binding; ours only, not Python's.
+  std::string optimizer = "sgd";  ///< Of step and memory; sgd has a momentum of 0.9.
+  std::string bind_to = "auto";   ///< See launch::choose_binding; ours only, not Python's.
   int threads = 1;  ///< Each rank's: one, as launchers set it, so that ranks share no core.
   /// Every round runs each side once in fresh processes, one after the other. So what disturbs a
   /// machine for a while disturbs both. Figures are medians over rounds, ratios medians of the

@@ -14,11 +14,17 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Samples of a job whose model takes no images: as many as MNIST's.
+/// Samples of a job whose model does not take MNIST's: as many, but fewer where one costs more.
 constexpr int64_t kRandomSamples = 60'000;
+constexpr int64_t kCostlySamples = 600;
 
 TensorDataset samples_for(const Json& config, const StepBench& bench) {
-  if (model_info(config.at("model")).regression) return bench.random_samples(kRandomSamples);
+  const ModelInfo info = model_info(config.at("model"));
+  constexpr int64_t kImage = 28 * 28;
+  if (info.per_token || c10::multiply_integers(info.input_shape) != kImage) {
+    const int64_t samples = info.regression ? kRandomSamples : kCostlySamples;
+    return bench.random_samples(samples / bench.data_shares());
+  }
   DatasetOptions options;
   options.data_dir = config.at("folder").get<std::string>();
   return load_dataset("mnist", options).train;

@@ -1,13 +1,13 @@
 #include "tools/lockstep/bench/step_bench.h"
 
 #include <ATen/ATen.h>
-#include <torch/nn/functional/loss.h>
 
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/strategies/strategies.h"
+#include "lockstep/train/loss.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
 
@@ -39,7 +39,7 @@ StepBench::StepBench(const nlohmann::json& config, const World& world)
       batch_(config.at("batch_size")),
       device_(world.device()),
       precision_({.precision = config.at("precision"), .device = device_}),
-      model_(seeded_model(info_.name)) {
+      model_(seeded_model(config.at("model"))) {
   model_->to(device_);
   precision_.convert(*model_);
   format_ = memory_format_of("auto", *model_, device_);
@@ -58,18 +58,24 @@ StepBench::StepBench(const nlohmann::json& config, const World& world)
   strategy_ = make_strategy(config.at("strategy"), setup);
 }
 
+at::Tensor StepBench::draw_targets(int64_t samples) const {
+  if (info_.regression) return at::rand({samples, info_.outputs});
+  return info_.per_token ? at::randint(info_.outputs, {samples, info_.input_shape.at(0)}, at::kLong)
+                         : at::randint(info_.outputs, {samples}, at::kLong);
+}
+
 void StepBench::draw_batch() {
   const SampleSpec sample{info_.input_shape};
-  x_ = with_memory_format(at::rand(sample.batch_shape(batch_)).to(device_), format_);
-  y_ = (info_.regression ? at::rand({batch_, info_.outputs})
-                         : at::randint(info_.outputs, {batch_}, at::kLong))
-           .to(device_);
+  const at::Tensor x = info_.per_token
+                           ? at::randint(info_.outputs, sample.batch_shape(batch_), at::kLong)
+                           : at::rand(sample.batch_shape(batch_));
+  x_ = with_memory_format(x.to(device_), format_);
+  y_ = draw_targets(batch_).to(device_);
 }
 
 at::Tensor StepBench::criterion(const at::Tensor& output, const at::Tensor& target) const {
-  const at::Tensor wide = precision_.convert_output(output);
-  return precision_.scale(info_.regression ? torch::nn::functional::mse_loss(wide, target)
-                                           : torch::nn::functional::cross_entropy(wide, target));
+  const LossKind kind = info_.regression ? LossKind::mean_squared : LossKind::cross_entropy;
+  return precision_.scale(batch_loss(kind, precision_.convert_output(output), target));
 }
 
 BatchWork StepBench::work() {
@@ -128,15 +134,18 @@ void StepBench::profiled_step(StepProfiler& profiler, DataLoader& loader) {
 
 TensorDataset StepBench::random_samples(int64_t of_each) const {
   const int64_t samples = of_each * strategy_->data_share().size;
+  const std::vector<int64_t> shape = SampleSpec{info_.input_shape}.batch_shape(samples);
   TensorDataset dataset;
   dataset.name = "random";
+  dataset.targets = draw_targets(samples);
+  dataset.num_classes = info_.regression ? 0 : info_.outputs;
   if (info_.regression) {
-    dataset.data = at::rand({samples, info_.input_shape.at(0)});
-    dataset.targets = at::rand({samples, info_.outputs});
+    dataset.data = at::rand(shape);
+  } else if (info_.per_token) {
+    dataset.data = at::randint(info_.outputs, shape, at::kLong);
   } else {
-    dataset.data = at::randint(256, {samples, 28, 28}, at::kByte);
-    dataset.targets = at::randint(info_.outputs, {samples}, at::kLong);
-    dataset.num_classes = info_.outputs;
+    const bool flat = info_.input_shape.size() == 1;
+    dataset.data = at::randint(256, flat ? at::IntArrayRef({samples, 28, 28}) : shape, at::kByte);
   }
   return dataset;
 }
@@ -148,7 +157,8 @@ DataLoader StepBench::make_loader(const TensorDataset& dataset) const {
   const SamplerOptions sampler = {
       .dataset_size = dataset.size(), .rank = share.rank, .world_size = share.size};
   Pipeline transforms;
-  if (!info_.regression) transforms = Pipeline({normalize(), reshape(info_.input_shape)});
+  if (!info_.regression && !info_.per_token)
+    transforms = Pipeline({normalize(), reshape(info_.input_shape)});
   return DataLoader(dataset, DistributedSampler(sampler), std::move(transforms), options);
 }
 

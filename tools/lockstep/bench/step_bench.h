@@ -37,14 +37,16 @@ class StepBench {
 
   int64_t parameters() const;
   int64_t batch_size() const { return batch_; }
+  int data_shares() const { return strategy_->data_share().size; }
 
  private:
   BatchWork work();
   void update();
   at::Tensor criterion(const at::Tensor& output, const at::Tensor& target) const;
   void take_batch(DataLoader& loader);
+  at::Tensor draw_targets(int64_t samples) const;
 
-  const ModelInfo& info_;
+  const ModelInfo info_;
   const int64_t batch_;
   const c10::Device device_;
   Precision precision_;

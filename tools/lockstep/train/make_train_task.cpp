@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -14,31 +13,11 @@
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
 #include "lockstep/train/weights.h"
+#include "tools/lockstep/train/model_and_data.h"
 #include "tools/lockstep/train/placement.h"
 
 namespace lockstep {
 namespace {
-
-LossKind loss_of(const ModelInfo& info) {
-  return info.regression ? LossKind::mean_squared : LossKind::cross_entropy;
-}
-
-DatasetSplits load_splits(const RunConfig& config) {
-  DatasetOptions options;
-  options.data_dir = config.data_dir;
-  options.download = config.download;
-  return load_dataset(config.dataset, options);
-}
-
-Pipeline pipeline_for(const TensorDataset& dataset, const ModelInfo& info) {
-  std::vector<TransformPtr> steps;
-  if (dataset.data.scalar_type() == at::kByte) {
-    const bool fashion = dataset.name == "fashion-mnist";
-    steps.push_back(fashion ? normalize({0.2860}, {0.3530}) : normalize());
-  }
-  steps.push_back(reshape(info.input_shape));
-  return Pipeline(std::move(steps));
-}
 
 void set_up_process(const RunConfig& config) {
   if (config.deterministic) {
@@ -87,19 +66,25 @@ ScheduleOptions schedule_of(const RunConfig& config, int64_t steps) {
 
 /// The module of the run, its parameters drawn from the seed. `schedule` counts in training only.
 std::shared_ptr<ModelTraining> make_module(const RunConfig& config, const World& world,
+                                           const DataLoader& loader, const SampleSource& source,
                                            ScheduleOptions schedule, ModelTask& made) {
+  const ModelInfo info = model_info(config.model, source.num_classes());
+  check_output_fits(info, loader, source);
   seed_everything(config.seed);
-  const auto model = make_model(config.model);
+  const auto model = make_model(config.model, source.num_classes());
   if (!config.load_weights.empty()) load_weights(*model, config.load_weights);
   model->to(world.device());
   made.memory_format = memory_format_of(config.memory_format, *model, world.device());
   set_memory_format(*model, made.memory_format);
   if (!threads_are_asked_for(config.threads) && world.device().is_cpu()) {
-    at::set_num_threads(threads_worth_using(at::get_num_threads(), *model, config.batch_size));
+    const int64_t uses =
+        info.per_token ? info.input_shape.at(0) : 1;  // of the weights, by a sample
+    at::set_num_threads(
+        threads_worth_using(at::get_num_threads(), *model, config.batch_size * uses));
   }
   for (const at::Tensor& parameter : model->parameters()) made.parameters += parameter.numel();
   ModelTrainingOptions options;
-  options.loss = loss_of(model_info(config.model));
+  options.loss = loss_of(info, source);
   options.optimizer = {.make = optimizer_of(config), .schedule = std::move(schedule)};
   options.memory_format = made.memory_format;
   return std::make_shared<ModelTraining>(model, std::move(options));
@@ -107,51 +92,19 @@ std::shared_ptr<ModelTraining> make_module(const RunConfig& config, const World&
 
 }  // namespace
 
-void check_model_fits(const ModelInfo& model, const TensorDataset& dataset) {
-  const auto product = [](at::IntArrayRef shape) {
-    return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-  };
-  const int64_t wanted = product(model.input_shape);
-  const int64_t given = product(dataset.data.sizes().slice(1));
-  const std::string both = "model " + model.name + " and dataset " + dataset.name + ": ";
-  const std::string hint = model.regression
-                               ? "this model is for regression: try --dataset random"
-                               : "this model is for images: try --dataset digits or mnist";
-  if (wanted != given) {
-    throw UsageError(both + "the model takes " + std::to_string(wanted) +
-                         " numbers a sample, the dataset's samples have " + std::to_string(given),
-                     hint);
-  }
-  const bool classes = dataset.num_classes > 0;
-  if (model.regression == classes) {
-    throw UsageError(both + "the model " +
-                         (model.regression ? "is for regression, the dataset has classes"
-                                           : "is for classes, the dataset is for regression"),
-                     hint);
-  }
-  if (classes && dataset.num_classes > model.outputs) {
-    throw UsageError(both + "the model tells " + std::to_string(model.outputs) +
-                     " classes apart, the dataset has " + std::to_string(dataset.num_classes));
-  }
-  if (!classes && product(dataset.targets.sizes().slice(1)) != model.outputs) {
-    throw UsageError(both + "the model gives " + std::to_string(model.outputs) +
-                     " numbers a sample, the dataset's targets have " +
-                     std::to_string(product(dataset.targets.sizes().slice(1))));
-  }
-}
-
-DataLoader make_loader(const RunConfig& config, const World& world, const TensorDataset& dataset,
-                       bool training) {
+DataLoader make_loader(const RunConfig& config, const World& world,
+                       std::unique_ptr<SampleSource> source, bool training) {
   const DataShare data =
       data_share(config.strategy, strategy_options(config), world.rank(), world.size());
   SamplerOptions sampler;
-  sampler.dataset_size = dataset.size();
+  sampler.dataset_size = source->size();
   sampler.rank = data.rank;
   sampler.world_size = data.size;
   sampler.shuffle = training;
   sampler.seed = config.seed;
+  const ModelInfo info = model_info(config.model, source->num_classes());
   LoaderOptions options;
-  options.batch_size = training ? config.batch_size : kEvaluationBatch;
+  options.batch_size = training ? config.batch_size : evaluation_batch(config, info);
   options.num_workers = static_cast<int>(config.num_workers);
   options.pin_memory = world.device().is_cuda();
   options.seed = config.seed;
@@ -161,10 +114,11 @@ DataLoader make_loader(const RunConfig& config, const World& world, const Tensor
                          std::to_string(share.samples_per_rank()) + " samples that " +
                          (data.size > 1 ? "each of " + counted(data.size, "rank") + " has"
                                         : std::string("there are")) +
-                         " of dataset " + dataset.name,
+                         " of dataset " + source->name(),
                      "give at most --batch-size " + std::to_string(share.samples_per_rank()));
   }
-  return DataLoader(dataset, share, pipeline_for(dataset, model_info(config.model)), options);
+  Pipeline pipeline = pipeline_for(config, info, *source, training);
+  return DataLoader(std::move(source), share, std::move(pipeline), options);
 }
 
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
@@ -177,27 +131,29 @@ int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
 // handed on.
 ModelTask make_train_task(const RunConfig& config, const World& world) {
   set_up_process(config);
-  const DatasetSplits splits = load_splits(config);
-  check_model_fits(model_info(config.model), splits.train);
-  DataLoader train = make_loader(config, world, splits.train, /*training=*/true);
-  DataLoader test = make_loader(config, world, splits.test, /*training=*/false);
+  DatasetSources data = open_data(config);
+  const std::unique_ptr<SampleSource> learned = data.train->clone();
+  check_model_fits(model_info(config.model, learned->num_classes()), *learned);
   ModelTask made;
-  made.train_samples = splits.train.size();
-  made.test_samples = splits.test.size();
+  made.train_samples = data.train->size();
+  made.test_samples = data.test->size();
+  DataLoader train = make_loader(config, world, std::move(data.train), /*training=*/true);
+  DataLoader test = make_loader(config, world, std::move(data.test), /*training=*/false);
   const int64_t steps = steps_per_epoch(config, train.batches_per_epoch());
-  const auto module = make_module(config, world, schedule_of(config, steps), made);
+  const auto module = make_module(config, world, train, *learned, schedule_of(config, steps), made);
   made.task = training_task(module, std::move(train), std::move(test));
   return made;
 }
 
 ModelTask make_evaluation_task(const RunConfig& config, const World& world) {
   set_up_process(config);
-  const TensorDataset test = load_splits(config).test;
-  check_model_fits(model_info(config.model), test);
-  DataLoader loader = make_loader(config, world, test, /*training=*/false);
+  std::unique_ptr<SampleSource> test = open_data(config).test;
+  const std::unique_ptr<SampleSource> held_out = test->clone();
+  check_model_fits(model_info(config.model, held_out->num_classes()), *held_out);
   ModelTask made;
-  made.test_samples = test.size();
-  const auto module = make_module(config, world, {}, made);
+  made.test_samples = test->size();
+  DataLoader loader = make_loader(config, world, std::move(test), /*training=*/false);
+  const auto module = make_module(config, world, loader, *held_out, {}, made);
   made.task = training_task(module, std::move(loader));
   made.task.test = std::move(made.task.train);
   return made;

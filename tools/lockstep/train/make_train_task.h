@@ -3,25 +3,19 @@
 #include <c10/core/MemoryFormat.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/data/dataset.h"
+#include "lockstep/data/sample_source.h"
 #include "lockstep/models/models.h"
 #include "lockstep/train/train_task.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {
 
-/// Samples of a batch in an evaluation. It is large enough that the cost of a call does not count,
-/// and small enough that a ConvNet's activations stay a few MB.
-inline constexpr int64_t kEvaluationBatch = 256;
-
-/// Throws UsageError when the model cannot take the data set's samples or tell its classes apart.
-void check_model_fits(const ModelInfo& model, const TensorDataset& dataset);
-
 /// This rank's share of a part of a data set, by its strategy, made fit for the model.
-DataLoader make_loader(const RunConfig& config, const World& world, const TensorDataset& dataset,
-                       bool training);
+DataLoader make_loader(const RunConfig& config, const World& world,
+                       std::unique_ptr<SampleSource> source, bool training);
 
 /// Optimizer steps of an epoch of a training loader.
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);

@@ -41,6 +41,8 @@ const std::vector<Key>& keys() {
       {"dataset", &C::dataset},
       {"data-dir", &C::data_dir},
       {"download", &C::download},
+      {"image-size", &C::image_size},
+      {"augment", &C::augment},
       {"devices", &C::devices},
       {"accelerator", &C::accelerator},
       {"strategy", &C::strategy},
@@ -228,6 +230,7 @@ void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--early-stop-patience", config.early_stop_patience, 0);
   check_at_least<int64_t>("--limit-train-batches", config.limit_train_batches.value_or(1), 1);
   check_at_least<int64_t>("--limit-test-batches", config.limit_test_batches.value_or(1), 1);
+  check_at_least<int64_t>("--image-size", config.image_size, 1);
   check_at_least<int64_t>("--checkpoint-every", config.checkpoint_every, 0);
   check_at_least<int64_t>("--keep-checkpoints", config.keep_checkpoints, 0);
   check_at_least<int64_t>("--log-every-n-steps", config.log_every_n_steps, 1);
@@ -243,21 +246,10 @@ void check_ranges(const RunConfig& config) {
   }
 }
 
-void check_dataset(const std::string& name) {
-  if (name == "file:") {
-    throw UsageError("--dataset file: names no file",
-                     "name a .safetensors or .npz file or a folder of .npy files: file:PATH");
-  }
-  if (name.starts_with("file:")) return;
-  auto known = dataset_names();
-  known.push_back("file:PATH");
-  expect_one_of("--dataset", name, known);
-}
-
 /// What can be said of each value by itself.
 void check_values(const RunConfig& config) {
-  expect_one_of("--model", config.model, model_names());
-  check_dataset(config.dataset);
+  check_model_name("--model", config.model);
+  check_dataset_name("--dataset", config.dataset);
   expect_one_of("--accelerator", config.accelerator, {"auto", "cpu", "cuda", "gpu"});
   expect_one_of("--backend", config.backend, backend_names());
   expect_one_of("--bind-to", config.bind_to, launch::binding_names());

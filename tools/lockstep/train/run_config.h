@@ -19,6 +19,8 @@ struct RunConfig {
   std::string dataset = "digits";  ///< Needs neither a file nor the network.
   std::string data_dir;            ///< Empty: LOCKSTEP_DATA_DIR, else "data".
   bool download = false;           ///< A job must not reach out to the network unasked.
+  int64_t image_size = 224;        ///< Of folder: data sets. ImageNet's models are made for it.
+  bool augment = false;            ///< Off, so that runs compare. Training images vary with it.
 
   // Where.
   int64_t devices = 1;

@@ -21,23 +21,35 @@ namespace lockstep::tool {
 
 void add_model_and_data_flags(Cli& cli, RunConfig& config) {
   cli.group("Model and data");
-  cli.choice("--model", config.model, model_names(),
-             "The model. `linear` is trained with the mean squared error: the cross-entropy of its "
-             "one output, which the tutorial it comes from uses, is always 0 and trains nothing");
-  cli.option("--dataset", config.dataset,
-             join(dataset_names(), ", ") +
-                 ", or file:PATH with tensors named data and targets (safetensors, npz, a folder "
-                 "of npy)",
+  cli.option("--model", config.model,
+             join(model_names(), ", ") +
+                 ", or a TorchScript file FILE.pt. gpt and resnet18 come in sizes: "
+                 "gpt:layers=2,heads=2,channels=64,context=64,dropout=0.1 and resnet18:classes=10. "
+                 "`linear` is trained with the mean squared error: the cross-entropy of its one "
+                 "output, which the tutorial it comes from uses, is always 0 and trains nothing",
              "NAME");
-  cli.option("--data-dir", config.data_dir,
-             "Where the files of mnist and fashion-mnist lie; without it LOCKSTEP_DATA_DIR, else "
-             "./data",
-             "DIR");
+  cli.option(
+      "--dataset", config.dataset,
+      join(dataset_names(), ", ") +
+          ", file:PATH with tensors named data and targets (safetensors, npz, a folder of "
+          "npy), text:PATH, any file as characters for gpt, or folder:PATH with a folder of JPEG "
+          "and PNG images for each class, also below train and val",
+      "NAME");
+  cli.option(
+      "--data-dir", config.data_dir,
+      "Where the files of mnist, fashion-mnist and cifar10 lie; without it LOCKSTEP_DATA_DIR, else "
+      "./data",
+      "DIR");
   cli.flag("--download", config.download, "Fetch files of the data set that are missing");
+  cli.option("--image-size", config.image_size,
+             "Height and width to which images of a folder are scaled and cut", {1, 4096});
   cli.option("--num-workers", config.num_workers,
              "Threads that prepare batches; 0: the training thread does it", {0, 1024});
-  cli.option("--limit-test-batches", config.limit_test_batches,
-             "Batches of 256 held-out samples that each process uses at most", {1});
+  cli.option(
+      "--limit-test-batches", config.limit_test_batches,
+      "Batches of held-out samples that each process uses at most; of 256 samples, but for gpt, "
+      "resnet18 and files of --batch-size",
+      {1});
 }
 
 void add_process_flags(Cli& cli, RunConfig& config) {
@@ -118,6 +130,10 @@ void add_training_flags(Cli& cli, RunConfig& config) {
   cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
   cli.option("--batch-size", config.batch_size,
              "Samples of a batch in each process; a step of N processes uses N times as many", {1});
+  cli.flag(
+      "--augment", config.augment,
+      "Cut training images out and mirror them at random: with a margin of 4 pixels, those of a "
+      "folder from images of 8/7 of --image-size");
   cli.choice("--optimizer", config.optimizer, optimizer_names(), "The optimizer");
   cli.option(
       "--lr", config.lr,

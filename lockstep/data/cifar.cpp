@@ -1,0 +1,193 @@
+#include "lockstep/data/cifar.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/data/content_reader.h"
+#include "lockstep/data/download.h"
+#include "lockstep/data/folder_lock.h"
+#include "lockstep/data/tar.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr int64_t kChannels = 3, kSide = 32, kClasses = 10;
+constexpr int64_t kPixels = kChannels * kSide * kSide;
+/// A label, then the image's red, green and blue planes, each row by row.
+constexpr int64_t kRecord = 1 + kPixels;
+
+constexpr const char* kFolder = "cifar-10-batches-bin";
+constexpr const char* kArchive = "cifar-10-binary.tar.gz";
+
+const std::vector<std::string>& train_files() {
+  static const std::vector<std::string> files{"data_batch_1.bin", "data_batch_2.bin",
+                                              "data_batch_3.bin", "data_batch_4.bin",
+                                              "data_batch_5.bin"};
+  return files;
+}
+
+std::vector<std::string> all_files() {
+  std::vector<std::string> files = train_files();
+  files.emplace_back("test_batch.bin");
+  return files;
+}
+
+std::vector<std::string> missing_in(const fs::path& folder) {
+  std::vector<std::string> missing;
+  for (const std::string& file : all_files()) {
+    std::error_code ignored;
+    if (!fs::exists(folder / file, ignored)) missing.push_back(file);
+  }
+  return missing;
+}
+
+/// In the order in which they are looked in.
+std::vector<fs::path> folders_of(const fs::path& data_dir) {
+  return {data_dir / kFolder, data_dir / "cifar10" / kFolder, data_dir / "cifar10", data_dir};
+}
+
+[[noreturn]] void throw_missing(const fs::path& data_dir) {
+  std::error_code ignored;
+  std::string message = "cifar10 not found in " + fs::absolute(data_dir, ignored).string();
+  for (const fs::path& folder : folders_of(data_dir)) {
+    const auto missing = missing_in(folder);
+    if (missing.size() == all_files().size()) continue;
+    throw DataError(message + ": " + folder.string() + " lacks " + join(missing, ", "),
+                    "--download fetches the set anew");
+  }
+  message += ": looked there and in " + (data_dir / kFolder).string() +
+             " for data_batch_1.bin and " + "its five companions";
+  if (fs::is_directory(data_dir / "cifar-10-batches-py", ignored)) {
+    message += "; the folder cifar-10-batches-py holds the version for Python, which is another";
+  }
+  throw DataError(message,
+                  "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder");
+}
+
+/// Reads a file's records into rows from `row` on. Gives the row after them.
+int64_t read_records(const fs::path& path, const TensorDataset& part, int64_t row) {
+  ContentReader reader(path);
+  auto* pixels = part.data.mutable_data_ptr<uint8_t>();
+  auto* labels = part.targets.mutable_data_ptr<int64_t>();
+  const int64_t end = row + static_cast<int64_t>(fs::file_size(path)) / kRecord;
+  for (; row < end; ++row) {
+    uint8_t label = 0;
+    const uint64_t at = reader.offset();
+    reader.read_exact(&label, 1, "a label");
+    if (label >= kClasses) {
+      reader.fail(at, "the label is " + std::to_string(label) + "; expected 0 to 9");
+    }
+    labels[row] = label;
+    reader.read_exact(pixels + row * kPixels, kPixels, "an image");
+  }
+  return row;
+}
+
+TensorDataset load_part(const fs::path& folder, const std::vector<std::string>& files) {
+  int64_t count = 0;
+  for (const std::string& file : files) {
+    const auto bytes = static_cast<int64_t>(fs::file_size(folder / file));
+    if (bytes == 0 || bytes % kRecord != 0) {
+      throw DataError((folder / file).string() + " has " + with_thousands(bytes) +
+                          " bytes; expected images of 3,073 bytes each",
+                      "the file is cut short or is no part of CIFAR-10's binary version");
+    }
+    count += bytes / kRecord;
+  }
+  TensorDataset part{.name = "cifar10",
+                     .data = at::empty({count, kChannels, kSide, kSide}, at::kByte),
+                     .targets = at::empty({count}, at::kLong),
+                     .num_classes = kClasses,
+                     .classes = {"airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
+                                 "horse", "ship", "truck"}};
+  int64_t row = 0;
+  for (const std::string& file : files) row = read_records(folder / file, part, row);
+  return part;
+}
+
+/// Writes the archive's six files into `folder`, which comes to be with all of them or not at all.
+void unpack(const fs::path& archive, const fs::path& folder) {
+  const fs::path aside = make_unique_folder(folder.string() + ".part");
+  try {
+    const auto wanted = [](const TarMember& member) {
+      const auto files = all_files();
+      return std::find(files.begin(), files.end(), fs::path(member.name).filename()) != files.end();
+    };
+    read_tar(archive, wanted, [&](const TarMember& member, ContentReader& reader) {
+      std::string content(member.size, '\0');
+      reader.read_exact(content.data(), content.size(), member.name);
+      write_file_atomically(aside / fs::path(member.name).filename(), content);
+    });
+    if (const auto missing = missing_in(aside); !missing.empty()) {
+      throw DataError(archive.string() + " lacks " + join(missing, ", "));
+    }
+    fs::rename(aside, folder);
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove_all(aside, ignored);
+    throw;
+  }
+}
+
+void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10Source& source) {
+  std::string base = options.mirror;
+  if (base.empty()) base = env_string("LOCKSTEP_CIFAR10_URL").value_or(source.mirror);
+  if (!base.ends_with('/')) base += '/';
+  const std::string& wanted = source.archive_md5;
+  const fs::path archive = folder.parent_path() / kArchive;
+  const auto verify = [&](const fs::path& path) {
+    const std::string found =
+        content_hash(path, Hasher::Algorithm::md5, ContentOptions::Packing::plain);
+    if (found == wanted) return;
+    throw DataError(path.string() + ": the MD5 of the file is " + found + "; expected " + wanted);
+  };
+  std::error_code ignored;
+  if (!fs::exists(archive, ignored)) {
+    download({base + kArchive}, archive, verify, options.transfer);
+  }
+  unpack(archive, folder);
+}
+
+/// In one process of this host; the others wait for it.
+fs::path download_set(const DatasetOptions& options, const Cifar10Source& source) {
+  const fs::path folder = options.data_dir / kFolder;
+  std::error_code error;
+  fs::create_directories(options.data_dir, error);
+  if (error)
+    throw SystemError("cannot make the folder " + options.data_dir.string(), error.value());
+  const auto lock = FolderLock::acquire(
+      options.data_dir, [&] { return missing_in(folder).empty(); },
+      FolderLock::for_downloads(options.lock_timeout));
+  if (lock) fetch(folder, options, source);
+  return folder;
+}
+
+}  // namespace
+
+std::optional<fs::path> cifar10_folder(const fs::path& data_dir) {
+  for (const fs::path& folder : folders_of(data_dir)) {
+    if (missing_in(folder).empty()) return folder;
+  }
+  return std::nullopt;
+}
+
+DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
+  auto folder = cifar10_folder(options.data_dir);
+  if (!folder) {
+    if (!options.download) throw_missing(options.data_dir);
+    folder = download_set(options, source);
+  }
+  return {load_part(*folder, train_files()), load_part(*folder, {"test_batch.bin"})};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,91 @@
+#include <png.h>
+
+#include <algorithm>
+#include <csetjmp>
+#include <cstring>
+
+#include "lockstep/base/error.h"
+#include "lockstep/data/rgb_image.h"
+
+namespace lockstep {
+namespace {
+
+/// libpng ends a failed call by a jump, which no C++ object of the frames between may see.
+struct Reading {
+  std::string_view left;
+  char message[256] = {};
+};
+
+void on_error(png_structp decoder, png_const_charp message) {
+  auto* reading = static_cast<Reading*>(png_get_error_ptr(decoder));
+  std::strncpy(reading->message, message, sizeof reading->message - 1);
+  png_longjmp(decoder, 1);
+}
+
+void on_warning(png_structp, png_const_charp) {}
+
+void read_bytes(png_structp decoder, png_bytep to, size_t size) {
+  auto* reading = static_cast<Reading*>(png_get_io_ptr(decoder));
+  if (reading->left.size() < size) png_error(decoder, "the file is cut short");
+  std::memcpy(to, reading->left.data(), size);
+  reading->left.remove_prefix(size);
+}
+
+/// 8 bits of red, green and blue, whatever the file has.
+void ask_for_rgb(png_structp decoder, png_infop info) {
+  png_set_strip_16(decoder);
+  png_set_packing(decoder);
+  const int color = png_get_color_type(decoder, info);
+  if (color == PNG_COLOR_TYPE_PALETTE) png_set_palette_to_rgb(decoder);
+  if (color == PNG_COLOR_TYPE_GRAY && png_get_bit_depth(decoder, info) < 8) {
+    png_set_expand_gray_1_2_4_to_8(decoder);
+  }
+  if ((color & PNG_COLOR_MASK_COLOR) == 0) png_set_gray_to_rgb(decoder);
+  png_set_strip_alpha(decoder);
+}
+
+/// Everything between two jumps. What it makes belongs to the caller.
+bool decode(png_structp decoder, png_infop info, const std::string& name, RgbImage& image,
+            std::vector<png_bytep>& rows) {
+  if (setjmp(png_jmpbuf(decoder)) != 0) return false;
+  png_read_info(decoder, info);
+  ask_for_rgb(decoder, info);
+  png_set_interlace_handling(decoder);
+  png_read_update_info(decoder, info);
+  image.resize(png_get_image_height(decoder, info), png_get_image_width(decoder, info), name);
+  if (png_get_rowbytes(decoder, info) != 3 * static_cast<size_t>(image.width)) {
+    png_error(decoder, "rows of another size than three bytes a pixel");
+  }
+  for (int64_t y = 0; y < image.height; ++y) {
+    rows.push_back(image.pixels.data() + 3 * image.width * y);
+  }
+  png_read_image(decoder, rows.data());
+  png_read_end(decoder, nullptr);
+  return true;
+}
+
+}  // namespace
+
+RgbImage decode_png(std::string_view bytes, const std::string& name) {
+  Reading reading{bytes};
+  png_structp decoder =
+      png_create_read_struct(PNG_LIBPNG_VER_STRING, &reading, on_error, on_warning);
+  png_infop info = decoder ? png_create_info_struct(decoder) : nullptr;
+  RgbImage image;
+  std::vector<png_bytep> rows;
+  bool done = false;
+  if (info) {
+    png_set_read_fn(decoder, &reading, read_bytes);
+    try {
+      done = decode(decoder, info, name, image, rows);
+    } catch (...) {
+      png_destroy_read_struct(&decoder, &info, nullptr);
+      throw;
+    }
+  }
+  png_destroy_read_struct(&decoder, &info, nullptr);
+  if (!done) throw DataError(name + ": the PNG is damaged: " + reading.message);
+  return image;
+}
+
+}  // namespace lockstep

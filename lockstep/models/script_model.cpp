@@ -1,0 +1,136 @@
+#include "lockstep/models/script_model.h"
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/serialization/import.h>
+
+#include <filesystem>
+#include <utility>
+#include <vector>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+namespace jit = torch::jit;
+
+/// LibTorch's errors have the script's own lines and the interpreter's stack; the last line that
+/// says
+/// "...Error: what" is the cause.
+std::string cause_of(const std::string& text) {
+  std::string first, cause;
+  for (const std::string& line : split(text, '\n')) {
+    if (line.empty()) continue;
+    if (first.empty()) first = line;
+    if (line.find("Error: ") != std::string::npos) cause = line;
+  }
+  return cause.empty() ? first : cause;
+}
+
+jit::Module read_script(const std::string& path) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw UsageError("model '" + path + "': there is no such file",
+                     "name a file of torch.jit.script(module).save(FILE), or one of the models");
+  }
+  try {
+    return jit::load(path, c10::kCPU);
+  } catch (const c10::Error& error) {
+    throw UsageError(
+        "model '" + path + "' is no TorchScript: " + cause_of(error.what_without_backtrace()),
+        "write it in Python by torch.jit.script(module).save(FILE); torch.save writes "
+        "weights only, for --load-weights save them as safetensors");
+  }
+}
+
+/// The same tree of names as the script's. The tensors are the script's own.
+void mirror(const jit::Module& from, torch::nn::Module& to) {
+  for (const auto& item : from.named_parameters(/*recurse=*/false)) {
+    to.register_parameter(item.name, item.value, item.value.requires_grad());
+  }
+  for (const auto& item : from.named_buffers(/*recurse=*/false)) {
+    to.register_buffer(item.name, item.value);
+  }
+  for (const auto& item : from.named_children()) {
+    mirror(item.value,
+           *to.register_module(item.name, std::make_shared<torch::nn::Module>(item.name)));
+  }
+}
+
+class ScriptModel : public Model {
+ public:
+  explicit ScriptModel(const std::string& path)
+      : Model(path), path_(path), script_(read_script(path)) {
+    mirror(script_, *this);
+    bool trainable = false;
+    for (const at::Tensor& parameter : parameters()) trainable |= parameter.requires_grad();
+    if (!trainable) {
+      throw UsageError("model '" + path + "' has no parameter to train",
+                       "save the module before torch.jit.freeze, with requires_grad");
+    }
+    check_form();
+    script_.train();
+  }
+
+  at::Tensor forward(at::Tensor input) override {
+    jit::IValue output;
+    try {
+      output = script_.forward({input});
+    } catch (const c10::Error& error) {
+      refuse(input, cause_of(error.what_without_backtrace()));
+    } catch (const std::runtime_error& error) {  // what the interpreter makes of it
+      refuse(input, cause_of(error.what()));
+    }
+    if (output.isTensor()) return output.toTensor();
+    throw UsageError("model '" + path_ + "': forward gives " + output.tagKind() +
+                     ", expected one tensor");
+  }
+
+  void train(bool on) override {
+    Model::train(on);
+    script_.train(on);
+  }
+
+ private:
+  void check_form() {
+    const auto method = script_.find_method("forward");
+    if (!method) throw UsageError("model '" + path_ + "' has no forward");
+    size_t needed = 0;
+    for (const auto& argument : method->function().getSchema().arguments()) {
+      needed += !argument.default_value();
+    }
+    if (needed != 2) {  // self and the input
+      throw UsageError("model '" + path_ + "': forward takes " + std::to_string(needed - 1) +
+                           " inputs without a default, expected one",
+                       "wrap it in a module whose forward has one input");
+    }
+  }
+
+  [[noreturn]] void refuse(const at::Tensor& input, const std::string& cause) const {
+    throw UsageError(
+        "model '" + path_ + "' cannot take a batch " + c10::str(input.sizes()) + " of " +
+            c10::toString(input.scalar_type()) + ": " + cause,
+        "the model gets the data set's samples as they are; begin it with Flatten if it "
+        "takes rows");
+  }
+
+  std::string path_;
+  jit::Module script_;
+};
+
+}  // namespace
+
+bool names_script_file(const std::string& name) {
+  if (name.find('/') != std::string::npos) return true;
+  for (const char* ending : {".pt", ".pth", ".ts"}) {
+    if (name.ends_with(ending)) return true;
+  }
+  return false;
+}
+
+std::shared_ptr<Model> load_script_model(const std::string& path) {
+  return std::make_shared<ScriptModel>(path);
+}
+
+}  // namespace lockstep

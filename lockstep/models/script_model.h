@@ -1,0 +1,20 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "lockstep/models/models.h"
+
+namespace lockstep {
+
+/// Whether a model's name is that of a file: it has a slash, or ends in .pt, .pth or .ts.
+bool names_script_file(const std::string& name);
+
+/// A module that Python wrote with torch.jit.script(...).save(path) or torch.jit.trace, to be
+/// trained with the values that it has. Its parameters and buffers have the names of its
+/// state_dict. forward takes one tensor and gives one. Training and evaluation mode reach the
+/// script. Throws UsageError for a file that is missing, that is no TorchScript or that has nothing
+/// to train, and for a forward of another form.
+std::shared_ptr<Model> load_script_model(const std::string& path);
+
+}  // namespace lockstep
