@@ -78,6 +78,24 @@ class Bench(unittest.TestCase):
             self.assertLessEqual(row["state_bytes"], 1.05 * formula, row)
             self.assertGreater(row["peak_rss_bytes"], row["state_bytes"])
 
+    def test_memory_is_what_was_predicted(self):
+        words = ("--model", "wide", "--strategy", "ddp,zero1,zero2,fsdp", "--optimizer", "adamw", "--devices", "1,2")
+        measured = {(r["strategy"], r["ranks"]): r for r in bench("memory", *words)["results"] if r["rank"] == 0}
+        predicted = json.loads(t.run(t.LOCKSTEP, "estimate-memory", *words, "--json").stdout)["results"]
+        self.assertEqual([(r["strategy"], r["ranks"]) for r in predicted],
+                         [(s, n) for s in ("ddp", "zero1", "zero2", "fsdp") for n in (1, 2)])
+        for row in predicted:
+            own = measured[row["strategy"], row["ranks"]]
+            self.assertEqual(row["parameters"], own["parameters"])
+            self.assertLess(abs(row["state_bytes"] - own["state_bytes"]), 0.05 * own["state_bytes"], (row, own))
+
+    def test_a_model_larger_than_the_memory_can_be_estimated(self):
+        big = "gpt:layers=96,heads=96,channels=12288,context=2048"  # 174 billion parameters
+        result = t.run(t.LOCKSTEP, "estimate-memory", "--model", big, "--strategy", "fsdp", "--devices", 1024, "--json")
+        row, = json.loads(result.stdout)["results"]
+        self.assertGreater(row["parameters"], 170e9)
+        self.assertAlmostEqual(row["state_bytes"], 16 * row["parameters"] / 1024, delta=0.05 * row["state_bytes"])
+
     def test_scaling_says_what_ate_the_rest(self):
         with t.temporary_folder() as folder:
             rows = bench("scaling", "--model", "mlp", "--devices", "2,1", "--epochs", 1, "--rounds", 1, "--batch-size",

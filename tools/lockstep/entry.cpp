@@ -24,6 +24,7 @@ constexpr Row kCommands[] = {
     {"train", train_command},
     {"eval", eval_command},
     {"bench", bench_command},
+    {"estimate-memory", estimate_memory_command},
     {"env", env_command},
 };
 

@@ -32,7 +32,8 @@ constexpr Row kCommands[] = {
     {"train", "train a model, on one process or several"},
     {"eval", "test saved weights"},
     {"run", "start a program as several ranks (torchrun's flags)"},
-    {"bench", "measure steps, all-reduce, loader and launch"},
+    {"bench", "measure steps, memory, scaling, all-reduce, loader and launch"},
+    {"estimate-memory", "what each rank of a strategy keeps, before a run"},
     {"env", "versions, backends and devices; what is missing"},
 };
 
@@ -42,8 +43,8 @@ std::string help_text() {
       "Distributed training for LibTorch.\n\nUsage: lockstep COMMAND [FLAGS]\n\nCommands:\n";
   for (const auto& row : kCommands) {
     std::string name = row.name;
-    name.resize(8, ' ');
-    text += "  " + name + wrapped(row.help, {10, 10, width}) + "\n";
+    name.resize(16, ' ');
+    text += "  " + name + wrapped(row.help, {18, 18, width}) + "\n";
   }
   text += "\n" + wrapped(
                      "'lockstep help COMMAND' or 'lockstep COMMAND --help' lists a command's "

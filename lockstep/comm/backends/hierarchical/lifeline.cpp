@@ -28,7 +28,7 @@ constexpr char kFarewell = 'F';
 /// How long one who connects may take to say who it is: it says so at once.
 constexpr milliseconds kHello{2'000};
 /// How often one who waits for the others looks for them.
-constexpr milliseconds kLook{50};
+constexpr milliseconds kLookEvery{50};
 constexpr size_t kToken = 32;
 
 /// What one who connects says: that it belongs to the group, and who it is.
@@ -125,7 +125,7 @@ std::vector<int> Lifeline::hosts_to_accept() const {
 
 void Lifeline::accept_hosts(int listener, const std::string& token) {
   for (auto missing = hosts_to_accept(); !missing.empty(); missing = hosts_to_accept()) {
-    UniqueFd connection = accept_from(listener, std::min(kLook, left()));
+    UniqueFd connection = accept_from(listener, std::min(kLookEvery, left()));
     if (!connection) {
       if (options_.look) options_.look(missing);
       if (Clock::now() >= deadline_) throw_missing(missing.front(), "it has not connected");

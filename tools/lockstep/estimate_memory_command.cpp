@@ -1,0 +1,94 @@
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/models/models.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/fsdp/deferred_init.h"
+#include "lockstep/parallel/memory_estimate.h"
+#include "lockstep/tool/cli.h"
+#include "tools/lockstep/bench/bench.h"
+#include "tools/lockstep/commands.h"
+
+namespace lockstep::tool {
+namespace {
+
+int64_t elements_of(const torch::nn::Module& module) {
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : module.parameters()) elements += parameter.numel();
+  return elements;
+}
+
+/// The model's sizes. None of its values is made, so it may be larger than this machine's memory.
+MemoryQuestion question_of(const std::string& model) {
+  MemoryQuestion question;
+  if (model_info(model).from_file) {
+    const auto module = make_model(model);
+    question.elements = question.largest_unit_elements = elements_of(*module);
+    return question;
+  }
+  const auto module = deferred_init([&] { return make_model(model); });
+  question.elements = elements_of(*module);
+  for (const auto& child : module->children()) {
+    question.largest_unit_elements = std::max(question.largest_unit_elements, elements_of(*child));
+  }
+  return question;
+}
+
+BenchRow row_of(const std::string& strategy, const MemoryQuestion& question) {
+  const MemoryAnswer answer = estimate_memory(strategy, question);
+  return {{"strategy", strategy},
+          {"ranks", question.ranks},
+          {"parameters", question.elements},
+          {"state_bytes", answer.state.total()},
+          {"parameter_bytes", answer.state.parameters},
+          {"gradient_bytes", answer.state.gradients},
+          {"optimizer_bytes", answer.state.optimizer},
+          {"working_bytes", answer.working}};
+}
+
+}  // namespace
+
+int estimate_memory_command(const std::vector<std::string>& args) {
+  std::string model = "mlp";
+  std::vector<std::string> strategies = estimated_strategies();
+  std::vector<int64_t> devices = {1, 2, 4, 8};
+  std::string optimizer = "adam";
+  bool json = false;
+  Cli cli("lockstep estimate-memory",
+          "Predicts what each rank keeps for training a model, in bytes, before it is made: "
+          "parameters, gradients, optimizer state, and buffers to work in. Activations, the data "
+          "and the program itself (some 120 MB) come on top. `lockstep bench memory` measures it.");
+  cli.example("lockstep estimate-memory --model gpt --strategy ddp,fsdp --devices 2,8");
+  cli.example("lockstep estimate-memory --model gpt:layers=48,heads=25,channels=1600,context=1024");
+  cli.group("What is trained");
+  cli.option("--model", model, "A model, with sizes as `lockstep train` takes them", "NAME");
+  cli.list("--strategy", strategies, join(estimated_strategies(), ", "));
+  cli.list("--devices", devices, "Ranks, several one after the other", {1, 1'000'000});
+  cli.choice("--optimizer", optimizer, optimizer_names(), "The optimizer");
+  cli.group("Output");
+  cli.flag("--json", json, "One JSON object in place of the table");
+  if (!cli.parse(args)) return 0;
+  check_model_name("--model", model);
+  for (const auto& name : strategies) expect_one_of("--strategy", name, estimated_strategies());
+  MemoryQuestion question = question_of(model);
+  question.optimizer = optimizer;
+  BenchRows rows;
+  for (const auto& strategy : strategies) {
+    for (const int64_t ranks : devices) {
+      question.ranks = static_cast<int>(ranks);
+      rows.push_back(row_of(strategy, question));
+    }
+  }
+  print(json ? nlohmann::ordered_json{{"model", model}, {"optimizer", optimizer}, {"results", rows}}
+                       .dump(2) +
+                   "\n"
+             : bench_table(rows));
+  return 0;
+}
+
+}  // namespace lockstep::tool
