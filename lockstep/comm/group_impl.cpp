@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -167,13 +168,17 @@ void release_impatiently(c10::intrusive_ptr<c10d::ProcessGroup> native,
     bool value = false;
   };
   auto done = std::make_shared<Done>();
-  std::thread([done, native = std::move(native), backend = std::move(backend)]() mutable {
-    native.reset();
-    backend.reset();
-    const std::lock_guard lock(done->mutex);
-    done->value = true;
-    done->changed.notify_all();
-  }).detach();
+  try {
+    std::thread([done, native = std::move(native), backend = std::move(backend)]() mutable {
+      native.reset();
+      backend.reset();
+      const std::lock_guard lock(done->mutex);
+      done->value = true;
+      done->changed.notify_all();
+    }).detach();
+  } catch (const std::system_error&) {
+    return;  // There is no memory for a thread. Then it has gone here, with what was to run.
+  }
   std::unique_lock lock(done->mutex);
   done->changed.wait_for(lock, kAbortPatience, [&] { return done->value; });
 }

@@ -194,6 +194,7 @@ class Trainer::Impl {
   int64_t epoch_ = 0;
   int64_t batches_ = 0;           ///< Of the epoch that are behind us.
   MetricSums log_sums_;           ///< This rank's, since the last log.
+  int64_t logged_step_ = 0;       ///< Of the last log. Ranks may have sums or none, but all steps.
   MetricSums epoch_sums_;         ///< This rank's, of the epoch.
   int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
   double log_start_ = 0;
@@ -210,6 +211,7 @@ FitResult Trainer::Impl::fit() {
   signals_ = &signals;
   agreement_.emplace(world_.group(), task_.device);
   start_ = Clock::now();
+  logged_step_ = loop_.step();
   if (!random_state_.empty()) set_random_state(random_state_, task_.device);
   for (const auto& callback : callbacks_) callback->on_start(trainer_);
   try {
@@ -265,6 +267,7 @@ void Trainer::Impl::collect_sums() {
 
 void Trainer::Impl::log_step(const StepResult& result) {
   collect_sums();
+  logged_step_ = result.step;
   LogResult log;
   log.step = result;
   log.metrics = reduced(std::exchange(log_sums_, {}));
@@ -277,7 +280,7 @@ void Trainer::Impl::log_step(const StepResult& result) {
 /// False when a signal ended the evaluation: the epoch is to be finished after a resume.
 bool Trainer::Impl::finish_epoch() {
   collect_sums();
-  if (log_sums_.samples > 0) log_step(last_step_);
+  if (loop_.step() > logged_step_) log_step(last_step_);
   EpochResult result;
   result.epoch = epoch_;
   result.max_epochs = options_.max_epochs;

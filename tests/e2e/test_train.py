@@ -336,7 +336,7 @@ class Files(unittest.TestCase):
         with t.temporary_folder() as folder:
             optional = folder / "run.toml"
             optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n"
-                                "weight-decay = 0\n")
+                                "weight-decay = 0\nstrategy = \"pipeline\"\nnum-micro-batches = 2\n")
             train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
             keys = set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))

@@ -72,7 +72,9 @@ class FsdpParity(unittest.TestCase):
         self.compare(2, "gloo", list(RUNS))
 
     def test_three_ranks_over_shared_memory(self):
-        self.compare(3, "shm", ["mlp", "convnet"])
+        """Without the convnet: the gradient of a bias before batch norm is rounding alone, and Adam makes whole
+        steps of it. Three ranks over shared memory add in another order than Python's over Gloo."""
+        self.compare(3, "shm", ["mlp", "mlp, kept after forward", "clipped"])
 
 
 if __name__ == "__main__":

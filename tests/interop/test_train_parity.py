@@ -138,20 +138,26 @@ class SameWeights(unittest.TestCase):
                            batch_size=4)
 
     def test_a_torchscript_file(self):
-        """With batch norm and dropout, trained from where it stands: in Python and here the same file."""
+        """Trained from where it stands: in Python and here the same file. LibTorch's executor fuses operations by what
+        its first runs have shown it, and Python makes no evaluation between: last bits may differ."""
         import torch
 
-        def net():
-            return torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
-                                       torch.nn.Flatten(), torch.nn.Dropout(0.1), torch.nn.Linear(4 * 26 * 26, 10))
+        def net(*norm):
+            return torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), *norm, torch.nn.ReLU(), torch.nn.Flatten(),
+                                       torch.nn.Linear(4 * 26 * 26, 10))
+
+        def scripted():
+            return torch.jit.script(net(torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.1)))
+
+        def traced():  # It keeps the mode that it was traced in: no norm, whose statistics an evaluation would change.
+            return torch.jit.trace(net(), torch.zeros(2, 1, 28, 28))
 
         with t.temporary_folder() as folder:
-            write = {"script": torch.jit.script, "trace": lambda net: torch.jit.trace(net, torch.zeros(2, 1, 28, 28))}
-            for kind, world_size in (("script", 2), ("trace", 1)):
-                path = folder / f"{kind}.pt"
-                write[kind](net()).save(path)
-                with self.subTest(kind=kind, world_size=world_size):
-                    self.check(world_size, model=str(path), epochs=1, batches=8, lr=0.01)
+            for write, world_size in ((scripted, 2), (traced, 1)):
+                path = folder / f"{write.__name__}.pt"
+                write().save(path)
+                with self.subTest(kind=write.__name__, world_size=world_size):
+                    self.check(world_size, tolerance=5e-6, model=str(path), epochs=1, batches=8, lr=0.01)
 
 
 if __name__ == "__main__":

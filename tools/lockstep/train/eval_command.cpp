@@ -37,11 +37,11 @@ int eval_command(const std::vector<std::string>& args) {
              "PATH");
   add_process_flags(cli, config);
   if (!cli.parse(args)) return 0;
+  check_config(config);
   if (config.load_weights.empty()) {
     throw UsageError("--load-weights is missing: the file whose weights to test",
                      "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
   }
-  check_config(config);
   if (spawn_ranks(config)) return 0;
   return eval_rank(config);
 }

@@ -95,8 +95,9 @@ void keep_freed_memory() {
        {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}) {
     if (env_string(variable)) return;
   }
+  constexpr int kLargestTaken = 32 << 20;  // glibc refuses a larger threshold.
   constexpr int kNever = 1 << 30;
-  ::mallopt(M_MMAP_THRESHOLD, kNever);
+  ::mallopt(M_MMAP_THRESHOLD, kLargestTaken);
   ::mallopt(M_TRIM_THRESHOLD, kNever);
 }
 

@@ -121,7 +121,7 @@ TEST_F(InEnvironment, FreedMemoryIsKeptForTheNextStep) {
   Placement placement;
   placement.threads.threads = at::get_num_threads();
   apply(placement);
-  const auto fill_and_free = [] { at::ones({32 << 20}, at::kByte); };
+  const auto fill_and_free = [] { at::ones({24 << 20}, at::kByte); };
   fill_and_free();
   const auto faults = [] {
     rusage usage{};
@@ -130,7 +130,7 @@ TEST_F(InEnvironment, FreedMemoryIsKeptForTheNextStep) {
   };
   const long before = faults();
   for (int i = 0; i < 4; ++i) fill_and_free();
-  EXPECT_LT(faults() - before, 1000) << "32 MiB have 8,192 pages";
+  EXPECT_LT(faults() - before, 1000) << "24 MiB have 6,144 pages";
 }
 
 TEST_F(InEnvironment, CoresByRank) {

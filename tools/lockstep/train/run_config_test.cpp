@@ -164,7 +164,7 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.backend = "glo"; }, "\n  hint: did you mean 'gloo'?");
   expect_refused([](auto& c) { c.dataset = "imagenet"; },
                  "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
-                 "digits, random, file:PATH");
+                 "cifar10, digits, random, file:PATH, text:PATH, folder:PATH");
   expect_refused([](auto& c) { c.strategy = "dpd"; }, "--strategy: unknown value 'dpd'");
   expect_refused([](auto& c) { c.num_micro_batches = 2; }, "is for --strategy pipeline");
   expect_refused([](auto& c) { c.pipeline_schedule = "gpipe"; }, "is for --strategy pipeline");
