@@ -1,7 +1,6 @@
 #include "tools/lockstep/train/placement.h"
 
 #include <ATen/Parallel.h>
-#include <malloc.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -85,26 +84,7 @@ int threads_worth_using(int threads, const torch::nn::Module& module, int64_t ba
   return static_cast<int>(std::min<int64_t>(threads, worth));
 }
 
-namespace {
-
-/// glibc gives large blocks back to the system when they are freed. The next step gets them anew,
-/// page by page and filled with zeros: 10,000 to 24,000 page faults in a step of gpt, 6 to 10% of
-/// its time. What a user has told glibc stands.
-void keep_freed_memory() {
-  for (const char* variable :
-       {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}) {
-    if (env_string(variable)) return;
-  }
-  constexpr int kLargestTaken = 32 << 20;  // glibc refuses a larger threshold.
-  constexpr int kNever = 1 << 30;
-  ::mallopt(M_MMAP_THRESHOLD, kLargestTaken);
-  ::mallopt(M_TRIM_THRESHOLD, kNever);
-}
-
-}  // namespace
-
 void apply(const Placement& placement) {
-  keep_freed_memory();
   if (!placement.binding.processors.empty()) set_allowed_processors(placement.binding.processors);
   at::set_num_threads(placement.threads.threads);
 }

@@ -61,8 +61,7 @@ bool threads_are_asked_for(std::optional<int64_t> threads);
 int threads_worth_using(int threads, const torch::nn::Module& module, int64_t batch_size);
 
 /// Applies it to the calling thread and all that it starts from here on, so before anything starts
-/// threads: before init(). From here on the process keeps memory that it has freed, for the next
-/// step, unless glibc's own variables (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES) say otherwise.
+/// threads: before init().
 void apply(const Placement& placement);
 
 }  // namespace lockstep

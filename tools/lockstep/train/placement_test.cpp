@@ -1,10 +1,8 @@
 #include "tools/lockstep/train/placement.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <cstdlib>
 #include <thread>
@@ -115,22 +113,6 @@ TEST_F(InEnvironment, APlacementHoldsForThreadsThatComeLater) {
     std::thread([&] { EXPECT_EQ(allowed_processors(), std::vector<int>{last}); }).join();
   }).join();
   at::set_num_threads(before);
-}
-
-TEST_F(InEnvironment, FreedMemoryIsKeptForTheNextStep) {
-  Placement placement;
-  placement.threads.threads = at::get_num_threads();
-  apply(placement);
-  const auto fill_and_free = [] { at::ones({24 << 20}, at::kByte); };
-  fill_and_free();
-  const auto faults = [] {
-    rusage usage{};
-    ::getrusage(RUSAGE_SELF, &usage);
-    return usage.ru_minflt;
-  };
-  const long before = faults();
-  for (int i = 0; i < 4; ++i) fill_and_free();
-  EXPECT_LT(faults() - before, 1000) << "24 MiB have 6,144 pages";
 }
 
 TEST_F(InEnvironment, CoresByRank) {
