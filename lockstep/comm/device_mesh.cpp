@@ -36,9 +36,8 @@ MeshDimension parse_dimension(const std::string& text, const std::string& whole)
                      "give each dimension a name and a size: dp=2,pp=2");
   }
   if (*size != kRest && (*size < 1 || *size > 1'000'000)) {
-    throw UsageError(
-        "mesh '" + whole + "': dimension " + dimension.name + " has size " + number,
-        "a size is 1 or more, or -1 for what the other dimensions leave");
+    throw UsageError("mesh '" + whole + "': dimension " + dimension.name + " has size " + number,
+                     "a size is 1 or more, or -1 for what the other dimensions leave");
   }
   dimension.size = static_cast<int>(*size);
   return dimension;

@@ -76,7 +76,7 @@ class Words(BadInput):
             (("train", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of auto, gloo, hierarchical, mpi, nccl, shm"),
             (("eval", "--model", "mpl"), "--model: unknown value 'mpl'; expected one of mlp, "),
             (("train", "--dataset", "imagenet"),
-             "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, digits, random, file:PATH"),
+             "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, cifar10, digits, random, file:PATH, text:PATH, folder:PATH"),
             (("bench", "step", "--backend", "glo"), "--backend: unknown value 'glo'; expected one of "),
             (("bench", "step", "--model", "mpl"), "--model: unknown value 'mpl'; expected one of mlp, "),
             (("run", "--rdzv-backend", "stati", "true"), "--rdzv-backend: unknown value 'stati'; expected one of "),

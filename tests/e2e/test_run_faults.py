@@ -141,7 +141,7 @@ class Passage:
     """A port that leads to another one of this machine, until it is cut."""
 
     def __init__(self, target):
-        self.target, self.port, self.passed, self.sockets = target, 0, 0, []
+        self.target, self.port, self.sockets = target, 0, []
         self.open()
 
     def __enter__(self):
@@ -175,7 +175,6 @@ class Passage:
         try:
             while data := source.recv(65536):
                 sink.sendall(data)
-                self.passed += len(data)
             sink.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -236,7 +235,8 @@ class Hosts(unittest.TestCase):
             with temporary_folder() as folder, open(folder / "said", "wb") as said, Passage(port) as passage, \
                     self.launch(0, port, text, folder) as first, \
                     self.launch(1, passage.port, text, folder, {"LOCKSTEP_LOG_LEVEL": "debug"}, stderr=said) as second:
-                wait_until(lambda: passage.passed > 0 or first.process.poll() is not None, 30, "the launcher of host 1")
+                wait_until(lambda: "connected to the store of the hosts" in (folder / "said").read_text() or
+                           first.process.poll() is not None, 30, "the launcher of host 1")
                 passage.cut()
                 wait_until(lambda: "out of reach; trying again" in (folder / "said").read_text() or
                            first.process.poll() is not None, 30, "a connection that is refused")

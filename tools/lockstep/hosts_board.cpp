@@ -110,6 +110,7 @@ class Visit {
     store_.set(key_of(kJoined, board.meeting.host), "1");
     const std::lock_guard lock(board.mutex);
     if (!board.connected) board.connected = Clock::now();
+    log_debug("lockstep run: connected to the store of the hosts");
     board.lost = false;
   }
 
