@@ -9,6 +9,8 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
+#include "lockstep/parallel/fsdp/fsdp_options.h"
+#include "lockstep/parallel/fsdp/unit_plan.h"
 #include "lockstep/parallel/memory_estimate.h"
 #include "lockstep/tool/cli.h"
 #include "tools/lockstep/bench/bench.h"
@@ -33,8 +35,10 @@ MemoryQuestion question_of(const std::string& model) {
   }
   const auto module = deferred_init([&] { return make_model(model); });
   question.elements = elements_of(*module);
-  for (const auto& child : module->children()) {
-    question.largest_unit_elements = std::max(question.largest_unit_elements, elements_of(*child));
+  for (const auto& unit : detail::plan_units(*module, {}, FsdpOptions{}.min_unit_elements)) {
+    int64_t elements = 0;
+    for (const auto& parameter : unit.parameters) elements += parameter.tensor.numel();
+    question.largest_unit_elements = std::max(question.largest_unit_elements, elements);
   }
   return question;
 }

@@ -26,8 +26,17 @@ int64_t elements_of(const Module& module) {
   return elements;
 }
 
+/// Whether the children are named 0, 1, 2 and so on, as those of Sequential and ModuleList are.
+bool has_numbered_children(const Module& module) {
+  size_t next = 0;
+  for (const auto& child : module.named_children()) {
+    if (child.key() != std::to_string(next++)) return false;
+  }
+  return next > 0;
+}
+
 bool is_list(const Module& module) {
-  return module.as<torch::nn::Sequential>() != nullptr ||
+  return has_numbered_children(module) || module.as<torch::nn::Sequential>() != nullptr ||
          module.as<torch::nn::ModuleList>() != nullptr ||
          module.as<torch::nn::ModuleDict>() != nullptr;
 }

@@ -21,8 +21,9 @@ struct PlannedUnit {
 /// for a name that the module does not have, with the nearest.
 ///
 /// Without `names` the size decides. A module of at least `min_elements` is a unit, unless there is
-/// a list in it (Sequential, ModuleList, ModuleDict) with two such modules or more: then it is cut
-/// further. So the blocks of a transformer are units, and small layers stay together.
+/// a list in it (Sequential, ModuleList, ModuleDict, numbered children) with two such modules or
+/// more: then it is cut further. So the blocks of a transformer are units, and small layers stay
+/// together.
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& module,
                                     const std::vector<std::string>& names, int64_t min_elements);
 

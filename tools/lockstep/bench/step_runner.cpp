@@ -142,7 +142,10 @@ BenchRows BenchRunner::memory() {
                       {"model", work.model},
                       {"ranks", work.ranks},
                       {"precision", work.precision}};
-      row.update(rank);
+      for (const char* key : {"rank", "parameters", "state_bytes", "parameter_bytes",
+                              "gradient_bytes", "optimizer_bytes", "peak_rss_bytes"}) {
+        row[key] = rank[key];
+      }
       rows.push_back(row);
     }
   }
