@@ -7,7 +7,7 @@ endif
 PREFIX ?= /usr/local
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup build train test bench format lint install clean
+.PHONY: help setup build train test wheel bench format lint install clean
 help:            ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 setup:           ## Install what the build needs (Debian packages, a virtual environment with torch)
@@ -18,7 +18,11 @@ train: setup     ## Train the MLP with 2 processes on the built-in digits; build
 	@scripts/build.sh $(PRESET) $(JOBS) lockstep_bin
 	@$(BUILD)/bin/lockstep train --model mlp --dataset digits --devices 2
 test: build      ## Run all tests
+	@scripts/setup.sh --test
 	@scripts/test.sh $(BUILD) $(JOBS)
+wheel: setup     ## Build the Python wheel into build/wheel, against the torch of .venv or of an active environment
+	@scripts/setup.sh --test
+	@scripts/wheel.sh
 bench: build     ## Measure against Python and print the ratios
 	@scripts/bench.sh $(BUILD)
 format:    ## Format the C++ files with clang-format

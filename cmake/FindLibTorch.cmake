@@ -4,7 +4,8 @@
 # installed, and PyPI's default Linux wheel is such a build. This module links the
 # libraries directly and so needs no toolkit.
 #
-# Searched in this order, the first that exists wins:
+# For the wheel it is that of LOCKSTEP_PYTHON_TORCH (see LockstepPythonTorch). Else searched in this
+# order, the first that exists wins:
 #   CMAKE_PREFIX_PATH (a LibTorch folder or its share/cmake), LOCKSTEP_TORCH
 #   (variable or environment), the active virtual environment, ./.venv.
 #
@@ -12,7 +13,7 @@
 # LibTorch is a CUDA build), LibTorch_CUDA_HEADERS (the toolkit's headers were
 # found, so CUDA features compile), LibTorch_HAS_GLOO_HEADERS.
 
-set(_lockstep_torch_candidates "")
+set(_lockstep_torch_candidates ${LOCKSTEP_PYTHON_TORCH})
 foreach(_prefix IN LISTS CMAKE_PREFIX_PATH)
   foreach(_suffix "" "/../.." "/../../.." "/torch" "/libtorch")
     list(APPEND _lockstep_torch_candidates "${_prefix}${_suffix}")

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Installs what the build needs: Debian packages (as root or with sudo), then, unless a
 # LibTorch of the user's own is found, a virtual environment .venv with torch. Quick
-# when there is nothing to do. `setup.sh --dev` adds the formatter and the linter.
+# when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, `setup.sh --dev`
+# the formatter and the linter.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 cd "$root"
 
 packages() {
   cat scripts/packages.txt
+  [ "${1:-}" != --test ] || cat scripts/packages-test.txt
   [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
 }
 
@@ -65,6 +67,15 @@ install_torch() {
   touch .venv/.complete
 }
 
+# What pip builds the wheel with; without it the tests of the wheel say that they are skipped.
+install_wheel_tools() {
+  [ -x .venv/bin/python3 ] || return 0
+  ! .venv/bin/python3 -c 'import scikit_build_core' 2>/dev/null || return 0
+  say "Installing scikit-build-core into .venv"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" ||
+    fail "pip could not install scikit-build-core" "check the network and run this again"
+}
+
 # Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.
 install_clang_tidy() {
   [ ! -x .venv-dev/bin/clang-tidy ] || return 0
@@ -77,4 +88,5 @@ install_clang_tidy() {
 
 install_packages "$@"
 install_torch
+[ "${1:-}" != --test ] || install_wheel_tools
 [ "${1:-}" != --dev ] || install_clang_tidy

@@ -227,4 +227,9 @@ std::string outward_address() {
   return found.empty() ? "127.0.0.1" : found;
 }
 
+std::string reachable_address(const std::string& master) {
+  const std::string address = master.empty() ? "" : local_address_towards(master);
+  return address.empty() || is_loopback_host(address) ? outward_address() : address;
+}
+
 }  // namespace lockstep

@@ -45,6 +45,11 @@ std::string local_address_towards(const std::string& host);
 /// leave. Else it is that of an interface which is up, else loopback.
 std::string outward_address();
 
+/// An address of this host that the other hosts of a job reach, of whose first host `master` is the
+/// name or address. Where that means loopback here, as Debian's own entry in /etc/hosts does, or is
+/// empty, the route to any other address tells.
+std::string reachable_address(const std::string& master);
+
 /// What the system's calls want. Its length goes into `size`.
 sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size);
 /// "127.0.0.1", "::1".

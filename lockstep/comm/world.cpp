@@ -55,14 +55,6 @@ DebugLevel debug_of(const InitOptions& options) {
   return torch && to_lower(*torch) == "detail" ? DebugLevel::detail : DebugLevel::info;
 }
 
-// The address of this host that other hosts reach. Where the master's name means loopback here, as
-// Debian's own entry in /etc/hosts does, the route to any other address tells.
-std::string reachable_address(const JobEnvironment& job) {
-  if (job.single_host) return "127.0.0.1";
-  const std::string address = job.master_addr.empty() ? "" : local_address_towards(job.master_addr);
-  return address.empty() || is_loopback_host(address) ? outward_address() : address;
-}
-
 /// For the connections of a rank to its peers, and of all ranks to the store where this one holds
 /// it.
 void make_room(const JobEnvironment& job, bool holds_store) {
@@ -145,14 +137,6 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells) {
   return true;
 }
 
-// For ranks on the CPU, from the places in which they can share memory.
-std::string choose_by_places(const std::vector<std::string>& places) {
-  if (std::find(places.begin(), places.end(), "") != places.end()) return "gloo";
-  const auto layout = hierarchical::HostLayout::of(places, 0);
-  if (layout.one_host()) return "shm";
-  return layout.one_rank_a_host() ? "gloo" : "hierarchical";
-}
-
 /// What a rank says of itself before the group is formed.
 struct Vote {
   std::string asked;  ///< The backend it was told to use, or auto.
@@ -210,7 +194,7 @@ std::string choose_from(const std::map<int, Vote>& votes) {
     all_cuda = all_cuda && vote.kind == "nccl";
     places.push_back(vote.place);
   }
-  return all_cuda ? "nccl" : choose_by_places(places);
+  return all_cuda ? "nccl" : hierarchical::backend_for(places);
 }
 
 // Every rank votes, so that all choose alike even where some hosts have fewer devices, and where
@@ -284,7 +268,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   root_ = open_store(plan, timeout);
   context->store = prefix_store("default_pg", root_);
   context->own_store = prefix_store("lockstep/" + std::to_string(job.restart_count), root_);
-  context->address = reachable_address(job);
+  context->address = job.single_host ? "127.0.0.1" : reachable_address(job.master_addr);
   store = prefix_store("user", context->own_store);
 
   const bool local_unknown = job.local_rank < 0 || job.local_size < 0;

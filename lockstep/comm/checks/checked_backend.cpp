@@ -7,6 +7,7 @@
 #include <csignal>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <type_traits>
 
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
@@ -177,8 +178,10 @@ class CheckedBackend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
     CallSummary call;
     call.operation = Operation::monitored_barrier;
-    begin(call, opts.timeout, {});
-    translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+    converted([&] {
+      begin(call, opts.timeout, {});
+      translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+    });
   }
 
   WorkPtr send(Tensors& tensors, int dst, int tag) override {
@@ -204,9 +207,11 @@ class CheckedBackend final : public c10d::Backend {
     coalescing_ = false;
     CallSummary call;
     call.operation = Operation::coalesced;
-    WorkPtr work =
-        translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
-    return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
+    return converted([&] {
+      WorkPtr work =
+          translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
+      return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
+    });
   }
 
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
@@ -227,7 +232,7 @@ class CheckedBackend final : public c10d::Backend {
   c10d::ErrorType getError() override { return inner_->getError(); }
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
   Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return inner_->allocateTensor(size, options);
+    return converted([&] { return inner_->allocateTensor(size, options); });
   }
   void abort() override {
     checks_.leave();
@@ -305,6 +310,22 @@ class CheckedBackend final : public c10d::Backend {
     return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer);
   }
 
+  /// Runs a call. The caller gets its error, and that of the work which it gives, as
+  /// CheckedBackendOptions::convert has it.
+  template <class Call>
+  auto converted(Call call) -> decltype(call()) {
+    if (!options_.convert) return call();
+    try {
+      if constexpr (std::is_same_v<decltype(call()), WorkPtr>) {
+        return make_converted_work(call(), options_.convert);
+      } else {
+        return call();
+      }
+    } catch (...) {
+      std::rethrow_exception(options_.convert(std::current_exception()));
+    }
+  }
+
   template <class CallOptions, class Issue>
   WorkPtr collective(Operation operation, const CallOptions& opts, const Arguments& arguments,
                      Issue issue) {
@@ -319,7 +340,7 @@ class CheckedBackend final : public c10d::Backend {
       begin(call, opts.timeout, arguments);
       return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
     };
-    return observer_ ? observed(operation, arguments, run) : run();
+    return converted([&] { return observer_ ? observed(operation, arguments, run) : run(); });
   }
 
   /// Tells the observer of a collective that `run` makes.
@@ -380,13 +401,13 @@ class CheckedBackend final : public c10d::Backend {
           translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
     };
-    if (options_.needs_comparison && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
-        checks_.compares(1)) {
-      if (auto held =
-              gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated))
-        return held;
-    }
-    return issue_decorated(tensors, peer);
+    return converted([&] {
+      WorkPtr held;
+      if (options_.needs_comparison && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
+          checks_.compares(1))
+        held = gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated);
+      return held ? held : issue_decorated(tensors, peer);
+    });
   }
 
   RankNames picked_names(const std::vector<int>& ranks) const {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/checks/converted_work.h"
 #include "lockstep/comm/checks/debug_level.h"
 
 namespace c10d {
@@ -40,6 +41,9 @@ struct CheckedBackendOptions {
   /// not take part (a Python process). Otherwise the first collective gives the announcements a
   /// second to arrive.
   bool announced = false;
+  /// What callers get in place of an error: from a call, a work or its future. Empty: the error.
+  /// For programs that know another family of errors than ours.
+  ErrorConversion convert = {};
   /// What the checks share, for code that tells and hears of failures there as well. It is
   /// of this group's store, rank, size, names, name and time-out. Empty: the backend makes it.
   std::shared_ptr<CheckContext> context = {};

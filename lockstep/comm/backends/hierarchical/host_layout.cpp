@@ -1,5 +1,6 @@
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 
@@ -40,6 +41,13 @@ int HostLayout::host_of(int rank) const {
 int HostLayout::local_of(int rank) const {
   const auto& host = hosts[static_cast<size_t>(host_of(rank))];
   return static_cast<int>(std::lower_bound(host.begin(), host.end(), rank) - host.begin());
+}
+
+std::string backend_for(const std::vector<std::string>& places) {
+  if (std::find(places.begin(), places.end(), "") != places.end()) return "gloo";
+  const HostLayout layout = HostLayout::of(places, 0);
+  if (layout.one_host()) return "shm";
+  return layout.one_rank_a_host() ? "gloo" : "hierarchical";
 }
 
 }  // namespace lockstep::hierarchical

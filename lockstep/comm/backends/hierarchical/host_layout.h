@@ -31,4 +31,8 @@ struct HostLayout {
   int local_of(int rank) const;
 };
 
+/// Which backend joins ranks of these places on the CPU: "shm", "hierarchical", or "gloo" where
+/// shared memory would join no two of them, or a place is empty.
+std::string backend_for(const std::vector<std::string>& places);
+
 }  // namespace lockstep::hierarchical

@@ -1,0 +1,32 @@
+"""Python's DDP over "lockstep" against Gloo."""
+
+import unittest
+
+import lockstep_testing as t
+import wheel_testing as w
+
+w.require_tools()
+
+import torch  # noqa: E402
+
+
+class Ddp(unittest.TestCase):
+    def trained(self, folder, backend):
+        results = w.run_ranks(2, w.HERE / "ddp_rank.py", backend, folder / backend)
+        return [result.stdout for result in results], [torch.load(folder / f"{backend}.{rank}") for rank in (0, 1)]
+
+    def test_two_ranks_have_gloos_bits(self):
+        with t.temporary_folder() as folder:
+            said, ours = self.trained(folder, "lockstep")
+            _, theirs = self.trained(folder, "gloo")
+        self.assertEqual(said, ["shm|all 2 ranks share one host\n"] * 2)
+        for rank in (0, 1):
+            self.assertEqual(ours[rank].keys(), theirs[rank].keys())
+            for name, value in theirs[rank].items():
+                self.assertTrue(torch.equal(ours[rank][name], value), name)
+        self.assertFalse(torch.equal(ours[0]["losses"], ours[1]["losses"]))
+        self.assertLess(float(ours[0]["losses"][-1]), float(ours[0]["losses"][0]))
+
+
+if __name__ == "__main__":
+    t.main()

@@ -1,0 +1,61 @@
+"""The wheel is built, installed into a fresh virtual environment, and refuses what does not fit."""
+
+import os
+import shutil
+import unittest
+import zipfile
+
+import lockstep_testing as t
+import wheel_testing as w
+
+w.require_tools()
+
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS") == "1"
+
+
+class Wheel(unittest.TestCase):
+    """The order of the names is the order in which they run."""
+
+    def test_1_build_and_install(self):
+        wheels = w.FOLDER / "wheel"
+        shutil.rmtree(wheels, ignore_errors=True)
+        # The long form compiles all that the wheel needs, as a user's `pip install .` does.
+        library = "" if LONG else t.BUILD_DIR / "lib" / "liblockstep.a"
+        w.pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", wheels,
+              "--config-settings", f"build-dir={w.FOLDER / 'build'}",
+              "--config-settings", f"cmake.define.LOCKSTEP_WHEEL_LIBRARY={library}", t.SOURCE_DIR, timeout=850)
+        (wheel,) = wheels.glob("lockstep-*.whl")
+        names = zipfile.ZipFile(wheel).namelist()
+        self.assertIn("lockstep/__init__.py", names)
+        self.assertIn("lockstep_autoload.py", names)
+        self.assertEqual([n for n in names if n.endswith(".so") and "/_C." in n][1:], [])
+        self.assertFalse([n for n in names if n.startswith(("include/", "lib/"))], names)
+        w.make_venv()
+        w.pip("--python", w.PYTHON, "install", "--no-deps", "--no-index", wheel)
+
+    def test_2_another_torch_is_refused_with_both_versions(self):
+        import torch
+
+        for version in ("2.9.1", "99.0.0+cu130"):
+            result = t.run(w.PYTHON, "-c", f"import torch; torch.__version__ = '{version}'; import lockstep",
+                           check=False)
+            self.assertNotEqual(result.returncode, 0)
+            said = result.stderr.strip()
+            self.assertIn(f"was built with torch {torch.__version__}, but this is torch {version}", said)
+            self.assertIn("hint:", said)
+
+    def test_3_torch_knows_the_backend_without_an_import(self):
+        said = t.run(w.PYTHON, "-c", "import sys, torch.distributed as dist; "
+                     "print(dist.Backend('lockstep') in dist.Backend.backend_list, 'lockstep' in sys.modules)").stdout
+        self.assertEqual(said.split(), ["True", "False"])
+
+    def test_4_import_makes_it_known_where_entry_points_are_off(self):
+        said = t.run(w.PYTHON, "-c", "import torch.distributed as dist; print('lockstep' in dist.Backend.backend_list);"
+                     "import lockstep; print('lockstep' in dist.Backend.backend_list, lockstep.__version__)",
+                     env=t.clean_environment(TORCH_DEVICE_BACKEND_AUTOLOAD=0)).stdout.split()
+        self.assertEqual(said[:2], ["False", "True"])
+        self.assertIn(said[2], t.run(t.LOCKSTEP, "--version").stdout)
+
+
+if __name__ == "__main__":
+    t.main()
