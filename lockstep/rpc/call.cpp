@@ -1,0 +1,180 @@
+#include "lockstep/rpc/call.h"
+
+#include <torch/csrc/distributed/autograd/utils.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/distributed/rpc/script_remote_call.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
+#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/wire_call.h"
+#include "lockstep/rpc/worker.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+namespace native = torch::distributed::rpc;
+
+// LibTorch looks for a TorchScript function's name here. Ours is in the call.
+const c10::QualifiedName& carrier() {
+  static const c10::QualifiedName name("lockstep");
+  return name;
+}
+
+float seconds_of(Limit timeout) {
+  return timeout ? std::chrono::duration<float>(*timeout).count() : native::kUnsetRpcTimeout;
+}
+
+const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
+  try {
+    return worker.transport().agent()->getWorkerInfo(name);
+  } catch (const c10::Error&) {
+    throw UsageError("rpc: " + unknown_word("worker", name, worker.workers()));
+  }
+}
+
+std::string what(const Signature& signature, const std::string& worker) {
+  return "rpc: '" + signature.name + "' on worker '" + worker + "'";
+}
+
+}  // namespace
+
+std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
+                                     std::vector<at::IValue> arguments) {
+  const auto worker = this_worker("rpc::call");
+  const auto& info = worker_info(*worker, to.worker);
+  auto state = std::make_shared<CallState>();
+  const auto failed = [state, what = what(signature, to.worker),
+                       types = signature.types](const std::exception_ptr& error) {
+    state->fail(decode_failure(error, what, types));
+  };
+  try {
+    WireCall call(signature.name, signature.hash, std::move(arguments));
+    native::ScriptCall message(carrier(), std::move(call).stack());
+    torch::distributed::autograd::sendMessageWithAutograd(
+        *worker->transport().agent(), info, std::move(message).toMessage(),
+        /*forceGradRecording=*/true, seconds_of(to.timeout))
+        ->addCallback([state, failed](native::JitFuture& answer) {
+          try {
+            if (answer.hasError()) std::rethrow_exception(answer.exception_ptr());
+            state->complete(native::deserializeRespToIValue(
+                *answer.constValue().toCustomClass<native::Message>()));
+          } catch (...) {
+            failed(std::current_exception());
+          }
+        });
+  } catch (...) {
+    failed(std::current_exception());
+  }
+  return state;
+}
+
+RRefPtr send_remote(const Destination& to, const Signature& signature,
+                    std::vector<at::IValue> arguments) {
+  const auto worker = this_worker("rpc::remote");
+  const auto& info = worker_info(*worker, to.worker);
+  auto& context = native::RRefContext::getInstance();
+  std::vector<at::IValue> stack =
+      WireCall(signature.name, signature.hash, std::move(arguments)).stack();
+  const auto send = [&](const native::RRefId& rref, const native::ForkId& fork) {
+    native::ScriptRemoteCall message(carrier(), std::move(stack), rref, fork,
+                                     /*isAsyncExecution=*/false);
+    return torch::distributed::autograd::sendMessageWithAutograd(
+        *worker->transport().agent(), info, std::move(message).toMessage(),
+        /*forceGradRecording=*/true, seconds_of(to.timeout));
+  };
+  try {
+    if (info.id_ == context.getWorkerId()) {
+      auto owned = context.createOwnerRRef(at::AnyType::get());
+      context.addSelfAsFork(owned);
+      send(owned->rrefId(), owned->rrefId())->addCallback([id = owned->rrefId()](auto& answer) {
+        native::callback::finishCreatingOwnerRRef(answer, id);
+      });
+      return owned;
+    }
+    auto user = context.createUserRRef(info.id_, at::AnyType::get());
+    context.addPendingUser(user->forkId(), user);
+    send(user->rrefId(), user->forkId())->addCallback([id = user->forkId()](auto& answer) {
+      native::callback::confirmPendingUser(answer, id);
+    });
+    return user;
+  } catch (const std::exception&) {
+    std::rethrow_exception(
+        decode_failure(std::current_exception(), what(signature, to.worker), signature.types));
+  }
+}
+
+const RRefPtr& checked(const RRefPtr& rref) {
+  if (!rref) throw UsageError("rpc: the reference is empty");
+  return rref;
+}
+
+RRefPtr rref_of(const at::IValue& value) {
+  if (!value.isRRef()) throw_other_kind("rref", value);
+  return value.toRRef();
+}
+
+RRefPtr own_value(at::IValue value) {
+  this_worker("rpc::RRef::own");
+  auto rref = native::RRefContext::getInstance().createOwnerRRef(at::AnyType::get());
+  rref->setValue(std::move(value));
+  return rref;
+}
+
+std::string owner_name(const RRefPtr& rref) {
+  this_worker("rpc::RRef::owner_name");
+  return checked(rref)->ownerName();
+}
+
+at::IValue local_value(const RRefPtr& rref) {
+  if (!checked(rref)->isOwner()) {
+    throw UsageError(
+        "rpc: local_value of a reference to what worker '" + owner_name(rref) + "' owns",
+        "call a function there, or copy the value by to_here()");
+  }
+  try {
+    return c10::static_intrusive_pointer_cast<native::OwnerRRef>(rref)->getValue();
+  } catch (const std::exception&) {
+    std::rethrow_exception(decode_failure(std::current_exception(), "rpc: the reference", ""));
+  }
+}
+
+at::IValue fetch_value(const RRefPtr& rref, Limit limit) {
+  if (checked(rref)->isOwner()) return local_value(rref);
+  const auto worker = this_worker("rpc::RRef::to_here");
+  try {
+    return c10::static_intrusive_pointer_cast<native::UserRRef>(rref)->toHere(seconds_of(limit));
+  } catch (const std::exception&) {
+    std::rethrow_exception(decode_failure(
+        std::current_exception(), "rpc: to_here from worker '" + owner_name(rref) + "'", ""));
+  }
+}
+
+namespace {
+
+/// An object of any class in a value.
+struct Holder final : torch::CustomClassHolder {
+  Holder(std::shared_ptr<void> held, const std::type_info& its_type)
+      : object(std::move(held)), type(&its_type) {}
+  std::shared_ptr<void> object;
+  const std::type_info* type;
+};
+
+}  // namespace
+
+at::IValue hold_object(std::shared_ptr<void> object, const std::type_info& type) {
+  return at::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(object), type));
+}
+
+std::shared_ptr<void> held_object(const at::IValue& value, const std::type_info& type) {
+  if (!value.isCapsule()) throw_other_kind("object", value);
+  const auto capsule = value.toCapsule();
+  const auto* holder = dynamic_cast<const Holder*>(capsule.get());
+  if (!holder || *holder->type != type) {
+    throw UsageError(std::string("rpc: the reference is to another class than ") + type.name());
+  }
+  return holder->object;
+}
+
+}  // namespace lockstep::rpc::detail

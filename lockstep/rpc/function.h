@@ -1,0 +1,188 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/rpc/future.h"
+#include "lockstep/rpc/rref.h"
+#include "lockstep/rpc/value.h"
+
+namespace lockstep::rpc {
+
+namespace detail {
+
+/// What a handler gave: a value, or a state that will have one.
+struct HandlerResult {
+  at::IValue value;
+  std::shared_ptr<CallState> later;
+};
+/// Runs a function on arguments as they came.
+using Handler = std::function<HandlerResult(std::vector<at::IValue>& arguments)>;
+
+/// A function as both ends know it.
+struct Signature {
+  std::string name;
+  std::string types;  ///< "(Tensor, int64) -> Tensor"
+  int64_t hash = 0;   ///< Of the types.
+};
+Signature make_signature(std::string name, std::string types);
+
+/// Makes the function known to this process. Throws UsageError for a name that is taken or empty.
+void register_function(const Signature& signature, Handler handler);
+
+template <class T>
+using Plain = std::remove_cvref_t<T>;
+
+/// The result of a function as the caller sees it: of a Future what it will hold; of an object that
+/// cannot travel, and of a pointer to one, nothing but an RRef.
+template <class R>
+struct ResultOf {
+  using type = R;
+};
+template <class T>
+struct ResultOf<Future<T>> {
+  using type = T;
+};
+
+template <class R>
+std::string result_type() {
+  using Result = typename ResultOf<R>::type;
+  if constexpr (std::is_void_v<Result>)
+    return "None";
+  else if constexpr (Sendable<Result>)
+    return Value<Result>::type();
+  else
+    return "object";
+}
+
+template <class R, class... A>
+std::string types_text() {
+  return "(" + type_names<A...>() + ") -> " + result_type<R>();
+}
+
+template <class R, class F>
+HandlerResult result_of(F&& run) {
+  if constexpr (is_future<R>::value) {
+    return {{}, run().state()};
+  } else if constexpr (std::is_void_v<R>) {
+    run();
+    return {};
+  } else if constexpr (Sendable<R>) {
+    return {Value<R>::to(run()), nullptr};
+  } else {
+    return {object_value(run()), nullptr};
+  }
+}
+
+template <class R, class... A, class F, size_t... I>
+HandlerResult run_handler(const F& function, std::vector<at::IValue>& arguments,
+                          std::index_sequence<I...>) {
+  if (arguments.size() != sizeof...(A)) {
+    throw_other_kind(std::to_string(sizeof...(A)) + " arguments", make_tuple(arguments));
+  }
+  return result_of<R>(
+      [&]() -> R { return std::invoke(function, Value<A>::from(arguments[I])...); });
+}
+
+}  // namespace detail
+
+/// A function that workers can call, by its name and its types. Made by `rpc::function`.
+template <class Types>
+class Function;
+
+template <class R, class... A>
+class Function<R(A...)> {
+ public:
+  using Result = typename detail::ResultOf<R>::type;
+
+  /// One that is registered at the worker that will be called, though not here.
+  explicit Function(std::string name)
+      : signature_(std::make_shared<detail::Signature>(
+            detail::make_signature(std::move(name), detail::types_text<R, A...>()))) {}
+
+  const std::string& name() const { return signature_->name; }
+  /// "(Tensor, int64) -> Tensor"
+  const std::string& types() const { return signature_->types; }
+  const detail::Signature& signature() const { return *signature_; }
+
+  /// The arguments as they travel. Converts them to the function's types as a plain call would.
+  static std::vector<at::IValue> pack(A... arguments) {
+    std::vector<at::IValue> packed;
+    packed.reserve(sizeof...(A));
+    (packed.push_back(Value<A>::to(std::move(arguments))), ...);
+    return packed;
+  }
+
+ private:
+  std::shared_ptr<detail::Signature> signature_;
+};
+
+namespace detail {
+
+template <class R, class... A>
+struct Registrar {
+  template <class F>
+  static Function<R(Plain<A>...)> add(std::string name, F function) {
+    static_assert(std::is_invocable_v<const F&, Plain<A>...>,
+                  "the function must be callable by several threads at once (no mutable lambda), "
+                  "and take its arguments by value or by const reference");
+    static_assert((Sendable<Plain<A>> && ...),
+                  "an argument's type cannot travel: give the struct a function rpc_fields");
+    Function<R(Plain<A>...)> handle(std::move(name));
+    register_function(
+        handle.signature(), [function = std::move(function)](std::vector<at::IValue>& arguments) {
+          return run_handler<R, Plain<A>...>(function, arguments, std::index_sequence_for<A...>());
+        });
+    return handle;
+  }
+};
+
+/// The types of a function, function pointer, lambda or other object with one call operator.
+template <class R, class... A>
+Registrar<R, A...> registrar_of(const std::function<R(A...)>*);
+
+}  // namespace detail
+
+/// Registers a function under a name that is the same on all workers, and gives the handle by which
+/// it is called. Its types are deduced: a plain function, a lambda or another object with one call
+/// operator. It runs on several threads at once. Usually at namespace scope, so that each process
+/// of the program has it:
+///
+///     const auto add = rpc::function("add", [](at::Tensor a, at::Tensor b) { return a + b; });
+///
+/// - Arguments and result are of the types of value.h. References are to values of the call's own.
+/// - A function that returns a Future answers when that is done, and its thread is free before.
+/// - One that returns a std::shared_ptr to, or an object of, any other class is for `remote` only.
+/// - Functions may call others, to any depth.
+///
+/// Throws UsageError when the name is taken.
+template <class F>
+auto function(std::string name, F function) {
+  using Standard = decltype(std::function(function));
+  using Registrar = decltype(detail::registrar_of(static_cast<const Standard*>(nullptr)));
+  return Registrar::add(std::move(name), std::move(function));
+}
+
+/// Registers a member function: the first argument is then an RRef to the object, and it runs where
+/// the object is. `rref.rpc_sync(handle, arguments...)` calls it.
+template <class C, class R, class... A>
+Function<R(RRef<C>, detail::Plain<A>...)> method(std::string name, R (C::*member)(A...)) {
+  return detail::Registrar<R, RRef<C>, A...>::add(
+      std::move(name), [member](const RRef<C>& object, detail::Plain<A>... arguments) -> R {
+        return (object.local_value().*member)(std::move(arguments)...);
+      });
+}
+template <class C, class R, class... A>
+Function<R(RRef<C>, detail::Plain<A>...)> method(std::string name, R (C::*member)(A...) const) {
+  return detail::Registrar<R, RRef<C>, A...>::add(
+      std::move(name), [member](const RRef<C>& object, detail::Plain<A>... arguments) -> R {
+        return (object.local_value().*member)(std::move(arguments)...);
+      });
+}
+
+}  // namespace lockstep::rpc

@@ -1,0 +1,97 @@
+#include "lockstep/rpc/future.h"
+
+#include <atomic>
+
+#include "lockstep/base/text.h"
+
+namespace lockstep::rpc::detail {
+
+bool CallState::complete(at::IValue value) {
+  return finish(std::move(value), nullptr);
+}
+
+bool CallState::fail(std::exception_ptr error) {
+  return finish({}, std::move(error));
+}
+
+bool CallState::finish(at::IValue value, std::exception_ptr error) {
+  std::vector<std::function<void()>> callbacks;
+  {
+    const std::lock_guard lock(mutex_);
+    if (done_) return false;
+    done_ = true;
+    value_ = std::move(value);
+    error_ = std::move(error);
+    callbacks.swap(callbacks_);
+    cancel_ = nullptr;
+    changed_.notify_all();
+  }
+  for (const auto& callback : callbacks) callback();
+  return true;
+}
+
+bool CallState::is_done() const {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+const at::IValue& CallState::value(std::optional<std::chrono::milliseconds> limit) const {
+  std::unique_lock lock(mutex_);
+  const auto done = [&] { return done_; };
+  if (!limit) {
+    changed_.wait(lock, done);
+  } else if (!changed_.wait_for(lock, *limit, done)) {
+    throw TimeoutError("rpc: waiting for a future timed out after " + seconds_text(*limit));
+  }
+  if (error_) std::rethrow_exception(error_);
+  return value_;
+}
+
+void CallState::when_done(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!done_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void CallState::on_cancel(std::function<void()> cancel) {
+  const std::lock_guard lock(mutex_);
+  if (!done_) cancel_ = std::move(cancel);
+}
+
+bool CallState::cancel() {
+  std::function<void()> cancel;
+  {
+    const std::lock_guard lock(mutex_);
+    cancel.swap(cancel_);
+  }
+  if (!fail(std::make_exception_ptr(CancelledError("rpc: the call was cancelled")))) return false;
+  if (cancel) cancel();
+  return true;
+}
+
+std::shared_ptr<CallState> all_states(const std::vector<std::shared_ptr<CallState>>& states) {
+  auto all = std::make_shared<CallState>();
+  if (states.empty()) {
+    all->complete({});
+    return all;
+  }
+  auto left = std::make_shared<std::atomic<size_t>>(states.size());
+  for (const auto& state : states) {
+    state->when_done([all, left, part = std::weak_ptr(state)] {
+      try {
+        part.lock()->value({});
+      } catch (...) {
+        all->fail(std::current_exception());
+      }
+      if (left->fetch_sub(1) == 1) all->complete({});
+    });
+  }
+  return all;
+}
+
+}  // namespace lockstep::rpc::detail

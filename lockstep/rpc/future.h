@@ -1,0 +1,165 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/rpc/rpc_error.h"
+#include "lockstep/rpc/value.h"
+
+namespace lockstep::rpc {
+
+template <class T>
+class Future;
+
+namespace detail {
+
+/// What a call's futures share: a value, once it is there, or an error. Any thread.
+class CallState {
+ public:
+  /// The first of these counts and returns true.
+  bool complete(at::IValue value);
+  bool fail(std::exception_ptr error);
+
+  bool is_done() const;
+  /// Waits; throws the error. None: as long as it takes.
+  const at::IValue& value(std::optional<std::chrono::milliseconds> limit) const;
+  /// Runs `callback` once when it is done: on the thread that does it, or now.
+  void when_done(std::function<void()> callback);
+  /// What `cancel` does before the state fails.
+  void on_cancel(std::function<void()> cancel);
+  bool cancel();
+
+ private:
+  bool finish(at::IValue value, std::exception_ptr error);
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool done_ = false;
+  at::IValue value_;
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> callbacks_;
+  std::function<void()> cancel_;
+};
+
+template <class T>
+struct is_future : std::false_type {};
+template <class T>
+struct is_future<Future<T>> : std::true_type {};
+
+/// Runs `work` and puts what it returns, or throws, into `state`.
+template <class T, class F>
+void complete_with(CallState& state, F&& work) noexcept {
+  try {
+    if constexpr (std::is_void_v<T>) {
+      work();
+      state.complete({});
+    } else {
+      state.complete(Value<T>::to(work()));
+    }
+  } catch (...) {
+    state.fail(std::current_exception());
+  }
+}
+
+}  // namespace detail
+
+/// The result of a call that is under way. A handle, whose copies share the call. Any thread.
+template <class T>
+class Future {
+ public:
+  Future() = default;
+  explicit Future(std::shared_ptr<detail::CallState> state) : state_(std::move(state)) {}
+
+  /// Blocks until the result is there and returns it; throws what the call failed with:
+  /// - RemoteError: the function threw,
+  /// - TimeoutError: no answer within the call's time-out,
+  /// - PeerLostError: the worker died or has left,
+  /// - MismatchError: the two ends know the function by different types,
+  /// - CancelledError.
+  ///
+  /// Each call ends by its own time-out. `limit` ends only this wait, by a TimeoutError.
+  T wait(std::optional<std::chrono::milliseconds> limit = std::nullopt) const {
+    if constexpr (std::is_void_v<T>) {
+      state_->value(limit);
+    } else {
+      return Value<T>::from(state_->value(limit));
+    }
+  }
+  bool is_done() const { return state_->is_done(); }
+
+  /// A future of what `next(future)` returns. `next` runs when this one is done, also after a
+  /// failure, which `future.wait()` then throws. It runs on the thread that completes the call, or
+  /// now when that is done. So it must not wait for other calls.
+  template <class F>
+  auto then(F next) const -> Future<std::invoke_result_t<F, Future<T>>> {
+    using R = std::invoke_result_t<F, Future<T>>;
+    auto result = std::make_shared<detail::CallState>();
+    // Not the state itself, which keeps the callback: that would be a circle. Who completes the
+    // state holds it.
+    state_->when_done([state = std::weak_ptr(state_), result, next = std::move(next)]() mutable {
+      detail::complete_with<R>(*result, [&] { return next(Future<T>(state.lock())); });
+    });
+    return Future<R>(result);
+  }
+
+  /// Gives the call up: all that wait get a CancelledError, and a late answer is dropped. The
+  /// function may run to its end. False when the call was done already.
+  bool cancel() const { return state_->cancel(); }
+
+  explicit operator bool() const { return state_ != nullptr; }
+  const std::shared_ptr<detail::CallState>& state() const { return state_; }
+
+ private:
+  std::shared_ptr<detail::CallState> state_;
+};
+
+/// A result that someone gives later: a function registered with `rpc::function` may return
+/// `promise.future()`, and so frees its thread. Copies share the result. Any thread.
+template <class T>
+class Promise {
+ public:
+  Promise() : state_(std::make_shared<detail::CallState>()) {}
+  Future<T> future() const { return Future<T>(state_); }
+  /// Only the first of these counts; returns false for the others.
+  template <class U = T>
+  requires(!std::is_void_v<U>) bool set_value(U value) const {
+    return state_->complete(Value<T>::to(std::move(value)));
+  }
+  bool set_value() const requires std::is_void_v<T> { return state_->complete({}); }
+  bool set_exception(std::exception_ptr error) const { return state_->fail(std::move(error)); }
+
+ private:
+  std::shared_ptr<detail::CallState> state_;
+};
+
+namespace detail {
+std::shared_ptr<CallState> all_states(const std::vector<std::shared_ptr<CallState>>& states);
+}
+
+/// Done when all are, with their results in the same order. Fails as soon as one does.
+template <class T>
+auto when_all(std::vector<Future<T>> futures) {
+  std::vector<std::shared_ptr<detail::CallState>> states;
+  for (const auto& future : futures) states.push_back(future.state());
+  const Future<void> all(detail::all_states(states));
+  if constexpr (std::is_void_v<T>) {
+    return all;
+  } else {
+    return all.then([futures = std::move(futures)](const Future<void>& done) {
+      done.wait();
+      std::vector<T> results;
+      for (const auto& future : futures) results.push_back(future.wait());
+      return results;
+    });
+  }
+}
+
+}  // namespace lockstep::rpc

@@ -1,0 +1,52 @@
+#include "lockstep/rpc/handler_threads.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <latch>
+
+namespace lockstep::rpc::detail {
+namespace {
+
+TEST(HandlerThreads, TasksThatWaitForLaterOnesDoNotLockUp) {
+  constexpr int kTasks = 40;
+  std::latch all(kTasks);
+  std::latch done(kTasks);
+  HandlerThreads threads;
+  for (int i = 0; i < kTasks; ++i) {
+    threads.run([&] {
+      all.arrive_and_wait();
+      done.count_down();
+    });
+  }
+  done.wait();
+  EXPECT_EQ(threads.size(), static_cast<size_t>(kTasks));
+}
+
+TEST(HandlerThreads, AFreeThreadIsUsedAgain) {
+  HandlerThreads threads;
+  for (int i = 0; i < 100; ++i) {
+    std::latch done(1);
+    threads.run([&] { done.count_down(); });
+    done.wait();
+  }
+  EXPECT_LT(threads.size(), 100U);
+}
+
+TEST(HandlerThreads, TheDestructorWaitsForWhatRuns) {
+  std::atomic<bool> ended = false;
+  {
+    std::latch begun(1);
+    HandlerThreads threads;
+    threads.run([&] {
+      begun.count_down();
+      std::this_thread::yield();
+      ended = true;
+    });
+    begun.wait();
+  }
+  EXPECT_TRUE(ended);
+}
+
+}  // namespace
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,107 @@
+#include "lockstep/rpc/rpc.h"
+
+#include <exception>
+
+#include "lockstep/base/duration.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/rpc/worker.h"
+
+namespace lockstep::rpc {
+namespace {
+
+/// LibTorch's own limit.
+constexpr size_t kLongestName = 128;
+
+void check_options(const World& world, const std::string& name, const Options& options) {
+  if (name.empty() || name.size() > kLongestName) {
+    throw UsageError("rpc::init: the worker's name '" + name + "' has " +
+                     std::to_string(name.size()) + " characters; expected 1 to " +
+                     std::to_string(kLongestName));
+  }
+  check_timeout("rpc::init: timeout", options.timeout);
+  check_timeout("rpc::init: shutdown_timeout", options.shutdown_timeout);
+  if (options.threads < 2) {
+    throw UsageError("rpc::init: " + std::to_string(options.threads) +
+                     " threads; expected at least 2");
+  }
+  if (world.size() > INT16_MAX) {
+    throw UsageError("rpc::init: " + std::to_string(world.size()) +
+                     " ranks; LibTorch's RPC has at most " + std::to_string(INT16_MAX));
+  }
+}
+
+/// Each rank says its name, so that a name that is taken is an error which names both.
+void meet(Store store, const World& world, const std::string& name) {
+  const auto key = [](int rank) { return "name/" + std::to_string(rank); };
+  store.set(key(world.rank()), name);
+  for (int rank = 0; rank < world.size(); ++rank) {
+    if (store.get(key(rank)) != name || rank == world.rank()) continue;
+    throw UsageError("rpc::init: ranks " + std::to_string(std::min(rank, world.rank())) + " and " +
+                     std::to_string(std::max(rank, world.rank())) + " are both named '" + name +
+                     "'");
+  }
+}
+
+}  // namespace
+
+class Agent::Impl {
+ public:
+  std::shared_ptr<detail::Worker> worker;
+  std::chrono::milliseconds shutdown_timeout{};
+  int exceptions = std::uncaught_exceptions();
+};
+
+Agent::Agent(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Agent::Agent(Agent&&) noexcept = default;
+Agent& Agent::operator=(Agent&&) noexcept = default;
+
+Agent::~Agent() {
+  if (!impl_) return;
+  if (std::uncaught_exceptions() > impl_->exceptions) {
+    shutdown_now();
+    return;
+  }
+  try {
+    shutdown();
+  } catch (const std::exception& error) {
+    log_error(error.what());
+  }
+}
+
+const std::string& Agent::name() const {
+  return impl_->worker->name();
+}
+
+std::vector<std::string> Agent::workers() const {
+  return impl_->worker->workers();
+}
+
+void Agent::shutdown() {
+  impl_->worker->leave_together(impl_->shutdown_timeout);
+}
+
+void Agent::shutdown_now() noexcept {
+  impl_->worker->leave_now();
+}
+
+Agent init(const World& world, const std::string& name, const Options& options) {
+  check_options(world, name, options);
+  detail::register_optimizer_functions();
+  const Store store = prefix_store("rpc", world.store().clone());
+  meet(store, world, name);
+  detail::Worker::Setup setup;
+  setup.store = store;
+  setup.name = name;
+  setup.rank = world.rank();
+  setup.size = world.size();
+  setup.threads = options.threads;
+  setup.timeout = options.timeout;
+  setup.one_host = world.local_size() == world.size();
+  auto impl = std::make_unique<Agent::Impl>();
+  impl->worker = detail::Worker::start(setup);
+  impl->shutdown_timeout = options.shutdown_timeout;
+  return Agent(std::move(impl));
+}
+
+}  // namespace lockstep::rpc

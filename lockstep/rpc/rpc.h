@@ -1,0 +1,65 @@
+// Remote procedure calls: functions that run on other workers, references to what is there,
+// distributed autograd and optimizers. See docs/rpc.md.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/rpc/autograd_context.h"
+#include "lockstep/rpc/call.h"
+#include "lockstep/rpc/distributed_optimizer.h"
+#include "lockstep/rpc/function.h"
+#include "lockstep/rpc/future.h"
+#include "lockstep/rpc/rpc_error.h"
+#include "lockstep/rpc/rref.h"
+#include "lockstep/rpc/value.h"
+
+namespace lockstep::rpc {
+
+struct Options {
+  /// A call without an answer for so long fails by TimeoutError. PyTorch's own default.
+  std::chrono::milliseconds timeout{60'000};
+  /// How long a graceful shutdown waits for the others. A trainer may go on for long after a server
+  /// has nothing left to do, so this is longer than a call's.
+  std::chrono::milliseconds shutdown_timeout{600'000};
+  /// Threads that run functions while none of them waits for another worker. More are started as
+  /// needed: no nesting of calls locks up. PyTorch's own default.
+  int threads = 16;
+};
+
+/// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
+/// destructor shuts down gracefully, or at once when an exception unwinds; it does not throw.
+class Agent {
+ public:
+  class Impl;
+  explicit Agent(std::unique_ptr<Impl> impl);
+  ~Agent();
+  Agent(Agent&&) noexcept;
+  Agent& operator=(Agent&&) noexcept;
+
+  const std::string& name() const;
+  /// All workers, by rank.
+  std::vector<std::string> workers() const;
+
+  /// Waits until all workers have come here and no call is under way, then leaves. Serves calls
+  /// meanwhile. Throws TimeoutError after Options::shutdown_timeout, and then has left as well.
+  /// Idempotent.
+  void shutdown();
+  /// Leaves at once. Pending calls fail, and those of others to this worker.
+  void shutdown_now() noexcept;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Makes this process the worker `name`, and waits until all ranks have done so. Keep the agent
+/// until the last call, and let it go before the World. Throws:
+/// - UsageError for a name that is empty, too long (128), or another worker's, and for a second
+///   agent in this process: LibTorch keeps the references of the first,
+/// - TimeoutError when ranks do not come within the World's time-out.
+Agent init(const World& world, const std::string& name, const Options& options = {});
+
+}  // namespace lockstep::rpc

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::rpc::detail {
+
+/// A call as it travels: the function's name, the hash of its types, then the arguments.
+struct WireCall {
+  std::string name;
+  int64_t types_hash = 0;
+  std::vector<at::IValue> arguments;
+
+  WireCall(std::string function, int64_t hash, std::vector<at::IValue> values)
+      : name(std::move(function)), types_hash(hash), arguments(std::move(values)) {}
+
+  /// Throws DataError for anything else.
+  explicit WireCall(std::vector<at::IValue>& stack) {
+    if (stack.size() < 2 || !stack[0].isString() || !stack[1].isInt()) {
+      throw DataError("rpc: a call came that is none of ours");
+    }
+    name = stack[0].toStringRef();
+    types_hash = stack[1].toInt();
+    arguments.assign(std::make_move_iterator(stack.begin() + 2),
+                     std::make_move_iterator(stack.end()));
+  }
+
+  std::vector<at::IValue> stack() && {
+    std::vector<at::IValue> values;
+    values.reserve(arguments.size() + 2);
+    values.emplace_back(std::move(name));
+    values.emplace_back(types_hash);
+    for (auto& argument : arguments) values.push_back(std::move(argument));
+    return values;
+  }
+};
+
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,51 @@
+"""The RPC programs as a user starts them, and what they learn."""
+
+import os
+import re
+import unittest
+
+import lockstep_testing as t
+
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+EXAMPLES = t.BUILD_DIR / "examples"
+# The real data where it is, else the built-in digits.
+DATA = {} if t.data_dir() is None else {"LOCKSTEP_DATA_DIR": t.data_dir()}
+
+
+def run(program, *arguments, timeout=120):
+    return t.run(EXAMPLES / program, *arguments, timeout=timeout, env=t.clean_environment(**DATA)).stdout
+
+
+class Page(unittest.TestCase):
+    def test_the_page_shows_the_program(self):
+        page = (t.SOURCE_DIR / "docs" / "rpc.md").read_text()
+        program = (t.SOURCE_DIR / "examples" / "quickstart" / "rpc.cpp").read_text()
+        self.assertIn(f"```cpp\n{program}```", page)
+        self.assertLessEqual(len(program.splitlines()), 40)
+
+    def test_the_program_learns(self):
+        for output in (run("quickstart/rpc"),
+                       t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, EXAMPLES / "quickstart/rpc").stdout):
+            losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", output)]
+            self.assertEqual(len(losses), 4, output)
+            self.assertLess(losses[-1], 0.1 * losses[0])
+
+
+class ParameterServer(unittest.TestCase):
+    def accuracies(self, *arguments, timeout=120):
+        output = run("003_rpc/parameter_server", *arguments, timeout=timeout)
+        found = dict(re.findall(r"trainer (\d): accuracy ([\d.]+)", output))
+        self.assertEqual(sorted(found), ["1", "2"], output)
+        return [float(accuracy) for accuracy in found.values()]
+
+    def test_two_trainers_learn(self):
+        """Each sees half of the data, and both end with the server's one model."""
+        self.assertGreater(min(self.accuracies("--limit", 3000, "--lr", 0.1, "--batch-size", 16)), 0.8)
+
+    @unittest.skipUnless(t.data_dir() and LONG, "long: LOCKSTEP_LONG_TESTS=1, and real MNIST")
+    def test_the_whole_of_mnist(self):
+        self.assertGreaterEqual(min(self.accuracies(timeout=900)), 0.97)
+
+
+if __name__ == "__main__":
+    t.main()
