@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <functional>
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -235,11 +236,22 @@ TEST(InitErrors, ARankGivenTwiceIsNamed) {
   TemporaryDirectory folder;
   const std::string method = "file://" + (folder.path() / "meet").string();
   std::vector<std::string> messages(3);
+  std::atomic<bool> refused = false;
   expect_ok(run_ranks(3, [&](int process) {
     InitOptions options = options_of(method, std::min(process, 1), 2);
     options.timeout = milliseconds(10'000);
-    messages[static_cast<size_t>(process)] =
-        message_of<UsageError>([&] { init(options).group().barrier(); });
+    messages[static_cast<size_t>(process)] = message_of<UsageError>([&] {
+      std::optional<World> world;
+      try {
+        world.emplace(init(options));
+      } catch (const UsageError&) {
+        refused = true;
+        throw;
+      }
+      // The two that met stay until the third has come, however late: their leaving ends the job.
+      test_wait::wait_until([&] { return refused.load(); }, "the third to be refused");
+      world->group().barrier();
+    });
   }));
   const auto named = std::count_if(messages.begin(), messages.end(), [](const std::string& text) {
     return text.find("rank 1") != std::string::npos &&

@@ -1,31 +1,71 @@
 #include "lockstep/launch/omp_waiting.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <fstream>
+#include <thread>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep::launch {
 namespace {
 
 constexpr const char* kVariable = "GOMP_SPINCOUNT";
-/// Turns of the loop that waits, some 50 us: longer than the serial code between the parallel
-/// regions of a step, and far shorter than the time slice of another program.
-constexpr const char* kSpins = "1000";
+constexpr const char* kLongSpins = "10000";  // some 0.5 ms
+constexpr const char* kShortSpins = "1000";  // some 50 us
 
 constexpr const char* kChoices[] = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"};
 
 /// Whether the variable is set as we set it. A user who has chosen the same does not mind.
 bool is_ours(const std::string& name) {
-  return name == kVariable && env_string(name) == kSpins;
+  const auto value = env_string(name);
+  return name == kVariable && (value == kLongSpins || value == kShortSpins);
+}
+
+/// The least of a few looks: what runs for an instant only does not count.
+int others_running_now() {
+  int least = 0;
+  for (int look = 0; look < 3; ++look) {
+    if (look > 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    std::ifstream file("/proc/loadavg");
+    std::string line;
+    std::getline(file, line);
+    const int others = others_running(line);
+    least = look == 0 ? others : std::min(least, others);
+  }
+  return least;
+}
+
+/// Chosen once: the ranks that a process starts are no others.
+const char* spins_of_this_process() {
+  static const char* const spins =
+      omp_spins(others_running_now(), static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
+  return spins;
 }
 
 }  // namespace
+
+int others_running(const std::string& loadavg) {
+  const size_t end = loadavg.find('/');
+  const size_t start = loadavg.rfind(' ', end);
+  if (end == std::string::npos || start == std::string::npos) return 0;
+  const auto running = parse_int(loadavg.substr(start + 1, end - start - 1));
+  return running ? std::max(0, static_cast<int>(*running) - 1) : 0;
+}
+
+const char* omp_spins(int others, int processors) {
+  return 2 * others >= processors ? kShortSpins : kLongSpins;
+}
 
 std::optional<std::pair<std::string, std::string>> omp_waiting() {
   for (const char* name : kChoices) {
     if (env_string(name)) return std::nullopt;
   }
-  return std::pair{std::string(kVariable), std::string(kSpins)};
+  return std::pair{std::string(kVariable), std::string(spins_of_this_process())};
 }
 
 void choose_omp_waiting() {

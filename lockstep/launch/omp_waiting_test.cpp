@@ -41,6 +41,20 @@ TEST_F(OmpWaiting, IsChosenForThisProcessAndForWorkers) {
   EXPECT_EQ(of_another.at(chosen->first), "");
 }
 
+TEST_F(OmpWaiting, IsShorterOnABusyMachine) {
+  EXPECT_EQ(others_running("0.20 0.18 0.12 1/80 11206"), 0);
+  EXPECT_EQ(others_running("8.99 7.07 4.17 11/345 12"), 10);
+  EXPECT_EQ(others_running("0.20 0.18 0.12 0/80 11206"), 0);
+  for (const char* line : {"", "no such line", "1/", "/", " /", " x/y"}) {
+    EXPECT_EQ(others_running(line), 0) << line;
+  }
+  EXPECT_STREQ(omp_spins(0, 2), "10000");
+  EXPECT_STREQ(omp_spins(1, 2), "1000");
+  EXPECT_STREQ(omp_spins(31, 64), "10000");
+  EXPECT_STREQ(omp_spins(32, 64), "1000");
+  EXPECT_EQ(omp_waiting(), omp_waiting()) << "chosen once";
+}
+
 TEST_F(OmpWaiting, WhatTheUserHasChosenStays) {
   for (const char* name : kNames) {
     setenv(name, "7", 1);

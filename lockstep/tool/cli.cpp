@@ -1,7 +1,6 @@
 #include "lockstep/tool/cli.h"
 
 #include <stdio_ext.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -19,6 +18,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/tool/cli_help.h"
+#include "lockstep/tool/memory_limit.h"
 
 namespace lockstep::tool {
 namespace {
@@ -122,13 +122,8 @@ std::string text_of(const std::exception& error) {
   if (!may_be_memory(error)) return error.what();
   const bool nameless = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
   const std::string text = nameless ? "out of memory" : error.what();
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    return without_asides(text) +
-           "\n  hint: a memory limit holds: `ulimit -v` allows each process " +
-           human_bytes(limit.rlim_cur) +
-           " of addresses, of which LibTorch alone takes half a GB. Raise it (ulimit -v unlimited)";
-  }
+  const std::string hint = memory_limit_hint();
+  if (!hint.empty()) return without_asides(text) + hint;
   if (!nameless) return text;
   return text + "\n  hint: give a smaller --batch-size, or start fewer ranks on this host";
 }
