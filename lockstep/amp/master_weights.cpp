@@ -96,7 +96,8 @@ void MasterWeights::load_state(const OptimizerState& state) {
   std::vector<at::Tensor> loaded(parameters_.size());
   for (const StateEntry& entry : entries) loaded[entry.index] = entry.tensor;
   for (size_t i = 0; i < parameters_.size() && !entries.empty(); ++i) {
-    if (has_copy(i) == loaded[i].defined()) continue;
+    // A part of a parameter that has no elements, as ZeRO gives it to ranks, need have no copy.
+    if (has_copy(i) == loaded[i].defined() || parameters_[i].numel() == 0) continue;
     throw CheckpointError(name() + ": the optimizer state " + (has_copy(i) ? "lacks" : "has") +
                               " '" + state_key(kMaster, i) + "'",
                           "the checkpoint is damaged or of another precision");
@@ -105,7 +106,7 @@ void MasterWeights::load_state(const OptimizerState& state) {
   const c10::AutoGradMode no_grad(false);
   if (entries.empty()) return adopt_changes();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (has_copy(i)) masters_[i].copy_(loaded[i]);
+    if (has_copy(i) && loaded[i].defined()) masters_[i].copy_(loaded[i]);
   }
   round_into_parameters();
 }

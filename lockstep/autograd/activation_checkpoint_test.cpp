@@ -8,10 +8,13 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "lockstep/autograd/backward.h"
+#include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep {
@@ -111,6 +114,31 @@ TEST(ActivationCheckpoint, TheSecondRunHasAutocastsState) {
   EXPECT_THAT(dtypes, ::testing::ElementsAre(at::kBFloat16, at::kBFloat16));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
   EXPECT_TRUE(weight.grad().defined());
+}
+
+TEST(ActivationCheckpoint, TheSecondRunHasTheGuardsOfTheFirst) {
+  std::vector<std::string> seen;
+  static thread_local std::string inside;
+  const auto enter = [](const char* name) {
+    return [name] {
+      inside += name;
+      return std::shared_ptr<void>(&inside, [](void*) { inside.pop_back(); });
+    };
+  };
+  const auto function = [&](const at::Tensor& in) {
+    seen.push_back(inside);
+    return in * 2;
+  };
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  at::Tensor output;
+  {
+    const RecordedGuard outer(enter("a")), inner(enter("b"));
+    output = checkpoint(function, x);
+  }
+  const at::Tensor other = checkpoint(function, x);
+  backward((output + other).sum());
+  EXPECT_THAT(seen, ::testing::UnorderedElementsAre("", "", "", "ab"));
+  EXPECT_EQ(inside, "");
 }
 
 TEST(ActivationCheckpoint, SeveralInputsAndOutputs) {

@@ -24,7 +24,25 @@ void set_random_state(c10::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+/// The innermost one of this thread.
+thread_local const RecordedGuard* current_guard = nullptr;
+
 }  // namespace
+
+RecordedGuard::RecordedGuard(Enter enter) : enter_(std::move(enter)), outer_(current_guard) {
+  current_guard = this;
+}
+
+RecordedGuard::~RecordedGuard() {
+  current_guard = outer_;
+}
+
+std::vector<RecordedGuard::Enter> RecordedGuard::all() {
+  std::vector<Enter> all;
+  for (const RecordedGuard* guard = current_guard; guard != nullptr; guard = guard->outer_)
+    all.insert(all.begin(), guard->enter_);
+  return all;
+}
 
 RecordedState RecordedState::record(const std::vector<c10::Device>& devices, bool random) {
   RecordedState state;
@@ -39,6 +57,7 @@ RecordedState RecordedState::record(const std::vector<c10::Device>& devices, boo
                                at::autocast::get_autocast_dtype(device)});
   }
   state.autocast_cache_ = at::autocast::is_autocast_cache_enabled();
+  state.guards_ = RecordedGuard::all();
   return state;
 }
 
@@ -57,9 +76,11 @@ RecordedState::Replay::Replay(const RecordedState& state) {
   before_ = std::make_unique<RecordedState>(record(devices, !state.generators_.empty()));
   at::autocast::increment_nesting();
   state.apply();
+  for (const auto& enter : state.guards_) guards_.push_back(enter());
 }
 
 RecordedState::Replay::~Replay() {
+  while (!guards_.empty()) guards_.pop_back();
   // Casts of parameters that the second run made belong to its graph.
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   before_->apply();

@@ -110,6 +110,12 @@ DeviceMesh::DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dim
   if (!group) throw UsageError("DeviceMesh: the process group is null");
   if (dimensions_.empty()) throw UsageError("DeviceMesh: a mesh needs at least one dimension");
   check_names(dimensions_, text());
+  for (const MeshDimension& dimension : dimensions_) {
+    if (dimension.size < 1)
+      throw UsageError(
+          "DeviceMesh: dimension " + dimension.name + " has size " + std::to_string(dimension.size),
+          "a size is 1 or more; init_device_mesh takes -1 for what others leave");
+  }
   check_product(dimensions_, group.size(), text());
   for (int rank = 0; rank < group.size(); ++rank) ranks_.push_back(rank);
   int rest = group.rank();

@@ -30,7 +30,8 @@ class DeviceMesh {
  public:
   DeviceMesh() = default;
   /// Splits `group` along each dimension. A collective of `group`. A dimension of all ranks keeps
-  /// `group` itself. Throws UsageError unless the sizes multiply to the group's size.
+  /// `group` itself. Throws UsageError for a size below 1, and unless the sizes
+  /// multiply to the group's size.
   DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dimensions);
 
   const std::vector<MeshDimension>& dimensions() const { return dimensions_; }

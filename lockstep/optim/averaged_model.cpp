@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_map>
 
 #include "lockstep/base/error.h"
 
@@ -40,21 +41,26 @@ AveragedModel::AveragedModel(torch::nn::Module& module, const AveragedModelOptio
     throw UsageError("AveragedModel: the decay must be in [0, 1], got " +
                      std::to_string(*options.decay));
   }
+  std::unordered_map<const c10::TensorImpl*, size_t> seen;
   const auto add = [&](const auto& items) {
     for (const auto& item : items) {
+      const size_t index = names_.size();
+      const auto [first, is_new] = seen.emplace(item.value().unsafeGetTensorImpl(), index);
       names_.push_back("module." + item.key());
       tensors_.push_back(item.value().detach());
+      averages_.push_back(is_new ? item.value().detach().clone() : averages_[first->second]);
+      if (is_new) own_.push_back(index);
     }
   };
   add(module.named_parameters());
   parameters_ = tensors_.size();
   add(module.named_buffers());
-  for (const at::Tensor& tensor : tensors_) averages_.push_back(tensor.clone());
 }
 
 void AveragedModel::update_parameters() {
+  require_own_weights("update_parameters()");
   const c10::AutoGradMode no_grad(false);
-  for (size_t i = 0; i < tensors_.size(); ++i) {
+  for (const size_t i : own_) {
     const bool averaged = i < parameters_ || options_.use_buffers;
     if (averaged && n_averaged_ > 0) {
       average(averages_[i], tensors_[i], options_.decay, n_averaged_);
@@ -71,9 +77,16 @@ void AveragedModel::require_update(const char* call) const {
                    "call update_parameters() after a step");
 }
 
+void AveragedModel::require_own_weights(const char* call) const {
+  if (!swapped_) return;
+  throw UsageError(std::string("AveragedModel: ") + call + " while the average is swapped in",
+                   "let go of what swapped_in() gave first");
+}
+
 void AveragedModel::swap() {
   const c10::AutoGradMode no_grad(false);
-  for (size_t i = 0; i < tensors_.size(); ++i) {
+  swapped_ = !swapped_;
+  for (const size_t i : own_) {
     const at::Tensor kept = tensors_[i].clone();
     tensors_[i].copy_(averages_[i]);
     averages_[i].copy_(kept);
@@ -82,23 +95,27 @@ void AveragedModel::swap() {
 
 std::shared_ptr<void> AveragedModel::swapped_in() {
   require_update("swapped_in()");
+  require_own_weights("swapped_in()");
   swap();
   return {this, [](AveragedModel* self) { self->swap(); }};
 }
 
 void AveragedModel::copy_to_module() const {
   require_update("copy_to_module()");
+  require_own_weights("copy_to_module()");
   const c10::AutoGradMode no_grad(false);
-  for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i].copy_(averages_[i]);
+  for (const size_t i : own_) tensors_[i].copy_(averages_[i]);
 }
 
 OptimizerState AveragedModel::state_dict() const {
+  require_own_weights("state_dict()");
   OptimizerState state{{kCount, at::full({1}, n_averaged_, at::kLong)}};
   for (size_t i = 0; i < averages_.size(); ++i) state.emplace_back(names_[i], averages_[i]);
   return state;
 }
 
 void AveragedModel::load_state_dict(const OptimizerState& state) {
+  require_own_weights("load_state_dict()");
   const auto require = [&](const std::string& name, at::IntArrayRef shape) {
     const at::Tensor* entry = find(state, name);
     if (entry && entry->sizes() == shape) return *entry;

@@ -47,10 +47,12 @@ class AveragedModel {
   void update_parameters();
   int64_t n_averaged() const { return n_averaged_; }
 
-  /// The averages, in the order of the module's parameters and then of its buffers.
+  /// The averages, in the order of the module's parameters and then of its buffers. A tensor that
+  /// the module has under two names is there twice.
   const std::vector<at::Tensor>& averages() const { return averages_; }
   /// Until the result is let go, the module has the averages, and these have its weights. Do not
-  /// step or update meanwhile. Throws UsageError before the first update.
+  /// step meanwhile; this object's other calls throw UsageError, but for averages(). Throws
+  /// UsageError before the first update, and while it is swapped in.
   [[nodiscard]] std::shared_ptr<void> swapped_in();
   /// Gives the averages to the module for good.
   void copy_to_module() const;
@@ -63,11 +65,14 @@ class AveragedModel {
 
  private:
   void require_update(const char* call) const;
+  void require_own_weights(const char* call) const;
   void swap();
 
   std::vector<at::Tensor> tensors_;  ///< The module's.
   std::vector<std::string> names_;
-  size_t parameters_ = 0;  ///< How many of them are parameters.
+  std::vector<size_t> own_;  ///< The first place of each tensor.
+  size_t parameters_ = 0;    ///< How many places are those of parameters.
+  bool swapped_ = false;     ///< The module has the averages.
   std::vector<at::Tensor> averages_;
   AveragedModelOptions options_;
   int64_t n_averaged_ = 0;

@@ -70,6 +70,46 @@ TEST(AveragedModel, SwapsInAndBack) {
   EXPECT_EQ(first(net.weight), 3);
 }
 
+/// Two names of one tensor, as of an embedding that is the output layer too.
+struct TiedNet : torch::nn::Module {
+  TiedNet() { register_parameter("again", weight); }
+  at::Tensor weight = register_parameter("weight", at::zeros({2}));
+};
+
+TEST(AveragedModel, ATensorOfTwoNamesIsOne) {
+  TiedNet net;
+  AveragedModel average(net, {.decay = 0.5});
+  for (const double value : {2, 4}) {
+    const c10::AutoGradMode no_grad(false);
+    net.weight.fill_(value);
+    average.update_parameters();
+  }
+  {
+    const auto swapped = average.swapped_in();
+    EXPECT_EQ(first(net.weight), 3);
+  }
+  EXPECT_EQ(first(net.weight), 4) << "the weights come back";
+  ASSERT_EQ(average.averages().size(), 2) << "one for each name";
+  for (const at::Tensor& tensor : average.averages()) EXPECT_EQ(first(tensor), 3);
+  AveragedModel other(net, {.decay = 0.5});
+  other.load_state_dict(average.state_dict());
+  other.copy_to_module();
+  EXPECT_EQ(first(net.weight), 3);
+}
+
+TEST(AveragedModel, WhileItIsSwappedInNothingElseMayBeDone) {
+  Net net;
+  AveragedModel average(net, {.decay = 0.5});
+  net.set(2);
+  average.update_parameters();
+  const auto swapped = average.swapped_in();
+  const auto refused = ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("swapped in"));
+  EXPECT_THAT([&] { (void)average.swapped_in(); }, refused);
+  EXPECT_THAT([&] { average.update_parameters(); }, refused);
+  EXPECT_THAT([&] { average.copy_to_module(); }, refused);
+  EXPECT_THAT([&] { (void)average.state_dict(); }, refused);
+}
+
 TEST(AveragedModel, GoesOnFromItsState) {
   Net net;
   AveragedModel one(net, {.decay = 0.9}), other(net, {.decay = 0.9});

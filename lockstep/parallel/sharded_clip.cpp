@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -47,6 +48,15 @@ at::Tensor local_norm(const std::vector<at::Tensor>& gradients, double type,
   return (std::isinf(type) ? all.max() : all.pow(type).sum()).reshape({1});
 }
 
+/// The largest of all ranks' numbers, or NaN where one of them is: Gloo's maximum may pass it over.
+void reduce_largest(at::Tensor& number, const ProcessGroup& group) {
+  const at::Tensor is_nan = number.isnan();
+  at::Tensor both = at::cat({number.masked_fill(is_nan, 0), is_nan.to(at::kDouble)});
+  group.all_reduce(both, ReduceOp::max);
+  number = both.narrow(0, 0, 1).masked_fill(both.narrow(0, 1, 1).gt(0),
+                                            std::numeric_limits<double>::quiet_NaN());
+}
+
 }  // namespace
 
 double clip_grad_norm(const std::vector<at::Tensor>& gradients, double max_norm,
@@ -55,7 +65,7 @@ double clip_grad_norm(const std::vector<at::Tensor>& gradients, double max_norm,
   check(gradients, options);
   const bool largest = std::isinf(options.norm_type);
   at::Tensor total = local_norm(gradients, options.norm_type, group);
-  if (group.size() > 1) group.all_reduce(total, largest ? ReduceOp::max : ReduceOp::sum);
+  if (group.size() > 1) largest ? reduce_largest(total, group) : group.all_reduce(total);
   const double sum = total.item<double>();
   const double norm = largest ? sum : std::pow(sum, 1 / options.norm_type);
   if (options.error_if_nonfinite && !std::isfinite(norm)) {

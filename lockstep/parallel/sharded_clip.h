@@ -9,7 +9,7 @@
 namespace lockstep {
 
 struct ClipOptions {
-  /// 2 or more, or infinity for the largest absolute value. PyTorch's default.
+  /// 1 or more, or infinity for the largest absolute value. PyTorch's default.
   double norm_type = 2;
   /// Throw NumericError, on all ranks, where the norm is NaN or infinite. PyTorch's default.
   bool error_if_nonfinite = false;

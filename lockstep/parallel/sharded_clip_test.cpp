@@ -78,6 +78,17 @@ TEST_P(ShardedClip, WhatIsNotFiniteOnOneRankIsKnownToAll) {
   });
 }
 
+TEST_P(ShardedClip, ALargestValueThatIsNoNumberIsKnownToAll) {
+  for (const int rank_of_nan : {0, 1, 2}) {
+    run_group(3, [&](const ProcessGroup& group) {
+      at::Tensor mine = at::arange(4, at::kFloat) + group.rank();
+      EXPECT_EQ(clip_grad_norm({mine}, 100, group, {.norm_type = kInfinity}), 5);
+      if (group.rank() == rank_of_nan) mine[2] = std::nan("");
+      EXPECT_TRUE(std::isnan(clip_grad_norm({mine}, 1, group, {.norm_type = kInfinity})));
+    });
+  }
+}
+
 TEST_P(ShardedClip, WrongUse) {
   run_group(2, [](const ProcessGroup& group) {
     EXPECT_THROW(clip_grad_norm({at::Tensor()}, 1, group), UsageError);

@@ -167,7 +167,8 @@ double StepLoop::update(const std::string& name, const std::function<at::Tensor(
   work.last_of_step = last_of_step;
   work.loss = [&] {
     const at::Tensor result = loss();
-    value = result.defined() ? result.item<double>() : 0;
+    check_loss(result);
+    value = result.item<double>();
     return judged(part, result, 1);
   };
   if (warming_up_) {

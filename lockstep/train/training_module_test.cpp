@@ -352,6 +352,15 @@ TEST(TrainingModule, MistakesAreNamed) {
         odd.optimizers[0].name = "layer";
       },
       "did you mean 'layer'?");
+  expect_refused(
+      [](Odd& odd) {
+        odd.automatic = false;
+        odd.step = [&odd](const Batch& batch) {
+          odd.update("", [&] { return odd.layer->forward(batch.data); });
+          return at::Tensor();
+        };
+      },
+      "has shape [8, 10], expected one number");
   expect_refused([](Odd&) {}, "sampler has rank 0 of 2; with strategy ddp", {}, 2);
   expect_refused([](Odd&) {}, "unknown strategy 'dpd'", {.strategy = "dpd"});
   EXPECT_THAT([] { Odd().log("loss", 1.0); },

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <future>
@@ -81,6 +82,28 @@ TEST_P(EachStrategy, TrainsAsOneRankDoesOnTheJoinedBatches) {
   }
 }
 
+TEST_P(EachStrategy, WhatASetupLacksIsNamed) {
+  run_group(1, [&](ProcessGroup group) {
+    StrategySetup whole;
+    whole.module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+    whole.make_optimizer = optimizer_factory("sgd");
+    whole.group = group;
+    const auto refused = [&](const StrategySetup& setup, const std::string& what) {
+      EXPECT_THAT([&] { make_strategy(GetParam(), setup); },
+                  ::testing::ThrowsMessage<UsageError>(HasSubstr(what + " is not set")));
+    };
+    StrategySetup setup = whole;
+    setup.module = nullptr;
+    refused(setup, "module");
+    setup = whole;
+    setup.make_optimizer = nullptr;
+    refused(setup, "make_optimizer");
+    setup = whole;
+    setup.group = {};
+    refused(setup, "group");
+  });
+}
+
 TEST_P(EachStrategy, RanksWhoseModelsDifferAreToldOnAllRanks) {
   std::vector<TrainTask> all = tasks(2);
   all[1] = small_task("wide", noise_images(48), 1, 2);
@@ -93,6 +116,59 @@ TEST_P(EachStrategy, RanksWhoseModelsDifferAreToldOnAllRanks) {
             },
             {.timeout = std::chrono::seconds(5), .backend = "shm"});
   for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+}
+
+NamedTensors copied(const NamedTensors& state) {
+  NamedTensors copy;
+  for (const auto& [name, tensor] : state) copy.emplace_back(name, tensor.clone());
+  return copy;
+}
+
+/// With gradients that add up and are clipped, and a state in the middle of an epoch.
+TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
+  const std::vector<PrecisionOptions> precisions{{.precision = "32-true", .loss_scale = "128"},
+                                                 {.precision = "16-mixed"},
+                                                 {.amp_level = "O2"},
+                                                 {.precision = "bf16-true"}};
+  for (const PrecisionOptions& precision : precisions) {
+    SCOPED_TRACE(precision.precision + precision.amp_level);
+    TrainerOptions options = this->options();
+    options.precision = precision;
+    options.accumulate_grad_batches = 2;
+    options.gradient_clip_val = 0.5;
+    std::vector<TrainTask> first = tasks(2), second = tasks(2);
+    NamedTensors model, optimizer, scaler, expected, got;  // Whole: the ranks are threads.
+    run_group(2,
+              [&](ProcessGroup group) {
+                const auto rank = static_cast<size_t>(group.rank());
+                const auto keep = [&](NamedTensors& kept, const NamedTensors& state) {
+                  if (rank == 0) kept = copied(state);
+                };
+                StepLoop whole(first[rank], group, options);
+                int64_t batches = 0;
+                whole.run_epoch(0, 0, [&](const StepResult& result) {
+                  if (result.step > 1) return true;
+                  batches = result.batches;
+                  keep(model, detail::model_state(*first[rank].module, whole.parts()));
+                  keep(optimizer, detail::optimizer_state(whole.parts()));
+                  keep(scaler, detail::precision_state(whole.parts()));
+                  return true;
+                });
+                keep(expected, detail::model_state(*first[rank].module, whole.parts()));
+                StepLoop resumed(second[rank], group, options);
+                resumed.warm_up();
+                detail::load_model_state(*second[rank].module, resumed.parts(), model);
+                detail::load_optimizer_state(resumed.parts(), optimizer);
+                detail::load_precision_state(resumed.parts(), scaler);
+                resumed.load_values(1, {});
+                resumed.run_epoch(0, batches, [](const StepResult&) { return true; });
+                keep(got, detail::model_state(*second[rank].module, resumed.parts()));
+              },
+              {.backend = "shm"});
+    ASSERT_EQ(got.size(), expected.size());
+    for (size_t i = 0; i < got.size(); ++i)
+      EXPECT_TRUE(at::equal(got[i].second, expected[i].second)) << got[i].first;
+  }
 }
 
 /// Rank 1 goes away before it has given its part.

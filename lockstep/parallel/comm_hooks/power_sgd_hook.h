@@ -30,7 +30,8 @@ struct PowerSGDOptions {
 /// How far PowerSGD is, and what it keeps from step to step: as torch's PowerSGDState.
 class PowerSGDState {
  public:
-  /// Throws UsageError for a rank or rate below 1, and for a start that is too early.
+  /// Throws UsageError for a rank below 1, a rate that is not above 0, and a start that is too
+  /// early.
   explicit PowerSGDState(const PowerSGDOptions& options = {});
   ~PowerSGDState();
 

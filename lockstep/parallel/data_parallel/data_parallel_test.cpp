@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -222,6 +223,35 @@ TEST_F(DataParallelTest, WithoutGradients) {
   parallel.forward(values({4, 6}, 1)).sum().backward();
   const at::NoGradGuard no_grad;
   EXPECT_FALSE(parallel.forward(values({4, 6}, 1)).requires_grad());
+}
+
+/// Tensors made under it can take part in no graph later.
+TEST_F(DataParallelTest, TrainsAfterAnEvaluationInInferenceMode) {
+  auto plain = make_net(), net = make_net();
+  net->push_back(nn::BatchNorm1d(3));
+  plain->push_back(nn::BatchNorm1d(3));
+  DataParallel<nn::Sequential> parallel(net, on_cpus(2)), without(plain, on_cpus(2));
+  const at::Tensor x = values({8, 6}, 1);
+  const auto evaluate = [&] {
+    const c10::InferenceMode inference;
+    net->eval();
+    const at::Tensor output = parallel.forward(x);
+    net->train();
+    return output.clone();
+  };
+  EXPECT_EQ(evaluate().sizes(), at::IntArrayRef({8, 3}));
+  for (int step = 0; step < 2; ++step) {
+    for (auto* each : {&parallel, &without}) {
+      backward(each->forward(x).square().sum());
+      for (at::Tensor& parameter : each->module().parameters()) {
+        parameter.data().sub_(parameter.grad() * 0.1);
+        parameter.mutable_grad().reset();
+      }
+    }
+    evaluate();
+  }
+  const auto got = net->parameters(), expected = plain->parameters();
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
 }
 
 TEST_F(DataParallelTest, ReplicasComputeUnderTheCallersAutocast) {

@@ -53,12 +53,9 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
                        "dp cuts batches itself: give BatchWork all three, or use ddp, which calls "
                        "`loss` as it is");
     }
-    at::Tensor loss;
-    {
-      const auto context = forward_context_ ? forward_context_() : nullptr;
-      loss = work.criterion(forward(work.input), work.target);
-    }
-    backward(loss);
+    BatchWork whole = work;
+    whole.loss = [&] { return work.criterion(forward(work.input), work.target); };
+    backward(compute_loss(whole));
   }
 
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>& whole,

@@ -134,6 +134,12 @@ TEST(DpStrategy, WrongUse) {
     const auto strategy = make_dp_strategy(job.setup);
     EXPECT_THAT(usage_error_of([&] { strategy->run_batch({.loss = job.work(0).loss}); }),
                 HasSubstr("hint: dp cuts batches itself"));
+    BatchWork first = job.work(0);
+    first.last_of_step = false;
+    strategy->run_batch(first);
+    EXPECT_THAT(usage_error_of([&] { strategy->step(); }), HasSubstr("gradients only add up"));
+    strategy->run_batch(job.work(1));
+    strategy->step();
     job.setup.forward = nullptr;
     EXPECT_THAT(usage_error_of([&] { make_dp_strategy(job.setup); }),
                 HasSubstr("hint: set StrategySetup::forward"));

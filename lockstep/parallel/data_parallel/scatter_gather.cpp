@@ -67,14 +67,14 @@ void throw_other_keys(size_t replica) {
 at::Tensor gather_tensors(const std::vector<at::Tensor>& parts, c10::Device device, int64_t dim) {
   std::vector<at::Tensor> moved;
   moved.reserve(parts.size());
-  const bool scalars = dim == 0 && std::all_of(parts.begin(), parts.end(),
-                                               [](const auto& part) { return part.dim() == 0; });
+  const bool scalars =
+      std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part.dim() == 0; });
   for (const at::Tensor& part : parts) {
     const at::Tensor there =
         part.device() == device ? part : part.to(device, /*non_blocking=*/false);
     moved.push_back(scalars ? there.reshape({1}) : there);
   }
-  return at::cat(moved, dim);
+  return at::cat(moved, scalars ? 0 : dim);
 }
 
 }  // namespace lockstep::detail

@@ -117,7 +117,8 @@ TEST(ScatterGather, PassGradients) {
 
 TEST(Gather, ScalarsBecomeAVector) {
   const std::vector<at::Tensor> losses{at::scalar_tensor(1), at::scalar_tensor(2)};
-  EXPECT_TRUE(at::equal(gather(losses, c10::kCPU), at::tensor({1.F, 2.F})));
+  for (const int64_t dim : {0, 1})
+    EXPECT_TRUE(at::equal(gather(losses, c10::kCPU, dim), at::tensor({1.F, 2.F})));
 }
 
 TEST(Gather, WhatIsNoTensorIsTheFirstReplicas) {

@@ -20,8 +20,8 @@ namespace {
 using c10::DispatchKey;
 using torch::jit::Stack;
 
-/// A key that LibTorch keeps free for modes: it is on in a thread, not in a tensor.
-constexpr DispatchKey kKey = DispatchKey::TESTING_ONLY_GenericMode;
+/// A key that LibTorch keeps free for this. It is on in a thread, not in a tensor.
+constexpr DispatchKey kKey = DispatchKey::DeferredInit;
 
 /// An operation with its arguments as they were. Tensors without memory stand for those to come.
 struct Noted {

@@ -12,6 +12,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/sync_batch_norm/sync_batch_norm.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
@@ -84,6 +85,17 @@ TEST(DeferredInit, AllRanksHaveRankZerosValues) {
                        },
                        {.backend = "shm"});
   }
+}
+
+/// Both change what LibTorch's dispatcher does, in one process.
+TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
+  testing::run_group(2,
+                     [](ProcessGroup group) {
+                       const SyncBatchNormGuard guard(group);
+                       const OptimizerState state = whole_state(group, true);
+                       EXPECT_EQ(state.empty(), group.rank() != 0);
+                     },
+                     {.backend = "shm"});
 }
 
 TEST(DeferredInit, AMetaModuleOfWhichNothingIsKnownIsRefused) {

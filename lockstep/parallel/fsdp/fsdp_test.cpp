@@ -2,6 +2,7 @@
 #include "lockstep/parallel/fsdp/fsdp.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -134,6 +135,35 @@ TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
       EXPECT_EQ(fsdp.statistics().reductions, 2 * (step + 1));
     }
   });
+}
+
+/// Buffers made under it must not be written to later.
+TEST(Fsdp, TrainsAfterAnEvaluationInInferenceMode) {
+  for (const std::string backend : {"shm", "gloo"}) {
+    for (const FsdpOptions& options : {gathered(), in_common()}) {
+      testing::run_group(
+          2,
+          [&](ProcessGroup group) {
+            auto plain = filled<Net>(1), evaluated = filled<Net>(1);
+            FullyShardedDataParallel one(plain, group, options), other(evaluated, group, options);
+            auto one_adam = adam(one.parameters()), other_adam = adam(other.parameters());
+            for (int step = 0; step < 2; ++step) {
+              {
+                const c10::InferenceMode inference;
+                EXPECT_TRUE(at::isfinite(other.forward(input(0))).all().item<bool>());
+              }
+              for (auto* each : {&one, &other}) {
+                backward(each->forward(input(group.rank(), step)).square().sum());
+                (each == &one ? one_adam : other_adam)->step();
+                zero_grad(each->parameters());
+              }
+            }
+            for (size_t i = 0; i < one.parameters().size(); ++i)
+              EXPECT_TRUE(at::equal(one.parameters()[i], other.parameters()[i])) << i;
+          },
+          {.backend = backend});
+    }
+  }
 }
 
 TEST(Fsdp, AParameterCanBeReadAnywhereOnAllRanks) {

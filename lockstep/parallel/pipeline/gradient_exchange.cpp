@@ -27,9 +27,20 @@ GradientExchange::GradientExchange(const StageTensors& tensors, ProcessGroup pip
                                    ProcessGroup data_parallel)
     : tensors_(tensors), pipeline_(std::move(pipeline)), data_parallel_(std::move(data_parallel)) {}
 
+/// A sum that each of its stages has must go into the next one once only.
+void GradientExchange::begin() {
+  if (!std::exchange(summed_, false)) return;
+  const int me = pipeline_.rank();
+  for (const StageTensor& parameter : tensors_.parameters()) {
+    if (parameter.ranks.size() > 1 && parameter.is_on(me) && parameter.owner() != me)
+      parameter.tensor.mutable_grad().reset();
+  }
+}
+
 void GradientExchange::run() {
   const at::NoGradGuard no_grad;
   if (tensors_.has_tied()) sum_tied();
+  summed_ = true;
   if (data_parallel_ && data_parallel_.size() > 1) average();
 }
 

@@ -16,8 +16,12 @@ class GradientExchange {
   /// `data_parallel`: the ranks with the same stages; null or of one rank: nothing is averaged.
   GradientExchange(const StageTensors& tensors, ProcessGroup pipeline, ProcessGroup data_parallel);
 
+  /// Before a batch whose gradients add to those that are there.
+  void begin();
   /// Collectives of both groups.
   void run();
+  /// The gradients were dropped.
+  void forget() { summed_ = false; }
 
  private:
   void sum_tied();
@@ -27,6 +31,7 @@ class GradientExchange {
   const StageTensors& tensors_;
   ProcessGroup pipeline_;
   ProcessGroup data_parallel_;
+  bool summed_ = false;  ///< Tied parameters' gradients are the sums of all their stages.
   /// One flat tensor a dtype, where the group sums without copies, and the parameters' parts of it.
   std::vector<at::Tensor> flat_;
   std::vector<at::Tensor> laid_out_;

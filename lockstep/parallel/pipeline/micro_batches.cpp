@@ -55,8 +55,9 @@ MicroBatches BatchCutter::cut(const BatchWork& work, const PipelineSchedule& sch
   check_work(work);
   const int64_t samples = work.input.size(0);
   int64_t parts = schedule.num_micro_batches;
+  const bool any_size = std::exchange(any_size_, false);
   if (samples % parts != 0) {
-    if (samples >= full_size_) {
+    if (samples >= full_size_ && !any_size) {
       throw UsageError("strategy pipeline: a batch of " + counted(samples, "sample") +
                            " cannot be divided into " + std::to_string(parts) + " micro-batches",
                        "take a batch size that is a multiple of " + std::to_string(parts) +

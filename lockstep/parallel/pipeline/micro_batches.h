@@ -34,8 +34,12 @@ class BatchCutter {
   /// of full size that cannot be divided.
   MicroBatches cut(const BatchWork& work, const PipelineSchedule& schedule);
 
+  /// The next batch may be the last one of an epoch, as the first one after a resume may be.
+  void expect_any_size() { any_size_ = true; }
+
  private:
   int64_t full_size_ = 0;
+  bool any_size_ = false;
 };
 
 }  // namespace lockstep::detail

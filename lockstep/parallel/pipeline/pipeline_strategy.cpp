@@ -1,6 +1,7 @@
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -53,9 +54,17 @@ std::vector<MeshDimension> dimensions_of(const StrategyOptions& options, int ran
   return dimensions;
 }
 
+/// Of an option, which schedules count with.
+int small_number(const char* option, int64_t value) {
+  constexpr int64_t kMost = 1'000'000;
+  if (value >= 0 && value <= kMost) return static_cast<int>(value);
+  throw UsageError(std::string("strategy pipeline: ") + option + " is " + std::to_string(value) +
+                   ", expected at most " + std::to_string(kMost) + ", and no less than 0");
+}
+
 PipelineShape shape_of(const StrategyOptions& options, int ranks) {
-  return {ranks, static_cast<int>(options.num_micro_batches),
-          static_cast<int>(options.pipeline_stages_per_rank)};
+  return {ranks, small_number("num_micro_batches", options.num_micro_batches),
+          small_number("pipeline_stages_per_rank", options.pipeline_stages_per_rank)};
 }
 
 /// Rank 0's cut, for all.
@@ -93,7 +102,7 @@ class PipelineStrategy final : public Strategy {
     make_stages();
     tensors_.free_others();
     parameters_ = tensors_.own_parameters();
-    if (!parameters_.empty()) optimizer_ = setup.make_optimizer(parameters_);
+    optimizer_ = setup.make_optimizer(optimized());
     setup_.layers.clear();
   }
 
@@ -106,6 +115,7 @@ class PipelineStrategy final : public Strategy {
 
   void run_batch(const BatchWork& work) override {
     const detail::MicroBatches batches = cut_.cut(work, schedule_);
+    exchange_.begin();
     const PipelineSchedule& schedule = schedule_for(batches.size());
     runner_->run(schedule, batches.inputs(), [&](int micro_batch, const at::Tensor& output) {
       return batches.loss(micro_batch, output);
@@ -149,36 +159,42 @@ class PipelineStrategy final : public Strategy {
       throw UsageError("strategy pipeline: a step while gradients only add up",
                        "step after a batch with last_of_step = true");
     }
-    if (!optimizer_) return;
     scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
                                                             : optimizer_->step();
   }
-  void zero_grad() override { lockstep::zero_grad(parameters_); }
-  void set_lr(double lr) override {
-    lr_ = lr;
-    if (optimizer_) optimizer_->set_lr(lr);
+  void zero_grad() override {
+    adds_up_ = false;
+    exchange_.forget();
+    lockstep::zero_grad(parameters_);
   }
-  double lr() const override { return optimizer_ ? optimizer_->lr() : lr_; }
+  void set_lr(double lr) override { optimizer_->set_lr(lr); }
+  double lr() const override { return optimizer_->lr(); }
 
   OptimizerState model_state() override {
     return is_first_pipeline() ? state_.gather_model() : OptimizerState();
   }
   OptimizerState optimizer_state() override {
     if (!is_first_pipeline()) return {};
-    return state_.gather_optimizer(optimizer_ ? optimizer_->state() : OptimizerState());
+    return state_.gather_optimizer(optimizer_->state());
   }
   void load_model_state(const OptimizerState& state) override { state_.load_model(state); }
   void load_optimizer_state(const OptimizerState& state) override {
-    const OptimizerState own = state_.own_part(state);
-    if (optimizer_) optimizer_->load_state(own);
+    optimizer_->load_state(state_.own_part(state));
+    cut_.expect_any_size();
   }
   StateBytes state_bytes() const override {
     return {detail::bytes_of(parameters_), detail::bytes_of(gradients()),
-            optimizer_ ? detail::bytes_of(optimizer_->state()) : 0};
+            detail::bytes_of(optimizer_->state())};
   }
 
  private:
   bool is_first_pipeline() const { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
+
+  /// Optimizers want at least one tensor. A stage of layers without parameters gives an empty one.
+  std::vector<at::Tensor> optimized() const {
+    if (!parameters_.empty()) return parameters_;
+    return {at::empty({0}, at::TensorOptions(setup_.device)).requires_grad_()};
+  }
 
   /// The first layers of the stages, once all ranks have rank 0's model.
   const std::vector<size_t>& agreed_stages() {
@@ -235,11 +251,10 @@ class PipelineStrategy final : public Strategy {
   detail::GroupLink link_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::unique_ptr<detail::ScheduleRunner> runner_;
-  std::vector<at::Tensor> parameters_;    ///< Of this rank's stages.
-  std::unique_ptr<Optimizer> optimizer_;  ///< Null where the stages have no parameter.
+  std::vector<at::Tensor> parameters_;  ///< Of this rank's stages.
+  std::unique_ptr<Optimizer> optimizer_;
   detail::BatchCutter cut_;
   std::map<int, PipelineSchedule> shorter_;
-  double lr_ = 0;
   bool adds_up_ = false;
 };
 

@@ -18,7 +18,8 @@ namespace lockstep {
 ///   order: over each stage first, then over the stages.
 /// - Each batch is cut into `options.num_micro_batches` equal parts. A batch smaller than the first
 ///   one, as at the end of an epoch, may be cut unevenly or into fewer parts. Its parts then weigh
-///   as many samples as they have.
+///   as many samples as they have. So may the first batch after load_optimizer_state, which may be
+///   the last of an epoch.
 /// - Parameters of other ranks' stages give their memory back and are NaN from then on. Models are
 ///   saved by `model_state`.
 /// - Layers must give one tensor whose shape depends on the input's shape alone.

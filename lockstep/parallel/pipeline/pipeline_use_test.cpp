@@ -5,6 +5,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <chrono>
+#include <cmath>
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp_strategy.h"
@@ -163,6 +164,26 @@ TEST_P(PipelineUse, TiedWeightsGetTheSumOfTheirStages) {
   });
 }
 
+/// A sum over stages, which each of them has, goes into the next sum once.
+TEST(PipelineBatches, TiedGradientsOfSeveralStepsAddUp) {
+  const auto batch = [](double seed) {
+    return Batch{at::arange(24).reshape({8, 3}).remainder(7),
+                 pipeline_test::values({8, 3, 7}, seed)};
+  };
+  Tied alone;
+  for (const double seed : {1, 2}) accumulate(alone.layers(), batch(seed), 4);
+  run_group(3,
+            [&](ProcessGroup group) {
+              auto model = std::make_shared<Tied>();
+              const auto strategy = make_pipeline_strategy(setup_of(model, group));
+              for (const double seed : {1, 2}) strategy->run_batch(work_of(batch(seed)));
+              if (group.rank() == 1) return;
+              EXPECT_TRUE(at::allclose(model->embedding->weight.grad(),
+                                       alone.embedding->weight.grad(), 1e-5, 1e-6));
+            },
+            {.backend = "shm"});
+}
+
 TEST_P(PipelineUse, AStateOfOneStrategyIsLoadedByAnother) {
   PipelineUse::run_group(2, [](ProcessGroup group) {
     auto whole = std::make_shared<Chain>(4), cut = std::make_shared<Chain>(4, 9);
@@ -276,6 +297,96 @@ TEST(PipelineBatches, ASmallerOneAtTheEndIsCutUnevenly) {
   }
 }
 
+/// A run that stopped before the last batch of an epoch goes on with it.
+TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
+  OptimizerState saved_model, saved_optimizer;  // Whole: the ranks are threads.
+  run_group(2,
+            [&](ProcessGroup group) {
+              auto first = std::make_shared<Chain>(4), second = std::make_shared<Chain>(4, 9);
+              first->eval();  // Batch norm would refuse a part of one sample.
+              second->eval();
+              const auto strategy = make_pipeline_strategy(setup_of(first, group));
+              strategy->run_batch(work_of(batch_of(8, 1)));
+              strategy->step();
+              strategy->zero_grad();
+              const auto keep = [&](const OptimizerState& state, OptimizerState& kept) {
+                for (const auto& [name, tensor] : state) kept.emplace_back(name, tensor.clone());
+              };
+              keep(strategy->model_state(), saved_model);
+              keep(strategy->optimizer_state(), saved_optimizer);
+              const auto resumed = make_pipeline_strategy(setup_of(second, group));
+              resumed->load_model_state(saved_model);
+              resumed->load_optimizer_state(saved_optimizer);
+              for (Strategy* each : {strategy.get(), resumed.get()}) {
+                each->run_batch(work_of(batch_of(6, 2)));
+                each->step();
+                each->zero_grad();
+              }
+              const auto expected = strategy->model_state(), got = resumed->model_state();
+              expect_same(got, expected);
+              EXPECT_THAT(error_of([&] { resumed->run_batch(work_of(batch_of(9, 1))); }),
+                          HasSubstr("cannot be divided"));
+            },
+            {.backend = "shm"});
+}
+
+/// Gradients of a scaled loss in float16: their norm does not fit into float16.
+TEST(PipelineBatches, ANormThatFloat16CannotHold) {
+  const auto loss = [](const at::Tensor& output, const at::Tensor& target) {
+    return mean_square(output.to(at::kFloat), target) * 400000;
+  };
+  const auto batch = batch_of(8, 1);
+  Chain alone(4);
+  alone.to(at::kHalf);
+  for (size_t i = 0; i < 4; ++i) {
+    const at::Tensor input = batch.input.chunk(4)[i].to(at::kHalf);
+    backward(loss(pipeline_test::through(alone.layers(), input), batch.target.chunk(4)[i]) / 4.0);
+  }
+  const double norm = clip_grad_norm(alone.parameters(), 100);
+  ASSERT_TRUE(std::isfinite(norm));
+  run_group(2,
+            [&](ProcessGroup group) {
+              auto model = std::make_shared<Chain>(4);
+              model->to(at::kHalf);
+              const auto strategy = make_pipeline_strategy(setup_of(model, group));
+              BatchWork work = work_of(batch);
+              work.input = batch.input.to(at::kHalf);
+              work.criterion = loss;
+              strategy->run_batch(work);
+              EXPECT_EQ(strategy->clip_grad_norm(100), norm);
+              for (const auto& item : alone.named_parameters()) {
+                const at::Tensor& gradient = model->named_parameters()[item.key()].grad();
+                if (gradient.defined()) {
+                  EXPECT_TRUE(at::equal(gradient, item.value().grad())) << item.key();
+                }
+              }
+            },
+            {.backend = "shm"});
+}
+
+/// Such a rank has the others' rate, and takes part in everything.
+TEST(PipelineBatches, AStageMayHaveNoParameters) {
+  run_group(
+      2,
+      [](ProcessGroup group) {
+        auto model = std::make_shared<Chain>(1);
+        auto setup = setup_of(model, group, {.pipeline_plan = {"end"}});
+        setup.layers.push_back({"end", nullptr, [](const at::Tensor& x) { return at::tanh(x); }});
+        const auto strategy = make_pipeline_strategy(setup);
+        EXPECT_EQ(strategy->lr(), 0.01);
+        strategy->run_batch(work_of(batch_of(8, 1)));
+        EXPECT_GT(strategy->clip_grad_norm(1), 0);
+        strategy->set_lr(0.1);
+        EXPECT_EQ(strategy->lr(), 0.1);
+        strategy->step();
+        const auto state = strategy->optimizer_state();
+        EXPECT_EQ(state.size(), group.rank() == 0 ? 12 : 0);
+        strategy->load_optimizer_state({});
+        EXPECT_EQ(strategy->state_bytes().parameters, group.rank() == 0 ? 160 : 0);
+      },
+      {.backend = "shm"});
+}
+
 TEST(PipelineBatches, RecomputedActivationsGiveTheSameBits) {
   for (const std::string& schedule : pipeline_schedule_names()) {
     std::vector<OptimizerState> states;
@@ -339,6 +450,8 @@ TEST(PipelineMistakes, AreNamed) {
   EXPECT_THAT(refused(2, {.pipeline_plan = {"norm", "linear2"}}),
               HasSubstr("makes 3, but there are 2"));
   EXPECT_THAT(refused(2, {.pipeline_schedule = "gpipes"}), HasSubstr("did you mean 'gpipe'"));
+  EXPECT_THAT(refused(2, {.num_micro_batches = (int64_t{1} << 32) + 4}),
+              HasSubstr("num_micro_batches is 4294967300"));
   EXPECT_THAT(refused(2, {}, [](StrategySetup& setup) { setup.layers.clear(); }),
               HasSubstr("not known as a chain of layers"));
   EXPECT_THAT(refused(2, {}, [](StrategySetup& setup) { setup.layers.pop_back(); }),

@@ -4,11 +4,37 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
+#include <optional>
+#include <vector>
+
 #include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/optim.h"
 
 namespace lockstep::detail {
 namespace {
+
+/// A norm of float16 gradients need not fit into float16, least of all with a loss scale.
+at::ScalarType norm_dtype(at::ScalarType gradient) {
+  return gradient == at::kHalf ? at::kFloat : gradient;
+}
+
+std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& gradients) {
+  std::vector<at::Tensor> norms(gradients.size());
+  for (const bool half : {false, true}) {
+    std::vector<at::Tensor> some;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if ((gradients[i].scalar_type() == at::kHalf) != half) continue;
+      some.push_back(gradients[i]);
+      places.push_back(i);
+    }
+    if (some.empty()) continue;
+    const auto found =
+        at::_foreach_norm(some, 2.0, half ? std::optional(at::kFloat) : std::nullopt);
+    for (size_t i = 0; i < found.size(); ++i) norms[places[i]] = found[i];
+  }
+  return norms;
+}
 
 /// The norms of all gradients of the model. Each rank puts its own into a table of zeros, and a sum
 /// over the ranks, which changes no bit, puts them together. A tied parameter is counted once.
@@ -26,7 +52,7 @@ at::Tensor norms_of_all(const StageTensors& tensors, const ProcessGroup& pipelin
   // Row 0: the norms. Row 1: whether there is one.
   at::Tensor table = at::zeros({2, count}, at::TensorOptions(device).dtype(at::kDouble));
   if (!gradients.empty()) {
-    const auto norms = at::_foreach_norm(gradients, 2.0);
+    const auto norms = norms_of(gradients);
     for (size_t i = 0; i < norms.size(); ++i) {
       table[0][numbers[i]].copy_(norms[i]);
       table[1][numbers[i]].fill_(1);
@@ -36,11 +62,15 @@ at::Tensor norms_of_all(const StageTensors& tensors, const ProcessGroup& pipelin
   return table;
 }
 
+/// Of all norms together.
 at::ScalarType norm_dtype(const StageTensors& tensors) {
+  std::optional<at::ScalarType> widest;
   for (const StageTensor& parameter : tensors.parameters()) {
-    if (parameter.tensor.requires_grad()) return parameter.tensor.scalar_type();
+    if (!parameter.tensor.requires_grad()) continue;
+    const at::ScalarType dtype = norm_dtype(parameter.tensor.scalar_type());
+    widest = widest ? c10::promoteTypes(*widest, dtype) : dtype;
   }
-  return at::kFloat;
+  return widest.value_or(at::kFloat);
 }
 
 }  // namespace

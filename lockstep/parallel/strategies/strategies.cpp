@@ -85,6 +85,12 @@ std::vector<std::string> strategy_names() {
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
   check_mesh(row_of(name), setup.options);
+  const auto require = [&](bool given, const char* what) {
+    if (!given) throw UsageError("strategy " + name + ": StrategySetup::" + what + " is not set");
+  };
+  require(setup.module != nullptr, "module");
+  require(setup.make_optimizer != nullptr, "make_optimizer");
+  require(static_cast<bool>(setup.group), "group");
   return row_of(name).make(setup);
 }
 

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/sync_batch_norm/sync_statistics.h"
 
@@ -50,10 +51,14 @@ void register_mode() {
 }  // namespace
 
 struct SyncBatchNormGuard::Impl {
-  explicit Impl(ProcessGroup g) : group(std::move(g)), before(current_group) {}
+  explicit Impl(ProcessGroup g)
+      : group(std::move(g)),
+        before(current_group),
+        for_checkpoints([again = group] { return std::make_shared<SyncBatchNormGuard>(again); }) {}
   ProcessGroup group;
   const ProcessGroup* before;
   c10::impl::IncludeDispatchKeyGuard mode{kMode};
+  RecordedGuard for_checkpoints;  ///< Activations are made anew with the same batch norms.
 };
 
 SyncBatchNormGuard::SyncBatchNormGuard(ProcessGroup group) {

@@ -8,7 +8,9 @@
 #include <torch/nn/modules/linear.h>
 
 #include <map>
+#include <vector>
 
+#include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
@@ -164,6 +166,28 @@ TEST_P(SyncBatchNorms, ConvertedModulesTrainAsOneOnTheJoinedBatch) {
     net->eval();
     auto converted = convert_sync_batchnorm(net, group);
     if (group.rank() == 0) converted.forward(x);
+  });
+}
+
+/// Backward makes the activations anew, when forward's guard is long gone.
+TEST_P(SyncBatchNorms, CheckpointedOnesAreSynchronisedInTheSecondRunToo) {
+  run_group(2, [](const ProcessGroup& group) {
+    const c10::AutoGradMode gradients(true);
+    const auto gradients_of = [&](bool checkpointed) {
+      nn::BatchNorm1d norm(3);
+      fill(*norm, 1);
+      const auto run = [&norm](const at::Tensor& in) { return at::tanh(norm(in)); };
+      const at::Tensor x = (values({4, 3}, group.rank()) + group.rank()).requires_grad_();
+      at::Tensor y;
+      {
+        const SyncBatchNormGuard guard(group);
+        y = checkpointed ? checkpoint(run, x) : run(x);
+      }
+      backward((y * values({4, 3}, 7)).sum());
+      return std::vector<at::Tensor>{x.grad(), norm->weight.grad(), norm->bias.grad()};
+    };
+    const auto expected = gradients_of(false), got = gradients_of(true);
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
   });
 }
 

@@ -101,8 +101,16 @@ OptimizerState ShardedOptimizer::gather_state(int to, const std::string& call) c
   return detail::gather_state(shards_, optimizer_->state(), to, what_ + "::" + call);
 }
 
+OptimizerState ShardedOptimizer::copy_of_state() const {
+  OptimizerState copy = optimizer_->state();
+  for (auto& [name, tensor] : copy) tensor = tensor.detach().clone();
+  return copy;
+}
+
 void ShardedOptimizer::load_state(const OptimizerState& whole) {
-  const OptimizerState before = optimizer_->state();
+  // What fails on the only rank changes nothing by itself.
+  const bool may_go_back = shards_.group().size() > 1;
+  const OptimizerState before = may_go_back ? copy_of_state() : OptimizerState();
   std::string problem;
   try {
     optimizer_->load_state(cut_state(shards_, whole, optimizer_->name()));

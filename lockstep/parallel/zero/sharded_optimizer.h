@@ -44,6 +44,8 @@ class ShardedOptimizer {
   /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
   /// throw CheckpointError and change nothing. A collective.
   void load_state(const OptimizerState& whole);
+  /// A copy of this rank's part, to go back to.
+  OptimizerState copy_of_state() const;
 
  private:
   std::string what_;  ///< For messages.

@@ -209,7 +209,17 @@ void ZeroRedundancyOptimizer::load_state(const OptimizerState& state) {
     throw CheckpointError(name() + ": the optimizer state has entries for parameters that do not " +
                               "exist; there are " + std::to_string(first),
                           "the checkpoint is of another model or optimizer");
-  for (size_t i = 0; i < parts.size(); ++i) impl_->groups[i]->load_state(parts[i]);
+  std::vector<OptimizerState> before;
+  for (const auto& group : impl_->groups) before.push_back(group->copy_of_state());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    try {
+      impl_->groups[i]->load_state(parts[i]);
+    } catch (const CheckpointError&) {
+      // On all ranks.
+      for (size_t k = 0; k < i; ++k) impl_->groups[k]->local().load_state(before[k]);
+      throw;
+    }
+  }
 }
 
 std::vector<std::vector<ParameterPart>> ZeroRedundancyOptimizer::partition() const {

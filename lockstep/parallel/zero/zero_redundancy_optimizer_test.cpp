@@ -123,6 +123,13 @@ TEST_P(ZeroOptimizer, TakesFurtherGroups) {
           tensor);
     }
     if (group.rank() == 0) expect_same(all, zero.state(), "state");
+    // A state that fits the first group alone.
+    OptimizerState misfit = all;
+    misfit.front().second = at::full_like(misfit.front().second, 99);
+    misfit.back().second = at::zeros({2});
+    EXPECT_THROW(zero.load_state(misfit), CheckpointError);
+    zero.consolidate_state_dict(0);
+    if (group.rank() == 0) expect_same(all, zero.state(), "state after a refusal");
     zero.load_state(all);
   });
 }
