@@ -43,6 +43,7 @@ AutogradContext::~AutogradContext() {
 }
 
 void AutogradContext::backward(const std::vector<at::Tensor>& roots, bool retain_graph) {
+  const detail::HandlerThreads::Waiting waiting;
   try {
     native::backward(id_, roots, retain_graph);
   } catch (const std::exception&) {

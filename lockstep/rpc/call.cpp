@@ -34,6 +34,14 @@ const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   }
 }
 
+/// Counts a call as under way until the last copy is gone.
+std::shared_ptr<void> count_call(const std::shared_ptr<Worker>& worker) {
+  worker->calls().begin(/*may_wait=*/!HandlerThreads::on_one());
+  return std::shared_ptr<void>(worker.get(), [weak = std::weak_ptr(worker)](void*) {
+    if (const auto held = weak.lock()) held->calls().end();
+  });
+}
+
 std::string what(const Signature& signature, const std::string& worker) {
   return "rpc: '" + signature.name + "' on worker '" + worker + "'";
 }
@@ -41,10 +49,14 @@ std::string what(const Signature& signature, const std::string& worker) {
 }  // namespace
 
 std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
-                                     std::vector<at::IValue> arguments) {
+                                     std::vector<at::IValue> arguments, CallKind kind) {
   const auto worker = this_worker("rpc::call");
   const auto& info = worker_info(*worker, to.worker);
   auto state = std::make_shared<CallState>();
+  // Answered, failed or cancelled: then it counts no more.
+  if (kind == CallKind::user) {
+    state->when_done([counted = count_call(worker)] {});
+  }
   const auto failed = [state, what = what(signature, to.worker),
                        types = signature.types](const std::exception_ptr& error) {
     state->fail(decode_failure(error, what, types));
@@ -74,6 +86,7 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
                     std::vector<at::IValue> arguments) {
   const auto worker = this_worker("rpc::remote");
   const auto& info = worker_info(*worker, to.worker);
+  const auto counted = count_call(worker);
   auto& context = native::RRefContext::getInstance();
   std::vector<at::IValue> stack =
       WireCall(signature.name, signature.hash, std::move(arguments)).stack();
@@ -88,14 +101,15 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
     if (info.id_ == context.getWorkerId()) {
       auto owned = context.createOwnerRRef(at::AnyType::get());
       context.addSelfAsFork(owned);
-      send(owned->rrefId(), owned->rrefId())->addCallback([id = owned->rrefId()](auto& answer) {
-        native::callback::finishCreatingOwnerRRef(answer, id);
-      });
+      send(owned->rrefId(), owned->rrefId())
+          ->addCallback([counted, id = owned->rrefId()](auto& answer) {
+            native::callback::finishCreatingOwnerRRef(answer, id);
+          });
       return owned;
     }
     auto user = context.createUserRRef(info.id_, at::AnyType::get());
     context.addPendingUser(user->forkId(), user);
-    send(user->rrefId(), user->forkId())->addCallback([id = user->forkId()](auto& answer) {
+    send(user->rrefId(), user->forkId())->addCallback([counted, id = user->forkId()](auto& answer) {
       native::callback::confirmPendingUser(answer, id);
     });
     return user;
@@ -133,8 +147,11 @@ at::IValue local_value(const RRefPtr& rref) {
         "rpc: local_value of a reference to what worker '" + owner_name(rref) + "' owns",
         "call a function there, or copy the value by to_here()");
   }
+  const auto owned = c10::static_intrusive_pointer_cast<native::OwnerRRef>(rref);
   try {
-    return c10::static_intrusive_pointer_cast<native::OwnerRRef>(rref)->getValue();
+    if (owned->hasValue()) return owned->getValue();
+    const HandlerThreads::Waiting waiting;
+    return owned->getValue();
   } catch (const std::exception&) {
     std::rethrow_exception(decode_failure(std::current_exception(), "rpc: the reference", ""));
   }
@@ -143,6 +160,7 @@ at::IValue local_value(const RRefPtr& rref) {
 at::IValue fetch_value(const RRefPtr& rref, Limit limit) {
   if (checked(rref)->isOwner()) return local_value(rref);
   const auto worker = this_worker("rpc::RRef::to_here");
+  const HandlerThreads::Waiting waiting;
   try {
     return c10::static_intrusive_pointer_cast<native::UserRRef>(rref)->toHere(seconds_of(limit));
   } catch (const std::exception&) {

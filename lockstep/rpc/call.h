@@ -26,8 +26,13 @@ struct Destination {
 };
 
 namespace detail {
+enum class CallKind {
+  user,
+  lifeline,  ///< Pending as long as the other worker lives, and so not counted.
+};
 std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
-                                     std::vector<at::IValue> arguments);
+                                     std::vector<at::IValue> arguments,
+                                     CallKind kind = CallKind::user);
 RRefPtr send_remote(const Destination& to, const Signature& signature,
                     std::vector<at::IValue> arguments);
 }  // namespace detail

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "lockstep/base/text.h"
+#include "lockstep/rpc/handler_threads.h"
 
 namespace lockstep::rpc::detail {
 
@@ -36,13 +37,17 @@ bool CallState::is_done() const {
 }
 
 const at::IValue& CallState::value(std::optional<std::chrono::milliseconds> limit) const {
-  std::unique_lock lock(mutex_);
-  const auto done = [&] { return done_; };
-  if (!limit) {
-    changed_.wait(lock, done);
-  } else if (!changed_.wait_for(lock, *limit, done)) {
-    throw TimeoutError("rpc: waiting for a future timed out after " + seconds_text(*limit));
+  if (!is_done()) {
+    const HandlerThreads::Waiting waiting;
+    std::unique_lock lock(mutex_);
+    const auto done = [&] { return done_; };
+    if (!limit) {
+      changed_.wait(lock, done);
+    } else if (!changed_.wait_for(lock, *limit, done)) {
+      throw TimeoutError("rpc: waiting for a future timed out after " + seconds_text(*limit));
+    }
   }
+  const std::lock_guard lock(mutex_);
   if (error_) std::rethrow_exception(error_);
   return value_;
 }

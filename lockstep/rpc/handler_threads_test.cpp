@@ -12,7 +12,7 @@ TEST(HandlerThreads, TasksThatWaitForLaterOnesDoNotLockUp) {
   constexpr int kTasks = 40;
   std::latch all(kTasks);
   std::latch done(kTasks);
-  HandlerThreads threads;
+  HandlerThreads threads(4);
   for (int i = 0; i < kTasks; ++i) {
     threads.run([&] {
       all.arrive_and_wait();
@@ -23,8 +23,32 @@ TEST(HandlerThreads, TasksThatWaitForLaterOnesDoNotLockUp) {
   EXPECT_EQ(threads.size(), static_cast<size_t>(kTasks));
 }
 
+TEST(HandlerThreads, ManyShortTasksDoNotStartManyThreads) {
+  constexpr int kTasks = 2000;
+  std::latch done(kTasks);
+  HandlerThreads threads(4);
+  for (int i = 0; i < kTasks; ++i) threads.run([&] { done.count_down(); });
+  done.wait();
+  // A few more where the machine stood still for a moment.
+  EXPECT_LT(threads.size(), 40U);
+}
+
+TEST(HandlerThreads, OneThatWaitsLetsAnotherTakeItsPlace) {
+  constexpr int kTasks = 20;
+  std::latch all(kTasks), done(kTasks);
+  HandlerThreads threads(1);
+  for (int i = 0; i < kTasks; ++i) {
+    threads.run([&] {
+      const HandlerThreads::Waiting waiting;
+      all.arrive_and_wait();
+      done.count_down();
+    });
+  }
+  done.wait();
+}
+
 TEST(HandlerThreads, AFreeThreadIsUsedAgain) {
-  HandlerThreads threads;
+  HandlerThreads threads(4);
   for (int i = 0; i < 100; ++i) {
     std::latch done(1);
     threads.run([&] { done.count_down(); });
@@ -37,7 +61,7 @@ TEST(HandlerThreads, TheDestructorWaitsForWhatRuns) {
   std::atomic<bool> ended = false;
   {
     std::latch begun(1);
-    HandlerThreads threads;
+    HandlerThreads threads(4);
     threads.run([&] {
       begun.count_down();
       std::this_thread::yield();

@@ -98,6 +98,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   FuturePtr run(std::vector<at::IValue>& stack) const {
     auto answer = c10::make_intrusive<native::JitFuture>(at::AnyType::get());
     std::string name = "?";
+    const HandlerThreads::HandlerScope scope;
     try {
       WireCall call(stack);
       name = call.name;

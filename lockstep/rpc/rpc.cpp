@@ -1,10 +1,12 @@
 #include "lockstep/rpc/rpc.h"
 
+#include <algorithm>
 #include <exception>
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/rpc/worker.h"
 
 namespace lockstep::rpc {
@@ -25,22 +27,28 @@ void check_options(const World& world, const std::string& name, const Options& o
     throw UsageError("rpc::init: " + std::to_string(options.threads) +
                      " threads; expected at least 2");
   }
+  if (options.max_pending < 1) {
+    throw UsageError("rpc::init: max_pending is " + std::to_string(options.max_pending) +
+                     "; expected at least 1");
+  }
   if (world.size() > INT16_MAX) {
     throw UsageError("rpc::init: " + std::to_string(world.size()) +
                      " ranks; LibTorch's RPC has at most " + std::to_string(INT16_MAX));
   }
 }
 
-/// Each rank says its name, so that a name that is taken is an error which names both.
-void meet(Store store, const World& world, const std::string& name) {
-  const auto key = [](int rank) { return "name/" + std::to_string(rank); };
-  store.set(key(world.rank()), name);
-  for (int rank = 0; rank < world.size(); ++rank) {
-    if (store.get(key(rank)) != name || rank == world.rank()) continue;
-    throw UsageError("rpc::init: ranks " + std::to_string(std::min(rank, world.rank())) + " and " +
-                     std::to_string(std::max(rank, world.rank())) + " are both named '" + name +
-                     "'");
+/// Each rank says its name, so that a name that is taken is an error which names both. Returns all.
+std::vector<std::string> meet(Store store, const World& world, const std::string& name) {
+  const auto keys = numbered_keys("name/", world.size());
+  store.set(keys[static_cast<size_t>(world.rank())], name);
+  std::vector<std::string> names = store.multi_get(keys);
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    const auto first = std::find(names.begin(), names.end(), names[rank]) - names.begin();
+    if (static_cast<size_t>(first) == rank) continue;
+    throw UsageError("rpc::init: ranks " + std::to_string(first) + " and " + std::to_string(rank) +
+                     " are both named '" + names[rank] + "'");
   }
+  return names;
 }
 
 }  // namespace
@@ -77,6 +85,10 @@ std::vector<std::string> Agent::workers() const {
   return impl_->worker->workers();
 }
 
+std::vector<std::string> Agent::lost_workers() const {
+  return impl_->worker->peers().lost();
+}
+
 void Agent::shutdown() {
   impl_->worker->leave_together(impl_->shutdown_timeout);
 }
@@ -88,18 +100,19 @@ void Agent::shutdown_now() noexcept {
 Agent init(const World& world, const std::string& name, const Options& options) {
   check_options(world, name, options);
   detail::register_optimizer_functions();
+  detail::register_lifeline();
   const Store store = prefix_store("rpc", world.store().clone());
-  meet(store, world, name);
   detail::Worker::Setup setup;
   setup.store = store;
-  setup.name = name;
+  setup.names = meet(store, world, name);
   setup.rank = world.rank();
-  setup.size = world.size();
+  setup.max_pending = options.max_pending;
   setup.threads = options.threads;
   setup.timeout = options.timeout;
   setup.one_host = world.local_size() == world.size();
   auto impl = std::make_unique<Agent::Impl>();
   impl->worker = detail::Worker::start(setup);
+  impl->worker->peers().watch();
   impl->shutdown_timeout = options.shutdown_timeout;
   return Agent(std::move(impl));
 }

@@ -28,6 +28,9 @@ struct Options {
   /// Threads that run functions while none of them waits for another worker. More are started as
   /// needed: no nesting of calls locks up. PyTorch's own default.
   int threads = 16;
+  /// A call beyond so many that are under way waits until one of them is answered. Calls within
+  /// functions do not wait, as others may wait for them. One takes some 1 KB and its arguments.
+  int64_t max_pending = 16'384;
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
@@ -44,9 +47,12 @@ class Agent {
   /// All workers, by rank.
   std::vector<std::string> workers() const;
 
-  /// Waits until all workers have come here and no call is under way, then leaves. Serves calls
-  /// meanwhile. Throws TimeoutError after Options::shutdown_timeout, and then has left as well.
-  /// Idempotent.
+  /// Those that died or left without the others. Calls to them fail by PeerLostError.
+  std::vector<std::string> lost_workers() const;
+
+  /// Waits until all workers that are not lost have come here and no call is under way, then
+  /// leaves. Serves calls meanwhile. Throws TimeoutError, with those that have not come, after
+  /// Options::shutdown_timeout, and has then left as well. Idempotent.
   void shutdown();
   /// Leaves at once. Pending calls fail, and those of others to this worker.
   void shutdown_now() noexcept;

@@ -8,12 +8,10 @@ namespace lockstep::rpc::detail {
 namespace {
 
 namespace native = torch::distributed::rpc;
-using std::chrono::milliseconds;
 
 class TensorPipeTransport final : public Transport {
  public:
-  explicit TensorPipeTransport(TransportSetup setup)
-      : store_(setup.store), timeout_(setup.timeout) {
+  explicit TensorPipeTransport(TransportSetup setup) {
     // On one host nothing listens on the network.
     std::vector<std::string> transports{"shm"};
     if (!setup.one_host) transports.emplace_back("uv");
@@ -21,25 +19,17 @@ class TensorPipeTransport final : public Transport {
         setup.threads, transports, std::nullopt,
         std::chrono::duration<float>(setup.timeout).count(), "env://");
     agent_ = std::make_shared<native::TensorPipeAgent>(
-        native_store(store_), setup.name, static_cast<native::worker_id_t>(setup.rank), setup.size,
-        options, std::unordered_map<std::string, native::DeviceMap>(), std::vector<c10::Device>(),
-        std::move(setup.callback));
+        native_store(setup.store), setup.name, static_cast<native::worker_id_t>(setup.rank),
+        setup.size, options, std::unordered_map<std::string, native::DeviceMap>(),
+        std::vector<c10::Device>(), std::move(setup.callback));
   }
 
   const std::shared_ptr<native::RpcAgent>& agent() const override { return agent_; }
   void start() override { agent_->start(); }
-  void wait_for_all(milliseconds limit) override {
-    store_.set_timeout(limit);
-    agent_->join(joined_, std::chrono::duration<float>(limit).count());
-    joined_ = true;
-  }
   void stop() override { agent_->shutdown(); }
 
  private:
-  Store store_;
-  const milliseconds timeout_;
   std::shared_ptr<native::RpcAgent> agent_;
-  bool joined_ = false;
 };
 
 }  // namespace

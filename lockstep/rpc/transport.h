@@ -23,8 +23,6 @@ class Transport {
   virtual const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent() const = 0;
   /// Meets the other workers and begins to serve. Throws when they do not come in time.
   virtual void start() = 0;
-  /// Returns when all workers have called it and no call is under way between any of them.
-  virtual void wait_for_all(std::chrono::milliseconds limit) = 0;
   /// Ends all threads and connections. What is pending fails.
   virtual void stop() = 0;
 };

@@ -10,6 +10,8 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/rpc/request_handler.h"
 
@@ -18,6 +20,9 @@ namespace {
 
 namespace native = torch::distributed::rpc;
 using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kPatienceWithLost{200};
 
 std::mutex& worker_mutex() {
   static std::mutex mutex;
@@ -34,17 +39,22 @@ c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
 
 }  // namespace
 
-Worker::Worker(const Setup& setup) : name_(setup.name) {
+Worker::Worker(const Setup& setup)
+    : names_(setup.names),
+      name_(setup.names[static_cast<size_t>(setup.rank)]),
+      calls_(setup.max_pending),
+      peers_(setup.store.clone(), setup.names, setup.rank),
+      threads_(setup.threads) {
   TransportSetup transport;
   transport.store = setup.store;
-  transport.name = setup.name;
+  transport.name = name_;
   transport.rank = setup.rank;
-  transport.size = setup.size;
+  transport.size = static_cast<int>(setup.names.size());
   transport.threads = setup.threads;
   transport.timeout = setup.timeout;
   transport.one_host = setup.one_host;
   // Half of the transport's threads stay free for answers, which complete on them as well.
-  transport.callback = make_request_handler(setup.name, threads_, setup.threads / 2);
+  transport.callback = make_request_handler(name_, threads_, setup.threads / 2);
   transport_ = make_tensorpipe_transport(std::move(transport));
 }
 
@@ -60,9 +70,9 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
     const auto& agent = worker->transport_->agent();
     native::RpcAgent::setCurrentRpcAgent(agent);
     agent->setTypeResolver(std::make_shared<native::TypeResolver>(type_of));
-    worker->transport_->start();
-    ever_started = true;
     current_worker = worker;
+    ever_started = true;
+    worker->transport_->start();
     return worker;
   });
 }
@@ -71,28 +81,45 @@ Worker::~Worker() {
   leave_now();
 }
 
-std::vector<std::string> Worker::workers() const {
-  std::vector<std::pair<int, std::string>> numbered;
-  for (const auto& info : transport_->agent()->getWorkerInfos()) {
-    numbered.emplace_back(info.id_, info.name_);
+void Worker::wait_until_quiet(Clock::time_point deadline) {
+  // A call counts where it was made, until it is answered. So when all workers had none, and none
+  // has made another since, there is none.
+  int64_t before = -1;
+  for (int round = 0;; ++round) {
+    if (!calls_.wait_for_none(deadline)) {
+      throw TimeoutError("rpc: shutdown of worker '" + name_ + "' timed out: " +
+                         std::to_string(calls_.pending()) + " of its calls are not answered");
+    }
+    int64_t begun = 0;
+    for (const auto& [rank, count] :
+         peers_.meet("round" + std::to_string(round), std::to_string(calls_.begun()), deadline)) {
+      begun += parse_int(count).value_or(0);
+    }
+    if (begun == before) return;
+    before = begun;
   }
-  std::sort(numbered.begin(), numbered.end());
-  std::vector<std::string> names;
-  for (auto& [rank, name] : numbered) names.push_back(std::move(name));
-  return names;
 }
 
 void Worker::leave_together(milliseconds limit) {
   if (left_) return;
+  const auto deadline = Clock::now() + limit;
   try {
     translated([&] {
-      transport_->wait_for_all(limit);
-      native::RRefContext::getInstance().delAllUsersAndUnforkedOwners(limit);
-      transport_->wait_for_all(limit);
+      peers_.meet("leaves", "", deadline);
+      wait_until_quiet(deadline);
+      // What a lost worker should confirm never comes.
+      const auto patience = peers_.lost().empty() ? time_left(deadline) : kPatienceWithLost;
+      native::RRefContext::getInstance().delAllUsersAndUnforkedOwners(patience);
+      peers_.let_go();
+      peers_.meet("left", "", deadline);
     });
   } catch (...) {
     leave_now();
     throw;
+  }
+  if (const auto lost = peers_.lost(); !lost.empty()) {
+    log_warning("rpc: worker '" + name_ + "' left without '" + join(lost, "', '") +
+                "', which it had lost");
   }
   leave_now();
 }

@@ -5,7 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/checks/native_log.h"
+#include "lockstep/rpc/call_count.h"
 #include "lockstep/rpc/handler_threads.h"
+#include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -16,9 +19,10 @@ class Worker {
  public:
   struct Setup {
     Store store;
-    std::string name;
-    int rank = 0, size = 1;
+    std::vector<std::string> names;  ///< By rank.
+    int rank = 0;
     int threads = 16;
+    int64_t max_pending = 0;
     std::chrono::milliseconds timeout{};
     bool one_host = true;
   };
@@ -28,16 +32,27 @@ class Worker {
   ~Worker();
 
   const std::string& name() const { return name_; }
-  std::vector<std::string> workers() const;
+  const std::vector<std::string>& workers() const { return names_; }
   Transport& transport() { return *transport_; }
+  Peers& peers() { return peers_; }
+  CallCount& calls() { return calls_; }
 
+  /// Waits for the others that live, and until no call is under way.
   void leave_together(std::chrono::milliseconds limit);
   void leave_now() noexcept;
 
  private:
   explicit Worker(const Setup& setup);
 
+  /// Until no call is under way between workers.
+  void wait_until_quiet(std::chrono::steady_clock::time_point deadline);
+
+  /// TensorPipe logs each connection that a worker's death or leaving breaks; calls report it.
+  const QuietNativeLog quiet_;
+  const std::vector<std::string> names_;
   const std::string name_;
+  CallCount calls_;
+  Peers peers_;
   HandlerThreads threads_;
   std::unique_ptr<Transport> transport_;
   bool left_ = false;

@@ -1,0 +1,43 @@
+#include "lockstep/rpc/call_count.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+namespace lockstep::rpc::detail {
+namespace {
+
+constexpr auto kLong = std::chrono::seconds(30);
+
+TEST(CallCount, ACallBeyondTheLimitWaitsForAnAnswer) {
+  CallCount calls(2);
+  calls.begin(true);
+  calls.begin(true);
+  std::atomic<int> most = 0;
+  std::thread third([&] {
+    calls.begin(true);
+    most = static_cast<int>(calls.pending());
+    calls.end();
+  });
+  calls.begin(false);  // A handler's does not wait.
+  EXPECT_EQ(calls.pending(), 3);
+  calls.end();
+  EXPECT_EQ(most, 0);
+  calls.end();
+  third.join();
+  EXPECT_EQ(most, 2);
+  EXPECT_EQ(calls.begun(), 4);
+}
+
+TEST(CallCount, WaitsForTheLast) {
+  CallCount calls(2);
+  calls.begin(true);
+  EXPECT_FALSE(calls.wait_for_none(std::chrono::steady_clock::now()));
+  std::thread other([&] { calls.end(); });
+  EXPECT_TRUE(calls.wait_for_none(std::chrono::steady_clock::now() + kLong));
+  other.join();
+}
+
+}  // namespace
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,107 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "lockstep/base/error.h"
+#include "lockstep/rpc/rpc.h"
+#include "tests/support/run_workers.h"
+#include "tests/support/test_wait.h"
+
+namespace lockstep::rpc {
+namespace {
+
+using namespace std::chrono_literals;
+using test_wait::wait_until;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::run_workers;
+
+std::atomic<int> begun = 0;
+const Promise<int> gate;
+const auto square = function("square", [](int number) { return number * number; });
+// Holds no thread while it is not answered.
+const auto at_gate = function("at_gate", [] {
+  ++begun;
+  return gate.future();
+});
+const auto count_begun = function("count_begun", [] { return begun.load(); });
+const auto open_gate = function("open_gate", [] { gate.set_value(1); });
+const auto die = function("die", [] { ::_exit(0); });
+const auto call_gate_of =
+    function("call_gate_of", [](const std::string& worker) { return call(worker, at_gate); });
+
+template <class E, class T>
+std::string error_of(const Future<T>& future) {
+  try {
+    future.wait(30s);
+  } catch (const E& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "no such error";
+  return {};
+}
+
+TEST(RpcFaults, ADeadWorkerFailsPendingCallsAtOnceAndHoldsNobodyUp) {
+  // Without the detection each wait here would take these ten minutes.
+  run_workers(3,
+              [](Agent& agent, int rank) {
+                if (rank == 0) {
+                  const auto pending = call_async("w2", at_gate);
+                  const auto nested = call_async("w1", call_gate_of, "w2");
+                  wait_until([] { return call("w2", count_begun) == 2; }, "both calls at w2");
+                  const auto reference = remote("w2", square, 3);
+                  EXPECT_EQ(reference.to_here(), 9);
+                  EXPECT_THAT(error_of<PeerLostError>(call_async("w2", die)),
+                              HasSubstr("worker 'w2'"));
+                  EXPECT_THAT(error_of<PeerLostError>(pending),
+                              HasSubstr("'at_gate' on worker 'w2': lost the worker"));
+                  EXPECT_THAT(error_of<RemoteError>(nested), HasSubstr("lockstep::PeerLostError"));
+                  EXPECT_THROW(reference.to_here(), PeerLostError);
+                  EXPECT_THROW(call("w2", square, 3), PeerLostError);
+                  EXPECT_EQ(call("w1", square, 3), 9);
+                }
+                if (rank < 2) {
+                  wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
+                  EXPECT_THAT(agent.lost_workers(), ElementsAre("w2"));
+                }
+              },
+              {.timeout = 600s});
+}
+
+TEST(RpcFaults, ALateOrCancelledCallEndsAndTheNextWork) {
+  run_workers(2,
+              [](Agent&, int rank) {
+                if (rank != 0) return;
+                EXPECT_THAT(error_of<TimeoutError>(call_async({"w1", 20ms}, at_gate)),
+                            HasSubstr("'at_gate' on worker 'w1': no answer within the time-out"));
+                const auto given_up = call_async("w1", at_gate);
+                EXPECT_TRUE(given_up.cancel());
+                EXPECT_THROW(given_up.wait(), CancelledError);
+                const auto waited_for = call_async("w1", at_gate);
+                EXPECT_THROW(waited_for.wait(1ms), TimeoutError);
+                EXPECT_EQ(call("w1", square, 4), 16);
+                call("w1", open_gate);
+                EXPECT_EQ(waited_for.wait(), 1);
+              },
+              {.timeout = 600s});
+}
+
+TEST(RpcFaults, TenThousandCallsAreUnderWayAtOnce) {
+  constexpr int kCalls = 10'000;
+  run_workers(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    std::vector<Future<int>> waiting, numbers;
+    for (int i = 0; i < kCalls / 2; ++i) waiting.push_back(call_async("w1", at_gate));
+    for (int i = 0; i < kCalls / 2; ++i) numbers.push_back(call_async("w1", square, i));
+    for (int i = 0; i < kCalls / 2; ++i) {
+      ASSERT_EQ(numbers[static_cast<size_t>(i)].wait(), i * i);
+    }
+    call("w1", open_gate);
+    when_all(waiting).wait();
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::rpc
