@@ -32,6 +32,14 @@ namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
+/// PyTorch's own tests look for the word, between spaces.
+std::string with_the_word_timeout(std::string text) {
+  constexpr std::string_view kOurs = "(timed out)";
+  const size_t at = text.find(kOurs);
+  return at == std::string::npos ? text
+                                 : text.replace(at, kOurs.size(), "(the timeout has passed)");
+}
+
 /// What torch.distributed's programs catch, with our text.
 std::exception_ptr as_torch_error(std::exception_ptr error) {
   const auto of = [](auto type, const std::exception& what) {
@@ -41,7 +49,8 @@ std::exception_ptr as_torch_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);
   } catch (const TimeoutError& timeout) {
-    return of(std::type_identity<c10d::TimeoutError>(), timeout);
+    return of(std::type_identity<c10d::TimeoutError>(),
+              std::runtime_error(with_the_word_timeout(timeout.what())));
   } catch (const UsageError& usage) {
     return of(std::type_identity<c10::ValueError>(), usage);
   } catch (const Error& other) {
@@ -188,7 +197,11 @@ Made form(BackendOptions options) {
   options.look = [forming](const std::vector<int>& missing) { forming->look(missing); };
   Choice choice = choose(forming->places());
   announce_checks(*options.store, options.rank, options.group_name, options.debug);
-  return {with_checks(make(choice.name, options), options), std::move(choice)};
+  MadeBackend made = make(choice.name, options);
+  // Programs look for the name that they gave.
+  if (auto* ours = dynamic_cast<backends::TensorBackend*>(made.backend.get()))
+    ours->record_as("lockstep");
+  return {with_checks(std::move(made), options), std::move(choice)};
 }
 
 Made make_backend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout,

@@ -4,6 +4,7 @@ torch_version=2.13.0
 torch_minimum=2.11
 clang_tidy_version=22.1.8
 scikit_build_core_version=1.1.2
+expecttest_version=0.3.0
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {

@@ -67,13 +67,15 @@ install_torch() {
   touch .venv/.complete
 }
 
-# What pip builds the wheel with; without it the tests of the wheel say that they are skipped.
+# What pip builds the wheel with, and what PyTorch's own tests import. Without them the tests of the wheel say that
+# they are skipped.
 install_wheel_tools() {
   [ -x .venv/bin/python3 ] || return 0
-  ! .venv/bin/python3 -c 'import scikit_build_core' 2>/dev/null || return 0
-  say "Installing scikit-build-core into .venv"
-  .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" ||
-    fail "pip could not install scikit-build-core" "check the network and run this again"
+  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core' 2>/dev/null || return 0
+  say "Installing scikit-build-core and expecttest into .venv"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" \
+    "expecttest==$expecttest_version" ||
+    fail "pip could not install scikit-build-core and expecttest" "check the network and run this again"
 }
 
 # Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.

@@ -46,14 +46,18 @@ def backend_info(group: dist.ProcessGroup | None = None) -> BackendInfo:
     return _infos[group.group_name]
 
 
-def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None,
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None,
                       wait_all_ranks: bool = False) -> None:
     """torch.distributed.monitored_barrier, which Python allows to Gloo only.
 
     Blocks until all ranks have come. Raises DistNetworkError naming those that did not within ``timeout`` (that
     of the group). Every wait of Lockstep names them, so ``wait_all_ranks`` changes nothing.
     """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
     group = _group(group)
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):
         raise ValueError(f"timeout={timeout}: expected more than 0")
     given = {} if timeout is None else {"timeout": timeout}

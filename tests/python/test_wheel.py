@@ -29,6 +29,7 @@ class Wheel(unittest.TestCase):
         self.assertIn("lockstep/__init__.py", names)
         self.assertIn("lockstep_autoload.py", names)
         self.assertEqual([n for n in names if n.endswith(".so") and "/_C." in n][1:], [])
+        self.assertEqual([n for n in names if n.endswith(".data/scripts/lockstep")][1:], [])
         self.assertFalse([n for n in names if n.startswith(("include/", "lib/"))], names)
         w.make_venv()
         w.pip("--python", w.PYTHON, "install", "--no-deps", "--no-index", wheel)
@@ -55,6 +56,19 @@ class Wheel(unittest.TestCase):
                      env=t.clean_environment(TORCH_DEVICE_BACKEND_AUTOLOAD=0)).stdout.split()
         self.assertEqual(said[:2], ["False", "True"])
         self.assertIn(said[2], t.run(t.LOCKSTEP, "--version").stdout)
+
+    def test_5_lockstep_run_starts_ranks_with_its_own_python(self):
+        """Two ranks meet in the launcher's store, over the default init method, with Python's flags."""
+        lockstep = w.PYTHON.parent / "lockstep"
+        path = os.environ["PATH"].replace(str(w.PYTHON.parent), "")
+        said = t.run(lockstep, "run", "--standalone", "--nproc-per-node", 2, w.HERE / "launched_rank.py", "a b",
+                     env=t.clean_environment(PATH=path)).stdout
+        self.assertEqual(sorted(line.split("]: ")[1] for line in said.splitlines()),
+                         [f"rank {rank}: 3.0, ['a b'], {w.PYTHON}" for rank in (0, 1)])
+        self.assertIn("run", t.run(lockstep, "--help").stdout)
+        refused = t.run(lockstep, "train", check=False)
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("make install", refused.stderr)
 
 
 if __name__ == "__main__":

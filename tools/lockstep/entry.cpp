@@ -3,43 +3,9 @@
 #include <cstdio>
 #include <exception>
 #include <memory>
-#include <string>
-#include <vector>
 
-#include "commands.h"
 #include "hosts_board.h"
-#include "lockstep/base/error.h"
 #include "lockstep/comm/store_host.h"
-#include "lockstep/tool/cli.h"
-
-namespace lockstep::tool {
-namespace {
-
-struct Row {
-  const char* name;
-  Command command;
-};
-
-constexpr Row kCommands[] = {
-    {"train", train_command}, {"eval", eval_command},
-    {"bench", bench_command}, {"estimate-memory", estimate_memory_command},
-    {"env", env_command},
-};
-
-}  // namespace
-}  // namespace lockstep::tool
-
-int lockstep_cli_main(int argc, char** argv) {
-  using namespace lockstep::tool;
-  const std::string name = argc > 1 ? argv[1] : "";
-  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
-  return run_guarded("lockstep " + name, [&] {
-    for (const auto& row : kCommands) {
-      if (name == row.name) return row.command(args);
-    }
-    throw lockstep::UsageError("unknown command '" + name + "'");
-  });
-}
 
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size) {
   try {

@@ -36,7 +36,7 @@ void* load_library() {
                 "was LibTorch moved or updated since the build? Build again");
   }
   throw Error(std::string(kLibrary) + " is missing; looked for " + tried,
-              "the binary belongs into bin/ beside that lib/ folder");
+              "the binary belongs into bin/ beside that folder");
 }
 
 template <class Function>

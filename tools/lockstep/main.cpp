@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -28,6 +29,19 @@ struct Row {
   const char* help;
 };
 
+// The Python wheel's binary (python/CMakeLists.txt) has `run` alone.
+#ifdef LOCKSTEP_RUN_ONLY
+constexpr const char* kAbout = "Starts Python programs as ranks of torch.distributed.";
+constexpr const char* kElsewhere =
+    "this is the Python wheel's lockstep, which has `run`; `make install` gives the others";
+constexpr const char* kExamples[] = {"lockstep run --nproc-per-node 4 script.py --its-own-flags"};
+constexpr Row kCommands[] = {{"run", "start a program as several ranks (torchrun's flags)"}};
+#else
+constexpr const char* kAbout = "Distributed training for LibTorch.";
+constexpr const char* kElsewhere = "'lockstep --help' lists the commands";
+constexpr const char* kExamples[] = {
+    "lockstep train --model mlp --dataset digits --devices 2",
+    "lockstep run --nproc-per-node 4 ./my_program --its-own-flags"};
 constexpr Row kCommands[] = {
     {"train", "train a model, on one process or several"},
     {"eval", "test saved weights"},
@@ -36,11 +50,11 @@ constexpr Row kCommands[] = {
     {"estimate-memory", "what each rank of a strategy keeps, before a run"},
     {"env", "versions, backends and devices; what is missing"},
 };
+#endif
 
 std::string help_text() {
   const auto width = static_cast<size_t>(help_width());
-  std::string text =
-      "Distributed training for LibTorch.\n\nUsage: lockstep COMMAND [FLAGS]\n\nCommands:\n";
+  std::string text = std::string(kAbout) + "\n\nUsage: lockstep COMMAND [FLAGS]\n\nCommands:\n";
   for (const auto& row : kCommands) {
     std::string name = row.name;
     name.resize(16, ' ');
@@ -51,10 +65,7 @@ std::string help_text() {
                      "flags; 'lockstep --version' prints the version.",
                      {0, 0, width});
   text += "\n\nExamples:\n";
-  for (const char* example : {"lockstep train --model mlp --dataset digits --devices 2",
-                              "lockstep run --nproc-per-node 4 ./my_program --its-own-flags"}) {
-    text += example_lines(example, "", width);
-  }
+  for (const char* example : kExamples) text += example_lines(example, "", width);
   return text;
 }
 
@@ -83,6 +94,16 @@ void check_working_folder() {
                     "it was deleted, or may not be read: cd to another one");
 }
 
+/// A wheel's binary starts scripts with the Python beside it, as torchrun does, whatever PATH says.
+void choose_python() {
+#ifdef LOCKSTEP_RUN_ONLY
+  std::error_code failure;
+  const auto own = std::filesystem::read_symlink("/proc/self/exe", failure);
+  const auto python = own.parent_path() / "python3";
+  if (!failure && access(python.c_str(), X_OK) == 0) setenv("PYTHON_EXEC", python.c_str(), 0);
+#endif
+}
+
 int dispatch(const std::vector<std::string>& given) {
   const auto words = without_help(given);
   const std::string command = words.empty() ? "" : words[0];
@@ -105,6 +126,7 @@ int dispatch(const std::vector<std::string>& given) {
     const std::vector<std::string> args(words.begin() + 1, words.end());
     // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
     std::signal(SIGPIPE, SIG_IGN);
+    choose_python();
     const int code = run_guarded("lockstep run", [&] { return run_command(args); });
     // Everything is over and released; LibTorch's own clean-up would only take time.
     std::fflush(nullptr);
@@ -116,7 +138,7 @@ int dispatch(const std::vector<std::string>& given) {
   const auto meant = did_you_mean(command, words_for_suggestion());
   throw UsageError(std::string("unknown ") + (command[0] == '-' ? "flag" : "command") + " '" +
                        command + "'" + (meant.empty() ? "" : "; " + meant),
-                   "'lockstep --help' lists the commands");
+                   kElsewhere);
 }
 
 }  // namespace

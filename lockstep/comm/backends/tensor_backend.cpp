@@ -75,7 +75,7 @@ TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptio
 
 void TensorBackend::record(TensorWork& work) const {
   if (auto watchers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE))
-    work.record(getBackendName(), std::move(*watchers));
+    work.record(recorded_as_.empty() ? getBackendName() : recorded_as_, std::move(*watchers));
 }
 
 WorkPtr TensorBackend::issue(const OwnWork& work) {

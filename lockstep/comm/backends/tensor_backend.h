@@ -26,6 +26,9 @@ class TensorBackend : public c10d::Backend {
         timeout_(options.timeout) {}
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  /// Under which name calls show in LibTorch's traces, in place of the backend's own. Before the
+  /// first call.
+  void record_as(std::string name) { recorded_as_ = std::move(name); }
   /// Over whose loss the group is of no more use, as this rank knows by now. Empty where it knows
   /// of none: also after a time-out, as a rank that is late may be alive. Any thread.
   virtual std::string failure() const { return {}; }
@@ -141,6 +144,7 @@ class TensorBackend : public c10d::Backend {
   Blocks parts_of(const at::Tensor& whole) const;
 
   const std::shared_ptr<const GroupNames> names_;
+  std::string recorded_as_;  ///< Empty: getBackendName().
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> sequence_{0};
 };

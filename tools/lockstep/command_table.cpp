@@ -1,0 +1,38 @@
+// The subcommands that liblockstep_cli.so holds.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "commands.h"
+#include "entry.h"
+#include "lockstep/base/error.h"
+#include "lockstep/tool/cli.h"
+
+namespace lockstep::tool {
+namespace {
+
+struct Row {
+  const char* name;
+  Command command;
+};
+
+constexpr Row kCommands[] = {
+    {"train", train_command}, {"eval", eval_command},
+    {"bench", bench_command}, {"estimate-memory", estimate_memory_command},
+    {"env", env_command},
+};
+
+}  // namespace
+}  // namespace lockstep::tool
+
+int lockstep_cli_main(int argc, char** argv) {
+  using namespace lockstep::tool;
+  const std::string name = argc > 1 ? argv[1] : "";
+  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
+  return run_guarded("lockstep " + name, [&] {
+    for (const auto& row : kCommands) {
+      if (name == row.name) return row.command(args);
+    }
+    throw lockstep::UsageError("unknown command '" + name + "'");
+  });
+}
