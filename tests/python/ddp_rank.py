@@ -3,6 +3,7 @@
 RANK SIZE MEET BACKEND OUTPUT
 """
 
+import os
 import sys
 
 import torch
@@ -30,5 +31,6 @@ torch.save({"losses": torch.tensor(losses), **model.state_dict()}, f"{output}.{r
 if backend == "lockstep":
     import lockstep
 
-    print(*lockstep.backend_info(), sep="|")
+    print(*lockstep.backend_info(), sep="|", flush=True)
 dist.destroy_process_group()
+os._exit(0)  # Python's torch aborts once in some hundred runs while the interpreter goes down

@@ -15,6 +15,19 @@ class Ddp(unittest.TestCase):
         results = w.run_ranks(2, w.HERE / "ddp_rank.py", backend, folder / backend)
         return [result.stdout for result in results], [torch.load(folder / f"{backend}.{rank}") for rank in (0, 1)]
 
+    def test_hosts_choose_alike(self):
+        """One machine divided into hosts by LOCKSTEP_HOST_ID."""
+        with t.temporary_folder() as folder:
+            for hosts, expected in ((("a", "a", "b"), "hierarchical|3 ranks on 2 hosts\n"),
+                                    (("a", "b"), "gloo|2 ranks on 2 hosts\n")):
+                results = w.run_ranks(len(hosts), w.HERE / "ddp_rank.py", "lockstep", folder / "weights",
+                                      each=[{"LOCKSTEP_HOST_ID": host} for host in hosts])
+                self.assertEqual([result.stdout for result in results], [expected] * len(hosts))
+                weights = [torch.load(folder / f"weights.{rank}") for rank in range(len(hosts))]
+                for name in weights[0]:
+                    same = all(torch.equal(weights[0][name], other[name]) for other in weights[1:])
+                    self.assertEqual(same, name != "losses", name)
+
     def test_two_ranks_have_gloos_bits(self):
         with t.temporary_folder() as folder:
             said, ours = self.trained(folder, "lockstep")

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import uuid
@@ -42,21 +43,26 @@ def pip(*arguments, timeout=600):
                  env={**os.environ, "PIP_NO_INPUT": "1"})
 
 
-def run_ranks(ranks, script, *arguments, timeout=120, check=True, python=None, **environment):
-    """Runs the script as several ranks. Gives their results in the order of ranks.
+def run_ranks(ranks, script, *arguments, timeout=120, check=True, each=None, **environment):
+    """Runs the script as several ranks. Gives their results in the order of ranks. `each`: a rank's own variables.
 
     They meet in a file, which is the first of the script's arguments, behind the rank and the number of ranks.
     """
     with t.temporary_folder() as folder:
         meet = folder / uuid.uuid4().hex
         started = [subprocess.Popen(
-            [str(word) for word in (python or PYTHON, script, rank, ranks, meet, *arguments)], text=True,
+            [str(word) for word in (PYTHON, script, rank, ranks, meet, *arguments)], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
-            env=t.clean_environment(**environment)) for rank in range(ranks)]
+            env=t.clean_environment(PYTHONFAULTHANDLER=1, **environment, **(each[rank] if each else {}))) for rank in range(ranks)]
         results = []
         try:
             for process in started:
-                out, err = process.communicate(timeout=timeout)
+                try:
+                    out, err = process.communicate(timeout=timeout)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGABRT)
+                    out, err = process.communicate()
+                    err += f"\nit did not end within {timeout} s"
                 results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
         finally:
             for process in started:
