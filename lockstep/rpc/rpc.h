@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/rpc/autograd_context.h"
+#include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/distributed_optimizer.h"
 #include "lockstep/rpc/function.h"

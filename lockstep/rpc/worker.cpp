@@ -13,6 +13,7 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/request_handler.h"
 
 namespace lockstep::rpc::detail {
@@ -81,6 +82,10 @@ Worker::~Worker() {
   leave_now();
 }
 
+void Worker::run_later(milliseconds delay, std::function<void()> task) {
+  later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_.run(task); });
+}
+
 void Worker::wait_until_quiet(Clock::time_point deadline) {
   // A call counts where it was made, until it is answered. So when all workers had none, and none
   // has made another since, there is none.
@@ -134,6 +139,17 @@ void Worker::leave_now() noexcept {
     log_warning("rpc: while leaving: " + failure_text(std::current_exception()));
   }
   if (native::RpcAgent::isCurrentRpcAgentSet()) native::RpcAgent::setCurrentRpcAgent(nullptr);
+}
+
+void run_later(milliseconds delay, std::function<void()> task) {
+  this_worker("rpc::batched")->run_later(delay, std::move(task));
+}
+
+void check_batch_options(const std::string& name, const BatchOptions& options) {
+  if (options.size >= 1 && options.delay >= milliseconds(0)) return;
+  throw UsageError("rpc::batched: '" + name + "': size " + std::to_string(options.size) +
+                   " and delay " + std::to_string(options.delay.count()) +
+                   " ms; expected at least 1 and 0");
 }
 
 std::shared_ptr<Worker> this_worker(const char* what) {

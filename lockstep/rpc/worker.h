@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "lockstep/comm/checks/native_log.h"
 #include "lockstep/rpc/call_count.h"
 #include "lockstep/rpc/handler_threads.h"
+#include "lockstep/rpc/later_tasks.h"
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/transport.h"
 
@@ -36,6 +38,8 @@ class Worker {
   Transport& transport() { return *transport_; }
   Peers& peers() { return peers_; }
   CallCount& calls() { return calls_; }
+  /// Runs the task on a handler thread after a while.
+  void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
   /// Waits for the others that live, and until no call is under way.
   void leave_together(std::chrono::milliseconds limit);
@@ -54,6 +58,7 @@ class Worker {
   CallCount calls_;
   Peers peers_;
   HandlerThreads threads_;
+  LaterTasks later_;
   std::unique_ptr<Transport> transport_;
   bool left_ = false;
 };

@@ -46,6 +46,15 @@ class ParameterServer(unittest.TestCase):
     def test_the_whole_of_mnist(self):
         self.assertGreaterEqual(min(self.accuracies(timeout=900)), 0.97)
 
+    def test_both_ways_of_the_batching_server_learn(self):
+        output = run("003_rpc/batch_parameter_server", "--limit", 4000)
+        for way in ("a step per request", "batched"):
+            found = re.findall(rf"trainer \d: {way}: (\d+) requests/s, accuracy ([\d.]+)", output)
+            self.assertEqual(len(found), 2, output)
+            for rate, accuracy in found:
+                self.assertGreater(int(rate), 0)
+                self.assertGreater(float(accuracy), 0.75)
+
 
 if __name__ == "__main__":
     t.main()
