@@ -79,14 +79,16 @@ void Messages::doze(const Enough& enough, std::chrono::nanoseconds limit) {
 
 void Messages::wait(Message& message, std::chrono::milliseconds timeout) {
   const Driver driver(*this);
+  const auto begin = Clock::now();
   drive(message, timeout);
+  caller_spin_.learn(Clock::now() - begin);
 }
 
 void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
   constexpr int kLooksPerTime = 32;
   const auto begin = Clock::now();
   const auto deadline = begin + timeout;
-  auto spin_until = begin + group_.spin();
+  auto spin_until = begin + group_.spin(caller_spin_);
   int looks = 0;
   while (!message.settled()) {
     bool progressed = false;
@@ -100,7 +102,7 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
       continue;
     }
     const auto now = Clock::now();
-    if (progressed) spin_until = now + group_.spin();
+    if (progressed) spin_until = now + group_.spin(caller_spin_);
     if (now >= deadline) {
       const Lock lock(*this);
       expire(message.shared_from_this(), timeout);

@@ -47,6 +47,7 @@ Messages::Messages(SharedGroup& group, MessagesOptions options)
       options_(std::move(options)),
       rank_(group.rank()),
       size_(group.size()),
+      caller_spin_(group.least_spin(), group.most_spin()),
       peers_(static_cast<size_t>(size_)) {
   if (size_ == 1) return;
   Segment& segment = group.segment();

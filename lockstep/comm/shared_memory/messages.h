@@ -137,10 +137,12 @@ struct MessageCall {
 ///   rank that waits checks every 20 ms that its peer lives. When the peer has ended, it takes out
 ///   what the peer left behind, and only then fails what is still unmet. The death of one rank
 ///   fails no message between others. The group's verdict fails all.
-/// - Waiting. A thread in `wait` does the work itself: it looks for SharedGroup::spin, then sleeps
-///   on the rank's Mailbox. When messages are under way and no thread waits, a thread of this
-///   object does the work, always asleep when there is none. It starts with the first message that
-///   cannot be finished at once. It takes over within some 200 us of the last wait.
+/// - Waiting. A thread in `wait` does the work itself: it looks for as long as waits have been
+/// worth
+///   it (see SpinBudget), then sleeps on the rank's Mailbox. When messages are under way and no
+///   thread waits, a thread of this object does the work, always asleep when there is none. It
+///   starts with the first message that cannot be finished at once. It takes over within some 200
+///   us of the last wait.
 class Messages {
  public:
   /// `group` must outlive it. One for each group and rank.
@@ -283,6 +285,8 @@ class Messages {
   size_t chunk_ = 0;
   Mailbox own_mailbox_{};  ///< For a group of one, which has no memory for messages.
   Mailbox* mailbox_ = &own_mailbox_;
+
+  SpinBudget caller_spin_;
 
   std::mutex mutex_;
   std::vector<Peer> peers_;

@@ -25,6 +25,7 @@ SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
       names_(std::move(options.names)),
       judge_(std::move(options.judge)),
       spin_(options.spin),
+      most_spin_(std::max(options.spin, options.caller_spin)),
       caller_spin_(options.spin, options.caller_spin) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }

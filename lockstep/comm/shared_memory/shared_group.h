@@ -89,6 +89,13 @@ class SharedGroup {
   /// processors it hardly looks: looking keeps the processor from the rank that is waited for. Any
   /// thread.
   std::chrono::nanoseconds spin() const { return has_processor() ? spin_ : kSharedSpin; }
+  /// The same of a caller that has nothing else to do. `learnt` is its own SpinBudget, which begins
+  /// with `least_spin` and `most_spin`.
+  std::chrono::nanoseconds spin(const SpinBudget& learnt) const {
+    return has_processor() ? learnt.now() : kSharedSpin;
+  }
+  std::chrono::nanoseconds least_spin() const { return spin_; }
+  std::chrono::nanoseconds most_spin() const { return most_spin_; }
 
   /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
   /// it has failed before. Never blocks.
@@ -148,6 +155,7 @@ class SharedGroup {
   std::vector<int> names_;
   std::function<std::string(const std::vector<std::string>&)> judge_;
   std::chrono::nanoseconds spin_;
+  std::chrono::nanoseconds most_spin_;
   SpinBudget caller_spin_;
   mutable std::atomic<Known> has_processor_{Known::unknown};
   uint64_t step_ = 0;  ///< The last at which this rank has arrived.
