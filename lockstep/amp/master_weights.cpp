@@ -31,6 +31,11 @@ MasterWeights::MasterWeights(std::vector<at::Tensor> parameters, const Factory& 
     : parameters_(std::move(parameters)), versions_(parameters_.size(), -1) {
   for (const at::Tensor& parameter : parameters_) masters_.push_back(master_of(parameter));
   inner_ = make(masters_);
+  if (!inner_->needs_closure()) return;
+  throw UsageError("float32 copies of the parameters: the optimizer " + inner_->name() +
+                       " changes parameters several times in a step, and the copies are rounded "
+                       "into the model only at its end",
+                   "take --precision 32-true or bf16-mixed, or another optimizer");
 }
 
 bool MasterWeights::has_copy(size_t index) const {

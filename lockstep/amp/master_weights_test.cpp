@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "lockstep/base/error.h"
+#include "tests/support/plain_optimizers.h"
 
 namespace lockstep {
 namespace {
@@ -47,7 +48,7 @@ TEST(MasterWeights, UpdatesTooSmallFor16BitsAddUp) {
 
 TEST(MasterWeights, HasTheBitsOfFloat32WithTheSameGradients) {
   at::manual_seed(0);
-  for (const std::string& name : optimizer_names()) {
+  for (const std::string& name : testing::plain_optimizers()) {
     const at::Tensor start = at::randn({5, 7}).to(at::kHalf);
     const at::Tensor half = leaf(start, at::kHalf), full = leaf(start, at::kFloat);
     const at::Tensor norm = leaf(at::ones({7}), at::kFloat), norm2 = leaf(norm, at::kFloat);

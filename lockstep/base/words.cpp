@@ -111,7 +111,11 @@ std::string with_thousands(int64_t number) {
 }
 
 std::string counted(int64_t number, const std::string& noun) {
-  return with_thousands(number) + " " + noun + (number == 1 ? "" : "s");
+  // "epochs", but "batches".
+  const bool hisses =
+      noun.ends_with("tch") || noun.ends_with("sh") || noun.ends_with("ss") || noun.ends_with("x");
+  const char* const plural = hisses ? "es" : "s";
+  return with_thousands(number) + " " + noun + (number == 1 ? "" : plural);
 }
 
 }  // namespace lockstep

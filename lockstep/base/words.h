@@ -31,7 +31,7 @@ void expect_one_of(const std::string& flag, const std::string& word,
 /// "1,234,567".
 std::string with_thousands(int64_t number);
 
-/// "1 epoch", "2 epochs", "1,024 steps".
+/// "1 epoch", "2 epochs", "3 batches", "1,024 steps".
 std::string counted(int64_t number, const std::string& noun);
 
 }  // namespace lockstep

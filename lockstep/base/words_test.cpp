@@ -71,6 +71,8 @@ TEST(Words, Numbers) {
   EXPECT_EQ(counted(1, "epoch"), "1 epoch");
   EXPECT_EQ(counted(0, "epoch"), "0 epochs");
   EXPECT_EQ(counted(1234567, "step"), "1,234,567 steps");
+  EXPECT_EQ(counted(1, "micro-batch"), "1 micro-batch");
+  EXPECT_EQ(counted(4, "micro-batch"), "4 micro-batches");
   EXPECT_EQ(with_thousands(-123), "-123");
   EXPECT_EQ(with_thousands(-1234), "-1,234");
 }

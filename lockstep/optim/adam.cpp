@@ -106,11 +106,12 @@ void FusedAdam::step_scaled(const StepScale& scale) {
 
 void FusedAdam::add_to(Group& group, size_t index) {
   const at::Tensor& parameter = parameters_[index];
+  at::Tensor gradient = ordered_gradient(parameter.grad(), parameter);
   Moments& moments = moments_[index];
   if (!moments.exp_avg.defined()) moments = fresh_moments(index);
   if (parameter.is_cpu()) ++*moments.step.mutable_data_ptr<int64_t>();
   group.parameters.push_back(in_memory_order(parameter));
-  group.gradients.push_back(ordered_gradient(parameter.grad(), parameter));
+  group.gradients.push_back(std::move(gradient));
   group.exp_avgs.push_back(in_memory_order(moments.exp_avg));
   group.exp_avg_sqs.push_back(in_memory_order(moments.exp_avg_sq));
   if (amsgrad_) group.max_exp_avg_sqs.push_back(in_memory_order(moments.max_exp_avg_sq));

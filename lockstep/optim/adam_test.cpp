@@ -11,6 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/torch_optimizer.h"
+#include "tests/support/plain_optimizers.h"
 
 namespace lockstep {
 namespace {
@@ -300,7 +301,7 @@ TEST(FusedAdam, AutogradNoticesAStepBetweenForwardAndBackward) {
 /// Every optimizer has the step of a gradient scaler, by its kernel or by hand.
 TEST(StepScaled, IsTheStepOfTheUnscaledGradient) {
   at::manual_seed(6);
-  for (const std::string& name : optimizer_names()) {
+  for (const std::string& name : testing::plain_optimizers()) {
     const std::vector<at::Tensor> start{at::randn({37}), at::randn({2, 16})};
     auto a = leaves(start), b = leaves(start);
     auto plain = make_optimizer(name, a, {}), scaled = make_optimizer(name, b, {});
@@ -315,7 +316,7 @@ TEST(StepScaled, IsTheStepOfTheUnscaledGradient) {
 
 TEST(StepScaled, ChangesNothingWhenAGradientIsInfinite) {
   at::manual_seed(7);
-  for (const std::string& name : optimizer_names()) {
+  for (const std::string& name : testing::plain_optimizers()) {
     auto p = leaves({at::randn({37})});
     auto optimizer = make_optimizer(name, p, {});
     set_gradients(p, p);

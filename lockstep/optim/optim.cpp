@@ -9,6 +9,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/flat_runs.h"
+#include "lockstep/optim/lbfgs.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/torch_optimizer.h"
 
@@ -38,7 +39,11 @@ void check_options(const std::string& name, const OptimizerOptions& o) {
 }  // namespace
 
 std::vector<std::string> optimizer_names() {
-  return {"sgd", "adam", "adamw", "rmsprop", "adagrad"};
+  return {"sgd", "adam", "adamw", "rmsprop", "adagrad", "lbfgs"};
+}
+
+std::vector<std::string> line_search_names() {
+  return {"strong_wolfe"};
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
@@ -51,12 +56,14 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   if ((name == "adam" || name == "adamw") && FusedAdam::takes(parameters)) {
     return std::make_unique<FusedAdam>(name, std::move(parameters), options);
   }
+  if (name == "lbfgs") return std::make_unique<Lbfgs>(std::move(parameters), options);
   return make_torch_optimizer(name, std::move(parameters), options);
 }
 
 double default_learning_rate(const std::string& name) {
   if (name == "sgd" || name == "adam" || name == "adamw") return 1e-3;
   if (name == "rmsprop" || name == "adagrad") return 1e-2;
+  if (name == "lbfgs") return 1;
   throw UsageError(unknown_word("optimizer", name, optimizer_names()));
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,9 @@ struct OptimizerOptions {
   std::optional<double> weight_decay = {};
   /// adam, adamw, rmsprop, adagrad. None is PyTorch's: 1e-8, for adagrad 1e-10.
   std::optional<double> eps = {};
+  int64_t max_iter = 20;            ///< lbfgs: iterations of a step, as in PyTorch.
+  int64_t history_size = 100;       ///< lbfgs: of iterations. Each costs two copies of the model.
+  std::string line_search_fn = {};  ///< lbfgs: strong_wolfe, or empty: each iteration moves by lr.
 };
 
 /// What a gradient scaler knows when it asks for a step, as torch.amp.GradScaler tells a fused
@@ -41,6 +45,9 @@ struct StepScale {
   at::Tensor found_inf;
 };
 
+/// Drops the gradients, computes new ones from the parameters as they are now, and gives the loss.
+using LossClosure = std::function<double()>;
+
 /// A step from gradients to parameters. One thread at a time.
 class Optimizer {
  public:
@@ -49,6 +56,15 @@ class Optimizer {
   virtual void step() = 0;
   /// The same for scaled gradients. What the gradients are after it is not said: drop them.
   virtual void step_scaled(const StepScale& scale) = 0;
+  /// Whether a step evaluates the loss several times, so that only `step_with` can make it: lbfgs.
+  virtual bool needs_closure() const { return false; }
+  /// Python's step(closure). Gives the loss that the closure gave first. What it throws leaves the
+  /// step, and parameters then have values of the middle of it.
+  virtual double step_with(const LossClosure& closure) {
+    const double loss = closure();
+    step();
+    return loss;
+  }
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
   /// The tensors that a step updates, in the order of state()'s indices.
@@ -67,7 +83,8 @@ class Optimizer {
   virtual const std::string& name() const = 0;
   /// Whether each element is updated from its own value, gradient and state alone. Then a parameter
   /// may be cut into parts that different ranks update (ZeRO, FSDP), to the same values. False for
-  /// one that looks at whole parameters, such as by their norms. True for all of make_optimizer's.
+  /// one that looks at whole parameters, such as by their norms. True for all of make_optimizer's
+  /// but lbfgs.
   virtual bool is_elementwise() const { return false; }
 };
 
@@ -76,6 +93,7 @@ class Optimizer {
 /// - adam, adamw: fused kernels for dense parameters in float32, float64 and bfloat16, which give
 ///   the bits of Python's `fused=True`; else torch::optim's.
 /// - rmsprop, adagrad: torch::optim's.
+/// - lbfgs: torch::optim's. Its step needs a closure (`step_with`).
 ///
 /// Parameters that need no gradient are allowed. Throws UsageError for an unknown name (with the
 /// nearest), for no parameters and for options out of range.
@@ -83,7 +101,9 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           std::vector<at::Tensor> parameters,
                                           const OptimizerOptions& options);
 std::vector<std::string> optimizer_names();
-/// PyTorch's: 0.001 for sgd, adam and adamw, 0.01 for rmsprop and adagrad.
+/// What OptimizerOptions::line_search_fn can be, besides empty.
+std::vector<std::string> line_search_names();
+/// PyTorch's: 0.001 for sgd, adam and adamw, 0.01 for rmsprop and adagrad, 1 for lbfgs.
 double default_learning_rate(const std::string& name);
 
 /// Drops all gradients without detaching them, so that views of DDP's buckets stay valid. The next

@@ -27,11 +27,12 @@ double loss_after(const std::string& name, int steps, double lr) {
   auto optimizer = make_optimizer(name, all, options);
   double last = 0;
   for (int step = 0; step < steps; ++step) {
-    zero_grad(all);
-    at::Tensor loss = (all[0] - 3).square().sum() + (all[1] - 3).square().sum();
-    loss.backward();
-    optimizer->step();
-    last = loss.item<double>();
+    last = optimizer->step_with([&] {
+      zero_grad(all);
+      at::Tensor loss = (all[0] - 3).square().sum() + (all[1] - 3).square().sum();
+      loss.backward();
+      return loss.item<double>();
+    });
   }
   return last;
 }
@@ -60,8 +61,10 @@ TEST(Optimizers, ARateOfZeroChangesNothing) {
     auto all = parameters();
     auto optimizer = make_optimizer(name, all, {});
     optimizer->set_lr(0);
-    give_gradients(all);
-    optimizer->step();
+    optimizer->step_with([&] {
+      give_gradients(all);
+      return 1.0;
+    });
     EXPECT_TRUE(at::equal(all[0].detach(), at::ones({4}))) << name;
   }
 }

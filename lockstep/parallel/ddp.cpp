@@ -19,10 +19,10 @@ bool changes_bits(const DdpOptions& options) {
          options.comm_hook == CommHook::bf16_compress;
 }
 
-void check_values(const ModuleState& state) {
-  const auto check = [](const char* kind, const NamedTensor& item) {
+void check_values(const ModuleState& state, const std::string& what) {
+  const auto check = [&](const char* kind, const NamedTensor& item) {
     if (!item.tensor.is_meta()) return;
-    throw UsageError(std::string("DistributedDataParallel: ") + kind + " '" + item.name +
+    throw UsageError(what + ": " + kind + " '" + item.name +
                          "' is on device meta: it has a shape, but no values",
                      "make the module on a real device, or use a strategy that shards it");
   };
@@ -48,13 +48,13 @@ struct DdpCore::Impl : Joinable {
   std::unique_ptr<GradientReducer> reducer;
 
   void prepare(const ModuleState& state, const DdpOptions& options,
-               const ReducerFactory& make_reducer) {
+               const ReducerFactory& make_reducer, const std::string& what) {
     for (const NamedTensor& item : state.parameters) parameters.push_back(item.tensor.detach());
     if (options.broadcast_buffers) {
       for (const NamedTensor& item : state.buffers) buffers.push_back(item.tensor);
     }
     if (options.init_sync) {
-      check_same_state(state, group);
+      check_same_state(state, group, what);
       std::vector<at::Tensor> tensors;
       for (const NamedTensor& item : state.parameters) tensors.push_back(item.tensor.detach());
       tensors.insert(tensors.end(), buffers.begin(), buffers.end());
@@ -132,20 +132,20 @@ std::unique_ptr<JoinHook> DdpCore::Impl::join_hook(const JoinOptions& options) {
 }
 
 DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
-                 const ReducerFactory& make_reducer)
+                 const ReducerFactory& make_reducer, const std::string& what)
     : impl_(std::make_unique<Impl>()) {
   if (!group) {
-    throw UsageError("DistributedDataParallel: the process group is null",
+    throw UsageError(what + ": the process group is null",
                      "ranks that are not in a group must not wrap a module with it");
   }
   impl_->group = std::move(group);
-  const ModuleState state = find_module_state(module, options.ignored);
-  check_values(state);
+  const ModuleState state = find_module_state(module, options.ignored, what);
+  check_values(state, what);
   for (const ReducedParameter& parameter : state.reduced) {
     impl_->elements += parameter.tensor.numel();
   }
   if (impl_->group.size() > 1 || changes_bits(options))
-    impl_->prepare(state, options, make_reducer);
+    impl_->prepare(state, options, make_reducer, what);
 }
 
 DdpCore::~DdpCore() = default;

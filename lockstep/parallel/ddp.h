@@ -12,6 +12,7 @@
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/join.h"
 #include "lockstep/parallel/output_tensors.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace torch::nn {
 class Module;
@@ -90,9 +91,11 @@ using ReducerFactory =
 /// The part of DistributedDataParallel that does not depend on the module's type.
 class DdpCore {
  public:
-  /// `make_reducer` in place of the options' choice of a reducer.
+  /// `make_reducer` in place of the options' choice of a reducer. `what` names the caller in
+  /// messages.
   DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
-          const ReducerFactory& make_reducer = {});
+          const ReducerFactory& make_reducer = {},
+          const std::string& what = "DistributedDataParallel");
   ~DdpCore();
   DdpCore(DdpCore&&) noexcept;
   DdpCore& operator=(DdpCore&&) noexcept;
@@ -142,61 +145,19 @@ class DdpCore {
 /// torch::optim with `gradient_as_bucket_view = false`). One thread at a time. Keep the process
 /// group alive as long as this.
 template <class ModulePtr>
-class DistributedDataParallel {
+class DistributedDataParallel : public WrappedModule<ModulePtr, detail::DdpCore> {
  public:
   DistributedDataParallel(ModulePtr module, const ProcessGroup& group,
                           const DdpOptions& options = {})
-      : module_(std::move(module)), core_(*module_, group, options) {}
+      : WrappedModule<ModulePtr, detail::DdpCore>(module, *module, group, options) {}
 
-  template <class... Args>
-  auto forward(Args&&... args) {
-    core_.before_forward();
-    auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    const bool pass = core_.wants_outputs();
-    if (pass) visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-    core_.after_forward(tensors);
-    if (pass) {
-      visit_tensors(
-          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
-    }
-    return output;
-  }
-  template <class... Args>
-  auto operator()(Args&&... args) {
-    return forward(std::forward<Args>(args)...);
-  }
-
-  /// While the guard lives, backward only accumulates gradients locally. The first backward after
-  /// it averages the sum. The forward must be inside too.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(bool& synchronizing)
-        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
-    ~NoSync() { synchronizing_ = before_; }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    bool& synchronizing_;
-    bool before_;
-  };
-  NoSync no_sync() { return NoSync(core_.synchronizing()); }
   /// Whether the last forward was within no_sync, so that its gradients only add up.
-  bool adding_up() const { return core_.adding_up(); }
+  bool adding_up() const { return this->core_.adding_up(); }
 
   /// For `Join join({ddp, ...})`.
-  operator Joinable&() { return core_.joinable(); }  // NOLINT(google-explicit-constructor)
-
-  /// The wrapped module: what to save, without any prefix in its names.
-  auto& module() { return *module_; }
-  const auto& module() const { return *module_; }
-  const ProcessGroup& group() const { return core_.group(); }
-  DdpStatistics statistics() const { return core_.statistics(); }
-
- private:
-  ModulePtr module_;
-  detail::DdpCore core_;
+  operator Joinable&() {  // NOLINT(google-explicit-constructor)
+    return this->core_.joinable();
+  }
 };
 
 }  // namespace lockstep

@@ -2,9 +2,6 @@
 
 #include <torch/nn/module.h>
 
-#include <optional>
-
-#include "lockstep/autograd/backward.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {
@@ -14,29 +11,13 @@ class DdpStrategy : public detail::WholeOptimizerStrategy {
  public:
   DdpStrategy(const StrategySetup& setup, const DdpOptions& options)
       : WholeOptimizerStrategy(setup) {
-    if (group().size() > 1) core_.emplace(module(), group(), options);
+    average_gradients(options);
   }
 
   const std::string& name() const override { return name_; }
 
-  void run_batch(const BatchWork& work) override {
-    if (!core_) return backward(compute_loss(work));
-    core_->synchronizing() = work.last_of_step;
-    core_->before_forward();
-    std::vector<at::Tensor> losses{compute_loss(work)};
-    core_->after_forward(losses);
-    backward(losses.front());
-  }
-
-  void warm_up(const BatchWork& work) override {
-    if (!core_) return;
-    run_batch(work);
-    zero_grad();
-  }
-
  private:
   std::string name_ = "ddp";
-  std::optional<detail::DdpCore> core_;
 };
 
 }  // namespace

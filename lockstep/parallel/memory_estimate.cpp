@@ -15,6 +15,8 @@ int64_t numbers_kept(const std::string& optimizer, const OptimizerOptions& optio
   if (optimizer == "rmsprop")
     return 1 + (options.momentum != 0 ? 1 : 0) + (options.centered ? 1 : 0);
   if (optimizer == "adagrad") return 1;
+  // Once the history is full: two vectors of an iteration, the last direction and gradient.
+  if (optimizer == "lbfgs") return 2 * options.history_size + 2;
   throw UsageError(unknown_word("optimizer", optimizer, optimizer_names()));
 }
 
@@ -48,6 +50,11 @@ MemoryAnswer estimate_memory(const std::string& strategy, const MemoryQuestion& 
     throw UsageError("estimate_memory: " + std::to_string(question.elements) + " elements of " +
                      std::to_string(question.element_bytes) + " bytes on " +
                      std::to_string(question.ranks) + " ranks; expected 1 or more of each");
+  if (question.optimizer == "lbfgs" && kept.optimizer)
+    throw UsageError("strategy " + strategy +
+                         ": the optimizer lbfgs looks at all parameters as one "
+                         "vector, of which a rank has a part only",
+                     "ask for strategy ddp, or another optimizer");
   const auto of = [&](bool shared, int64_t elements) {
     return (shared ? share(elements, question.ranks) : elements) * question.element_bytes;
   };

@@ -39,6 +39,10 @@ TEST(MemoryEstimate, KnowsOptimizersAndFrozenParameters) {
   question.optimizer = "rmsprop";
   question.optimizer_options.centered = true;
   EXPECT_EQ(estimate_memory("ddp", question).state.optimizer, 12'000'000);
+  question.optimizer = "lbfgs";
+  question.optimizer_options.history_size = 10;
+  EXPECT_EQ(estimate_memory("ddp", question).state.optimizer, 22 * 4'000'000);
+  EXPECT_THROW(estimate_memory("fsdp", question), UsageError);
 }
 
 TEST(MemoryEstimate, WorkingMemoryGrowsWithTheLargestUnit) {

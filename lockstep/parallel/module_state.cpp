@@ -87,7 +87,8 @@ ModuleState whole_module_state(torch::nn::Module& module) {
   return collect_state(module, {}, unknown);
 }
 
-ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored) {
+ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored,
+                              const std::string& what) {
   const std::set<std::string> skip(ignored.begin(), ignored.end());
   std::set<std::string> unknown = skip;
   ModuleState state = collect_state(module, skip, unknown);
@@ -96,7 +97,7 @@ ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::
                      "', which is neither a parameter nor a buffer of the module");
   }
   if (state.reduced.empty()) {
-    throw UsageError("DistributedDataParallel: the module has no parameter that needs a gradient",
+    throw UsageError(what + ": the module has no parameter that needs a gradient",
                      "use the module as it is: there is nothing to average over ranks");
   }
   return state;

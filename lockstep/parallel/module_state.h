@@ -23,16 +23,16 @@ struct ModuleState {
 };
 
 /// Leaves out what is named in `ignored`. Throws UsageError for an ignored name that the module
-/// does not have and for a module without a parameter that needs a gradient.
-ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored);
+/// does not have and for a module without a parameter that needs a gradient. `what` names the
+/// caller in it, here and below.
+ModuleState find_module_state(torch::nn::Module& module, const std::vector<std::string>& ignored,
+                              const std::string& what);
 /// The same, of a module that may be frozen, and with all of its tensors.
 ModuleState whole_module_state(torch::nn::Module& module);
 
 /// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.
-/// `what` names the caller in it.
-void check_same_state(const ModuleState& state, const ProcessGroup& group,
-                      const std::string& what = "DistributedDataParallel");
+void check_same_state(const ModuleState& state, const ProcessGroup& group, const std::string& what);
 
 /// The values of rank `src` go to all ranks, in as few operations as possible. A collective.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group,

@@ -131,9 +131,9 @@ TEST(ModuleState, BadBucketSizesAreUsageErrors) {
 
 TEST(ModuleState, NamesAreInPythonsOrderWithEachTensorOnce) {
   const auto tied = std::make_shared<ddp_test::Tied>();
-  EXPECT_EQ(detail::find_module_state(*tied, {}).parameters.size(), 1u);
+  EXPECT_EQ(detail::find_module_state(*tied, {}, "test").parameters.size(), 1u);
   const auto lookup = std::make_shared<ddp_test::Lookup>();
-  const detail::ModuleState state = detail::find_module_state(*lookup, {});
+  const detail::ModuleState state = detail::find_module_state(*lookup, {}, "test");
   ASSERT_EQ(state.reduced.size(), 3u);
   EXPECT_EQ(state.reduced[0].name, "table.weight");
   EXPECT_TRUE(state.reduced[0].sparse_gradient);

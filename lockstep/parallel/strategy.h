@@ -80,6 +80,9 @@ struct StrategyOptions {
   /// Pipeline: the layers at which the second and all further stages begin, by Layer::name. Empty:
   /// stages of equal cost.
   std::vector<std::string> pipeline_plan = {};
+  /// Pipeline: what makes stages of equal cost: "time" of their layers, measured where there is an
+  /// example_input, or "parameters", which is alike in every run.
+  std::string pipeline_balance = "time";
   /// Pipeline: keep only the inputs of stages, and run forward again in backward. It saves most of
   /// the activations' memory for a third more time.
   bool recompute_activations = false;
@@ -105,9 +108,10 @@ struct StrategySetup {
   /// Runs `module`, or a copy that `module->clone` made, on a batch. For strategies that keep
   /// copies. Empty: these refuse the module.
   std::function<at::Tensor(torch::nn::Module& module, const at::Tensor& input)> forward = {};
-  /// A batch of the shape that will come. Pipeline: the cost of layers is measured with it, to cut
-  /// stages of equal cost. Undefined: the cost is guessed from the layers' parameters.
-  at::Tensor example_input = {};
+  /// Gives a batch of the shape that will come, of any values. Pipeline: rank 0 calls it once, and
+  /// measures with it what layers cost, to cut stages of equal cost. Empty, or an undefined tensor:
+  /// the cost is guessed from the layers' parameters.
+  std::function<at::Tensor()> example_input = {};
   OptimizerFactory make_optimizer;
   ProcessGroup group;  ///< All ranks that train together.
   c10::Device device = c10::kCPU;
@@ -162,6 +166,17 @@ class Strategy {
   /// Updates the parameters, on all ranks to the same values. Throws UsageError while gradients
   /// only add up.
   virtual void step(const StepScale& scale = {}) = 0;
+  /// Whether the optimizer evaluates the loss several times (lbfgs): then call `step_with` in place
+  /// of `step`. Strategies that cannot have such an optimizer refuse it when they are made.
+  virtual bool needs_closure() const { return false; }
+  /// The same with a closure: it calls zero_grad and run_batch, and gives the loss of this rank's
+  /// batch. The first call in a step may give the loss of the gradients that are there. The
+  /// optimizer sees the mean over the ranks, so all ranks go the same way. Gives the first loss.
+  virtual double step_with(const LossClosure& closure) {
+    const double loss = closure();
+    step();
+    return loss;
+  }
   virtual void zero_grad() = 0;
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;

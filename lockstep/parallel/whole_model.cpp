@@ -1,10 +1,12 @@
 #include "lockstep/parallel/whole_model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
 #include <unordered_set>
 
+#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
@@ -30,6 +32,27 @@ WholeModelStrategy::WholeModelStrategy(const StrategySetup& setup)
       group_(setup.group),
       forward_context_(setup.options.forward_context) {
   if (!group_) throw UsageError("strategy: the process group is null");
+}
+
+void WholeModelStrategy::average_gradients(const DdpOptions& options,
+                                           const ReducerFactory& make_reducer) {
+  if (group_.size() > 1)
+    core_.emplace(*module_, group_, options, make_reducer, "strategy " + name());
+}
+
+void WholeModelStrategy::run_batch(const BatchWork& work) {
+  if (!core_) return backward(compute_loss(work));
+  core_->synchronizing() = work.last_of_step;
+  core_->before_forward();
+  std::vector<at::Tensor> losses{compute_loss(work)};
+  core_->after_forward(losses);
+  backward(losses.front());
+}
+
+void WholeModelStrategy::warm_up(const BatchWork& work) {
+  if (!core_) return;
+  run_batch(work);
+  zero_grad();
 }
 
 std::optional<at::Tensor> WholeModelStrategy::predict(const std::function<at::Tensor()>& forward,
@@ -93,12 +116,32 @@ void WholeOptimizerStrategy::step(const StepScale& scale) {
                                                           : optimizer_->step();
 }
 
+double WholeOptimizerStrategy::step_with(const LossClosure& closure) {
+  expect_last_of_step();
+  return optimizer_->step_with([&] {
+    const double loss = closure();
+    if (group().size() == 1) return loss;
+    at::Tensor mean =
+        at::full({1}, loss / group().size(),
+                 parameters().front().options().dtype(at::kDouble).requires_grad(false));
+    group().all_reduce(mean);
+    return mean.item<double>();
+  });
+}
+
 OptimizerState WholeOptimizerStrategy::optimizer_state() {
   return group().rank() == 0 ? optimizer_->state() : OptimizerState();
 }
 
 StateBytes WholeOptimizerStrategy::state_bytes() const {
   return {bytes_of(parameters()), bytes_of(gradients()), bytes_of(optimizer_->state())};
+}
+
+void refuse_closure(const Optimizer& optimizer, const std::string& strategy,
+                    const std::string& reason) {
+  if (!optimizer.needs_closure()) return;
+  throw UsageError(strategy + ": the optimizer " + optimizer.name() + " " + reason,
+                   "use strategy ddp or dp, or another optimizer");
 }
 
 int64_t bytes_of(const at::Tensor& tensor) {

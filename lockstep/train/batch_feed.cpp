@@ -4,9 +4,9 @@
 
 namespace lockstep::detail {
 
-Batch example_batch(const DataLoader& loader) {
-  const auto zeros = [](const SampleSpec& spec) {
-    return at::zeros(spec.batch_shape(2), at::device(c10::kCPU).dtype(spec.dtype));
+Batch example_batch(const DataLoader& loader, int64_t samples) {
+  const auto zeros = [samples](const SampleSpec& spec) {
+    return at::zeros(spec.batch_shape(samples), at::device(c10::kCPU).dtype(spec.dtype));
   };
   Batch batch;
   batch.data = zeros(loader.data_spec());

@@ -38,6 +38,10 @@ class BatchFeed {
   /// A batch for trying things out: zeros, or the first batch where the loader knows no shapes.
   virtual void take_example(const TrainingModuleBase& module, c10::Device device) = 0;
 
+  /// The input of a batch of zeros, of as many samples as the loader's batches have. For modules
+  /// and loaders of Batch that know shapes; undefined for others.
+  virtual at::Tensor example_input(const TrainingModuleBase& module, c10::Device device) const = 0;
+
   /// Floating-point tensors of the batches that the loader gives become of this dtype.
   void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
   bool has_samples() const { return has_samples_; }
@@ -54,8 +58,8 @@ class BatchFeed {
   std::optional<at::ScalarType> dtype_;
 };
 
-/// Zeros of two samples.
-Batch example_batch(const DataLoader& loader);
+/// Zeros of so many samples.
+Batch example_batch(const DataLoader& loader, int64_t samples = 2);
 /// Gives whether any row is left; where none is, the batch stays as it is.
 bool drop_padding(Batch& batch);
 
@@ -91,6 +95,14 @@ class FeedOf : public BatchFeed {
       start(0, 0);
       next(module, device);
     }
+  }
+
+  at::Tensor example_input(const TrainingModuleBase& module, c10::Device device) const override {
+    if constexpr (std::same_as<L, DataLoader> && std::same_as<B, Batch>) {
+      const Batch zeros = example_batch(loader_, loader_.options().batch_size);
+      return of(module).prepare_batch(zeros, device).data;
+    }
+    return {};
   }
 
   int64_t batch_size(const TrainingModuleBase& module) const override {

@@ -34,12 +34,40 @@ void check_loss(const at::Tensor& loss) {
 
 }  // namespace
 
+/// While it lives, what a batch tells of itself is not kept.
+class StepLoop::Unmeasured {
+ public:
+  explicit Unmeasured(StepLoop& loop)
+      : loop_(loop),
+        noted_(loop.context_.sums),
+        loss_(std::exchange(loop.last_loss_, 0)),
+        rows_(std::exchange(loop.last_rows_, 0)),
+        bad_(loop.bad_batch_) {}
+  ~Unmeasured() {
+    loop_.context_.sums = std::move(noted_);
+    loop_.last_loss_ = loss_;
+    loop_.last_rows_ = rows_;
+    loop_.bad_batch_ = bad_;
+  }
+  Unmeasured(const Unmeasured&) = delete;
+  Unmeasured& operator=(const Unmeasured&) = delete;
+
+ private:
+  StepLoop& loop_;
+  MetricSums noted_;
+  double loss_;
+  int64_t rows_;
+  bool bad_;
+};
+
 StepLoop::StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options)
     : task_(task),
       options_(options),
       automatic_(task.module->automatic_optimization()),
       supervised_(task.module->as_supervised()),
-      parts_(detail::make_parts(task.module, group, task.device, options, total_steps())),
+      parts_(detail::make_parts(
+          task.module, group, task.device, options, total_steps(),
+          [&task] { return task.train->example_input(*task.module, task.device); })),
       shares_(parts_.front()->strategy().data_share().size),
       start_(std::chrono::steady_clock::now()) {
   context_.device = task.device;
@@ -72,7 +100,11 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     const bool last_of_step = i == first_of_step + batches_of_step_ - 1;
     run_batch(i, last_of_step);
     if (!last_of_step) continue;
-    if (automatic_) parts_.front()->finish_step(step_ + 1, epoch);
+    if (automatic_) {
+      parts_.front()->finish_step(
+          step_ + 1, epoch,
+          {last_loss_ / static_cast<double>(last_rows_), [this, i] { return loss_once_more(i); }});
+    }
     context_.step = ++step_;
     if (!after_step(result_of(epoch, i + 1))) return false;
   }
@@ -107,6 +139,13 @@ void StepLoop::run_batch(int64_t index, bool last_of_step) {
   }
   samples_of_step_ += task_.train->batch_size(*task_.module);
   note_batch();
+}
+
+/// Of a batch that has been run, for an optimizer that wants to know. It is not measured again.
+double StepLoop::loss_once_more(int64_t index) {
+  const Unmeasured unmeasured(*this);
+  parts_.front()->strategy().run_batch(work_of(index, /*last_of_step=*/true));
+  return last_loss_ / static_cast<double>(last_rows_);
 }
 
 BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
@@ -177,7 +216,15 @@ double StepLoop::update(const std::string& name, const std::function<at::Tensor(
   }
   part.begin_step();
   part.strategy().run_batch(work);
-  if (last_of_step) part.finish_step(step_ + 1, context_.epoch);
+  if (last_of_step) {
+    const double first = value;
+    part.finish_step(step_ + 1, context_.epoch, {first, [&] {
+                                                   const Unmeasured unmeasured(*this);
+                                                   part.strategy().run_batch(work);
+                                                   return value;
+                                                 }});
+    return first;
+  }
   return value;
 }
 

@@ -54,8 +54,10 @@ class StepLoop : private detail::Updater {
   MetricSums take_sums();
 
  private:
+  class Unmeasured;
   void cast_batches();
   void run_batch(int64_t index, bool last_of_step);
+  double loss_once_more(int64_t index);
   BatchWork work_of(int64_t index, bool last_of_step);
   at::Tensor judged(detail::TrainedPart& part, const at::Tensor& loss, int64_t rows);
   void note_batch();

@@ -24,7 +24,8 @@ PrecisionOptions precision_options(const TrainerOptions& options, c10::Device de
 
 TrainedPart::TrainedPart(OptimizerConfig config, const std::shared_ptr<TrainingModuleBase>& root,
                          const ProcessGroup& group, c10::Device device,
-                         const TrainerOptions& options, int64_t steps_of_run)
+                         const TrainerOptions& options, int64_t steps_of_run,
+                         const std::function<at::Tensor()>& example_input)
     : config_(std::move(config)),
       options_(options),
       module_(config_.module ? config_.module : root),
@@ -32,17 +33,42 @@ TrainedPart::TrainedPart(OptimizerConfig config, const std::shared_ptr<TrainingM
       precision_(precision_options(options, device)),
       finite_(options.on_nan, group, device) {
   if (config_.schedule.total_steps == 0) config_.schedule.total_steps = steps_of_run;
-  strategy_ = make_strategy(options.strategy, setup(root, group, device));
+  strategy_ = make_strategy(options.strategy, setup(root, group, device, example_input));
   base_lr_ = strategy_->lr();
+  if (strategy_->needs_closure()) check_closure();
+}
+
+/// What an optimizer that evaluates the loss several times in a step does not go with.
+void TrainedPart::check_closure() const {
+  const std::string what =
+      "optimizer " + optimizer_name_ + " evaluates the loss of a batch several times in a step, ";
+  if (precision_.scales()) {
+    throw UsageError(what +
+                         "which a loss scale does not go with: all of them would have to overflow "
+                         "alike",
+                     "take --precision 32-true or bf16-mixed, without a --loss-scale");
+  }
+  if (options_.accumulate_grad_batches > 1) {
+    throw UsageError(what + "but of " + std::to_string(options_.accumulate_grad_batches) +
+                         " batches a step only the last one is at hand",
+                     "take one larger batch in place of --accumulate-grad-batches");
+  }
 }
 
 StrategySetup TrainedPart::setup(const std::shared_ptr<TrainingModuleBase>& root,
-                                 const ProcessGroup& group, c10::Device device) {
+                                 const ProcessGroup& group, c10::Device device,
+                                 const std::function<at::Tensor()>& example_input) {
   StrategySetup setup;
   setup.module = module_;
   if (SupervisedModule* const supervised = root->as_supervised()) {
     setup.layers = supervised->layers();
     setup.forward = supervised->forward_of_copies();
+    if (example_input) {
+      setup.example_input = [this, example_input] {
+        const at::Tensor example = example_input();
+        return example.defined() ? precision_.convert_input(example) : example;
+      };
+    }
   }
   setup.make_optimizer = precision_.optimizer_factory([this](std::vector<at::Tensor> parameters) {
     auto optimizer = config_.make(std::move(parameters));
@@ -63,6 +89,8 @@ void TrainedPart::begin_step() {
 }
 
 at::Tensor TrainedPart::judged(at::Tensor loss, double value, int64_t batches_of_step) {
+  // A line search may try what is not finite. A step that ends there shows in the next loss.
+  if (evaluates_again_) return loss;
   if (batches_of_step > 1) loss = loss / static_cast<double>(batches_of_step);
   // The gradients of a loss that is infinite may be finite: all of them are to be NaN.
   if (!finite_.loss_is_good(value)) loss = loss * std::numeric_limits<double>::quiet_NaN();
@@ -74,7 +102,7 @@ double TrainedPart::scheduled() const {
                        : scheduled_lr(config_.schedule, base_lr_, updates_);
 }
 
-void TrainedPart::finish_step(int64_t step, int64_t epoch) {
+void TrainedPart::finish_step(int64_t step, int64_t epoch, const Evaluation& evaluation) {
   const double lr = scheduled();
   if (lr != strategy_->lr()) strategy_->set_lr(lr);
   ++updates_;
@@ -88,12 +116,26 @@ void TrainedPart::finish_step(int64_t step, int64_t epoch) {
   if (precision_.expects_overflow()) found.overflowed = precision_.skipped();
   if (finite_.step_is_good(found, step, epoch)) {
     if (options_.gradient_clip_val > 0 && !found.overflowed.value_or(false)) clip();
-    strategy_->step(scale);
+    strategy_->needs_closure() ? step_with(evaluation) : strategy_->step(scale);
   } else {
     put_buffers_back();
   }
   strategy_->zero_grad();
   precision_.update();
+}
+
+/// The first loss, and the gradients, are those of the batch as the step loop has run it.
+void TrainedPart::step_with(const Evaluation& evaluation) {
+  bool is_first = true;
+  evaluates_again_ = true;
+  strategy_->step_with([&] {
+    if (std::exchange(is_first, false)) return evaluation.loss;
+    strategy_->zero_grad();
+    const double loss = evaluation.again();
+    if (options_.gradient_clip_val > 0) clip();
+    return loss;
+  });
+  evaluates_again_ = false;
 }
 
 void TrainedPart::clip() {
@@ -184,15 +226,16 @@ void append(NamedTensors& all, NamedTensors more) {
 
 TrainedParts make_parts(const std::shared_ptr<TrainingModuleBase>& module,
                         const ProcessGroup& group, c10::Device device,
-                        const TrainerOptions& options, int64_t steps_of_run) {
+                        const TrainerOptions& options, int64_t steps_of_run,
+                        const std::function<at::Tensor()>& example_input) {
   const std::vector<OptimizerConfig> configs = module->configure_optimizers();
   check_configs(configs, *module);
   check_disjoint(configs);
   Precision(precision_options(options, device)).convert(*module);
   TrainedParts parts;
   for (const OptimizerConfig& config : configs) {
-    parts.push_back(
-        std::make_unique<TrainedPart>(config, module, group, device, options, steps_of_run));
+    parts.push_back(std::make_unique<TrainedPart>(config, module, group, device, options,
+                                                  steps_of_run, example_input));
   }
   if (group.size() > 1) {
     std::vector<at::Tensor> others;

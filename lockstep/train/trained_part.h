@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,10 +24,10 @@ namespace lockstep::detail {
 class TrainedPart {
  public:
   /// A collective. `steps_of_run` is for schedules that span the run. `root` is the whole module,
-  /// whose buffers a forward may change.
+  /// whose buffers a forward may change. `example_input`: see StrategySetup.
   TrainedPart(OptimizerConfig config, const std::shared_ptr<TrainingModuleBase>& root,
               const ProcessGroup& group, c10::Device device, const TrainerOptions& options,
-              int64_t steps_of_run);
+              int64_t steps_of_run, const std::function<at::Tensor()>& example_input);
 
   const std::string& name() const { return config_.name; }
   const std::string& optimizer_name() const { return optimizer_name_; }
@@ -42,8 +43,13 @@ class TrainedPart {
   /// What backward is to start from, for the loss `value` of a batch: divided for accumulation and
   /// scaled; NaN where the loss is not finite.
   at::Tensor judged(at::Tensor loss, double value, int64_t batches_of_step);
+  /// The loss of a step's batch, and how it and its gradients are computed once more.
+  struct Evaluation {
+    double loss;
+    LossClosure again;
+  };
   /// Clips and steps, or drops the step on all ranks. `step` and `epoch` are for messages.
-  void finish_step(int64_t step, int64_t epoch);
+  void finish_step(int64_t step, int64_t epoch, const Evaluation& evaluation);
   /// See FiniteCheck. `from_its_start` tells whether this run has made the whole epoch.
   void end_epoch(int64_t epoch, bool from_its_start);
 
@@ -53,9 +59,11 @@ class TrainedPart {
  private:
   double scheduled() const;
   void clip();
+  void step_with(const Evaluation& evaluation);
+  void check_closure() const;
   void put_buffers_back();
   StrategySetup setup(const std::shared_ptr<TrainingModuleBase>& root, const ProcessGroup& group,
-                      c10::Device device);
+                      c10::Device device, const std::function<at::Tensor()>& example_input);
 
   OptimizerConfig config_;
   TrainerOptions options_;
@@ -70,6 +78,7 @@ class TrainedPart {
   int64_t updates_ = 0;
   int64_t updates_of_epoch_ = 0;
   bool in_step_ = false;
+  bool evaluates_again_ = false;  ///< The optimizer asks for a loss within its step.
 };
 
 using TrainedParts = std::vector<std::unique_ptr<TrainedPart>>;
@@ -78,7 +87,8 @@ using TrainedParts = std::vector<std::unique_ptr<TrainedPart>>;
 /// that cannot be told apart or share a parameter.
 TrainedParts make_parts(const std::shared_ptr<TrainingModuleBase>& module,
                         const ProcessGroup& group, c10::Device device,
-                        const TrainerOptions& options, int64_t steps_of_run);
+                        const TrainerOptions& options, int64_t steps_of_run,
+                        const std::function<at::Tensor()>& example_input = {});
 
 /// While it lives, the parameters of all parts but one need no gradient: Lightning's
 /// toggle_optimizer.

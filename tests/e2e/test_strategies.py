@@ -69,6 +69,39 @@ class Strategies(unittest.TestCase):
             with self.subTest(precision):
                 self.check_resumption("ddp", "--precision", precision, "--gradient-clip-val", 1, *self.optimizer(precision))
 
+    def test_lbfgs(self):
+        """On several ranks and on several replicas; a strategy without all parameters refuses it."""
+        lbfgs = ("--optimizer", "lbfgs", "--line-search-fn", "strong_wolfe", "--max-iter", 3, "--history-size", 4)
+        for strategy in ("ddp", "dp"):
+            with self.subTest(strategy):
+                last = self.check_resumption(strategy, *lbfgs)
+                self.assertGreater(float(last.split()[2]), 0.5, last)
+
+    def test_dp_has_as_many_replicas_as_are_asked_for(self):
+        """One has the sums of a single process. Three add parts of the batch up, to other last bits."""
+        with t.temporary_folder() as folder:
+            t.run(t.LOCKSTEP, "train", *data(), *SHORT, "--threads", 1, "--save-weights", folder / "ddp")
+            lines = {}
+            for count in (1, 3):
+                lines[count] = train("dp", "--threads", 1, "--dp-replicas", count, "--save-weights", folder / str(count))
+            self.assertEqual(weights(folder / "1"), weights(folder / "ddp"))
+            self.assertNotEqual(weights(folder / "3"), weights(folder / "ddp"))
+            accuracies = [float(line[-1].split()[2]) for line in lines.values()]
+            self.assertAlmostEqual(*accuracies, delta=0.01)
+
+    def test_a_pipeline_tells_where_it_is_cut(self):
+        def cut(*flags):
+            result = t.run(t.LOCKSTEP, "train", *data(), *SHORT, "--max-epochs", 0, "--strategy", "pipeline", "--devices", 2,
+                           *flags)
+            return re.findall(r"pipeline: stage 0 on rank 0: .*", result.stderr)
+
+        # 100,480 of 109,386 parameters are the first layer's.
+        self.assertEqual(cut("--pipeline-balance", "parameters"),
+                         ["pipeline: stage 0 on rank 0: layers.0 (92% of parameters), "
+                          "stage 1 on rank 1: layers.1 to layers.4 (8%)"])
+        self.assertRegex("".join(cut()), r"^pipeline: stage 0 on rank 0: layers\.0.* of time\), stage 1 on rank 1: .*%\)$")
+        self.assertEqual(cut("--pipeline-plan", "layers.2"), [])
+
     def test_apex_levels(self):
         for level, scale in (("O1", "dynamic"), ("O2", "dynamic"), ("O2", "128"), ("O3", "64")):
             with self.subTest(f"{level} {scale}"):
@@ -125,6 +158,23 @@ class WrongUse(unittest.TestCase):
     def test_strategies_that_do_not_combine(self):
         self.refuse(("--mesh", "dp=1"), 2, "strategy ddp takes no mesh (dp=1)")
         self.refuse(("--num-micro-batches", "2"), 2, "--num-micro-batches is for --strategy pipeline")
+
+    def test_what_does_not_go_with_lbfgs(self):
+        lbfgs = ("--optimizer", "lbfgs", "--limit-train-batches", 2)
+        for strategy in strategies():
+            if strategy not in ("ddp", "dp"):
+                self.refuse((*lbfgs, "--strategy", strategy, "--devices", 2), 2, "optimizer lbfgs looks at")
+        self.refuse((*lbfgs, "--precision", "16-mixed"), 2, "which a loss scale does not go with")
+        self.refuse((*lbfgs, "--amp-level", "O2", "--loss-scale", "1"), 2, "float32 copies of the parameters")
+        self.refuse((*lbfgs, "--accumulate-grad-batches", 2), 2, "of 2 batches a step only the last one")
+        self.refuse(("--max-iter", 2), 2, "--max-iter is for --optimizer lbfgs; --optimizer is sgd")
+        self.refuse((*lbfgs, "--line-search-fn", "wolfe"), 2, "--line-search-fn", "strong_wolfe")
+
+    def test_flags_of_other_strategies(self):
+        self.refuse(("--dp-replicas", 2), 2, "--dp-replicas is for --strategy dp; --strategy is ddp")
+        self.refuse(("--dp-replicas", 0, "--strategy", "dp"), 2, "--dp-replicas")
+        self.refuse(("--pipeline-balance", "time"), 2, "--pipeline-balance is for --strategy pipeline")
+        self.refuse(("--pipeline-balance", "size", "--strategy", "pipeline"), 2, "--pipeline-balance")
 
     def test_a_level_that_contradicts_the_precision(self):
         self.refuse(("--amp-level", "O0", "--precision", "16-mixed"), 2, "O0")

@@ -60,15 +60,12 @@ def hosted_store():
 
 
 @contextlib.contextmanager
-def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", prefix=(), mode="loop", **variables):
+def started(command, environments):
+    """The ranks of a job, one for each environment; ended at the latest with the block."""
     ranks = []
     try:
-        for rank in range(size):
-            env = t.clean_environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size,
-                                      LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend, **variables)
-            if store_port:
-                env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="True")
-            ranks.append(Rank([*prefix, RANK, mode, "env://" if store_port else f"file://{file}", seconds], env))
+        for env in environments:
+            ranks.append(Rank(command, env))
         yield ranks
     finally:
         for rank in ranks:
@@ -77,6 +74,20 @@ def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", p
             rank.process.wait()
             rank.reader.join(10)
             rank.process.stdout.close()
+
+
+def environment(rank, size, store_port=None, **variables):
+    """Of a rank that meets the others in the store of `hosted_store`, or where its command says."""
+    env = t.clean_environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, **variables)
+    if store_port:
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return env
+
+
+def job(seconds, debug, store_port=None, file=None, size=SIZE, backend="gloo", prefix=(), mode="loop", **variables):
+    environments = [environment(rank, size, store_port, LOCKSTEP_DEBUG=debug, TEST_BACKEND=backend, **variables)
+                    for rank in range(size)]
+    return started([*prefix, RANK, mode, "env://" if store_port else f"file://{file}", seconds], environments)
 
 
 def mentions(text, rank):

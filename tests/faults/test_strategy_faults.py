@@ -1,7 +1,6 @@
 """A rank that is killed in the middle of training ends the others with an error that names it, whichever
 strategy spreads the model. LOCKSTEP_FAULT_SEED repeats a run."""
 
-import contextlib
 import os
 import random
 import re
@@ -11,7 +10,7 @@ import unittest
 
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import Rank, hosted_store, mentions
+from test_comm_faults import environment, hosted_store, mentions, started
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -23,24 +22,10 @@ def strategies():
     return [name for name in re.search(r"--strategy ([\w|]+)", text)[1].split("|") if name != "dp"]
 
 
-@contextlib.contextmanager
 def training(strategy, size, backend, port, metrics):
     command = [t.LOCKSTEP, "train", "--strategy", strategy, "--backend", backend, "--optimizer", "adam", "--max-epochs",
                1000, "--timeout", 30, "--log-every-n-steps", 1, "--metrics-file", metrics]
-    ranks = []
-    try:
-        for rank in range(size):
-            env = t.clean_environment(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size,
-                                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
-            ranks.append(Rank(command, env))
-        yield ranks
-    finally:
-        for rank in ranks:
-            if rank.process.poll() is None:
-                rank.process.kill()
-            rank.process.wait()
-            rank.reader.join(10)
-            rank.process.stdout.close()
+    return started(command, [environment(rank, size, port) for rank in range(size)])
 
 
 class StrategyFaults(unittest.TestCase):

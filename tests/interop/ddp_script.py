@@ -1,8 +1,9 @@
-"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST or digits, SGD with momentum.
+"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST or digits, SGD or LBFGS.
 
 Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-FOR-MEETING OUT MNIST-FOLDER OPTIONS-AS-JSON
 """
 
+import functools
 import gzip
 import json
 import pathlib
@@ -88,21 +89,38 @@ def main():
     torch.manual_seed(options["seed"])
     model = make_model(options["model"])
     ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=options["lr"], momentum=options["momentum"],
-                                weight_decay=options.get("weight_decay", 0), nesterov=options.get("nesterov", False))
-    losses = []
+    if options.get("optimizer") == "lbfgs":
+        optimizer = torch.optim.LBFGS(ddp.parameters(), lr=options["lr"], max_iter=options["max_iter"],
+                                      history_size=options["history_size"], line_search_fn=options["line_search_fn"])
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=options["lr"], momentum=options["momentum"],
+                                    weight_decay=options.get("weight_decay", 0),
+                                    nesterov=options.get("nesterov", False))
+
+    def evaluate(images, labels):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(ddp(images).flatten(0, -2), labels.flatten())
+        loss.backward()
+        if options.get("clip"):
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), options["clip"])
+        return loss
+
+    def mean_loss(images, labels):
+        """Of all ranks, so that all of them search alike."""
+        mean = evaluate(images, labels).detach().double() / world_size
+        dist.all_reduce(mean)
+        return mean
+
     for epoch in range(options["epochs"]):
         sampler.set_epoch(epoch)
         for i, (images, labels) in enumerate(loader):
             if i == options["batches"]:
                 break
-            optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(images).flatten(0, -2), labels.flatten())
-            loss.backward()
-            if options.get("clip"):
-                torch.nn.utils.clip_grad_norm_(ddp.parameters(), options["clip"])
-            optimizer.step()
-            losses.append(loss.item())
+            if options.get("optimizer") == "lbfgs":
+                optimizer.step(functools.partial(mean_loss, images, labels))
+            else:
+                evaluate(images, labels)
+                optimizer.step()
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
     dist.destroy_process_group()

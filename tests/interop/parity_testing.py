@@ -89,4 +89,12 @@ def run_ranks(command, ranks, folder, timeout=150):
             log.close()
 
 
-__all__ = ["PARITY", "require_linked_torch", "parity", "run_ranks", "save", "differences"]
+def run_job(command, ranks, folder, side, runs, **job):
+    """Each rank gets all `runs` in a file. What it writes for one of them begins with FOLDER/SIDE.NUMBER."""
+    path = folder / f"{side}.json"
+    runs = [{**run, "output": str(folder / f"{side}.{number}")} for number, run in enumerate(runs)]
+    path.write_text(json.dumps({"runs": runs, "meet": str(folder / f"meet.{side}"), **job}))
+    run_ranks([*command, path], ranks, folder)
+
+
+__all__ = ["PARITY", "require_linked_torch", "parity", "run_job", "run_ranks", "save", "differences"]

@@ -11,7 +11,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 import lockstep_testing as testing  # noqa: E402
 import torch  # noqa: E402
 from parity_testing import save  # noqa: E402
-from test_ddp_parity import run_ranks  # noqa: E402
+from parity_testing import run_ranks  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 # Of each model: a batch, and the first layer of the second stage in the chain of both sides.

@@ -1,12 +1,11 @@
 """Autocast, the gradient scaler and the precisions against torch.amp, to the last bit, over Gloo. An infinity on one
 rank alone is compared with ShardedGradScaler, whose ranks all skip."""
 
-import json
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import HERE, differences, require_linked_torch, run_ranks, save
+from parity_testing import HERE, differences, require_linked_torch, run_job, save
 
 require_linked_torch()
 
@@ -103,11 +102,7 @@ class AmpParity(unittest.TestCase):
             save(made, config["input"])
             configs.append(config)
         for side, command in (("cpp", [AMP_PARITY]), ("python", [sys.executable, HERE / "amp_parity_worker.py"])):
-            for number, config in enumerate(configs):
-                config["output"] = str(folder / f"{side}.{number}")
-            path = folder / f"{side}.json"
-            path.write_text(json.dumps({"runs": configs, "meet": str(folder / f"meet.{side}")}))
-            run_ranks([*command, path], ranks, folder)
+            run_job(command, ranks, folder, side, configs)
         for number, name in enumerate(RUNS[ranks]):
             for rank in range(ranks):
                 yield (name, rank, load_file(folder / f"cpp.{number}.{rank}"),

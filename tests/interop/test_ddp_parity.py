@@ -1,12 +1,11 @@
 """Losses and weights of DistributedDataParallel over Gloo equal Python's to the last bit."""
 
-import json
 import pathlib
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import PARITY, differences, require_linked_torch, run_ranks, save
+from parity_testing import PARITY, differences, require_linked_torch, run_job, save
 
 require_linked_torch()
 
@@ -81,11 +80,7 @@ class DdpParity(unittest.TestCase):
                 save(data(config["model"], config["steps"], ranks, config["batch"]), config["input"])
                 configs.append(config)
             for side, command in (("cpp", [PARITY]), ("python", [sys.executable, HERE / "ddp_parity_worker.py"])):
-                for number, config in enumerate(configs):
-                    config["output"] = str(folder / f"{side}.{number}")
-                path = folder / f"{side}.json"
-                path.write_text(json.dumps({"mode": "train", "runs": configs, "meet": str(folder / f"meet.{side}")}))
-                run_ranks([*command, path], ranks, folder)
+                run_job(command, ranks, folder, side, configs, mode="train")
             for number, name in enumerate(runs):
                 for rank in range(ranks):
                     with self.subTest(run=name, rank=rank):

@@ -1,13 +1,11 @@
 """FullyShardedDataParallel trains as Python's FSDP2 (fully_shard on each layer and the whole) does."""
 
-import json
 import pathlib
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import require_linked_torch, save
-from test_ddp_parity import run_ranks
+from parity_testing import require_linked_torch, run_job, save
 
 require_linked_torch()
 
@@ -51,12 +49,7 @@ class FsdpParity(unittest.TestCase):
                 save(data(config, ranks), config["input"])
                 configs.append(config)
             for side, command in (("cpp", [RANK]), ("python", [sys.executable, HERE / "fsdp_worker.py"])):
-                for number, config in enumerate(configs):
-                    config["output"] = str(folder / f"{side}.{number}")
-                path = folder / f"{side}.json"
-                path.write_text(json.dumps({"mode": "train", "runs": configs, "meet": str(folder / f"meet.{side}"),
-                                            "backend": backend}))
-                run_ranks([*command, path], ranks, folder)
+                run_job(command, ranks, folder, side, configs, mode="train", backend=backend)
             for number, name in enumerate(names):
                 tolerance = HALF_TOLERANCE if "bfloat16" in RUNS[name] else TOLERANCE
                 for rank in range(ranks):

@@ -1,19 +1,17 @@
 """The pipeline strategy against Python's torch.distributed.pipelining: the same orders, losses and weights. And a
 rank that is killed in the middle of each schedule."""
 
-import json
 import pathlib
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import differences, require_linked_torch, save
+from parity_testing import differences, require_linked_torch, run_job, save
 
 require_linked_torch()
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_ddp_parity import run_ranks  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 RANK = testing.BUILD_DIR / "tests" / "lockstep_pipeline_rank"
@@ -38,14 +36,6 @@ def config_of(folder, schedule, stages, **extra):
             "micro_batches": 4, "optimizer": "sgd", "lr": 0.1, "input": str(folder / "input.safetensors"), **extra}
 
 
-def run_job(folder, name, command, ranks, runs, **extra):
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({"backend": "gloo", "meet": str(folder / f"meet.{name}"),
-                                "runs": [{**run, "output": str(folder / f"{name}.{i}")}
-                                         for i, run in enumerate(runs)], **extra}))
-    run_ranks([*command, path], ranks, folder)
-
-
 def results(folder, name, i, ranks, python):
     state = {}
     for rank in range(ranks) if python else [None]:
@@ -59,9 +49,9 @@ class Parity(unittest.TestCase):
             write_input(folder / "input.safetensors")
             runs = [config_of(folder, schedule, ranks * (2 if schedule.startswith("inter") else 1))
                     for schedule in SCHEDULES]
-            run_job(folder, "python", [sys.executable, HERE / "pipeline_worker.py"], ranks, runs)
+            run_job([sys.executable, HERE / "pipeline_worker.py"], ranks, folder, "python", runs, backend="gloo")
             for backend in ("shm", "gloo"):
-                run_job(folder, backend, [RANK], ranks, runs, backend=backend)
+                run_job([RANK], ranks, folder, backend, runs, backend=backend)
                 for i, run in enumerate(runs):
                     with self.subTest(schedule=run["schedule"], backend=backend):
                         self.assertEqual(differences(results(folder, backend, i, ranks, False),
@@ -81,7 +71,7 @@ class Death(unittest.TestCase):
             for schedule in SCHEDULES:
                 run = config_of(folder, schedule, 4 if schedule.startswith("inter") else 2, dies_after=1)
                 with self.subTest(schedule=schedule), self.assertRaises(AssertionError):
-                    run_job(folder, f"death-{schedule}", [RANK], 2, [run], backend="shm")
+                    run_job([RANK], 2, folder, f"death-{schedule}", [run], backend="shm")
                 self.assertRegex((folder / "log.0").read_text(), r"rank 1\b.*(ended|lost|gone|died|killed)")
 
 

@@ -1,17 +1,16 @@
 """ZeRO and Join give Python's losses, weights and optimizer state, to the last bit where the sums are the same."""
 
-import json
 import pathlib
 import sys
 import unittest
 
 import lockstep_testing as testing
-from parity_testing import differences, require_linked_torch, save
+from parity_testing import differences, require_linked_torch, run_job, save
 
 require_linked_torch()
 
 import torch  # noqa: E402
-from test_ddp_parity import data, run_ranks  # noqa: E402
+from test_ddp_parity import data  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 PARITY = testing.BUILD_DIR / "tests" / "lockstep_zero_parity"
@@ -62,11 +61,7 @@ class ZeroParity(unittest.TestCase):
             if ranks in SAME_SUMS:
                 sides["shm"] = [PARITY]
             for side, command in sides.items():
-                for number, config in enumerate(configs):
-                    config["output"] = str(folder / f"{side}.{number}")
-                path = folder / f"{side}.json"
-                path.write_text(json.dumps({"runs": configs, "backend": side, "meet": str(folder / f"meet.{side}")}))
-                run_ranks([*command, path], ranks, folder)
+                run_job(command, ranks, folder, side, configs, backend=side)
             for number, (name, config) in enumerate(runs.items()):
                 for rank in range(ranks):
                     theirs = self.comparable(load_file(folder / f"python.{number}.{rank}"))

@@ -12,6 +12,7 @@
 #include "lockstep/comm/process_group.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/fsdp_options.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace torch::nn {
 class Module;
@@ -44,6 +45,11 @@ class FsdpCore {
   void begin_use();
   /// `records`: a backward will follow.
   void after_forward(bool records);
+  /// What a WrappedModule asks.
+  bool wants_outputs() const { return false; }
+  void after_forward(std::vector<at::Tensor>& outputs) {
+    after_forward(c10::GradMode::is_enabled());
+  }
   /// The same error, and no gradient is kept.
   void check_complete();
   /// Rank 0's buffers, for all. A collective.
@@ -98,7 +104,9 @@ class FsdpCore {
 /// memory the whole parameters lie once per host instead, and nothing is gathered.
 ///
 /// **Gradients.** When backward has all gradients of a unit, they are averaged over ranks by a
-/// reduce-scatter. The module's own tensors never keep a gradient, outside of no_sync. Parameters
+/// reduce-scatter. The module's own tensors never keep a gradient, outside of no_sync, which costs
+/// the memory of all of them. While they only add up, a step of the optimizer throws UsageError.
+/// Parameters
 /// must be given to optimizers that treat every element alike (sgd, adam, adamw, rmsprop, adagrad).
 ///
 /// **The module's parameters** keep their shapes. Reading one anywhere gathers its unit, so all
@@ -117,47 +125,21 @@ class FsdpCore {
 /// this, for as long as the module is used. Adding, removing or freezing parameters afterwards is
 /// not noticed.
 template <class ModulePtr>
-class FullyShardedDataParallel {
+class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCore> {
+  using Base = WrappedModule<ModulePtr, detail::FsdpCore>;
+
  public:
   FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
                            const FsdpOptions& options = {}, c10::Device device = c10::kCPU)
-      : module_(std::move(module)), core_(pointer(), group, options, device) {}
-
-  template <class... Args>
-  auto forward(Args&&... args) {
-    core_.before_forward();
-    auto output = module_->forward(std::forward<Args>(args)...);
-    core_.after_forward(c10::GradMode::is_enabled());
-    return output;
-  }
-  template <class... Args>
-  auto operator()(Args&&... args) {
-    return forward(std::forward<Args>(args)...);
-  }
+      : Base(module, Base::pointer(module), group, options, device) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
   /// vectors. One without elements where it has none, as ranks are many and parameters few.
-  const std::vector<at::Tensor>& parameters() const { return core_.shards(); }
-
-  /// While the guard lives, backward only adds up whole gradients in the module. The first backward
-  /// after it averages the sum. Costs the memory of all gradients.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(bool& synchronizing)
-        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
-    ~NoSync() { synchronizing_ = before_; }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    bool& synchronizing_;
-    bool before_;
-  };
-  NoSync no_sync() { return NoSync(core_.synchronizing()); }
+  const std::vector<at::Tensor>& parameters() const { return this->core_.shards(); }
 
   /// Scales the gradients of all shards so that the 2-norm of all is at most `max_norm`. Gives the
   /// norm before, the same on all ranks. A collective.
-  double clip_grad_norm(double max_norm) { return core_.clip_grad_norm(max_norm); }
+  double clip_grad_norm(double max_norm) { return this->core_.clip_grad_norm(max_norm); }
 
   /// While the guard lives, all of the module's parameters are whole. With `writable`, what was
   /// written to them is kept: all ranks must write the same. A collective, at both ends. Python's
@@ -179,48 +161,32 @@ class FullyShardedDataParallel {
    private:
     detail::FsdpCore& core_;
   };
-  FullParameters full_parameters(bool writable = false) { return {core_, writable}; }
+  FullParameters full_parameters(bool writable = false) { return {this->core_, writable}; }
 
   /// The whole module's parameters and buffers by the module's names, on the CPU of rank 0; empty
   /// on the others. A collective: a rank that does not come gives a TimeoutError that names it.
-  OptimizerState full_state_dict() { return core_.model_state(); }
+  OptimizerState full_state_dict() { return this->core_.model_state(); }
   /// Takes a whole state on every rank. Throws CheckpointError naming what does not fit.
   void load_full_state_dict(const OptimizerState& state) {
-    core_.load_model_state(state, "the state");
+    this->core_.load_model_state(state, "the state");
   }
   /// What of the module this rank keeps: its runs of the parameters, and on rank 0 the buffers. The
   /// tensors are its own: copy what must outlive the next step. No collective.
-  std::vector<Shard> sharded_state_dict() const { return core_.sharded_state(); }
+  std::vector<Shard> sharded_state_dict() const { return this->core_.sharded_state(); }
   /// Takes what this rank needs of `given`: shards of all ranks of a run of any size, which
   /// together are the whole. Throws CheckpointError naming what is missing or does not fit.
   void load_sharded_state_dict(const std::vector<Shard>& given) {
-    core_.load_sharded_state(given, "the sharded state");
+    this->core_.load_sharded_state(given, "the sharded state");
   }
   /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
   /// "NAME.parameter-index". On rank 0; empty on the others. A collective.
   OptimizerState full_optimizer_state(const OptimizerState& own) {
-    return core_.optimizer_state(own);
+    return this->core_.optimizer_state(own);
   }
   /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`.
   OptimizerState own_optimizer_state(const OptimizerState& whole) const {
-    return core_.own_optimizer_state(whole, "the state");
+    return this->core_.own_optimizer_state(whole, "the state");
   }
-
-  auto& module() { return *module_; }
-  const ProcessGroup& group() const { return core_.group(); }
-  FsdpStatistics statistics() const { return core_.statistics(); }
-
- private:
-  std::shared_ptr<torch::nn::Module> pointer() const {
-    if constexpr (requires { module_.ptr(); }) {
-      return module_.ptr();
-    } else {
-      return module_;
-    }
-  }
-
-  ModulePtr module_;
-  detail::FsdpCore core_;
 };
 
 }  // namespace lockstep

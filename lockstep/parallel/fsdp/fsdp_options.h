@@ -21,7 +21,7 @@ struct FsdpOptions {
   /// Gather the unit to come while one computes. Costs the memory of one more unit.
   bool prefetch = true;
   /// Keep shards, their gradients and the optimizer's state in the host's memory while the module
-  /// is on another device.
+  /// is on another device. On the CPU it changes nothing.
   bool cpu_offload = false;
   /// Gather and compute in this dtype. Shards keep the module's. Undefined: the module's.
   std::optional<at::ScalarType> parameter_dtype = {};

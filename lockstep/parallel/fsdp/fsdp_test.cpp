@@ -345,6 +345,40 @@ TEST(Fsdp, NoSyncHasTheBitsOfDdpsNoSync) {
   }
 }
 
+TEST(Fsdp, AStepWithinNoSyncIsAnError) {
+  for (const char* name : {"sgd", "adam"}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto module = filled<Net>(1), twin = filled<Net>(1);
+      FullyShardedDataParallel fsdp(module, group), other(twin, group);
+      auto optimizer = make_optimizer(name, fsdp.parameters(), {.lr = 0.1});
+      auto of_other = make_optimizer(name, other.parameters(), {.lr = 0.1});
+      const auto add_up = [&](auto& wrapper) {
+        const auto guard = wrapper.no_sync();
+        wrapper.forward(input(group.rank(), 0)).square().sum().backward();
+      };
+      // After a backward that was averaged there are gradients, of a part of the step's batches.
+      for (auto* wrapper : {&fsdp, &other}) {
+        wrapper->forward(input(group.rank(), 2)).square().sum().backward();
+        add_up(*wrapper);
+      }
+      try {
+        optimizer->step();
+        ADD_FAILURE() << name << " stepped";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("while gradients only add up"));
+        EXPECT_THAT(error.what(), HasSubstr("outside of no_sync"));
+      }
+      // Nothing has changed: the step goes on as if nobody had asked.
+      for (auto* wrapper : {&fsdp, &other})
+        wrapper->forward(input(group.rank(), 1)).square().sum().backward();
+      optimizer->step();
+      of_other->step();
+      for (size_t i = 0; i < fsdp.parameters().size(); ++i)
+        EXPECT_TRUE(at::equal(fsdp.parameters()[i], other.parameters()[i])) << name << " " << i;
+    });
+  }
+}
+
 TEST(Fsdp, BuffersAreRankZeros) {
   over_shared_memory(2, [](ProcessGroup group) {
     auto module = filled<Counter>(1);
@@ -355,6 +389,33 @@ TEST(Fsdp, BuffersAreRankZeros) {
     fsdp.forward(input(0)).sum().backward();
     EXPECT_EQ(module->seen[0].item<float>(), 7);
   });
+}
+
+TEST(Fsdp, FloatingPointBuffersAreConverted) {
+  over_shared_memory(2, [](ProcessGroup group) {
+    FsdpOptions options;
+    options.buffer_dtype = at::kBFloat16;
+    auto module = filled<Counter>(1);
+    module->seen.fill_(group.rank() + 3);
+    const at::Tensor held = module->seen;
+    FullyShardedDataParallel fsdp(module, group, options);
+    EXPECT_EQ(module->seen.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(held.is_same(module->seen));
+    EXPECT_EQ(module->steps.scalar_type(), at::kLong);
+    EXPECT_EQ(module->seen[1].item<float>(), 3);
+    module->seen.fill_(group.rank() + 7);
+    fsdp.forward(input(0)).sum().backward();
+    EXPECT_EQ(module->seen[0].item<float>(), 7);
+  });
+}
+
+TEST(Fsdp, OffloadChangesNothingOnTheCpu) {
+  for (FsdpOptions options : {gathered(), in_common()}) {
+    options.cpu_offload = true;
+    expect_bits_of_ddp<Net>(2, options, [](auto& net, int rank, int step) {
+      return net.forward(input(rank, step)).square().sum();
+    });
+  }
 }
 
 TEST(Fsdp, MoreRanksThanParameters) {

@@ -50,6 +50,7 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at
       reduce_dtype_(options.reduce_dtype),
       find_unused_(options.find_unused_parameters),
       units_(parameters.units().size()),
+      withheld_(pieces_, place()),
       listeners_(std::make_unique<Listeners>()) {
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = parameters_.units()[u].parameters;
@@ -96,6 +97,7 @@ std::string ShardedGradients::place() const {
 void ShardedGradients::on_gradient(size_t unit, size_t member) {
   if (!std::exchange(begun_, true)) {
     parameters_.begin_backward();
+    if (synchronizing_) withheld_.release();
     after_backward([this] { on_end(); });
   }
   if (!synchronizing_) return;
@@ -124,7 +126,10 @@ void ShardedGradients::reduce_in_turn() {
 /// Backward has run all of its nodes, or those within a node of it.
 void ShardedGradients::on_end() {
   begun_ = false;
-  if (!synchronizing_) return parameters_.end_round();
+  if (!synchronizing_) {
+    withheld_.withhold();
+    return parameters_.end_round();
+  }
   const bool complete =
       std::all_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.awaited == 0; });
   if (!complete && !find_unused_) return;
@@ -265,6 +270,7 @@ void ShardedGradients::forget() {
     for (const size_t member : units_[u].trainable)
       at::Tensor(parameters_.units()[u].parameters[member].tensor).mutable_grad().reset();
   }
+  withheld_.release();
   running_.clear();
   arrivals_.clear();
   begun_ = false;

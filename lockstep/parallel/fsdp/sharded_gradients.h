@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
+#include "lockstep/parallel/fsdp/withheld_gradients.h"
 
 namespace lockstep::detail {
 
@@ -88,6 +89,7 @@ class ShardedGradients {
   size_t turn_ = 0;
   std::vector<Reduction> running_;
   int64_t reductions_ = 0;
+  WithheldGradients withheld_;
   struct Listeners;
   std::unique_ptr<Listeners> listeners_;
 };

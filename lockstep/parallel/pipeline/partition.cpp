@@ -61,18 +61,22 @@ class Unchanged {
   at::Tensor random_;
 };
 
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 /// One run of all layers, each from its input's copy to its gradients.
 std::vector<double> seconds_of_layers(const std::vector<Layer>& layers, const at::Tensor& input,
-                                      const ForwardContext& context) {
+                                      const ForwardContext& context,
+                                      const std::function<double()>& now) {
   std::vector<double> seconds;
   at::Tensor x = input.detach();
   for (const Layer& layer : layers) {
-    const auto start = std::chrono::steady_clock::now();
+    const double start = now();
     const auto entered = context ? context() : nullptr;
     const at::Tensor output = layer.forward(x);
     if (output.requires_grad()) backward(output, at::ones_like(output));
-    const auto end = std::chrono::steady_clock::now();
-    seconds.push_back(std::chrono::duration<double>(end - start).count());
+    seconds.push_back(now() - start);
     x = output.detach();
     if (x.is_floating_point()) x.set_requires_grad(true);
   }
@@ -144,6 +148,10 @@ std::vector<size_t> planned_stages(const std::vector<Layer>& layers,
   return starts;
 }
 
+std::vector<std::string> pipeline_balance_names() {
+  return {"time", "parameters"};
+}
+
 std::vector<double> estimate_layer_costs(const std::vector<Layer>& layers) {
   std::vector<double> costs;
   for (const Layer& layer : layers) {
@@ -159,12 +167,14 @@ std::vector<double> estimate_layer_costs(const std::vector<Layer>& layers) {
 }
 
 std::vector<double> measure_layer_costs(const std::vector<Layer>& layers, const at::Tensor& input,
-                                        const ForwardContext& context) {
+                                        const ForwardContext& context,
+                                        const std::function<double()>& now) {
   const Unchanged unchanged(layers);
   constexpr int kRuns = 4;  // The first one warms up caches.
   std::vector<double> least;
   for (int run = 0; run < kRuns; ++run) {
-    const std::vector<double> seconds = seconds_of_layers(layers, input, context);
+    const std::vector<double> seconds =
+        seconds_of_layers(layers, input, context, now ? now : steady_seconds);
     if (least.empty()) least = seconds;
     for (size_t i = 0; i < least.size(); ++i) least[i] = std::min(least[i], seconds[i]);
   }

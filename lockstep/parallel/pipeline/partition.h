@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,8 +28,12 @@ std::vector<double> estimate_layer_costs(const std::vector<Layer>& layers);
 
 /// Seconds of each layer's forward and backward for an input, the least of some runs on this
 /// thread. Layers are run in training mode. Their buffers, gradients and random numbers are
-/// afterwards as before.
+/// afterwards as before. `now` gives the time in seconds; empty: a steady clock.
 std::vector<double> measure_layer_costs(const std::vector<Layer>& layers, const at::Tensor& input,
-                                        const ForwardContext& context = {});
+                                        const ForwardContext& context = {},
+                                        const std::function<double()>& now = {});
+
+/// What StrategyOptions::pipeline_balance can be.
+std::vector<std::string> pipeline_balance_names();
 
 }  // namespace lockstep

@@ -5,11 +5,14 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/device_mesh.h"
@@ -67,24 +70,61 @@ PipelineShape shape_of(const StrategyOptions& options, int ranks) {
           small_number("pipeline_stages_per_rank", options.pipeline_stages_per_rank)};
 }
 
-/// Rank 0's cut, for all.
-std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages) {
+/// What layers cost, and by what that is known.
+struct LayerCosts {
+  std::vector<double> costs;
+  std::string by;
+};
+
+LayerCosts costs_of(const StrategySetup& setup) {
   const StrategyOptions& options = setup.options;
+  const bool by_time = options.pipeline_balance == "time" && setup.example_input;
+  const at::Tensor batch = by_time ? setup.example_input() : at::Tensor();
+  if (!batch.defined()) return {estimate_layer_costs(setup.layers), "parameters"};
+  const int64_t rows =
+      std::max<int64_t>(1, batch.size(0) / std::max<int64_t>(1, options.num_micro_batches));
+  return {measure_layer_costs(setup.layers, batch.narrow(0, 0, rows).to(setup.device),
+                              options.forward_context),
+          "time"};
+}
+
+/// "stage 0 on rank 0: layers.0 (61% of time), stage 1 on rank 1: layers.1 to layers.4 (39%)".
+std::string text_of(const std::vector<size_t>& starts, const std::vector<Layer>& layers,
+                    const LayerCosts& known, int ranks) {
+  const double all = std::accumulate(known.costs.begin(), known.costs.end(), 0.0);
+  std::vector<std::string> stages;
+  for (size_t stage = 0; stage < starts.size(); ++stage) {
+    const size_t first = starts[stage];
+    const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
+    const auto cost = known.costs.begin();
+    const double part = std::accumulate(cost + static_cast<std::ptrdiff_t>(first),
+                                        cost + static_cast<std::ptrdiff_t>(end), 0.0);
+    const std::string percent = std::to_string(std::lround(100 * part / all)) + "%";
+    stages.push_back("stage " + std::to_string(stage) + " on rank " +
+                     std::to_string(stage % static_cast<size_t>(ranks)) + ": " +
+                     layers[first].name + (end == first + 1 ? "" : " to " + layers[end - 1].name) +
+                     " (" + percent + (stage == 0 ? " of " + known.by : "") + ")");
+  }
+  return "pipeline: " + join(stages, ", ");
+}
+
+/// Rank 0's cut, for all.
+std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages, int ranks) {
+  const StrategyOptions& options = setup.options;
+  expect_one_of("strategy pipeline: pipeline_balance", options.pipeline_balance,
+                pipeline_balance_names());
   if (!options.pipeline_plan.empty()) {
     return planned_stages(setup.layers, options.pipeline_plan, num_stages);
   }
-  std::vector<double> costs = estimate_layer_costs(setup.layers);
-  if (setup.example_input.defined()) {
-    if (setup.group.rank() == 0) {
-      const int64_t rows = std::max<int64_t>(
-          1, setup.example_input.size(0) / std::max<int64_t>(1, options.num_micro_batches));
-      costs =
-          measure_layer_costs(setup.layers, setup.example_input.narrow(0, 0, rows).to(setup.device),
-                              options.forward_context);
-    }
-    costs = setup.group.broadcast_object(costs, 0).get<std::vector<double>>();
+  std::vector<size_t> starts;
+  // Before anyone waits for rank 0: all ranks know when there are too many stages.
+  (void)balance_stages(std::vector<double>(setup.layers.size(), 1), num_stages);
+  if (setup.group.rank() == 0) {
+    const LayerCosts known = costs_of(setup);
+    starts = balance_stages(known.costs, num_stages);
+    if (setup.group.size() > 1) log_info(text_of(starts, setup.layers, known, ranks));
   }
-  return balance_stages(costs, num_stages);
+  return setup.group.broadcast_object(starts, 0).get<std::vector<size_t>>();
 }
 
 class PipelineStrategy final : public Strategy {
@@ -103,7 +143,11 @@ class PipelineStrategy final : public Strategy {
     tensors_.free_others();
     parameters_ = tensors_.own_parameters();
     optimizer_ = setup.make_optimizer(optimized());
+    detail::refuse_closure(
+        *optimizer_, name_,
+        "looks at all parameters as one vector, of which a rank has those of its stages only");
     setup_.layers.clear();
+    setup_.example_input = nullptr;
   }
 
   const std::string& name() const override { return name_; }
@@ -199,14 +243,15 @@ class PipelineStrategy final : public Strategy {
   /// The first layers of the stages, once all ranks have rank 0's model.
   const std::vector<size_t>& agreed_stages() {
     if (setup_.group.size() > 1) {
-      const detail::ModuleState state = detail::find_module_state(*setup_.module, {});
-      detail::check_same_state(state, setup_.group);
+      const detail::ModuleState state =
+          detail::find_module_state(*setup_.module, {}, "strategy pipeline");
+      detail::check_same_state(state, setup_.group, "strategy pipeline");
       std::vector<at::Tensor> tensors;
       for (const auto& item : state.parameters) tensors.push_back(item.tensor);
       for (const auto& item : state.buffers) tensors.push_back(item.tensor);
       detail::broadcast_tensors(tensors, setup_.group);
     }
-    return starts_ = choose_stages(setup_, schedule_.num_stages);
+    return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 
   void make_stages() {

@@ -460,7 +460,7 @@ TEST(PipelineMistakes, AreNamed) {
                       [](StrategySetup& setup) {
                         if (setup.group.rank() == 1) setup.module = std::make_shared<Chain>(4);
                       }),
-              HasSubstr("different modules"));
+              HasSubstr("strategy pipeline: the ranks have different modules"));
 }
 
 TEST_P(PipelineUse, ALostRankIsACommErrorThatNamesIt) {

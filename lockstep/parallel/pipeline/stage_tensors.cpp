@@ -41,7 +41,7 @@ bool StageTensor::is_on(int rank) const {
 StageTensors::StageTensors(torch::nn::Module& module, const std::vector<Layer>& layers,
                            const std::vector<size_t>& starts, int rank, int num_ranks)
     : rank_(rank) {
-  const ModuleState state = find_module_state(module, {});
+  const ModuleState state = find_module_state(module, {}, "strategy pipeline");
   const RanksOf ranks = ranks_of_tensors(layers, starts, num_ranks);
   for (const NamedTensor& item : state.parameters) {
     const auto found = ranks.find(item.tensor.unsafeGetTensorImpl());

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_state.h"
 
 namespace lockstep::detail {
@@ -53,7 +54,10 @@ ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const Opt
                                    std::string what)
     : what_(std::move(what)),
       shards_(make_shards(std::move(parameters), make, group, layouts, what_)),
-      optimizer_(make(shards_.parts())) {}
+      optimizer_(make(shards_.parts())) {
+  refuse_closure(*optimizer_, what_,
+                 "looks at all parameters as one vector, of which a rank updates a part only");
+}
 
 void ShardedOptimizer::take_gradients() {
   const c10::AutoGradMode no_grad(false);

@@ -6,7 +6,6 @@
 #include <limits>
 #include <optional>
 
-#include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_clip.h"
@@ -76,9 +75,9 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     if (stage == 1) {
       DdpOptions options;
       options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
-      if (group().size() > 1) core_.emplace(module(), group(), options);
-    } else if (group().size() > 1) {
-      core_.emplace(module(), group(), DdpOptions{}, [&](const auto&) {
+      average_gradients(options);
+    } else {
+      average_gradients({}, [&](const auto&) {
         auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, names(), name_,
                                                               setup.options.reduce_dtype);
         reducer_ = reducer.get();
@@ -86,23 +85,10 @@ class ZeroStrategy : public detail::WholeModelStrategy {
       });
     }
   }
+  /// The reducer uses the optimizer.
+  ~ZeroStrategy() override { drop_reducer(); }
 
   const std::string& name() const override { return name_; }
-
-  void run_batch(const BatchWork& work) override {
-    if (!core_) return backward(compute_loss(work));
-    core_->synchronizing() = work.last_of_step;
-    core_->before_forward();
-    std::vector<at::Tensor> losses{compute_loss(work)};
-    core_->after_forward(losses);
-    backward(losses.front());
-  }
-
-  void warm_up(const BatchWork& work) override {
-    if (!core_) return;
-    run_batch(work);
-    zero_grad();
-  }
 
   std::vector<at::Tensor> gradients() const override {
     return reducer_ ? reducer_->gradients() : WholeModelStrategy::gradients();
@@ -153,8 +139,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
 
   std::string name_;
   detail::ShardedOptimizer optimizer_;
-  detail::ShardReducer* reducer_ = nullptr;  ///< Of stage 2; `core_` owns it.
-  std::optional<detail::DdpCore> core_;
+  detail::ShardReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it.
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "lockstep/parallel/ddp_strategy.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/zero_training.h"
+#include "tests/support/plain_optimizers.h"
 
 namespace lockstep {
 namespace {
@@ -84,7 +85,7 @@ TEST_P(ZeroStrategy, HasTheBitsOfDdp) {
 TEST_P(ZeroStrategy, HasTheBitsOfDdpWithEveryOptimizer) {
   for (const int ranks : {2, 3}) {
     run_group(ranks, [](const ProcessGroup& group) {
-      for (const std::string& name : optimizer_names()) {
+      for (const std::string& name : testing::plain_optimizers()) {
         Job job{.optimizer = name, .options = {.lr = 0.01, .weight_decay = 0.1}};
         if (name == "sgd" || name == "rmsprop") job.options.momentum = 0.9;
         expect_ddp_bits(job, group, name);
@@ -219,6 +220,23 @@ TEST_P(ZeroStrategy, ResumesFromDdpAndBack) {
         train_steps(*second, *other_net, job, 2, 2, resumed);
         expect_same(zero_test::tensors_of(*net), zero_test::tensors_of(*other_net), name);
         group.barrier();
+      }
+    }
+  });
+}
+
+TEST_P(ZeroStrategy, NamesItselfWhereModulesDiffer) {
+  run_group(2, [](const ProcessGroup& group) {
+    const std::vector<std::pair<std::string, MakeStrategy>> makes{
+        {"ddp", make_ddp}, {"zero1", make_zero1_strategy}, {"zero2", make_zero2_strategy}};
+    for (const auto& [name, make] : makes) {
+      auto net = std::make_shared<Net>();
+      if (group.rank() == 1) net->register_buffer("extra", at::zeros({2}));
+      try {
+        (void)make(setup_of(net, group, {}));
+        ADD_FAILURE() << name << " accepted it";
+      } catch (const MismatchError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("strategy " + name + ": the ranks have different"));
       }
     }
   });

@@ -53,6 +53,11 @@ StepBench::StepBench(const nlohmann::json& config, const World& world)
   setup.make_optimizer =
       precision_.optimizer_factory(bench_optimizer_factory(config.at("optimizer")));
   setup.options.forward_context = precision_.forward_context();
+  setup.example_input = [this] {
+    const auto zeros = at::device(device_).dtype(info_.per_token ? at::kLong : at::kFloat);
+    const at::Tensor batch = at::zeros(SampleSpec{info_.input_shape}.batch_shape(batch_), zeros);
+    return precision_.convert_input(with_memory_format(batch, format_));
+  };
   setup.group = world.group();
   setup.device = device_;
   strategy_ = make_strategy(config.at("strategy"), setup);

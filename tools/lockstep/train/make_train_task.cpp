@@ -39,6 +39,9 @@ OptimizerFactory optimizer_of(const RunConfig& config) {
   options.momentum = config.momentum.value_or(default_momentum(config.optimizer));
   options.weight_decay = config.weight_decay;
   options.nesterov = config.nesterov;
+  options.line_search_fn = config.line_search_fn;
+  options.max_iter = config.max_iter.value_or(options.max_iter);
+  options.history_size = config.history_size.value_or(options.history_size);
   return optimizer_factory(config.optimizer, options);
 }
 

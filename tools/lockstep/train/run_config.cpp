@@ -19,6 +19,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/pipeline/partition.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 
@@ -51,7 +52,9 @@ const std::vector<Key>& keys() {
       {"pipeline-schedule", &C::pipeline_schedule},
       {"pipeline-stages-per-rank", &C::pipeline_stages_per_rank},
       {"pipeline-plan", &C::pipeline_plan},
+      {"pipeline-balance", &C::pipeline_balance},
       {"recompute-activations", &C::recompute_activations},
+      {"dp-replicas", &C::dp_replicas},
       {"precision", &C::precision},
       {"amp-level", &C::amp_level},
       {"loss-scale", &C::loss_scale},
@@ -68,6 +71,9 @@ const std::vector<Key>& keys() {
       {"momentum", &C::momentum},
       {"weight-decay", &C::weight_decay},
       {"nesterov", &C::nesterov},
+      {"line-search-fn", &C::line_search_fn},
+      {"max-iter", &C::max_iter},
+      {"history-size", &C::history_size},
       {"schedule", &C::schedule},
       {"warmup-steps", &C::warmup_steps},
       {"lr-step-size", &C::lr_step_size},
@@ -224,6 +230,9 @@ void check_ranges(const RunConfig& config) {
   check_at_least<int64_t>("--threads", config.threads.value_or(1), 1);
   check_at_least<int64_t>("--num-micro-batches", config.num_micro_batches.value_or(1), 1);
   check_at_least<int64_t>("--pipeline-stages-per-rank", config.pipeline_stages_per_rank, 0);
+  check_at_least<int64_t>("--dp-replicas", config.dp_replicas.value_or(1), 1);
+  check_at_least<int64_t>("--max-iter", config.max_iter.value_or(1), 1);
+  check_at_least<int64_t>("--history-size", config.history_size.value_or(1), 1);
   check_at_least<int64_t>("--warmup-steps", config.warmup_steps, 0);
   check_at_least<int64_t>("--lr-step-size", config.lr_step_size, 1);
   check_at_least<int64_t>("--accumulate-grad-batches", config.accumulate_grad_batches, 1);
@@ -260,6 +269,12 @@ void check_values(const RunConfig& config) {
     expect_one_of("--amp-level", config.amp_level, amp_level_names());
   }
   expect_one_of("--optimizer", config.optimizer, optimizer_names());
+  if (!config.line_search_fn.empty()) {
+    expect_one_of("--line-search-fn", config.line_search_fn, line_search_names());
+  }
+  if (!config.pipeline_balance.empty()) {
+    expect_one_of("--pipeline-balance", config.pipeline_balance, pipeline_balance_names());
+  }
   expect_one_of("--schedule", config.schedule, schedule_names());
   expect_one_of("--on-nan", config.on_nan, {"stop", "skip", "proceed"});
   check_ranges(config);
@@ -278,24 +293,44 @@ void check_value(const Key& key, const toml::node& node, const std::string& wher
   }
 }
 
-/// A flag that another strategy would not look at is a mistake.
+/// A flag that nobody would look at is a mistake. `owner` is what it is for: "--strategy pipeline".
+void refuse_if(bool given, const std::string& flag, const std::string& owner,
+               const std::string& chosen) {
+  if (!given) return;
+  const std::string kind = owner.substr(0, owner.find(' '));
+  throw UsageError(flag + " is for " + owner + "; " + kind + " is " + chosen,
+                   "leave it out, or train with " + owner);
+}
+
 void check_strategy_flags(const RunConfig& config) {
-  if (config.strategy == "pipeline") return;
-  const auto refuse = [&](const std::string& flag) {
-    throw UsageError(flag + " is for --strategy pipeline; --strategy is " + config.strategy,
-                     "leave it out, or train with --strategy pipeline");
+  const auto refuse = [&](bool given, const char* flag, const char* owner) {
+    refuse_if(given, flag, std::string("--strategy ") + owner, config.strategy);
   };
-  if (config.num_micro_batches) refuse("--num-micro-batches");
-  if (!config.pipeline_schedule.empty()) refuse("--pipeline-schedule");
-  if (config.pipeline_stages_per_rank != 0) refuse("--pipeline-stages-per-rank");
-  if (!config.pipeline_plan.empty()) refuse("--pipeline-plan");
-  if (config.recompute_activations) refuse("--recompute-activations");
+  if (config.strategy != "dp") refuse(config.dp_replicas.has_value(), "--dp-replicas", "dp");
+  if (config.strategy == "pipeline") return;
+  refuse(config.num_micro_batches.has_value(), "--num-micro-batches", "pipeline");
+  refuse(!config.pipeline_schedule.empty(), "--pipeline-schedule", "pipeline");
+  refuse(config.pipeline_stages_per_rank != 0, "--pipeline-stages-per-rank", "pipeline");
+  refuse(!config.pipeline_plan.empty(), "--pipeline-plan", "pipeline");
+  refuse(!config.pipeline_balance.empty(), "--pipeline-balance", "pipeline");
+  refuse(config.recompute_activations, "--recompute-activations", "pipeline");
+}
+
+void check_optimizer_flags(const RunConfig& config) {
+  if (config.optimizer == "lbfgs") return;
+  const auto refuse = [&](bool given, const char* flag) {
+    refuse_if(given, flag, "--optimizer lbfgs", config.optimizer);
+  };
+  refuse(!config.line_search_fn.empty(), "--line-search-fn");
+  refuse(config.max_iter.has_value(), "--max-iter");
+  refuse(config.history_size.has_value(), "--history-size");
 }
 
 }  // namespace
 
 double default_lr(const std::string& optimizer, const std::string& model) {
   if (optimizer == "sgd") return model == "convnet" || model == "fashion-cnn" ? 0.01 : 0.05;
+  if (optimizer == "lbfgs") return 1;
   return optimizer == "adagrad" ? 0.01 : 0.001;
 }
 
@@ -306,7 +341,9 @@ StrategyOptions strategy_options(const RunConfig& config) {
   if (!config.pipeline_schedule.empty()) options.pipeline_schedule = config.pipeline_schedule;
   options.pipeline_stages_per_rank = config.pipeline_stages_per_rank;
   if (!config.pipeline_plan.empty()) options.pipeline_plan = split(config.pipeline_plan, ',');
+  if (!config.pipeline_balance.empty()) options.pipeline_balance = config.pipeline_balance;
   options.recompute_activations = config.recompute_activations;
+  options.dp_replicas = config.dp_replicas.value_or(options.dp_replicas);
   return options;
 }
 
@@ -368,6 +405,12 @@ std::map<std::string, std::string> settings_of(const RunConfig& config) {
       {"--mesh", config.mesh.empty() ? "none" : config.mesh},
       {"--schedule", schedule},
       {"--warmup-steps", toml_text(config.warmup_steps)}};
+  if (config.optimizer == "lbfgs") {
+    settings["--line-search-fn"] = config.line_search_fn.empty() ? "none" : config.line_search_fn;
+    settings["--max-iter"] = toml_text(config.max_iter.value_or(OptimizerOptions().max_iter));
+    settings["--history-size"] =
+        toml_text(config.history_size.value_or(OptimizerOptions().history_size));
+  }
   if (schedule == "step") {
     settings["--lr-step-size"] = toml_text(config.lr_step_size);
     settings["--lr-gamma"] = toml_text(config.lr_gamma);
@@ -382,6 +425,7 @@ std::map<std::string, std::string> settings_of(const RunConfig& config) {
 void check_config(const RunConfig& config) {
   check_values(config);
   check_strategy_flags(config);
+  check_optimizer_flags(config);
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }

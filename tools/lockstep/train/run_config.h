@@ -31,8 +31,10 @@ struct RunConfig {
   std::string pipeline_schedule;             ///< Empty: unset.
   int64_t pipeline_stages_per_rank = 0;      ///< See StrategyOptions, as the next two.
   std::string pipeline_plan;                 ///< Names with commas between.
+  std::string pipeline_balance;              ///< Empty: by time.
   bool recompute_activations = false;
-  std::string precision = "32-true";  ///< These three: see PrecisionOptions.
+  std::optional<int64_t> dp_replicas;  ///< Unset: see StrategyOptions.
+  std::string precision = "32-true";   ///< These three: see PrecisionOptions.
   std::string amp_level;
   std::string loss_scale;
   std::string backend = "auto";
@@ -51,6 +53,9 @@ struct RunConfig {
   std::optional<double> momentum;      ///< Unset: `default_momentum`.
   std::optional<double> weight_decay;  ///< Unset: PyTorch's, 0.01 for adamw and 0 for the others.
   bool nesterov = false;
+  std::string line_search_fn;  ///< Of lbfgs; these three unset: see OptimizerOptions.
+  std::optional<int64_t> max_iter;
+  std::optional<int64_t> history_size;
   std::string schedule = "constant";
   int64_t warmup_steps = 0;
   int64_t lr_step_size = 1;  ///< Epochs, as users of StepLR count.
@@ -82,7 +87,7 @@ struct RunConfig {
 
 /// PyTorch's defaults, but for sgd, whose 0.001 is meant to be set by the user. sgd has 0.05 here.
 /// It has 0.01 for convnet and fashion-cnn, which diverge with 0.05 and the default momentum.
-/// rmsprop, adam and adamw have 0.001, adagrad 0.01.
+/// rmsprop, adam and adamw have 0.001, adagrad 0.01, lbfgs 1.
 double default_lr(const std::string& optimizer, const std::string& model);
 /// What a strategy is told.
 StrategyOptions strategy_options(const RunConfig& config);

@@ -168,6 +168,9 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.strategy = "dpd"; }, "--strategy: unknown value 'dpd'");
   expect_refused([](auto& c) { c.num_micro_batches = 2; }, "is for --strategy pipeline");
   expect_refused([](auto& c) { c.pipeline_schedule = "gpipe"; }, "is for --strategy pipeline");
+  expect_refused([](auto& c) { c.pipeline_balance = "time"; }, "is for --strategy pipeline");
+  expect_refused([](auto& c) { c.dp_replicas = 2; }, "is for --strategy dp; --strategy is ddp");
+  expect_refused([](auto& c) { c.history_size = 2; }, "is for --optimizer lbfgs");
   expect_refused([](auto& c) { c.precision = "bf16-mixd"; }, "did you mean 'bf16-mixed'?");
   expect_refused([](auto& c) { c.amp_level = "O4"; }, "--amp-level");
 }

@@ -12,6 +12,7 @@
 #include "lockstep/launch/spawn.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/pipeline/partition.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 #include "tools/lockstep/train/placement.h"
@@ -125,6 +126,11 @@ void add_training_flags(Cli& cli, RunConfig& config) {
              "Layers at which the second and all further stages begin; without it stages of equal "
              "cost",
              "LAYER,...");
+  cli.choice("--pipeline-balance", config.pipeline_balance, pipeline_balance_names(),
+             "What makes stages equal: the time of their layers, measured with zeros at the start, "
+             "or their parameters; without it time");
+  cli.option("--dp-replicas", config.dp_replicas,
+             "Replicas of --strategy dp; without it one for each core or GPU", {1});
   cli.flag("--recompute-activations", config.recompute_activations,
            "A pipeline keeps only the inputs of its stages, and runs forward again in backward");
   cli.option("--max-epochs", config.max_epochs, "Passes over the data", {0});
@@ -138,7 +144,7 @@ void add_training_flags(Cli& cli, RunConfig& config) {
   cli.option(
       "--lr", config.lr,
       "Learning rate; without it 0.05 for sgd (0.01 for the models with convolutions), 0.01 for "
-      "adagrad, 0.001 for the others",
+      "adagrad, 1 for lbfgs, 0.001 for the others",
       {0});
   cli.option("--momentum", config.momentum, "Of sgd and rmsprop; without it 0.9 and 0", {0});
   cli.option("--weight-decay", config.weight_decay,
@@ -146,6 +152,13 @@ void add_training_flags(Cli& cli, RunConfig& config) {
              "for the others, as in PyTorch",
              {0});
   cli.flag("--nesterov", config.nesterov, "Nesterov's momentum, for sgd");
+  cli.choice("--line-search-fn", config.line_search_fn, line_search_names(),
+             "How --optimizer lbfgs finds the length of a step; without it each iteration moves by "
+             "--lr, as in PyTorch, which needs large batches");
+  cli.option("--max-iter", config.max_iter, "Iterations of lbfgs in a step; without it 20", {1});
+  cli.option("--history-size", config.history_size,
+             "Iterations that lbfgs remembers, two copies of the model for each; without it 100",
+             {1});
   cli.choice("--schedule", config.schedule, schedule_names(),
              "How the learning rate changes over the run");
   cli.option("--warmup-steps", config.warmup_steps,

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/output_tensors.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+/// What DistributedDataParallel and FullyShardedDataParallel share: a module with something to do
+/// before and after its forward. `Core` does that. It has before_forward(), wants_outputs(),
+/// after_forward(outputs), synchronizing(), group() and statistics().
+template <class ModulePtr, class Core>
+class WrappedModule {
+ public:
+  template <class... Args>
+  auto forward(Args&&... args) {
+    core_.before_forward();
+    auto output = module_->forward(std::forward<Args>(args)...);
+    std::vector<at::Tensor> tensors;
+    const bool pass = core_.wants_outputs();
+    if (pass) visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+    core_.after_forward(tensors);
+    if (pass) {
+      visit_tensors(
+          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
+    }
+    return output;
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  /// While the guard lives, backward only adds gradients up on this rank. The first backward after
+  /// it averages the sum. The forward must be inside too.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(bool& synchronizing)
+        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
+    ~NoSync() { synchronizing_ = before_; }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    bool& synchronizing_;
+    bool before_;
+  };
+  NoSync no_sync() { return NoSync(core_.synchronizing()); }
+
+  /// The wrapped module: what to save, without any prefix in its names.
+  auto& module() { return *module_; }
+  const auto& module() const { return *module_; }
+  const ProcessGroup& group() const { return core_.group(); }
+  auto statistics() const { return core_.statistics(); }
+
+ protected:
+  template <class... Args>
+  explicit WrappedModule(ModulePtr module, Args&&... of_core)
+      : module_(std::move(module)), core_(std::forward<Args>(of_core)...) {}
+
+  /// Of a std::shared_ptr or of LibTorch's ModuleHolder.
+  static std::shared_ptr<torch::nn::Module> pointer(const ModulePtr& module) {
+    if constexpr (requires { module.ptr(); }) {
+      return module.ptr();
+    } else {
+      return module;
+    }
+  }
+
+  ModulePtr module_;
+  Core core_;
+};
+
+}  // namespace lockstep
