@@ -26,7 +26,8 @@ class Wheel(unittest.TestCase):
               "--config-settings", f"cmake.define.LOCKSTEP_WHEEL_LIBRARY={library}", t.SOURCE_DIR, timeout=850)
         (wheel,) = wheels.glob("lockstep-*.whl")
         names = zipfile.ZipFile(wheel).namelist()
-        self.assertIn("lockstep/__init__.py", names)
+        for name in ("__init__.py", "_C.pyi", "py.typed"):
+            self.assertIn(f"lockstep/{name}", names)
         self.assertIn("lockstep_autoload.py", names)
         self.assertEqual([n for n in names if n.endswith(".so") and "/_C." in n][1:], [])
         self.assertEqual([n for n in names if n.endswith(".data/scripts/lockstep")][1:], [])
@@ -69,6 +70,12 @@ class Wheel(unittest.TestCase):
         refused = t.run(lockstep, "train", check=False)
         self.assertEqual(refused.returncode, 2)
         self.assertIn("make install", refused.stderr)
+
+    def test_6_the_example_learns(self):
+        said = t.run(w.PYTHON.parent / "lockstep", "run", "--standalone", "--nproc-per-node", 2,
+                     t.SOURCE_DIR / "examples" / "python" / "ddp.py").stdout
+        self.assertIn("over shm: all 2 ranks share one host", said)
+        self.assertGreater(float(said.split("epoch 3: accuracy ")[1].split(",")[0]), 0.85)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,4 @@
+"""What the wheel was built with."""
+
+VERSION: str
+TORCH_VERSION: str
