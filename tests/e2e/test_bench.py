@@ -123,6 +123,19 @@ class Bench(unittest.TestCase):
         rows = bench("step", "--model", "wide,linear", "--devices", "1", "--steps", 5, "--rounds", 1)["results"]
         self.assertGreater(rows[0]["us_per_step"], 10 * rows[1]["us_per_step"])
 
+    def test_rpc(self):
+        rows = bench("rpc", "--steps", 40, "--rounds", 1)["results"]
+        self.assertEqual([(row["call"], row["bytes"]) for row in rows],
+                         [("own", 4), ("autograd", 4), ("echo", 65536), ("echo", 4194304),
+                          ("unbatched", 4096), ("batched", 4096)])
+        for row in rows:
+            self.assertGreater(row["p50_us"], 0)
+            self.assertAlmostEqual(row["calls_per_s"] * row["p50_us"], 1e6, delta=1)
+            if row["call"] in ("unbatched", "batched"):
+                self.assertIsNone(row["p99_us"])
+            else:
+                self.assertGreaterEqual(row["p99_us"], row["p50_us"])
+
     def test_allreduce(self):
         report = bench("allreduce", "--sizes", "4,4194304", "--backend", "gloo", "--steps", 5, "--rounds", 1)
         rows = report["results"]

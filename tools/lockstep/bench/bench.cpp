@@ -73,6 +73,12 @@ const std::vector<Kind>& kinds() {
        "into it (twice the tensor's bytes read and twice written).",
        {"--devices", "--backend", "--sizes", "--steps", "--threads", "--bind-to"},
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
+      {"rpc",
+       "Measures calls between two workers, in microseconds: a function of one-element tensors "
+       "(own), the same in an autograd context, tensors sent there and back (echo), and 64 calls "
+       "under way to a layer that answers them one by one or 16 at a time (unbatched, batched).",
+       {"--steps", "--threads", "--bind-to"},
+       {"lockstep bench rpc --steps 2000 --compare-python"}},
       {"loader",
        "Measures the loader on MNIST with normalisation, in samples a second.",
        {"--batch-size", "--steps", "--threads", "--bind-to", "--data-dir"},
@@ -261,6 +267,7 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     const std::string what = kind.name == "loader"          ? "Timed batches"
                              : kind.name == "allreduce"     ? "Timed all-reduces of each size"
                              : kind.name == "data-parallel" ? "Timed batches of each size"
+                             : kind.name == "rpc"           ? "Timed calls of each kind"
                                                             : "Timed steps";
     cli.option("--steps", options.steps, what + " in a run", {1, 1e9});
   }
@@ -325,6 +332,7 @@ BenchRows measure(const std::string& kind, const BenchOptions& options, bool pri
   if (kind == "memory") return runner.memory();
   if (kind == "scaling") return runner.scaling();
   if (kind == "allreduce") return runner.allreduce();
+  if (kind == "rpc") return runner.rpc();
   if (kind == "loader") return runner.loader();
   if (kind == "launch") return runner.launch();
   return runner.train();

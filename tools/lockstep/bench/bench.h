@@ -78,6 +78,7 @@ class BenchRunner {
   /// model, batch_size, ranks, ..., seconds (of an epoch), parts, speedup, efficiency, lost_s
   BenchRows scaling();
   BenchRows allreduce();  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
+  BenchRows rpc();        ///< call, bytes, p50_us, p99_us, calls_per_s
   BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
   BenchRows launch();     ///< ranks, backend, seconds
   BenchRows train();      ///< model, ranks, epochs, seconds, peak_bytes, accuracy

@@ -91,6 +91,8 @@ int bench_worker(const std::string& text) {
     result = bench_memory_worker(config);
   } else if (kind == "allreduce") {
     result = bench_allreduce_worker(config);
+  } else if (kind == "rpc") {
+    result = bench_rpc_worker(config);
   } else if (kind == "data-parallel") {
     result = bench_data_parallel_worker(config);
   } else if (kind == "loader") {

@@ -67,6 +67,10 @@ nlohmann::json bench_memory_worker(const nlohmann::json& config);
 /// turns' shares.
 nlohmann::json bench_allreduce_worker(const nlohmann::json& config);
 
+/// The worker of `bench rpc`: `rows`, an object for each of the configuration's `rows`: p50_us,
+/// p99_us (null for throughput, where p50_us is the mean) and calls_per_s.
+nlohmann::json bench_rpc_worker(const nlohmann::json& config);
+
 /// Memory that all ranks of `bench allreduce` map for the bound: so much per rank.
 inline constexpr int64_t kBoundBytes = 1 << 20;
 
