@@ -1,4 +1,4 @@
-"""The twin of `lockstep bench launch`'s worker, started by torchrun: one all-reduce, and out."""
+"""The twin of `lockstep bench launch`'s worker, started by torchrun or `lockstep run`: one all-reduce, and out."""
 
 import json
 import pathlib
@@ -7,10 +7,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")
+config = json.loads(sys.argv[1])
+dist.init_process_group(config.get("backend", "gloo"))
 one = torch.ones(1)
 dist.all_reduce(one)
 assert one.item() == dist.get_world_size()
 # Whatever happens from here on happens while it ends.
-pathlib.Path(json.loads(sys.argv[1])["result"]).write_text("{}")
+pathlib.Path(config["result"]).write_text("{}")
 dist.destroy_process_group()

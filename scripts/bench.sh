@@ -13,5 +13,9 @@ lockstep=$build/bin/lockstep
 if [ -z "${LOCKSTEP_DATA_DIR:-}" ] && [ -d "$root/../shared/data/mnist" ]; then
   export LOCKSTEP_DATA_DIR=$root/../shared/data
 fi
+# The tests leave a virtual environment with the Python package.
+if [ -z "${LOCKSTEP_PYTHON:-}" ] && [ -x "$build/python/venv/bin/python" ]; then
+  export LOCKSTEP_PYTHON=$root/$build/python/venv/bin/python
+fi
 "$lockstep" bench targets --output "$build/bench.json" "$@"
 say "written to $build/bench.json"

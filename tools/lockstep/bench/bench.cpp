@@ -92,6 +92,12 @@ const std::vector<Kind>& kinds() {
        {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--bind-to",
         "--data-dir"},
        {"lockstep bench train --epochs 3 --compare-python"}},
+      {"python",
+       "Measures Python's DDP, all-reduces and launch over the backend \"lockstep\" against Gloo "
+       "and "
+       "torchrun, with 2 ranks. Needs the Python package.",
+       {"--steps", "--threads"},
+       {"LOCKSTEP_PYTHON=venv/bin/python lockstep bench python"}},
       {"targets",
        "Measures all figures that the project promises, against Python, and says which are met.",
        {"--steps", "--threads", "--bind-to", "--data-dir"},
@@ -292,7 +298,7 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
 
 void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool& json,
                         std::string& output) {
-  const bool always = kind.name == "targets";
+  const bool always = kind.name == "targets" || kind.name == "python";
   cli.option("--rounds", options.rounds,
              std::string("Runs of each side, whose median counts; 0: ") +
                  (always ? "5" : "3, or 5 with --compare-python"),
@@ -335,6 +341,7 @@ BenchRows measure(const std::string& kind, const BenchOptions& options, bool pri
   if (kind == "rpc") return runner.rpc();
   if (kind == "loader") return runner.loader();
   if (kind == "launch") return runner.launch();
+  if (kind == "python") return runner.python_backend();
   return runner.train();
 }
 
@@ -414,7 +421,7 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   check_output_file("--output", output, "bench.json");
   check_output_file("--trace", options.trace, "trace.json");
   check_output_file("--plot", options.plot, "scaling.svg");
-  if (kind.name == "targets") options.compare_python = true;
+  if (kind.name == "targets" || kind.name == "python") options.compare_python = true;
 
   const OrderlyInterrupts orderly_interrupts;
   const BenchRows rows = measure(kind.name, options, /*print=*/!json);

@@ -82,6 +82,9 @@ class BenchRunner {
   BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
   BenchRows launch();     ///< ranks, backend, seconds
   BenchRows train();      ///< model, ranks, epochs, seconds, peak_bytes, accuracy
+  /// work, unit, lockstep, gloo (of Python over that backend), ratio. Throws Error where Python has
+  /// not our package.
+  BenchRows python_backend();
 
  private:
   struct Impl;

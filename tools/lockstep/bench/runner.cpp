@@ -162,7 +162,8 @@ Json BenchRunner::Impl::run_ranks(bool with_python, Json config, int64_t ranks) 
   config["result"] = fresh("result");
   config["init_method"] = "file://" + fresh("meet");
   const std::string kind = config["kind"];
-  if (with_python && config["backend"] != "nccl") config["backend"] = "gloo";
+  if (with_python && config["backend"] != "nccl" && config["backend"] != "lockstep")
+    config["backend"] = "gloo";
   std::vector<ProcessSpec> specs;
   const bool by_mpirun = config["backend"] == "mpi";
   if (by_mpirun) {
@@ -221,6 +222,14 @@ double BenchRunner::Impl::torchrun_seconds(int64_t ranks) {
     if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
     tell_of_crash("torchrun", run, "it is repeated");
   }
+}
+
+double BenchRunner::Impl::python_launch_seconds(int64_t ranks) {
+  const auto run = run_python({own_program(), "run", "--nproc-per-node", std::to_string(ranks),
+                               python->path.string(), (folder.path() / "launch.py").string(),
+                               Json{{"result", fresh("result")}, {"backend", "lockstep"}}.dump()});
+  expect_success("lockstep run", run);
+  return run.seconds;
 }
 
 void BenchRunner::Impl::progress(const std::string& what, int round) const {

@@ -23,6 +23,9 @@ using Figures = std::vector<double>;
 void add_comparison(BenchRow& row, const std::string& key, const Figures& own,
                     const Figures& python);
 
+/// Whether it can import our package.
+bool python_has_lockstep(const PythonFound& python);
+
 /// Starts the processes of a benchmark, in a folder of its own.
 struct BenchRunner::Impl {
   BenchOptions options;
@@ -46,6 +49,8 @@ struct BenchRunner::Impl {
   /// The seconds of a torchrun of launch.py. One that crashes while it ends takes another time, so
   /// it is repeated.
   double torchrun_seconds(int64_t ranks);
+  /// The same of `lockstep run`, with the backend "lockstep".
+  double python_launch_seconds(int64_t ranks);
   void progress(const std::string& what, int round) const;
 };
 

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "lockstep/amp/precision.h"
+#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "tools/lockstep/bench/bench.h"
@@ -68,6 +69,15 @@ constexpr StrategyTarget kStrategies[] = {
 };
 const Target kFsdpOwn = {"gpt step with fsdp, 2 ranks: of our own with ddp", 1.1};
 const Target kHalf = {"ConvNet step in bf16-mixed, batch 100, 1 rank: of 32-true", 0.65};
+
+/// Python over the backend "lockstep", in the order of BenchRunner::python_backend.
+const Target kPython[] = {
+    {"Python's DDP step of linear, 2 ranks over lockstep: of Gloo's time", 0.12},
+    {"Python's DDP step of the MLP, 2 ranks over lockstep: of Gloo's time", 0.2},
+    {"Python's DDP step of 6 x Linear(784, 784), 2 ranks over lockstep: of Gloo's time", 0.65},
+    {"Python's all-reduce of 4 B, 2 ranks over lockstep: of Gloo's time", 0.05},
+    {"Python's all-reduce of 437 KB, 2 ranks over lockstep: of Gloo's time", 0.1},
+    {"lockstep run, 2 Python ranks to the first all-reduce and out: of torchrun's time", 0.6}};
 
 BenchRow judged(const Target& target, double measured, const BenchRow& details) {
   const bool met = target.at_most ? measured <= target.bound : measured >= target.bound;
@@ -201,6 +211,18 @@ void precision_target(BenchOptions options, const Add& add) {
   add(kHalf, median(ratios), {{"full_us", full}, {"half_us", half}});
 }
 
+template <class Add>
+void python_targets(const BenchOptions& options, const Add& add) {
+  BenchRows rows;
+  try {
+    rows = BenchRunner(options).python_backend();
+  } catch (const Error& lacking) {
+    log_info(std::string("not measured: ") + lacking.what());
+    return;
+  }
+  for (size_t i = 0; i < std::size(kPython); ++i) add(kPython[i], rows.at(i)["ratio"], rows.at(i));
+}
+
 }  // namespace
 
 BenchRows bench_targets(BenchOptions options, bool print_table) {
@@ -258,6 +280,7 @@ BenchRows bench_targets(BenchOptions options, bool print_table) {
   add(kLoader, loader["samples_per_s"], loader);
   const auto launch = BenchRunner(options).launch().front();
   add(kLaunch, launch["ratio"], launch);
+  python_targets(options, add);
   return rows;
 }
 
