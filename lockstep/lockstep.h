@@ -34,6 +34,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/gradient_averager.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/memory_format.h"

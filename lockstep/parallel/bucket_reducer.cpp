@@ -26,7 +26,7 @@ class BucketReducer : public GradientReducer {
                 const DdpOptions& options)
       : group_(std::move(group)),
         options_(options),
-        as_views_(options.gradient_as_bucket_view),
+        as_views_(options.gradient_as_bucket_view.value_or(true)),
         divisor_(group_.size()) {
     for (const auto& [name, tensor, sparse] : parameters) {
       names_.push_back(name);
@@ -53,6 +53,12 @@ class BucketReducer : public GradientReducer {
     if (!rebuilt_) order_.clear();
     next_ = 0;
     expecting_ = true;
+  }
+
+  void begin_within_backward() override {
+    within_backward_ = true;
+    GradientReducer::begin_within_backward();
+    within_backward_ = false;
   }
 
   void set_divisor(int divisor) override { divisor_ = divisor; }
@@ -152,6 +158,8 @@ class BucketReducer : public GradientReducer {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       at::Tensor& gradient = parameters_[i].mutable_grad();
       if (!gradient.defined() || gradient.layout() != at::kStrided) continue;
+      // One that has just come is taken when its own hook runs.
+      if (within_backward_ && gradient.const_data_ptr() != views_[i].const_data_ptr()) continue;
       views[i].copy_(gradient.detach());
       gradient = views[i];
     }
@@ -248,6 +256,7 @@ class BucketReducer : public GradientReducer {
   bool rebuilt_ = false;
   bool expecting_ = false;  ///< Gradients to come are to be reduced.
   bool begun_ = false;      ///< Some of them have come, and not all are reduced.
+  bool within_backward_ = false;
   bool warned_ = false;
   GradientListeners listeners_;
 };

@@ -95,8 +95,8 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>&
   const bool skip_unused = false, python_reducer = false;
   return construct<c10d::Reducer>(std::move(tensors), std::move(buckets), group, std::move(sparse),
                                   caps.rest, options.find_unused_parameters,
-                                  options.gradient_as_bucket_view, std::move(names), caps.first,
-                                  skip_unused, python_reducer);
+                                  options.gradient_as_bucket_view.value_or(false), std::move(names),
+                                  caps.first, skip_unused, python_reducer);
 }
 
 /// The parameters that the reducer's message lists: "... did not receive grad for rank 1: 4 5".

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/gradient_listeners.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/module_state.h"
 
@@ -46,6 +47,8 @@ struct DdpCore::Impl : Joinable {
   std::optional<ActiveRanks> active;   ///< In the present iteration of a Join.
   /// Null when there is nothing to do around forward: one rank and no hook that changes bits.
   std::unique_ptr<GradientReducer> reducer;
+  /// Until the first forward: gradients that come before it would not be averaged.
+  std::unique_ptr<GradientListeners> early;
 
   void prepare(const ModuleState& state, const DdpOptions& options,
                const ReducerFactory& make_reducer, const std::string& what) {
@@ -63,6 +66,18 @@ struct DdpCore::Impl : Joinable {
     has_own_hook = options.custom_hook || options.async_custom_hook;
     reducer = make_reducer ? make_reducer(state.reduced)
                            : make_gradient_reducer(state.reduced, group, options);
+    early = std::make_unique<GradientListeners>();
+    for (const ReducedParameter& parameter : state.reduced)
+      early->add(parameter.tensor, [this, name = parameter.name] { throw_early(name); });
+  }
+
+  [[noreturn]] void throw_early(const std::string& name) const {
+    throw UsageError("DistributedDataParallel, rank " + std::to_string(group.rank()) +
+                         ": backward gives " + name +
+                         " a gradient, but forward of the wrapper was never called: ranks would "
+                         "drift apart",
+                     "call ddp.forward(...) in place of the module's own forward, or take a "
+                     "GradientAverager, which needs no wrapper");
   }
 
   const ProcessGroup& join_process_group() const override { return group; }
@@ -156,7 +171,10 @@ void DdpCore::before_forward() {
   impl_->iterations += impl_->synchronizing ? 1 : 0;
   if (!impl_->reducer) return;
   impl_->active = Join::notify_join_context(*impl_);
-  if (c10::GradMode::is_enabled()) impl_->reducer->before_forward(impl_->synchronizing);
+  if (c10::GradMode::is_enabled()) {
+    impl_->early.reset();
+    impl_->reducer->before_forward(impl_->synchronizing);
+  }
   impl_->broadcast_buffers(false);
   if (impl_->joins()) impl_->agree_to_reduce(impl_->synchronizing);
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -60,8 +61,9 @@ struct DdpOptions {
   bool find_unused_parameters = false;
   /// The graph never changes: unused parameters are found once, re-entrant backward is allowed.
   bool static_graph = false;
-  /// Gradients are views of the buckets, which saves one copy per step. Python's default is false.
-  bool gradient_as_bucket_view = true;
+  /// Gradients are views of the buckets, which saves one copy per step. Unset: with our own reducer
+  /// only, as Optimizer::zero_grad of torch::optim cannot detach c10d's. Python's default is false.
+  std::optional<bool> gradient_as_bucket_view = {};
   bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
   /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
   bool init_sync = true;
@@ -134,6 +136,10 @@ class DdpCore {
 /// works on the module's own parameters: give those to the optimizer. Do not add, remove or freeze
 /// parameters afterwards. Throws UsageError when no parameter needs a gradient.
 ///
+/// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
+/// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their
+/// gradients are not averaged.
+///
 /// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
 /// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
@@ -141,9 +147,10 @@ class DdpCore {
 /// between ranks leave backward as CommError. Where ranks have different numbers of inputs, see
 /// `Join`.
 ///
-/// Reset gradients with `zero_grad(parameters)` of lockstep/optim (or Optimizer::zero_grad of
-/// torch::optim with `gradient_as_bucket_view = false`). One thread at a time. Keep the process
-/// group alive as long as this.
+/// Reset gradients with `zero_grad(parameters)` of lockstep/optim, or with the zero_grad of
+/// torch::optim or of the module. Of c10d's reducer with `gradient_as_bucket_view = true` only the
+/// first works: LibTorch's throw. One thread at a time. Keep the process group alive as long as
+/// this.
 template <class ModulePtr>
 class DistributedDataParallel : public WrappedModule<ModulePtr, detail::DdpCore> {
  public:

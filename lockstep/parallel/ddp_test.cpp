@@ -310,6 +310,50 @@ TEST_P(Ddp, StatisticsShowTheBuckets) {
   });
 }
 
+TEST_P(Ddp, AForgottenForwardOfTheWrapperIsTold) {
+  for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+    run_group(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(1);
+      DdpOptions options;
+      options.reducer = reducer;
+      DistributedDataParallel ddp(net, group, options);
+      ddp.eval();
+      EXPECT_FALSE(net->is_training());
+      {
+        const c10::AutoGradMode no_grad(false);
+        ddp(input(0));
+      }
+      ddp.train();
+      EXPECT_TRUE(net->is_training());
+      try {
+        net->forward(input(0)).sum().backward();
+        ADD_FAILURE() << "nothing was said";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(),
+                    ::testing::AllOf(::testing::HasSubstr("rank " + std::to_string(group.rank())),
+                                     ::testing::HasSubstr("second.bias"),
+                                     ::testing::HasSubstr("call ddp.forward")));
+      }
+      const auto plain = [&] {
+        zero_grad(ddp.parameters());
+        net->forward(input(group.rank())).sum().backward();
+        const at::Tensor before = net->first->weight.grad().clone();
+        at::Tensor mean = before.clone();
+        group.all_reduce(mean, ReduceOp::avg);
+        EXPECT_FALSE(at::equal(mean, before)) << "a plain pass is not averaged";
+      };
+      zero_grad(ddp.parameters());
+      {
+        const auto guard = ddp.no_sync();
+        ddp(input(group.rank())).sum().backward();
+      }
+      plain();
+      ddp(input(group.rank())).sum().backward();
+      plain();
+    });
+  }
+}
+
 TEST_P(Ddp, OneRankNeedsNoReducer) {
   const auto expected = averaged<Net>(
       1, 1, [](Net& net, int rank) { net.forward(input(rank)).square().sum().backward(); });

@@ -29,6 +29,13 @@ class GradientReducer {
   virtual bool wants_outputs() const { return false; }
   /// After such a forward. May replace the outputs.
   virtual void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) = 0;
+  /// Both of these for a backward that runs already, from the hook of its first gradient. Call it
+  /// before the reducer's own hook of that.
+  virtual void begin_within_backward() {
+    std::vector<at::Tensor> no_outputs;
+    before_forward(true);
+    before_backward(no_outputs, true);
+  }
   virtual void fill(DdpStatistics& statistics) const = 0;
   /// From the next backward on gradients are divided by this, at first by the group's size.
   virtual void set_divisor(int divisor) = 0;

@@ -61,22 +61,25 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
     return tensor.defined() && !skip.contains(name) &&
            seen.insert(tensor.unsafeGetTensorImpl()).second;
   };
-  for (const auto& entry : module.named_modules("", /*include_self=*/true)) {
-    const std::string prefix = entry.key().empty() ? "" : entry.key() + ".";
-    const bool sparse = has_sparse_gradient(*entry.value());
-    for (const auto& item : entry.value()->named_parameters(/*recurse=*/false)) {
+  const auto collect = [&](const std::string& prefix, const torch::nn::Module& part) {
+    const bool sparse = has_sparse_gradient(part);
+    for (const auto& item : part.named_parameters(/*recurse=*/false)) {
       if (!take(prefix + item.key(), item.value())) continue;
       state.parameters.push_back({prefix + item.key(), item.value()});
       if (item.value().requires_grad()) {
         state.reduced.push_back({prefix + item.key(), item.value(), sparse});
       }
     }
-    for (const auto& item : entry.value()->named_buffers(/*recurse=*/false)) {
+    for (const auto& item : part.named_buffers(/*recurse=*/false)) {
       if (take(prefix + item.key(), item.value())) {
         state.buffers.push_back({prefix + item.key(), item.value()});
       }
     }
-  }
+  };
+  // LibTorch lists the module itself only where a shared pointer holds it.
+  collect("", module);
+  for (const auto& entry : module.named_modules("", /*include_self=*/false))
+    collect(entry.key() + ".", *entry.value());
   return state;
 }
 

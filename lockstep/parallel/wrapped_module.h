@@ -15,6 +15,20 @@ class Module;
 
 namespace lockstep {
 
+/// While it lives, gradients are not synchronized between ranks.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(bool& synchronizing)
+      : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
+  ~NoSync() { synchronizing_ = before_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  bool& synchronizing_;
+  bool before_;
+};
+
 /// What DistributedDataParallel and FullyShardedDataParallel share: a module with something to do
 /// before and after its forward. `Core` does that. It has before_forward(), wants_outputs(),
 /// after_forward(outputs), synchronizing(), group() and statistics().
@@ -42,19 +56,12 @@ class WrappedModule {
 
   /// While the guard lives, backward only adds gradients up on this rank. The first backward after
   /// it averages the sum. The forward must be inside too.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(bool& synchronizing)
-        : synchronizing_(synchronizing), before_(std::exchange(synchronizing, false)) {}
-    ~NoSync() { synchronizing_ = before_; }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    bool& synchronizing_;
-    bool before_;
-  };
   NoSync no_sync() { return NoSync(core_.synchronizing()); }
+
+  /// Of the module: its mode and its parameters, for an optimizer.
+  void train(bool on = true) { module_->train(on); }
+  void eval() { module_->eval(); }
+  std::vector<at::Tensor> parameters() const { return module_->parameters(); }
 
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }

@@ -257,7 +257,7 @@ void train(const Json& config, const lockstep::World& world) {
   at::manual_seed(config["seed"].get<uint64_t>() + static_cast<uint64_t>(world.rank()));
   auto model = lockstep::make_model(config["model"]);
   lockstep::DdpOptions options;
-  options.gradient_as_bucket_view = config["view"];
+  options.gradient_as_bucket_view = config["view"].get<bool>();
   options.bucket_cap_mb = config.value("bucket_cap_mb", options.bucket_cap_mb);
   options.first_bucket_mb = config.value("bucket_cap_mb", options.first_bucket_mb);
   options.static_graph = config.value("static_graph", false);

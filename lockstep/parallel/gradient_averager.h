@@ -1,0 +1,76 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/ddp.h"
+
+namespace lockstep {
+
+/// The defaults are those of DdpOptions.
+struct GradientAveragerOptions {
+  double bucket_cap_mb = 25;   ///< Gradients per all-reduce, in MiB: few calls that still overlap.
+  double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
+  /// Gradients are views of the buckets, which saves one copy per step. Of our own reducer only:
+  /// c10d's would have to make its buckets anew while gradients come.
+  bool gradient_as_bucket_view = true;
+  /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
+  bool init_sync = true;
+  Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
+  CommHook comm_hook = CommHook::none;   ///< As DdpOptions::comm_hook.
+};
+
+/// Data parallelism without a wrapper: the model stays what it is. What DistributedDataParallel
+/// does hangs on the gradients themselves: each backward averages them over the ranks while it
+/// runs, with the same buckets, code and bits.
+///
+///     Net model;                                             // on every rank
+///     lockstep::GradientAverager averager(model, world.group());
+///     torch::optim::SGD optimizer(model.parameters(), 0.1);  // and the loop as it was
+///
+/// So the model may be on the stack, go into functions as `Net&`, return structs, and run several
+/// times per step; a GAN has an averager for each network. Every rank must run the same backward
+/// passes. Gradients are averaged when all parameters have got theirs, in one backward or in
+/// several. A parameter that stays without one is a UsageError that names it, in the next backward;
+/// for such models take DistributedDataParallel with `find_unused_parameters`. Parameters that
+/// need no gradient when this is made are left alone: do not unfreeze them afterwards.
+///
+/// The constructors check that all ranks have the same parameters (MismatchError on every rank,
+/// naming the first that differs), and broadcast those of rank 0. They are collectives. A group of
+/// one rank communicates nothing. Failures between ranks leave backward as CommError. One thread at
+/// a time. Keep the process group alive as long as this, and drop this before the module.
+class GradientAverager {
+ public:
+  /// Of all parameters of `module`. Its buffers are broadcast too. It must outlive this.
+  GradientAverager(torch::nn::Module& module, const ProcessGroup& group,
+                   const GradientAveragerOptions& options = {});
+  /// Of these parameters, as `module.parameters()` gives them. Errors call them by number. Sparse
+  /// gradients (Embedding) are known by their module only: give that.
+  GradientAverager(const std::vector<at::Tensor>& parameters, const ProcessGroup& group,
+                   const GradientAveragerOptions& options = {});
+  ~GradientAverager();
+  GradientAverager(GradientAverager&&) noexcept;
+  GradientAverager& operator=(GradientAverager&&) noexcept;
+
+  /// Rank 0's buffers (the statistics of batch norm, say) go to all ranks. Nothing else does it: it
+  /// is for before an evaluation or a save. UsageError where this was made of parameters. A
+  /// collective.
+  void sync_buffers();
+
+  /// While the guard lives, backward only adds gradients up. The first backward after it averages
+  /// the sum.
+  NoSync no_sync();
+
+  const ProcessGroup& group() const;
+  /// `iterations` counts the times that gradients were averaged.
+  DdpStatistics statistics() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep
