@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -183,7 +184,7 @@ void check_configs(const std::vector<OptimizerConfig>& configs, const TrainingMo
 }
 
 void check_disjoint(const std::vector<OptimizerConfig>& configs) {
-  std::set<const c10::TensorImpl*> seen;
+  std::map<const c10::TensorImpl*, const OptimizerConfig*> seen;
   for (const OptimizerConfig& config : configs) {
     if (configs.size() > 1 && !config.module) {
       throw UsageError("optimizer '" + config.name + "' has the whole module",
@@ -191,7 +192,8 @@ void check_disjoint(const std::vector<OptimizerConfig>& configs) {
     }
     if (!config.module) continue;
     for (const auto& item : config.module->named_parameters()) {
-      if (seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+      const auto owner = seen.emplace(item.value().unsafeGetTensorImpl(), &config).first->second;
+      if (owner == &config) continue;  // Also where one tensor has two names.
       throw UsageError("parameter " + item.key() + " of optimizer '" + config.name +
                            "' belongs to another optimizer, too",
                        "one parameter, one optimizer");
@@ -216,6 +218,18 @@ NamedTensors without_prefix(const std::string& prefix, const NamedTensors& state
     if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), tensor);
   }
   return found;
+}
+
+/// An optimizer without copies of the weights would call them unknown.
+void check_copies_fit(const NamedTensors& state, const Precision& precision) {
+  const bool has_copies = std::any_of(state.begin(), state.end(), [](const auto& item) {
+    return item.first.starts_with("master_param.");
+  });
+  if (!has_copies || precision.name().starts_with("O2")) return;
+  throw CheckpointError(
+      "the checkpoint is of amp level O2, with float32 copies of the weights; precision " +
+          precision.name() + " has none",
+      "resume with --amp-level O2, or begin anew from its weights: --load-weights");
 }
 
 void append(NamedTensors& all, NamedTensors more) {
@@ -337,7 +351,9 @@ void load_model_state(TrainingModuleBase& root, const TrainedParts& parts,
 
 void load_optimizer_state(const TrainedParts& parts, const NamedTensors& state) {
   for (const auto& part : parts) {
-    part->strategy().load_optimizer_state(without_prefix(prefix_of(*part, parts), state));
+    const NamedTensors own = without_prefix(prefix_of(*part, parts), state);
+    check_copies_fit(own, part->precision());
+    part->strategy().load_optimizer_state(own);
   }
 }
 

@@ -313,6 +313,24 @@ void expect_refused(const std::function<void(Odd&)>& spoil, const std::string& t
   module->step = {};
 }
 
+TEST(TrainingModule, ATensorOfTwoNamesIsOneParameter) {
+  const World world = init();
+  std::vector<at::Tensor> weights;
+  for (const bool tied : {false, true}) {
+    at::manual_seed(4);
+    const auto module = std::make_shared<Odd>();
+    module->step = [module = module.get()](const Batch& batch) {
+      return module->layer->forward(batch.data).square().mean();
+    };
+    if (tied) module->layer->register_parameter("again", module->layer->weight);
+    module->optimizers[0].module = module->layer.ptr();
+    Trainer(world, training_task(module, loader_of(noise_images(16))), {.max_epochs = 1}).fit();
+    weights.push_back(module->layer->weight.detach());
+    module->step = {};
+  }
+  EXPECT_TRUE(at::equal(weights[0], weights[1]));
+}
+
 TEST(TrainingModule, MistakesAreNamed) {
   expect_refused([](Odd& odd) { odd.optimizers.clear(); }, "gave no optimizer");
   expect_refused([](Odd& odd) { odd.optimizers[0].make = {}; }, "without `make`");

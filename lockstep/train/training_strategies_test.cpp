@@ -136,7 +136,7 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
     options.precision = precision;
     options.accumulate_grad_batches = 2;
     options.gradient_clip_val = 0.5;
-    std::vector<TrainTask> first = tasks(2), second = tasks(2);
+    std::vector<TrainTask> first = tasks(2), second = tasks(2), third = tasks(2);
     NamedTensors model, optimizer, scaler, expected, got;  // Whole: the ranks are threads.
     run_group(2,
               [&](ProcessGroup group) {
@@ -163,6 +163,10 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
                 resumed.load_values(1, {});
                 resumed.run_epoch(0, batches, [](const StepResult&) { return true; });
                 keep(got, detail::model_state(*second[rank].module, resumed.parts()));
+                if (precision.amp_level != "O2") return;
+                StepLoop plain(third[rank], group, this->options());
+                EXPECT_THAT([&] { detail::load_optimizer_state(plain.parts(), optimizer); },
+                            ::testing::ThrowsMessage<CheckpointError>(HasSubstr("amp level O2")));
               },
               {.backend = "shm"});
     ASSERT_EQ(got.size(), expected.size());

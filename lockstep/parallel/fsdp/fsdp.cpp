@@ -152,6 +152,10 @@ void FsdpCore::begin_use() {
   impl_->parameters->begin_round();
 }
 
+void FsdpCore::rethrow_failure() {
+  impl_->parameters->rethrow_failure();
+}
+
 void FsdpCore::after_forward(bool records) {
   // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
   impl_->sync_buffers = impl_->gradients->synchronizing() && records;

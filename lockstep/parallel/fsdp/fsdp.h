@@ -50,6 +50,9 @@ class FsdpCore {
   void after_forward(std::vector<at::Tensor>& outputs) {
     after_forward(c10::GradMode::is_enabled());
   }
+  /// After a forward that threw: throws what a gather in it threw, if one did. TorchScript's
+  /// interpreter, and a user's own forward, may have made something else of it.
+  void rethrow_failure();
   /// The same error, and no gradient is kept.
   void check_complete();
   /// Rank 0's buffers, for all. A collective.

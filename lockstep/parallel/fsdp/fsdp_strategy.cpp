@@ -39,11 +39,7 @@ class FsdpStrategy : public Strategy {
 
   void run_batch(const BatchWork& work) override {
     core_.before_forward();
-    at::Tensor loss;
-    {
-      const auto context = enter();
-      loss = work.loss();
-    }
+    const at::Tensor loss = within_forward(work.loss);
     core_.after_forward(/*records=*/true);
     backward(loss);
     core_.check_complete();
@@ -54,8 +50,7 @@ class FsdpStrategy : public Strategy {
                                     const at::Tensor&) override {
     const at::NoGradGuard no_grad;
     core_.begin_use();
-    const auto context = enter();
-    at::Tensor output = forward();
+    at::Tensor output = within_forward(forward);
     core_.after_forward(/*records=*/false);
     return output;
   }
@@ -101,7 +96,15 @@ class FsdpStrategy : public Strategy {
   }
 
  private:
-  std::shared_ptr<void> enter() const { return forward_context_ ? forward_context_() : nullptr; }
+  at::Tensor within_forward(const std::function<at::Tensor()>& forward) {
+    const auto context = forward_context_ ? forward_context_() : nullptr;
+    try {
+      return forward();
+    } catch (...) {
+      core_.rethrow_failure();
+      throw;
+    }
+  }
 
   std::string name_ = "fsdp";
   detail::FsdpCore core_;

@@ -166,8 +166,17 @@ void ShardedParameters::before_use(const std::vector<size_t>& memories) {
   }
   if (shared_) return;
   in_use_ = memories;
-  for (const size_t unit : memories) make_whole(unit);
-  for (const size_t unit : memories) note_switch(unit);
+  try {
+    for (const size_t unit : memories) make_whole(unit);
+    for (const size_t unit : memories) note_switch(unit);
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+}
+
+void ShardedParameters::rethrow_failure() {
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void ShardedParameters::after_use() noexcept {

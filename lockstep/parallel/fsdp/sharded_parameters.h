@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <vector>
@@ -67,6 +68,9 @@ class ShardedParameters : private MemoryWatcher {
   int64_t gathers() const { return gathers_; }
   int64_t foretold_gathers() const { return foretold_; }
 
+  /// Throws what the last gather before an operation threw, if it did, once.
+  void rethrow_failure();
+
  private:
   struct Unit {
     WatchedMemory memory;
@@ -114,6 +118,7 @@ class ShardedParameters : private MemoryWatcher {
   bool writable_ = false;
   int64_t gathers_ = 0;
   int64_t foretold_ = 0;
+  std::exception_ptr failure_;  ///< Of a gather, until it is thrown again.
 };
 
 }  // namespace lockstep::detail
