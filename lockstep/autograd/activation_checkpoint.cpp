@@ -30,7 +30,7 @@ bool may_need_gradient(const at::Tensor& tensor) {
 }
 
 /// Runs the function a second time and passes the gradients through it.
-class CheckpointBackward : public Node {
+class CheckpointBackward : public Node, public RunsOnce {
  public:
   CheckpointBackward(Function function, const std::vector<at::Tensor>& inputs, RecordedState state)
       : function_(std::move(function)), state_(std::move(state)) {

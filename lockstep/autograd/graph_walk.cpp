@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/autograd/backward_hook.h"
+#include "lockstep/autograd/make_node.h"
 
 namespace lockstep::detail {
 namespace {
@@ -234,6 +235,12 @@ bool GraphWalk::run_to(const Node* leaf, uint32_t input, at::Tensor gradient) {
   drain([this](Step& step) { return call_half(step, /*leading=*/true); },
         [](const Step& target) { return target.leads; });
   return true;
+}
+
+bool GraphWalk::can_be_halved() const {
+  return std::none_of(steps_.begin(), steps_.end(), [](const Step& step) {
+    return dynamic_cast<const RunsOnce*>(step.node) != nullptr;
+  });
 }
 
 void GraphWalk::run_rest() {

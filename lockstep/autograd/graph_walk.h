@@ -28,6 +28,8 @@ class GraphWalk {
   /// both halves runs twice, each time for the half's edges only. `run_to` gives false, and has
   /// done nothing, when nothing leads there. Each half is run once.
   bool run_to(const Node* leaf, uint32_t input, at::Tensor gradient);
+  /// Whether no node would mind that.
+  bool can_be_halved() const;
   void run_rest();
 
  private:

@@ -9,6 +9,13 @@
 
 namespace lockstep {
 
+/// A node that does more than give gradients, such as a backward of its own. It cannot run in two
+/// halves.
+class RunsOnce {
+ public:
+  virtual ~RunsOnce() = default;
+};
+
 /// A node of the graph, under the kind of shared pointer that this LibTorch's graph has.
 template <class Made, class... Arguments>
 auto make_node(Arguments&&... arguments) {

@@ -16,7 +16,8 @@ SplitBackward::SplitBackward(const at::Tensor& output, const at::Tensor& gradien
   const auto leaf = torch::autograd::impl::grad_accumulator(input);
   const auto root = output.grad_fn();
   auto walk = std::make_unique<detail::GraphWalk>();
-  if (!root || !detail::may_walk(output, gradient, *root) || !walk->explore(root.get())) {
+  if (!root || !detail::may_walk(output, gradient, *root) || !walk->explore(root.get()) ||
+      !walk->can_be_halved()) {
     backward(output, gradient);
     output_ = at::Tensor();
     return;

@@ -15,8 +15,8 @@ class GraphWalk;
 /// Together they are `backward(output, gradient)`, to the bit. A node of both halves, such as a
 /// linear layer's, runs in each for its own products only.
 ///
-/// Where `backward` would leave the graph to LibTorch's engine (CUDA, hooks), the first half is the
-/// whole backward and the second nothing.
+/// Where `backward` would leave the graph to LibTorch's engine (CUDA, hooks), and where something
+/// in it is checkpointed, the first half is the whole backward and the second nothing.
 class SplitBackward {
  public:
   /// Runs the first half: `input`, a leaf that requires a gradient, has it afterwards. Other leaves

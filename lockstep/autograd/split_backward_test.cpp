@@ -7,6 +7,7 @@
 
 #include <functional>
 
+#include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/autograd/linear.h"
 
@@ -48,6 +49,21 @@ void expect_same_as_whole(const std::vector<std::vector<int64_t>>& shapes, const
       EXPECT_TRUE(same(split[i].grad(), whole[i].grad())) << i;
     }
   }
+}
+
+/// A checkpoint's backward gives its parameters their gradients each time that it runs.
+TEST(SplitBackward, CheckpointsRunOnce) {
+  const Leaves whole = leaves({{8, 5}, {7, 5}, {7, 7}}), split = leaves({{8, 5}, {7, 5}, {7, 7}});
+  const auto forward = [](const Leaves& l) {
+    const auto inner = [l](const at::Tensor& x) { return at::tanh(at::linear(x, l[1])); };
+    return at::linear(checkpoint(inner, l[0]), l[2]).square().sum();
+  };
+  backward(forward(whole));
+  SplitBackward halves(forward(split), {}, split[0]);
+  EXPECT_TRUE(same(split[0].grad(), whole[0].grad()));
+  halves.finish();
+  for (size_t i = 0; i < split.size(); ++i)
+    EXPECT_TRUE(same(split[i].grad(), whole[i].grad())) << i;
 }
 
 TEST(SplitBackward, LinearLayers) {
