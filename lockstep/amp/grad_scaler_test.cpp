@@ -168,6 +168,13 @@ TEST(GradScaler, GoesOnFromItsState) {
   next.step(*task.optimizer);
   next.update();
   EXPECT_EQ(next.get_scale(), 16) << "the count of steps since the last change was lost";
+  // The same for one that has scaled before.
+  next.load_state_dict(scaler.state_dict());
+  EXPECT_EQ(next.get_scale(), 8);
+  task.backward_from(next, 1);
+  next.step(*task.optimizer);
+  next.update();
+  EXPECT_EQ(next.get_scale(), 16);
   EXPECT_THAT([&] { next.load_state_dict({}); },
               ThrowsMessage<CheckpointError>(HasSubstr("a scaler that was not enabled")));
 }

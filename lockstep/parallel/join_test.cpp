@@ -101,6 +101,28 @@ TEST_P(JoinInputs, RanksWithFewerInputsAddZeros) {
   }
 }
 
+TEST_P(JoinInputs, AfterItGradientsAreDividedByAllAgain) {
+  run_group(2, [](const ProcessGroup& group) {
+    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+      auto net = std::make_shared<Net>();
+      fill(*net, 1);
+      DistributedDataParallel ddp(net, group, {.reducer = reducer});
+      const auto backward = [&] { ddp(input(0, 1)).square().mean().backward(); };
+      backward();
+      const at::Tensor mean = net->first->weight.grad().clone();
+      {
+        Join join({ddp}, {.divide_by_initial_world_size = false});
+        join.run([&] {
+          for (int step = 0; step < 2 * group.rank(); ++step) backward();
+        });
+      }
+      zero_grad(net->parameters());
+      backward();
+      EXPECT_TRUE(at::equal(net->first->weight.grad(), mean)) << static_cast<int>(reducer);
+    }
+  });
+}
+
 TEST_P(JoinInputs, AccumulationWithinNoSync) {
   run_group(2, [](const ProcessGroup& group) {
     auto net = std::make_shared<Net>();

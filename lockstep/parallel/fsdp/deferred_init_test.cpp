@@ -87,6 +87,29 @@ TEST(DeferredInit, AllRanksHaveRankZerosValues) {
   }
 }
 
+TEST(DeferredInit, ShardsOfAllRanksAreOfRankZerosValues) {
+  for (const bool share : {true, false}) {
+    testing::run_group(3,
+                       [&](ProcessGroup group) {
+                         const auto module = deferred_init([&] {
+                           auto made = std::make_shared<Made>();
+                           const at::NoGradGuard no_grad;
+                           made->first->weight.fill_(group.rank() + 5);
+                           return made;
+                         });
+                         FsdpOptions options;
+                         options.share_memory = share;
+                         FullyShardedDataParallel fsdp(module, group, options);
+                         for (const auto& [name, tensor] : fsdp.full_state_dict()) {
+                           if (name == "first.weight") {
+                             EXPECT_TRUE(tensor.eq(5).all().item<bool>());
+                           }
+                         }
+                       },
+                       {.backend = "shm"});
+  }
+}
+
 /// Both change what LibTorch's dispatcher does, in one process.
 TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
   testing::run_group(2,

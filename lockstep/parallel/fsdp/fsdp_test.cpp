@@ -388,6 +388,16 @@ TEST(Fsdp, BuffersAreRankZeros) {
     module->seen.fill_(group.rank() + 7);
     fsdp.forward(input(0)).sum().backward();
     EXPECT_EQ(module->seen[0].item<float>(), 7);
+    // After a forward within no_sync they stay local once, as with DistributedDataParallel.
+    {
+      const auto local = fsdp.no_sync();
+      fsdp.forward(input(0)).sum().backward();
+    }
+    module->seen.fill_(group.rank() + 9);
+    fsdp.forward(input(0)).sum().backward();
+    EXPECT_EQ(module->seen[0].item<float>(), group.rank() + 9);
+    fsdp.forward(input(0)).sum().backward();
+    EXPECT_EQ(module->seen[0].item<float>(), 9);
   });
 }
 

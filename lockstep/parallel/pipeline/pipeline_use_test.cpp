@@ -411,6 +411,49 @@ TEST(PipelineBatches, RecomputedActivationsGiveTheSameBits) {
   }
 }
 
+/// The second run drops what the first one dropped, and nobody's later numbers change.
+TEST(PipelineBatches, RecomputedActivationsHaveTheirRandomNumbers) {
+  std::vector<at::Tensor> gradients, later;
+  for (const bool recompute : {false, true}) {
+    run_group(1, [&](ProcessGroup group) {
+      auto model = std::make_shared<Chain>(2);
+      auto setup = setup_of(model, group, {.recompute_activations = recompute});
+      setup.layers.insert(setup.layers.begin() + 1, Layer{"drop", nullptr, [](const at::Tensor& x) {
+                                                            return at::dropout(x, 0.5, true);
+                                                          }});
+      // The last stage's forward runs once anyway: the first of two is run again.
+      setup.options.pipeline_schedule = "interleaved-1f1b";
+      setup.options.num_micro_batches = 2;
+      const auto strategy = make_pipeline_strategy(setup);
+      at::manual_seed(3);
+      BatchWork work = work_of(batch_of(8, 1));
+      work.criterion = [](const at::Tensor& output, const at::Tensor& target) {
+        at::rand({2});  // A number that comes between the two runs.
+        return mean_square(output, target);
+      };
+      strategy->run_batch(work);
+      gradients.push_back(model->linears[0]->weight.grad().clone());
+      later.push_back(at::randn({4}));
+    });
+  }
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+  EXPECT_TRUE(at::equal(later[0], later[1]));
+}
+
+/// Batch norms of two pipelines see other batches. An evaluation takes those of the first one.
+TEST(PipelineBatches, BuffersOfAllPipelinesAreSharedBeforeAnEvaluation) {
+  run_group(2,
+            [](ProcessGroup group) {
+              auto model = std::make_shared<Chain>(3);
+              const auto strategy =
+                  make_pipeline_strategy(setup_of(model, group, {.mesh = "dp=2,pp=1"}));
+              model->norm->running_mean.fill_(group.rank() + 3);
+              strategy->share_buffers();
+              EXPECT_EQ(model->norm->running_mean[0].item<float>(), 3);
+            },
+            {.backend = "shm"});
+}
+
 TEST(PipelineMemory, ARankKeepsItsStagesOnly) {
   run_group(2,
             [](ProcessGroup group) {

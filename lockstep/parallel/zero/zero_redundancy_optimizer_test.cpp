@@ -89,6 +89,13 @@ TEST_P(ZeroOptimizer, PartsSeeThatAParameterChanged) {
     parameter.fill_(3);
     EXPECT_GT(parts[0]._version(), before);
     EXPECT_EQ(parts[0].sum().item<float>(), 3 * 128);
+    // Also of a parameter that another rank updates: a graph may still need the old values.
+    at::Tensor small = at::zeros({10}).requires_grad_();
+    ZeroRedundancyOptimizer of_one_rank({small}, factory_of({}), group);
+    const auto of_small = small._version();
+    small.mutable_grad() = at::ones({10});
+    of_one_rank.step();
+    EXPECT_GT(small._version(), of_small);
   });
 }
 
@@ -186,6 +193,8 @@ TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFitOnAllRanks) {
     // A field of the first parameter, which is the first rank's alone.
     OptimizerState lacking = good;
     std::erase_if(lacking, [](const auto& entry) { return entry.first == "exp_avg.0"; });
+    // The others' parts fit, and must come back.
+    for (auto& [name, tensor] : lacking) tensor = tensor + 1;
     try {
       zero.load_state(lacking);
       ADD_FAILURE() << "accepted on rank " << group.rank();

@@ -242,6 +242,24 @@ TEST_P(ZeroStrategy, NamesItselfWhereModulesDiffer) {
   });
 }
 
+/// Each of them is reduced by itself.
+TEST_P(ZeroStrategy, GradientsOfSeveralWholeBatchesAddUp) {
+  run_group(2, [](const ProcessGroup& group) {
+    std::vector<double> norms;
+    for (const MakeStrategy make : {MakeStrategy(make_ddp), MakeStrategy(make_zero2_strategy)}) {
+      auto net = std::make_shared<Net>();
+      const auto strategy = make(setup_of(net, group, {}));
+      for (const int batch : {1, 2}) {
+        strategy->run_batch({.loss = [&] {
+          return net->forward(ddp_test::values({4, 75}, batch + 10 * group.rank())).square().sum();
+        }});
+      }
+      norms.push_back(strategy->clip_grad_norm(1));
+    }
+    EXPECT_NEAR(norms[1], norms[0], 1e-4 * norms[0]);
+  });
+}
+
 TEST_P(ZeroStrategy, RefusesAStepWhileGradientsAddUp) {
   run_group(2, [](const ProcessGroup& group) {
     for (const MakeStrategy make : {MakeStrategy(make_ddp), MakeStrategy(make_zero1_strategy),
