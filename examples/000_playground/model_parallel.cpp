@@ -72,15 +72,16 @@ class ModelParallelMlp : public torch::nn::Module {
     const auto parts = x.to(first_).split(split_size);
     std::vector<std::promise<at::Tensor>> hidden(parts.size());
     // With this thread's grad mode. Its end is waited for when `ahead` goes.
-    const auto ahead = std::async(std::launch::async, at::wrapPropagateTLSState([&] {
-                                    for (size_t i = 0; i < parts.size(); ++i) {
-                                      try {
-                                        hidden[i].set_value(chunk1_->forward(parts[i]).to(second_));
-                                      } catch (...) {
-                                        hidden[i].set_exception(std::current_exception());
-                                      }
-                                    }
-                                  }));
+    [[maybe_unused]] const auto ahead =
+        std::async(std::launch::async, at::wrapPropagateTLSState([&] {
+                     for (size_t i = 0; i < parts.size(); ++i) {
+                       try {
+                         hidden[i].set_value(chunk1_->forward(parts[i]).to(second_));
+                       } catch (...) {
+                         hidden[i].set_exception(std::current_exception());
+                       }
+                     }
+                   }));
     std::vector<at::Tensor> outputs;
     for (auto& part : hidden) outputs.push_back(chunk2_->forward(part.get_future().get()));
     return at::cat(outputs);

@@ -114,7 +114,7 @@ RowView::RowView(const at::Tensor& source, std::span<const int64_t> rows)
     : rows_(rows),
       base_(static_cast<const std::byte*>(source.const_data_ptr())),
       row_bytes_(source.size(0) ? static_cast<int64_t>(source.nbytes()) / source.size(0) : 0),
-      step_(source.stride(0) * static_cast<int64_t>(source.element_size())) {}
+      step_(source.stride(0) * source.element_size()) {}
 
 void RowView::gather_into(const at::Tensor& out) const {
   auto* to = static_cast<std::byte*>(out.mutable_data_ptr());

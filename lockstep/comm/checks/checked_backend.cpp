@@ -287,7 +287,7 @@ class CheckedBackend final : public c10d::Backend {
     if (!checks_.compares(call.sequence)) return;
     CallSignature signature;
     signature.operation = call.operation;
-    signature.reduction = call.reduction;
+    signature.reduction = call.reduction;  // NOLINT(bugprone-signed-char-misuse): -1 is none.
     signature.root = call.root;
     signature.sequence = call.sequence;
     arguments.describe(signature);

@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace lockstep {
 struct PowerSGDState::Impl {
   PowerSGDOptions options;
   /// numpy's RandomState draws from the same generator.
-  std::mt19937 random;
+  std::mt19937 random;  // NOLINT(bugprone-random-generator-seed): seeded by the options.
   std::map<size_t, at::Tensor> errors, ps, qs;  ///< By bucket.
   int64_t iter = 0;
   CompressionStats stats;
