@@ -333,12 +333,14 @@ class Files(unittest.TestCase):
     def test_every_configuration_key_is_a_flag_and_every_flag_a_key(self):
         import tomllib
 
-        with t.temporary_folder() as folder:
-            optional = folder / "run.toml"
-            optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n"
-                                "weight-decay = 0\nstrategy = \"pipeline\"\nnum-micro-batches = 2\n")
-            train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
-            keys = set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
+        keys = set()
+        for own in ("weight-decay = 0\nstrategy = \"pipeline\"\nnum-micro-batches = 2\n",
+                    "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n"):
+            with t.temporary_folder() as folder:
+                optional = folder / "run.toml"
+                optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n" + own)
+                train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
+                keys |= set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))
         # --resume says where this run stands, not what it is.
         self.assertEqual(keys, flags - {"config", "resume"})

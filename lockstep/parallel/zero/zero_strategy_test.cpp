@@ -6,8 +6,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp_strategy.h"
 #include "tests/support/over_backends.h"
-#include "tests/support/zero_training.h"
 #include "tests/support/plain_optimizers.h"
+#include "tests/support/zero_training.h"
 
 namespace lockstep {
 namespace {
