@@ -44,7 +44,10 @@ class ParameterServer {
 };
 
 std::shared_ptr<ParameterServer> get_parameter_server() {
-  static const auto server = std::make_shared<ParameterServer>();  // made by the first call
+  static const auto server = [] {  // made by the first call
+    at::manual_seed(1);
+    return std::make_shared<ParameterServer>();
+  }();
   return server;
 }
 
@@ -74,7 +77,8 @@ double accuracy(const rpc::RRef<ParameterServer>& server, const lockstep::Tensor
   return static_cast<double>(right) / static_cast<double>(test.size());
 }
 
-void run_trainer(const lockstep::World& world, const Options& options) {
+void run_trainer(const lockstep::World& world, const lockstep::ProcessGroup& trainers,
+                 const Options& options) {
   const auto server = rpc::remote("parameter_server", get_server);
   rpc::DistributedOptimizer optimizer("sgd", server.rpc_sync(parameters), {.lr = options.lr});
 
@@ -98,6 +102,7 @@ void run_trainer(const lockstep::World& world, const Options& options) {
       }
     }
   }
+  trainers.barrier();  // Else the first one would see a model that is still learning.
   std::printf("trainer %d: accuracy %.4f\n", world.rank(), accuracy(server, data.test));
 }
 
@@ -105,9 +110,10 @@ void run_worker(const Options& options) {
   const auto world = lockstep::init({.backend = "gloo"});
   if (world.size() < 2) throw lockstep::UsageError("a server and at least one trainer are needed");
   const bool serves = world.rank() == 0;
+  const auto role = world.group().split(serves ? 0 : 1);
   auto agent =
       rpc::init(world, serves ? "parameter_server" : "trainer_" + std::to_string(world.rank()));
-  if (!serves) run_trainer(world, options);
+  if (!serves) run_trainer(world, role, options);
   agent.shutdown();  // The server answers calls until all have come here.
 }
 

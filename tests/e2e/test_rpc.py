@@ -40,7 +40,10 @@ class ParameterServer(unittest.TestCase):
 
     def test_two_trainers_learn(self):
         """Each sees half of the data, and both end with the server's one model."""
-        self.assertGreater(min(self.accuracies("--limit", 3000, "--lr", 0.1, "--batch-size", 16)), 0.8)
+        # How their updates meet differs from run to run: 0.85 to 0.95 were seen. Chance is 0.1.
+        accuracies = self.accuracies("--limit", 5000, "--lr", 0.05, "--batch-size", 16)
+        self.assertGreater(min(accuracies), 0.7)
+        self.assertEqual(*accuracies)
 
     @unittest.skipUnless(t.data_dir() and LONG, "long: LOCKSTEP_LONG_TESTS=1, and real MNIST")
     def test_the_whole_of_mnist(self):
