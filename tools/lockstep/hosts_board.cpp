@@ -40,6 +40,9 @@ constexpr milliseconds kAnswer{5'000};
 constexpr milliseconds kReconnect{300};
 /// How long the end of a job that failed is held up for the others to hear of it.
 constexpr milliseconds kTellLimit{1'000};
+/// The same on host 0 while the launchers of other hosts have not come yet: hosts start within
+/// seconds of each other.
+constexpr milliseconds kJoinLimit{3'000};
 /// The same where the launcher of host 0 is not up yet.
 constexpr milliseconds kFirstTellLimit{30'000};
 constexpr milliseconds kEndLimit{5'000};
@@ -60,6 +63,7 @@ struct Board {
   std::optional<FailureElsewhere> elsewhere;
   bool own_is_told = false;
   bool end_is_told = false;
+  bool all_joined = false;
   bool all_informed = false;
   bool all_ended = false;
   std::optional<Clock::time_point> connected;  // For the first time.
@@ -153,23 +157,16 @@ class Visit {
       const std::lock_guard lock(board_.mutex);
       if (!board_.ended) return;
     }
-    const bool informed = all_informed(), ended = all_ended();
+    const bool joined = all_have(kJoined), informed = all_have(kInformed), ended = all_have(kEnded);
     const std::lock_guard lock(board_.mutex);
+    board_.all_joined = joined;
     board_.all_informed = informed;
     board_.all_ended = ended;
   }
 
-  bool all_informed() {
-    for (int host = 0; host < board_.meeting.hosts; ++host) {
-      if (store_.check({key_of(kJoined, host)}) && !store_.check({key_of(kInformed, host)}))
-        return false;
-    }
-    return true;
-  }
-
-  bool all_ended() {
+  bool all_have(const char* name) {
     std::vector<std::string> keys;
-    for (int host = 0; host < board_.meeting.hosts; ++host) keys.push_back(key_of(kEnded, host));
+    for (int host = 0; host < board_.meeting.hosts; ++host) keys.push_back(key_of(name, host));
     return store_.check(keys);
   }
 
@@ -290,7 +287,11 @@ class HostsBoard : public launch::OtherHosts {
   /// From the first connection on, if that came later than the end.
   bool tell_limit_is_over(Clock::time_point now) {
     if (board_->lost && board_->elsewhere) return true;
-    if (board_->connected) return now - std::max(*board_->ended, *board_->connected) > kTellLimit;
+    if (board_->connected) {
+      const bool waits_for_others = board_->meeting.host == 0 && !board_->all_joined;
+      return now - std::max(*board_->ended, *board_->connected) >
+             (waits_for_others ? kJoinLimit : kTellLimit);
+    }
     if (board_->meeting.host == 0) return now - *board_->ended > kTellLimit;
     if (!says_that_it_waits_ && now - *board_->ended > kTellLimit) {
       says_that_it_waits_ = true;
