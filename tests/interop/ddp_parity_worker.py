@@ -25,13 +25,22 @@ def register_hook(ddp, config):
         ddp.register_comm_hook(powerSGD_hook.PowerSGDState(
             None, options["rank"], options["start"], options.get("rate", 2), options.get("feedback", True),
             options.get("warm", True), options.get("epsilon", 0), options.get("seed", 0),
-            batch_tensors_with_same_shape=options.get("batch", False)), powerSGD_hook.powerSGD_hook)
+            batch_tensors_with_same_shape=options.get("batch", False)), power_sgd_in_turn)
     if "post_local_sgd" in config:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
         options = config["post_local_sgd"]
         subgroup, _ = dist.new_subgroups(group_size=options["subgroup"])
         ddp.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, subgroup, options["start"]),
                                post_localSGD_hook.post_localSGD_hook)
+
+
+def power_sgd_in_turn(state, bucket):
+    """Python's hook, a bucket at a time. Its callbacks start further collectives from Gloo's threads: with several
+    buckets each rank would call them in an order of its own, and Gloo aborts."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
 
 
 def make_averager(config):

@@ -76,11 +76,12 @@ def run_ranks(command, ranks, folder, timeout=150):
             log = open(folder / f"log.{rank}", "w+")
             processes.append((subprocess.Popen([str(c) for c in (*command, rank, ranks)], env=env, stdout=log,
                                                stderr=log), log))
-        for process, log in processes:
-            code = process.wait(timeout)
-            if code != 0:
+        if any([process.wait(timeout) for process, _ in processes]):
+            said = []
+            for rank, (process, log) in enumerate(processes):
                 log.seek(0)
-                raise AssertionError(f"{command} exited with {code}\n{log.read()}")
+                said.append(f"rank {rank} exited with {process.returncode}:\n{log.read()}")
+            raise AssertionError(f"{command}\n" + "\n".join(said))
     finally:
         for process, log in processes:
             if process.poll() is None:
