@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
+
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
@@ -265,6 +267,65 @@ TEST_P(Averager, SparseGradientsOfAModuleAreAveraged) {
       EXPECT_TRUE(at::allclose(dense[1], row / 2));
       EXPECT_TRUE(at::allclose(dense[5], row));
     }
+  });
+}
+
+TEST_P(Averager, HooksGiveDdpsBits) {
+  for (const CommHook hook : {CommHook::allreduce, CommHook::bf16_compress}) {
+    run_group(2, [&](ProcessGroup group) {
+      auto wrapped = std::make_shared<Net>();
+      fill(*wrapped, 1);
+      DdpOptions options;
+      options.comm_hook = hook;
+      DistributedDataParallel ddp(wrapped, group, options);
+      Net net;
+      fill(net, 1);
+      GradientAverager averager(net, group, {.comm_hook = hook});
+      for (int step = 0; step < 3; ++step) {
+        wrapped->zero_grad();
+        net.zero_grad();
+        ddp(input(group.rank(), step)).square().sum().backward();
+        net.forward(input(group.rank(), step)).square().sum().backward();
+        for (size_t i = 0; i < 4; ++i) {
+          EXPECT_TRUE(at::equal(net.parameters()[i].grad(), wrapped->parameters()[i].grad()));
+        }
+      }
+    });
+  }
+}
+
+TEST_P(Averager, LeavesTheValuesAloneWhereItIsTold) {
+  run_group(2, [&](ProcessGroup group) {
+    Net net;
+    fill(net, group.rank());
+    const Tensors before = copies(net.parameters());
+    GradientAverager averager(net, group, {.init_sync = false});
+    expect_equal(net.parameters(), before);
+  });
+}
+
+TEST_P(Averager, ALostRankEndsBackwardWithACommError) {
+  run_group(2, [&](ProcessGroup group) {
+    Net net;
+    fill(net, 1);
+    GradientAverager averager(net, group);
+    for (int step = 0; step < 3; ++step) net.forward(input(group.rank())).sum().backward();
+    if (group.rank() == 1) return;
+    group.set_timeout(std::chrono::milliseconds(500));
+    EXPECT_THROW(net.forward(input(0)).sum().backward(), CommError);
+  });
+}
+
+TEST_P(Averager, MovesWithItsHooks) {
+  run_group(2, [&](ProcessGroup group) {
+    Net net;
+    fill(net, 1);
+    GradientAverager first(net, group);
+    GradientAverager averager = std::move(first);
+    net.forward(input(group.rank())).sum().backward();
+    expect_the_same_on_all_ranks({net.first->weight.grad()}, group);
+    EXPECT_EQ(averager.statistics().iterations, 1);
+    EXPECT_EQ(averager.group().rank(), group.rank());
   });
 }
 

@@ -229,6 +229,22 @@ class Hosts(unittest.TestCase):
                     return
         self.fail("no free port in five attempts")
 
+    def test_a_failure_of_host_0_before_the_other_launcher_has_come_is_told(self):
+        for _ in range(5):  # A free port may be taken; on a busy machine the second comes too late for the first's wait.
+            port = free_port()
+            with temporary_folder() as folder, \
+                    self.launch(0, port, "touch $OUT/fails$RANK; echo reason >&2; exit 7", folder) as first:
+                wait_until(lambda: (folder / "fails0").exists() or first.process.poll() is not None, 30, "the failure")
+                with self.launch(1, port, "sleep 20", folder) as second:
+                    code, _, err = first.end()
+                    other = second.end()
+                if "in use" in err or other[0] == 0:
+                    continue
+                self.assertEqual((code, other[0]), (7, 7), err)
+                self.assertRegex(other[2], r"error: on host 0: rank \d .*exited with code 7\n")
+                return
+        self.fail("the second launcher was told nothing in five attempts")
+
     def test_a_broken_connection_between_the_launchers_is_made_again(self):
         for _ in range(5):
             port, text = free_port(), "until [ -e $OUT/go ]; do sleep 0.01; done"

@@ -12,6 +12,7 @@
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
+#include "lockstep/comm/checks/converted_work.h"
 #include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/checks/p2p_gate.h"

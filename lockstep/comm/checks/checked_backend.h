@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/converted_work.h"
 #include "lockstep/comm/checks/debug_level.h"
+#include "lockstep/comm/checks/error_conversion.h"
 
 namespace c10d {
 class Backend;
