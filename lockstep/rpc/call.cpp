@@ -5,7 +5,9 @@
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/wire_call.h"
@@ -34,9 +36,22 @@ const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   }
 }
 
+/// Zero would be no limit for LibTorch.
+Limit checked_limit(const std::string& what, Limit limit) {
+  if (limit) check_timeout(what, *limit);
+  return limit;
+}
+
 /// Counts a call as under way until the last copy is gone.
-std::shared_ptr<void> count_call(const std::shared_ptr<Worker>& worker) {
-  worker->calls().begin(/*may_wait=*/!HandlerThreads::on_one());
+std::shared_ptr<void> count_call(const std::shared_ptr<Worker>& worker, const std::string& what,
+                                 Limit timeout) {
+  Limit wait;
+  if (!HandlerThreads::on_one()) wait = timeout.value_or(default_timeout());
+  if (!worker->calls().begin(wait)) {
+    throw TimeoutError(what + ": " + std::to_string(worker->calls().limit()) +
+                           " calls of this worker were under way for " + seconds_text(*wait),
+                       "wait for answers, or raise Options::max_pending");
+  }
   return std::shared_ptr<void>(worker.get(), [weak = std::weak_ptr(worker)](void*) {
     if (const auto held = weak.lock()) held->calls().end();
   });
@@ -55,7 +70,9 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
   auto state = std::make_shared<CallState>();
   // Answered, failed or cancelled: then it counts no more.
   if (kind == CallKind::user) {
-    state->when_done([counted = count_call(worker)] {});
+    const std::string text = what(signature, to.worker);
+    checked_limit(text + ": the time-out", to.timeout);
+    state->when_done([counted = count_call(worker, text, to.timeout)] {});
   }
   const auto failed = [state, what = what(signature, to.worker),
                        types = signature.types](const std::exception_ptr& error) {
@@ -86,7 +103,9 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
                     std::vector<at::IValue> arguments) {
   const auto worker = this_worker("rpc::remote");
   const auto& info = worker_info(*worker, to.worker);
-  const auto counted = count_call(worker);
+  const std::string text = what(signature, to.worker);
+  checked_limit(text + ": the time-out", to.timeout);
+  const auto counted = count_call(worker, text, to.timeout);
   auto& context = native::RRefContext::getInstance();
   std::vector<at::IValue> stack =
       WireCall(signature.name, signature.hash, std::move(arguments)).stack();
@@ -141,16 +160,34 @@ std::string owner_name(const RRefPtr& rref) {
   return checked(rref)->ownerName();
 }
 
-at::IValue local_value(const RRefPtr& rref) {
+namespace {
+
+/// Waits until LibTorch's future is done, in order or not.
+void wait_for(native::JitFuture& future, std::chrono::milliseconds limit, const std::string& what) {
+  const auto state = std::make_shared<CallState>(CallState::Ends::perhaps_not);
+  future.addCallback([state](native::JitFuture&) { state->complete({}); });
+  try {
+    state->value(limit);
+  } catch (const TimeoutError&) {
+    throw TimeoutError(what + ": no value after " + seconds_text(limit),
+                       "does the function that makes it still run?");
+  }
+}
+
+}  // namespace
+
+at::IValue local_value(const RRefPtr& rref, Limit limit) {
   if (!checked(rref)->isOwner()) {
     throw UsageError(
         "rpc: local_value of a reference to what worker '" + owner_name(rref) + "' owns",
         "call a function there, or copy the value by to_here()");
   }
+  checked_limit("rpc: local_value", limit);
   const auto owned = c10::static_intrusive_pointer_cast<native::OwnerRRef>(rref);
   try {
-    if (owned->hasValue()) return owned->getValue();
-    const HandlerThreads::Waiting waiting;
+    if (!owned->hasValue()) {
+      wait_for(*owned->getFuture(), limit.value_or(default_timeout()), "rpc: local_value");
+    }
     return owned->getValue();
   } catch (const std::exception&) {
     std::rethrow_exception(decode_failure(std::current_exception(), "rpc: the reference", ""));
@@ -158,7 +195,8 @@ at::IValue local_value(const RRefPtr& rref) {
 }
 
 at::IValue fetch_value(const RRefPtr& rref, Limit limit) {
-  if (checked(rref)->isOwner()) return local_value(rref);
+  if (checked(rref)->isOwner()) return local_value(rref, limit);
+  checked_limit("rpc: to_here", limit);
   const auto worker = this_worker("rpc::RRef::to_here");
   const HandlerThreads::Waiting waiting;
   try {

@@ -21,7 +21,7 @@ struct Destination {
       : worker(std::move(name)), timeout(limit) {}
 
   std::string worker;
-  /// None: the agent's own (Options::timeout).
+  /// None: the agent's own (Options::timeout). Zero is refused: every call ends.
   std::optional<std::chrono::milliseconds> timeout;
 };
 

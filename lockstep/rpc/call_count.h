@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 
 namespace lockstep::rpc::detail {
 
@@ -12,14 +13,17 @@ class CallCount {
  public:
   explicit CallCount(int64_t limit) : limit_(limit) {}
 
-  /// A call begins. With `may_wait` not before fewer than the limit are under way. Calls of
-  /// handlers do not wait: those that they wait for may need them.
-  void begin(bool may_wait) {
+  /// A call begins. With `wait` not before fewer than the limit are under way; false when they
+  /// still are after so long. Calls of handlers do not wait: those that they wait for may need
+  /// them.
+  [[nodiscard]] bool begin(std::optional<std::chrono::milliseconds> wait) {
     std::unique_lock lock(mutex_);
-    if (may_wait) changed_.wait(lock, [&] { return pending_ < limit_; });
+    if (wait && !changed_.wait_for(lock, *wait, [&] { return pending_ < limit_; })) return false;
     ++pending_;
     ++begun_;
+    return true;
   }
+  int64_t limit() const { return limit_; }
   void end() {
     const std::lock_guard lock(mutex_);
     --pending_;

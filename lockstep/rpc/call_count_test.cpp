@@ -12,15 +12,16 @@ constexpr auto kLong = std::chrono::seconds(30);
 
 TEST(CallCount, ACallBeyondTheLimitWaitsForAnAnswer) {
   CallCount calls(2);
-  calls.begin(true);
-  calls.begin(true);
+  EXPECT_TRUE(calls.begin(kLong));
+  EXPECT_TRUE(calls.begin(kLong));
+  EXPECT_FALSE(calls.begin(std::chrono::milliseconds(1)));
   std::atomic<int> most = 0;
   std::thread third([&] {
-    calls.begin(true);
+    EXPECT_TRUE(calls.begin(kLong));
     most = static_cast<int>(calls.pending());
     calls.end();
   });
-  calls.begin(false);  // A handler's does not wait.
+  EXPECT_TRUE(calls.begin({}));  // A handler's does not wait.
   EXPECT_EQ(calls.pending(), 3);
   calls.end();
   EXPECT_EQ(most, 0);
@@ -32,7 +33,7 @@ TEST(CallCount, ACallBeyondTheLimitWaitsForAnAnswer) {
 
 TEST(CallCount, WaitsForTheLast) {
   CallCount calls(2);
-  calls.begin(true);
+  EXPECT_TRUE(calls.begin(kLong));
   EXPECT_FALSE(calls.wait_for_none(std::chrono::steady_clock::now()));
   std::thread other([&] { calls.end(); });
   EXPECT_TRUE(calls.wait_for_none(std::chrono::steady_clock::now() + kLong));

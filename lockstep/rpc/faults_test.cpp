@@ -29,6 +29,9 @@ const auto at_gate = function("at_gate", [] {
 const auto count_begun = function("count_begun", [] { return begun.load(); });
 const auto open_gate = function("open_gate", [] { gate.set_value(1); });
 const auto die = function("die", [] { ::_exit(0); });
+const auto never_ends = function("never_ends", [] {
+  for (;;) ::pause();
+});
 const auto call_gate_of =
     function("call_gate_of", [](const std::string& worker) { return call(worker, at_gate); });
 
@@ -86,6 +89,67 @@ TEST(RpcFaults, ALateOrCancelledCallEndsAndTheNextWork) {
                 EXPECT_EQ(waited_for.wait(), 1);
               },
               {.timeout = 600s});
+}
+
+TEST(RpcFaults, AFunctionThatDoesNotEndIsLeftBehindAndNamed) {
+  // Of two threads one runs functions of the transport, so both kinds of threads are stuck.
+  run_workers(2,
+              [](Agent& agent, int rank) {
+                if (rank == 0) {
+                  for (int i = 0; i < 2; ++i) {
+                    EXPECT_THROW(call({"w1", 100ms}, never_ends), TimeoutError);
+                  }
+                  return;
+                }
+                try {
+                  agent.shutdown();
+                  FAIL() << "two functions run";
+                } catch (const TimeoutError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("worker 'w1' left while 'never_ends' still "
+                                                      "ran there after 0.2 s"));
+                }
+              },
+              {.timeout = 600s, .stop_timeout = 200ms, .threads = 2});
+}
+
+TEST(RpcFaults, WaitsForAValueThatIsNotMadeEnd) {
+  run_workers(1,
+              [](Agent&, int) {
+                const auto later = remote({"w0", 60s}, at_gate);
+                EXPECT_THROW(later.local_value(20ms), TimeoutError);
+                EXPECT_THROW(later.to_here(20ms), TimeoutError);
+                try {
+                  later.local_value();
+                  FAIL() << "nobody has made it";
+                } catch (const TimeoutError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("rpc: local_value: no value after 0.5 s"));
+                }
+                EXPECT_THROW(gate.future().wait(), TimeoutError);
+                EXPECT_THROW(when_all(std::vector{gate.future()}).wait(), TimeoutError);
+                gate.set_value(1);
+                EXPECT_EQ(later.local_value(), 1);
+                EXPECT_THROW(call({"w0", 0ms}, square, 1), UsageError);
+                EXPECT_THROW(remote({"w0", 0ms}, square, 1), UsageError);
+                EXPECT_THROW(later.to_here(0ms), UsageError);
+              },
+              {.timeout = 500ms});
+}
+
+TEST(RpcFaults, ACallBeyondTheLimitFailsInItsTime) {
+  run_workers(2,
+              [](Agent&, int rank) {
+                if (rank != 0) return;
+                const auto first = call_async("w1", at_gate);
+                try {
+                  call_async({"w1", 50ms}, square, 3);
+                  FAIL() << "the limit is one call";
+                } catch (const TimeoutError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("1 calls of this worker were under way"));
+                }
+                EXPECT_TRUE(first.cancel());
+                call("w1", open_gate);
+              },
+              {.max_pending = 1});
 }
 
 TEST(RpcFaults, TenThousandCallsAreUnderWayAtOnce) {

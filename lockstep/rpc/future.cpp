@@ -1,5 +1,6 @@
 #include "lockstep/rpc/future.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "lockstep/base/text.h"
@@ -41,6 +42,7 @@ const at::IValue& CallState::value(std::optional<std::chrono::milliseconds> limi
     const HandlerThreads::Waiting waiting;
     std::unique_lock lock(mutex_);
     const auto done = [&] { return done_; };
+    if (!limit && ends_ == Ends::perhaps_not) limit = default_timeout();
     if (!limit) {
       changed_.wait(lock, done);
     } else if (!changed_.wait_for(lock, *limit, done)) {
@@ -79,8 +81,21 @@ bool CallState::cancel() {
   return true;
 }
 
+std::shared_ptr<PromisedState> promised_state() {
+  return std::make_shared<PromisedState>(std::make_shared<CallState>(CallState::Ends::perhaps_not));
+}
+
+PromisedState::~PromisedState() {
+  state->fail(std::make_exception_ptr(
+      CancelledError("rpc: all promises of a result are gone, and none has given it")));
+}
+
 std::shared_ptr<CallState> all_states(const std::vector<std::shared_ptr<CallState>>& states) {
-  auto all = std::make_shared<CallState>();
+  const bool end = std::all_of(states.begin(), states.end(), [](const auto& state) {
+    return state->ends() == CallState::Ends::by_itself;
+  });
+  auto all =
+      std::make_shared<CallState>(end ? CallState::Ends::by_itself : CallState::Ends::perhaps_not);
   if (states.empty()) {
     all->complete({});
     return all;

@@ -21,15 +21,26 @@ class Future;
 
 namespace detail {
 
+/// How long a wait without a limit takes where nothing else ends it: the worker's Options::timeout,
+/// else 60 s.
+std::chrono::milliseconds default_timeout();
+
 /// What a call's futures share: a value, once it is there, or an error. Any thread.
 class CallState {
  public:
+  enum class Ends {
+    by_itself,    ///< A call's, which has a time-out.
+    perhaps_not,  ///< Someone is to complete it.
+  };
+  explicit CallState(Ends ends = Ends::by_itself) : ends_(ends) {}
+  Ends ends() const { return ends_; }
+
   /// The first of these counts and returns true.
   bool complete(at::IValue value);
   bool fail(std::exception_ptr error);
 
   bool is_done() const;
-  /// Waits; throws the error. None: as long as it takes.
+  /// Waits; throws the error. None: until the call ends, else for `default_timeout`.
   const at::IValue& value(std::optional<std::chrono::milliseconds> limit) const;
   /// Runs `callback` once when it is done: on the thread that does it, or now.
   void when_done(std::function<void()> callback);
@@ -40,6 +51,7 @@ class CallState {
  private:
   bool finish(at::IValue value, std::exception_ptr error);
 
+  const Ends ends_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
@@ -48,6 +60,17 @@ class CallState {
   std::vector<std::function<void()>> callbacks_;
   std::function<void()> cancel_;
 };
+
+/// A state that its promises are to complete.
+struct PromisedState {
+  const std::shared_ptr<CallState> state;
+  explicit PromisedState(std::shared_ptr<CallState> its) : state(std::move(its)) {}
+  /// The last promise is gone: fails the state, unless it is done.
+  ~PromisedState();
+  PromisedState(const PromisedState&) = delete;
+  PromisedState& operator=(const PromisedState&) = delete;
+};
+std::shared_ptr<PromisedState> promised_state();
 
 template <class T>
 struct is_future : std::false_type {};
@@ -85,7 +108,8 @@ class Future {
   /// - MismatchError: the two ends know the function by different types,
   /// - CancelledError.
   ///
-  /// Each call ends by its own time-out. `limit` ends only this wait, by a TimeoutError.
+  /// Each call ends by its own time-out. `limit` ends only this wait, by a TimeoutError. Without
+  /// one a wait for a Promise's result ends after Options::timeout.
   T wait(std::optional<std::chrono::milliseconds> limit = std::nullopt) const {
     if constexpr (std::is_void_v<T>) {
       state_->value(limit);
@@ -101,7 +125,7 @@ class Future {
   template <class F>
   auto then(F next) const -> Future<std::invoke_result_t<F, Future<T>>> {
     using R = std::invoke_result_t<F, Future<T>>;
-    auto result = std::make_shared<detail::CallState>();
+    auto result = std::make_shared<detail::CallState>(state_->ends());
     // Not the state itself, which keeps the callback: that would be a circle. Who completes the
     // state holds it.
     state_->when_done([state = std::weak_ptr(state_), result, next = std::move(next)]() mutable {
@@ -122,22 +146,25 @@ class Future {
 };
 
 /// A result that someone gives later: a function registered with `rpc::function` may return
-/// `promise.future()`, and so frees its thread. Copies share the result. Any thread.
+/// `promise.future()`, and so frees its thread. Copies share the result. When the last one is gone
+/// without a result, the future fails by CancelledError. Any thread.
 template <class T>
 class Promise {
  public:
-  Promise() : state_(std::make_shared<detail::CallState>()) {}
-  Future<T> future() const { return Future<T>(state_); }
+  Promise() : state_(detail::promised_state()) {}
+  Future<T> future() const { return Future<T>(state_->state); }
   /// Only the first of these counts; returns false for the others.
   template <class U = T>
   requires(!std::is_void_v<U>) bool set_value(U value) const {
-    return state_->complete(Value<T>::to(std::move(value)));
+    return state_->state->complete(Value<T>::to(std::move(value)));
   }
-  bool set_value() const requires std::is_void_v<T> { return state_->complete({}); }
-  bool set_exception(std::exception_ptr error) const { return state_->fail(std::move(error)); }
+  bool set_value() const requires std::is_void_v<T> { return state_->state->complete({}); }
+  bool set_exception(std::exception_ptr error) const {
+    return state_->state->fail(std::move(error));
+  }
 
  private:
-  std::shared_ptr<detail::CallState> state_;
+  std::shared_ptr<detail::PromisedState> state_;
 };
 
 namespace detail {

@@ -73,5 +73,16 @@ TEST(Future, CancelEndsAllWaits) {
   EXPECT_FALSE(promise.set_value(1));
 }
 
+TEST(Future, FailsWhenAllPromisesAreGone) {
+  std::optional<Promise<int>> promise(std::in_place);
+  const auto future = promise->future();
+  const auto next = future.then([](const auto& done) { return done.wait() + 1; });
+  { const Promise<int> copy = *promise; }
+  EXPECT_FALSE(future.is_done());
+  promise.reset();
+  EXPECT_THROW(future.wait(), CancelledError);
+  EXPECT_THROW(next.wait(), CancelledError);
+}
+
 }  // namespace
 }  // namespace lockstep::rpc

@@ -1,6 +1,10 @@
 #include "lockstep/rpc/handler_threads.h"
 
-#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <mutex>
+#include <thread>
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -9,111 +13,159 @@ namespace {
 constexpr std::chrono::seconds kIdle{5};
 /// When no task has been taken for so long, all threads count as waiting for something.
 constexpr std::chrono::milliseconds kStall{10};
+/// The destructor's limit.
+constexpr std::chrono::seconds kLastWait{10};
 
-void join_all(std::list<std::thread>& threads) {
+using Threads = std::list<std::thread>;
+
+void join_all(Threads& threads) {
   for (auto& thread : threads) thread.join();
 }
 
 }  // namespace
 
-thread_local HandlerThreads* HandlerThreads::of_this_thread = nullptr;
+struct HandlerThreads::Core {
+  explicit Core(size_t may_be_busy) : busy(may_be_busy) {}
+
+  static void add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
+  static void watch(const std::shared_ptr<Core>& core);
+  void work(Threads::iterator self);
+  /// Empty: the thread is to end.
+  std::function<void()> next(Threads::iterator self);
+
+  const size_t busy;
+  std::mutex mutex;
+  std::condition_variable changed, watched;
+  std::deque<std::function<void()>> tasks;
+  Threads threads, ended;
+  std::thread watch_thread;  ///< Looks whether tasks wait for long.
+  size_t free = 0, waiting = 0;
+  int64_t taken = 0;
+  bool ends = false;
+  std::weak_ptr<Core> self;
+};
+
+thread_local HandlerThreads::Core* HandlerThreads::core_of_this_thread = nullptr;
 thread_local bool HandlerThreads::handles = false;
 
+HandlerThreads::HandlerThreads(int busy)
+    : core_(std::make_shared<Core>(static_cast<size_t>(busy))) {
+  core_->self = core_;
+}
+
 HandlerThreads::~HandlerThreads() {
+  end(kLastWait);
+}
+
+bool HandlerThreads::end(std::chrono::milliseconds limit) noexcept {
   Threads all;
+  bool ended = false;
+  std::thread watch;
   {
-    std::unique_lock lock(mutex_);
-    ends_ = true;
-    tasks_.clear();
-    changed_.notify_all();
-    watched_.notify_all();
+    std::unique_lock lock(core_->mutex);
+    core_->ends = true;
+    core_->tasks.clear();
+    core_->changed.notify_all();
+    core_->watched.notify_all();
     // Each thread moves itself to the ended ones.
-    changed_.wait(lock, [&] { return threads_.empty(); });
-    all.swap(ended_);
+    ended = core_->changed.wait_for(lock, limit, [&] { return core_->threads.empty(); });
+    for (auto& thread : core_->threads) {
+      if (thread.joinable()) thread.detach();
+    }
+    all.swap(core_->ended);
+    watch.swap(core_->watch_thread);
   }
   join_all(all);
-  if (watch_.joinable()) watch_.join();
+  if (watch.joinable()) watch.join();
+  return ended;
 }
 
 void HandlerThreads::run(std::function<void()> task) {
   Threads ended;
   {
-    const std::lock_guard lock(mutex_);
-    if (ends_) return;
-    ended.swap(ended_);
-    tasks_.push_back(std::move(task));
-    if (free_ >= tasks_.size()) {
-      changed_.notify_one();
+    const std::lock_guard lock(core_->mutex);
+    if (core_->ends) return;
+    ended.swap(core_->ended);
+    core_->tasks.push_back(std::move(task));
+    if (core_->free >= core_->tasks.size()) {
+      core_->changed.notify_one();
     } else {
-      add_if_needed(false);
+      Core::add_if_needed(core_, false);
     }
-    if (!tasks_.empty() && free_ == 0) {
-      if (!watch_.joinable()) watch_ = std::thread([this] { watch(); });
-      watched_.notify_one();
+    if (!core_->tasks.empty() && core_->free == 0) {
+      if (!core_->watch_thread.joinable()) {
+        core_->watch_thread = std::thread([core = core_] { Core::watch(core); });
+      }
+      core_->watched.notify_one();
     }
   }
   join_all(ended);
 }
 
 // With the lock.
-void HandlerThreads::add_if_needed(bool stalled) {
-  if (ends_ || tasks_.size() <= free_) return;
-  if (!stalled && threads_.size() - waiting_ >= busy_) return;
+void HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
+  if (core->ends || core->tasks.size() <= core->free) return;
+  if (!stalled && core->threads.size() - core->waiting >= core->busy) return;
   // The thread takes its first task once it gets the lock, and so finds its own handle.
-  const auto self = threads_.emplace(threads_.end());
-  *self = std::thread([this, self] { work(self); });
+  const auto self = core->threads.emplace(core->threads.end());
+  *self = std::thread([core, self] { core->work(self); });
 }
 
 size_t HandlerThreads::size() const {
-  const std::lock_guard lock(mutex_);
-  return threads_.size();
+  const std::lock_guard lock(core_->mutex);
+  return core_->threads.size();
 }
 
-std::function<void()> HandlerThreads::next(Threads::iterator self) {
-  std::unique_lock lock(mutex_);
-  ++free_;
-  changed_.wait_for(lock, kIdle, [&] { return ends_ || !tasks_.empty(); });
-  --free_;
-  if (tasks_.empty()) {
-    ended_.splice(ended_.end(), threads_, self);
-    if (ends_) changed_.notify_all();
+std::function<void()> HandlerThreads::Core::next(Threads::iterator self_thread) {
+  std::unique_lock lock(mutex);
+  ++free;
+  changed.wait_for(lock, kIdle, [&] { return ends || !tasks.empty(); });
+  --free;
+  if (tasks.empty()) {
+    // One that was left behind has been detached, so nobody joins it.
+    if (self_thread->joinable()) {
+      ended.splice(ended.end(), threads, self_thread);
+    } else {
+      threads.erase(self_thread);
+    }
+    if (ends) changed.notify_all();
     return {};
   }
-  ++taken_;
-  auto task = std::move(tasks_.front());
-  tasks_.pop_front();
+  ++taken;
+  auto task = std::move(tasks.front());
+  tasks.pop_front();
   return task;
 }
 
-void HandlerThreads::work(Threads::iterator self) {
-  of_this_thread = this;
-  while (auto task = next(self)) task();
+void HandlerThreads::Core::work(Threads::iterator self_thread) {
+  core_of_this_thread = this;
+  while (auto task = next(self_thread)) task();
 }
 
-void HandlerThreads::watch() {
-  std::unique_lock lock(mutex_);
-  while (!ends_) {
-    if (tasks_.empty()) {
-      watched_.wait(lock);
+void HandlerThreads::Core::watch(const std::shared_ptr<Core>& core) {
+  std::unique_lock lock(core->mutex);
+  while (!core->ends) {
+    if (core->tasks.empty()) {
+      core->watched.wait(lock);
       continue;
     }
-    const int64_t before = taken_;
-    watched_.wait_for(lock, kStall, [&] { return ends_; });
-    if (taken_ == before) add_if_needed(true);
+    const int64_t before = core->taken;
+    core->watched.wait_for(lock, kStall, [&] { return core->ends; });
+    if (core->taken == before) add_if_needed(core, true);
   }
 }
 
-HandlerThreads::Waiting::Waiting() : threads_(of_this_thread) {
-  if (!threads_) return;
-  const std::lock_guard lock(threads_->mutex_);
-  ++threads_->waiting_;
-  threads_->add_if_needed(false);
+HandlerThreads::Waiting::Waiting() : core_(core_of_this_thread) {
+  if (!core_) return;
+  const std::lock_guard lock(core_->mutex);
+  ++core_->waiting;
+  if (const auto shared = core_->self.lock()) Core::add_if_needed(shared, false);
 }
 
 HandlerThreads::Waiting::~Waiting() {
-  if (!threads_) return;
-  const std::lock_guard lock(threads_->mutex_);
-  --threads_->waiting_;
+  if (!core_) return;
+  const std::lock_guard lock(core_->mutex);
+  --core_->waiting;
 }
 
 }  // namespace lockstep::rpc::detail

@@ -1,12 +1,8 @@
 #pragma once
 
-#include <condition_variable>
-#include <cstdint>
-#include <deque>
+#include <chrono>
 #include <functional>
-#include <list>
-#include <mutex>
-#include <thread>
+#include <memory>
 
 namespace lockstep::rpc::detail {
 
@@ -16,14 +12,18 @@ namespace lockstep::rpc::detail {
 /// threads. Threads that have had nothing to do for a while end.
 class HandlerThreads {
  public:
-  explicit HandlerThreads(int busy) : busy_(static_cast<size_t>(busy)) {}
-  /// Waits for the tasks that are running and drops the others.
+  explicit HandlerThreads(int busy);
+  /// Ends, if nobody has ended it, with a limit of ten seconds. Does not throw.
   ~HandlerThreads();
   HandlerThreads(const HandlerThreads&) = delete;
   HandlerThreads& operator=(const HandlerThreads&) = delete;
 
   /// Any thread. The task must not throw.
   void run(std::function<void()> task);
+  /// Drops the tasks that have not begun and waits for those that run. False when one still runs
+  /// after the limit: its thread is left behind, as no thread can be ended from outside. What the
+  /// task uses must then live as long as the process. Nothing is run after this.
+  bool end(std::chrono::milliseconds limit) noexcept;
   size_t size() const;
   /// Whether a handler runs on this thread.
   static bool on_one() { return handles; }
@@ -40,6 +40,10 @@ class HandlerThreads {
     const bool before_;
   };
 
+ private:
+  struct Core;
+
+ public:
   /// This thread waits for another worker as long as it lives. Nothing on other threads than these.
   class Waiting {
    public:
@@ -49,29 +53,14 @@ class HandlerThreads {
     Waiting& operator=(const Waiting&) = delete;
 
    private:
-    HandlerThreads* const threads_;
+    Core* const core_;
   };
 
  private:
-  using Threads = std::list<std::thread>;
-  void add_if_needed(bool stalled);
-  void work(Threads::iterator self);
-  /// Empty: the thread is to end.
-  std::function<void()> next(Threads::iterator self);
-  void watch();
-
-  static thread_local HandlerThreads* of_this_thread;
+  static thread_local Core* core_of_this_thread;
   static thread_local bool handles;
 
-  const size_t busy_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_, watched_;
-  std::deque<std::function<void()>> tasks_;
-  Threads threads_, ended_;
-  std::thread watch_;  ///< Looks whether tasks wait for long.
-  size_t free_ = 0, waiting_ = 0;
-  int64_t taken_ = 0;
-  bool ends_ = false;
+  const std::shared_ptr<Core> core_;  ///< Each thread holds it as well.
 };
 
 }  // namespace lockstep::rpc::detail

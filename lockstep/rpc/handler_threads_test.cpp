@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <latch>
 
 namespace lockstep::rpc::detail {
@@ -55,6 +56,28 @@ TEST(HandlerThreads, AFreeThreadIsUsedAgain) {
     done.wait();
   }
   EXPECT_LT(threads.size(), 100U);
+}
+
+TEST(HandlerThreads, ATaskThatDoesNotEndIsLeftBehind) {
+  // They live longer than the threads.
+  static std::latch begun(2), released(1), over(2);
+  {
+    HandlerThreads threads(4);
+    for (int i = 0; i < 2; ++i) {
+      threads.run([] {
+        begun.count_down();
+        released.wait();
+        over.count_down();
+      });
+    }
+    begun.wait();
+    EXPECT_FALSE(threads.end(std::chrono::milliseconds(10)));
+    threads.run([] { FAIL() << "after the end"; });
+    EXPECT_FALSE(threads.end(std::chrono::milliseconds(1)));
+    released.count_down();
+    over.wait();
+    EXPECT_TRUE(threads.end(std::chrono::seconds(30)));
+  }
 }
 
 TEST(HandlerThreads, TheDestructorWaitsForWhatRuns) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_req.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_resp.h>
 #include <torch/csrc/distributed/rpc/request_callback_no_python.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/distributed/rpc/script_resp.h>
 
@@ -12,6 +13,7 @@
 #include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/registry.h"
+#include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/wire_call.h"
 
 namespace lockstep::rpc::detail {
@@ -38,8 +40,12 @@ void forward(const FuturePtr& from, const FuturePtr& to) {
 
 class RequestHandler final : public native::RequestCallbackNoPython {
  public:
-  RequestHandler(std::string worker, HandlerThreads& threads, int inline_limit)
-      : worker_(std::move(worker)), threads_(threads), inline_limit_(inline_limit) {}
+  RequestHandler(std::string worker, HandlerThreads& threads, RunningFunctions& running,
+                 int inline_limit)
+      : worker_(std::move(worker)),
+        threads_(threads),
+        running_(running),
+        inline_limit_(inline_limit) {}
 
   FuturePtr processMessage(native::Message& request, Streams streams) const override {
     if (inline_.fetch_add(1) < inline_limit_) {
@@ -107,6 +113,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
         answer->setError(as_error(encode_mismatch(name, worker_, function.signature.types)));
         return answer;
       }
+      const RunningFunctions::Scope runs(running_, function.signature.name);
       finish(function.handler(call.arguments), name, answer);
     } catch (...) {
       answer->setError(failure(std::current_exception(), name));
@@ -119,7 +126,11 @@ class RequestHandler final : public native::RequestCallbackNoPython {
       answer->markCompleted(std::move(result.value));
       return;
     }
-    result.later->when_done([this, name, answer, state = std::weak_ptr(result.later)] {
+    // The result may come when the worker has left, and then nobody is to be answered.
+    const std::weak_ptr<native::RpcAgent> agent = native::RpcAgent::getCurrentRpcAgent();
+    result.later->when_done([this, agent, name, answer, state = std::weak_ptr(result.later)] {
+      const auto serves = agent.lock();
+      if (!serves) return;
       try {
         answer->markCompleted(state.lock()->value({}));
       } catch (...) {
@@ -137,6 +148,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
   const std::string worker_;
   HandlerThreads& threads_;
+  RunningFunctions& running_;
   const int inline_limit_;
   mutable std::atomic<int> inline_{0};
 };
@@ -145,8 +157,9 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
 std::unique_ptr<native::RequestCallback> make_request_handler(std::string worker,
                                                               HandlerThreads& threads,
+                                                              RunningFunctions& running,
                                                               int inline_limit) {
-  return std::make_unique<RequestHandler>(std::move(worker), threads, inline_limit);
+  return std::make_unique<RequestHandler>(std::move(worker), threads, running, inline_limit);
 }
 
 }  // namespace lockstep::rpc::detail

@@ -23,6 +23,7 @@ void check_options(const World& world, const std::string& name, const Options& o
   }
   check_timeout("rpc::init: timeout", options.timeout);
   check_timeout("rpc::init: shutdown_timeout", options.shutdown_timeout);
+  check_timeout("rpc::init: stop_timeout", options.stop_timeout);
   if (options.threads < 2) {
     throw UsageError("rpc::init: " + std::to_string(options.threads) +
                      " threads; expected at least 2");
@@ -109,6 +110,7 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   setup.max_pending = options.max_pending;
   setup.threads = options.threads;
   setup.timeout = options.timeout;
+  setup.stop_timeout = options.stop_timeout;
   setup.one_host = world.local_size() == world.size();
   auto impl = std::make_unique<Agent::Impl>();
   impl->worker = detail::Worker::start(setup);

@@ -26,6 +26,9 @@ struct Options {
   /// How long a graceful shutdown waits for the others. A trainer may go on for long after a server
   /// has nothing left to do, so this is longer than a call's.
   std::chrono::milliseconds shutdown_timeout{600'000};
+  /// How long leaving waits for functions that still run here: as a rule they end when their own
+  /// calls fail. A thread cannot be ended from outside, so one that runs longer is left behind.
+  std::chrono::milliseconds stop_timeout{10'000};
   /// Threads that run functions while none of them waits for another worker. More are started as
   /// needed: no nesting of calls locks up. PyTorch's own default.
   int threads = 16;
@@ -53,9 +56,11 @@ class Agent {
 
   /// Waits until all workers that are not lost have come here and no call is under way, then
   /// leaves. Serves calls meanwhile. Throws TimeoutError, with those that have not come, after
-  /// Options::shutdown_timeout, and has then left as well. Idempotent.
+  /// Options::shutdown_timeout, and has then left as well. Throws TimeoutError, with the functions,
+  /// when some still run here Options::stop_timeout later. Idempotent.
   void shutdown();
-  /// Leaves at once. Pending calls fail, and those of others to this worker.
+  /// Leaves at once. Pending calls fail, and those of others to this worker. Functions that run
+  /// here are waited for as by `shutdown`; those that were left behind are logged.
   void shutdown_now() noexcept;
 
  private:

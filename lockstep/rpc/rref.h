@@ -32,7 +32,7 @@ std::shared_ptr<void> held_object(const at::IValue& value, const std::type_info&
 
 RRefPtr own_value(at::IValue value);
 at::IValue fetch_value(const RRefPtr& rref, Limit limit);
-at::IValue local_value(const RRefPtr& rref);
+at::IValue local_value(const RRefPtr& rref, Limit limit);
 std::string owner_name(const RRefPtr& rref);
 /// Throws DataError when the value is no RRef.
 RRefPtr rref_of(const at::IValue& value);
@@ -98,13 +98,17 @@ class RRef {
   }
 
   /// The value itself, on its owner. Tensors share their memory with it. Blocks until it is there.
-  /// Throws UsageError on another worker.
-  T local_value() const requires Sendable<T> {
-    return Value<T>::from(detail::local_value(native_));
+  /// Throws UsageError on another worker, TimeoutError after the time-out, by default
+  /// Options::timeout, and the failure of the function that was to make the value.
+  T local_value(
+      std::optional<std::chrono::milliseconds> timeout = std::nullopt) const requires Sendable<T> {
+    return Value<T>::from(detail::local_value(native_, timeout));
   }
   /// The object itself, which lives as long as the references to it.
-  T& local_value() const requires(!Sendable<T>) {
-    return *static_cast<T*>(detail::held_object(detail::local_value(native_), typeid(T)).get());
+  T& local_value(std::optional<std::chrono::milliseconds> timeout = std::nullopt) const
+      requires(!Sendable<T>) {
+    return *static_cast<T*>(
+        detail::held_object(detail::local_value(native_, timeout), typeid(T)).get());
   }
 
   /// Calls a method where the object is, and waits for the result.

@@ -7,6 +7,7 @@
 #include <torch/csrc/jit/frontend/script_type_parser.h>
 
 #include <mutex>
+#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -24,6 +25,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kPatienceWithLost{200};
+constexpr milliseconds kTimeoutWithoutWorker{60'000};
 
 std::mutex& worker_mutex() {
   static std::mutex mutex;
@@ -32,6 +34,31 @@ std::mutex& worker_mutex() {
 /// Weak: the Agent owns it.
 std::weak_ptr<Worker> current_worker;
 bool ever_started = false;
+
+/// What a function that does not end may still use.
+void keep_forever(std::shared_ptr<void> kept) {
+  static auto* const all = new std::vector<std::shared_ptr<void>>;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  all->push_back(std::move(kept));
+}
+
+/// Stopping waits for functions on the transport's threads. False: they did not end in time.
+bool stop_within(const std::shared_ptr<Transport>& transport, milliseconds limit) {
+  const auto stopped = std::make_shared<CallState>(CallState::Ends::perhaps_not);
+  std::thread stops(
+      [transport, stopped] { complete_with<void>(*stopped, [&] { transport->stop(); }); });
+  try {
+    stopped->value(limit);
+  } catch (const TimeoutError&) {
+    stops.detach();
+    return false;
+  } catch (const std::exception&) {
+    log_warning("rpc: while leaving: " + failure_text(std::current_exception()));
+  }
+  stops.join();
+  return true;
+}
 
 // References name their types in messages.
 c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
@@ -43,9 +70,12 @@ c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
 Worker::Worker(const Setup& setup)
     : names_(setup.names),
       name_(setup.names[static_cast<size_t>(setup.rank)]),
+      timeout_(setup.timeout),
+      stop_timeout_(setup.stop_timeout),
       calls_(setup.max_pending),
       peers_(setup.store.clone(), setup.names, setup.rank),
-      threads_(setup.threads) {
+      running_(std::make_shared<RunningFunctions>()),
+      threads_(std::make_shared<HandlerThreads>(setup.threads)) {
   TransportSetup transport;
   transport.store = setup.store;
   transport.name = name_;
@@ -55,7 +85,7 @@ Worker::Worker(const Setup& setup)
   transport.timeout = setup.timeout;
   transport.one_host = setup.one_host;
   // Half of the transport's threads stay free for answers, which complete on them as well.
-  transport.callback = make_request_handler(name_, threads_, setup.threads / 2);
+  transport.callback = make_request_handler(name_, *threads_, *running_, setup.threads / 2);
   transport_ = make_tensorpipe_transport(std::move(transport));
 }
 
@@ -83,7 +113,7 @@ Worker::~Worker() {
 }
 
 void Worker::run_later(milliseconds delay, std::function<void()> task) {
-  later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_.run(task); });
+  later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_->run(task); });
 }
 
 void Worker::wait_until_quiet(Clock::time_point deadline) {
@@ -126,19 +156,42 @@ void Worker::leave_together(milliseconds limit) {
     log_warning("rpc: worker '" + name_ + "' left without '" + join(lost, "', '") +
                 "', which it had lost");
   }
-  leave_now();
+  if (const auto behind = leave(); !behind.empty()) throw TimeoutError(behind);
 }
 
 void Worker::leave_now() noexcept {
-  if (left_) return;
+  if (const auto behind = leave(); !behind.empty()) log_error(behind);
+}
+
+std::string Worker::leave() noexcept {
+  if (left_) return {};
   left_ = true;
+  const auto deadline = Clock::now() + stop_timeout_;
   try {
     native::RRefContext::destroyInstance(true);
-    transport_->stop();
-  } catch (const std::exception& error) {
+    // Both, as functions run on threads of the transport as well.
+    const bool stopped = stop_within(transport_, stop_timeout_);
+    const bool ended = threads_->end(time_left(deadline));
+    if (native::RpcAgent::isCurrentRpcAgentSet()) native::RpcAgent::setCurrentRpcAgent(nullptr);
+    if (stopped && ended) return {};
+    keep_forever(transport_);
+    keep_forever(threads_);
+    keep_forever(running_);
+    const auto names = running_->names();
+    return "rpc: worker '" + name_ + "' left while " +
+           (names.empty() ? std::string("an answer") : "'" + join(names, "', '") + "'") +
+           " still ran there after " + seconds_text(stop_timeout_) +
+           " (Options::stop_timeout): its thread was left behind";
+  } catch (const std::exception&) {
     log_warning("rpc: while leaving: " + failure_text(std::current_exception()));
+    return {};
   }
-  if (native::RpcAgent::isCurrentRpcAgentSet()) native::RpcAgent::setCurrentRpcAgent(nullptr);
+}
+
+milliseconds default_timeout() {
+  const std::lock_guard lock(worker_mutex());
+  const auto worker = current_worker.lock();
+  return worker ? worker->timeout() : kTimeoutWithoutWorker;
 }
 
 void run_later(milliseconds delay, std::function<void()> task) {

@@ -11,6 +11,7 @@
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/later_tasks.h"
 #include "lockstep/rpc/peers.h"
+#include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -26,6 +27,7 @@ class Worker {
     int threads = 16;
     int64_t max_pending = 0;
     std::chrono::milliseconds timeout{};
+    std::chrono::milliseconds stop_timeout{};
     bool one_host = true;
   };
   /// Meets the others. Throws as `rpc::init`.
@@ -41,13 +43,18 @@ class Worker {
   /// Runs the task on a handler thread after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
-  /// Waits for the others that live, and until no call is under way.
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
+  /// Waits for the others that live, and until no call is under way. Throws as Agent::shutdown.
   void leave_together(std::chrono::milliseconds limit);
+  /// Logs what was left behind.
   void leave_now() noexcept;
 
  private:
   explicit Worker(const Setup& setup);
 
+  /// Returns what was left behind, as a sentence; empty: nothing.
+  std::string leave() noexcept;
   /// Until no call is under way between workers.
   void wait_until_quiet(std::chrono::steady_clock::time_point deadline);
 
@@ -55,11 +62,14 @@ class Worker {
   const QuietNativeLog quiet_;
   const std::vector<std::string> names_;
   const std::string name_;
+  const std::chrono::milliseconds timeout_, stop_timeout_;
   CallCount calls_;
   Peers peers_;
-  HandlerThreads threads_;
+  // Shared, as a function that does not end must not lose them.
+  const std::shared_ptr<RunningFunctions> running_;
+  const std::shared_ptr<HandlerThreads> threads_;
   LaterTasks later_;
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;
   bool left_ = false;
 };
 
