@@ -106,6 +106,16 @@ TEST_P(Forming, ARankThatHasSaidGoodByeIsNotWaitedForAndNoLoss) {
   });
 }
 
+TEST_P(Forming, AMemberMayLeaveAsSoonAsItHasFormedAGroup) {
+  for (int round = 0; round < 10; ++round) {
+    testing::RankOptions options;
+    options.backend = GetParam();
+    if (options.backend == "hierarchical") options.hosts = "aabb";
+    testing::run_group(
+        4, [](ProcessGroup group) { EXPECT_EQ(group.split(0).size(), 4); }, options);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, Forming, testing::over_backends(), testing::backend_name);
 
 }  // namespace

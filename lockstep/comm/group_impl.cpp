@@ -23,6 +23,12 @@ namespace lockstep {
 namespace {
 
 constexpr std::chrono::milliseconds kAbortPatience{300};
+constexpr std::chrono::milliseconds kFormingPatience{5000};
+
+/// Under this key a rank tells that it has formed the group.
+std::string formed_key(const std::string& group, int rank) {
+  return member_key(group, rank) + "/formed";
+}
 
 // The ranks of the group that have not come: neither announced as ours do nor, as Python's do not,
 // published an address for Gloo's first context under their rank.
@@ -250,6 +256,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   if (backend_info(backend_name).traits.takes_cuda)
     native_->setBackend(c10::kCUDA, backend_type(backend_name), backend_);
   native_->setGroupName(this->name);
+  if (traits_.connects_one_by_one) this->context->own_store.set(formed_key(this->name, rank), "1");
 }
 
 ProcessGroup::Impl::~Impl() {
@@ -284,6 +291,7 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
       backend_->abort();
       release_impatiently(std::move(native_), std::move(backend_));
     } else {
+      await_formed_by_all();
       backend_->shutdown();
     }
   } catch (const std::exception& error) {
@@ -291,6 +299,22 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
   }
   native_.reset();
   backend_.reset();
+}
+
+// Python's ranks tell nothing, and are not waited for. A member that never forms the group has told
+// why.
+void ProcessGroup::Impl::await_formed_by_all() {
+  if (!traits_.connects_one_by_one || !context->own_store) return;
+  try {
+    std::vector<std::string> keys;
+    for (int member = 0; member < size; ++member)
+      if (context->own_store.check({member_key(name, member)}))
+        keys.push_back(formed_key(name, member));
+    if (context->own_store.check(keys)) return;
+    context->own_store.wait(keys, std::min(timeout, kFormingPatience));
+  } catch (const Error& error) {
+    log_debug("closing the group '" + name + "': " + error.what());
+  }
 }
 
 std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,

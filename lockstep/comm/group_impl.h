@@ -58,7 +58,8 @@ class ProcessGroup::Impl {
   Work make_work(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
                  std::vector<at::Tensor> kept_alive, bool p2p = false) const;
 
-  /// Ends the group. `abort`: this rank has failed, wait for nothing that is in flight. Idempotent.
+  /// Ends the group. `abort`: this rank has failed, wait for nothing that is in flight. Else it
+  /// waits for what is, and up to 5 s for members that are not done with forming. Idempotent.
   void close(bool abort) noexcept;
 
   const std::shared_ptr<GroupContext> context;
@@ -72,6 +73,8 @@ class ProcessGroup::Impl {
   int64_t splits = 0;
 
  private:
+  void await_formed_by_all();
+
   c10::Device device_;
   BackendTraits traits_;
   std::shared_ptr<detail::WaiterPool> waiters_;

@@ -7,7 +7,8 @@ namespace lockstep::hierarchical {
 inline constexpr BackendTraits kTraits{.takes_strided = true,
                                        .runs_in_caller = true,
                                        .names_failures = true,
-                                       .tells_only_waiters = true};
+                                       .tells_only_waiters = true,
+                                       .connects_one_by_one = true};
 
 BackendInfo info();
 /// A backend for ranks on several hosts, some of them on one: see HierarchicalBackend. Where all
