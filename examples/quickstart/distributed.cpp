@@ -13,18 +13,19 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+
+#include <iostream>
 
 #include "lockstep/lockstep.h"
 
 int main() {
-  if (lockstep::spawn(2)) return 0;  // the parent: both processes are done
-  auto world = lockstep::init();
+  auto world = lockstep::start(2);
   at::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
                               torch::nn::Linear(128, 10));
-  auto optimizer =
-      lockstep::make_optimizer("sgd", model->parameters(), {.lr = 0.05, .momentum = 0.9});
-  lockstep::DistributedDataParallel ddp(model, world.group());
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  lockstep::GradientAverager averager(*model, world.group());
 
   auto digits = lockstep::load_dataset("digits");
   lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
@@ -33,13 +34,13 @@ int main() {
 
   for (int64_t epoch = 0; epoch < 3; ++epoch) {
     for (const auto& batch : loader.epoch(epoch)) {
-      auto loss = torch::nn::functional::cross_entropy(ddp.forward(batch.data), batch.target);
-      lockstep::zero_grad(model->parameters());
+      auto loss = torch::nn::functional::cross_entropy(model->forward(batch.data), batch.target);
+      optimizer.zero_grad();
       loss.backward();
-      optimizer->step();
+      optimizer.step();
     }
     auto predicted = model->forward(transforms(digits.test.data)).argmax(1);
     auto accuracy = predicted.eq(digits.test.targets).to(at::kDouble).mean().item<double>();
-    lockstep::log_info("epoch " + std::to_string(epoch) + ": accuracy " + std::to_string(accuracy));
+    std::cout << "epoch " << epoch << ": accuracy " << accuracy << std::endl;
   }
 }

@@ -29,14 +29,19 @@ std::string text_of(const json& object, const char* key) {
 }  // namespace
 
 void write_error_file(const std::exception& error) noexcept {
+  write_error_file(error.what(), exit_code_of(error),
+                   dynamic_cast<const PeerLostError*>(&error) != nullptr);
+}
+
+void write_error_file(const std::string& message, int exit_code, bool consequence) noexcept {
   try {
     const auto path = env_string(kErrorFileVariable);
     if (!path || std::filesystem::exists(*path)) return;
     const json report = {
         {"message",
-         {{"message", error.what()},
-          {"errorCode", exit_code_of(error)},
-          {"consequence", dynamic_cast<const PeerLostError*>(&error) != nullptr},
+         {{"message", message},
+          {"errorCode", exit_code},
+          {"consequence", consequence},
           {"extraInfo",
            {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
@@ -78,6 +83,11 @@ std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
 
 bool parent_reports_errors() {
   return env_string(kSpawnVariable).has_value();
+}
+
+std::string told_by(int rank, const std::string& message) {
+  const std::string who = "rank " + std::to_string(rank);
+  return message.starts_with(who + ":") ? message : who + ": " + message;
 }
 
 }  // namespace lockstep::launch

@@ -22,6 +22,8 @@ struct ErrorReport {
 /// it is unset, or already written (the first failure is the cause). Never throws: a worker that
 /// fails must still end with its own error.
 void write_error_file(const std::exception& error) noexcept;
+/// The same of what is known of a failure.
+void write_error_file(const std::string& message, int exit_code, bool consequence) noexcept;
 
 /// The report in `path`. None when the file is missing, empty or not of this format.
 std::optional<ErrorReport> read_error_file(const std::filesystem::path& path);
@@ -29,5 +31,8 @@ std::optional<ErrorReport> read_error_file(const std::filesystem::path& path);
 /// True in a worker of `lockstep::spawn`. The parent reads the error file and prints the failure.
 /// So the worker itself stays silent about it and the user reads it once.
 bool parent_reports_errors();
+
+/// "rank 1: message". A message that begins with this rank stays as it is.
+std::string told_by(int rank, const std::string& message);
 
 }  // namespace lockstep::launch

@@ -36,6 +36,20 @@ TEST_F(ErrorFile, WhatIsWrittenIsRead) {
   EXPECT_GT(report->timestamp, 1'700'000'000);
 }
 
+TEST_F(ErrorFile, AReportOfWhatIsKnown) {
+  write_error_file("rank 0 is gone", 1, true);
+  const auto report = read_error_file(path_);
+  ASSERT_TRUE(report);
+  EXPECT_EQ(report->message, "rank 0 is gone");
+  EXPECT_TRUE(report->consequence);
+}
+
+TEST(ToldBy, NamesTheRankOnce) {
+  EXPECT_EQ(told_by(1, "no file"), "rank 1: no file");
+  EXPECT_EQ(told_by(1, "rank 1: no file"), "rank 1: no file");
+  EXPECT_EQ(told_by(1, "rank 10: no file"), "rank 1: rank 10: no file");
+}
+
 TEST_F(ErrorFile, TheFirstReportStays) {
   write_error_file(Error("the cause"));
   write_error_file(Error("a consequence"));

@@ -39,6 +39,7 @@ std::string Failure::text() const {
   if (start_errno != 0) {
     return text + " could not be started: " + file + ": " + std::strerror(start_errno);
   }
+  if (report_suffices && report && WIFEXITED(wait_status)) return told_by(rank, report->message);
   if (local_rank != rank) text += " (local rank " + std::to_string(local_rank) + ")";
   text += " (pid " + std::to_string(pid) + ")";
   text += WIFSIGNALED(wait_status)

@@ -317,6 +317,7 @@ class Launcher {
     failure.report = reports_[i];
     failure.last_lines = error_stream(i).tail().lines();
     failure.lines_are_shown = !plan_.repeat_shown_lines && error_stream(i).last_on_console();
+    failure.report_suffices = plan_.reports_suffice;
     failure.error_log = worker.err.file;
     return failure;
   }

@@ -73,6 +73,8 @@ struct LaunchPlan {
   /// The last lines of a failed worker are part of the error also where they were shown just
   /// before.
   bool repeat_shown_lines = true;
+  /// Of a worker that reported its failure and exited, that report is the error: "rank 1: no file".
+  bool reports_suffice = false;
   std::filesystem::path
       scratch;  ///< A folder to remove at the end, however it comes; may be empty.
   /// This process does nothing else: every descendant of it belongs to the job. We may kill these
@@ -97,12 +99,13 @@ struct Failure {
   std::optional<ErrorReport> report;
   std::vector<std::string> last_lines;  ///< Of its standard error.
   bool lines_are_shown = false;         ///< They stand on the console already.
+  bool report_suffices = false;         ///< See LaunchPlan::reports_suffice.
   std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
 
   /// The worker's exit code, or 128 + N when signal N ended it. When it could not be executed, 126
   /// or 127, as in a shell.
   int exit_code() const;
-  /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself.
+  /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself. Or that alone.
   std::string text() const;
 };
 

@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,9 @@ struct SpawnOptions {
   /// How long the others get to end after TERM when one has failed, before KILL: all are gone
   /// within a second.
   std::chrono::milliseconds grace{800};
+  /// Local ranks whose standard output is shown, where `lockstep run` has --local-ranks-filter.
+  /// What the others write is read and dropped. None: that of all. Standard error is always shown.
+  std::optional<std::set<int>> stdout_ranks = {};
 };
 
 /// Starts `nprocs` copies of this program (fork, then exec of this executable) with the launcher's
@@ -39,8 +44,9 @@ struct SpawnOptions {
 /// other: the workers of a later call pass by the earlier ones with true. A worker that spawns once
 /// more gets a UsageError.
 ///
-/// Workers have our standard output, and /dev/null as standard input. Their standard error passes
-/// through this process. OMP_NUM_THREADS is 1 in them where it is unset and nprocs is over 1.
+/// Workers have our standard output (see `stdout_ranks`), and /dev/null as standard input. Their
+/// standard error passes through this process. OMP_NUM_THREADS is 1 in them where it is unset and
+/// nprocs is over 1.
 ///
 /// When a worker fails, the others get TERM, then KILL. The first failure is rethrown here as a
 /// WorkerError with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and

@@ -48,6 +48,10 @@ void run_task(int local_rank) {
   const auto rank = std::to_string(env_int("RANK").value());
   if (task == "note") return note("rank" + rank, env_string("WORLD_SIZE").value());
   if (task == "meet") return meet();
+  if (task == "print") {
+    std::printf("rank %s\n", rank.c_str());
+    return;
+  }
   if (task == "throw" && local_rank == 1) throw DataError("no such file: x.idx");
   if (task == "usage" && local_rank == 0) throw UsageError("bad flag");
   if (task == "nested" && local_rank == 0) spawn(2);
@@ -101,6 +105,22 @@ TEST_F(Spawn, TheWorkersMeet) {
   start("meet");
   EXPECT_EQ(noted("met0"), "10");
   EXPECT_EQ(noted("met1"), "0");
+}
+
+TEST_F(Spawn, StandardOutputIsShownOfTheRanksThatAreAskedFor) {
+  const auto shown = [this](const SpawnOptions& with) {
+    testing::internal::CaptureStdout();
+    start("print", with);
+    return testing::internal::GetCapturedStdout();
+  };
+  auto with = options();
+  EXPECT_EQ(shown(with).size(), std::string("rank 0\nrank 1\n").size());
+  with.stdout_ranks = {1};
+  EXPECT_EQ(shown(with), "rank 1\n");
+  with.stdout_ranks.emplace();
+  EXPECT_EQ(shown(with), "");
+  with.stdout_ranks = {0, 2};
+  EXPECT_THROW(spawn(2, with), UsageError);
 }
 
 TEST_F(Spawn, ASecondSpawnWorksLikeTheFirst) {

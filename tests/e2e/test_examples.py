@@ -451,19 +451,34 @@ class Quickstart(unittest.TestCase):
         self.assertLessEqual(len(changed), 5, changed)
 
     def test_single(self):
-        accuracies = self.accuracies(run("quickstart/single").stderr)
+        accuracies = self.accuracies(run("quickstart/single").stdout)
         self.assertEqual(len(accuracies), 3)
         self.assertGreater(accuracies[-1], 0.9)
 
     def test_distributed(self):
-        accuracies = self.accuracies(run("quickstart/distributed", MASTER_PORT="").stderr)
+        accuracies = self.accuracies(run("quickstart/distributed", MASTER_PORT="").stdout)
         self.assertEqual(len(accuracies), 3)  # rank 0's alone
         self.assertGreater(accuracies[-1], 0.9)
 
     def test_under_the_launcher(self):
-        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 3, EXAMPLES / "quickstart/distributed",
-                       env=environment_of())
-        self.assertEqual(len(self.accuracies(result.stdout + result.stderr)), 3)
+        """All ranks' standard output is the launcher's to show."""
+        command = (t.LOCKSTEP, "run", "--nproc-per-node", 3)
+        program = EXAMPLES / "quickstart/distributed"
+        lines = re.findall(r"\[rank\d\]: (epoch .*)", t.run(*command, program, env=environment_of()).stdout)
+        self.assertEqual((len(lines), len(set(lines))), (9, 3))  # equal weights on all ranks
+        shown = t.run(*command, "--local-ranks-filter", 0, program, env=environment_of()).stdout
+        self.assertEqual(re.findall(r"\[rank0\]: (epoch .*)", shown), sorted(set(lines)))
+
+    def test_readme_shows_the_programs(self):
+        sources = [(t.SOURCE_DIR / "examples/quickstart" / f"{name}.cpp").read_text() for name in
+                   ("single", "distributed")]
+        code = [text[text.index("#include"):] for text in sources]
+        readme = (t.SOURCE_DIR / "README.md").read_text()
+        self.assertIn(f"```cpp\n{code[0]}```", readme)
+        changed = [line[0] + line[2:] for line in difflib.ndiff(*(text.splitlines() for text in code))
+                   if line[:2] in ("+ ", "- ")]
+        self.assertLessEqual(len(changed), 5, changed)
+        self.assertIn("```diff\n" + "\n".join(changed) + "\n```", readme)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+#include "lockstep/launch/spawn_ranks.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/host_address.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/comm/store_host.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/rank_environment.h"
+#include "lockstep/launch/room_for_ranks.h"
+#include "lockstep/launch/variables.h"
+
+namespace lockstep::launch {
+namespace {
+
+namespace fs = std::filesystem;
+using Role = SpawnRole;
+
+/// What this process is in its `number`th call of spawn, counted from 1: the worker of a program's
+/// second spawn passes by the first, whose work is done.
+Role role_in(int64_t number, const SpawnCall& call) {
+  const auto own_call = env_int(kSpawnCallVariable, 1);
+  if (env_string(kSpawnVariable) && own_call) {
+    if (number < *own_call) return Role::worker_of_a_later_call;
+    if (number == *own_call) return Role::worker;
+    throw UsageError(call.name + " was called in a process that is itself a spawned rank (RANK=" +
+                         env_string("RANK").value_or("?") + ")",
+                     call.once);
+  }
+  return read_job_environment().started_as_rank() ? Role::worker : Role::parent;
+}
+
+/// Launchers and schedulers set the same variables for different things: what they were taken for.
+void tell_role(Role role, int nprocs, const SpawnCall& call) {
+  if (env_string(kSpawnVariable)) return;
+  const auto job = read_job_environment();
+  const std::string begin = call.name + " of " + std::to_string(nprocs) + ": ";
+  if (role == Role::worker && job.world_size == 1 && nprocs > 1) {
+    const std::string launcher = job.launcher == "lockstep" ? "lockstep run" : job.launcher;
+    log_warning(begin + "none is started, as " + launcher +
+                " has started this process as the only rank");
+  }
+  if (role != Role::parent) return;
+  if (!job.slurm_allocation.empty()) {
+    log_info(begin + "they start on this host, as this is the shell of Slurm's " +
+             job.slurm_allocation + " and no step; srun starts ranks on all its hosts");
+  } else if (job.launcher == "slurm") {
+    log_info(begin + "they start on this host, as this is the only task of a Slurm step");
+  }
+}
+
+int64_t next_call() {
+  static std::atomic<int64_t> calls{0};
+  return ++calls;
+}
+
+std::vector<std::string> own_command_line() {
+  auto words = split(read_file("/proc/self/cmdline"), '\0');
+  words.pop_back();  // every word ends in a zero
+  return words;
+}
+
+/// /proc/self/exe itself always works, but shows as "exe" in lists of processes.
+std::string own_program() {
+  std::error_code failure;
+  const auto path = fs::read_symlink("/proc/self/exe", failure);
+  return !failure && fs::exists(path, failure) ? path.string() : "/proc/self/exe";
+}
+
+RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string& name) {
+  RankLayout layout;
+  layout.local_size = nprocs;
+  layout.first_rank = options.first_rank < 0 ? 0 : options.first_rank;
+  layout.world_size = options.world_size < 0 ? nprocs : options.world_size;
+  if (nprocs < 1) {
+    throw UsageError(name + " of " + std::to_string(nprocs) + " processes", "at least 1");
+  }
+  if (layout.first_rank + nprocs > layout.world_size) {
+    throw UsageError(name + " of ranks " + std::to_string(layout.first_rank) + " to " +
+                         std::to_string(layout.first_rank + nprocs - 1) + " in a job of " +
+                         std::to_string(layout.world_size),
+                     "ranks go from 0 to the number of all processes of all hosts, less 1");
+  }
+  layout.nodes = (layout.world_size + nprocs - 1) / nprocs;
+  layout.node_rank = layout.first_rank / nprocs;
+  layout.agent_store = layout.world_size == nprocs;
+  layout.run_id = random_hex(16);
+  const auto address =
+      options.master_addr.empty() ? env_string("MASTER_ADDR") : options.master_addr;
+  const auto port = options.master_port != 0 ? std::optional<int64_t>(options.master_port)
+                                             : env_int("MASTER_PORT", 1, 65535);
+  if (!layout.agent_store && (!address || !port)) {
+    throw UsageError("several hosts, but no address of rank 0",
+                     "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT");
+  }
+  layout.master_addr = without_brackets(address.value_or("127.0.0.1"));
+  layout.master_port = static_cast<uint16_t>(port.value_or(0));
+  return layout;
+}
+
+/// Whose standard output is shown; none: all of them.
+std::optional<std::set<int>> stdout_ranks(int nprocs, const SpawnOptions& options,
+                                          const SpawnCall& call) {
+  if (!options.stdout_ranks) return call.stdout_ranks;
+  for (const int rank : *options.stdout_ranks) {
+    if (rank >= 0 && rank < nprocs) continue;
+    throw UsageError(
+        call.name + ": stdout_ranks has " + std::to_string(rank) + ", which is no local rank",
+        "local ranks go from 0 to " + std::to_string(nprocs - 1));
+  }
+  return options.stdout_ranks;
+}
+
+WorkerPlan worker_plan(const RankLayout& layout, int local_rank, int64_t number,
+                       const std::vector<std::string>& argv, const fs::path& folder) {
+  WorkerPlan plan;
+  plan.rank = layout.first_rank + local_rank;
+  plan.local_rank = local_rank;
+  plan.file = own_program();
+  plan.argv = argv;
+  plan.error_file = folder / (std::to_string(local_rank) + ".json");
+  plan.env = rank_environment(layout, local_rank, plan.error_file.string());
+  plan.env.emplace_back(kSpawnVariable, std::to_string(getpid()));
+  plan.env.emplace_back(kSpawnCallVariable, std::to_string(number));
+  plan.unset = {"LOCKSTEP_LAUNCHER"};
+  plan.err.console = true;
+  return plan;
+}
+
+void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, int64_t number) {
+  auto layout = layout_of(nprocs, options, call.name);
+  const auto shown = stdout_ranks(nprocs, options, call);
+  make_room_for_ranks(layout, {});
+  UniqueFd listener;
+  LaunchPlan plan;
+  if (layout.agent_store) {
+    listener = listen_for_ranks(layout);
+    plan.serve = [&] { return host_store(listener.release()); };
+  }
+  auto argv = own_command_line();
+  if (!options.args.empty()) {
+    argv.resize(1);
+    argv.insert(argv.end(), options.args.begin(), options.args.end());
+    number = 1;  // another command line, another way through the program
+  }
+  const TemporaryDirectory folder("lockstep-spawn");
+  for (int i = 0; i < nprocs; ++i) {
+    plan.workers.push_back(worker_plan(layout, i, number, argv, folder.path()));
+    // What is not shown comes to us, who drop it, as in `lockstep run`.
+    plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
+  }
+  plan.scratch = folder.path();
+  plan.grace = options.grace;
+  plan.repeat_shown_lines = !call.prints_failure;
+  plan.reports_suffice = call.prints_failure;
+  launch(plan);
+}
+
+}  // namespace
+
+SpawnRole spawn_ranks(int nprocs, const SpawnOptions& options, const SpawnCall& call) {
+  const auto number = next_call();
+  const auto role = role_in(number, call);
+  tell_role(role, nprocs, call);
+  if (role == Role::parent) run_parent(nprocs, options, call, number);
+  return role;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+#include <set>
+#include <string>
+
+#include "lockstep/launch/spawn.h"
+
+namespace lockstep::launch {
+
+enum class SpawnRole { parent, worker, worker_of_a_later_call };
+
+/// How a function of the public face spawns.
+struct SpawnCall {
+  std::string name = "spawn";  ///< In messages.
+  /// What to do about a call in a process that is a spawned rank already.
+  std::string once = "let only the first process spawn: if (spawn(n)) return 0;";
+  /// SpawnOptions::stdout_ranks where the options do not say.
+  std::optional<std::set<int>> stdout_ranks = {};
+  /// The caller prints the failure where the workers' standard error went. So what stands there is
+  /// not repeated, and of a rank that has reported its failure its own words are enough.
+  bool prints_failure = false;
+};
+
+/// What the two functions `spawn` and `start` share. Returns as `spawn` does: in the parent when
+/// all workers have ended with 0. Throws as `spawn`.
+SpawnRole spawn_ranks(int nprocs, const SpawnOptions& options, const SpawnCall& call);
+
+}  // namespace lockstep::launch

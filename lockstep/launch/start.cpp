@@ -1,0 +1,99 @@
+#include "lockstep/launch/start.h"
+
+#include <ATen/Context.h>
+
+#include <atomic>
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/settings.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/launch/last_words.h"
+#include "lockstep/launch/spawn_ranks.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kSeedKey = "lockstep.start/seed";
+
+void expect_first_call() {
+  static std::atomic<bool> called{false};
+  if (called.exchange(true)) {
+    throw UsageError(
+        "start was called for the second time in this process",
+        "call it once, at the beginning of main; World::new_group makes further groups");
+  }
+}
+
+/// The world is this process alone, whether a launcher has started it or a person.
+bool is_alone(int nprocs, const SpawnOptions& options) {
+  return nprocs == 1 && options.world_size <= 1 && options.first_rank <= 0 && options.args.empty();
+}
+
+launch::SpawnCall spawn_call() {
+  launch::SpawnCall call;
+  call.name = "start";
+  call.once = "call start once, at the beginning of main, and not beside spawn";
+  call.stdout_ranks = {0};
+  call.prints_failure = true;
+  return call;
+}
+
+/// None for a world of one.
+std::optional<int> rank_in_messages() {
+  const auto job = read_job_environment();
+  return job.world_size > 1 ? std::optional<int>(job.rank) : std::nullopt;
+}
+
+/// Returns in a rank only, by which name messages call it. In the process that was started by hand
+/// everything happens here.
+std::optional<int> become_rank(int nprocs, const SpawnOptions& options) {
+  int code = kExitSuccess;
+  try {
+    check_settings();
+    if (is_alone(nprocs, options)) return rank_in_messages();
+    std::fflush(stdout);  // What was printed before comes before what the ranks print.
+    const auto role = launch::spawn_ranks(nprocs, options, spawn_call());
+    if (role == launch::SpawnRole::worker) return rank_in_messages();
+  } catch (const std::exception&) {
+    code = launch::tell_failure(std::current_exception(), std::nullopt);
+  }
+  std::exit(code);
+}
+
+/// Rank 0's seed.
+uint64_t common_seed(const World& world, uint64_t own) {
+  Store store = world.store();
+  const std::string text = store.get(kSeedKey);
+  uint64_t seed = own;
+  const auto* end = text.data() + text.size();
+  if (std::from_chars(text.data(), end, seed).ptr != end || text.empty()) {
+    throw UsageError("start: this rank has a seed, but rank 0 has none",
+                     "give all ranks the same StartOptions");
+  }
+  return seed;
+}
+
+void seed_alike(const World& world, std::optional<uint64_t> seed) {
+  if (world.size() > 1 && world.rank() == 0) {
+    Store store = world.store();
+    store.set(kSeedKey, seed ? std::to_string(*seed) : "none");
+  }
+  if (seed) at::manual_seed(world.size() > 1 ? common_seed(world, *seed) : *seed);
+}
+
+}  // namespace
+
+World start(int nprocs, const StartOptions& options) {
+  expect_first_call();
+  launch::end_in_words(become_rank(nprocs, options.spawn));
+  World world = init(options.init);
+  seed_alike(world, options.seed);
+  return world;
+}
+
+}  // namespace lockstep
