@@ -10,6 +10,8 @@
 namespace lockstep {
 namespace {
 
+constexpr const char* kLeftLoop = " left its loop after ";
+
 std::string with_hint(const std::string& message, const std::string& hint) {
   return hint.empty() ? message : message + "\n  hint: " + hint;
 }
@@ -47,6 +49,20 @@ SystemError::SystemError(const std::string& message, int errno_value, const std:
 
 TimeoutError::TimeoutError(const std::string& message, const std::string& hint)
     : CommError(with_timed_out(message), hint) {}
+
+std::string left_after(int64_t steps) {
+  return kLeftLoop + std::to_string(steps) + (steps == 1 ? " step" : " steps");
+}
+
+PeerLeftError::PeerLeftError(const std::string& message)
+    : PeerLostError(message,
+                    "all ranks must make the same number of steps: all-reduce the criterion by "
+                    "which the loop ends. If the rank that left printed an error, look at that") {}
+
+void throw_peer_lost(const std::string& message) {
+  if (message.find(kLeftLoop) != std::string::npos) throw PeerLeftError(message);
+  throw PeerLostError(message);
+}
 
 InterruptedError::InterruptedError(int signal_number)
     : Error("stopped by " + signal_name(signal_number)), signal_number_(signal_number) {}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -75,6 +76,18 @@ class PeerLostError : public CommError {
   explicit PeerLostError(const std::string& message, const std::string& hint = kPeerLostHint)
       : CommError(message, hint) {}
 };
+
+/// A peer closed the group without a failure while this rank still calls: their loops are not of
+/// the same length. No peer failed, so the mistake is the program's.
+class PeerLeftError : public PeerLostError {
+ public:
+  explicit PeerLeftError(const std::string& message);
+};
+
+/// How a peer is told of that left so after `steps` of its loop: " left its loop after 287 steps".
+std::string left_after(int64_t steps);
+/// Throws `message` as a PeerLeftError where `left_after` stands in it, else as a PeerLostError.
+[[noreturn]] void throw_peer_lost(const std::string& message);
 
 /// Two ranks called different collectives, or the same one with other shapes, dtypes or options.
 class MismatchError : public CommError {

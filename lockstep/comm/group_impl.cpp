@@ -69,8 +69,10 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
 c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend made,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::string& name,
-                                              const std::vector<int>& global_ranks) {
+                                              const std::vector<int>& global_ranks,
+                                              std::shared_ptr<const std::atomic<int64_t>> steps) {
   CheckedBackendOptions options;
+  options.steps = std::move(steps);
   options.debug = context.debug;
   options.global_ranks = global_ranks;
   options.timeout = context.timeout;
@@ -234,13 +236,14 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.group_name = this->name;
   options.global_ranks = this->global_ranks;
   options.debug = this->context->debug;
+  options.steps = steps;
   options.look = [watch](const std::vector<int>& missing) { watch->throw_if_lost(missing); };
   try {
     const QuietNativeLog quiet;
     auto made = make_backend(backend_name, options);
     traits_ = made.traits;
-    backend_ =
-        with_checks(*this->context, std::move(made), check_store, this->name, this->global_ranks);
+    backend_ = with_checks(*this->context, std::move(made), check_store, this->name,
+                           this->global_ranks, steps);
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {

@@ -2,6 +2,8 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -71,6 +73,8 @@ class ProcessGroup::Impl {
   std::chrono::milliseconds timeout;
   int64_t barriers = 0;  ///< Monitored barriers so far.
   int64_t splits = 0;
+  /// See ProcessGroup::note_steps.
+  const std::shared_ptr<std::atomic<int64_t>> steps = std::make_shared<std::atomic<int64_t>>(0);
 
  private:
   void await_formed_by_all();

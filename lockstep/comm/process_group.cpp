@@ -427,6 +427,12 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
   return lockstep::all_to_all_single(checked(impl_), Mode::async, output, input, output_splits,
                                      input_splits);
 }
+void ProcessGroup::note_steps(int64_t steps) const noexcept {
+  if (!impl_) return;
+  // Written by one thread, that of the loop.
+  if (steps > impl_->steps->load(std::memory_order_relaxed))
+    impl_->steps->store(steps, std::memory_order_relaxed);
+}
 void ProcessGroup::barrier() const {
   lockstep::barrier(checked(impl_), Mode::blocking).wait();
 }

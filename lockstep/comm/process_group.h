@@ -46,7 +46,8 @@ struct P2POp {
 ///   collective. Of hierarchical's sends and receives, and of all calls over gloo and mpi, the
 ///   first ten are compared. At debug level `detail` all are, on any backend.
 /// - TimeoutError naming operation, sequence number, ranks and seconds.
-/// - PeerLostError naming the ranks that ended.
+/// - PeerLostError naming the ranks that ended. It is a PeerLeftError where they closed the group
+///   after their training loop, so that the ranks' loops were not of the same length.
 class ProcessGroup {
  public:
   class Impl;
@@ -141,6 +142,11 @@ class ProcessGroup {
   /// Every rank of this group calls. Ranks of one color form a group, ordered by (key, rank). A
   /// rank with a negative color joins none and gets a null handle.
   ProcessGroup split(int color, int key = 0) const;
+
+  /// Says that this rank has made `steps` steps of its training loop; the most said counts. When it
+  /// closes the group and others go on, their PeerLeftError tells the number. GradientAverager and
+  /// DistributedDataParallel say it: it is for loops without them. Costs and sends nothing.
+  void note_steps(int64_t steps) const noexcept;
 
   explicit operator bool() const { return impl_ != nullptr; }
   /// The c10d group (its calls pass through our checks too), for code that speaks c10d.

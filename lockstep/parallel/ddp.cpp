@@ -38,6 +38,7 @@ struct DdpCore::Impl : Joinable {
   std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
   int64_t elements = 0;             ///< That get a gradient.
   int64_t iterations = 0;
+  int64_t steps = 0;  ///< Forward passes whose backward averages gradients.
   bool synchronizing = true;
   bool sync_buffers = true;
   bool adding_up = false;
@@ -194,6 +195,7 @@ void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
   }
   // After a forward whose gradients stay local the buffers stay local too, as in Python.
   impl_->sync_buffers = will_reduce;
+  if (will_reduce) impl_->group.note_steps(++impl_->steps);
   impl_->reducer->before_backward(outputs, will_reduce);
 }
 

@@ -97,7 +97,7 @@ struct GradientAverager::Impl {
     reducer->begin_within_backward();
     ready.assign(names.size(), false);
     awaited = names.size();
-    ++iterations;
+    group.note_steps(++iterations);
   }
 
   [[noreturn]] void throw_missing(size_t index) const {

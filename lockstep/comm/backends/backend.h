@@ -3,8 +3,11 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,6 +65,9 @@ struct BackendOptions {
   /// host_id.
   std::string host = {};
   DebugLevel debug = DebugLevel::info;  ///< hierarchical: of its group of all ranks over Gloo.
+  /// How many steps of its loop this rank has made (ProcessGroup::note_steps). The others are told
+  /// when it leaves. Null: nobody counts.
+  std::shared_ptr<const std::atomic<int64_t>> steps = {};
   /// Called again and again, while it forms, with the members that are waited for. Throws when one
   /// of them was lost. A wait of `store` does so by itself.
   std::function<void(const std::vector<int>& missing)> look = {};

@@ -34,6 +34,9 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 std::string failed_key(int rank) {
   return "failed/" + std::to_string(rank);
 }
+std::string left_key(int rank) {
+  return "left/" + std::to_string(rank);
+}
 
 /// PrefixStore tells its prefix to its heirs only.
 struct PrefixReader : c10d::PrefixStore {
@@ -166,6 +169,22 @@ std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
   return Word{word.substr(1), word[0] == '!'};
 }
 
+void CheckContext::tell_left(int64_t steps) noexcept {
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store || steps < 1 || !told().empty()) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(left_key(rank_), std::to_string(steps));
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::optional<int64_t> CheckContext::steps_when_left(int rank) {
+  const QuietNativeLog quiet;
+  if (!store().check({left_key(rank)})) return std::nullopt;
+  return parse_int(store().get_to_str(left_key(rank)));
+}
+
 std::vector<int> CheckContext::unannounced() {
   std::vector<int> missing;
   for (int rank : others())
@@ -232,8 +251,15 @@ std::optional<CheckContext::Failure> CheckContext::seen_failure() const {
 }
 
 std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
-  std::vector<std::string> names, words;
+  std::vector<std::string> names, words, left;
   for (int rank : ranks) {
+    try {
+      if (const auto steps = steps_when_left(rank)) {
+        left.push_back(name_with_process(rank) + left_after(*steps));
+        continue;
+      }
+    } catch (const std::exception&) {  // As below.
+    }
     names.push_back(name_with_process(rank));
     try {
       if (const auto word = word_of(rank))
@@ -241,12 +267,13 @@ std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
     } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
     }
   }
-  return join(names, ", ") + (ranks.size() == 1 ? " has ended" : " have ended") + join(words, "");
+  if (names.empty()) return join(left, ", ");
+  return join(names, ", ") + (names.size() == 1 ? " has ended" : " have ended") + join(words, "");
 }
 
 void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
   if (failure.timed_out) throw TimeoutError(what + failure.text);
-  throw PeerLostError(what + failure.text);
+  throw_peer_lost(what + failure.text);
 }
 
 }  // namespace lockstep

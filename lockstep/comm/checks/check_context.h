@@ -68,6 +68,12 @@ class CheckContext {
   };
   std::optional<Word> word_of(int rank);
 
+  /// Tells the other ranks that this one leaves the group after `steps` of its loop, unless it has
+  /// failed before. As `tell_failed`. Without steps there is nothing to tell.
+  void tell_left(int64_t steps) noexcept;
+  /// What another rank told so. None when it told nothing. Asks the store.
+  std::optional<int64_t> steps_when_left(int rank);
+
   /// Why the group is of no more use, as seen by a watch over it that uses other means.
   struct Failure {
     bool timed_out = false;  ///< Else a rank was lost.
@@ -92,7 +98,8 @@ class CheckContext {
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
   /// "rank 1 (process 4711) has ended". Where the rank told before in what it failed, that is
-  /// added: the first cause may be another rank. Asks the store. Never throws.
+  /// added: the first cause may be another rank. Of ranks that all left after their loops, "rank 1
+  /// (process 4711) left its loop after 287 steps". Asks the store. Never throws.
   std::string how_they_ended(const std::vector<int>& ranks);
 
  private:

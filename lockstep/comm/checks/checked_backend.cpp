@@ -241,7 +241,9 @@ class CheckedBackend final : public c10d::Backend {
     inner_->abort();
   }
   void shutdown() override {
-    checks_.leave();
+    const int64_t steps = options_.steps ? options_.steps->load() : 0;
+    context_->tell_left(steps);
+    checks_.leave(steps);
     gate_.close();
     inner_->shutdown();
   }
@@ -422,6 +424,7 @@ class CheckedBackend final : public c10d::Backend {
     if (!inner) return inner;
     CheckedBackendOptions options = options_;
     options.context = nullptr;
+    options.steps = nullptr;
     options.global_ranks = std::move(names);
     options.timeout = context_->timeout();
     options.announced = false;

@@ -2,7 +2,9 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,6 +46,8 @@ struct CheckedBackendOptions {
   /// What callers get in place of an error: from a call, a work or its future. Empty: the error.
   /// For programs that know another family of errors than ours.
   ErrorConversion convert = {};
+  /// BackendOptions::steps.
+  std::shared_ptr<const std::atomic<int64_t>> steps = {};
   /// What the checks share, for code that tells and hears of failures there as well. It is
   /// of this group's store, rank, size, names, name and time-out. Empty: the backend makes it.
   std::shared_ptr<CheckContext> context = {};

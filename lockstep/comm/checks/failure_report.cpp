@@ -39,15 +39,18 @@ std::string what_i_did(const CheckContext& context, const CallSummary& call) {
 /// peer, whose silence says something; that of the others, who may be busy, does not.
 bool look(CheckContext& context, int peer, Findings& findings) {
   findings.seen = context.seen_failure();
+  findings.ended.clear();
   std::vector<int> wordless;
   bool peer_knows = false;
   for (int rank : context.others()) {
     const auto word = context.word_of(rank);
     if (word) findings.words[rank] = word->text;
     if (!word) wordless.push_back(rank);
+    if (!word && context.steps_when_left(rank)) findings.ended.push_back(rank);
     if (rank == peer && word) peer_knows = word->known;
   }
-  findings.ended = context.ended(wordless);
+  // Who left after its loop has not failed, and may have ended since.
+  if (findings.ended.empty()) findings.ended = context.ended(wordless);
   if (peer < 0) {
     findings.silent = wordless;
     return !findings.ended.empty() || findings.seen || wordless.empty();
@@ -124,7 +127,13 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   text += why.empty() ? " [" + failure_text(error) + "]" : ": " + why;
   log_debug(mine + ": " + failure_text(error));
   const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
-  if (is_lost(kind) || lost) return std::make_exception_ptr(PeerLostError(text));
+  if (is_lost(kind) || lost) {
+    try {
+      throw_peer_lost(text);
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
   return std::make_exception_ptr(TimeoutError(
       text,
       "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));

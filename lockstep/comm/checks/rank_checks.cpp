@@ -177,7 +177,7 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
     const std::string text = called(mine) + ", but " + context_.how_they_ended(ended) +
                              (missing.empty() ? missing : ": " + missing);
     break_group(kLost, text);
-    throw PeerLostError(text);
+    throw_peer_lost(text);
   }
   // Between telling its call and counting itself, or as the last that is to compare them all.
   const std::string stuck = rank_list(context_.others(), context_.names()) +
@@ -188,7 +188,7 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
   throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
 }
 
-void RankChecks::leave() noexcept {
+void RankChecks::leave(int64_t steps) noexcept {
   // Before the first comparison there is no connection yet, and making one now could block.
   if (context_.size() == 1 || limit_ == 0 || !decided_) return;
   // Held by a call of this rank's own that waits: then there is something to tell.
@@ -199,7 +199,8 @@ void RankChecks::leave() noexcept {
     // A rank that closes because it failed passes on what it found; the others want the first
     // cause.
     const auto word = context_.word_of(context_.rank());
-    break_group(kLost, context_.me() + (word ? " failed in " + word->text : " has closed it"));
+    const std::string left = steps > 0 ? left_after(steps) : " has closed it";
+    break_group(kLost, context_.me() + (word ? " failed in " + word->text : left));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }

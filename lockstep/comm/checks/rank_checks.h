@@ -40,9 +40,9 @@ class RankChecks {
   void compare(const CallSignature& call, std::chrono::milliseconds timeout);
 
   /// Tells the ranks that wait, or will wait, for this one in a comparison that it has closed the
-  /// group. Its process may live on for long. Nothing to tell once the compared collectives are
-  /// over.
-  void leave() noexcept;
+  /// group, after `steps` of its loop if it counts them. Its process may live on for long. Nothing
+  /// to tell once the compared collectives are over.
+  void leave(int64_t steps = 0) noexcept;
 
  private:
   bool decide();

@@ -287,8 +287,11 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
     lost.push_back(group_.how_it_went(rank));
   }
   group_.note_cause(join(lost, ", "));
-  return std::make_exception_ptr(
-      PeerLostError(text_of(message) + " cannot finish: " + join(lost, ", ")));
+  try {
+    throw_peer_lost(text_of(message) + " cannot finish: " + join(lost, ", "));
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 std::string Messages::encoded(const Message& message) {

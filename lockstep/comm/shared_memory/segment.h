@@ -42,6 +42,7 @@ struct alignas(64) RankRecord {
   std::atomic<uint32_t> bound;   ///< 1 once `processors`, on which it may run, is written.
   std::atomic<uint64_t> calls;   ///< How many collectives it has called.
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
+  std::atomic<int64_t> rounds;   ///< Of its program's loop, written when it leaves.
   std::array<char, 232> identity;
   ProcessorSet processors;
   /// The end of another rank that made the first of this rank's messages fail. If this rank ends

@@ -140,7 +140,7 @@ void SharedGroup::throw_if_failed(const std::string& what) const {
   const std::string me = "rank " + std::to_string(names_[static_cast<size_t>(rank())]) + ": ";
   const std::string cause =
       kind == Verdict::writing ? "a rank ended while it told of a failure" : verdict.text.data();
-  if (kind != Verdict::timed_out) throw PeerLostError(me + what + " cannot finish: " + cause);
+  if (kind != Verdict::timed_out) throw_peer_lost(me + what + " cannot finish: " + cause);
   throw TimeoutError(me + what + " did not finish: " + cause,
                      "do all ranks make the same calls? Else give a longer time-out");
 }
@@ -202,7 +202,10 @@ std::string SharedGroup::late(const std::vector<int>& ranks,
 std::string SharedGroup::how_it_went(int rank) const {
   const auto& record = segment_.record(rank);
   const bool left = record.state.load(std::memory_order_acquire) == RankState::left;
-  return name(rank) + (left ? " has closed the group" : " has ended") + noted_cause(rank);
+  const std::string cause = noted_cause(rank);
+  const int64_t rounds = record.rounds.load(std::memory_order_relaxed);
+  if (left && cause.empty() && rounds > 0) return name(rank) + left_after(rounds);
+  return name(rank) + (left ? " has closed the group" : " has ended") + cause;
 }
 
 std::string SharedGroup::noted_cause(int rank) const {

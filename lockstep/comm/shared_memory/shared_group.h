@@ -100,8 +100,9 @@ class SharedGroup {
   /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
   /// it has failed before. Never blocks.
   void give_up(Verdict::Kind kind, const std::string& cause) noexcept;
-  /// Tells the others that this rank calls nothing any more.
-  void leave() noexcept {
+  /// Tells the others that this rank calls nothing any more, after `rounds` of its program's loop.
+  void leave(int64_t rounds = 0) noexcept {
+    segment_.record(rank()).rounds.store(rounds, std::memory_order_relaxed);
     segment_.record(rank()).state.store(RankState::left, std::memory_order_seq_cst);
   }
   bool failed() const {
@@ -118,7 +119,7 @@ class SharedGroup {
   std::string name(int rank) const;
   bool gone(int rank) const;
   /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
-  /// 2 (process 4712) has ended".
+  /// 2 (process 4712) has ended", or "rank 1 (process 4711) left its loop after 287 steps".
   std::string how_it_went(int rank) const;
   /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended". Empty when none
   /// did.

@@ -127,6 +127,7 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
       members_(std::move(members)),
       names_(names_of(options)->ranks),
       group_name_(options.group_name),
+      steps_(options.steps),
       checks_(std::move(checks)),
       first_failure_(checks_),
       lifeline_(make_lifeline(options)),
@@ -357,6 +358,13 @@ Cause Hierarchy::cause_of(const HostFailure& failure) {
 }
 
 std::string Hierarchy::how_lost(int host, const std::string& why) const {
+  try {
+    const int leader = layout_.hosts[static_cast<size_t>(host)].front();
+    if (const auto steps = checks_->steps_when_left(leader))
+      return name_of_host(host) + left_after(*steps);
+  } catch (
+      const std::exception&) {  // The store is lost: that the host is so is known all the same.
+  }
   return name_of_host(host) + kHostLost + " [" + why + "]";
 }
 
@@ -400,7 +408,7 @@ void Hierarchy::fail(const HostFailure& failure) {
   const Cause cause = first_failure_.raise(cause_of(failure), call_->text());
   condemn(cause);
   group_.throw_if_failed(call_->text());
-  throw PeerLostError(call_->text() + " cannot finish: " + cause.text);
+  throw_peer_lost(call_->text() + " cannot finish: " + cause.text);
 }
 
 void Hierarchy::abort(const std::string& cause) noexcept {
@@ -412,7 +420,9 @@ void Hierarchy::abort(const std::string& cause) noexcept {
 }
 
 void Hierarchy::leave() noexcept {
-  group_.leave();
+  const int64_t steps = steps_ && !group_.failed() ? steps_->load() : 0;
+  checks_->tell_left(steps);
+  group_.leave(steps);
   // Without a good-bye where the group has failed: hosts that have not heard of it do so then.
   if (lifeline_) lifeline_->close(/*farewell=*/!group_.failed());
 }

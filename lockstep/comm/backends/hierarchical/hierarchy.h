@@ -141,6 +141,7 @@ class Hierarchy {
   const std::vector<Member> members_;
   std::vector<int> names_;  ///< The ranks' numbers in the default group.
   const std::string group_name_;
+  const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
   const std::shared_ptr<CheckContext> checks_;
   FirstFailure first_failure_;
   /// Null on a rank that does not lead. Made before what may wait for a host that is lost

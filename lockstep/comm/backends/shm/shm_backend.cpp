@@ -58,6 +58,7 @@ MessagesOptions message_options(const std::shared_ptr<const backends::GroupNames
 
 ShmBackend::ShmBackend(const BackendOptions& options)
     : TensorBackend(options),
+      steps_(options.steps),
       store_(options.store),
       inline_bytes_(has_spare_processors(options.size) ? 256 << 10 : SIZE_MAX),
       group_(group_options(options), meeting_over(options.store, "shm/meeting")),
@@ -217,7 +218,8 @@ void ShmBackend::abort() {
 void ShmBackend::shutdown() {
   queue_.close();
   messages_.close();
-  group_.leave();
+  // After a failure it is not the loop's end.
+  group_.leave(steps_ && !group_.failed() ? steps_->load() : 0);
 }
 
 BackendInfo info() {

@@ -55,7 +55,8 @@ class ShmBackend final : public backends::TensorBackend, public backends::Common
   bool run_here(ShmWork& work, bool blocking);
   void run_later(ShmWork& work);
 
-  const c10::intrusive_ptr<c10d::Store> store_;  ///< Where the ranks meet for regions.
+  const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
+  const c10::intrusive_ptr<c10d::Store> store_;              ///< Where the ranks meet for regions.
   const size_t inline_bytes_;  ///< Calls that move more are left to the thread at once.
   size_t regions_made_ = 0;
   Regions regions_;
