@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/number_reference.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work.h"
 
@@ -131,6 +133,31 @@ class ProcessGroup {
   /// Starts all operations. Safe in any order of them on the ranks. Gives one Work per operation,
   /// in their order, or one for all where the backend groups them (NCCL). Wait for all of them.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
+
+  /// Reduces numbers of any arithmetic types in place, as they are, and all in one message:
+  ///
+  ///     double loss_sum = 0;  int64_t correct = 0;  size_t seen = 0;
+  ///     ...
+  ///     world.group().all_reduce_values(loss_sum, correct, seen);   // sums
+  ///
+  /// All ranks get the same bits: the ranks' values are combined in their order. Whole numbers are
+  /// exact. A result that does not fit its type is a NumericError on every rank. `float` is added
+  /// in double and rounded once. `avg` is of floating-point numbers only; `band`, `bor` and `bxor`
+  /// are of whole numbers; a `bool` has `min` (all), `max` (any) and the bitwise ones (UsageError).
+  /// Ranks of other types or another reduction are a MismatchError. For numbers of a program, not
+  /// for tensors: each rank receives those of all.
+  template <Reducible... Numbers>
+  requires(sizeof...(Numbers) > 0) void all_reduce_values(Numbers&... numbers) const {
+    all_reduce_values(ReduceOp::sum, numbers...);
+  }
+  template <Reducible... Numbers>
+  requires(sizeof...(Numbers) > 0) void all_reduce_values(ReduceOp op, Numbers&... numbers) const {
+    const NumberReference references[] = {NumberReference(numbers)...};
+    all_reduce_numbers(references, op);
+  }
+  /// The same of numbers whose count or types are known at run time only.
+  void all_reduce_numbers(std::span<const NumberReference> numbers,
+                          ReduceOp op = ReduceOp::sum) const;
 
   /// Objects travel as JSON (CBOR on the wire). Their sizes may differ between ranks.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;

@@ -1,0 +1,171 @@
+// ProcessGroup::all_reduce_values.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "lockstep/base/error.h"
+#include "lockstep/comm/call_observer.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+
+template <class E, class F>
+std::string message_of(F&& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "no such error";
+}
+
+class GroupNumbers : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, GroupNumbers, testing::over_backends(), testing::backend_name);
+
+TEST_P(GroupNumbers, AreSummedAsTheyAre) {
+  for (const int size : {1, 2, 3}) {
+    run_group(size, [&](ProcessGroup group) {
+      const int rank = group.rank();
+      double loss_sum = 0.1 * (rank + 1);
+      int64_t correct = (int64_t{1} << 53) + rank;  // A double would lose the last bit.
+      size_t seen = 5;
+      float small = 0.25F;
+      int32_t count = -rank;
+      uint8_t byte = 7;
+      long double wide = 1.0L / 3;
+      group.all_reduce_values(loss_sum, correct, seen, small, count, byte, wide);
+      double expected = 0.1;
+      long double thirds = 1.0L / 3;
+      for (int other = 1; other < size; ++other) {
+        expected += 0.1 * (other + 1);
+        thirds += 1.0L / 3;
+      }
+      EXPECT_EQ(loss_sum, expected);
+      EXPECT_EQ(correct, size * (int64_t{1} << 53) + size * (size - 1) / 2);
+      EXPECT_EQ(seen, static_cast<size_t>(5 * size));
+      EXPECT_EQ(small, 0.25F * static_cast<float>(size));
+      EXPECT_EQ(count, -size * (size - 1) / 2);
+      EXPECT_EQ(byte, 7 * size);
+      EXPECT_EQ(wide, thirds);
+    });
+  }
+}
+
+TEST_P(GroupNumbers, HaveTheOtherReductionsToo) {
+  run_group(3, [&](ProcessGroup group) {
+    const int rank = group.rank();
+    double lowest = rank - 0.5;
+    int64_t first = 10 - rank;
+    bool all = rank != 1;
+    group.all_reduce_values(ReduceOp::min, lowest, first, all);
+    EXPECT_EQ(lowest, -0.5);
+    EXPECT_EQ(first, 8);
+    EXPECT_FALSE(all);
+
+    float highest = rank == 1 ? std::nanf("") : 1.0F;
+    bool any = rank == 1;
+    uint64_t large = rank == 2 ? std::numeric_limits<uint64_t>::max() : 1;
+    group.all_reduce_values(ReduceOp::max, highest, any, large);
+    EXPECT_TRUE(std::isnan(highest));
+    EXPECT_TRUE(any);
+    EXPECT_EQ(large, std::numeric_limits<uint64_t>::max());
+
+    double mean = rank;
+    group.all_reduce_values(ReduceOp::avg, mean);
+    EXPECT_EQ(mean, 1.0);
+    int16_t product = static_cast<int16_t>(rank + 2);
+    group.all_reduce_values(ReduceOp::product, product);
+    EXPECT_EQ(product, 24);
+    unsigned bits = 1U << rank;
+    group.all_reduce_values(ReduceOp::bor, bits);
+    EXPECT_EQ(bits, 7U);
+  });
+}
+
+TEST_P(GroupNumbers, GoInOneMessage) {
+  struct Counter : CallObserver {
+    void call_begins() noexcept override {}
+    void call_ended(const ObservedCall&, bool) noexcept override { ++calls; }
+    std::atomic<int> calls{0};
+  };
+  run_group(2, [&](ProcessGroup group) {
+    const auto counter = std::make_shared<Counter>();
+    observe_calls(group, counter);
+    double a = 1;
+    int64_t b = 2;
+    uint8_t c = 3;
+    group.all_reduce_values(a, b, c);
+    EXPECT_EQ(counter->calls, 1);
+    observe_calls(group, nullptr);
+  });
+}
+
+TEST_P(GroupNumbers, ThatDoNotFitTheirTypeAreAnErrorOnAllRanks) {
+  run_group(2, [&](ProcessGroup group) {
+    int32_t samples = 2'000'000'000;
+    double loss = 1;
+    EXPECT_THAT(
+        message_of<NumericError>([&] { group.all_reduce_values(loss, samples); }),
+        HasSubstr("the sum of argument 2 does not fit its type, int32\n  hint: take a wider "
+                  "type"));
+    EXPECT_EQ(samples, 2'000'000'000);  // Nothing is changed.
+    EXPECT_EQ(loss, 1);
+    // On the way to a sum that fits, one may not.
+    int8_t passing = group.rank() == 0 ? int8_t{100} : int8_t{-100};
+    group.all_reduce_values(passing);
+    EXPECT_EQ(passing, 0);
+    int64_t huge = std::numeric_limits<int64_t>::max();
+    EXPECT_THROW(group.all_reduce_values(huge), NumericError);
+  });
+}
+
+TEST_P(GroupNumbers, OfOtherTypesOnAnotherRankAreAMismatch) {
+  run_group(2, [&](ProcessGroup group) {
+    double real = 1;
+    int64_t whole = 1;
+    EXPECT_THAT(message_of<MismatchError>([&] {
+                  group.rank() == 0 ? group.all_reduce_values(real)
+                                    : group.all_reduce_values(whole);
+                }),
+                HasSubstr("gave numbers of different types"));
+    EXPECT_THAT(message_of<MismatchError>([&] {
+                  group.all_reduce_values(group.rank() == 0 ? ReduceOp::min : ReduceOp::max, real);
+                }),
+                HasSubstr("gave different reductions"));
+    group.all_reduce_values(real);  // The group goes on.
+    EXPECT_EQ(real, 2);
+  });
+}
+
+TEST_P(GroupNumbers, RefuseWhatATypeHasNot) {
+  run_group(1, [&](ProcessGroup group) {
+    bool flag = true;
+    int64_t whole = 1;
+    double real = 1;
+    EXPECT_THAT(message_of<UsageError>([&] { group.all_reduce_values(real, flag); }),
+                HasSubstr("argument 2 is a bool, which has no sum\n  hint: take ReduceOp::max"));
+    EXPECT_THROW(group.all_reduce_values(ReduceOp::avg, whole), UsageError);
+    EXPECT_THROW(group.all_reduce_values(ReduceOp::bxor, real), UsageError);
+  });
+  double real = 1;
+  EXPECT_THROW(ProcessGroup().all_reduce_values(real), UsageError);
+}
+
+template <class... T>
+constexpr bool kTaken = requires(const ProcessGroup& group, T&... numbers) {
+  group.all_reduce_values(numbers...);
+};
+static_assert(kTaken<double, int, char, bool, long double>);
+static_assert(!kTaken<const double>);  // There would be no place for the result.
+static_assert(!kTaken<at::Tensor> && !kTaken<>);
+
+}  // namespace
+}  // namespace lockstep
