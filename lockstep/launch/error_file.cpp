@@ -87,7 +87,8 @@ bool parent_reports_errors() {
 
 std::string told_by(int rank, const std::string& message) {
   const std::string who = "rank " + std::to_string(rank);
-  return message.starts_with(who + ":") ? message : who + ": " + message;
+  const bool says_so = message.starts_with(who + ":") || message.starts_with(who + " ");
+  return says_so ? message : who + ": " + message;
 }
 
 }  // namespace lockstep::launch

@@ -47,6 +47,7 @@ TEST_F(ErrorFile, AReportOfWhatIsKnown) {
 TEST(ToldBy, NamesTheRankOnce) {
   EXPECT_EQ(told_by(1, "no file"), "rank 1: no file");
   EXPECT_EQ(told_by(1, "rank 1: no file"), "rank 1: no file");
+  EXPECT_EQ(told_by(1, "rank 1 called barrier"), "rank 1 called barrier");
   EXPECT_EQ(told_by(1, "rank 10: no file"), "rank 1: rank 10: no file");
 }
 

@@ -45,6 +45,7 @@ Ending ending_of(const std::exception_ptr& error) {
     ending.consequence = dynamic_cast<const PeerLostError*>(&other) != nullptr;
   } catch (...) {  // NOLINT(bugprone-empty-catch): its text says all that is known.
   }
+  while (ending.text.ends_with('\n')) ending.text.pop_back();
   return ending;
 }
 

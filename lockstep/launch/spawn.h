@@ -37,6 +37,8 @@ struct SpawnOptions {
 ///     if (lockstep::spawn(2)) return 0;  // the parent: every rank is done
 ///     auto world = lockstep::init();     // a worker
 ///
+/// `start` (start.h) is both in one line, for programs that catch nothing.
+///
 /// Returns true in the parent, after all workers ended with 0, and false at once in a worker, or
 /// when a launcher (torchrun, `lockstep run`, srun, mpirun) has already started this process as a
 /// rank. The shell of a Slurm allocation (sbatch, salloc) is no rank, nor is the only task of a

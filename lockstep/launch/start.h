@@ -30,8 +30,9 @@ struct StartOptions {
 ///
 /// Started by hand, the program starts `nprocs` processes of itself on this host, and `start`
 /// returns in each of those. Under a launcher (`lockstep run`, torchrun, srun, mpirun) this process
-/// is a rank already, of as many as the launcher says: `start` only meets the others. start(1) by
-/// hand starts nothing either: the world of one is this process, which keeps its standard input.
+/// is a rank already, of as many as the launcher says: `start` only meets the others, and the
+/// launcher decides whose output is shown. start(1) by hand starts nothing either: the world of one
+/// is this process, which keeps its standard input.
 ///
 /// The process that was started by hand never returns from here. It waits for the others (see
 /// `spawn`), and ends by std::exit:

@@ -41,6 +41,14 @@ void need_the_others(const World& world) {
   while (true) world.group().barrier();
 }
 
+/// What static objects do at the end of the process that was started by hand.
+struct AtExit {
+  ~AtExit() {
+    if (lockstep::env_string("TEST_STATIC") && !lockstep::env_string("RANK"))
+      std::printf("statics are gone\n");
+  }
+} at_exit;
+
 struct ThrowsInDestructor {
   ~ThrowsInDestructor() { throw_it(); }  // NOLINT(bugprone-exception-escape): that is the case.
   static void throw_it() { throw std::runtime_error("the shelf fell"); }
@@ -51,7 +59,8 @@ const std::map<std::string, std::function<void()>> kEnds = {
     {"lockstep-error",
      [] { throw lockstep::NumericError("the loss is NaN", "take a smaller lr"); }},
     {"usage", [] { throw lockstep::UsageError("no such colour"); }},
-    {"standard", [] { throw std::runtime_error("the shelf fell"); }},
+    {"interrupted", [] { throw lockstep::InterruptedError(SIGTERM); }},
+    {"standard", [] { throw std::runtime_error("the shelf fell\n"); }},
     {"c10",
      [] {
        at::ones({2, 3}).matmul(at::ones({2, 3}));
@@ -132,6 +141,8 @@ lockstep::StartOptions options_of_environment() {
   lockstep::StartOptions options;
   options.seed = seed_of(lockstep::env_string("TEST_SEED").value_or(""));
   options.init.backend = lockstep::env_string("TEST_BACKEND").value_or("auto");
+  options.spawn.first_rank = static_cast<int>(lockstep::env_int("TEST_FIRST").value_or(-1));
+  options.spawn.world_size = static_cast<int>(lockstep::env_int("TEST_WORLD").value_or(-1));
   if (const auto ranks = lockstep::env_string("TEST_STDOUT")) {
     options.spawn.stdout_ranks.emplace();
     for (const char digit : *ranks) options.spawn.stdout_ranks->insert(digit - '0');

@@ -1,9 +1,11 @@
 """`lockstep::start`: what a program that catches nothing shows, and its exit code, when it is started by
 hand and under each launcher."""
 
+import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -76,6 +78,11 @@ class Output(unittest.TestCase):
         """By the process that was started by hand, and by rank 0, in which it runs again."""
         self.assertEqual(start("print", TEST_BEFORE=1), (0, "before\nbefore\nrank 0 of 2\n", ""))
 
+    def test_statics_of_the_process_that_was_started_by_hand(self):
+        self.assertEqual(start("print", TEST_STATIC=1), (0, "rank 0 of 2\nstatics are gone\n", ""))
+        self.assertEqual(start("standard", TEST_STATIC=1),
+                         (1, "statics are gone\n", "error: rank 1: the shelf fell\n"))
+
     def test_one_rank_is_this_process(self):
         self.assertEqual(start("print", ranks=1), (0, "rank 0 of 1\n", ""))
         with Started("input", ranks=1, stdin=subprocess.PIPE) as started:
@@ -114,6 +121,10 @@ class Failures(unittest.TestCase):
 
     def test_its_exit_code_is_kept(self):
         self.check("usage", 2, "error: rank 1: no such colour\n")
+
+    def test_an_orderly_interrupt(self):
+        self.check("interrupted", 143, "error: rank 1: stopped by SIGTERM\n")
+        self.assertEqual(start("interrupted", ranks=1), (143, "", "stopped by SIGTERM\n"))
 
     def test_a_standard_exception(self):
         self.check("standard", 1, "error: rank 1: the shelf fell\n")
@@ -299,17 +310,50 @@ class Launchers(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertEqual(err.count("error: rank 1: the shelf fell\n"), 1, err)
         self.assertNotIn("terminate called", err)
+        if mpi_testing.lockstep_has_mpi():
+            code, _, err = mpi_testing.mpirun(2, PROGRAM, "standard", env={"TEST_BACKEND": "mpi"})
+            self.assertEqual((code, err.count("error: rank 1: the shelf fell\n")), (1, 1), err)
+
+    @contextlib.contextmanager
+    def tasks(self, task, **variables):
+        """Two tasks of a step, with the variables that srun gives them."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(Started(
+                task, SLURM_PROCID=i, SLURM_NTASKS=2, SLURM_LOCALID=i, SLURM_NODEID=0, SLURM_NNODES=1, SLURM_STEP_ID=0,
+                SLURM_JOB_ID=os.getpid(), **variables)) for i in range(2)]
 
     def test_srun(self):
-        """With the variables that srun gives its tasks."""
-        with t.temporary_folder() as folder:
-            ranks = [subprocess.Popen(
-                [PROGRAM, "print"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env=t.clean_environment(OUT=folder, SLURM_PROCID=i, SLURM_NTASKS=2, SLURM_LOCALID=i, SLURM_NODEID=0,
-                                        SLURM_NNODES=1, SLURM_STEP_ID=0, SLURM_JOB_ID=os.getpid()))
-                     for i in range(2)]
-            outputs = [rank.communicate(timeout=120) for rank in ranks]
-        self.assertEqual(outputs, [("rank 0 of 2\n", ""), ("rank 1 of 2\n", "")])
+        with self.tasks("print") as ranks:
+            self.assertEqual([rank.end() for rank in ranks], [(0, "rank 0 of 2\n", ""), (0, "rank 1 of 2\n", "")])
+
+    def test_a_lost_peer_that_nobody_else_tells_of(self):
+        for backend in BACKENDS:
+            with self.subTest(backend=backend), self.tasks("wait", TEST_BACKEND=backend) as ranks:
+                for i, rank in enumerate(ranks):
+                    run_testing.wait_for_files(rank.out / f"pid{i}")
+                ranks[1].process.kill()
+                code, out, err = ranks[0].end()
+                self.assertEqual((code, out), (1, ""))
+                self.assertRegex(err, r"^error: rank 0(: barrier| called barrier).* rank 1 \(process \d+\) has ended")
+                self.assertEqual(err.count("error: "), 1, err)
+                self.assertNotIn("frame #", err)
+
+    def test_a_rank_that_never_comes(self):
+        with self.tasks("print", LOCKSTEP_TIMEOUT=1) as ranks:
+            ranks[1].process.kill()
+            code, _, err = ranks[0].end()
+        self.assertEqual(code, 1)
+        self.assertRegex(err, r"^error: rank 0: init: of 2 ranks, rank 1 did not come within 1\.0s \(timed out\)\n  hint: ")
+
+    def test_hosts_that_start_their_ranks_themselves(self):
+        """Each shows what its first rank prints."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            hosts = [stack.enter_context(Started("print", ranks=1, TEST_FIRST=i, TEST_WORLD=2, MASTER_ADDR="127.0.0.1",
+                                                 MASTER_PORT=port)) for i in range(2)]
+            self.assertEqual([host.end() for host in hosts], [(0, "rank 0 of 2\n", ""), (0, "rank 1 of 2\n", "")])
 
 
 if __name__ == "__main__":
