@@ -31,7 +31,7 @@ float seconds_of(Limit timeout) {
 const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   try {
     return worker.transport().agent()->getWorkerInfo(name);
-  } catch (const c10::Error&) {
+  } catch (const UsageError&) {
     throw UsageError("rpc: " + unknown_word("worker", name, worker.workers()));
   }
 }
@@ -79,7 +79,8 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
     state->fail(decode_failure(error, what, types));
   };
   try {
-    WireCall call(signature.name, signature.hash, std::move(arguments));
+    WireCall call(signature.name, signature.hash, HandlerThreads::depth() + 1,
+                  std::move(arguments));
     native::ScriptCall message(carrier(), std::move(call).stack());
     torch::distributed::autograd::sendMessageWithAutograd(
         *worker->transport().agent(), info, std::move(message).toMessage(),
@@ -108,7 +109,8 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
   const auto counted = count_call(worker, text, to.timeout);
   auto& context = native::RRefContext::getInstance();
   std::vector<at::IValue> stack =
-      WireCall(signature.name, signature.hash, std::move(arguments)).stack();
+      WireCall(signature.name, signature.hash, HandlerThreads::depth() + 1, std::move(arguments))
+          .stack();
   const auto send = [&](const native::RRefId& rref, const native::ForkId& fork) {
     native::ScriptRemoteCall message(carrier(), std::move(stack), rref, fork,
                                      /*isAsyncExecution=*/false);

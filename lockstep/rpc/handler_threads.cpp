@@ -46,7 +46,7 @@ struct HandlerThreads::Core {
 };
 
 thread_local HandlerThreads::Core* HandlerThreads::core_of_this_thread = nullptr;
-thread_local bool HandlerThreads::handles = false;
+thread_local int64_t HandlerThreads::depth_here = 0;
 
 HandlerThreads::HandlerThreads(int busy)
     : core_(std::make_shared<Core>(static_cast<size_t>(busy))) {

@@ -26,18 +26,20 @@ class HandlerThreads {
   bool end(std::chrono::milliseconds limit) noexcept;
   size_t size() const;
   /// Whether a handler runs on this thread.
-  static bool on_one() { return handles; }
+  static bool on_one() { return depth_here > 0; }
+  /// How many calls, one within the other, led to the handler that runs on this thread; 0: none.
+  static int64_t depth() { return depth_here; }
 
   /// A handler runs on this thread, of whomever it is, as long as this lives.
   class HandlerScope {
    public:
-    HandlerScope() : before_(handles) { handles = true; }
-    ~HandlerScope() { handles = before_; }
+    explicit HandlerScope(int64_t depth) : before_(depth_here) { depth_here = depth; }
+    ~HandlerScope() { depth_here = before_; }
     HandlerScope(const HandlerScope&) = delete;
     HandlerScope& operator=(const HandlerScope&) = delete;
 
    private:
-    const bool before_;
+    const int64_t before_;
   };
 
  private:
@@ -58,7 +60,7 @@ class HandlerThreads {
 
  private:
   static thread_local Core* core_of_this_thread;
-  static thread_local bool handles;
+  static thread_local int64_t depth_here;
 
   const std::shared_ptr<Core> core_;  ///< Each thread holds it as well.
 };

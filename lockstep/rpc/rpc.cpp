@@ -4,9 +4,12 @@
 #include <exception>
 
 #include "lockstep/base/duration.h"
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/rpc/seal.h"
 #include "lockstep/rpc/worker.h"
 
 namespace lockstep::rpc {
@@ -14,6 +17,21 @@ namespace {
 
 /// LibTorch's own limit.
 constexpr size_t kLongestName = 128;
+constexpr size_t kShortestSecret = 16;
+
+void check_limits(const Options& options) {
+  const std::pair<const char*, int64_t> limits[] = {
+      {"max_pending", options.max_pending},       {"max_served", options.max_served},
+      {"max_call_depth", options.max_call_depth}, {"max_message_bytes", options.max_message_bytes},
+      {"max_depth", options.max_depth},
+  };
+  for (const auto& [name, value] : limits) {
+    if (value < 1) {
+      throw UsageError("rpc::init: " + std::string(name) + " is " + std::to_string(value) +
+                       "; expected at least 1");
+    }
+  }
+}
 
 void check_options(const World& world, const std::string& name, const Options& options) {
   if (name.empty() || name.size() > kLongestName) {
@@ -28,14 +46,45 @@ void check_options(const World& world, const std::string& name, const Options& o
     throw UsageError("rpc::init: " + std::to_string(options.threads) +
                      " threads; expected at least 2");
   }
-  if (options.max_pending < 1) {
-    throw UsageError("rpc::init: max_pending is " + std::to_string(options.max_pending) +
-                     "; expected at least 1");
-  }
+  check_limits(options);
   if (world.size() > INT16_MAX) {
     throw UsageError("rpc::init: " + std::to_string(world.size()) +
                      " ranks; LibTorch's RPC has at most " + std::to_string(INT16_MAX));
   }
+}
+
+std::string secret_of(const Options& options) {
+  std::string secret =
+      options.secret.empty() ? env_string("LOCKSTEP_RPC_SECRET").value_or("") : options.secret;
+  if (!secret.empty() && secret.size() < kShortestSecret) {
+    throw UsageError("rpc::init: the secret has " + std::to_string(secret.size()) +
+                         " characters; expected at least " + std::to_string(kShortestSecret),
+                     "`openssl rand -hex 32` makes one");
+  }
+  return secret;
+}
+
+/// A number of this job alone, which rank 0 makes. Each rank shows that it has the same secret
+/// without telling it.
+std::string meet_with_secret(Store store, const World& world, const std::string& secret) {
+  if (world.rank() == 0) store.set("job", detail::random_hex(16));
+  const std::string job = store.get("job");
+  const auto keys = numbered_keys("secret/", world.size());
+  const auto proof = [&](size_t rank) {
+    if (secret.empty()) return std::string("none");
+    const std::string code = detail::hmac_sha256(secret, job + "/" + std::to_string(rank));
+    return sha256_hex(code);
+  };
+  const auto self = static_cast<size_t>(world.rank());
+  store.set(keys[self], proof(self));
+  const auto proofs = store.multi_get(keys);
+  for (size_t rank = 0; rank < proofs.size(); ++rank) {
+    if (proofs[rank] == proof(rank)) continue;
+    throw UsageError("rpc::init: ranks " + std::to_string(std::min(rank, self)) + " and " +
+                         std::to_string(std::max(rank, self)) + " have different secrets",
+                     "give all ranks the same LOCKSTEP_RPC_SECRET or Options::secret");
+  }
+  return job;
 }
 
 /// Each rank says its name, so that a name that is taken is an error which names both. Returns all.
@@ -108,6 +157,11 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   setup.names = meet(store, world, name);
   setup.rank = world.rank();
   setup.max_pending = options.max_pending;
+  setup.serve.at_once = options.max_served;
+  setup.serve.depth = options.max_call_depth;
+  setup.messages = {static_cast<uint64_t>(options.max_message_bytes), options.max_depth + 1};
+  setup.secret = secret_of(options);
+  setup.job = meet_with_secret(store, world, setup.secret);
   setup.threads = options.threads;
   setup.timeout = options.timeout;
   setup.stop_timeout = options.stop_timeout;

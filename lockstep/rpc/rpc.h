@@ -35,6 +35,20 @@ struct Options {
   /// A call beyond so many that are under way waits until one of them is answered. Calls within
   /// functions do not wait, as others may wait for them. One takes some 1 KB and its arguments.
   int64_t max_pending = 16'384;
+  /// A worker refuses calls beyond so many that it has not answered: those of several callers that
+  /// each keep to `max_pending`.
+  int64_t max_served = 65'536;
+  /// A call within so many others is refused. Each holds a thread: a function that calls itself
+  /// without end fails before the machine has none left.
+  int64_t max_call_depth = 2'048;
+  /// A message with more bytes is refused, by its sender and by its receiver: as many as a billion
+  /// weights of float32. What is larger is a mistake, or travels in parts.
+  int64_t max_message_bytes = int64_t{1} << 32;
+  /// Lists within lists deeper than this are refused: no type that a program writes down is.
+  int max_depth = 64;
+  /// Only workers with the same secret can call, and none can change what others send. At least 16
+  /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
+  std::string secret;
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
@@ -69,8 +83,9 @@ class Agent {
 
 /// Makes this process the worker `name`, and waits until all ranks have done so. Keep the agent
 /// until the last call, and let it go before the World. Throws:
-/// - UsageError for a name that is empty, too long (128), or another worker's, and for a second
-///   agent in this process: LibTorch keeps the references of the first,
+/// - UsageError for a name that is empty, too long (128), or another worker's, for a secret that is
+///   too short or not the others', and for a second agent in this process: LibTorch keeps the
+///   references of the first,
 /// - TimeoutError when ranks do not come within the World's time-out.
 Agent init(const World& world, const std::string& name, const Options& options = {});
 

@@ -1,7 +1,7 @@
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "lockstep/base/error.h"
-#include "lockstep/comm/native_store.h"
+#include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -9,26 +9,52 @@ namespace {
 
 namespace native = torch::distributed::rpc;
 
+/// Where LibTorch's agent looks for a worker's address.
+std::string address_key(int id) {
+  return "addrs/" + inner_name(id);
+}
+
 class TensorPipeTransport final : public Transport {
  public:
-  explicit TensorPipeTransport(TransportSetup setup) {
+  explicit TensorPipeTransport(TransportSetup setup)
+      : id_(setup.id), addresses_(c10::make_intrusive<c10d::HashStore>()) {
     // On one host nothing listens on the network.
     std::vector<std::string> transports{"shm"};
     if (!setup.one_host) transports.emplace_back("uv");
     const native::TensorPipeRpcBackendOptions options(
         setup.threads, transports, std::nullopt,
         std::chrono::duration<float>(setup.timeout).count(), "env://");
-    agent_ = std::make_shared<native::TensorPipeAgent>(
-        native_store(setup.store), setup.name, static_cast<native::worker_id_t>(setup.rank),
-        setup.size, options, std::unordered_map<std::string, native::DeviceMap>(),
+    // A group of a fixed size, as LibTorch takes its lock for such ones only. The size of 0 lets it
+    // wait for nobody: `add_worker` makes the others known.
+    inner_ = std::make_shared<native::TensorPipeAgent>(
+        addresses_, inner_name(setup.id), static_cast<native::worker_id_t>(setup.id),
+        /*worldSize=*/0, options, std::unordered_map<std::string, native::DeviceMap>(),
         std::vector<c10::Device>(), std::move(setup.callback));
+    guarded_ = std::make_shared<GuardedAgent>(setup.name, setup.id, inner_, std::move(setup.guard));
+    agent_ = guarded_;
   }
 
   const std::shared_ptr<native::RpcAgent>& agent() const override { return agent_; }
   void start() override { agent_->start(); }
+  std::string address() override {
+    const auto bytes = addresses_->get(address_key(id_));
+    return {bytes.begin(), bytes.end()};
+  }
+  void add_worker(int id, const std::string& name, const std::string& address) override {
+    if (id != id_) {
+      addresses_->set(address_key(id), std::vector<uint8_t>(address.begin(), address.end()));
+      const native::WorkerInfo inner(inner_name(id), static_cast<native::worker_id_t>(id));
+      inner_->updateGroupMembership(inner, {}, {}, /*isJoin=*/true);
+    }
+    guarded_->add(id, name);
+  }
   void stop() override { agent_->shutdown(); }
 
  private:
+  const int id_;
+  const c10::intrusive_ptr<c10d::HashStore> addresses_;  ///< Of this process alone.
+  std::shared_ptr<native::TensorPipeAgent> inner_;
+  std::shared_ptr<GuardedAgent> guarded_;
   std::shared_ptr<native::RpcAgent> agent_;
 };
 

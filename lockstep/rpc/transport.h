@@ -6,8 +6,6 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/comm/store.h"
-
 namespace torch::distributed::rpc {
 class RequestCallback;
 class RpcAgent;
@@ -15,25 +13,31 @@ class RpcAgent;
 
 namespace lockstep::rpc::detail {
 
-/// What carries messages between workers. LibTorch's references and autograd send theirs by its
-/// agent, and so do our calls. It does not know what is in them.
+struct Guard;
+
+/// What carries messages between workers, and looks whether they can be read. LibTorch's references
+/// and autograd send theirs by its agent, and so do our calls.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent() const = 0;
-  /// Meets the other workers and begins to serve. Throws when they do not come in time.
+  /// Begins to serve.
   virtual void start() = 0;
+  /// Where others find it, once it has been started.
+  virtual std::string address() = 0;
+  /// Makes another worker known. Its number is no other one's, now or before.
+  virtual void add_worker(int id, const std::string& name, const std::string& address) = 0;
   /// Ends all threads and connections. What is pending fails.
   virtual void stop() = 0;
 };
 
 struct TransportSetup {
-  Store store;  ///< For the transport alone.
   std::string name;
-  int rank = 0, size = 1;
+  int id = 0;
   int threads = 16;
   std::chrono::milliseconds timeout{};
   bool one_host = true;
+  std::shared_ptr<Guard> guard;
   std::unique_ptr<torch::distributed::rpc::RequestCallback> callback;
 };
 

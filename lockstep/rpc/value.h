@@ -22,7 +22,8 @@ namespace lockstep::rpc {
 /// with `rpc_fields`. A program may add its own by a specialisation with the same three functions.
 ///
 /// - `type()`: the name, such as "list[float64]".
-/// - `to(value)`: what is sent. Tensors in it are shared, not copied.
+/// - `to(value)`: what is sent. Tensors in it are shared, not copied. It is made of None, bool,
+///   int64, double, strings, tensors, references, and tuples of these. Nothing else travels.
 /// - `from(ivalue)`: the value again. Throws DataError when it is of another kind.
 template <class T>
 struct Value;

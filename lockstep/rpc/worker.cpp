@@ -15,7 +15,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/rpc/batched.h"
-#include "lockstep/rpc/request_handler.h"
+#include "lockstep/rpc/guarded_agent.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -72,20 +72,22 @@ Worker::Worker(const Setup& setup)
       name_(setup.names[static_cast<size_t>(setup.rank)]),
       timeout_(setup.timeout),
       stop_timeout_(setup.stop_timeout),
+      guard_(std::make_shared<Guard>(setup.rank, setup.secret, setup.job, setup.messages)),
       calls_(setup.max_pending),
       peers_(setup.store.clone(), setup.names, setup.rank),
       running_(std::make_shared<RunningFunctions>()),
       threads_(std::make_shared<HandlerThreads>(setup.threads)) {
   TransportSetup transport;
-  transport.store = setup.store;
   transport.name = name_;
-  transport.rank = setup.rank;
-  transport.size = static_cast<int>(setup.names.size());
+  transport.id = setup.rank;
   transport.threads = setup.threads;
   transport.timeout = setup.timeout;
   transport.one_host = setup.one_host;
+  transport.guard = guard_;
   // Half of the transport's threads stay free for answers, which complete on them as well.
-  transport.callback = make_request_handler(name_, *threads_, *running_, setup.threads / 2);
+  ServeLimits limits = setup.serve;
+  limits.on_transport = setup.threads / 2;
+  transport.callback = make_request_handler(name_, guard_, *threads_, *running_, limits);
   transport_ = make_tensorpipe_transport(std::move(transport));
 }
 
@@ -104,8 +106,22 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
     current_worker = worker;
     ever_started = true;
     worker->transport_->start();
+    worker->meet(setup.store, setup.rank);
     return worker;
   });
+}
+
+void Worker::meet(Store store, int rank) {
+  const auto size = static_cast<int>(names_.size());
+  const auto addresses = numbered_keys("address/", size), ready = numbered_keys("ready/", size);
+  store.set(addresses[static_cast<size_t>(rank)], transport_->address());
+  const auto all = store.multi_get(addresses);
+  for (int id = 0; id < size; ++id) {
+    transport_->add_worker(id, names_[static_cast<size_t>(id)], all[static_cast<size_t>(id)]);
+  }
+  // Nobody calls before all know all.
+  store.set(ready[static_cast<size_t>(rank)], "");
+  store.multi_get(ready);
 }
 
 Worker::~Worker() {

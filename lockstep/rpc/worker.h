@@ -10,7 +10,9 @@
 #include "lockstep/rpc/call_count.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/later_tasks.h"
+#include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
+#include "lockstep/rpc/request_handler.h"
 #include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/transport.h"
 
@@ -26,6 +28,10 @@ class Worker {
     int rank = 0;
     int threads = 16;
     int64_t max_pending = 0;
+    ServeLimits serve;
+    MessageLimits messages;
+    std::string secret;  ///< Empty: none.
+    std::string job;     ///< Of this job alone.
     std::chrono::milliseconds timeout{};
     std::chrono::milliseconds stop_timeout{};
     bool one_host = true;
@@ -53,6 +59,8 @@ class Worker {
  private:
   explicit Worker(const Setup& setup);
 
+  /// Tells the others where this one is, and hears where they are.
+  void meet(Store store, int rank);
   /// Returns what was left behind, as a sentence; empty: nothing.
   std::string leave() noexcept;
   /// Until no call is under way between workers.
@@ -63,6 +71,7 @@ class Worker {
   const std::vector<std::string> names_;
   const std::string name_;
   const std::chrono::milliseconds timeout_, stop_timeout_;
+  const std::shared_ptr<Guard> guard_;
   CallCount calls_;
   Peers peers_;
   // Shared, as a function that does not end must not lose them.

@@ -1,0 +1,91 @@
+#include "lockstep/rpc/guarded_agent.h"
+
+#include <torch/csrc/distributed/rpc/request_callback.h>
+
+#include <mutex>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::rpc::detail {
+
+namespace native = torch::distributed::rpc;
+
+GuardedAgent::GuardedAgent(const std::string& name, int id,
+                           std::shared_ptr<native::TensorPipeAgent> inner,
+                           std::shared_ptr<Guard> guard)
+    : RpcAgent(WorkerInfo(name, static_cast<native::worker_id_t>(id)), nullptr,
+               inner->getRpcTimeout()),
+      inner_(std::move(inner)),
+      guard_(std::move(guard)) {
+  add(id, name);
+}
+
+GuardedAgent::~GuardedAgent() {
+  if (rpcAgentRunning_) shutdown();
+}
+
+void GuardedAgent::add(int id, const std::string& name) {
+  const std::unique_lock lock(mutex_);
+  by_id_.try_emplace(id, name, static_cast<native::worker_id_t>(id));
+  by_name_[name] = id;
+}
+
+GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr<Message> message,
+                                        float timeout_s, const DeviceMap& devices) {
+  guard_->holders.add(to.id_, check_message(*message, guard_->limits));
+  const uint64_t number = guard_->seal.next_number();
+  return inner_
+      ->send(inner_->getWorkerInfo(inner_name(to.id_)), guard_->seal.close(message, to.id_, number),
+             timeout_s, devices)
+      ->then(
+          [guard = guard_, sender = int{to.id_}, number](native::JitFuture& done) {
+            auto answer = done.value().toCustomClass<Message>();
+            guard->seal.open_answer(*answer, sender, number);
+            check_message(*answer, guard->limits);
+            return native::withStorages(std::move(answer));
+          },
+          c10::getCustomClassType<c10::intrusive_ptr<Message>>());
+}
+
+const GuardedAgent::WorkerInfo& GuardedAgent::getWorkerInfo(const std::string& name) const {
+  const std::shared_lock lock(mutex_);
+  const auto found = by_name_.find(name);
+  if (found == by_name_.end()) throw UsageError("rpc: no worker '" + name + "'");
+  return by_id_.at(found->second);
+}
+
+const GuardedAgent::WorkerInfo& GuardedAgent::getWorkerInfo(native::worker_id_t id) const {
+  const std::shared_lock lock(mutex_);
+  const auto found = by_id_.find(id);
+  if (found == by_id_.end()) throw UsageError("rpc: no worker of the number " + std::to_string(id));
+  return found->second;
+}
+
+std::vector<GuardedAgent::WorkerInfo> GuardedAgent::getWorkerInfos() const {
+  const std::shared_lock lock(mutex_);
+  std::vector<WorkerInfo> all;
+  all.reserve(by_name_.size());
+  for (const auto& [name, id] : by_name_) all.push_back(by_id_.at(id));
+  return all;
+}
+
+void GuardedAgent::startImpl() {
+  inner_->start();
+}
+void GuardedAgent::shutdownImpl() {
+  inner_->shutdown();
+}
+void GuardedAgent::join(bool shutdown, float timeout_s) {
+  inner_->join(shutdown, timeout_s);
+}
+std::unordered_map<std::string, std::string> GuardedAgent::getMetrics() {
+  return inner_->getMetrics();
+}
+GuardedAgent::DeviceMap GuardedAgent::getDeviceMap(const WorkerInfo& to) const {
+  return inner_->getDeviceMap(inner_->getWorkerInfo(inner_name(to.id_)));
+}
+const std::vector<c10::Device>& GuardedAgent::getDevices() const {
+  return inner_->getDevices();
+}
+
+}  // namespace lockstep::rpc::detail

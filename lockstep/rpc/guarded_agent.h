@@ -1,0 +1,74 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <string>
+
+#include "lockstep/rpc/message_check.h"
+#include "lockstep/rpc/reference_holders.h"
+#include "lockstep/rpc/seal.h"
+
+namespace lockstep::rpc::detail {
+
+/// What guards a worker's messages, shared by what sends and what receives them.
+struct Guard {
+  Guard(int self, const std::string& secret, const std::string& job, MessageLimits its_limits)
+      : limits(its_limits), seal(self, secret, job), holders(self) {}
+
+  const MessageLimits limits;
+  Seal seal;
+  ReferenceHolders holders;
+};
+
+/// LibTorch's RPC sends by this agent. It passes messages on to another one: seals requests, checks
+/// what is sent and what comes back, notes who gets references. It knows the workers by name, and
+/// they may change: LibTorch's own list is made once. There each is known by its number, which is
+/// never used twice. Any thread.
+class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
+ public:
+  using WorkerInfo = torch::distributed::rpc::WorkerInfo;
+  using Message = torch::distributed::rpc::Message;
+  using DeviceMap = torch::distributed::rpc::DeviceMap;
+  using Answer = c10::intrusive_ptr<torch::distributed::rpc::JitFuture>;
+
+  GuardedAgent(const std::string& name, int id,
+               std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner,
+               std::shared_ptr<Guard> guard);
+  ~GuardedAgent() override;
+
+  /// Known from now on. A worker of that name which was known before is no longer found by it.
+  void add(int id, const std::string& name);
+
+  Answer send(const WorkerInfo& to, c10::intrusive_ptr<Message> message, float timeout_s,
+              const DeviceMap& devices) override;
+  const WorkerInfo& getWorkerInfo(const std::string& name) const override;
+  const WorkerInfo& getWorkerInfo(torch::distributed::rpc::worker_id_t id) const override;
+  std::vector<WorkerInfo> getWorkerInfos() const override;
+
+  void startImpl() override;
+  void shutdownImpl() override;
+  void join(bool shutdown, float timeout_s) override;
+  void sync() override {}
+  std::unordered_map<std::string, std::string> getMetrics() override;
+  DeviceMap getDeviceMap(const WorkerInfo& to) const override;
+  const std::vector<c10::Device>& getDevices() const override;
+
+ private:
+  void addGilWaitTime(std::chrono::microseconds) override {}
+
+  const std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner_;
+  const std::shared_ptr<Guard> guard_;
+  mutable std::shared_mutex mutex_;
+  std::map<int, WorkerInfo> by_id_;  ///< Never removed: LibTorch keeps references to these.
+  std::map<std::string, int> by_name_;
+};
+
+/// The name of a worker for LibTorch's TensorPipe agent.
+inline std::string inner_name(int id) {
+  return std::to_string(id);
+}
+
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,107 @@
+#include "lockstep/rpc/reference_holders.h"
+
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+
+namespace lockstep::rpc::detail {
+namespace {
+
+namespace native = torch::distributed::rpc;
+
+/// LibTorch's: the worker stands in the upper bits of a context's number.
+constexpr int kContextBits = 48;
+
+template <class F>
+void quietly(const F& work) noexcept {
+  try {
+    work();
+  } catch (const std::exception&) {  // It was gone already, or this worker leaves.
+  }
+}
+
+}  // namespace
+
+void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool owned) {
+  if (worker == self_) return;
+  bool gone = false;
+  {
+    const std::lock_guard lock(mutex_);
+    forks_.erase(fork);
+    forks_.emplace(fork, Held{worker, reference, owned});
+    gone = gone_.count(worker) > 0;
+  }
+  if (gone) release(worker);
+}
+
+void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carried) {
+  for (const auto& c : carried) {
+    add(worker, Id(static_cast<native::worker_id_t>(c.reference_on), c.reference_id),
+        Id(static_cast<native::worker_id_t>(c.fork_on), c.fork_id), c.owner == self_);
+  }
+}
+
+void ReferenceHolders::accepted(const Id& fork) {
+  const std::lock_guard lock(mutex_);
+  const auto found = forks_.find(fork);
+  if (found != forks_.end() && !found->second.owned) forks_.erase(found);
+}
+
+void ReferenceHolders::remove(const Id& fork) {
+  const std::lock_guard lock(mutex_);
+  forks_.erase(fork);
+}
+
+void ReferenceHolders::add_context(int64_t context) {
+  const std::lock_guard lock(mutex_);
+  contexts_[static_cast<int>(context >> kContextBits)].insert(context);
+}
+
+void ReferenceHolders::remove_context(int64_t context) {
+  const std::lock_guard lock(mutex_);
+  const auto found = contexts_.find(static_cast<int>(context >> kContextBits));
+  if (found != contexts_.end()) found->second.erase(context);
+}
+
+void ReferenceHolders::release(int worker) {
+  std::vector<std::pair<Id, Id>> forks;  // Reference and fork.
+  std::unordered_set<int64_t> contexts;
+  {
+    const std::lock_guard lock(mutex_);
+    gone_.insert(worker);
+    for (auto it = forks_.begin(); it != forks_.end();) {
+      if (it->second.worker != worker) {
+        ++it;
+        continue;
+      }
+      forks.emplace_back(it->second.reference, it->first);
+      it = forks_.erase(it);
+    }
+    contexts.swap(contexts_[worker]);
+  }
+  for (const auto& [reference, fork] : forks) {
+    quietly([&, reference = reference, fork = fork] {
+      auto& all = native::RRefContext::getInstance();
+      // What the worker had not yet said that it has, and what it had.
+      all.delPendingChild(fork);
+      all.delForkOfOwner(reference, fork);
+    });
+  }
+  for (const int64_t context : contexts) {
+    quietly([&] {
+      torch::distributed::autograd::DistAutogradContainer::getInstance().releaseContextIfPresent(
+          context);
+    });
+  }
+}
+
+bool ReferenceHolders::is_gone(int worker) const {
+  const std::lock_guard lock(mutex_);
+  return gone_.count(worker) > 0;
+}
+
+int64_t ReferenceHolders::count() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(forks_.size());
+}
+
+}  // namespace lockstep::rpc::detail

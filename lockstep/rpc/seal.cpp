@@ -1,0 +1,180 @@
+#include "lockstep/rpc/seal.h"
+
+#include <ATen/core/Tensor.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/params.h>
+#include <openssl/rand.h>
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+namespace native = torch::distributed::rpc;
+using native::Message;
+
+constexpr size_t kCodeBytes = 32;
+/// Sender and number.
+constexpr size_t kHeadBytes = 2 + 8;
+
+/// HMAC-SHA256 in pieces.
+class Hmac {
+ public:
+  explicit Hmac(const std::string& key) {
+    char digest[] = "SHA256";
+    const OSSL_PARAM parameters[] = {OSSL_PARAM_construct_utf8_string("digest", digest, 0),
+                                     OSSL_PARAM_construct_end()};
+    if (!context_ ||
+        EVP_MAC_init(context_.get(), reinterpret_cast<const unsigned char*>(key.data()), key.size(),
+                     parameters) != 1) {
+      throw Error("OpenSSL refuses HMAC-SHA256");
+    }
+  }
+  void add(const void* data, size_t size) {
+    EVP_MAC_update(context_.get(), static_cast<const unsigned char*>(data), size);
+  }
+  void add_number(int64_t number) { add(&number, sizeof(number)); }
+  std::string finish() {
+    std::string code(kCodeBytes, '\0');
+    size_t size = 0;
+    EVP_MAC_final(context_.get(), reinterpret_cast<unsigned char*>(code.data()), &size,
+                  code.size());
+    return code;
+  }
+
+ private:
+  struct Free {
+    void operator()(EVP_MAC* mac) const { EVP_MAC_free(mac); }
+    void operator()(EVP_MAC_CTX* context) const { EVP_MAC_CTX_free(context); }
+  };
+  const std::unique_ptr<EVP_MAC, Free> mac_{EVP_MAC_fetch(nullptr, "HMAC", nullptr)};
+  const std::unique_ptr<EVP_MAC_CTX, Free> context_{mac_ ? EVP_MAC_CTX_new(mac_.get()) : nullptr};
+};
+
+}  // namespace
+
+std::string random_hex(size_t bytes) {
+  std::vector<unsigned char> random(bytes);
+  if (RAND_bytes(random.data(), static_cast<int>(bytes)) != 1) {
+    throw Error("OpenSSL has no random numbers");
+  }
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string hex;
+  for (const unsigned char byte : random) {
+    hex += kDigits[byte >> 4];
+    hex += kDigits[byte & 15];
+  }
+  return hex;
+}
+
+std::string hmac_sha256(const std::string& key, const std::string& text) {
+  Hmac hmac(key);
+  hmac.add(text.data(), text.size());
+  return hmac.finish();
+}
+
+bool UsedNumbers::use(uint64_t number) {
+  if (number > newest_) {
+    const uint64_t skipped = std::min(number - newest_, kWindow);
+    for (uint64_t i = 1; i <= skipped; ++i) used_->reset((newest_ + i) % kWindow);
+    if (skipped == kWindow) used_->reset();
+    newest_ = number;
+  } else if (newest_ - number >= kWindow) {
+    return false;
+  }
+  if (used_->test(number % kWindow)) return false;
+  used_->set(number % kWindow);
+  return true;
+}
+
+Seal::Seal(int self, const std::string& secret, const std::string& job)
+    : self_(self), key_(secret.empty() ? "" : hmac_sha256(secret, job)) {}
+
+uint64_t Seal::next_number() {
+  const std::lock_guard lock(mutex_);
+  return ++last_;
+}
+
+std::string Seal::code(const Message& message, int sender, int receiver, uint64_t number) const {
+  Hmac hmac(key_);
+  for (const int64_t part : {static_cast<int64_t>(message.type()), static_cast<int64_t>(sender),
+                             static_cast<int64_t>(receiver), static_cast<int64_t>(number),
+                             static_cast<int64_t>(message.payload().size()),
+                             static_cast<int64_t>(message.tensors().size())}) {
+    hmac.add_number(part);
+  }
+  hmac.add(message.payload().data(), message.payload().size());
+  for (const auto& tensor : message.tensors()) {
+    const at::Tensor plain = tensor.detach().cpu().contiguous();
+    hmac.add_number(static_cast<int64_t>(plain.scalar_type()));
+    hmac.add_number(plain.dim());
+    for (const int64_t size : plain.sizes()) hmac.add_number(size);
+    hmac.add(plain.const_data_ptr(), plain.nbytes());
+  }
+  return hmac.finish();
+}
+
+MessagePtr Seal::close(const MessagePtr& message, int receiver, uint64_t number) const {
+  std::vector<char> payload;
+  payload.reserve(message->payload().size() + kHeadBytes + kCodeBytes);
+  payload = message->payload();
+  const auto add = [&](const void* data, size_t size) {
+    const char* first = static_cast<const char*>(data);
+    payload.insert(payload.end(), first, first + size);
+  };
+  const auto sender = static_cast<uint16_t>(self_);
+  add(&sender, sizeof(sender));
+  add(&number, sizeof(number));
+  if (!key_.empty()) {
+    const std::string its = code(*message, self_, receiver, number);
+    add(its.data(), its.size());
+  }
+  std::vector<at::Tensor> tensors = message->tensors();
+  return c10::make_intrusive<Message>(std::move(payload), std::move(tensors), message->type(),
+                                      message->id());
+}
+
+Seal::Opened Seal::take_off(Message& message) const {
+  auto& payload = message.payload();
+  const size_t size = kHeadBytes + (key_.empty() ? 0 : kCodeBytes);
+  if (payload.size() < size) throw DataError("rpc: a message without its seal");
+  const std::string seal(payload.end() - static_cast<std::ptrdiff_t>(size), payload.end());
+  payload.resize(payload.size() - size);
+  uint16_t sender = 0;
+  Opened opened;
+  std::memcpy(&sender, seal.data(), sizeof(sender));
+  std::memcpy(&opened.number, seal.data() + sizeof(sender), sizeof(opened.number));
+  opened.sender = sender;
+  if (!key_.empty()) {
+    const std::string its = code(message, opened.sender, self_, opened.number);
+    if (CRYPTO_memcmp(its.data(), seal.data() + kHeadBytes, kCodeBytes) != 0) {
+      throw DataError("rpc: a message that was not made with the job's secret, or was changed");
+    }
+  }
+  return opened;
+}
+
+Seal::Opened Seal::open_request(Message& message) {
+  const Opened opened = take_off(message);
+  if (key_.empty()) return opened;
+  const std::lock_guard lock(mutex_);
+  if (!used_[opened.sender].use(opened.number)) {
+    throw DataError("rpc: a message that came before");
+  }
+  return opened;
+}
+
+void Seal::open_answer(Message& message, int sender, uint64_t number) const {
+  const Opened opened = take_off(message);
+  if (opened.sender != sender || opened.number != number) {
+    throw DataError("rpc: an answer to another call");
+  }
+}
+
+}  // namespace lockstep::rpc::detail

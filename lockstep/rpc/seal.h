@@ -1,0 +1,72 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <bitset>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace torch::distributed::rpc {
+class Message;
+}
+
+namespace lockstep::rpc::detail {
+
+using MessagePtr = c10::intrusive_ptr<torch::distributed::rpc::Message>;
+
+/// The numbers that one sender has used. Any order; those far behind the newest count as used.
+class UsedNumbers {
+ public:
+  /// More than a worker's calls under way, so that none which is late is refused.
+  static constexpr uint64_t kWindow = 1 << 17;
+  /// True for the first time.
+  bool use(uint64_t number);
+
+ private:
+  std::unique_ptr<std::bitset<kWindow>> used_ = std::make_unique<std::bitset<kWindow>>();
+  uint64_t newest_ = 0;
+};
+
+/// What a worker puts behind the bytes of each message: who sends it, the request's number, and, in
+/// a job with a secret, an HMAC-SHA256 of all that is in the message. So only who knows the secret
+/// can call, nobody can change what is sent, and no message counts twice. Nothing is encrypted. Any
+/// thread.
+class Seal {
+ public:
+  struct Opened {
+    int sender = 0;
+    uint64_t number = 0;
+  };
+  /// `secret`: empty for none. `job`: of this job alone, so that messages of others do not count.
+  Seal(int self, const std::string& secret, const std::string& job);
+
+  uint64_t next_number();
+  /// A copy of the message with a seal, for the receiver. An answer has its request's number.
+  MessagePtr close(const MessagePtr& message, int receiver, uint64_t number) const;
+  /// Takes a request's seal off. Throws DataError when it has none, a wrong one, or one that came
+  /// before.
+  Opened open_request(torch::distributed::rpc::Message& message);
+  /// Of the answer from `sender` to the request of that number.
+  void open_answer(torch::distributed::rpc::Message& message, int sender, uint64_t number) const;
+
+ private:
+  Opened take_off(torch::distributed::rpc::Message& message) const;
+  std::string code(const torch::distributed::rpc::Message& message, int sender, int receiver,
+                   uint64_t number) const;
+
+  const int self_;
+  const std::string key_;  ///< Empty: without codes.
+  std::mutex mutex_;
+  uint64_t last_ = 0;
+  std::map<int, UsedNumbers> used_;  ///< By sender.
+};
+
+/// Bytes that nobody can guess, as twice as many hexadecimal digits.
+std::string random_hex(size_t bytes);
+/// HMAC-SHA256, 32 bytes.
+std::string hmac_sha256(const std::string& key, const std::string& text);
+
+}  // namespace lockstep::rpc::detail
