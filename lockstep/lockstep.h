@@ -26,6 +26,7 @@
 #include "lockstep/data/safetensors.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/data/torch_dataset.h"
+#include "lockstep/data/torch_sampler.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/launch/rank_generator.h"
 #include "lockstep/launch/spawn.h"

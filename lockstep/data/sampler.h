@@ -1,14 +1,29 @@
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <vector>
 
 namespace lockstep {
 
+/// A number of samples. Any whole number becomes one without a warning, `size_t` too. One beyond
+/// int64_t becomes negative.
+class SampleCount {
+ public:
+  SampleCount() = default;
+  template <std::integral T>
+  SampleCount(T count)  // NOLINT(google-explicit-constructor): sizes are written without a cast.
+      : count_(static_cast<int64_t>(count)) {}
+  operator int64_t() const { return count_; }  // NOLINT(google-explicit-constructor): likewise.
+
+ private:
+  int64_t count_ = 0;
+};
+
 struct SamplerOptions {
-  int64_t dataset_size = 0;  ///< Samples in the whole data set; at least 1.
-  int rank = 0;              ///< This process, in [0, world_size).
-  int world_size = 1;        ///< Processes that share an epoch. 1: all samples are this one's.
+  SampleCount dataset_size = 0;  ///< Samples in the whole data set; at least 1.
+  int rank = 0;                  ///< This process, in [0, world_size).
+  int world_size = 1;            ///< Processes that share an epoch. 1: all samples are this one's.
   /// A new order every epoch, as training needs. Evaluation sets false.
   bool shuffle = true;
   /// The same on every rank, else ranks would draw overlapping parts. 0 as in Python.
