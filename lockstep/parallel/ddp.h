@@ -128,8 +128,10 @@ class DdpCore {
 /// (Li et al., "PyTorch Distributed", VLDB 2020).
 ///
 /// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. Forward may take any
-/// arguments. It may return a tensor, tuple, pair, array, vector, map, optional, or any type for
-/// which `lockstep::OutputTensors` is specialised.
+/// arguments and return anything. With `find_unused_parameters` or `static_graph` the tensors in
+/// what it returns must be found: it is a tensor, tuple, pair, array, vector, map, optional, a
+/// simple struct, or a type for which `lockstep::OutputTensors` is specialised. Any other is a
+/// UsageError then, which says how.
 ///
 /// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs). It broadcasts rank 0's parameters and buffers. The wrapper

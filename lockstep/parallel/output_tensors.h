@@ -9,15 +9,21 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "lockstep/parallel/aggregate_fields.h"
+
 namespace lockstep {
 
 /// How DistributedDataParallel finds the tensors in what a module's forward returns. `visit` calls
-/// `f` with a reference to each tensor, always in the same order. `f` may replace it. Specialise
-/// for a type of your own:
+/// `f` with a reference to each tensor, always in the same order. `f` may replace it.
+///
+/// A simple struct needs nothing: up to 12 fields, each with tensors to be found in, a number, an
+/// enumeration or a std::string, and no base class, array or bit-field. Specialise for any other
+/// type:
 ///
 ///     template <> struct lockstep::OutputTensors<MyOutput> {
 ///       template <class F> static void visit(MyOutput& output, F&& f) {
@@ -29,7 +35,7 @@ template <class T>
 struct OutputTensors;
 
 /// Whether there are tensors to be found in a T: it is a tensor, one of the containers below of
-/// such, or a type for which OutputTensors is specialised.
+/// such, a simple struct with such, or a type for which OutputTensors is specialised.
 template <class T>
 concept CarriesTensors = requires {
   sizeof(OutputTensors<T>);
@@ -114,6 +120,40 @@ requires(CarriesTensors<A> || CarriesTensors<B>) struct OutputTensors<std::pair<
   static void visit(std::pair<A, B>& output, F&& f) {
     if constexpr (CarriesTensors<A>) visit_tensors(output.first, f);
     if constexpr (CarriesTensors<B>) visit_tensors(output.second, f);
+  }
+};
+
+namespace detail {
+
+/// Surely holds no tensor.
+template <class T>
+concept HoldsNoTensor =
+    std::is_arithmetic_v<T> || std::is_enum_v<T> || std::same_as<T, std::string>;
+
+/// `T...` are the fields of a simple struct, of which each can be judged.
+template <class... Ts>
+constexpr bool fields_carry_tensors(std::type_identity<std::tuple<Ts&...>>) {
+  return (CarriesTensors<Ts> || ...) && ((CarriesTensors<Ts> || HoldsNoTensor<Ts>)&&...);
+}
+
+template <class T>
+concept SimpleStruct = count_fields<T>()
+> 0 && fields_carry_tensors(std::type_identity<decltype(tie_fields(std::declval<T&>()))>());
+
+/// The error of a forward that returns a type in which tensors must be found and cannot.
+[[noreturn]] void throw_unknown_output(const std::string& type);
+
+}  // namespace detail
+
+/// In the order of the fields.
+template <detail::SimpleStruct T>
+struct OutputTensors<T> {
+  template <class F>
+  static void visit(T& output, F&& f) {
+    const auto visit_one = [&]<class Field>(Field& field) {
+      if constexpr (CarriesTensors<Field>) visit_tensors(field, f);
+    };
+    std::apply([&](auto&... fields) { (visit_one(fields), ...); }, detail::tie_fields(output));
   }
 };
 

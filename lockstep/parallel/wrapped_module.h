@@ -1,8 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Type.h>
 
 #include <memory>
+#include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -34,18 +37,24 @@ class [[nodiscard]] NoSync {
 /// after_forward(outputs), synchronizing(), group() and statistics().
 template <class ModulePtr, class Core>
 class WrappedModule {
+  static_assert(
+      !std::is_pointer_v<ModulePtr>,
+      "the wrapper keeps its module: give it a std::shared_ptr or a module holder, no raw "
+      "pointer. For a module on the stack take lockstep::GradientAverager(model, group)");
+  static_assert(!std::is_base_of_v<torch::nn::Module, ModulePtr>,
+                "the wrapper keeps its module: give it a std::shared_ptr or a module holder, no "
+                "module. For a module on the stack take lockstep::GradientAverager(model, group)");
+
  public:
   template <class... Args>
   auto forward(Args&&... args) {
     core_.before_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    const bool pass = core_.wants_outputs();
-    if (pass) visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-    core_.after_forward(tensors);
-    if (pass) {
-      visit_tensors(
-          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
+    if (core_.wants_outputs()) {
+      pass(output);
+    } else {
+      std::vector<at::Tensor> none;
+      core_.after_forward(none);
     }
     return output;
   }
@@ -85,6 +94,21 @@ class WrappedModule {
 
   ModulePtr module_;
   Core core_;
+
+ private:
+  /// Hands the tensors in `output` to the core, which may replace them.
+  template <class Output>
+  void pass(Output& output) {
+    if constexpr (CarriesTensors<Output>) {
+      std::vector<at::Tensor> tensors;
+      visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+      core_.after_forward(tensors);
+      visit_tensors(
+          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
+    } else {
+      detail::throw_unknown_output(c10::demangle(typeid(Output).name()));
+    }
+  }
 };
 
 }  // namespace lockstep

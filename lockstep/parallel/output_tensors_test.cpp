@@ -1,0 +1,177 @@
+#include "lockstep/parallel/output_tensors.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <variant>
+
+#include "lockstep/base/error.h"
+#include "lockstep/parallel/ddp.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace {
+
+using at::Tensor;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+enum class Mode { a, b };
+struct Plain {
+  Tensor logits;
+  int64_t samples = 3;
+  std::optional<Tensor> more;
+};
+struct Nested {
+  double scale = 1;
+  Plain inner;
+  std::map<std::string, std::vector<Tensor>> rest;
+  std::string name;
+  Mode mode = Mode::a;
+};
+struct WithArray {
+  Tensor a;
+  Tensor b[2];
+};
+struct ArrayFirst {
+  int a[3];
+  Tensor b;
+};
+struct WithStdArray {
+  Tensor a;
+  std::array<Tensor, 2> b;
+};
+struct Base {
+  Tensor a;
+};
+struct Derived : Base {
+  Tensor b;
+};
+struct DerivedOnly : Base {};
+struct NoTensors {
+  int a;
+  std::string b;
+};
+struct Empty {};
+struct WithReference {
+  Tensor& a;
+  int b;
+};
+/// May hold tensors that nobody can see.
+struct WithPointer {
+  Tensor a;
+  std::shared_ptr<Tensor> b;
+};
+struct Many {
+  Tensor a, b, c, d, e, f, g, h, i, j, k, l;
+};
+struct TooMany {
+  Tensor a, b, c, d, e, f, g, h, i, j, k, l, m;
+};
+struct MoveOnly {
+  std::unique_ptr<int> a;
+  std::variant<int, Tensor> b;
+  std::function<void()> c;
+};
+class Hidden {
+ public:
+  explicit Hidden(Tensor tensor) : tensor_(std::move(tensor)) {}
+
+ private:
+  Tensor tensor_;
+};
+
+TEST(OutputTensors, KnowsSimpleStructs) {
+  static_assert(CarriesTensors<Plain> && CarriesTensors<Nested> && CarriesTensors<WithStdArray> &&
+                CarriesTensors<Many> && CarriesTensors<std::vector<Plain>>);
+  static_assert(!CarriesTensors<WithArray> && !CarriesTensors<ArrayFirst> &&
+                !CarriesTensors<Derived> && !CarriesTensors<DerivedOnly> &&
+                !CarriesTensors<NoTensors> && !CarriesTensors<Empty> &&
+                !CarriesTensors<WithReference> && !CarriesTensors<WithPointer> &&
+                !CarriesTensors<TooMany> && !CarriesTensors<Hidden> && !CarriesTensors<int>);
+  static_assert(detail::count_fields<MoveOnly>() == 3);
+}
+
+TEST(OutputTensors, VisitsTheFieldsInTheirOrder) {
+  const auto number = [](int64_t value) { return at::full({1}, value, at::kLong); };
+  Nested output;
+  output.inner.logits = number(1);
+  output.inner.more = number(2);
+  output.rest = {{"x", {number(3), number(4)}}, {"y", {number(5)}}};
+  std::vector<int64_t> seen;
+  visit_tensors(output, [&](Tensor& tensor) {
+    seen.push_back(tensor.item<int64_t>());
+    tensor = tensor + 10;
+  });
+  EXPECT_THAT(seen, ElementsAre(1, 2, 3, 4, 5));
+  EXPECT_EQ(output.inner.logits.item<int64_t>(), 11);
+  EXPECT_EQ(output.rest["y"][0].item<int64_t>(), 15);
+
+  Many many;
+  many.a = number(1);
+  many.l = number(12);
+  seen.clear();
+  visit_tensors(many, [&](Tensor& tensor) { seen.push_back(tensor.item<int64_t>()); });
+  EXPECT_THAT(seen, ElementsAre(1, 12));  // Those that are defined.
+}
+
+template <class Output>
+struct Forked : torch::nn::Module {
+  Forked() {
+    register_module("used", used);
+    register_module("unused", unused);
+  }
+  Output forward(const Tensor& x) {
+    if constexpr (std::is_same_v<Output, Plain>)
+      return {used(x), x.size(0), std::nullopt};
+    else
+      return Output(used(x));
+  }
+  torch::nn::Linear used{2, 1}, unused{2, 1};
+};
+
+class StructOutput : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, StructOutput, testing::over_backends(), testing::backend_name);
+
+TEST_P(StructOutput, IsWalkedForUnusedParameters) {
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Forked<Plain>>();
+    DistributedDataParallel ddp(net, group, {.find_unused_parameters = true});
+    for (int step = 0; step < 3; ++step) {
+      const Plain output = ddp.forward(at::full({4, 2}, group.rank() + 1.0, at::kFloat));
+      net->zero_grad();
+      output.logits.sum().backward();
+      EXPECT_EQ(net->used->weight.grad()[0][0].item<float>(), 6.0F);  // The mean of 4 and 8.
+    }
+  });
+}
+
+TEST_P(StructOutput, OfUnknownTensorsIsAskedForOnlyWhereTheyMustBeVisited) {
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Forked<Hidden>>();
+    DistributedDataParallel plain(net, group);
+    plain.forward(at::full({4, 2}, 1.0, at::kFloat));
+    for (const bool static_graph : {false, true}) {
+      DistributedDataParallel ddp(
+          net, group, {.find_unused_parameters = !static_graph, .static_graph = static_graph});
+      try {
+        ddp.forward(at::full({4, 2}, 1.0, at::kFloat));
+        ADD_FAILURE() << "no UsageError";
+      } catch (const UsageError& error) {
+        const std::string text = error.what();
+        EXPECT_THAT(text, HasSubstr("do not know where they are in a lockstep::"));
+        EXPECT_THAT(text, HasSubstr("\n    template <> struct lockstep::OutputTensors<"));
+        EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);  // Three lines.
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
