@@ -32,7 +32,7 @@ const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   try {
     return worker.transport().agent()->getWorkerInfo(name);
   } catch (const UsageError&) {
-    throw UsageError("rpc: " + unknown_word("worker", name, worker.workers()));
+    throw UsageError("rpc: " + unknown_word("worker", name, worker.peers().names()));
   }
 }
 
@@ -63,18 +63,13 @@ std::string what(const Signature& signature, const std::string& worker) {
 
 }  // namespace
 
-std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
-                                     std::vector<at::IValue> arguments, CallKind kind) {
-  const auto worker = this_worker("rpc::call");
-  const auto& info = worker_info(*worker, to.worker);
+namespace {
+
+std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
+                                const Signature& signature, std::vector<at::IValue> arguments,
+                                Limit timeout) {
   auto state = std::make_shared<CallState>();
-  // Answered, failed or cancelled: then it counts no more.
-  if (kind == CallKind::user) {
-    const std::string text = what(signature, to.worker);
-    checked_limit(text + ": the time-out", to.timeout);
-    state->when_done([counted = count_call(worker, text, to.timeout)] {});
-  }
-  const auto failed = [state, what = what(signature, to.worker),
+  const auto failed = [state, what = what(signature, to.name_),
                        types = signature.types](const std::exception_ptr& error) {
     state->fail(decode_failure(error, what, types));
   };
@@ -83,8 +78,8 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
                   std::move(arguments));
     native::ScriptCall message(carrier(), std::move(call).stack());
     torch::distributed::autograd::sendMessageWithAutograd(
-        *worker->transport().agent(), info, std::move(message).toMessage(),
-        /*forceGradRecording=*/true, seconds_of(to.timeout))
+        *worker.transport().agent(), to, std::move(message).toMessage(),
+        /*forceGradRecording=*/true, seconds_of(timeout))
         ->addCallback([state, failed](native::JitFuture& answer) {
           try {
             if (answer.hasError()) std::rethrow_exception(answer.exception_ptr());
@@ -98,6 +93,30 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
     failed(std::current_exception());
   }
   return state;
+}
+
+}  // namespace
+
+std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
+                                     std::vector<at::IValue> arguments) {
+  const auto worker = this_worker("rpc::call");
+  const auto& info = worker_info(*worker, to.worker);
+  const std::string text = what(signature, to.worker);
+  checked_limit(text + ": the time-out", to.timeout);
+  auto counted = count_call(worker, text, to.timeout);
+  auto state = send(*worker, info, signature, std::move(arguments), to.timeout);
+  // Answered, failed or cancelled: then it counts no more.
+  state->when_done([counted = std::move(counted)] {});
+  return state;
+}
+
+std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
+                                        std::vector<at::IValue> arguments,
+                                        std::chrono::milliseconds timeout) {
+  const auto worker = this_worker("rpc: a call to another worker");
+  const auto& info =
+      worker->transport().agent()->getWorkerInfo(static_cast<native::worker_id_t>(id));
+  return send(*worker, info, signature, std::move(arguments), timeout);
 }
 
 RRefPtr send_remote(const Destination& to, const Signature& signature,

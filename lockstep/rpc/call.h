@@ -26,13 +26,13 @@ struct Destination {
 };
 
 namespace detail {
-enum class CallKind {
-  user,
-  lifeline,  ///< Pending as long as the other worker lives, and so not counted.
-};
 std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
-                                     std::vector<at::IValue> arguments,
-                                     CallKind kind = CallKind::user);
+                                     std::vector<at::IValue> arguments);
+/// To the worker of a number, where a name may be another one's by now. Such calls are not counted:
+/// a lifeline is pending as long as the other worker lives. Without a time-out it has none.
+std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
+                                        std::vector<at::IValue> arguments,
+                                        std::chrono::milliseconds timeout = {});
 RRefPtr send_remote(const Destination& to, const Signature& signature,
                     std::vector<at::IValue> arguments);
 }  // namespace detail

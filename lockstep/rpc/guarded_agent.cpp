@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/rpc/request_callback.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "lockstep/base/error.h"
@@ -27,7 +28,9 @@ GuardedAgent::~GuardedAgent() {
 void GuardedAgent::add(int id, const std::string& name) {
   const std::unique_lock lock(mutex_);
   by_id_.try_emplace(id, name, static_cast<native::worker_id_t>(id));
-  by_name_[name] = id;
+  // Of one name the latest counts.
+  const auto [place, added] = by_name_.try_emplace(name, id);
+  if (!added) place->second = std::max(place->second, id);
 }
 
 GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr<Message> message,

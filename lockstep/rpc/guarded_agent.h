@@ -39,7 +39,8 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
                std::shared_ptr<Guard> guard);
   ~GuardedAgent() override;
 
-  /// Known from now on. A worker of that name which was known before is no longer found by it.
+  /// Known from now on. Of several of one name the one with the highest number is
+  /// found by it.
   void add(int id, const std::string& name);
 
   Answer send(const WorkerInfo& to, c10::intrusive_ptr<Message> message, float timeout_s,

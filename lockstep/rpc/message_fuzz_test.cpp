@@ -253,7 +253,7 @@ struct Served {
 TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
   const uint64_t seed = fuzz_seed();
   SCOPED_TRACE(seed);
-  testing::run_workers(1, [seed](Agent&, int) {
+  testing::run_workers(1, [seed](Agent& agent, int) {
     Random random(seed);
     Served served("");
     int64_t refused = 0, answered = 0;
@@ -274,6 +274,8 @@ TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
     EXPECT_GT(refused, 200);
     EXPECT_GT(answered, 200);
     EXPECT_EQ(call("w0", add_two, 1, 2), 3);
+    // References of workers that do not exist will never be given up.
+    agent.shutdown_now();
   });
 }
 

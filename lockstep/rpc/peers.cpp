@@ -23,52 +23,70 @@ void register_lifeline() {
   lifeline_function();
 }
 
-Peers::Peers(Store store, std::vector<std::string> names, int rank)
+Peers::Peers(Store store, std::vector<std::string> names, int id,
+             std::function<void(int id)> on_loss)
     : store_(std::move(store)),
       names_(std::move(names)),
-      rank_(rank),
+      id_(id),
       shared_(std::make_shared<Shared>()) {
-  shared_->states.assign(names_.size(), State::here);
+  shared_->on_loss = std::move(on_loss);
 }
 
-void Peers::watch() {
-  for (size_t peer = 0; peer < names_.size(); ++peer) {
-    if (static_cast<int>(peer) == rank_) continue;
-    const auto state = send_call({names_[peer], std::chrono::milliseconds(0)},
-                                 lifeline_function().signature(), {}, CallKind::lifeline);
-    state->when_done([shared = shared_, peer, state = std::weak_ptr(state)] {
-      State now = State::left;
-      try {
-        state.lock()->value({});
-      } catch (const std::exception&) {
-        now = State::lost;
-      }
-      const std::lock_guard lock(shared->mutex);
-      shared->states[peer] = now;
-    });
+void Peers::watch(int id, const std::string& name) {
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->peers[id] = {name, State::here};
   }
+  const auto state = send_call_to(id, lifeline_function().signature(), {});
+  state->when_done([shared = shared_, id, state = std::weak_ptr(state)] {
+    State now = State::left;
+    try {
+      state.lock()->value({});
+    } catch (const std::exception&) {
+      now = State::lost;
+    }
+    {
+      const std::lock_guard lock(shared->mutex);
+      shared->peers[id].state = now;
+    }
+    shared->on_loss(id);  // What it held is free, however it went.
+  });
+}
+
+std::vector<std::string> Peers::names() const {
+  std::vector<std::string> all = names_;
+  const std::lock_guard lock(shared_->mutex);
+  for (const auto& [id, peer] : shared_->peers) {
+    if (id >= static_cast<int>(names_.size()) && peer.state == State::here &&
+        std::find(all.begin(), all.end(), peer.name) == all.end()) {
+      all.push_back(peer.name);
+    }
+  }
+  return all;
 }
 
 std::vector<std::string> Peers::lost() const {
   const std::lock_guard lock(shared_->mutex);
   std::vector<std::string> names;
-  for (size_t peer = 0; peer < names_.size(); ++peer) {
-    if (shared_->states[peer] == State::lost) names.push_back(names_[peer]);
+  for (const auto& [id, peer] : shared_->peers) {
+    const auto same = std::find(names.begin(), names.end(), peer.name);
+    if (peer.state == State::lost) {
+      if (same == names.end()) names.push_back(peer.name);
+    } else if (same != names.end()) {
+      names.erase(same);
+    }
   }
   return names;
 }
 
 bool Peers::expects(int rank) const {
   const std::lock_guard lock(shared_->mutex);
-  return shared_->states[static_cast<size_t>(rank)] != State::lost;
+  const auto found = shared_->peers.find(rank);
+  return found == shared_->peers.end() || found->second.state != State::lost;
 }
 
-void Peers::throw_missing(const std::map<int, std::string>& came) const {
-  std::vector<std::string> missing;
-  for (int rank = 0; rank < static_cast<int>(names_.size()); ++rank) {
-    if (!came.count(rank) && expects(rank)) missing.push_back(names_[static_cast<size_t>(rank)]);
-  }
-  throw TimeoutError("rpc: shutdown of worker '" + names_[static_cast<size_t>(rank_)] +
+void Peers::throw_missing(const std::vector<std::string>& missing) const {
+  throw TimeoutError("rpc: shutdown of worker '" + this_worker("rpc: shutdown")->name() +
                          "' timed out: it waited for '" + join(missing, "', '") + "'",
                      "Options::shutdown_timeout is how long it waits");
 }
@@ -76,7 +94,7 @@ void Peers::throw_missing(const std::map<int, std::string>& came) const {
 std::map<int, std::string> Peers::meet(const std::string& what, const std::string& value,
                                        std::chrono::steady_clock::time_point deadline) {
   const auto key = [&](int rank) { return what + "/" + std::to_string(rank); };
-  store_.set(key(rank_), value);
+  store_.set(key(id_), value);
   std::map<int, std::string> came;
   int rank = 0;
   for (PollPause pause; rank < static_cast<int>(names_.size());) {
@@ -86,12 +104,34 @@ std::map<int, std::string> Peers::meet(const std::string& what, const std::strin
     } else if (!expects(rank)) {
       ++rank;
     } else if (std::chrono::steady_clock::now() >= deadline) {
-      throw_missing(came);
+      std::vector<std::string> missing;
+      for (int other = 0; other < static_cast<int>(names_.size()); ++other) {
+        if (!came.count(other) && expects(other)) {
+          missing.push_back(names_[static_cast<size_t>(other)]);
+        }
+      }
+      throw_missing(missing);
     } else {
       pause.sleep();
     }
   }
   return came;
+}
+
+void Peers::wait_for_joined(std::chrono::steady_clock::time_point deadline) const {
+  for (PollPause pause;; pause.sleep()) {
+    std::vector<std::string> here;
+    {
+      const std::lock_guard lock(shared_->mutex);
+      for (const auto& [id, peer] : shared_->peers) {
+        if (id >= static_cast<int>(names_.size()) && peer.state == State::here) {
+          here.push_back(peer.name);
+        }
+      }
+    }
+    if (here.empty()) return;
+    if (std::chrono::steady_clock::now() >= deadline) throw_missing(here);
+  }
 }
 
 }  // namespace lockstep::rpc::detail

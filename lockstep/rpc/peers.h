@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,36 +18,47 @@ namespace lockstep::rpc::detail {
 /// breaks the connection, and so the call fails at once. Any thread.
 class Peers {
  public:
-  /// `names`: by rank. `store`: for this object alone.
-  Peers(Store store, std::vector<std::string> names, int rank);
+  /// `names`: of those that start together, by rank; none for a worker that joins them. `id`: this
+  /// worker's number, which for those is the rank. `store`: for this object alone. `on_loss`: is
+  /// told the number of a worker that is lost, on any thread.
+  Peers(Store store, std::vector<std::string> names, int id, std::function<void(int id)> on_loss);
 
-  /// Calls all others.
-  void watch();
+  /// Calls another worker, which is known to the transport.
+  void watch(int id, const std::string& name);
   /// What a lifeline from another worker waits for.
   Future<void> lifeline() const { return leaves_.future(); }
   /// Answers the lifelines of the others: this worker leaves.
   void let_go() const { leaves_.set_value(); }
 
-  /// Those that died, or left without the others.
+  /// The ranks' names, then those that joined and are here.
+  std::vector<std::string> names() const;
+  /// Those that died, or left without the others, and have not come again.
   std::vector<std::string> lost() const;
-  /// Waits until all that are not lost have come to the same point with the same `what`, each with
-  /// a value. Returns the values by rank. Throws TimeoutError with the names of those that have not
-  /// come.
+  /// Waits until all ranks that are not lost have come to the same point with the same `what`, each
+  /// with a value. Returns the values by rank. Throws TimeoutError with the names of those that
+  /// have not come.
   std::map<int, std::string> meet(const std::string& what, const std::string& value,
                                   std::chrono::steady_clock::time_point deadline);
+  /// Waits until those that joined have left, or are lost. Throws TimeoutError with their names.
+  void wait_for_joined(std::chrono::steady_clock::time_point deadline) const;
 
  private:
   enum class State { here, left, lost };
+  struct Peer {
+    std::string name;
+    State state = State::here;
+  };
   struct Shared {
     std::mutex mutex;
-    std::vector<State> states;
+    std::map<int, Peer> peers;  ///< By number: a later one of the same name is after the earlier.
+    std::function<void(int id)> on_loss;
   };
   bool expects(int rank) const;
-  [[noreturn]] void throw_missing(const std::map<int, std::string>& came) const;
+  [[noreturn]] void throw_missing(const std::vector<std::string>& missing) const;
 
   Store store_;
   const std::vector<std::string> names_;
-  const int rank_;
+  const int id_;
   const Promise<void> leaves_;
   const std::shared_ptr<Shared> shared_;  ///< Lifelines may end after this object.
 };

@@ -33,7 +33,7 @@ void check_limits(const Options& options) {
   }
 }
 
-void check_options(const World& world, const std::string& name, const Options& options) {
+void check_options(const std::string& name, const Options& options) {
   if (name.empty() || name.size() > kLongestName) {
     throw UsageError("rpc::init: the worker's name '" + name + "' has " +
                      std::to_string(name.size()) + " characters; expected 1 to " +
@@ -47,10 +47,6 @@ void check_options(const World& world, const std::string& name, const Options& o
                      " threads; expected at least 2");
   }
   check_limits(options);
-  if (world.size() > INT16_MAX) {
-    throw UsageError("rpc::init: " + std::to_string(world.size()) +
-                     " ranks; LibTorch's RPC has at most " + std::to_string(INT16_MAX));
-  }
 }
 
 std::string secret_of(const Options& options) {
@@ -107,6 +103,7 @@ class Agent::Impl {
  public:
   std::shared_ptr<detail::Worker> worker;
   std::chrono::milliseconds shutdown_timeout{};
+  std::string address;  ///< The group's, for `join`.
   int exceptions = std::uncaught_exceptions();
 };
 
@@ -127,12 +124,16 @@ Agent::~Agent() {
   }
 }
 
+const std::string& Agent::address() const {
+  return impl_->address;
+}
+
 const std::string& Agent::name() const {
   return impl_->worker->name();
 }
 
 std::vector<std::string> Agent::workers() const {
-  return impl_->worker->workers();
+  return impl_->worker->peers().names();
 }
 
 std::vector<std::string> Agent::lost_workers() const {
@@ -147,30 +148,100 @@ void Agent::shutdown_now() noexcept {
   impl_->worker->leave_now();
 }
 
-Agent init(const World& world, const std::string& name, const Options& options) {
-  check_options(world, name, options);
+namespace {
+
+detail::Worker::Setup setup_of(const Options& options, const std::string& name) {
   detail::register_optimizer_functions();
   detail::register_lifeline();
-  const Store store = prefix_store("rpc", world.store().clone());
+  detail::register_join();
   detail::Worker::Setup setup;
-  setup.store = store;
-  setup.names = meet(store, world, name);
-  setup.rank = world.rank();
+  setup.name = name;
   setup.max_pending = options.max_pending;
   setup.serve.at_once = options.max_served;
   setup.serve.depth = options.max_call_depth;
+  // A message is a list of its own.
   setup.messages = {static_cast<uint64_t>(options.max_message_bytes), options.max_depth + 1};
   setup.secret = secret_of(options);
-  setup.job = meet_with_secret(store, world, setup.secret);
   setup.threads = options.threads;
   setup.timeout = options.timeout;
   setup.stop_timeout = options.stop_timeout;
-  setup.one_host = world.local_size() == world.size();
+  return setup;
+}
+
+/// "host:port/restarts": the launcher's store, and which start of the job.
+std::string address_of(const World& world) {
+  try {
+    return env_string("MASTER_ADDR").value_or("127.0.0.1") + ":" +
+           std::to_string(tcp_store_port(world.store())) + "/" +
+           env_string("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  } catch (const UsageError&) {  // Its store is within this process.
+    return {};
+  }
+}
+
+/// The same store as World::store() there.
+Store store_at(const std::string& address, std::chrono::milliseconds timeout) {
+  const size_t slash = address.rfind('/');
+  const size_t colon = slash == std::string::npos ? slash : address.rfind(':', slash);
+  const auto port = colon == std::string::npos
+                        ? std::nullopt
+                        : parse_int(address.substr(colon + 1, slash - colon - 1));
+  if (!port || *port < 1 || *port > UINT16_MAX) {
+    throw UsageError("rpc::join: '" + address + "' is no group's address",
+                     "Agent::address of a worker that is there gives it");
+  }
+  TcpStoreOptions options;
+  options.host = address.substr(0, colon);
+  options.port = static_cast<uint16_t>(*port);
+  options.timeout = timeout;
+  return prefix_store("user",
+                      prefix_store("lockstep/" + address.substr(slash + 1), tcp_store(options)));
+}
+
+Agent start(const detail::Worker::Setup& setup, const std::string& address,
+            const Options& options) {
   auto impl = std::make_unique<Agent::Impl>();
   impl->worker = detail::Worker::start(setup);
-  impl->worker->peers().watch();
   impl->shutdown_timeout = options.shutdown_timeout;
+  impl->address = address;
   return Agent(std::move(impl));
+}
+
+}  // namespace
+
+Agent init(const World& world, const std::string& name, const Options& options) {
+  check_options(name, options);
+  if (world.size() > INT16_MAX) {
+    throw UsageError("rpc::init: " + std::to_string(world.size()) +
+                     " ranks; LibTorch's RPC has at most " + std::to_string(INT16_MAX));
+  }
+  auto setup = setup_of(options, name);
+  setup.store = prefix_store("rpc", world.store().clone());
+  setup.one_host = world.local_size() == world.size();
+  setup.id = world.rank();
+  if (world.rank() == 0) {
+    setup.store.set("one_host", setup.one_host ? "1" : "0");
+    setup.store.add("workers", world.size());
+  }
+  setup.names = meet(setup.store, world, name);
+  setup.job = meet_with_secret(setup.store, world, setup.secret);
+  return start(setup, address_of(world), options);
+}
+
+Agent join(const std::string& address, const std::string& name, const Options& options) {
+  check_options(name, options);
+  auto setup = setup_of(options, name);
+  setup.store = prefix_store("rpc", store_at(address, options.timeout));
+  setup.job = setup.store.get("job");
+  setup.one_host = setup.store.get("one_host") == "1";
+  // Numbers are never used twice, so nothing of a dead worker is taken for the new one's.
+  const int64_t id = setup.store.add("workers", 1) - 1;
+  if (id > INT16_MAX) {
+    throw UsageError("rpc::join: the group has had " + std::to_string(INT16_MAX) +
+                     " workers; LibTorch's RPC has no more numbers");
+  }
+  setup.id = static_cast<int>(id);
+  return start(setup, address, options);
 }
 
 }  // namespace lockstep::rpc

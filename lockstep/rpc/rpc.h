@@ -62,16 +62,21 @@ class Agent {
   Agent& operator=(Agent&&) noexcept;
 
   const std::string& name() const;
-  /// All workers, by rank.
+  /// For workers that `join` later: where the group meets. Empty for a group without a launcher's
+  /// store, such as one process.
+  const std::string& address() const;
+  /// The ranks, in their order, then those that joined and are here.
   std::vector<std::string> workers() const;
 
-  /// Those that died or left without the others. Calls to them fail by PeerLostError.
+  /// Those that died or left without the others, and have not joined again. Calls to them fail by
+  /// PeerLostError.
   std::vector<std::string> lost_workers() const;
 
-  /// Waits until all workers that are not lost have come here and no call is under way, then
-  /// leaves. Serves calls meanwhile. Throws TimeoutError, with those that have not come, after
-  /// Options::shutdown_timeout, and has then left as well. Throws TimeoutError, with the functions,
-  /// when some still run here Options::stop_timeout later. Idempotent.
+  /// A rank waits until all workers that are not lost have come here and no call is under way, then
+  /// leaves. A worker that joined waits for its own calls only. Serves calls meanwhile. Throws
+  /// TimeoutError, with those that have not come, after Options::shutdown_timeout, and has then
+  /// left as well. Throws TimeoutError, with the functions, when some still run here
+  /// Options::stop_timeout later. Idempotent.
   void shutdown();
   /// Leaves at once. Pending calls fail, and those of others to this worker. Functions that run
   /// here are waited for as by `shutdown`; those that were left behind are logged.
@@ -88,5 +93,18 @@ class Agent {
 ///   references of the first,
 /// - TimeoutError when ranks do not come within the World's time-out.
 Agent init(const World& world, const std::string& name, const Options& options = {});
+
+/// Makes this process a further worker of a group that `init` has made: it comes later, perhaps in
+/// the place of one that died, whose name it may take. `address`: the group's, from Agent::address.
+/// All that are there know it when this returns, and it them. A dead worker's references and
+/// objects are gone: the new one starts with none.
+///
+/// The group's ranks shut down when those that joined have left. On one host a group talks over
+/// shared memory: then workers join from that host only. Throws:
+/// - UsageError for a name that a living worker has, for what is no address, and as `init`,
+/// - TimeoutError or CommError when there is no such group,
+/// - PeerLostError when nobody is there any more,
+/// - RemoteError when the group has another secret.
+Agent join(const std::string& address, const std::string& name, const Options& options = {});
 
 }  // namespace lockstep::rpc

@@ -121,7 +121,7 @@ TEST(Rpc, NestedCallsDoNotLockUp) {
                 std::vector<Future<int>> calls;
                 for (int i = 0; i < 20; ++i) calls.push_back(call_async("w1", nest, 10, 3, 1));
                 for (const int depth : when_all(calls).wait()) EXPECT_EQ(depth, 10);
-                EXPECT_EQ(nest_here(rank == 0 ? 300 : 1, 3, rank), rank == 0 ? 300 : 1);
+                EXPECT_EQ(nest_here(rank == 0 ? 1'000 : 1, 3, rank), rank == 0 ? 1'000 : 1);
               },
               {.threads = 4});
 }

@@ -15,6 +15,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/rpc/batched.h"
+#include "lockstep/rpc/call.h"
 #include "lockstep/rpc/guarded_agent.h"
 
 namespace lockstep::rpc::detail {
@@ -60,6 +61,24 @@ bool stop_within(const std::shared_ptr<Transport>& transport, milliseconds limit
   return true;
 }
 
+std::string packed_address(const std::string& name, const std::string& address) {
+  return name + "\n" + address;
+}
+std::pair<std::string, std::string> unpacked_address(const std::string& text) {
+  const size_t end = text.find('\n');
+  if (end == std::string::npos) throw DataError("rpc: no worker's address: " + text);
+  return {text.substr(0, end), text.substr(end + 1)};
+}
+
+using JoinedFunction = Function<bool(int, std::string, std::string)>;
+const JoinedFunction& joined_function() {
+  static const JoinedFunction registered = function(
+      "lockstep.rpc.joined", [](int id, const std::string& name, const std::string& address) {
+        return this_worker("rpc: a worker joins")->add_joined(id, name, address);
+      });
+  return registered;
+}
+
 // References name their types in messages.
 c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
   return {nullptr, torch::jit::ScriptTypeParser().parseType(name.qualifiedName())};
@@ -69,17 +88,19 @@ c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
 
 Worker::Worker(const Setup& setup)
     : names_(setup.names),
-      name_(setup.names[static_cast<size_t>(setup.rank)]),
+      name_(setup.name),
+      id_(setup.id),
       timeout_(setup.timeout),
       stop_timeout_(setup.stop_timeout),
-      guard_(std::make_shared<Guard>(setup.rank, setup.secret, setup.job, setup.messages)),
+      guard_(std::make_shared<Guard>(setup.id, setup.secret, setup.job, setup.messages)),
       calls_(setup.max_pending),
-      peers_(setup.store.clone(), setup.names, setup.rank),
+      peers_(setup.store.clone(), setup.names, setup.id,
+             [guard = guard_](int id) { guard->holders.release(id); }),
       running_(std::make_shared<RunningFunctions>()),
       threads_(std::make_shared<HandlerThreads>(setup.threads)) {
   TransportSetup transport;
   transport.name = name_;
-  transport.id = setup.rank;
+  transport.id = setup.id;
   transport.threads = setup.threads;
   transport.timeout = setup.timeout;
   transport.one_host = setup.one_host;
@@ -92,13 +113,13 @@ Worker::Worker(const Setup& setup)
 }
 
 std::shared_ptr<Worker> Worker::start(const Setup& setup) {
-  const std::lock_guard lock(worker_mutex());
+  std::unique_lock lock(worker_mutex());
   if (ever_started) {
     throw UsageError("rpc::init: this process is or was a worker already",
                      "LibTorch keeps the references of the first one: start another process");
   }
   return translated([&] {
-    torch::distributed::autograd::DistAutogradContainer::init(setup.rank);
+    torch::distributed::autograd::DistAutogradContainer::init(setup.id);
     std::shared_ptr<Worker> worker(new Worker(setup));
     const auto& agent = worker->transport_->agent();
     native::RpcAgent::setCurrentRpcAgent(agent);
@@ -106,22 +127,72 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
     current_worker = worker;
     ever_started = true;
     worker->transport_->start();
-    worker->meet(setup.store, setup.rank);
+    lock.unlock();  // Others call this worker from now on.
+    if (setup.names.empty()) {
+      worker->join_others(setup.store);
+    } else {
+      worker->meet(setup.store);
+    }
     return worker;
   });
 }
 
-void Worker::meet(Store store, int rank) {
+void Worker::meet(Store store) {
   const auto size = static_cast<int>(names_.size());
   const auto addresses = numbered_keys("address/", size), ready = numbered_keys("ready/", size);
-  store.set(addresses[static_cast<size_t>(rank)], transport_->address());
+  const auto self = static_cast<size_t>(id_);
+  store.set(addresses[self], packed_address(name_, transport_->address()));
   const auto all = store.multi_get(addresses);
   for (int id = 0; id < size; ++id) {
-    transport_->add_worker(id, names_[static_cast<size_t>(id)], all[static_cast<size_t>(id)]);
+    const auto [name, address] = unpacked_address(all[static_cast<size_t>(id)]);
+    transport_->add_worker(id, name, address);
   }
   // Nobody calls before all know all.
-  store.set(ready[static_cast<size_t>(rank)], "");
+  store.set(ready[self], "");
   store.multi_get(ready);
+  for (int id = 0; id < size; ++id) {
+    if (id != id_) peers_.watch(id, names_[static_cast<size_t>(id)]);
+  }
+}
+
+void Worker::join_others(Store store) {
+  store.set("address/" + std::to_string(id_), packed_address(name_, transport_->address()));
+  transport_->add_worker(id_, name_, transport_->address());
+  const Clock::time_point deadline = Clock::now() + timeout_;
+  int found = 0;
+  // Those with higher numbers come later, and tell this one.
+  for (int id = 0; id < id_; ++id) {
+    const std::string key = "address/" + std::to_string(id);
+    try {
+      store.wait({key}, std::max(time_left(deadline), kPatienceWithLost));
+    } catch (const TimeoutError&) {
+      continue;  // It died while it joined.
+    }
+    const auto [name, address] = unpacked_address(store.get(key));
+    transport_->add_worker(id, name, address);
+    bool taken = false;
+    try {
+      const auto told =
+          send_call_to(id, joined_function().signature(),
+                       JoinedFunction::pack(id_, name_, transport_->address()), timeout_);
+      taken = !Value<bool>::from(told->value({}));
+    } catch (const PeerLostError&) {
+      continue;
+    } catch (const CommError&) {  // Nobody is at its address.
+      continue;
+    }
+    if (taken) throw UsageError("rpc::join: the name '" + name_ + "' is another worker's");
+    peers_.watch(id, name);
+    ++found;
+  }
+  if (found == 0) throw PeerLostError("rpc::join: no worker of the group is there any more");
+}
+
+bool Worker::add_joined(int id, const std::string& name, const std::string& address) {
+  if (name == name_) return false;
+  transport_->add_worker(id, name, address);
+  peers_.watch(id, name);
+  return true;
 }
 
 Worker::~Worker() {
@@ -132,15 +203,21 @@ void Worker::run_later(milliseconds delay, std::function<void()> task) {
   later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_->run(task); });
 }
 
+void register_join() {
+  joined_function();
+}
+
+void Worker::throw_unanswered() const {
+  throw TimeoutError("rpc: shutdown of worker '" + name_ + "' timed out: " +
+                     std::to_string(calls_.pending()) + " of its calls are not answered");
+}
+
 void Worker::wait_until_quiet(Clock::time_point deadline) {
   // A call counts where it was made, until it is answered. So when all workers had none, and none
   // has made another since, there is none.
   int64_t before = -1;
   for (int round = 0;; ++round) {
-    if (!calls_.wait_for_none(deadline)) {
-      throw TimeoutError("rpc: shutdown of worker '" + name_ + "' timed out: " +
-                         std::to_string(calls_.pending()) + " of its calls are not answered");
-    }
+    if (!calls_.wait_for_none(deadline)) throw_unanswered();
     int64_t begun = 0;
     for (const auto& [rank, count] :
          peers_.meet("round" + std::to_string(round), std::to_string(calls_.begun()), deadline)) {
@@ -156,13 +233,18 @@ void Worker::leave_together(milliseconds limit) {
   const auto deadline = Clock::now() + limit;
   try {
     translated([&] {
-      peers_.meet("leaves", "", deadline);
-      wait_until_quiet(deadline);
+      if (has_joined()) {
+        if (!calls_.wait_for_none(deadline)) throw_unanswered();
+      } else {
+        peers_.meet("leaves", "", deadline);
+        peers_.wait_for_joined(deadline);
+        wait_until_quiet(deadline);
+      }
       // What a lost worker should confirm never comes.
       const auto patience = peers_.lost().empty() ? time_left(deadline) : kPatienceWithLost;
       native::RRefContext::getInstance().delAllUsersAndUnforkedOwners(patience);
       peers_.let_go();
-      peers_.meet("left", "", deadline);
+      if (!has_joined()) peers_.meet("left", "", deadline);
     });
   } catch (...) {
     leave_now();

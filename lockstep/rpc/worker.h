@@ -24,8 +24,9 @@ class Worker {
  public:
   struct Setup {
     Store store;
-    std::vector<std::string> names;  ///< By rank.
-    int rank = 0;
+    std::string name;
+    int id = 0;                      ///< The rank, for those that start together.
+    std::vector<std::string> names;  ///< Theirs, by rank. None: this worker joins them.
     int threads = 16;
     int64_t max_pending = 0;
     ServeLimits serve;
@@ -36,13 +37,14 @@ class Worker {
     std::chrono::milliseconds stop_timeout{};
     bool one_host = true;
   };
-  /// Meets the others. Throws as `rpc::init`.
+  /// Meets the others. Throws as `rpc::init` and `rpc::join`.
   static std::shared_ptr<Worker> start(const Setup& setup);
   /// Leaves at once, unless it has left already.
   ~Worker();
 
   const std::string& name() const { return name_; }
-  const std::vector<std::string>& workers() const { return names_; }
+  /// Another worker has joined. False when it has this one's name.
+  bool add_joined(int id, const std::string& name, const std::string& address);
   Transport& transport() { return *transport_; }
   Peers& peers() { return peers_; }
   CallCount& calls() { return calls_; }
@@ -60,7 +62,11 @@ class Worker {
   explicit Worker(const Setup& setup);
 
   /// Tells the others where this one is, and hears where they are.
-  void meet(Store store, int rank);
+  void meet(Store store);
+  /// The same for a worker that joins those that are there.
+  void join_others(Store store);
+  [[noreturn]] void throw_unanswered() const;
+  bool has_joined() const { return names_.empty(); }
   /// Returns what was left behind, as a sentence; empty: nothing.
   std::string leave() noexcept;
   /// Until no call is under way between workers.
@@ -70,6 +76,7 @@ class Worker {
   const QuietNativeLog quiet_;
   const std::vector<std::string> names_;
   const std::string name_;
+  const int id_;
   const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
   CallCount calls_;
@@ -81,6 +88,9 @@ class Worker {
   std::shared_ptr<Transport> transport_;
   bool left_ = false;
 };
+
+/// Registers the function by which a worker that joins tells the others.
+void register_join();
 
 /// The process's worker. Throws UsageError, which says what was called, when there is none.
 std::shared_ptr<Worker> this_worker(const char* what);
