@@ -59,5 +59,30 @@ class ParameterServer(unittest.TestCase):
                 self.assertGreater(float(accuracy), 0.75)
 
 
+class Rnn(unittest.TestCase):
+    def test_the_model_over_two_workers_learns(self):
+        """Chance is a perplexity of some 28, the number of letters."""
+        output = run("003_rpc/rnn", "--epochs", 3)
+        perplexities = [float(p) for p in re.findall(r"epoch \d: loss [\d.]+, perplexity ([\d.]+)", output)]
+        self.assertEqual(len(perplexities), 3, output)
+        self.assertLess(perplexities[-1], 0.75 * perplexities[0])
+        self.assertLess(perplexities[-1], 16)
+
+
+class ReinforcementLearning(unittest.TestCase):
+    def test_both_ways_learn(self):
+        """A pole that is pushed at random stands for some 22 steps."""
+        output = run("003_rpc/reinforcement_learning", "--episodes", 60, "--world-size", 3)
+        for way in ("one by one", "batched"):
+            found = re.search(rf"{way}: (\d+) actions/s, average ([\d.]+)", output)
+            self.assertTrue(found, output)
+            self.assertGreater(float(found[2]), 35, output)
+
+    def test_a_way_that_does_not_exist_is_an_error(self):
+        result = t.run(EXAMPLES / "003_rpc/reinforcement_learning", "--way", "all", check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("expected plain, batched or both", result.stderr)
+
+
 if __name__ == "__main__":
     t.main()
