@@ -146,6 +146,7 @@ class Failures(unittest.TestCase):
 
     def test_in_several_threads_at_once(self):
         self.check("two-threads", 1, "error: rank 1: the shelf fell\n")
+        self.assertEqual(start("two-threads", ranks=1), (1, "", "error: the shelf fell\n"))
 
     def test_a_thread_that_was_not_joined(self):
         self.check("unjoined", 1, "error: rank 1: std::terminate was called without an exception\n"
@@ -282,6 +283,17 @@ class Launchers(unittest.TestCase):
             self.assertEqual(code, 1)
             self.assertRegex(err, rf"^\[rank2\]: error: rank 2: {text}\n"
                                   r"lockstep run: error: rank 2 \(pid \d+\) exited with code 1\n$")
+
+    def test_ranks_that_lost_one_are_told_of_once(self):
+        """The lost one ends with 0, so that no launcher ends the others: each finds out by itself."""
+        lost = r"rank [01](: barrier| called barrier).* rank 2 \(process \d+\) has ended"
+        code, _, err = run_testing.lockstep_run("--nproc-per-node", 3, PROGRAM, "vanishes")
+        self.assertEqual(code, 1)
+        self.assertRegex(err, r"^lockstep run: error: rank [01] \(pid \d+\) exited with code 1\n  it reported:\n    " + lost)
+        self.assertEqual(err.count("has ended"), 1, err)
+        code, _, err = start("vanishes", ranks=3)
+        self.assertEqual((code, err.count("has ended")), (1, 1), err)
+        self.assertRegex(err, "^error: " + lost)
 
     def test_ctrl_c_under_lockstep_run(self):
         with t.temporary_folder() as folder:
