@@ -25,7 +25,7 @@ def commands_of(build):
     """Each compiled file's command without its own name and what only GCC knows."""
     commands = {}
     for entry in json.loads((Path(build) / "compile_commands.json").read_text()):
-        flags = re.sub(r"-Winvalid-pch|-include \S*cmake_pch\.hxx|-fpch-preprocess", "", entry["command"])
+        flags = re.sub(r"-Winvalid-pch|-include \S*cmake_pch\.hxx|-fpch-preprocess|-fvect-cost-model=\S+", "", entry["command"])
         flags = re.sub(r"\s-o \S+|\s-c \S+", "", flags)
         commands.setdefault(os.path.realpath(entry["file"]), (entry["directory"], " ".join(flags.split())))
     return commands

@@ -12,7 +12,7 @@
 // and the same on the second with --node-rank 1.
 //
 // MASTER_ADDR and MASTER_PORT of the environment win over localhost and 12355.
-#include <torch/cuda.h>
+#include <ATen/Context.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 
@@ -109,7 +109,7 @@ void run(const series::Args& args) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  const auto gpus = static_cast<int>(torch::cuda::device_count());
+  const auto gpus = static_cast<int>(at::getNumGPUs());
   int world_size = gpus > 0 ? gpus : 2;
   const auto args = series::read_args(argc, argv, [&](examples::Flags& flags) {
     flags.option("--devices", world_size, "Processes to spawn, one a GPU", {1});

@@ -216,24 +216,25 @@ TEST(Backward, WithinABackwardThatTheEngineRuns) {
 
 TEST(Backward, LeavesWhatIsWithinAnotherBackwardToTheEngine) {
   struct Looking : Function<Looking> {
-    static at::Tensor forward(AutogradContext* context, const at::Tensor& a, bool* walks) {
-      context->saved_data["walks"] = reinterpret_cast<int64_t>(walks);
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& a,
+                              const at::Tensor& walks) {
+      context->saved_data["walks"] = walks;
       return a.clone();
     }
     static variable_list backward(AutogradContext* context, variable_list gradients) {
       const c10::AutoGradMode grad(true);
-      *reinterpret_cast<bool*>(context->saved_data["walks"].toInt()) =
-          walks_backward(at::ones({2}).requires_grad_().sum());
+      context->saved_data["walks"].toTensor().fill_(
+          walks_backward(at::ones({2}).requires_grad_().sum()));
       return {gradients[0], at::Tensor()};
     }
   };
   const at::Tensor leaf = at::ones({2}).requires_grad_();
   for (const bool ours : {true, false}) {
-    bool walks = true;
-    const at::Tensor loss = Looking::apply(leaf, &walks).sum();
+    const at::Tensor walks = at::ones({}, at::kBool);
+    const at::Tensor loss = Looking::apply(leaf, walks).sum();
     ASSERT_TRUE(walks_backward(loss));
     ours ? backward(loss) : loss.backward();
-    EXPECT_FALSE(walks);
+    EXPECT_FALSE(walks.item<bool>());
   }
   EXPECT_THROW(backward(Failing::apply(leaf).sum()), std::out_of_range);
   EXPECT_TRUE(walks_backward(leaf.sum())) << "also after one that failed";

@@ -11,7 +11,6 @@
 namespace lockstep {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::run_group;
 
 class CommonMemory : public ::testing::TestWithParam<int> {};

@@ -11,6 +11,7 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/heap.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
@@ -247,6 +248,7 @@ class World::Impl {
 
 World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupContext>()) {
   const milliseconds timeout = timeout_of(options);
+  if (options.keep_freed_memory) keep_freed_memory();
   context->debug = debug_of(options);
   if (options.backend != "auto") backend_info(options.backend);
   Rendezvous plan = plan_rendezvous(options.init_method, options.rank, options.world_size,

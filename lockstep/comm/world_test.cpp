@@ -12,9 +12,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/heap.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
+#include "tests/support/page_faults.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/test_wait.h"
 
@@ -82,6 +84,21 @@ void run_worlds_by_tcp(int size, const std::function<void(World&)>& body) {
     } catch (const CommError&) {
       if (met || attempt == 5) throw;
     }
+  }
+}
+
+TEST(Init, FreedMemoryIsKeptUnlessTheProgramMustGiveItBack) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's malloc takes no such settings";
+#endif
+  if (const auto chosen = heap_chosen()) GTEST_SKIP() << *chosen << " is set";
+  for (const bool keep : {true, false}) {
+    // The blocks of each step have 23,000 pages.
+    const int ended = testing::in_another_process([keep] {
+      const World world = init({.rank = 0, .world_size = 1, .keep_freed_memory = keep});
+      return (testing::page_faults_of_steps() < 10'000) == keep ? 0 : 1;
+    });
+    EXPECT_EQ(ended, 0) << keep;
   }
 }
 

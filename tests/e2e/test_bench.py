@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import unittest
@@ -475,6 +476,21 @@ class Env(unittest.TestCase):
             program = ("python3", "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
             out = t.run(t.LOCKSTEP, "run", "--no-python", *program, env=env).stdout
             self.assertRegex(out, {"TZ": r"\b10000?\b", "GOMP_SPINCOUNT": r"\b77\b"}.get(name, "None"))
+
+    def test_freed_memory_is_kept_unless_the_user_has_chosen(self):
+        """The kernel gives pages to a few steps of a model, and to more steps no more of them."""
+        def faults(steps, **variables):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+            t.run(t.LOCKSTEP, "bench", "step", "--model", "wide", "--devices", 1, "--rounds", 1, "--steps", steps,
+                  env=t.clean_environment(**variables))
+            return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before
+
+        pages = 40 * 784 * 784 * 4 // 4096  # Of one gradient, in the 40 steps more.
+        self.assertLess(faults(50) - faults(10), pages)
+        self.assertGreater(faults(50, MALLOC_TRIM_THRESHOLD_=131072) - faults(10, MALLOC_TRIM_THRESHOLD_=131072), pages)
+        self.assertIn("kept for the next step (Lockstep's choice)", t.run(t.LOCKSTEP, "env").stdout)
+        said = t.run(t.LOCKSTEP, "env", env=t.clean_environment(MALLOC_TRIM_THRESHOLD_=131072)).stdout
+        self.assertIn("by MALLOC_TRIM_THRESHOLD_", said)
 
     @unittest.skipIf(len(os.sched_getaffinity(0)) < 2, "one processor")
     def test_run_binds_any_program(self):

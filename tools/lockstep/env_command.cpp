@@ -78,6 +78,7 @@ void print_machine(const Json& report) {
   line("Threads", std::to_string(placement["threads"].get<int>()) + " per rank (" +
                       text_of(placement["threads_reason"]) + "); see --threads");
   line("Waiting", text_of(placement["waiting"]));
+  line("Freed memory", text_of(placement["freed_memory"]));
   line("Binding", text_of(placement["binding"]) + "; see --bind-to");
   line("oneDNN", text_of(cpu["onednn_isa"]).empty()
                      ? "the processor's best instructions; ONEDNN_MAX_CPU_ISA limits them"

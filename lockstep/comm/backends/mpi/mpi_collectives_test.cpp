@@ -245,7 +245,7 @@ class AgainstGloo : public Ranks {
   }
 
   BackendPtr gloo;
-  std::mt19937_64 random;
+  std::mt19937_64 random{1};
   uint64_t call = 0;
 };
 

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace lockstep {
+
+/// Lets malloc keep what is freed in this process for the next that asks, in place of handing it
+/// back to the kernel. A training step frees its activations and gradients and asks for them
+/// again. With glibc's defaults each step then pays for new pages: they took a fourth of a step of
+/// the model `wide`. What this process has allocated at most, it holds from then on.
+///
+/// Blocks of over 32 MiB still come and go with the kernel. False, with nothing done, where
+/// malloc is not glibc's or the user has chosen (see heap_chosen). Thread-safe.
+bool keep_freed_memory();
+
+/// The variable by which the user has chosen how malloc keeps memory: MALLOC_TRIM_THRESHOLD_,
+/// MALLOC_MMAP_THRESHOLD_, MALLOC_MMAP_MAX_, MALLOC_TOP_PAD_, or GLIBC_TUNABLES with
+/// glibc.malloc. None: no choice.
+std::optional<std::string> heap_chosen();
+
+}  // namespace lockstep

@@ -1,0 +1,46 @@
+#pragma once
+
+// For tests of what malloc keeps.
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+namespace lockstep::testing {
+
+/// How often the kernel gave this process a page during some steps that allocate, write and free.
+inline long page_faults_of_steps() {
+  const auto step = [] {
+    std::vector<std::unique_ptr<char[]>> blocks;
+    for (const size_t bytes : {30U << 20, 300U << 10, 30U << 20, 30U << 20}) {
+      blocks.push_back(std::make_unique<char[]>(bytes));
+      for (size_t at = 0; at < bytes; at += 4096) {
+        static_cast<volatile char*>(blocks.back().get())[at] = 1;
+      }
+    }
+  };
+  const auto faults = [] {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_minflt;
+  };
+  step();
+  const long before = faults();
+  for (int i = 0; i < 3; ++i) step();
+  return faults() - before;
+}
+
+/// What `body` returns in a process of its own, as its exit code.
+template <class Body>
+int in_another_process(Body body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+}  // namespace lockstep::testing
