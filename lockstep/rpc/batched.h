@@ -107,7 +107,7 @@ class Batcher : public std::enable_shared_from_this<Batcher<A, R>> {
 template <class R, class List>
 auto add_batched(std::string name, std::function<std::vector<R>(List)> run,
                  const BatchOptions& options) {
-  using A = typename std::remove_cvref_t<List>::value_type;
+  using A = std::remove_cvref_t<List>::value_type;
   check_batch_options(name, options);
   auto batcher = std::make_shared<Batcher<A, R>>(std::move(run), options);
   return function(std::move(name),

@@ -42,7 +42,7 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
 /// done. Throws UsageError without an agent and for an unknown worker; all else fails the future.
 template <class R, class... A, class... Given>
 auto call_async(const Destination& to, const Function<R(A...)>& function, Given&&... arguments) {
-  using Result = typename Function<R(A...)>::Result;
+  using Result = Function<R(A...)>::Result;
   static_assert(std::is_void_v<Result> || Sendable<Result>,
                 "the result's type cannot travel: call it by rpc::remote, which gives an RRef");
   return Future<Result>(detail::send_call(
@@ -59,7 +59,7 @@ auto call(const Destination& to, const Function<R(A...)>& function, Given&&... a
 /// the function has run. Its failure is thrown by `to_here`.
 template <class R, class... A, class... Given>
 auto remote(const Destination& to, const Function<R(A...)>& function, Given&&... arguments) {
-  using Result = typename Function<R(A...)>::Result;
+  using Result = Function<R(A...)>::Result;
   return RRef<typename detail::ReferredTo<Result>::type>(detail::send_remote(
       to, function.signature(), Function<R(A...)>::pack(std::forward<Given>(arguments)...)));
 }

@@ -51,7 +51,7 @@ struct ResultOf<Future<T>> {
 
 template <class R>
 std::string result_type() {
-  using Result = typename ResultOf<R>::type;
+  using Result = ResultOf<R>::type;
   if constexpr (std::is_void_v<Result>)
     return "None";
   else if constexpr (Sendable<Result>)
@@ -67,7 +67,7 @@ std::string types_text() {
 
 template <class R, class F>
 HandlerResult result_of(F&& run) {
-  if constexpr (is_future<R>::value) {
+  if constexpr (IsFuture<R>::value) {
     return {{}, run().state()};
   } else if constexpr (std::is_void_v<R>) {
     run();
@@ -98,7 +98,7 @@ class Function;
 template <class R, class... A>
 class Function<R(A...)> {
  public:
-  using Result = typename detail::ResultOf<R>::type;
+  using Result = detail::ResultOf<R>::type;
 
   /// One that is registered at the worker that will be called, though not here.
   explicit Function(std::string name)

@@ -73,9 +73,9 @@ struct PromisedState {
 std::shared_ptr<PromisedState> promised_state();
 
 template <class T>
-struct is_future : std::false_type {};
+struct IsFuture : std::false_type {};
 template <class T>
-struct is_future<Future<T>> : std::true_type {};
+struct IsFuture<Future<T>> : std::true_type {};
 
 /// Runs `work` and puts what it returns, or throws, into `state`.
 template <class T, class F>

@@ -52,14 +52,14 @@ struct PointedTo<std::shared_ptr<T>> {
 
 template <class T>
 at::IValue object_value(T object) {
-  using Object = typename PointedTo<T>::type;
+  using Object = PointedTo<T>::type;
   return hold_object(PointedTo<T>::pointer(std::move(object)), typeid(Object));
 }
 
 /// The T of RRef<T> for a function that returns R.
 template <class R>
 struct ReferredTo {
-  using type = typename PointedTo<R>::type;
+  using type = PointedTo<R>::type;
 };
 template <class T>
 struct ReferredTo<Future<T>> : ReferredTo<T> {};

@@ -206,8 +206,8 @@ namespace detail {
 
 template <class Map>
 struct MapValue {
-  using K = typename Map::key_type;
-  using V = typename Map::mapped_type;
+  using K = Map::key_type;
+  using V = Map::mapped_type;
   static std::string type() { return "dict[" + type_names<K, V>() + "]"; }
   static at::IValue to(const Map& value) {
     std::vector<at::IValue> elements;
