@@ -1,6 +1,8 @@
 #include "lockstep/data/loader.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/_efficientzerotensor.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>

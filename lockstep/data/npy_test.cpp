@@ -15,7 +15,6 @@ using namespace std::string_view_literals;
 using test_files::complaint;
 using test_files::npy;
 using test_files::zip;
-using test_files::ZipEntry;
 using testing::AllOf;
 using testing::HasSubstr;
 

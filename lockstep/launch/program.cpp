@@ -90,6 +90,7 @@ Program find_program(const std::vector<std::string>& words, ProgramKind kind) {
     return with_python(words, {});
   }
   Program program{"", words};
+  // NOLINTNEXTLINE(bugprone-branch-clone): the order of the conditions counts.
   if (const auto found = in_path(name); found && !is_python_source(name)) {
     program.file = *found;
   } else if (is_executable(name)) {

@@ -20,7 +20,6 @@ namespace {
 using ddp_test::fill;
 using ddp_test::Lookup;
 using ddp_test::Net;
-using ddp_test::Switch;
 using ddp_test::values;
 using ::testing::HasSubstr;
 

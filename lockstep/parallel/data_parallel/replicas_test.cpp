@@ -136,6 +136,7 @@ class Meets : public torch::autograd::Function<Meets> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): an IValue holds no pointer.
     auto* meeting = reinterpret_cast<Meeting*>(context->saved_data["backward"].toInt());
     EXPECT_TRUE(meeting->wait());
     return {gradients[0], {}, {}};
