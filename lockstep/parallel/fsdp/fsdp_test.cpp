@@ -20,7 +20,6 @@ namespace {
 
 using ddp_test::Counter;
 using ddp_test::fill;
-using ddp_test::Heads;
 using ddp_test::Lookup;
 using ddp_test::Net;
 using ddp_test::Rich;

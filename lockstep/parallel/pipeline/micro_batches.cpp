@@ -1,5 +1,6 @@
 #include "lockstep/parallel/pipeline/micro_batches.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/split_with_sizes.h>
 
 #include <algorithm>
