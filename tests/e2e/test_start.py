@@ -19,7 +19,7 @@ PROGRAM = t.BUILD_DIR / "tests" / "lockstep_start_program"
 BACKENDS = ("shm", "gloo")
 
 
-class Started:
+class Started(run_testing.InOwnSession):
     """The program, started by hand in a session of its own."""
 
     def __init__(self, task, *, ranks=2, stdin=subprocess.DEVNULL, **variables):
@@ -29,16 +29,8 @@ class Started:
         self.process = subprocess.Popen([PROGRAM, task], env=self.env, stdin=stdin, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, start_new_session=True)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream:
-                stream.close()
+    def __exit__(self, *error):
+        super().__exit__(*error)
         self.folder.cleanup()
 
     def wait_for_ranks(self, count=2):
@@ -49,9 +41,8 @@ class Started:
 
     def end(self, timeout=120):
         out, err = self.process.communicate(timeout=timeout)
-        code = self.process.returncode
         t.wait_until(lambda: not run_testing.processes_with(self.mark), timeout=10, what="the end of all processes")
-        return 128 - code if code < 0 else code, out, err
+        return self.exit_code(), out, err
 
 
 def start(task, **options):

@@ -42,15 +42,8 @@ def alive(pid):
         return False
 
 
-class Launched:
-    """`lockstep run` with these words, as a child in a session of its own."""
-
-    def __init__(self, *words, env=None, **popen):
-        self.env, self.mark = marked_environment(**(env or {}))
-        self.process = subprocess.Popen(
-            [LOCKSTEP, "run", *map(str, words)], env=self.env, stdin=subprocess.DEVNULL,
-            start_new_session=popen.pop("start_new_session", True),
-            stdout=popen.pop("stdout", subprocess.PIPE), stderr=popen.pop("stderr", subprocess.PIPE), **popen)
+class InOwnSession:
+    """Holds `process`, a child that was started in a session of its own. All of that is gone at the end."""
 
     def __enter__(self):
         return self
@@ -63,15 +56,29 @@ class Launched:
             if stream:
                 stream.close()
 
+    def exit_code(self):
+        """Of the process that has ended: 128 + N for a signal."""
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+
+class Launched(InOwnSession):
+    """`lockstep run` with these words, as a child in a session of its own."""
+
+    def __init__(self, *words, env=None, **popen):
+        self.env, self.mark = marked_environment(**(env or {}))
+        self.process = subprocess.Popen(
+            [LOCKSTEP, "run", *map(str, words)], env=self.env, stdin=subprocess.DEVNULL,
+            start_new_session=popen.pop("start_new_session", True),
+            stdout=popen.pop("stdout", subprocess.PIPE), stderr=popen.pop("stderr", subprocess.PIPE), **popen)
+
     def send(self, number):
         os.kill(self.process.pid, number)
 
     def end(self, timeout=30):
         """Exit code (128 + N for a signal), standard output and error, as text."""
         out, err = self.process.communicate(timeout=timeout)
-        code = self.process.returncode
-        return (128 - code if code < 0 else code, (out or b"").decode(errors="replace"),
-                (err or b"").decode(errors="replace"))
+        return self.exit_code(), (out or b"").decode(errors="replace"), (err or b"").decode(errors="replace")
 
     def nothing_left(self):
         wait_until(lambda: not processes_with(self.mark), timeout=10,
