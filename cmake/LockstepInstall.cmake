@@ -31,5 +31,6 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/LockstepConfigVersion.cma
                                  COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
               ${PROJECT_BINARY_DIR}/LockstepConfigVersion.cmake cmake/FindLibTorch.cmake
+              cmake/FindISAL.cmake
         DESTINATION ${lockstep_cmake_dir})
 install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})

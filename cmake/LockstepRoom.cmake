@@ -98,7 +98,7 @@ function(lockstep_test target)
   # What a test tests is optimised fully; the test itself need not be, and compiles in less time.
   target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
   lockstep_link_rooms(${target} ${T_ROOMS})
-  target_link_libraries(${target} PRIVATE GTest::gmock GTest::gtest_main)
+  target_link_libraries(${target} PRIVATE GTest::gmock GTest::gtest_main ZLIB::ZLIB)
   set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   set(suites ${CMAKE_CURRENT_BINARY_DIR}/${target}_suites.cmake)
   add_custom_command(

@@ -1,9 +1,10 @@
 #include "lockstep/data/content_reader.h"
 
 #include <fcntl.h>
+#include <isa-l/crc.h>
+#include <isa-l/igzip_lib.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -20,7 +21,26 @@ namespace {
 constexpr size_t kBufferSize = 1 << 18;
 /// Deflate's best ratio is just under 1032 to 1 (zlib's technical notes).
 constexpr uint64_t kDeflateRatio = 1032;
-constexpr size_t kLargestPiece = 1u << 30;  // zlib counts in 32 bits
+constexpr size_t kLargestPiece = 1u << 30;  // ISA-L counts in 32 bits
+
+const char* reason_of(int result) {
+  switch (result) {
+    case ISAL_INVALID_BLOCK:
+      return "invalid block";
+    case ISAL_INVALID_SYMBOL:
+      return "invalid code";
+    case ISAL_INVALID_LOOKBACK:
+      return "invalid distance";
+    case ISAL_INVALID_WRAPPER:
+      return "incorrect header";
+    case ISAL_UNSUPPORTED_METHOD:
+      return "unknown compression method";
+    case ISAL_INCORRECT_CHECKSUM:
+      return "incorrect data check";
+    default:
+      return "ISA-L gives no reason";
+  }
+}
 
 }  // namespace
 
@@ -32,12 +52,8 @@ struct ContentReader::Input {
   bool inflating = false;
   bool stream_done = false;  ///< A deflate stream ended well; another gzip member may follow.
   std::vector<unsigned char> buffer;
-  z_stream
-      stream{};  ///< next_in and avail_in are the unread part of `buffer`, for plain files too.
-
-  ~Input() {
-    if (inflating) ::inflateEnd(&stream);
-  }
+  /// next_in and avail_in are the unread part of `buffer`, for plain files too. 90 KB.
+  inflate_state stream{};
 };
 
 ContentReader::ContentReader(fs::path path, ContentOptions options)
@@ -63,21 +79,22 @@ ContentReader::ContentReader(fs::path path, ContentOptions options)
   in.buffer.resize(kBufferSize);
   using Packing = ContentOptions::Packing;
   if (options_.packing == Packing::deflate) {
-    start_inflating(-MAX_WBITS);
+    start_inflating();
   } else if (options_.packing == Packing::detect_gzip && fill() >= 2 &&
              in.stream.next_in[0] == 0x1f && in.stream.next_in[1] == 0x8b) {
-    constexpr int kGzipOnly = 16;
-    start_inflating(kGzipOnly + MAX_WBITS);
+    start_inflating();
   }
 }
 
 ContentReader::~ContentReader() = default;
 
-void ContentReader::start_inflating(int window_bits) {
-  if (::inflateInit2(&input_->stream, window_bits) != Z_OK) {
-    throw Error("zlib cannot start to inflate " + path_.string());
-  }
-  input_->inflating = true;
+void ContentReader::start_inflating() {
+  Input& in = *input_;
+  ::isal_inflate_reset(&in.stream);
+  const bool raw = options_.packing == ContentOptions::Packing::deflate;
+  in.stream.crc_flag = raw ? ISAL_DEFLATE : ISAL_GZIP;
+  in.inflating = true;
+  in.stream_done = false;
 }
 
 bool ContentReader::compressed() const {
@@ -117,7 +134,7 @@ size_t ContentReader::fill() {
   Input& in = *input_;
   const size_t n = read_file(in.buffer.data(), in.buffer.size());
   in.stream.next_in = in.buffer.data();
-  in.stream.avail_in = static_cast<uInt>(n);
+  in.stream.avail_in = static_cast<uint32_t>(n);
   return n;
 }
 
@@ -129,7 +146,7 @@ size_t ContentReader::read_plain(unsigned char* out, size_t size) {
       const size_t n = std::min<size_t>(size - done, in.stream.avail_in);
       std::memcpy(out + done, in.stream.next_in, n);
       in.stream.next_in += n;
-      in.stream.avail_in -= static_cast<uInt>(n);
+      in.stream.avail_in -= static_cast<uint32_t>(n);
       done += n;
     } else if (size - done >= in.buffer.size()) {
       const size_t n = read_file(out + done, size - done);
@@ -144,31 +161,30 @@ size_t ContentReader::read_plain(unsigned char* out, size_t size) {
 
 size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
   Input& in = *input_;
-  z_stream& stream = in.stream;
+  inflate_state& stream = in.stream;
   size_t done = 0;
   while (done < size) {
     if (in.stream_done && options_.packing == ContentOptions::Packing::deflate) break;
-    if (stream.avail_in == 0 && fill() == 0) {
-      if (in.stream_done) break;
-      fail(offset_ + done, "the compressed data ends here; expected more: the file is truncated",
-           "copy or download the file again");
-    }
+    // It may hold back what it has unpacked already, so the file's end is not the content's.
+    const bool at_end = stream.avail_in == 0 && fill() == 0;
     if (in.stream_done) {
-      ::inflateReset(&stream);
-      in.stream_done = false;
+      if (at_end) break;
+      start_inflating();
     }
     const size_t piece = std::min(size - done, kLargestPiece);
     stream.next_out = out + done;
-    stream.avail_out = static_cast<uInt>(piece);
-    const int result = ::inflate(&stream, Z_NO_FLUSH);
-    done += piece - stream.avail_out;
-    if (result == Z_STREAM_END) {
-      in.stream_done = true;
-    } else if (result == Z_MEM_ERROR) {
-      throw Error("no memory to inflate " + path_.string());
-    } else if (result != Z_OK && result != Z_BUF_ERROR) {
-      const std::string reason = stream.msg ? stream.msg : "zlib gives no reason";
-      fail(offset_ + done, "the compressed data is damaged (" + reason + ")",
+    stream.avail_out = static_cast<uint32_t>(piece);
+    const int result = ::isal_inflate(&stream);
+    const size_t made = piece - stream.avail_out;
+    done += made;
+    in.stream_done = stream.block_state == ISAL_BLOCK_FINISH;
+    if (result < 0) {
+      fail(offset_ + done,
+           std::string("the compressed data is damaged (") + reason_of(result) + ")",
+           "copy or download the file again");
+    }
+    if (at_end && made == 0 && !in.stream_done) {
+      fail(offset_ + done, "the compressed data ends here; expected more: the file is truncated",
            "copy or download the file again");
     }
   }
@@ -179,7 +195,7 @@ size_t ContentReader::read_some(void* out, size_t size) {
   auto* bytes = static_cast<unsigned char*>(out);
   const size_t n = input_->inflating ? inflate_into(bytes, size) : read_plain(bytes, size);
   // Without the test for 0, a null `out` (an empty tensor's memory) would start the sum anew.
-  if (options_.crc32 && n > 0) crc32_ = static_cast<uint32_t>(::crc32_z(crc32_, bytes, n));
+  if (options_.crc32 && n > 0) crc32_ = static_cast<uint32_t>(::crc32_gzip_refl(crc32_, bytes, n));
   offset_ += n;
   return n;
 }

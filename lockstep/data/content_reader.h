@@ -60,7 +60,7 @@ class ContentReader {
  private:
   struct Input;
 
-  void start_inflating(int window_bits);
+  void start_inflating();
   size_t read_file(unsigned char* out, size_t size);
   size_t fill();
   size_t read_plain(unsigned char* out, size_t size);
