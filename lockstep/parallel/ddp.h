@@ -149,6 +149,9 @@ class DdpCore {
 /// between ranks leave backward as CommError. Where ranks have different numbers of inputs, see
 /// `Join`.
 ///
+/// Random numbers stay each rank's own. Unseeded ranks draw other data each. Ranks seeded alike
+/// draw the same noise and dropout: `rank_generator` (lockstep/launch) gives each its own numbers.
+///
 /// Reset gradients with `zero_grad(parameters)` of lockstep/optim, or with the zero_grad of
 /// torch::optim or of the module. Of c10d's reducer with `gradient_as_bucket_view = true` only the
 /// first works: LibTorch's throw. One thread at a time. Keep the process group alive as long as

@@ -39,7 +39,9 @@ struct GradientAveragerOptions {
 /// need no gradient when this is made are left alone: do not unfreeze them afterwards.
 ///
 /// The constructors check that all ranks have the same parameters (MismatchError on every rank,
-/// naming the first that differs), and broadcast those of rank 0. They are collectives. A group of
+/// naming the first that differs), and broadcast those of rank 0. They are collectives. Random
+/// numbers stay each rank's own: unseeded ranks draw other data, ranks seeded alike the same
+/// dropout and noise (see rank_generator). A group of
 /// one rank communicates nothing. Failures between ranks leave backward as CommError. One thread at
 /// a time. Keep the process group alive as long as this, and drop this before the module.
 class GradientAverager {

@@ -43,6 +43,7 @@ struct FsdpCore::Impl {
   std::shared_ptr<torch::nn::Module> module;
   std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
   bool sync_buffers = true;
+  int64_t steps = 0;  ///< Forwards whose gradients are reduced.
   std::unique_ptr<ShardedParameters> parameters;
   std::vector<OptimizedPiece> pieces;
   std::vector<at::Tensor> shards;  ///< Of `pieces`.
@@ -159,6 +160,7 @@ void FsdpCore::rethrow_failure() {
 void FsdpCore::after_forward(bool records) {
   // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
   impl_->sync_buffers = impl_->gradients->synchronizing() && records;
+  if (impl_->sync_buffers) group().note_steps(++impl_->steps);
   if (!records) impl_->parameters->end_round();
 }
 

@@ -163,6 +163,22 @@ TEST_P(FsdpStrategyTest, ClipsByTheNormOfAllShards) {
   });
 }
 
+TEST_P(FsdpStrategyTest, ARankThatLeavesItsLoopIsToldOfWithItsSteps) {
+  for (const bool share : {true, false}) {
+    run_group(2, [&](ProcessGroup group) {
+      Task fsdp(group, "fsdp", {.fsdp = layers_as_units(share)});
+      fsdp.train(3);
+      if (group.rank() == 1) return;
+      try {
+        fsdp.train(1);
+        ADD_FAILURE() << "no error";
+      } catch (const PeerLeftError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("left its loop after 3 steps"));
+      }
+    });
+  }
+}
+
 TEST_P(FsdpStrategyTest, ThreeRanksTrainAsDdpDoes) {
   const bool exact = GetParam() == "shm";
   run_group(3, [&](ProcessGroup group) {

@@ -165,7 +165,10 @@ class PipelineStrategy final : public Strategy {
       return batches.loss(micro_batch, output);
     });
     adds_up_ = !work.last_of_step;
-    if (work.last_of_step) exchange_.run();
+    if (!work.last_of_step) return;
+    exchange_.run();
+    ++steps_;
+    for (const ProcessGroup& waits : {setup_.group, pipeline_}) waits.note_steps(steps_);
   }
 
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>&,
@@ -301,6 +304,7 @@ class PipelineStrategy final : public Strategy {
   detail::BatchCutter cut_;
   std::map<int, PipelineSchedule> shorter_;
   bool adds_up_ = false;
+  int64_t steps_ = 0;
 };
 
 }  // namespace

@@ -106,6 +106,28 @@ TEST_P(PipelineUse, AMeshAveragesOverPipelines) {
   }
 }
 
+TEST_P(PipelineUse, ARankThatLeavesItsLoopIsToldOfWithItsSteps) {
+  PipelineUse::run_group(2, [&](ProcessGroup group) {
+    const auto strategy =
+        make_pipeline_strategy(setup_of(std::make_shared<Chain>(6, 1), group, {.mesh = "pp=2"}));
+    const auto train = [&](int steps) {
+      for (int step = 0; step < steps; ++step) {
+        strategy->zero_grad();
+        strategy->run_batch(work_of(batch_of(8, step)));
+        strategy->step();
+      }
+    };
+    train(3);
+    if (group.rank() == 1) return;
+    try {
+      train(1);
+      ADD_FAILURE() << "no error";
+    } catch (const PeerLeftError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("left its loop after 3 steps"));
+    }
+  });
+}
+
 /// The first and the last layer share their weight.
 struct Tied : torch::nn::Module {
   Tied() {
