@@ -15,9 +15,11 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <span>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
@@ -77,6 +79,24 @@ bool run_on(const std::vector<int>& processors) {
   }
 }
 
+/// Where the kernel reads this process's command line. Empty where it does not say.
+std::span<char> own_arguments() {
+  char text[2048];
+  const UniqueFd file(::open("/proc/self/stat", O_RDONLY | O_CLOEXEC));
+  const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
+  if (size <= 0) return {};
+  text[size] = 0;
+  const char* rest = std::strrchr(text, ')');
+  if (!rest) return {};
+  constexpr size_t kArgStart = 46;  // field 48 of proc(5), counted after the name
+  const auto fields = split(rest + 2, ' ');
+  if (fields.size() <= kArgStart + 1) return {};
+  const auto begin = std::strtoull(fields[kArgStart - 1].c_str(), nullptr, 10);
+  const auto end = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
+  if (begin == 0 || end < begin) return {};
+  return {reinterpret_cast<char*>(begin), end - begin};  // NOLINT(performance-no-int-to-ptr)
+}
+
 struct ParsedStat {
   pid_t parent = 0;
   char state = 'Z';
@@ -96,15 +116,19 @@ ParsedStat stat_of(pid_t pid) {
   return stat;
 }
 
+/// 0 where the process is gone or the kernel does not say.
+int threads_of(const std::string& process) {
+  struct stat folder {};
+  if (::stat(("/proc/" + process + "/task").c_str(), &folder) != 0) return 0;
+  return static_cast<int>(folder.st_nlink) - 2;  // less "." and ".."
+}
+
 /// A process whose first thread alone has ended shows as a zombie too, but lives on in the others.
 bool has_ended(pid_t pid) {
   const auto stat = stat_of(pid);
   if (stat.parent == 0 || stat.state == 'X') return true;
   if (stat.state != 'Z') return false;
-  struct stat threads {};
-  const auto path = "/proc/" + std::to_string(pid) + "/task";
-  constexpr nlink_t kLinksOfOneThread = 3;
-  return ::stat(path.c_str(), &threads) != 0 || threads.st_nlink <= kLinksOfOneThread;
+  return threads_of(std::to_string(pid)) <= 1;
 }
 
 /// The process that the keeper becomes. It only makes system calls and allocates: after a fork of a
@@ -156,24 +180,13 @@ class KeeperProcess {
   }
 
   /// A user who kills our program by the pattern of its command line should not hit the keeper.
-  static void rename_arguments() {
-    char text[2048];
-    const UniqueFd file(::open("/proc/self/stat", O_RDONLY | O_CLOEXEC));
-    const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-    if (size <= 0) return;
-    text[size] = 0;
-    const char* rest = std::strrchr(text, ')');
-    if (!rest) return;
-    constexpr size_t kArgStart = 46;  // field 48 of proc(5), counted after the name
-    const auto fields = split(rest + 2, ' ');
-    if (fields.size() <= kArgStart + 1) return;
-    const auto begin = std::strtoull(fields[kArgStart - 1].c_str(), nullptr, 10);
-    const auto end = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
+  void rename_arguments() {
+    arguments_ = own_arguments();
     constexpr char kName[] = "keeper";
-    if (begin == 0 || end < begin + sizeof kName) return;
-    auto* arguments = reinterpret_cast<char*>(begin);  // NOLINT(performance-no-int-to-ptr)
-    std::memset(arguments, 0, end - begin);
-    std::memcpy(arguments, kName, sizeof kName);
+    if (arguments_.size() < sizeof kName) return;
+    own_words_.assign(arguments_.begin(), arguments_.end());
+    std::fill(arguments_.begin(), arguments_.end(), '\0');
+    std::copy(std::begin(kName), std::end(kName), arguments_.begin());
   }
 
   void report(KeeperEvent::Kind kind, int index, int value) {
@@ -217,7 +230,20 @@ class KeeperProcess {
     fcntl(events_, F_SETFD, FD_CLOEXEC);
     close_others({events_});
     if (!plan.processors.empty() && !run_on(plan.processors)) return;
+    if (plan.body) go_on(plan);
     execve(plan.file.c_str(), argv.data(), env.data());
+  }
+
+  /// What execve would do to this process, and then the body.
+  [[noreturn]] void go_on(const ProcessPlan& plan) const {
+    ::close(events_);
+    clearenv();
+    for (const auto& variable : plan.env) putenv(const_cast<char*>(variable.c_str()));
+    std::copy(own_words_.begin(), own_words_.end(), arguments_.begin());
+    prctl(PR_SET_NAME, program_invocation_short_name);
+    const int code = plan.body();
+    std::fflush(nullptr);
+    _exit(code);
   }
 
   /// Whoever reads our output must see its end when all workers have closed it.
@@ -268,8 +294,10 @@ class KeeperProcess {
   int events_;
   std::vector<int> ignored_;  ///< Signals that workers ignore.
   int child_signals_ = -1;
-  int starter_ = -1;         // a pidfd; -1 where the kernel has none
-  std::vector<pid_t> pids_;  // -1: not started or reaped
+  int starter_ = -1;             // a pidfd; -1 where the kernel has none
+  std::span<char> arguments_;    ///< Where the kernel reads this process's command line.
+  std::vector<char> own_words_;  ///< What stood there.
+  std::vector<pid_t> pids_;      // -1: not started or reaped
 };
 
 struct Pipe {
@@ -289,6 +317,13 @@ bool is_ignored(int signal) {
 }
 
 }  // namespace
+
+bool forks_can_go_on() {
+  for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}) {
+    if (std::getenv(name)) return false;
+  }
+  return threads_of("self") == 1;
+}
 
 std::vector<pid_t> descendants_of(pid_t root) {
   std::multimap<pid_t, pid_t> children;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,7 +23,14 @@ struct ProcessPlan {
   int stderr_fd = 2;
   std::vector<int> processors = {};  ///< That it may run on; empty: those that we may.
   bool inherit_stdin = false;        ///< It reads what we would; else /dev/null.
+  /// Called in a fork of this process in place of executing `file`. Its result is the exit code.
+  /// It sees `argv` and `env` as its own, and must not throw. Only where `forks_can_go_on`.
+  std::function<int()> body = {};
 };
+
+/// Whether a fork of this process may do anything that the process itself may: no other thread runs
+/// here, and OpenMP has not tied this thread to a processor.
+bool forks_can_go_on();
 
 /// What the keeper reports.
 struct KeeperEvent {

@@ -120,7 +120,7 @@ class Launcher {
       const auto& worker = plan_.workers[i];
       processes.push_back({worker.file, worker.argv, environment_of(worker),
                            streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
-                           worker.processors, worker.inherit_stdin});
+                           worker.processors, worker.inherit_stdin, worker.body});
     }
     keeper_ = std::make_unique<Keeper>(processes, plan_.scratch);
     for (auto& stream : streams_) stream->started();

@@ -38,6 +38,7 @@ struct WorkerPlan {
   bool inherit_stdin = false;   ///< It reads our standard input; else /dev/null.
   StreamPlan out;
   StreamPlan err;
+  std::function<int()> body = {};    ///< See ProcessPlan; `file` is its program then, too.
   std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.
 };
 

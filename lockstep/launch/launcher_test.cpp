@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
+#include <future>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -352,6 +355,80 @@ TEST_F(LauncherTest, TheCauseIsWaitedForAlsoWhenAllRanksHereHaveEnded) {
   losing.other_hosts = [&] { return &others; };
   EXPECT_EQ(failure(losing, 9), "on host 1: rank 3 failed");
   EXPECT_EQ(others.told.size(), 0u);
+}
+
+TEST_F(LauncherTest, ABodyRunsAsAProgramOfItsOwnWould) {
+  const UniqueFd leaked(::open("/dev/null", O_RDONLY));
+  setenv("LOCKSTEP_TEST_TAKEN_AWAY", "x", 1);
+  auto job = plan({"unused"});
+  job.workers[0].unset = {"LOCKSTEP_TEST_TAKEN_AWAY"};
+  job.workers[0].env.emplace_back("LOCKSTEP_TEST_GIVEN", "y");
+  job.workers[0].body = [&] {
+    struct sigaction term {};
+    sigaction(SIGTERM, nullptr, &term);
+    sigset_t blocked;
+    sigprocmask(SIG_SETMASK, nullptr, &blocked);
+    std::printf("%s %s %s %d %d %d %d\n", read_file("/proc/self/comm").c_str(),
+                std::getenv("LOCKSTEP_TEST_GIVEN"), std::getenv("LOCKSTEP_TEST_TAKEN_AWAY"),
+                term.sa_handler == SIG_DFL, sigismember(&blocked, SIGTERM), getpgid(0) == getpid(),
+                fcntl(leaked.get(), F_GETFD));
+    std::fputs(read_file("/proc/self/cmdline").c_str(), stdout);
+    return 0;
+  };
+  ASSERT_TRUE(forks_can_go_on());
+  const auto comm = read_file("/proc/self/comm");
+  launch(job);
+  unsetenv("LOCKSTEP_TEST_TAKEN_AWAY");
+  EXPECT_EQ(content("0.out"),
+            comm + " y (null) 1 0 1 -1\n" + read_file("/proc/self/cmdline").c_str());
+}
+
+TEST_F(LauncherTest, ABodysResultIsTheExitCode) {
+  auto job = plan({"unused", "sleep 100"});
+  job.workers[0].body = [] {
+    std::fputs("oh no\n", stderr);
+    return 7;
+  };
+  const auto text = failure(job, 7);
+  expect_contains(text, "rank 0 (pid ");
+  expect_contains(text, "exited with code 7");
+  expect_contains(text, "oh no");
+}
+
+TEST_F(LauncherTest, ABodyEndsWithALauncherThatIsKilled) {
+  const pid_t launcher = fork();
+  if (launcher == 0) {
+    auto job = plan({"unused"});
+    job.workers[0].body = [&] {
+      std::ofstream(folder_.path() / "pid.new") << getpid();
+      fs::rename(folder_.path() / "pid.new", folder_.path() / "pid");
+      while (true) pause();
+      return 0;
+    };
+    launch(job);
+    _exit(0);
+  }
+  ASSERT_TRUE(wait_for("pid"));
+  const pid_t body = std::stoi(content("pid"));
+  kill(launcher, SIGKILL);
+  ASSERT_EQ(waitpid(launcher, nullptr, 0), launcher);
+  const auto limit = Clock::now() + std::chrono::seconds(20);
+  while (kill(body, 0) == 0 && Clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_NE(kill(body, 0), 0);
+}
+
+TEST(Forks, CanGoOnWithoutOtherThreadsAndWithoutAPlaceOfOpenMp) {
+  EXPECT_TRUE(forks_can_go_on());
+  setenv("OMP_PROC_BIND", "true", 1);
+  EXPECT_FALSE(forks_can_go_on());
+  unsetenv("OMP_PROC_BIND");
+  std::promise<void> end;
+  std::thread other([&] { end.get_future().wait(); });
+  EXPECT_FALSE(forks_can_go_on());
+  end.set_value();
+  other.join();
 }
 
 TEST_F(LauncherTest, LinesWithTheRanksOwnMarkGetNoSecondPrefix) {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/comm/store_host.h"
+#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/room_for_ranks.h"
@@ -155,9 +157,13 @@ void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, 
     argv.insert(argv.end(), options.args.begin(), options.args.end());
     number = 1;  // another command line, another way through the program
   }
+  const bool forks = call.body && forks_can_go_on();
+  // A fork has made the calls that we have made.
+  if (forks) ++number;
   const TemporaryDirectory folder("lockstep-spawn");
   for (int i = 0; i < nprocs; ++i) {
     plan.workers.push_back(worker_plan(layout, i, number, argv, folder.path()));
+    if (forks) plan.workers.back().body = call.body;
     // What is not shown comes to us, who drop it, as in `lockstep run`.
     plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
   }
@@ -165,6 +171,7 @@ void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, 
   plan.grace = options.grace;
   plan.repeat_shown_lines = !call.prints_failure;
   plan.reports_suffice = call.prints_failure;
+  if (forks) std::fflush(nullptr);  // What our buffers hold is not for the forks to write.
   launch(plan);
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <set>
 #include <string>
@@ -20,6 +21,11 @@ struct SpawnCall {
   /// The caller prints the failure where the workers' standard error went. So what stands there is
   /// not repeated, and of a rank that has reported its failure its own words are enough.
   bool prints_failure = false;
+  /// What a worker does in place of this program's `main`. It calls the function that spawns again,
+  /// which returns there as in a worker. Its result is the exit code, and it must not throw.
+  /// The workers are then forks of this process, which save the loading of LibTorch. Where forks
+  /// cannot go on (see keeper.h) they execute the program. None: they always do.
+  std::function<int()> body = {};
 };
 
 /// What the two functions `spawn` and `start` share. Returns as `spawn` does: in the parent when

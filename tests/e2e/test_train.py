@@ -5,6 +5,7 @@ import os
 import pty
 import random
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -101,6 +102,22 @@ class Outcome(unittest.TestCase):
                            "--limit-test-batches 1$RANK", check=False)
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertIn("--limit-test-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
+
+    def test_ranks_are_forks_where_these_can_go_on(self):
+        """They share what LibTorch has set up, which shows in the pages that are touched for the first time."""
+        def pages(folder, **env):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+            train("--max-epochs", 1, "--devices", 2, "--threads", 2, "--save-weights", folder / "w.safetensors",
+                  env=t.clean_environment(**env))
+            content = (folder / "w.safetensors").read_bytes()
+            return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before, content
+
+        with t.temporary_folder() as folder:
+            forked, weights = pages(folder)
+            # OpenMP ties the first thread to a processor when it is loaded, which a fork would inherit.
+            executed, same_weights = pages(folder, OMP_PROC_BIND="true")
+        self.assertEqual(weights, same_weights)
+        self.assertLess(forked, 0.75 * executed)
 
     def test_quiet_prints_the_last_line_only(self):
         result = train("--quiet", "--limit-train-batches", 3, "--max-epochs", 2)

@@ -127,10 +127,7 @@ int dispatch(const std::vector<std::string>& given) {
     // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
     std::signal(SIGPIPE, SIG_IGN);
     choose_python();
-    const int code = run_guarded("lockstep run", [&] { return run_command(args); });
-    // Everything is over and released; LibTorch's own clean-up would only take time.
-    std::fflush(nullptr);
-    _exit(code);
+    return run_guarded("lockstep run", [&] { return run_command(args); });
   }
   for (const auto& row : kCommands) {
     if (command == row.name) return run_from_library(words);
@@ -145,5 +142,10 @@ int dispatch(const std::vector<std::string>& given) {
 
 int main(int argc, char** argv) {
   end_in_words_without_memory("lockstep");
-  return run_guarded("lockstep", [&] { return dispatch({argv + std::min(argc, 1), argv + argc}); });
+  const int code = run_guarded("lockstep", [&] {
+    return dispatch({argv + std::min(argc, 1), argv + argc});
+  });
+  // Everything is over and released. LibTorch's own clean-up would only take time: 0.2 s.
+  std::fflush(nullptr);
+  _exit(code);
 }

@@ -6,7 +6,7 @@
 #include "tests/porting/weights.h"
 
 int main(int argc, char** argv) {
-  auto world = lockstep::init({.backend = argc > 1 ? argv[1] : "auto"});
+  auto world = lockstep::start(2, {.init = {.backend = argc > 1 ? argv[1] : "auto"}});
   at::manual_seed(1);
   torch::nn::Linear model(4, 1);
   lockstep::GradientAverager averager(*model, world.group());

@@ -42,7 +42,7 @@ int eval_command(const std::vector<std::string>& args) {
     throw UsageError("--load-weights is missing: the file whose weights to test",
                      "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
   }
-  if (spawn_ranks(config)) return 0;
+  if (spawn_ranks(config, "lockstep eval", [&] { return eval_command(args); })) return 0;
   return eval_rank(config);
 }
 

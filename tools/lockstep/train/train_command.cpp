@@ -56,7 +56,7 @@ int train_command(const std::vector<std::string>& args) {
   if (!cli.parse(args)) return 0;
   check_config(config);
   // Before anything that a process of its own would make again: data, threads, the group.
-  if (spawn_ranks(config)) return 0;
+  if (spawn_ranks(config, "lockstep train", [&] { return train_command(args); })) return 0;
   return train_rank(config);
 }
 

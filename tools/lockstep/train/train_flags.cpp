@@ -1,5 +1,7 @@
 #include "tools/lockstep/train/train_flags.h"
 
+#include <ATen/Context.h>
+
 #include "lockstep/amp/precision.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/duration.h"
@@ -9,7 +11,7 @@
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/launch/binding.h"
-#include "lockstep/launch/spawn.h"
+#include "lockstep/launch/spawn_ranks.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/pipeline/partition.h"
@@ -226,13 +228,20 @@ void tell_crowd(const RunConfig& config) {
 
 }  // namespace
 
-bool spawn_ranks(const RunConfig& config) {
+bool spawn_ranks(const RunConfig& config, const std::string& command,
+                 const std::function<int()>& run) {
   if (config.devices == 1) return false;
   if (!read_job_environment().started_as_rank()) {
     check_files(config);
     tell_crowd(config);
   }
-  return spawn(static_cast<int>(config.devices));
+  launch::SpawnCall call;
+  // CUDA does not survive a fork.
+  if (config.accelerator == "cpu" || !at::hasCUDA()) {
+    call.body = [&] { return run_guarded(command, run); };
+  }
+  const auto role = launch::spawn_ranks(static_cast<int>(config.devices), {}, call);
+  return role != launch::SpawnRole::worker;
 }
 
 void place_rank(const RunConfig& config) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -22,8 +23,10 @@ std::string config_file_in(const std::vector<std::string>& args);
 
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
 /// as a rank. True in the parent, when all are done. What their rank 0 would check of the files is
-/// checked first.
-bool spawn_ranks(const RunConfig& config);
+/// checked first. A rank is what `run` does, called again in a fork of this process, or this
+/// program where forks cannot go on (see launch::SpawnCall::body). `command` names it in errors.
+bool spawn_ranks(const RunConfig& config, const std::string& command,
+                 const std::function<int()>& run);
 /// Threads and processors of this rank, as asked for or by this host's ranks. Before init().
 void place_rank(const RunConfig& config);
 
