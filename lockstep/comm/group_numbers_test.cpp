@@ -10,22 +10,14 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/call_observer.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
-
-template <class E, class F>
-std::string message_of(F&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "no such error";
-}
+using testing::message_of;
 
 class GroupNumbers : public testing::OverBackends {};
 INSTANTIATE_TEST_SUITE_P(All, GroupNumbers, testing::over_backends(), testing::backend_name);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
@@ -16,15 +17,10 @@ using ::testing::Not;
 /// What a rank that calls once more is told.
 template <class Expected>
 std::string told(const ProcessGroup& group) {
-  try {
+  return testing::message_of<Expected>([&] {
     at::Tensor sum = at::ones({3});
     group.all_reduce(sum);
-  } catch (const Expected& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
+  });
 }
 
 void make_steps(const ProcessGroup& group, int steps) {

@@ -12,6 +12,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/store_host.h"
+#include "tests/support/message_of.h"
 #include "tests/support/run_ranks.h"
 
 namespace lockstep {
@@ -21,18 +22,7 @@ using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-template <class E, class F>
-std::string message_of(F&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
-}
+using testing::message_of;
 
 Store new_tcp_store() {
   TcpStoreOptions options;

@@ -16,6 +16,7 @@
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
+#include "tests/support/message_of.h"
 #include "tests/support/page_faults.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/test_wait.h"
@@ -27,20 +28,9 @@ using std::chrono::milliseconds;
 using ::testing::AllOf;
 using testing::expect_ok;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::rethrow_first;
 using testing::run_ranks;
-
-template <class E, class F>
-std::string message_of(F&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
-}
 
 /// Sets a variable for one test.
 class ScopedVariable {

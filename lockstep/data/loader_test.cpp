@@ -33,12 +33,14 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "tests/support/message_of.h"
 
 namespace lockstep {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 /// Image i holds the byte i % 251 at every pixel but the first two, which tell i apart; target i.
 TensorDataset numbered_images(int64_t count) {
@@ -86,15 +88,6 @@ void expect_equal(const Copied& a, const Copied& b) {
     EXPECT_TRUE(at::equal(a.data[i], b.data[i])) << "batch " << i;
     EXPECT_TRUE(at::equal(a.target[i], b.target[i])) << "batch " << i;
   }
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
 }
 
 int count_threads() {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "tests/support/message_of.h"
 
 namespace lockstep {
 namespace {
@@ -17,6 +18,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::message_of;
 
 // What Python's DistributedSampler gives is checked for many options by tests/interop/data_test.py;
 // the figures here were printed by Python's torch 2.13 once and keep the order from changing
@@ -97,15 +99,6 @@ TEST(DistributedSampler, ResumesInTheMiddleOfAnEpoch) {
     const std::vector<int64_t> rest = sampler.indices({.epoch = 6, .position = position});
     EXPECT_EQ(rest, std::vector<int64_t>(whole.begin() + position, whole.end()));
   }
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
 }
 
 TEST(DistributedSampler, NamesWhatIsOutOfRange) {

@@ -27,23 +27,16 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
+#include "tests/support/message_of.h"
 
 namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 
 at::Tensor bytes(at::IntArrayRef shape) {
   return at::randint(256, shape, at::kByte);
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
 }
 
 /// The random source that a sample's transform at a place of the pipeline draws from.

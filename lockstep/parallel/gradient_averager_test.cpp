@@ -10,6 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
 #include "tests/support/ddp_test_modules.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
@@ -26,6 +27,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 using Tensors = std::vector<at::Tensor>;
+using testing::message_of;
 
 at::Tensor input(int rank, int step = 0) {
   return values({4, 6}, 10 * rank + step);
@@ -48,16 +50,6 @@ void expect_the_same_on_all_ranks(const Tensors& tensors, const ProcessGroup& gr
     group.broadcast(sent, 0);
     EXPECT_TRUE(at::equal(sent, tensor));
   }
-}
-
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 /// Six steps of torch::optim's SGD, with a backward of two forwards in each second one.

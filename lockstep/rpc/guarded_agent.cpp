@@ -60,7 +60,9 @@ const GuardedAgent::WorkerInfo& GuardedAgent::getWorkerInfo(const std::string& n
 const GuardedAgent::WorkerInfo& GuardedAgent::getWorkerInfo(native::worker_id_t id) const {
   const std::shared_lock lock(mutex_);
   const auto found = by_id_.find(id);
-  if (found == by_id_.end()) throw UsageError("rpc: no worker of the number " + std::to_string(id));
+  if (found == by_id_.end())
+    throw UsageError("rpc: no worker of the number " + std::to_string(id),
+                     "it has never joined here, or the number is no worker's: ask by its name");
   return found->second;
 }
 

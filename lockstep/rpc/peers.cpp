@@ -55,14 +55,21 @@ void Peers::watch(int id, const std::string& name) {
 
 std::vector<std::string> Peers::names() const {
   std::vector<std::string> all = names_;
-  const std::lock_guard lock(shared_->mutex);
-  for (const auto& [id, peer] : shared_->peers) {
-    if (id >= static_cast<int>(names_.size()) && peer.state == State::here &&
-        std::find(all.begin(), all.end(), peer.name) == all.end()) {
-      all.push_back(peer.name);
-    }
+  for (const auto& name : joined_here()) {
+    if (std::find(all.begin(), all.end(), name) == all.end()) all.push_back(name);
   }
   return all;
+}
+
+std::vector<std::string> Peers::joined_here() const {
+  std::vector<std::string> names;
+  const std::lock_guard lock(shared_->mutex);
+  for (const auto& [id, peer] : shared_->peers) {
+    if (id >= static_cast<int>(names_.size()) && peer.state == State::here) {
+      names.push_back(peer.name);
+    }
+  }
+  return names;
 }
 
 std::vector<std::string> Peers::lost() const {
@@ -120,15 +127,7 @@ std::map<int, std::string> Peers::meet(const std::string& what, const std::strin
 
 void Peers::wait_for_joined(std::chrono::steady_clock::time_point deadline) const {
   for (PollPause pause;; pause.sleep()) {
-    std::vector<std::string> here;
-    {
-      const std::lock_guard lock(shared_->mutex);
-      for (const auto& [id, peer] : shared_->peers) {
-        if (id >= static_cast<int>(names_.size()) && peer.state == State::here) {
-          here.push_back(peer.name);
-        }
-      }
-    }
+    const auto here = joined_here();
     if (here.empty()) return;
     if (std::chrono::steady_clock::now() >= deadline) throw_missing(here);
   }

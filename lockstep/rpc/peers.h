@@ -54,6 +54,8 @@ class Peers {
     std::function<void(int id)> on_loss;
   };
   bool expects(int rank) const;
+  /// Those that came by `join` and have not left; a name twice where two had it.
+  std::vector<std::string> joined_here() const;
   [[noreturn]] void throw_missing(const std::vector<std::string>& missing) const;
 
   Store store_;

@@ -74,7 +74,7 @@ inline std::string zip(const std::vector<ZipEntry>& entries) {
   std::string directory;
   const auto number = [](size_t value, int size) {
     std::string bytes;
-    for (int i = 0; i < size; ++i) bytes += static_cast<char>(value >> (8 * i));
+    for (int i = 0; i < size; ++i, value >>= 8) bytes += static_cast<char>(value);
     return bytes;
   };
   for (const ZipEntry& entry : entries) {

@@ -122,7 +122,7 @@ class Counter {
   }
 
   std::string listen() {
-    std::string name = "lockstep-" + random_hex(16);
+    std::string name = "lockstep-" + random_hex(16) + "-" + std::to_string(getpid());
     const auto [address, length] = abstract_address(name);
     if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         ::listen(listener_.get(), SOMAXCONN) != 0)
@@ -185,6 +185,38 @@ class Counter {
   std::vector<int> missing_;
 };
 
+/// The other side: what it says, and to whom.
+Hello hello_of(int rank) {
+  Hello hello;
+  hello.rank = rank;
+  const std::string identity = process_identity();
+  std::memcpy(hello.identity.data(), identity.data(),
+              std::min(identity.size(), hello.identity.size() - 1));
+  return hello;
+}
+
+/// The name ends in rank 0's process.
+UniqueFd connect_to(const std::string& name, const std::string& what) {
+  UniqueFd connection = make_socket();
+  const auto [address, length] = abstract_address(name);
+  if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0)
+    return connection;
+  const std::string reason = std::strerror(errno);
+  const std::string process = name.substr(name.rfind('-') + 1);
+  throw PeerLostError(
+      what + "rank 0 (process " + process + ") has ended, or cannot be reached [" + reason + "]",
+      "look at what rank 0 printed last. Where the ranks are in containers with network namespaces "
+      "of their own, share the host's (docker run --network host), or use --backend gloo");
+}
+
+void check_user(int connection, int rank, const std::string& what) {
+  const uid_t user = user_of_peer(connection);
+  if (user == geteuid()) return;
+  throw UsageError(what + "rank 0 runs as user " + std::to_string(user) + ", rank " +
+                       std::to_string(rank) + " as user " + std::to_string(geteuid()),
+                   "start all ranks of a host as one user, or use --backend gloo");
+}
+
 }  // namespace
 
 void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::string& group,
@@ -211,30 +243,20 @@ UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds ti
                  const std::string& group) {
   const auto deadline = Clock::now() + timeout;
   const std::string what = "shared memory of group '" + group + "': ";
-  const UniqueFd connection = make_socket();
-  const auto [address, length] = abstract_address(name);
-  if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    throw CommError(what + "rank 0 cannot be reached [" + std::strerror(errno) + "]",
-                    "it has ended, or the ranks are in containers with network namespaces of their "
-                    "own: share the host's (docker run --network host), or use --backend gloo");
-  if (const uid_t user = user_of_peer(connection.get()); user != geteuid())
-    throw UsageError(what + "rank 0 runs as user " + std::to_string(user) + ", rank " +
-                         std::to_string(rank) + " as user " + std::to_string(geteuid()),
-                     "start all ranks of a host as one user, or use --backend gloo");
-  Hello hello;
-  hello.rank = rank;
-  const std::string identity = process_identity();
-  std::memcpy(hello.identity.data(), identity.data(),
-              std::min(identity.size(), hello.identity.size() - 1));
-  send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
-  std::vector<pollfd> sockets = {{connection.get(), POLLIN, 0}};
-  while (sockets[0].revents == 0) {
-    if (Clock::now() >= deadline)
-      throw TimeoutError(what + "rank 0 gave no answer within " + seconds_text(timeout));
-    wait_readable(sockets, deadline);
+  const Hello hello = hello_of(rank);
+  // Rank 0 also closes when it has waited too long for the hello: once more finds out.
+  for (int tries = 0; tries < 2; ++tries) {
+    const UniqueFd connection = connect_to(name, what);
+    check_user(connection.get(), rank, what);
+    send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
+    std::vector<pollfd> sockets = {{connection.get(), POLLIN, 0}};
+    while (sockets[0].revents == 0) {
+      if (Clock::now() >= deadline)
+        throw TimeoutError(what + "rank 0 gave no answer within " + seconds_text(timeout));
+      wait_readable(sockets, deadline);
+    }
+    if (UniqueFd fd = Parcel().receive(connection.get())) return fd;
   }
-  UniqueFd fd = Parcel().receive(connection.get());
-  if (fd) return fd;
   throw CommError(what + "rank 0 closed the connection", "look at what rank 0 printed last");
 }
 

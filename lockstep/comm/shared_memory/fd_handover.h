@@ -21,8 +21,8 @@ void hand_out(int fd, int size, std::chrono::milliseconds timeout, const std::st
               const std::function<void(const std::vector<int>& missing)>& look = {});
 
 /// The other side. It also sends the identity of this process. Throws UsageError when rank 0 runs
-/// as another user, CommError when it cannot be reached (another host or network namespace, ended),
-/// SystemError, TimeoutError.
+/// as another user, PeerLostError when it has ended or cannot be reached (another host or network
+/// namespace), CommError when it refuses this rank, SystemError, TimeoutError.
 UniqueFd receive(const std::string& name, int rank, std::chrono::milliseconds timeout,
                  const std::string& group);
 

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <future>
 #include <thread>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/shared_memory/memory.h"
@@ -38,12 +39,16 @@ UniqueFd unconnected() {
   return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
 }
 
-/// Whether it reached who hands out under that name.
-bool connect_to(const std::string& name, const UniqueFd& fd) {
+std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path + 1, name.data(), name.size());
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+/// Whether it reached who hands out under that name.
+bool connect_to(const std::string& name, const UniqueFd& fd) {
+  const auto [address, length] = address_of(name);
   return connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0;
 }
 
@@ -160,6 +165,51 @@ TEST(FdHandover, WithoutADescriptorLeftARankSaysSo) {
     receive(host.name, 1, kPatience, "test");
   });
   EXPECT_THAT(text, AllOf(HasSubstr("Too many open files"), HasSubstr("ulimit -n")));
+}
+
+TEST(FdHandover, ARankZeroThatEndsBeforeItAnswersIsLost) {
+  // Before the others connect, and after.
+  for (const int accepts : {0, 1}) {
+    const std::string name = "lockstep-" + std::to_string(getpid()) + "-4711";
+    UniqueFd listener = unconnected();
+    const auto [address, length] = address_of(name);
+    ASSERT_EQ(bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+    ASSERT_EQ(listen(listener.get(), 4), 0);
+    std::thread ends([&] {
+      for (int i = 0; i < accepts; ++i) {
+        const UniqueFd connection(accept(listener.get(), nullptr, nullptr));
+        std::string said(232, 0);
+        recv(connection.get(), said.data(), said.size(), 0);
+        listener.reset();
+      }
+    });
+    if (accepts == 0) listener.reset();
+    const Outcome outcome = outcome_of([&] { receive(name, 1, kPatience, "test"); });
+    ends.join();
+    EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(), HasSubstr("rank 0 (process 4711) has ended"));
+  }
+}
+
+TEST(FdHandover, ARankThatIsClosedOutOnceConnectsAgain) {
+  const std::string name = "lockstep-" + std::to_string(getpid()) + "-4711";
+  const UniqueFd listener = unconnected();
+  const auto [address, length] = address_of(name);
+  ASSERT_EQ(bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+  ASSERT_EQ(listen(listener.get(), 4), 0);
+  for (const int closed_out : {1, 2}) {
+    std::thread rank_zero([&] {
+      for (int i = 0; i < closed_out; ++i) UniqueFd(accept(listener.get(), nullptr, nullptr));
+      if (closed_out == 1) UniqueFd(accept(listener.get(), nullptr, nullptr)).release();
+    });
+    const Outcome outcome = outcome_of([&] { receive(name, 1, milliseconds(300), "test"); });
+    rank_zero.join();
+    // The second connection stays open, and so is waited for.
+    EXPECT_EQ(outcome.is<TimeoutError>(), closed_out == 1) << outcome.text();
+    if (closed_out == 2) {
+      EXPECT_THAT(outcome.text(), HasSubstr("rank 0 closed the connection"));
+    }
+  }
 }
 
 TEST(FdHandover, OtherUsersAreRefusedOnBothSides) {

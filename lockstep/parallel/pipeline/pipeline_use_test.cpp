@@ -11,6 +11,7 @@
 #include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/pipeline_test_models.h"
 
@@ -24,6 +25,7 @@ using pipeline_test::batch_of;
 using pipeline_test::Chain;
 using pipeline_test::mean_square;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::run_group;
 
 template <class Model>
@@ -52,15 +54,6 @@ void expect_same(const OptimizerState& given, const OptimizerState& expected) {
     EXPECT_EQ(given[i].first, expected[i].first);
     EXPECT_TRUE(at::equal(given[i].second, expected[i].second)) << given[i].first;
   }
-}
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 class PipelineUse : public testing::OverBackends {};
@@ -228,9 +221,9 @@ TEST_P(PipelineUse, AStateOfOneStrategyIsLoadedByAnother) {
       expect_same(model_back, state_dict(*whole));
       expect_same(optimizer_back, state);
     }
-    EXPECT_THAT(error_of([&] { pipeline->load_model_state(state_dict(Chain(3))); }),
+    EXPECT_THAT(message_of<Error>([&] { pipeline->load_model_state(state_dict(Chain(3))); }),
                 HasSubstr("does not fit the model"));
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(message_of<Error>([&] {
                   pipeline->load_optimizer_state({{"exp_avg.99", at::zeros({1})}});
                 }),
                 HasSubstr("entry 'exp_avg.99'"));
@@ -267,7 +260,8 @@ TEST(PipelineBatches, GradientsOfSeveralBatchesAddUp) {
               auto model = std::make_shared<Chain>(4);
               const auto strategy = make_pipeline_strategy(setup_of(model, group));
               strategy->run_batch(work_of(batch_of(8, 1), /*last_of_step=*/false));
-              EXPECT_THAT(error_of([&] { strategy->step(); }), HasSubstr("gradients only add up"));
+              EXPECT_THAT(message_of<Error>([&] { strategy->step(); }),
+                          HasSubstr("gradients only add up"));
               strategy->run_batch(work_of(batch_of(8, 2)));
               for (const auto& item : alone.named_parameters()) {
                 const at::Tensor& gradient = model->named_parameters()[item.key()].grad();
@@ -293,7 +287,7 @@ TEST(PipelineBatches, ASmallerOneAtTheEndIsCutUnevenly) {
           const auto strategy =
               make_pipeline_strategy(setup_of(model, group, {.pipeline_schedule = schedule}));
           const auto refused = [&](int64_t samples) {
-            return error_of([&] { strategy->run_batch(work_of(batch_of(samples, 1))); });
+            return message_of<Error>([&] { strategy->run_batch(work_of(batch_of(samples, 1))); });
           };
           EXPECT_THAT(refused(10), HasSubstr("10 samples cannot be divided into 4 micro-batches"));
           strategy->run_batch(work_of(batch_of(12, 1)));
@@ -346,7 +340,7 @@ TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
               }
               const auto expected = strategy->model_state(), got = resumed->model_state();
               expect_same(got, expected);
-              EXPECT_THAT(error_of([&] { resumed->run_batch(work_of(batch_of(9, 1))); }),
+              EXPECT_THAT(message_of<Error>([&] { resumed->run_batch(work_of(batch_of(9, 1))); }),
                           HasSubstr("cannot be divided"));
             },
             {.backend = "shm"});
@@ -500,7 +494,7 @@ TEST(PipelineMistakes, AreNamed) {
               [&](ProcessGroup group) {
                 auto setup = setup_of(std::make_shared<Chain>(3), group, options);
                 if (change) change(setup);
-                const std::string error = error_of([&] { make_pipeline_strategy(setup); });
+                const std::string error = message_of<Error>([&] { make_pipeline_strategy(setup); });
                 if (group.rank() == 0) text = error;
               },
               {.backend = "shm"});

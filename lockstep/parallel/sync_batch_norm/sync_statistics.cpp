@@ -43,7 +43,8 @@ at::Tensor in_float(const at::Tensor& x) {
 /// Means, summed squared differences from them, and the count, as [2C + 1] doubles.
 at::Tensor own_sums(const at::Tensor& x) {
   const int64_t channels = x.size(1);
-  const auto count = static_cast<double>(x.numel() / channels);
+  const int64_t samples = x.numel() / channels;
+  const auto count = static_cast<double>(samples);
   if (count == 0) return at::zeros({2 * channels + 1}, x.options().dtype(at::kDouble));
   auto [variance, mean] = at::var_mean(in_float(x), other_dims(x), /*unbiased=*/false);
   return at::cat({mean.to(at::kDouble), variance.to(at::kDouble).mul_(count),

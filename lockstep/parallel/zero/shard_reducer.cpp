@@ -275,8 +275,7 @@ void ShardReducer::fill(DdpStatistics& statistics) const {
   statistics.buckets_rebuilt = ordered_;
   for (const ShardBucket& bucket : optimizer_.shards().layout()) {
     const auto& like = optimizer_.shards().parameters()[bucket.parameters.front()];
-    statistics.bucket_bytes.push_back(bucket.bounds.back() *
-                                      static_cast<int64_t>(like.element_size()));
+    statistics.bucket_bytes.push_back(bucket.bounds.back() * like.element_size());
   }
 }
 
