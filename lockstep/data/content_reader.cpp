@@ -54,6 +54,10 @@ struct ContentReader::Input {
   std::vector<unsigned char> buffer;
   /// next_in and avail_in are the unread part of `buffer`, for plain files too. 90 KB.
   inflate_state stream{};
+
+  bool starts_gzip() const {
+    return stream.avail_in >= 2 && stream.next_in[0] == 0x1f && stream.next_in[1] == 0x8b;
+  }
 };
 
 ContentReader::ContentReader(fs::path path, ContentOptions options)
@@ -80,16 +84,28 @@ ContentReader::ContentReader(fs::path path, ContentOptions options)
   using Packing = ContentOptions::Packing;
   if (options_.packing == Packing::deflate) {
     start_inflating();
-  } else if (options_.packing == Packing::detect_gzip && fill() >= 2 &&
-             in.stream.next_in[0] == 0x1f && in.stream.next_in[1] == 0x8b) {
+  } else if (options_.packing == Packing::detect_gzip && fill() >= 2 && in.starts_gzip()) {
     start_inflating();
   }
 }
 
 ContentReader::~ContentReader() = default;
 
+// ISA-L forgets a header's checksum where the input ends within the header: the buffer is filled up
+// first.
 void ContentReader::start_inflating() {
   Input& in = *input_;
+  auto& left = in.stream.avail_in;
+  std::copy_n(in.stream.next_in, left, in.buffer.data());
+  in.stream.next_in = in.buffer.data();
+  while (left < in.buffer.size()) {
+    const size_t n = read_file(in.buffer.data() + left, in.buffer.size() - left);
+    if (n == 0) break;
+    left += static_cast<uint32_t>(n);
+  }
+  if (in.inflating && !in.starts_gzip()) {
+    fail(offset_, "bytes follow that are no gzip member", "copy or download the file again");
+  }
   ::isal_inflate_reset(&in.stream);
   const bool raw = options_.packing == ContentOptions::Packing::deflate;
   in.stream.crc_flag = raw ? ISAL_DEFLATE : ISAL_GZIP;

@@ -87,7 +87,8 @@ void send_until(httplib::Response& response, const std::string& content, size_t 
 class Download : public testing::Test {
  protected:
   Download() {
-    for (int i = 0; i < 300'000; ++i) content_ += static_cast<char>(static_cast<uint32_t>(i) * static_cast<uint32_t>(i) >> 7);
+    for (int i = 0; i < 300'000; ++i)
+      content_ += static_cast<char>(static_cast<uint32_t>(i) * static_cast<uint32_t>(i) >> 7);
     options_.first_pause = 1ms;
   }
 

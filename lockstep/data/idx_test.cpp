@@ -135,6 +135,36 @@ TEST_F(Idx, DamagedGzip) {
   EXPECT_THAT(complaint_about(method), HasSubstr("unknown compression method"));
 }
 
+/// gzip's member with a checksum of its header, and a name of this many bytes.
+std::string with_header(const std::string& content, size_t name_bytes) {
+  const std::string member = deflated(content);
+  std::string header = member.substr(0, 10);
+  header[3] = 2 | (name_bytes > 0 ? 8 : 0);
+  if (name_bytes > 0) header += std::string(name_bytes, 'n') + '\0';
+  const auto* bytes = reinterpret_cast<const Bytef*>(header.data());
+  const uint32_t checksum = crc32_z(0, bytes, header.size());
+  for (const int shift : {0, 8}) header += static_cast<char>(checksum >> shift);
+  return header + member.substr(10);
+}
+
+TEST_F(Idx, GzipHeadersAcrossTheReadersBuffer) {
+  const std::string content = idx(8, {2, 3}, "abcdef");
+  constexpr size_t kBuffer = 1 << 18;
+  const std::string first = content.substr(0, 9), second = content.substr(9);
+  const size_t rest = with_header(first, 1).size() - 1;
+  for (const size_t before : {1, 3, 9, 11}) {
+    const auto members = with_header(first, kBuffer - before - rest) + with_header(second, 0);
+    EXPECT_EQ(load_idx(write(members)).numel(), 6) << before;
+  }
+}
+
+TEST_F(Idx, BytesAfterAGzipMember) {
+  const std::string whole = deflated(idx(8, {2}, "ab"));
+  for (const std::string after : {"x", "garbage", "garbage that is longer than a header"}) {
+    EXPECT_THAT(complaint_about(whole + after), HasSubstr("bytes follow that are no gzip member"));
+  }
+}
+
 TEST_F(Idx, TrailingBytes) {
   EXPECT_THAT(complaint_about(idx(8, {2}, "abc")),
               HasSubstr("byte 10: more bytes follow; expected the end of the file"));

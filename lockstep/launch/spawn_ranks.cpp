@@ -63,9 +63,10 @@ void tell_role(Role role, int nprocs, const SpawnCall& call) {
   }
 }
 
-int64_t next_call() {
-  static std::atomic<int64_t> calls{0};
-  return ++calls;
+/// How often this process has called.
+std::atomic<int64_t>& calls() {
+  static std::atomic<int64_t> number{0};
+  return number;
 }
 
 std::vector<std::string> own_command_line() {
@@ -158,12 +159,15 @@ void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, 
     number = 1;  // another command line, another way through the program
   }
   const bool forks = call.body && forks_can_go_on();
-  // A fork has made the calls that we have made.
-  if (forks) ++number;
   const TemporaryDirectory folder("lockstep-spawn");
   for (int i = 0; i < nprocs; ++i) {
     plan.workers.push_back(worker_plan(layout, i, number, argv, folder.path()));
-    if (forks) plan.workers.back().body = call.body;
+    if (forks) {
+      plan.workers.back().body = [&call, number] {
+        calls() = number - 1;  // As in a program that was executed, this call is the next one.
+        return call.body();
+      };
+    }
     // What is not shown comes to us, who drop it, as in `lockstep run`.
     plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
   }
@@ -178,7 +182,7 @@ void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, 
 }  // namespace
 
 SpawnRole spawn_ranks(int nprocs, const SpawnOptions& options, const SpawnCall& call) {
-  const auto number = next_call();
+  const int64_t number = ++calls();
   const auto role = role_in(number, call);
   tell_role(role, nprocs, call);
   if (role == Role::parent) run_parent(nprocs, options, call, number);

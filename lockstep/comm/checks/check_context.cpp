@@ -38,6 +38,10 @@ std::string left_key(int rank) {
   return "left/" + std::to_string(rank);
 }
 
+std::string gone_key(int rank) {
+  return "gone/" + std::to_string(rank);
+}
+
 /// PrefixStore tells its prefix to its heirs only.
 struct PrefixReader : c10d::PrefixStore {
   static const std::string& prefix(const c10d::PrefixStore& store) {
@@ -185,6 +189,26 @@ std::optional<int64_t> CheckContext::steps_when_left(int rank) {
   return parse_int(store().get_to_str(left_key(rank)));
 }
 
+void CheckContext::tell_gone(int rank, const Gone& gone) noexcept {
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(gone_key(rank), std::to_string(gone.calls) + " " + gone.text);
+    store->add("gone", 1);
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::optional<CheckContext::Gone> CheckContext::gone(int rank) {
+  const QuietNativeLog quiet;
+  if (!store().check({gone_key(rank)})) return std::nullopt;
+  const std::string word = store().get_to_str(gone_key(rank));
+  const size_t space = word.find(' ');
+  if (space == std::string::npos) return std::nullopt;
+  return Gone{parse_int(word.substr(0, space)).value_or(0), word.substr(space + 1)};
+}
+
 std::vector<int> CheckContext::unannounced() {
   std::vector<int> missing;
   for (int rank : others())
@@ -226,12 +250,15 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   std::vector<int> result;
   for (int rank : ranks) {
     std::string identity;
+    bool told = false;
     try {
       identity = identity_of(rank);
+      told = expects_gone_ && process_state(identity) == ProcessState::unknown && any_gone() &&
+             gone(rank).has_value();
     } catch (const std::exception&) {
       identity = known_identity(rank);
     }
-    if (process_state(identity) == ProcessState::ended) result.push_back(rank);
+    if (told || process_state(identity) == ProcessState::ended) result.push_back(rank);
   }
   return result;
 }

@@ -74,6 +74,20 @@ class CheckContext {
   /// What another rank told so. None when it told nothing. Asks the store.
   std::optional<int64_t> steps_when_left(int rank);
 
+  /// What is told of a rank that has ended or left, by one that sees it from its own host.
+  struct Gone {
+    int64_t calls = 0;  ///< It makes no more collectives of the group than these.
+    std::string text;   ///< "rank 3 (process 4711) has ended"
+  };
+  /// Tells the other hosts of it. As `tell_failed`.
+  void tell_gone(int rank, const Gone& gone) noexcept;
+  /// Whether any was told of. Asks the store.
+  bool any_gone() { return read_number("gone") > 0; }
+  /// What was told of the rank, if anything. Asks the store.
+  std::optional<Gone> gone(int rank);
+  /// Each host's ranks are told of so. `ended` then looks for it.
+  void expect_to_be_told() { expects_gone_ = true; }
+
   /// Why the group is of no more use, as seen by a watch over it that uses other means.
   struct Failure {
     bool timed_out = false;  ///< Else a rank was lost.
@@ -91,8 +105,8 @@ class CheckContext {
   /// Reads the other ranks' announcements, which must be there: a rank whose end takes the store
   /// with it can then still be named.
   void remember_identities();
-  /// Of `ranks`, those whose process has ended, as far as it can be seen from this host. Asks the
-  /// store for identities that it does not know yet. Never throws.
+  /// Of `ranks`, those whose process has ended, as far as it can be seen from this host or was told
+  /// by theirs. Asks the store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
   /// "rank 1 (process 4711)".
@@ -109,6 +123,7 @@ class CheckContext {
 
   const c10::intrusive_ptr<c10d::Store> shared_store_;
   const bool over_tcp_;
+  std::atomic<bool> expects_gone_{false};
   const int rank_;
   const int size_;
   const RankNames names_;

@@ -217,7 +217,7 @@ void add_output_flags(Cli& cli, RunConfig& config) {
 
 namespace {
 
-/// Who waits shall know what for: each rank is a program of its own, which loads LibTorch.
+/// Who waits shall know what for: each rank sets up its share of the group and reads the data.
 void tell_crowd(const RunConfig& config) {
   constexpr int64_t kWorthTelling = 8;  // A processor starts so many in a few seconds.
   const int processors = usable_processors();

@@ -36,6 +36,16 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   return decode(store.get_to_str(kCause));
 }
 
+/// How a rank went that was told of and does not come to this call.
+std::optional<std::string> gone_before(CheckContext& context, int64_t call) {
+  if (call == 0 || !context.any_gone()) return std::nullopt;
+  for (const int rank : context.others()) {
+    const auto gone = context.gone(rank);
+    if (gone && gone->calls < call) return gone->text;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 Cause FirstFailure::raise(const Cause& cause, const std::string& call) noexcept {
@@ -50,15 +60,27 @@ Cause FirstFailure::raise(const Cause& cause, const std::string& call) noexcept 
 std::optional<Cause> FirstFailure::heard() noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return known_;
-  const auto word = requests_.ask<std::string>(
-      [](CheckContext& context) {
+  const auto answer = requests_.ask<std::optional<Cause>>(
+      [call = call_.load()](CheckContext& context) -> std::optional<Cause> {
         const QuietNativeLog quiet;
         c10d::Store& store = context.store();
-        return store.check({kCause}) ? store.get_to_str(kCause) : std::string();
+        if (store.check({kCause})) return decode(store.get_to_str(kCause));
+        if (const auto gone = gone_before(context, call))
+          return tell(context, {false, *gone}, "group '" + context.group() + "':");
+        return std::nullopt;
       },
       kLook);
-  if (word && !word->empty()) known_ = decode(*word);
+  if (answer && *answer) known_ = *answer;
   return known_;
+}
+
+void FirstFailure::tell_gone(int rank, const CheckContext::Gone& gone) noexcept {
+  requests_.ask<bool>(
+      [rank, gone](CheckContext& context) {
+        context.tell_gone(rank, gone);
+        return true;
+      },
+      kTell);
 }
 
 }  // namespace lockstep::hierarchical

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,12 +26,20 @@ class FirstFailure {
   /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
   /// that this rank failed in `call`. From then on the store is asked no more.
   Cause raise(const Cause& cause, const std::string& call) noexcept;
-  /// What was told, if anything. Asks the store.
+  /// What was told, if anything. Also that a rank of another host is gone which has not come to the
+  /// present call: this is told as a failure then. Asks the store.
   std::optional<Cause> heard() noexcept;
+
+  /// The number of the call that this rank makes; 0 between calls.
+  void set_call(int64_t call) noexcept { call_ = call; }
+  bool has_call() const noexcept { return call_ > 0; }
+  /// Tells the other hosts of a rank of this one.
+  void tell_gone(int rank, const CheckContext::Gone& gone) noexcept;
 
  private:
   std::mutex mutex_;
   std::optional<Cause> known_;
+  std::atomic<int64_t> call_{0};
   StoreRequests requests_;
 };
 

@@ -134,7 +134,11 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
   form_between(options);
-  if (lifeline_) lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); });
+  seen_gone_.resize(static_cast<size_t>(group_.size()));
+  checks_->expect_to_be_told();
+  if (lifeline_)
+    lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); },
+                     [this] { look_around(); });
   checks_->set_lookout([this] { return failure(); });  // Last: the checks outlive a failed start.
 }
 
@@ -180,6 +184,10 @@ Hierarchy::~Hierarchy() {
 
 void Hierarchy::run(const shm::Call& call, milliseconds timeout,
                     const std::function<void()>& body) {
+  struct Ends {
+    FirstFailure& failure;
+    ~Ends() { failure.set_call(0); }
+  } const ends{first_failure_};
   call_ = &call;
   timeout_ = timeout;
   first_step_ = true;
@@ -219,6 +227,8 @@ void Hierarchy::run_local(shm::Plan& plan) {
 void Hierarchy::give_hash(SmallData* data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
+  first_failure_.set_call(static_cast<int64_t>(
+      group_.segment().record(layout_.local).calls.load(std::memory_order_relaxed)));
   step([&](std::byte* slot) {
     std::memcpy(slot, &hash, sizeof(hash));
     if (data) data->give(slot + sizeof(hash));
@@ -379,6 +389,37 @@ void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
   } catch (const std::exception& error) {
     log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
   }
+}
+
+// On the lifeline's thread, too. This rank may wait for a message and the others for a call that a
+// rank of this host does not come to any more; or this host for one of another.
+void Hierarchy::look_around() noexcept {
+  try {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (rank != layout_.local && group_.gone(rank)) tell_gone(rank);
+    }
+    // Who has told of one hears here what became of it, also when this rank makes no call.
+    if (!first_failure_.has_call() && !has_told_gone_) return;
+    const auto cause = first_failure_.heard();
+    if (!cause) return;
+    condemn(*cause);
+    if (leaders_) leaders_->interrupt();
+  } catch (const std::exception& error) {
+    log_debug(std::string("looking for ranks that are gone: ") + error.what());
+  }
+}
+
+void Hierarchy::tell_gone(int rank) {
+  // Ranks leave about together: who is seen gone for a second only is worth a word.
+  constexpr int kTicks = 4;
+  if (++seen_gone_[static_cast<size_t>(rank)] != kTicks) return;
+  const auto& record = group_.segment().record(rank);
+  const bool left = record.state.load(std::memory_order_acquire) == shm::RankState::left;
+  const auto calls = static_cast<int64_t>(record.calls.load(std::memory_order_acquire));
+  // One that was killed may have been in its last call.
+  const int group_rank = layout_.mine()[static_cast<size_t>(rank)];
+  first_failure_.tell_gone(group_rank, {left ? calls : calls - 1, group_.how_it_went(rank)});
+  has_told_gone_ = true;
 }
 
 void Hierarchy::condemn(const Cause& cause) noexcept {

@@ -56,6 +56,8 @@ class SmallData {
 /// 3. When no rank of a host is left to tell anything, the Lifeline notices it, whatever the other
 ///    ranks are doing. So `checks` learn of each failure, for the waits of the group that is not
 ///    ours.
+/// 4. When a rank of a host is gone while its leader makes no call, the leader tells the other
+///    hosts, after a second. A call there fails if that rank has not come to it.
 class Hierarchy {
  public:
   /// Forms the groups: blocks until all have come. `checks`: see FirstFailure. They get a lookout.
@@ -134,6 +136,8 @@ class Hierarchy {
   std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;
   void form_between(const BackendOptions& options);
   void lost(const Lifeline::Break& broken) noexcept;
+  void look_around() noexcept;
+  void tell_gone(int rank);
   std::string how_lost(int host, const std::string& why) const;
   void condemn(const Cause& cause) noexcept;
 
@@ -148,6 +152,9 @@ class Hierarchy {
   /// meanwhile.
   std::unique_ptr<Lifeline> lifeline_;
   shm::SharedGroup group_;
+  // The lifeline's thread only.
+  std::vector<int> seen_gone_;  ///< By rank of this host: how often.
+  bool has_told_gone_ = false;
   c10::intrusive_ptr<c10d::Backend> between_;  ///< Null on a rank that it does not need.
   std::unique_ptr<Leaders> leaders_;
 

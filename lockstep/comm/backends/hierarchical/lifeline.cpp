@@ -29,6 +29,7 @@ constexpr char kFarewell = 'F';
 constexpr milliseconds kHello{2'000};
 /// How often one who waits for the others looks for them.
 constexpr milliseconds kLookEvery{50};
+constexpr milliseconds kTick{250};
 constexpr size_t kToken = 32;
 
 /// What one who connects says: that it belongs to the group, and who it is.
@@ -178,10 +179,11 @@ std::optional<Lifeline::Break> Lifeline::broken() {
   return std::nullopt;
 }
 
-void Lifeline::watch(std::function<void(const Break&)> lost) {
+void Lifeline::watch(std::function<void(const Break&)> lost, std::function<void()> tick) {
   wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_) throw SystemError("eventfd", errno);
   lost_ = std::move(lost);
+  tick_ = std::move(tick);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -189,8 +191,11 @@ void Lifeline::run() {
   std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
   for (const auto& connection : connections_) polled.push_back({connection.get(), POLLIN, 0});
   while (true) {
-    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
+    const int ready = poll(polled.data(), polled.size(), static_cast<int>(kTick.count()));
+    if (ready < 0 && errno != EINTR) return;
     if (polled[0].revents != 0) return;
+    tick_();
+    if (ready <= 0) continue;
     for (size_t host = 0; host < connections_.size(); ++host) {
       auto& entry = polled[host + 1];
       if (entry.fd < 0 || entry.revents == 0) continue;

@@ -42,9 +42,9 @@ class Lifeline {
   /// One that is broken by now. Not after `watch`.
   std::optional<Break> broken();
   /// Once: from now on calls `lost`, on a thread that it starts, for each connection that breaks or
-  /// is broken already.
-  void watch(std::function<void(const Break&)> lost);
-  /// Ends the thread, after a call of `lost` that it is in, and the connections. `farewell`: the
+  /// is broken already, and `tick` four times a second.
+  void watch(std::function<void(const Break&)> lost, std::function<void()> tick);
+  /// Ends the thread, after a call of these that it is in, and the connections. `farewell`: the
   /// others are not to take it for a loss. Later calls do nothing.
   void close(bool farewell) noexcept;
 
@@ -64,6 +64,7 @@ class Lifeline {
   std::vector<UnforkedFd> connections_;  ///< By host; null: its own, ended or never made.
   UniqueFd wake_;
   std::function<void(const Break&)> lost_;
+  std::function<void()> tick_;
   std::thread thread_;
 };
 

@@ -47,10 +47,12 @@ Lines joined(int hosts) {
 class Losses {
  public:
   void watch(Lifeline& line) {
-    line.watch([this](const Lifeline::Break& broken) {
-      const std::lock_guard lock(mutex_);
-      whys_[broken.host] = broken.why;
-    });
+    line.watch(
+        [this](const Lifeline::Break& broken) {
+          const std::lock_guard lock(mutex_);
+          whys_[broken.host] = broken.why;
+        },
+        [] {});
   }
   std::map<int, std::string> all() const {
     const std::lock_guard lock(mutex_);
