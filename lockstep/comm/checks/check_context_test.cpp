@@ -83,6 +83,27 @@ TEST(CheckContext, AStoreThatWasLostIsNotTriedAgainByEveryCaller) {
   EXPECT_LT(Clock::now() - before, seconds(1));
 }
 
+TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto context = [&](int rank) {
+    auto made = std::make_shared<CheckContext>(store, rank, 3, RankNames{}, "default", seconds(60));
+    made->connect();
+    return made;
+  };
+  // Rank 1 is of another host: this one cannot see its process.
+  const auto here = context(0), host_of_rank_1 = context(2);
+  here->expect_to_be_told();
+  EXPECT_FALSE(here->any_gone());
+  EXPECT_TRUE(here->ended({1, 2}).empty());
+  host_of_rank_1->tell_gone(1, {12, "rank 1 (process 4711) has ended"});
+  EXPECT_TRUE(here->any_gone());
+  EXPECT_EQ(here->ended({1, 2}), std::vector<int>{1});
+  ASSERT_TRUE(here->gone(1));
+  EXPECT_EQ(here->gone(1)->calls, 12);
+  EXPECT_EQ(here->gone(1)->text, "rank 1 (process 4711) has ended");
+  EXPECT_FALSE(here->gone(2));
+}
+
 TEST(CheckContext, ALookoutIsAskedUntilItIsReplaced) {
   auto context = std::make_shared<CheckContext>(c10::make_intrusive<c10d::HashStore>(), 0, 2,
                                                 RankNames{}, "default", seconds(60));
