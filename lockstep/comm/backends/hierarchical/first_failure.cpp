@@ -58,13 +58,21 @@ Cause FirstFailure::raise(const Cause& cause, const std::string& call) noexcept 
 }
 
 std::optional<Cause> FirstFailure::heard() noexcept {
+  return ask(/*only_missed=*/false);
+}
+
+std::optional<Cause> FirstFailure::missed() noexcept {
+  return ask(/*only_missed=*/true);
+}
+
+std::optional<Cause> FirstFailure::ask(bool only_missed) noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return known_;
   const auto answer = requests_.ask<std::optional<Cause>>(
-      [call = call_.load()](CheckContext& context) -> std::optional<Cause> {
+      [call = call_.load(), only_missed](CheckContext& context) -> std::optional<Cause> {
         const QuietNativeLog quiet;
         c10d::Store& store = context.store();
-        if (store.check({kCause})) return decode(store.get_to_str(kCause));
+        if (!only_missed && store.check({kCause})) return decode(store.get_to_str(kCause));
         if (const auto gone = gone_before(context, call))
           return tell(context, {false, *gone}, "group '" + context.group() + "':");
         return std::nullopt;

@@ -26,9 +26,11 @@ class FirstFailure {
   /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
   /// that this rank failed in `call`. From then on the store is asked no more.
   Cause raise(const Cause& cause, const std::string& call) noexcept;
-  /// What was told, if anything. Also that a rank of another host is gone which has not come to the
-  /// present call: this is told as a failure then. Asks the store.
+  /// What was told, if anything, and what `missed` says. Asks the store.
   std::optional<Cause> heard() noexcept;
+  /// That a rank of another host is gone which has not come to the present call. This is told as a
+  /// failure then. Asks the store.
+  std::optional<Cause> missed() noexcept;
 
   /// The number of the call that this rank makes; 0 between calls.
   void set_call(int64_t call) noexcept { call_ = call; }
@@ -37,6 +39,8 @@ class FirstFailure {
   void tell_gone(int rank, const CheckContext::Gone& gone) noexcept;
 
  private:
+  std::optional<Cause> ask(bool only_missed) noexcept;
+
   std::mutex mutex_;
   std::optional<Cause> known_;
   std::atomic<int64_t> call_{0};

@@ -398,9 +398,14 @@ void Hierarchy::look_around() noexcept {
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (rank != layout_.local && group_.gone(rank)) tell_gone(rank);
     }
-    // Who has told of one hears here what became of it, also when this rank makes no call.
-    if (!first_failure_.has_call() && !has_told_gone_) return;
-    const auto cause = first_failure_.heard();
+    // Who waits in a call of its own host knows best whom it waits for: nothing else ends that. Who
+    // has told of one hears what became of it, also when this rank makes no call.
+    std::optional<Cause> cause;
+    if (first_failure_.has_call()) {
+      cause = first_failure_.missed();
+    } else if (has_told_gone_) {
+      cause = first_failure_.heard();
+    }
     if (!cause) return;
     condemn(*cause);
     if (leaders_) leaders_->interrupt();
