@@ -194,7 +194,8 @@ void CheckContext::tell_gone(int rank, const Gone& gone) noexcept {
   if (!store) return;
   const QuietNativeLog quiet;
   try {
-    store->set(gone_key(rank), std::to_string(gone.calls) + " " + gone.text);
+    store->set(gone_key(rank),
+               (gone.ended ? "E" : "L") + std::to_string(gone.calls) + " " + gone.text);
     store->add("gone", 1);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
@@ -206,7 +207,8 @@ std::optional<CheckContext::Gone> CheckContext::gone(int rank) {
   const std::string word = store().get_to_str(gone_key(rank));
   const size_t space = word.find(' ');
   if (space == std::string::npos) return std::nullopt;
-  return Gone{parse_int(word.substr(0, space)).value_or(0), word.substr(space + 1)};
+  return Gone{word[0] == 'E', parse_int(word.substr(1, space - 1)).value_or(0),
+              word.substr(space + 1)};
 }
 
 std::vector<int> CheckContext::unannounced() {
@@ -247,19 +249,28 @@ std::string CheckContext::identity_of(int rank) {
 
 std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   const QuietNativeLog quiet;
-  std::vector<int> result;
+  std::vector<int> result, unseen;
   for (int rank : ranks) {
     std::string identity;
-    bool told = false;
     try {
       identity = identity_of(rank);
-      told = expects_gone_ && process_state(identity) == ProcessState::unknown && any_gone() &&
-             gone(rank).has_value();
     } catch (const std::exception&) {
       identity = known_identity(rank);
     }
-    if (told || process_state(identity) == ProcessState::ended) result.push_back(rank);
+    const ProcessState state = process_state(identity);
+    if (state == ProcessState::ended) result.push_back(rank);
+    if (state == ProcessState::unknown) unseen.push_back(rank);
   }
+  if (!expects_gone_ || unseen.empty()) return result;
+  try {
+    if (!any_gone()) return result;
+    for (int rank : unseen) {
+      const auto told = gone(rank);
+      if (told && told->ended) result.push_back(rank);
+    }
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+  std::sort(result.begin(), result.end());
   return result;
 }
 

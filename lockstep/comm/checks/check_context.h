@@ -76,8 +76,9 @@ class CheckContext {
 
   /// What is told of a rank that has ended or left, by one that sees it from its own host.
   struct Gone {
-    int64_t calls = 0;  ///< It makes no more collectives of the group than these.
-    std::string text;   ///< "rank 3 (process 4711) has ended"
+    bool ended = false;  ///< Its process has ended; else it has left the group.
+    int64_t calls = 0;   ///< It makes no more collectives of the group than these.
+    std::string text;    ///< "rank 3 (process 4711) has ended"
   };
   /// Tells the other hosts of it. As `tell_failed`.
   void tell_gone(int rank, const Gone& gone) noexcept;
@@ -85,7 +86,7 @@ class CheckContext {
   bool any_gone() { return read_number("gone") > 0; }
   /// What was told of the rank, if anything. Asks the store.
   std::optional<Gone> gone(int rank);
-  /// Each host's ranks are told of so. `ended` then looks for it.
+  /// Each host's ranks are told of so. `ended` then looks for those whose process has.
   void expect_to_be_told() { expects_gone_ = true; }
 
   /// Why the group is of no more use, as seen by a watch over it that uses other means.

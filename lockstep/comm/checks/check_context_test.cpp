@@ -95,8 +95,10 @@ TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
   here->expect_to_be_told();
   EXPECT_FALSE(here->any_gone());
   EXPECT_TRUE(here->ended({1, 2}).empty());
-  host_of_rank_1->tell_gone(1, {12, "rank 1 (process 4711) has ended"});
+  host_of_rank_1->tell_gone(1, {false, 12, "rank 1 (process 4711) has closed the group"});
   EXPECT_TRUE(here->any_gone());
+  EXPECT_TRUE(here->ended({1, 2}).empty()) << "who left may live";
+  host_of_rank_1->tell_gone(1, {true, 12, "rank 1 (process 4711) has ended"});
   EXPECT_EQ(here->ended({1, 2}), std::vector<int>{1});
   ASSERT_TRUE(here->gone(1));
   EXPECT_EQ(here->gone(1)->calls, 12);

@@ -395,15 +395,20 @@ void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
 // rank of this host does not come to any more; or this host for one of another.
 void Hierarchy::look_around() noexcept {
   try {
+    const auto calls_of = [&](int rank) {
+      return group_.segment().record(rank).calls.load(std::memory_order_relaxed);
+    };
+    bool others_wait = false;
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (rank != layout_.local && group_.gone(rank)) tell_gone(rank);
+      others_wait = others_wait || calls_of(rank) > calls_of(layout_.local);
     }
-    // Who waits in a call of its own host knows best whom it waits for: nothing else ends that. Who
-    // has told of one hears what became of it, also when this rank makes no call.
+    // Who waits in a call of its own host knows best whom it waits for: nothing else ends that. A
+    // rank that makes no call hears for those that do, and of what became of its own word.
     std::optional<Cause> cause;
     if (first_failure_.has_call()) {
       cause = first_failure_.missed();
-    } else if (has_told_gone_) {
+    } else if (has_told_gone_ || others_wait) {
       cause = first_failure_.heard();
     }
     if (!cause) return;
@@ -423,7 +428,7 @@ void Hierarchy::tell_gone(int rank) {
   const auto calls = static_cast<int64_t>(record.calls.load(std::memory_order_acquire));
   // One that was killed may have been in its last call.
   const int group_rank = layout_.mine()[static_cast<size_t>(rank)];
-  first_failure_.tell_gone(group_rank, {left ? calls : calls - 1, group_.how_it_went(rank)});
+  first_failure_.tell_gone(group_rank, {!left, left ? calls : calls - 1, group_.how_it_went(rank)});
   has_told_gone_ = true;
 }
 

@@ -190,12 +190,18 @@ void Lifeline::watch(std::function<void(const Break&)> lost, std::function<void(
 void Lifeline::run() {
   std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
   for (const auto& connection : connections_) polled.push_back({connection.get(), POLLIN, 0});
+  auto next_tick = Clock::now() + kTick;
   while (true) {
-    const int ready = poll(polled.data(), polled.size(), static_cast<int>(kTick.count()));
+    const int ready = poll(polled.data(), polled.size(),
+                           static_cast<int>(std::max<int64_t>(0, time_left(next_tick).count())));
     if (ready < 0 && errno != EINTR) return;
-    if (polled[0].revents != 0) return;
-    tick_();
-    if (ready <= 0) continue;
+    if (ready > 0 && polled[0].revents != 0) return;
+    if (ready <= 0) {
+      if (Clock::now() < next_tick) continue;
+      next_tick = Clock::now() + kTick;
+      tick_();
+      continue;
+    }
     for (size_t host = 0; host < connections_.size(); ++host) {
       auto& entry = polled[host + 1];
       if (entry.fd < 0 || entry.revents == 0) continue;
