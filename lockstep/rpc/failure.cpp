@@ -2,7 +2,9 @@
 
 #include <cxxabi.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <typeinfo>
 
@@ -65,8 +67,12 @@ std::exception_ptr local_failure(const std::exception_ptr& error, const std::str
                      "is the function that slow, or does it wait for something? The "
                      "call's time-out is that of its Destination, else Options::timeout"));
   }
-  if (is_lost(kind) || text.find("pipe closed") != std::string::npos ||
-      text.find("eof") != std::string::npos || text.find("EOF") != std::string::npos) {
+  // TensorPipe's words. The last one is that of its channel which reads the other process's memory.
+  constexpr const char* kLost[] = {"pipe closed", "eof", "EOF", "No such process"};
+  const bool is_gone = std::any_of(std::begin(kLost), std::end(kLost), [&](const char* words) {
+    return text.find(words) != std::string::npos;
+  });
+  if (is_lost(kind) || is_gone) {
     return std::make_exception_ptr(
         PeerLostError(what + ": lost the worker (" + failure_text(error) + ")"));
   }

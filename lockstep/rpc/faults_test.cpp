@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <stdexcept>
+#include <string>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/rpc.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"
@@ -71,6 +74,18 @@ TEST(RpcFaults, ADeadWorkerFailsPendingCallsAtOnceAndHoldsNobodyUp) {
                 }
               },
               {.timeout = 600s});
+}
+
+TEST(RpcFaults, TensorPipesWordsForADeadWorkerMeanThatItIsLost) {
+  for (const std::string words :
+       {"pipe closed (this error originated at tensorpipe/core/pipe_impl.cc:356)",
+        "eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
+        "process_vm_readv: No such process (this error originated at "
+        "tensorpipe/channel/cma/context_impl.cc:60)"}) {
+    const auto error = detail::decode_failure(std::make_exception_ptr(std::runtime_error(words)),
+                                              "rpc: 'f' on worker 'w'", "");
+    EXPECT_THROW(std::rethrow_exception(error), PeerLostError) << words;
+  }
 }
 
 TEST(RpcFaults, ALateOrCancelledCallEndsAndTheNextWork) {
