@@ -160,6 +160,7 @@ void Worker::join_others(Store store) {
   transport_->add_worker(id_, name_, transport_->address());
   const Clock::time_point deadline = Clock::now() + timeout_;
   int found = 0;
+  std::vector<std::string> failures;
   // Those with higher numbers come later, and tell this one.
   for (int id = 0; id < id_; ++id) {
     const std::string key = "address/" + std::to_string(id);
@@ -176,16 +177,18 @@ void Worker::join_others(Store store) {
           send_call_to(id, joined_function().signature(),
                        JoinedFunction::pack(id_, name_, transport_->address()), timeout_);
       taken = !Value<bool>::from(told->value({}));
-    } catch (const PeerLostError&) {
-      continue;
-    } catch (const CommError&) {  // Nobody is at its address.
+    } catch (const CommError& error) {  // It was lost, or nobody is at its address.
+      const std::string text = error.what();
+      failures.push_back(text.substr(0, text.find('\n')));
       continue;
     }
     if (taken) throw UsageError("rpc::join: the name '" + name_ + "' is another worker's");
     peers_.watch(id, name);
     ++found;
   }
-  if (found == 0) throw PeerLostError("rpc::join: no worker of the group is there any more");
+  if (found > 0) return;
+  throw PeerLostError("rpc::join: no worker of the group is there any more [" +
+                      join(failures, "; ") + "]");
 }
 
 bool Worker::add_joined(int id, const std::string& name, const std::string& address) {
