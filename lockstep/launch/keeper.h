@@ -24,7 +24,8 @@ struct ProcessPlan {
   std::vector<int> processors = {};  ///< That it may run on; empty: those that we may.
   bool inherit_stdin = false;        ///< It reads what we would; else /dev/null.
   /// Called in a fork of this process in place of executing `file`. Its result is the exit code.
-  /// It sees `argv` and `env` as its own, and must not throw. Only where `forks_can_go_on`.
+  /// It sees `env` as its own and this process's command line, and must not throw. Only where
+  /// `forks_can_go_on`.
   std::function<int()> body = {};
 };
 

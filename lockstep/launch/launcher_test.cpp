@@ -52,6 +52,13 @@ class LauncherTest : public testing::Test {
     }
     return true;
   }
+  static void expect_its_end(pid_t pid) {
+    const auto limit = Clock::now() + std::chrono::seconds(20);
+    while (kill(pid, 0) == 0 && Clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    EXPECT_NE(kill(pid, 0), 0) << "process " << pid << " still lives";
+  }
   static std::string failure(const LaunchPlan& plan, int code) {
     try {
       launch(plan);
@@ -199,14 +206,8 @@ TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
   ASSERT_TRUE(wait_for("a") && wait_for("b"));
   kill(launcher, SIGKILL);
   waitpid(launcher, nullptr, 0);
+  for (const char* name : {"a", "b"}) expect_its_end(std::stoi(content(name)));
   const auto limit = Clock::now() + std::chrono::seconds(10);
-  for (const char* name : {"a", "b"}) {
-    const pid_t pid = std::stoi(content(name));
-    while (kill(pid, 0) == 0 && Clock::now() < limit) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    EXPECT_NE(kill(pid, 0), 0) << "process " << pid << " still lives";
-  }
   while (fs::exists(scratch) && Clock::now() < limit) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
@@ -233,12 +234,7 @@ TEST_F(LauncherTest, NorIfACopyOfTheLauncherLives) {
   ASSERT_TRUE(wait_for("copy"));
   kill(launcher, SIGKILL);
   waitpid(launcher, nullptr, 0);
-  const auto limit = Clock::now() + std::chrono::seconds(10);
-  const pid_t worker = std::stoi(content("b"));
-  while (kill(worker, 0) == 0 && Clock::now() < limit) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  EXPECT_NE(kill(worker, 0), 0) << "worker " << worker << " still lives";
+  expect_its_end(std::stoi(content("b")));
   kill(std::stoi(content("copy")), SIGKILL);
 }
 
@@ -412,11 +408,7 @@ TEST_F(LauncherTest, ABodyEndsWithALauncherThatIsKilled) {
   const pid_t body = std::stoi(content("pid"));
   kill(launcher, SIGKILL);
   ASSERT_EQ(waitpid(launcher, nullptr, 0), launcher);
-  const auto limit = Clock::now() + std::chrono::seconds(20);
-  while (kill(body, 0) == 0 && Clock::now() < limit) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  EXPECT_NE(kill(body, 0), 0);
+  expect_its_end(body);
 }
 
 TEST(Forks, CanGoOnWithoutOtherThreadsAndWithoutAPlaceOfOpenMp) {

@@ -8,27 +8,17 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "tests/support/message_of.h"
 #include "tests/support/mpi_test_ranks.h"
 #include "tests/support/watched_calls.h"
 
 namespace lockstep::mpi::testing {
 namespace {
 
+using lockstep::testing::message_of;
 using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
-
-template <class E, class Call>
-std::string text_of(Call call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another exception: ") + error.what();
-  }
-  return "no exception";
-}
 
 /// Waits until every rank of the job has come here, over the store.
 void meet(const std::string& where) {
@@ -250,7 +240,7 @@ TEST_F(Ranks, AMessageOfAnotherSizeIsAnErrorOfItsReceiver) {
       mpi->send(out, 1, 5)->wait();
     } else if (rank() == 1) {
       Tensors in{at::ones({5})};
-      const std::string text = text_of<MismatchError>([&] { mpi->recv(in, 0, 5)->wait(); });
+      const std::string text = message_of<MismatchError>([&] { mpi->recv(in, 0, 5)->wait(); });
       EXPECT_THAT(text, HasSubstr("recv"));
       EXPECT_THAT(text, AnyOf(HasSubstr("got 3 elements from rank 0, expected 5"),
                               HasSubstr("more data than fits its tensor, expected 5")));
@@ -263,7 +253,7 @@ TEST_F(Ranks, AReceiveThatNobodySendsToTimesOutAndHarmsNothing) {
   mpi->setTimeout(std::chrono::milliseconds(100));
   Tensors in{at::zeros({5})};
   const std::string text =
-      text_of<std::runtime_error>([&] { mpi->recv(in, (rank() + 1) % size(), 6)->wait(); });
+      message_of<std::runtime_error>([&] { mpi->recv(in, (rank() + 1) % size(), 6)->wait(); });
   EXPECT_THAT(text, HasSubstr("recv"));
   EXPECT_THAT(text, HasSubstr("timed out after 0.1 s"));
   mpi->setTimeout(std::chrono::seconds(60));
@@ -281,9 +271,9 @@ TEST_F(Ranks, ACollectiveWithoutAllRanksTimesOutAndTheGroupSaysSoFromThenOn) {
     c10d::AllreduceOptions options;
     options.timeout = std::chrono::milliseconds(200);
     const std::string text =
-        text_of<std::runtime_error>([&] { group->allreduce(tensors, options)->wait(); });
+        message_of<std::runtime_error>([&] { group->allreduce(tensors, options)->wait(); });
     EXPECT_THAT(text, HasSubstr("all_reduce, collective 1 of group 'late', timed out after 0.2 s"));
-    EXPECT_THAT(text_of<CommError>([&] { group->barrier({})->wait(); }),
+    EXPECT_THAT(message_of<CommError>([&] { group->barrier({})->wait(); }),
                 HasSubstr("the group has failed: all_reduce"));
   }
   meet("late");
@@ -299,7 +289,7 @@ TEST_F(Ranks, AShortWaitLeavesTheWorkGoingOn) {
   Tensors sum{at::ones({4})};
   if (rank() == 0) {
     auto work = mpi->allreduce(sum, {});
-    EXPECT_THAT(text_of<TimeoutError>([&] { work->wait(std::chrono::milliseconds(50)); }),
+    EXPECT_THAT(message_of<TimeoutError>([&] { work->wait(std::chrono::milliseconds(50)); }),
                 HasSubstr("is not finished after 0.05 s; it goes on"));
     meet("short wait");
     work->wait();
@@ -330,14 +320,14 @@ TEST_F(Ranks, MisuseIsAnErrorOfThisRankAlone) {
   EXPECT_THROW(mpi->send(one, 0, -1), UsageError);
   // 2^31 elements, which take no memory.
   Tensors huge{at::ones({1}, at::kByte).expand({int64_t{1} << 31})};
-  EXPECT_THAT(text_of<UsageError>([&] { mpi->send(huge, 0, 0); }),
+  EXPECT_THAT(message_of<UsageError>([&] { mpi->send(huge, 0, 0); }),
               HasSubstr("MPI counts to 2147483647"));
 }
 
 TEST_F(Ranks, AClosedGroupSaysSo) {
   auto group = make_group("closed", everyone());
   group->shutdown();
-  EXPECT_THAT(text_of<CommError>([&] { all_reduce(*group, at::ones({1})); }),
+  EXPECT_THAT(message_of<CommError>([&] { all_reduce(*group, at::ones({1})); }),
               HasSubstr("group 'closed' is closed"));
 }
 
@@ -353,7 +343,7 @@ TEST(MpiWorld, RanksThatCallDifferentlyAreNamed) {
   if (world().size() < 2) GTEST_SKIP() << "needs 2 ranks";
   const auto group = world().new_group(everyone(), "mpi");
   at::Tensor tensor = at::ones({world().rank() == 1 ? 5 : 4});
-  EXPECT_THAT(text_of<MismatchError>([&] { group.all_reduce(tensor); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { group.all_reduce(tensor); }),
               HasSubstr("rank 1 called all_reduce(sum) of float32 [5]"));
   at::Tensor after = at::ones({4});
   group.all_reduce(after);
@@ -366,8 +356,8 @@ TEST(MpiWorld, ASendAndAReceiveThatDoNotFitAreNamed) {
   at::Tensor tensor = at::ones({world().rank() == 1 ? 5 : 4});
   const int rank = world().rank();
   if (rank < 2) {
-    const std::string text =
-        text_of<MismatchError>([&] { rank == 0 ? group.send(tensor, 1) : group.recv(tensor, 0); });
+    const std::string text = message_of<MismatchError>(
+        [&] { rank == 0 ? group.send(tensor, 1) : group.recv(tensor, 0); });
     EXPECT_THAT(text, AllOf(HasSubstr("float32 [4]"), HasSubstr("float32 [5]")));
   }
   group.barrier();
@@ -380,7 +370,7 @@ TEST(MpiWorld, ARankThatDoesNotComeIsNamed) {
   at::Tensor tensor = at::ones({4});
   if (world().rank() != 1) {
     group.set_timeout(std::chrono::milliseconds(200));
-    EXPECT_THAT(text_of<TimeoutError>([&] { group.all_reduce(tensor); }), HasSubstr("rank 1"));
+    EXPECT_THAT(message_of<TimeoutError>([&] { group.all_reduce(tensor); }), HasSubstr("rank 1"));
   }
   meet("does not come");
   if (world().rank() == 1) group.all_reduce(tensor);
