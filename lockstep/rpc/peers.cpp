@@ -92,14 +92,16 @@ bool Peers::expects(int rank) const {
   return found == shared_->peers.end() || found->second.state != State::lost;
 }
 
-void Peers::throw_missing(const std::vector<std::string>& missing) const {
-  throw TimeoutError("rpc: shutdown of worker '" + this_worker("rpc: shutdown")->name() +
+void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) const {
+  const std::string what = std::string("rpc: ") + phase.name;
+  throw TimeoutError(what + " of worker '" + this_worker(what.c_str())->name() +
                          "' timed out: it waited for '" + join(missing, "', '") + "'",
-                     "Options::shutdown_timeout is how long it waits");
+                     std::string(phase.limit) + " is how long it waits");
 }
 
 std::map<int, std::string> Peers::meet(const std::string& what, const std::string& value,
-                                       std::chrono::steady_clock::time_point deadline) {
+                                       std::chrono::steady_clock::time_point deadline,
+                                       const Phase& phase) {
   const auto key = [&](int rank) { return what + "/" + std::to_string(rank); };
   store_.set(key(id_), value);
   std::map<int, std::string> came;
@@ -117,7 +119,7 @@ std::map<int, std::string> Peers::meet(const std::string& what, const std::strin
           missing.push_back(names_[static_cast<size_t>(other)]);
         }
       }
-      throw_missing(missing);
+      throw_missing(phase, missing);
     } else {
       pause.sleep();
     }
@@ -129,7 +131,7 @@ void Peers::wait_for_joined(std::chrono::steady_clock::time_point deadline) cons
   for (PollPause pause;; pause.sleep()) {
     const auto here = joined_here();
     if (here.empty()) return;
-    if (std::chrono::steady_clock::now() >= deadline) throw_missing(here);
+    if (std::chrono::steady_clock::now() >= deadline) throw_missing(kShutdown, here);
   }
 }
 

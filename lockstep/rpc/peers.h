@@ -34,11 +34,19 @@ class Peers {
   std::vector<std::string> names() const;
   /// Those that died, or left without the others, and have not come again.
   std::vector<std::string> lost() const;
+  /// In whose course workers wait for each other, and the option that limits it.
+  struct Phase {
+    const char* name;
+    const char* limit;
+  };
+  static constexpr Phase kStart{"start", "Options::timeout"};
+  static constexpr Phase kShutdown{"shutdown", "Options::shutdown_timeout"};
   /// Waits until all ranks that are not lost have come to the same point with the same `what`, each
   /// with a value. Returns the values by rank. Throws TimeoutError with the names of those that
   /// have not come.
   std::map<int, std::string> meet(const std::string& what, const std::string& value,
-                                  std::chrono::steady_clock::time_point deadline);
+                                  std::chrono::steady_clock::time_point deadline,
+                                  const Phase& phase = kShutdown);
   /// Waits until those that joined have left, or are lost. Throws TimeoutError with their names.
   void wait_for_joined(std::chrono::steady_clock::time_point deadline) const;
 
@@ -56,7 +64,8 @@ class Peers {
   bool expects(int rank) const;
   /// Those that came by `join` and have not left; a name twice where two had it.
   std::vector<std::string> joined_here() const;
-  [[noreturn]] void throw_missing(const std::vector<std::string>& missing) const;
+  [[noreturn]] void throw_missing(const Phase& phase,
+                                  const std::vector<std::string>& missing) const;
 
   Store store_;
   const std::vector<std::string> names_;

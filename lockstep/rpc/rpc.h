@@ -91,13 +91,18 @@ class Agent {
 /// - UsageError for a name that is empty, too long (128), or another worker's, for a secret that is
 ///   too short or not the others', and for a second agent in this process: LibTorch keeps the
 ///   references of the first,
-/// - TimeoutError when ranks do not come within the World's time-out.
+/// - TimeoutError when ranks do not come within the World's time-out, or do not answer within
+///   Options::timeout.
 Agent init(const World& world, const std::string& name, const Options& options = {});
 
 /// Makes this process a further worker of a group that `init` has made: it comes later, perhaps in
 /// the place of one that died, whose name it may take. `address`: the group's, from Agent::address.
 /// All that are there know it when this returns, and it them. A dead worker's references and
 /// objects are gone: the new one starts with none.
+///
+/// A process that dies in this call, while it connects, may leave workers deaf: LibTorch's agent
+/// accepts no connection after that, and warns of it. Those that are connected go on. Further ones
+/// cannot reach such a worker.
 ///
 /// The group's ranks shut down when those that joined have left. On one host a group talks over
 /// shared memory: then workers join from that host only. Throws:

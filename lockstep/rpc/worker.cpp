@@ -79,6 +79,11 @@ const JoinedFunction& joined_function() {
   return registered;
 }
 
+const auto& greeted_function() {
+  static const auto registered = function("lockstep.rpc.greeted", [] {});
+  return registered;
+}
+
 // References name their types in messages.
 c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
   return {nullptr, torch::jit::ScriptTypeParser().parseType(name.qualifiedName())};
@@ -153,6 +158,24 @@ void Worker::meet(Store store) {
   for (int id = 0; id < size; ++id) {
     if (id != id_) peers_.watch(id, names_[static_cast<size_t>(id)]);
   }
+  greet_others();
+}
+
+// A process that dies while it connects to a worker leaves that one deaf: TensorPipe listens no
+// more. So all connections of all are complete before any program goes on.
+void Worker::greet_others() {
+  std::vector<std::shared_ptr<CallState>> greetings;
+  for (int id = 0; id < static_cast<int>(names_.size()); ++id) {
+    if (id != id_)
+      greetings.push_back(send_call_to(id, greeted_function().signature(), {}, timeout_));
+  }
+  for (const auto& greeting : greetings) {
+    try {
+      greeting->value({});
+    } catch (const PeerLostError&) {  // Its lifeline tells of it.
+    }
+  }
+  peers_.meet("greeted", "", Clock::now() + timeout_, Peers::kStart);
 }
 
 void Worker::join_others(Store store) {
@@ -206,8 +229,9 @@ void Worker::run_later(milliseconds delay, std::function<void()> task) {
   later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_->run(task); });
 }
 
-void register_join() {
+void register_meeting() {
   joined_function();
+  greeted_function();
 }
 
 void Worker::throw_unanswered() const {

@@ -63,6 +63,7 @@ class Worker {
 
   /// Tells the others where this one is, and hears where they are.
   void meet(Store store);
+  void greet_others();
   /// The same for a worker that joins those that are there.
   void join_others(Store store);
   [[noreturn]] void throw_unanswered() const;
@@ -89,8 +90,8 @@ class Worker {
   bool left_ = false;
 };
 
-/// Registers the function by which a worker that joins tells the others.
-void register_join();
+/// Registers the functions that workers call when they meet.
+void register_meeting();
 
 /// The process's worker. Throws UsageError, which says what was called, when there is none.
 std::shared_ptr<Worker> this_worker(const char* what);

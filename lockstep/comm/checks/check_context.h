@@ -93,6 +93,7 @@ class CheckContext {
   struct Failure {
     bool timed_out = false;  ///< Else a rank was lost.
     std::string text;        ///< "rank 3 (process 4711) has ended"
+    bool given_up = false;   ///< By a rank, over what may have happened elsewhere.
   };
   using Lookout = std::function<std::optional<Failure>()>;
   /// What the waits of this group ask, every 50 ms. It must not block. Once this returns, the

@@ -1,6 +1,7 @@
 // What the checks share when the store is lost before they have a connection of their own.
 #include "lockstep/comm/checks/check_context.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -11,6 +12,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
 
@@ -116,6 +118,29 @@ TEST(CheckContext, ALookoutIsAskedUntilItIsReplaced) {
   EXPECT_THROW(throw_failure("barrier: ", {true, "late"}), TimeoutError);
   context->set_lookout({});
   EXPECT_FALSE(context->seen_failure());
+}
+
+// Else two ranks that waited for each other in two groups, and both for a third, would name each
+// other only.
+TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  CheckContext context(store, 0, 3, RankNames{}, "default", seconds(60));
+  CheckContext other(store, 1, 3, RankNames{}, "default", seconds(60));
+  other.connect();
+  other.tell_failed("send(to rank 0)", /*known=*/false);
+  CallSummary call;
+  call.operation = Operation::recv_any;
+  const auto text_after = [&](bool given_up) {
+    context.set_lookout([given_up] {
+      return CheckContext::Failure{false, "rank 1 has given the group up", given_up};
+    });
+    const auto late = std::make_exception_ptr(TimeoutError("timed out"));
+    return failure_text(translate_failure(late, context, call, seconds(5)));
+  };
+  EXPECT_THAT(text_after(true),
+              ::testing::HasSubstr("did not finish within 5 s: rank 1 has given the group up; no "
+                                   "word from rank 2, which did not come"));
+  EXPECT_THAT(text_after(false), ::testing::Not(::testing::HasSubstr("rank 2")));
 }
 
 }  // namespace

@@ -87,9 +87,11 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
 /// Who is at fault, as far as it is known without what others tell.
 std::string root_cause(CheckContext& context, const Findings& findings) {
   if (!findings.ended.empty()) return context.how_they_ended(findings.ended);
-  if (findings.seen) return findings.seen->text;
+  const auto& seen = findings.seen;
+  if (seen && (!seen->given_up || findings.silent.empty())) return seen->text;
   if (findings.silent.empty()) return {};
-  return "no word from " + rank_list(findings.silent, context.names()) +
+  return (seen ? seen->text + "; " : std::string()) + "no word from " +
+         rank_list(findings.silent, context.names()) +
          (findings.silent.size() == 1 ? ", which" : ", who") +
          " did not come, is lost or still waits";
 }

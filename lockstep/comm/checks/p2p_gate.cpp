@@ -314,8 +314,12 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
     return true;
   };
   if (ended.size() == peers.size()) return give_up(false, context_->how_they_ended(ended));
-  if (const auto failure = context_->seen_failure())
-    return give_up(failure->timed_out, "the group has failed: " + failure->text);
+  if (const auto failure = context_->seen_failure()) {
+    const bool names_all = peers.size() == 1 || !failure->given_up;
+    return give_up(failure->timed_out,
+                   "the group has failed: " + failure->text +
+                       (names_all ? "" : "; it waited for " + rank_list(peers, context_->names())));
+  }
   if (!late) return false;
   context_->tell_failed(
       mine + ", for which " + rank_list(peers, context_->names()) + " did not come",

@@ -140,8 +140,10 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
     const bool late = Clock::now() >= deadline;
     if (!late && !look.due()) continue;
     const auto ended = context_.ended(context_.others());
-    if (const auto failure = context_.seen_failure(); failure && ended.empty())
+    if (auto failure = context_.seen_failure(); failure && ended.empty()) {
+      if (failure->given_up) failure->text += "; " + who_is_missing(mine);
       throw_failure(called(mine) + ", but the group has failed: ", *failure);
+    }
     if (late || !ended.empty()) give_up(mine, timeout, ended);
   }
 }

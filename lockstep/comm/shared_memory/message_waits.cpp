@@ -273,7 +273,10 @@ std::string Messages::text_of(const Message& message) const {
 
 std::exception_ptr Messages::verdict_error(const Message& message) const {
   try {
-    group_.throw_if_failed(message.call_->text());
+    std::vector<int> awaited;
+    for (int rank = 0; rank < size_; ++rank)
+      if (rank != rank_ && message.peer_ == kAnyRank) awaited.push_back(rank);
+    group_.throw_if_failed(message.call_->text(), group_.names_of(awaited));
   } catch (...) {
     return std::current_exception();
   }

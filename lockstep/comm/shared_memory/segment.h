@@ -52,7 +52,7 @@ struct alignas(64) RankRecord {
 
 /// Why the group is of no more use: the first failure, told once, by the rank that found it first.
 struct alignas(64) Verdict {
-  enum Kind : uint32_t { none, writing, lost, timed_out };
+  enum Kind : uint32_t { none, writing, lost, timed_out, given_up };
   std::atomic<uint32_t> kind;
   std::array<char, 1020> text;
 };

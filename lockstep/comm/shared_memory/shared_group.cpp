@@ -66,7 +66,7 @@ void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeo
   const auto deadline = Clock::now() + timeout;
   auto look = Clock::now() + kSlice;
   while (!barrier.reached(step_, size())) {
-    throw_if_failed(call.text());
+    if (failed()) throw_if_failed(call.text(), names_of(missing()));
     barrier.sleep(step_, size(), kSlice);
     const auto now = Clock::now();
     if (now < look) continue;
@@ -129,7 +129,8 @@ void SharedGroup::give_up(Verdict::Kind kind, const std::string& cause) noexcept
   wake_all(segment_.header().barrier.count);
 }
 
-void SharedGroup::throw_if_failed(const std::string& what) const {
+void SharedGroup::throw_if_failed(const std::string& what,
+                                  const std::vector<std::string>& awaited) const {
   const auto& verdict = segment_.header().verdict;
   uint32_t kind = verdict.kind.load(std::memory_order_acquire);
   if (kind == Verdict::none) return;
@@ -138,8 +139,12 @@ void SharedGroup::throw_if_failed(const std::string& what) const {
     kind = verdict.kind.load(std::memory_order_acquire);
   }
   const std::string me = "rank " + std::to_string(names_[static_cast<size_t>(rank())]) + ": ";
-  const std::string cause =
+  std::string cause =
       kind == Verdict::writing ? "a rank ended while it told of a failure" : verdict.text.data();
+  for (const std::string& other : awaited) {
+    if (kind == Verdict::given_up && cause.find(other) == std::string::npos)
+      cause += "; " + other + " had not come";
+  }
   if (kind != Verdict::timed_out) throw_peer_lost(me + what + " cannot finish: " + cause);
   throw TimeoutError(me + what + " did not finish: " + cause,
                      "do all ranks make the same calls? Else give a longer time-out");
@@ -219,6 +224,12 @@ void SharedGroup::note_cause(const std::string& cause) noexcept {
   if (record.caused.load(std::memory_order_relaxed) != 0) return;
   store_text(record.cause, cause);
   record.caused.store(1, std::memory_order_release);
+}
+
+std::vector<std::string> SharedGroup::names_of(const std::vector<int>& ranks) const {
+  std::vector<std::string> names;
+  for (const int other : ranks) names.push_back(name(other));
+  return names;
 }
 
 std::string SharedGroup::name(int rank) const {

@@ -109,7 +109,9 @@ class SharedGroup {
     return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
   }
   /// Throws the group's failure as that of `what` this rank did. Does nothing when there is none.
-  void throw_if_failed(const std::string& what) const;
+  /// A rank may have given the group up over what happened elsewhere. Then the `awaited`, for whom
+  /// this rank still waited, are told too, as "rank 2 (process 4712)".
+  void throw_if_failed(const std::string& what, const std::vector<std::string>& awaited = {}) const;
   /// For waits outside of steps: throws the group's failure as that of `what` this rank did. Also
   /// when one of `ranks` has ended or left: then it gives the group up first.
   void look_after(const std::vector<int>& ranks, const std::string& what);
@@ -117,6 +119,7 @@ class SharedGroup {
   const std::vector<int>& names() const { return names_; }
   /// "rank 1 (process 4711)".
   std::string name(int rank) const;
+  std::vector<std::string> names_of(const std::vector<int>& ranks) const;
   bool gone(int rank) const;
   /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
   /// 2 (process 4712) has ended", or "rank 1 (process 4711) left its loop after 287 steps".

@@ -1,5 +1,6 @@
 #include "lockstep/comm/shared_memory/shared_group.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -9,33 +10,77 @@
 #include <vector>
 
 #include "lockstep/base/cores.h"
+#include "lockstep/base/error.h"
 #include "lockstep/comm/shared_memory/spin_budget.h"
+#include "tests/support/message_of.h"
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
 namespace {
 
 using std::chrono::microseconds;
+using testing::message_of;
 using testing::rethrow_first;
 using testing::run_ranks;
 
-/// How long each of two ranks looks for the other, bound to these.
-std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> processors) {
+/// One end for each rank. `before` runs on each rank's thread first.
+std::vector<std::unique_ptr<SharedGroup>> make_groups(
+    int size, const std::function<void(int rank)>& before = [](int) {}) {
   std::promise<std::string> name;
   const std::shared_future<std::string> told = name.get_future().share();
   const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
                         [&] { return told.get(); }};
-  std::array<std::unique_ptr<SharedGroup>, 2> groups;
-  rethrow_first(run_ranks(2, [&](int rank) {
-    const auto at = static_cast<size_t>(rank);
-    set_allowed_processors({processors.at(at)});
+  std::vector<std::unique_ptr<SharedGroup>> groups(static_cast<size_t>(size));
+  rethrow_first(run_ranks(size, [&](int rank) {
+    before(rank);
     SharedGroupOptions options;
     options.segment.rank = rank;
-    options.segment.size = 2;
+    options.segment.size = size;
     options.spin = microseconds(77);
-    groups.at(at) = std::make_unique<SharedGroup>(options, meeting);
+    groups[static_cast<size_t>(rank)] = std::make_unique<SharedGroup>(options, meeting);
   }));
+  return groups;
+}
+
+/// How long each of two ranks looks for the other, bound to these.
+std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> processors) {
+  const auto groups = make_groups(
+      2, [&](int rank) { set_allowed_processors({processors.at(static_cast<size_t>(rank))}); });
   return {groups[0]->spin(), groups[1]->spin()};
+}
+
+struct SomeCall : Call {
+  uint64_t hash() const override { return 7; }
+  std::string encoded() const override { return {}; }
+  std::string text() const override { return "barrier"; }
+};
+
+// Rank 0 gives up for a reason of its own, which may be that rank 1 is late for it, too.
+TEST(SharedGroup, WhomAWaitWasForIsNamedWhenAnotherRankGivesUp) {
+  const auto groups = make_groups(4);
+  const SomeCall call;
+  for (const size_t rank : {0, 1}) {
+    groups[rank]->begin(call);
+    groups[rank]->arrive();
+  }
+  groups[0]->give_up(Verdict::given_up, groups[0]->name(0) + " has given the group up");
+  const auto wait = [&] { groups[1]->await(call, std::chrono::seconds(60)); };
+  EXPECT_THAT(message_of<PeerLostError>(wait),
+              ::testing::StartsWith("rank 1: barrier cannot finish: " + groups[1]->name(0) +
+                                    " has given the group up; " + groups[1]->name(2) +
+                                    " had not come; " + groups[1]->name(3) + " had not come"));
+}
+
+TEST(SharedGroup, OnlyTheLostRankIsNamedOtherwise) {
+  const auto groups = make_groups(3);
+  const SomeCall call;
+  groups[1]->begin(call);
+  groups[1]->arrive();
+  groups[0]->give_up(Verdict::lost, groups[0]->name(0) + " has ended");
+  const std::string text =
+      message_of<PeerLostError>([&] { groups[1]->await(call, std::chrono::seconds(60)); });
+  EXPECT_THAT(text, ::testing::HasSubstr("rank 0 (process "));
+  EXPECT_THAT(text, ::testing::Not(::testing::HasSubstr("rank 2")));
 }
 
 TEST(SharedGroup, LooksForOthersWhereEachRankHasAProcessor) {

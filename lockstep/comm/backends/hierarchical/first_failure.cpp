@@ -17,7 +17,7 @@ constexpr milliseconds kLook{300}, kTell{2'000};
 
 /// Of what `tell` wrote.
 Cause decode(const std::string& word) {
-  return {word.at(0) == 'T', word.substr(1)};
+  return {word.at(0) == 'T', word.substr(1), word.at(0) == 'G'};
 }
 
 // The add makes one rank the first on every kind of store. One that ends between its two requests
@@ -27,7 +27,7 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   context.tell_failed(call + " " + cause.text, /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
-    store.set(kCause, (cause.timed_out ? "T" : "L") + cause.text);
+    store.set(kCause, (cause.timed_out ? "T" : cause.given_up ? "G" : "L") + cause.text);
     return cause;
   }
   const auto deadline = std::chrono::steady_clock::now() + kTell / 2;

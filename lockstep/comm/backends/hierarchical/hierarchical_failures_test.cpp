@@ -1,12 +1,16 @@
 // Ranks and hosts that do not come, leave or are lost, over hosts that are joined.
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <atomic>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 #include "tests/support/run_hosts.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -16,6 +20,7 @@ using testing::expect_ok;
 using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
+using test_wait::wait_until;
 
 TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
   for (const int late : {1, 3, 2}) {
@@ -129,6 +134,50 @@ TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
       EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
       EXPECT_THAT(outcome.text(), HasSubstr("has given the group up"));
     }
+  }
+}
+
+/// The first of a chain of ranks that wait for each other in two groups: it waits in the first one,
+/// and gives that up when nobody comes to the second within 1.5 s.
+void give_up_over_a_second_group(const std::string& hosts, int rank, c10d::Backend& first,
+                                 const testing::StorePtr& store) {
+  const auto second = make(options_of(c10::make_intrusive<c10d::PrefixStore>("second", store),
+                                      hosts, rank, std::chrono::milliseconds(1'500)))
+                          .backend;
+  Tensors data{at::ones({4})};
+  auto work = first.allreduce(data, {});
+  EXPECT_THROW(all_reduce(*second, at::ones({4})), TimeoutError);
+  first.abort();
+}
+
+// The last rank is silent, and all wait for it in the end: its name must not get lost.
+TEST(HierarchicalBackend, WhoeverWaitsNamesForWhomWhenAnotherRankGivesUp) {
+  // A leader gives up, then a follower.
+  for (const int first : {0, 1}) {
+    std::atomic<int> failed{0};
+    const auto outcomes = run("aaab", [&](int rank, c10d::Backend& backend, const auto& store) {
+      testing::BackendPtr second;
+      if (rank == first) return give_up_over_a_second_group("aaab", rank, backend, store);
+      second = make(options_of(c10::make_intrusive<c10d::PrefixStore>("second", store), "aaab",
+                               rank, std::chrono::milliseconds(20'000)))
+                   .backend;
+      if (rank == 3) {
+        wait_until([&] { return failed == 2; }, "the others to fail");
+      } else {
+        const auto guard = c10::make_scope_exit([&] { ++failed; });
+        all_reduce(backend, at::ones({4}));
+      }
+    });
+    const auto expect_named = [&](size_t rank, const std::string& awaited) {
+      const auto& outcome = outcomes[rank];
+      EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+      EXPECT_THAT(outcome.text(),
+                  AllOf(HasSubstr("rank " + std::to_string(first) + " (process "),
+                        HasSubstr(" has given the group up; " + awaited + " (process "),
+                        HasSubstr(" had not come")));
+    };
+    expect_named(first == 0 ? 1 : 0, "rank 3");
+    expect_named(2, first == 0 ? "rank 3" : "rank 0");
   }
 }
 

@@ -433,14 +433,18 @@ void Hierarchy::tell_gone(int rank) {
 }
 
 void Hierarchy::condemn(const Cause& cause) noexcept {
-  group_.give_up(cause.timed_out ? shm::Verdict::timed_out : shm::Verdict::lost, cause.text);
+  group_.give_up(cause.timed_out  ? shm::Verdict::timed_out
+                 : cause.given_up ? shm::Verdict::given_up
+                                  : shm::Verdict::lost,
+                 cause.text);
 }
 
 std::optional<Cause> Hierarchy::failure() const {
   const auto& verdict = group_.segment().header().verdict;
   const auto kind = verdict.kind.load(std::memory_order_acquire);
   if (kind <= shm::Verdict::writing) return std::nullopt;
-  return Cause{kind == shm::Verdict::timed_out, verdict.text.data()};
+  return Cause{kind == shm::Verdict::timed_out, verdict.text.data(),
+               kind == shm::Verdict::given_up};
 }
 
 bool Hierarchy::has_lost(int rank) const {
@@ -458,7 +462,7 @@ bool Hierarchy::has_lost(int rank) const {
 void Hierarchy::fail(const HostFailure& failure) {
   const Cause cause = first_failure_.raise(cause_of(failure), call_->text());
   condemn(cause);
-  group_.throw_if_failed(call_->text());
+  group_.throw_if_failed(call_->text(), {name_of_host(failure.host)});
   throw_peer_lost(call_->text() + " cannot finish: " + cause.text);
 }
 
@@ -466,7 +470,9 @@ void Hierarchy::abort(const std::string& cause) noexcept {
   std::string text = group_.name(layout_.local) + " " + cause;
   if (const std::string failed = checks_->told(); !failed.empty())
     text += "; it failed in " + failed;
-  condemn(first_failure_.raise({false, text}, "the group's end:"));
+  if (const auto host = leaders_ ? leaders_->awaited() : std::nullopt)
+    text += "; " + name_of_host(*host) + " had not come";
+  condemn(first_failure_.raise({false, text, true}, "the group's end:"));
   if (leaders_) leaders_->interrupt();
 }
 

@@ -30,6 +30,7 @@ void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfer
 void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
   for (auto& transfer : transfers) {
     TransferWait::End end = TransferWait::End::done;
+    awaited_ = transfer.host;
     try {
       end =
           ends_waits_ ? wait_.wait(*transfer.work, deadline) : wait_.poll(*transfer.work, deadline);
@@ -43,6 +44,7 @@ void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
                       transfer.host,
                       {}};
   }
+  awaited_ = -1;
   transfers.clear();
 }
 

@@ -2,7 +2,9 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -58,6 +60,11 @@ class Leaders {
   }
   /// Waits for all and empties the list. Throws HostFailure.
   void finish(Transfers& transfers, Clock::time_point deadline);
+  /// For which host a `finish` waits. None: no such wait is under way. Any thread.
+  std::optional<int> awaited() const {
+    const int host = awaited_;
+    return host < 0 ? std::nullopt : std::optional(host);
+  }
   /// Ends what waits, now and later. Any thread.
   void interrupt() { wait_.interrupt(); }
 
@@ -68,6 +75,7 @@ class Leaders {
   const std::vector<int> ranks_;
   const bool ends_waits_;  ///< What a TransferWait can wait for; others are asked again and again.
   TransferWait wait_;
+  std::atomic<int> awaited_{-1};
 };
 
 }  // namespace lockstep::hierarchical

@@ -210,8 +210,8 @@ bool ShmBackend::has_lost(int rank) const {
 }
 
 void ShmBackend::abort() {
-  group_.give_up(Verdict::lost, group_.name(getRank()) + " has given the group up" +
-                                    group_.noted_cause(getRank()));
+  group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" +
+                                        group_.noted_cause(getRank()));
   shutdown();
 }
 
