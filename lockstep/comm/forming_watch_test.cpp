@@ -9,9 +9,8 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
-#include "tests/support/other_process.h"
+#include "tests/support/ended_identity.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
@@ -19,17 +18,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::seconds;
+using test_process::ended_identity;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-/// What a process that has ended told of itself while it lived.
-std::string ended_identity() {
-  test_process::OtherProcess other([](const auto& ready) { ready(); });
-  std::string identity = process_identity();
-  const size_t number = identity.find(' ') + 1;
-  identity.replace(number, identity.find(' ', number) - number, std::to_string(other.process()));
-  return identity;
-}
 
 class Forming : public testing::OverBackends {
  protected:

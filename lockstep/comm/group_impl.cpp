@@ -80,6 +80,7 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   options.announced = true;
   options.needs_comparison = made.traits.needs_comparison;
   options.names_failures = made.traits.names_failures;
+  options.misses_deaths = made.traits.misses_deaths;
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 

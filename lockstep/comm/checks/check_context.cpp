@@ -37,7 +37,9 @@ std::string failed_key(int rank) {
 std::string left_key(int rank) {
   return "left/" + std::to_string(rank);
 }
-
+std::string closed_key(int rank) {
+  return "closed/" + std::to_string(rank);
+}
 std::string gone_key(int rank) {
   return "gone/" + std::to_string(rank);
 }
@@ -181,6 +183,29 @@ void CheckContext::tell_left(int64_t steps) noexcept {
     store->set(left_key(rank_), std::to_string(steps));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
+}
+
+void CheckContext::tell_closed() noexcept {
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store || !told().empty()) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(closed_key(rank_), "");
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::vector<int> CheckContext::died() {
+  const QuietNativeLog quiet;
+  std::vector<int> ranks = ended(others());
+  std::erase_if(ranks, [&](int rank) {
+    try {
+      return store().check({closed_key(rank)});
+    } catch (const std::exception&) {  // Its host has ended as well.
+      return false;
+    }
+  });
+  return ranks;
 }
 
 std::optional<int64_t> CheckContext::steps_when_left(int rank) {

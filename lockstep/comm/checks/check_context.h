@@ -74,6 +74,12 @@ class CheckContext {
   /// What another rank told so. None when it told nothing. Asks the store.
   std::optional<int64_t> steps_when_left(int rank);
 
+  /// Tells the other ranks that this one has closed the group, unless it has failed before. As
+  /// `tell_failed`.
+  void tell_closed() noexcept;
+  /// The ranks whose process has ended though they had not closed the group. See `ended`.
+  std::vector<int> died();
+
   /// What is told of a rank that has ended or left, by one that sees it from its own host.
   struct Gone {
     bool ended = false;  ///< Its process has ended; else it has left the group.

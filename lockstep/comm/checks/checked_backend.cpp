@@ -243,6 +243,7 @@ class CheckedBackend final : public c10d::Backend {
   void shutdown() override {
     const int64_t steps = options_.steps ? options_.steps->load() : 0;
     context_->tell_left(steps);
+    context_->tell_closed();
     checks_.leave(steps);
     gate_.close();
     inner_->shutdown();
@@ -310,7 +311,9 @@ class CheckedBackend final : public c10d::Backend {
 
   WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
     if (!work || options_.names_failures) return work;
-    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer);
+    const bool collective = peer < 0 && call.operation < Operation::send;
+    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer,
+                             options_.misses_deaths && collective);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as

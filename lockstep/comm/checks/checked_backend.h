@@ -29,6 +29,8 @@ struct CheckedBackendOptions {
   bool needs_comparison = true;
   /// Likewise: the errors of its works are ours already and name the ranks at fault.
   bool names_failures = false;
+  /// Likewise: waits for its collectives look for ranks that died, as BackendTraits has it.
+  bool misses_deaths = false;
   /// The default group's rank of each rank of this group, for messages; empty: the same numbers.
   std::vector<int> global_ranks;
   /// What the backend itself was given. A call's own time-out wins.
@@ -70,6 +72,9 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   become TimeoutError and PeerLostError. These name operation, sequence number, ranks and
 ///   seconds. The rank at fault is found from the processes that have ended on this host and from
 ///   what the others report to the store. That takes up to a second, after the failure only.
+/// - Where the backend may miss a death, Work::wait of a collective looks for ranks of this host
+///   that have ended without leaving the group. After two seconds it throws PeerLostError, though
+///   the backend waits on. Futures of such works end with the backend only.
 /// - From then on the process ignores SIGPIPE, unless it has a handler of its own. A write to a
 ///   lost peer would otherwise end it without a word.
 ///

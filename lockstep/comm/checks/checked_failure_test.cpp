@@ -9,7 +9,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
+#include "tests/support/ended_identity.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
@@ -162,6 +164,60 @@ TEST(CheckedFailure, LostConnectionIsPeerLost) {
   EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
   EXPECT_THAT(outcome.text(), HasSubstr("rank 0: all_reduce(sum) of float32 [2], collective 2 of "
                                         "group 'default', lost its connection to rank 1"));
+}
+
+/// One whose all-reduces never end, as Gloo's where a rank dies at the wrong moment.
+class NeverEnds : public Backend {
+ public:
+  using Backend::Backend;
+  const std::string getBackendName() const override { return "never"; }
+  void shutdown() override {}
+  c10::intrusive_ptr<c10d::Work> allreduce(Tensors&, const c10d::AllreduceOptions&) override {
+    return c10::make_intrusive<c10d::Work>(getRank(), c10d::OpType::ALLREDUCE);
+  }
+};
+
+/// Rank 0's wait in such a group, of which rank 1 has ended. `before`: what rank 1 has done.
+Outcome wait_beside_a_dead_rank(std::chrono::milliseconds timeout,
+                                const std::function<void(CheckContext&)>& before) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  CheckContext dead(store, 1, 2, {}, "default", std::chrono::seconds(60));
+  dead.connect();
+  before(dead);
+  dead.store().set(announcement_key(1), test_process::ended_identity());
+  auto options = options_of(DebugLevel::info, 60'000);
+  options.needs_comparison = false;
+  options.misses_deaths = true;
+  const auto backend = make_checked_backend(c10::make_intrusive<NeverEnds>(0, 2), store, options);
+  return outcome_of([&] { all_reduce(*backend, at::ones({2}))->wait(timeout); });
+}
+
+TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
+  for (const auto timeout : {kNoTimeout, std::chrono::milliseconds(60'000)}) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto outcome = wait_beside_a_dead_rank(timeout, [](CheckContext&) {});
+    EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(),
+                ::testing::MatchesRegex(
+                    "rank 0: all_reduce.sum. of float32 \\[2\\], collective 1 of group 'default', "
+                    "lost its connection to rank 1: rank 1 .process [0-9]+. has ended\n.*"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+  }
+}
+
+TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
+  const auto outcome = wait_beside_a_dead_rank(std::chrono::seconds(4),
+                                               [](CheckContext& dead) { dead.tell_closed(); });
+  EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+  EXPECT_THAT(outcome.text(), HasSubstr("is not finished after 4 s; it goes on"));
+}
+
+TEST(CheckedFailure, WhoFailedAndClosedTheGroupCountsAsDead) {
+  const auto outcome = wait_beside_a_dead_rank(kNoTimeout, [](CheckContext& dead) {
+    dead.tell_failed("broadcast", /*known=*/true);
+    dead.tell_closed();
+  });
+  EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
 }
 
 /// A group whose last rank is plain Gloo, as Python's is.

@@ -1,11 +1,26 @@
 #include "lockstep/comm/checks/checked_work.h"
 
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/checks/translated_work.h"
 
 namespace lockstep {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// How often a wait looks who has died. A look reads a file of /proc per rank of this host.
+constexpr milliseconds kLook{250};
+/// How long a backend may take to notice a death itself.
+constexpr milliseconds kGrace{2'000};
+
+/// As backends tell of a lost connection (see failure_kind).
+constexpr const char* kMissed = "connection closed, which the backend did not notice";
 
 /// What a failure of the work is reported with; small enough to be copied into a callback.
 struct Report {
@@ -22,8 +37,36 @@ struct Report {
 
 class CheckedWork final : public TranslatedWork {
  public:
-  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report)
-      : TranslatedWork(report.context->rank(), std::move(inner)), report_(std::move(report)) {}
+  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, bool misses_deaths)
+      : TranslatedWork(report.context->rank(), std::move(inner)),
+        report_(std::move(report)),
+        misses_deaths_(misses_deaths) {}
+
+  bool wait(milliseconds timeout) override {
+    if (!misses_deaths_) return TranslatedWork::wait(timeout);
+    const auto begin = Clock::now();
+    std::optional<Clock::time_point> seen;  // The first death that is still one.
+    while (true) {
+      const auto used = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
+      const bool last = timeout.count() > 0 && timeout - used <= kLook;
+      try {
+        if (inner().wait(last ? std::max(timeout - used, milliseconds(1)) : kLook)) return true;
+      } catch (...) {
+        const auto failed = inner().exception();  // Else it is this look that has ended.
+        if (failed) std::rethrow_exception(translate(failed, timeout));
+        if (last) std::rethrow_exception(translate(std::current_exception(), timeout));
+      }
+      if (inner().isCompleted()) continue;
+      if (report_.context->died().empty()) {
+        seen.reset();
+      } else if (!seen) {
+        seen = Clock::now();
+      } else if (Clock::now() - *seen >= kGrace) {
+        std::rethrow_exception(
+            translate(std::make_exception_ptr(std::runtime_error(kMissed)), timeout));
+      }
+    }
+  }
 
  private:
   /// What the caller gets for the backend's error: looked into once. A wait that the caller cut
@@ -45,6 +88,7 @@ class CheckedWork final : public TranslatedWork {
   }
 
   const Report report_;
+  const bool misses_deaths_;
   mutable std::exception_ptr failure_;
 };
 
@@ -53,9 +97,10 @@ class CheckedWork final : public TranslatedWork {
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
-                                                 std::chrono::milliseconds timeout, int peer) {
-  return c10::make_intrusive<CheckedWork>(std::move(inner),
-                                          Report{std::move(context), call, timeout, peer});
+                                                 std::chrono::milliseconds timeout, int peer,
+                                                 bool misses_deaths) {
+  return c10::make_intrusive<CheckedWork>(
+      std::move(inner), Report{std::move(context), call, timeout, peer}, misses_deaths);
 }
 
 }  // namespace lockstep

@@ -15,10 +15,12 @@ class Work;
 namespace lockstep {
 
 /// Decorates a backend's work: wait, exception and future give our errors. All else passes. `peer`
-/// is the other side of a message, -1 for a collective.
+/// is the other side of a message, -1 for a collective. `misses_deaths`: a wait looks for ranks
+/// that have died (see CheckedBackendOptions).
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
-                                                 std::chrono::milliseconds timeout, int peer = -1);
+                                                 std::chrono::milliseconds timeout, int peer = -1,
+                                                 bool misses_deaths = false);
 
 }  // namespace lockstep

@@ -64,6 +64,7 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
     const auto made = gloo::make(flat);
     checks.needs_comparison = made.traits.needs_comparison;
     checks.names_failures = made.traits.names_failures;
+    checks.misses_deaths = made.traits.misses_deaths;
     return make_checked_backend(made.backend, flat.store, checks);
   } catch (const std::exception&) {
     if (const auto failure = context->seen_failure())
