@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <unordered_map>
 #include <variant>
 
 #include "lockstep/base/error.h"
@@ -63,6 +64,11 @@ struct WithReference {
   Tensor& a;
   int b;
 };
+Tensor elsewhere;
+struct WithReferenceOfItsOwn {
+  Tensor a;
+  Tensor& b = elsewhere;
+};
 /// May hold tensors that nobody can see.
 struct WithPointer {
   Tensor a;
@@ -93,8 +99,9 @@ TEST(OutputTensors, KnowsSimpleStructs) {
   static_assert(!CarriesTensors<WithArray> && !CarriesTensors<ArrayFirst> &&
                 !CarriesTensors<Derived> && !CarriesTensors<DerivedOnly> &&
                 !CarriesTensors<NoTensors> && !CarriesTensors<Empty> &&
-                !CarriesTensors<WithReference> && !CarriesTensors<WithPointer> &&
-                !CarriesTensors<TooMany> && !CarriesTensors<Hidden> && !CarriesTensors<int>);
+                !CarriesTensors<WithReference> && !CarriesTensors<WithReferenceOfItsOwn> &&
+                !CarriesTensors<WithPointer> && !CarriesTensors<TooMany> &&
+                !CarriesTensors<Hidden> && !CarriesTensors<int>);
   static_assert(detail::count_fields<MoveOnly>() == 3);
 }
 
@@ -119,6 +126,22 @@ TEST(OutputTensors, VisitsTheFieldsInTheirOrder) {
   seen.clear();
   visit_tensors(many, [&](Tensor& tensor) { seen.push_back(tensor.item<int64_t>()); });
   EXPECT_THAT(seen, ElementsAre(1, 12));  // Those that are defined.
+}
+
+TEST(OutputTensors, AreVisitedInTheOrderOfTheKeys) {
+  // Two maps that hold the same keys in another order each.
+  std::unordered_map<int, Tensor> few(1), many(1'000);
+  std::vector<int> order;
+  for (int key = 0; key < 50; ++key) {
+    few[key * 7 % 50] = at::full({1}, key * 7 % 50, at::kInt);
+    many[key] = at::full({1}, key, at::kInt);
+  }
+  for (auto* map : {&few, &many}) {
+    order.clear();
+    visit_tensors(*map, [&](Tensor& tensor) { order.push_back(tensor.item<int>()); });
+    EXPECT_EQ(order.size(), 50);
+    EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  }
 }
 
 template <class Output>
