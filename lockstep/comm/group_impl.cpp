@@ -297,6 +297,8 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
     } else {
       await_formed_by_all();
       backend_->shutdown();
+      if (has_left_work_behind(*backend_))
+        release_impatiently(std::move(native_), std::move(backend_));
     }
   } catch (const std::exception& error) {
     log_warning("closing the group '" + name + "': " + error.what());

@@ -14,6 +14,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/gradient_listeners.h"
+#include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"
 
@@ -87,7 +88,7 @@ class BucketReducer : public GradientReducer {
     if (!expecting_) return;
     if (ready_[index]) throw_twice(index);
     ready_[index] = true;
-    begun_ = true;
+    if (!std::exchange(begun_, true)) place_ = GradientPlace::of_this_backward();
     if (!rebuilt_) order_.push_back(index);
     stage(index);
     if (--buckets_[bucket_of_[index]].pending > 0) return;
@@ -96,6 +97,7 @@ class BucketReducer : public GradientReducer {
     } catch (...) {
       // What is missing now is not the user's fault.
       begun_ = expecting_ = false;
+      place_ = {};
       throw;
     }
   }
@@ -167,7 +169,9 @@ class BucketReducer : public GradientReducer {
 
   /// Puts a gradient, divided, into its bucket.
   void stage(size_t index) {
-    at::Tensor& gradient = parameters_[index].mutable_grad();
+    place_.visit(parameters_[index], [&](at::Tensor& gradient) { stage(index, gradient); });
+  }
+  void stage(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
     const c10::AutoGradMode no_grad(false);
     if (!gradient.defined()) {
@@ -190,7 +194,7 @@ class BucketReducer : public GradientReducer {
           "depend on");
     }
     scaled_copy(view, gradient.detach(), 1.0 / divisor_);
-    if (as_views_) gradient = view;
+    if (as_views_ && !place_.is_context()) gradient = view;  // A context may outlive the bucket.
   }
 
   /// Buckets are reduced in their order, so that all ranks make the same calls.
@@ -213,10 +217,13 @@ class BucketReducer : public GradientReducer {
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
     begun_ = expecting_ = false;
+    place_ = {};
   }
 
   void deliver(size_t index) {
-    at::Tensor& gradient = parameters_[index].mutable_grad();
+    place_.visit(parameters_[index], [&](at::Tensor& gradient) { deliver(index, gradient); });
+  }
+  void deliver(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
     if (gradient.unsafeGetTensorImpl() == view.unsafeGetTensorImpl()) return;
     if (!gradient.defined()) {
@@ -256,6 +263,7 @@ class BucketReducer : public GradientReducer {
   bool rebuilt_ = false;
   bool expecting_ = false;  ///< Gradients to come are to be reduced.
   bool begun_ = false;      ///< Some of them have come, and not all are reduced.
+  GradientPlace place_;     ///< Of the backward that has begun.
   bool within_backward_ = false;
   bool warned_ = false;
   GradientListeners listeners_;

@@ -133,6 +133,9 @@ class DdpCore {
 /// simple struct, or a type for which `lockstep::OutputTensors` is specialised. Any other is a
 /// UsageError then, which says how.
 ///
+/// In a backward of distributed autograd (rpc::AutogradContext) the gradients of that context are
+/// averaged, and grad() is left alone.
+///
 /// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs). It broadcasts rank 0's parameters and buffers. The wrapper
 /// works on the module's own parameters: give those to the optimizer. Do not add, remove or freeze

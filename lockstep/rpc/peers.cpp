@@ -92,7 +92,7 @@ bool Peers::expects(int rank) const {
   return found == shared_->peers.end() || found->second.state != State::lost;
 }
 
-void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) const {
+void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) {
   const std::string what = std::string("rpc: ") + phase.name;
   throw TimeoutError(what + " of worker '" + this_worker(what.c_str())->name() +
                          "' timed out: it waited for '" + join(missing, "', '") + "'",

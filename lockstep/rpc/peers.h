@@ -39,8 +39,11 @@ class Peers {
     const char* name;
     const char* limit;
   };
-  static constexpr Phase kStart{"start", "Options::timeout"};
+  static constexpr Phase kStart{"start", "Options::timeout, but at least a minute,"};
   static constexpr Phase kShutdown{"shutdown", "Options::shutdown_timeout"};
+  /// Throws TimeoutError: this worker waited for those in vain.
+  [[noreturn]] static void throw_missing(const Phase& phase,
+                                         const std::vector<std::string>& missing);
   /// Waits until all ranks that are not lost have come to the same point with the same `what`, each
   /// with a value. Returns the values by rank. Throws TimeoutError with the names of those that
   /// have not come.
@@ -64,9 +67,6 @@ class Peers {
   bool expects(int rank) const;
   /// Those that came by `join` and have not left; a name twice where two had it.
   std::vector<std::string> joined_here() const;
-  [[noreturn]] void throw_missing(const Phase& phase,
-                                  const std::vector<std::string>& missing) const;
-
   Store store_;
   const std::vector<std::string> names_;
   const int id_;

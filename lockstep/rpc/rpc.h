@@ -48,7 +48,7 @@ struct Options {
   int max_depth = 64;
   /// Only workers with the same secret can call, and none can change what others send. At least 16
   /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
-  std::string secret;
+  std::string secret = {};
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
@@ -92,7 +92,7 @@ class Agent {
 ///   too short or not the others', and for a second agent in this process: LibTorch keeps the
 ///   references of the first,
 /// - TimeoutError when ranks do not come within the World's time-out, or do not answer within
-///   Options::timeout.
+///   Options::timeout, at least a minute.
 Agent init(const World& world, const std::string& name, const Options& options = {});
 
 /// Makes this process a further worker of a group that `init` has made: it comes later, perhaps in

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/jit/frontend/script_type_parser.h>
 
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -27,6 +28,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kPatienceWithLost{200};
 constexpr milliseconds kTimeoutWithoutWorker{60'000};
+/// How long connecting may take, where calls have less: all workers do so at once.
+constexpr milliseconds kLeastToStart{60'000};
 
 std::mutex& worker_mutex() {
   static std::mutex mutex;
@@ -164,18 +167,24 @@ void Worker::meet(Store store) {
 // A process that dies while it connects to a worker leaves that one deaf: TensorPipe listens no
 // more. So all connections of all are complete before any program goes on.
 void Worker::greet_others() {
-  std::vector<std::shared_ptr<CallState>> greetings;
+  const milliseconds limit = std::max(timeout_, kLeastToStart);
+  const auto deadline = Clock::now() + limit;
+  std::map<std::string, std::shared_ptr<CallState>> greetings;
   for (int id = 0; id < static_cast<int>(names_.size()); ++id) {
-    if (id != id_)
-      greetings.push_back(send_call_to(id, greeted_function().signature(), {}, timeout_));
+    if (id == id_) continue;
+    greetings[names_[static_cast<size_t>(id)]] =
+        send_call_to(id, greeted_function().signature(), {}, limit);
   }
-  for (const auto& greeting : greetings) {
+  for (const auto& [name, greeting] : greetings) {
     try {
       greeting->value({});
-    } catch (const PeerLostError&) {  // Its lifeline tells of it.
+    } catch (const TimeoutError&) {
+      Peers::throw_missing(Peers::kStart, {name});
+    } catch (const RemoteError&) {  // It has answered: it is connected.
+    } catch (const CommError&) {    // It was lost, of which its lifeline tells.
     }
   }
-  peers_.meet("greeted", "", Clock::now() + timeout_, Peers::kStart);
+  peers_.meet("greeted", "", deadline, Peers::kStart);
 }
 
 void Worker::join_others(Store store) {

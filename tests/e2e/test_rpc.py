@@ -84,5 +84,43 @@ class ReinforcementLearning(unittest.TestCase):
         self.assertIn("expected plain, batched or both", result.stderr)
 
 
+class DdpRpc(unittest.TestCase):
+    def test_the_table_and_the_trainers_learn(self):
+        """Chance is 1 of 8."""
+        commands = ([EXAMPLES / "003_rpc/ddp_rpc"],
+                    [t.LOCKSTEP, "run", "--nproc-per-node", 5, EXAMPLES / "003_rpc/ddp_rpc", "--trainers", 3])
+        for command, trainers in zip(commands, (2, 3)):
+            output = t.run(*command).stdout
+            found = dict(re.findall(r"master: trainer (\d) has an accuracy of ([\d.]+)", output))
+            self.assertEqual(sorted(found), [str(i) for i in range(trainers)], output)
+            self.assertGreater(min(map(float, found.values())), 0.9, output)
+
+
+class Hogwild(unittest.TestCase):
+    def test_processes_with_the_same_parameters_learn(self):
+        """Where a write of one process meets another's differs from run to run."""
+        output = run("003_rpc/hogwild", "--limit", 5000, "--lr", 0.05, "--batch-size", 16)
+        found = dict(re.findall(r"process (\d): accuracy ([\d.]+)", output))
+        self.assertEqual(sorted(found), ["0", "1"], output)
+        self.assertGreater(float(found["0"]), 0.7, output)
+        self.assertEqual(found["0"], found["1"], "the parameters are one memory")
+
+
+class Pipeline(unittest.TestCase):
+    def test_the_pipeline_over_rpc_computes_what_ours_does(self):
+        output = run("003_rpc/rpc_pipeline", "--batches", 3, "--batch-size", 8, "--image-size", 16, "--splits", "1,4")
+        losses = dict(re.findall(r"^(.+): \d+ images/s, last loss ([\d.]+)$", output, re.MULTILINE))
+        self.assertEqual(len(losses), 4, output)
+        for parts in ("1 part", "4 parts"):
+            # Gradients add up in another order.
+            self.assertAlmostEqual(float(losses[f"RPC, {parts}"]),
+                                   float(losses[f"Lockstep's pipeline, {parts}"]), delta=1e-3)
+
+    def test_a_number_of_parts_that_does_not_fit_is_an_error(self):
+        result = t.run(EXAMPLES / "003_rpc/rpc_pipeline", "--splits", "3", check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("--splits 3 does not divide --batch-size 32", result.stderr)
+
+
 if __name__ == "__main__":
     t.main()

@@ -33,8 +33,8 @@ struct BackendTraits {
   bool names_failures = false;
   /// The end of a send or a receive is told only to the thread that waits for it.
   bool tells_only_waiters = false;
-  /// A collective may miss that a rank has died, and wait on. A wait for it may be cut short
-  /// unharmed.
+  /// A collective may miss that a rank has died, and wait on. Waits may be cut short unharmed, but
+  /// not those for reduce_scatter, which do not keep to their time-out.
   bool misses_deaths = false;
   /// A wait that runs into its own time-out breaks the connection. Work::abort ends it unharmed.
   bool ends_waits_by_abort = false;

@@ -187,7 +187,7 @@ void CheckContext::tell_left(int64_t steps) noexcept {
 
 void CheckContext::tell_closed() noexcept {
   auto* store = connected_.load(std::memory_order_acquire);
-  if (!store || !told().empty()) return;
+  if (!store) return;
   const QuietNativeLog quiet;
   try {
     store->set(closed_key(rank_), "");
@@ -201,8 +201,8 @@ std::vector<int> CheckContext::died() {
   std::erase_if(ranks, [&](int rank) {
     try {
       return store().check({closed_key(rank)});
-    } catch (const std::exception&) {  // Its host has ended as well.
-      return false;
+    } catch (const std::exception&) {  // The store is lost, perhaps with rank 0.
+      return names_[static_cast<size_t>(rank)] != 0;
     }
   });
   return ranks;

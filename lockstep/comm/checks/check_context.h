@@ -74,11 +74,14 @@ class CheckContext {
   /// What another rank told so. None when it told nothing. Asks the store.
   std::optional<int64_t> steps_when_left(int rank);
 
-  /// Tells the other ranks that this one has closed the group, unless it has failed before. As
-  /// `tell_failed`.
+  /// Tells the other ranks that this one has closed the group in order. As `tell_failed`.
   void tell_closed() noexcept;
-  /// The ranks whose process has ended though they had not closed the group. See `ended`.
+  /// The ranks whose process has ended though they had not closed the group. See `ended`. Where the
+  /// store is lost: only the one that may have held it.
   std::vector<int> died();
+  /// A wait has ended though the backend's work has not.
+  void leave_work_behind() { work_left_behind_ = true; }
+  bool has_left_work_behind() const { return work_left_behind_; }
 
   /// What is told of a rank that has ended or left, by one that sees it from its own host.
   struct Gone {
@@ -132,6 +135,7 @@ class CheckContext {
   const c10::intrusive_ptr<c10d::Store> shared_store_;
   const bool over_tcp_;
   std::atomic<bool> expects_gone_{false};
+  std::atomic<bool> work_left_behind_{false};
   const int rank_;
   const int size_;
   const RankNames names_;

@@ -29,6 +29,11 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Milliseconds = std::chrono::milliseconds;
 
+bool is_reduce_scatter(Operation operation) {
+  return operation == Operation::reduce_scatter || operation == Operation::reduce_scatter_tensor ||
+         operation == Operation::reduce_scatter_tensor_coalesced;
+}
+
 /// All tensors of the lists, one list after the other.
 Tensors flattened(const TensorLists& lists) {
   Tensors result;
@@ -65,9 +70,11 @@ class CheckedBackend final : public c10d::Backend {
         gate_(context_, checks_) {
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
-    // The first comparison needs it; by then the store's host may be gone.
-    if (comparison_limit() > 0) context_->connect();
+    // The first comparison needs it, and who leaves tells so; by then the store's host may be gone.
+    if (comparison_limit() > 0 || (options_.misses_deaths && getSize() > 1)) context_->connect();
   }
+
+  bool has_left_work_behind() const { return context_->has_left_work_behind(); }
 
   const BackendPtr& inner() const { return inner_; }
   void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
@@ -311,9 +318,9 @@ class CheckedBackend final : public c10d::Backend {
 
   WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
     if (!work || options_.names_failures) return work;
-    const bool collective = peer < 0 && call.operation < Operation::send;
+    const bool in_slices = call.operation < Operation::send && !is_reduce_scatter(call.operation);
     return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer,
-                             options_.misses_deaths && collective);
+                             options_.misses_deaths && in_slices);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as
@@ -474,6 +481,11 @@ BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackend
   ignore_broken_pipes();
   return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store),
                                              std::move(options));
+}
+
+bool has_left_work_behind(const c10d::Backend& backend) {
+  const auto* checked = dynamic_cast<const CheckedBackend*>(&backend);
+  return checked && checked->has_left_work_behind();
 }
 
 BackendPtr unchecked_backend(const BackendPtr& backend) {

@@ -73,8 +73,9 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   seconds. The rank at fault is found from the processes that have ended on this host and from
 ///   what the others report to the store. That takes up to a second, after the failure only.
 /// - Where the backend may miss a death, Work::wait of a collective looks for ranks of this host
-///   that have ended without leaving the group. After two seconds it throws PeerLostError, though
-///   the backend waits on. Futures of such works end with the backend only.
+///   that have ended without shutting the group down. Two to four seconds later it throws
+///   PeerLostError, though the backend waits on. Futures and reduce_scatter end with the backend
+///   only.
 /// - From then on the process ignores SIGPIPE, unless it has a handler of its own. A write to a
 ///   lost peer would otherwise end it without a word.
 ///
@@ -86,6 +87,9 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 c10::intrusive_ptr<c10d::Backend> make_checked_backend(c10::intrusive_ptr<c10d::Backend> inner,
                                                        c10::intrusive_ptr<c10d::Store> store,
                                                        CheckedBackendOptions options = {});
+
+/// Whether such a wait has ended before the backend: then the backend's destructor may block.
+bool has_left_work_behind(const c10d::Backend& backend);
 
 /// The backend inside a decorated one; `backend` itself when it is not decorated.
 c10::intrusive_ptr<c10d::Backend> unchecked_backend(

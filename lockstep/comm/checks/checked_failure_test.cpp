@@ -11,6 +11,8 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/failure_report.h"
 #include "tests/support/ended_identity.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
@@ -33,6 +35,7 @@ CheckedBackendOptions options_of(DebugLevel debug, int milliseconds = 20'000) {
   CheckedBackendOptions options;
   options.debug = debug;
   options.timeout = std::chrono::milliseconds(milliseconds);
+  options.misses_deaths = true;  // As over Gloo.
   return options;
 }
 
@@ -178,16 +181,16 @@ class NeverEnds : public Backend {
 };
 
 /// Rank 0's wait in such a group, of which rank 1 has ended. `before`: what rank 1 has done.
-Outcome wait_beside_a_dead_rank(std::chrono::milliseconds timeout,
-                                const std::function<void(CheckContext&)>& before) {
+Outcome wait_beside_a_dead_rank(
+    std::chrono::milliseconds timeout,
+    const std::function<void(CheckContext&, const testing::StorePtr& store)>& before) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckContext dead(store, 1, 2, {}, "default", std::chrono::seconds(60));
   dead.connect();
-  before(dead);
+  before(dead, store);
   dead.store().set(announcement_key(1), test_process::ended_identity());
   auto options = options_of(DebugLevel::info, 60'000);
   options.needs_comparison = false;
-  options.misses_deaths = true;
   const auto backend = make_checked_backend(c10::make_intrusive<NeverEnds>(0, 2), store, options);
   return outcome_of([&] { all_reduce(*backend, at::ones({2}))->wait(timeout); });
 }
@@ -195,7 +198,7 @@ Outcome wait_beside_a_dead_rank(std::chrono::milliseconds timeout,
 TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
   for (const auto timeout : {kNoTimeout, std::chrono::milliseconds(60'000)}) {
     const auto begin = std::chrono::steady_clock::now();
-    const auto outcome = wait_beside_a_dead_rank(timeout, [](CheckContext&) {});
+    const auto outcome = wait_beside_a_dead_rank(timeout, [](CheckContext&, const auto&) {});
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
     EXPECT_THAT(outcome.text(),
                 ::testing::MatchesRegex(
@@ -206,18 +209,54 @@ TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
 }
 
 TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
-  const auto outcome = wait_beside_a_dead_rank(std::chrono::seconds(4),
-                                               [](CheckContext& dead) { dead.tell_closed(); });
+  const auto outcome = wait_beside_a_dead_rank(
+      std::chrono::seconds(4), [](CheckContext& dead, const auto&) { dead.tell_closed(); });
   EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
   EXPECT_THAT(outcome.text(), HasSubstr("is not finished after 4 s; it goes on"));
 }
 
-TEST(CheckedFailure, WhoFailedAndClosedTheGroupCountsAsDead) {
-  const auto outcome = wait_beside_a_dead_rank(kNoTimeout, [](CheckContext& dead) {
-    dead.tell_failed("broadcast", /*known=*/true);
-    dead.tell_closed();
+TEST(CheckedFailure, ADeadRankIsNamedThoughItHadToldOfAFailure) {
+  const auto outcome = wait_beside_a_dead_rank(kNoTimeout, [](CheckContext& dead, const auto&) {
+    dead.tell_failed("recv(from rank 0)", /*known=*/true);
   });
   EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+  EXPECT_THAT(outcome.text(), HasSubstr("has ended"));
+}
+
+TEST(CheckedFailure, WhoShutsTheGroupDownTellsSoAtEveryLevel) {
+  for (const auto debug : {DebugLevel::off, DebugLevel::info}) {
+    const auto outcome =
+        wait_beside_a_dead_rank(std::chrono::seconds(4), [&](CheckContext&, const auto& store) {
+          auto options = options_of(debug);
+          options.needs_comparison = false;
+          make_checked_backend(c10::make_intrusive<NeverEnds>(1, 2), store, options)->shutdown();
+        });
+    EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+  }
+}
+
+// Gloo's work for it keeps to no time-out of a wait, and does not say that it has failed.
+TEST(CheckedFailure, AReduceScatterInVainEndsAtItsTimeOut) {
+  const auto outcome = stay_away(options_of(DebugLevel::off, 1'500), 1, [](Backend& backend) {
+    at::Tensor whole = at::ones({4}), part = at::empty({2});
+    backend._reduce_scatter_base(part, whole, {})->wait();
+  });
+  EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+}
+
+TEST(CheckedFailure, ADeathIsTheCauseBeforeARankThatLeftItsLoop) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  CheckContext context(store, 0, 3, {}, "default", std::chrono::seconds(60));
+  for (const int rank : {1, 2}) {
+    CheckContext other(store, rank, 3, {}, "default", std::chrono::seconds(60));
+    other.connect();
+    other.store().set(announcement_key(rank), test_process::ended_identity());
+    if (rank == 1) other.tell_left(287);
+  }
+  const auto lost = std::make_exception_ptr(std::runtime_error("connection closed"));
+  const std::string text = failure_text(translate_failure(lost, context, {}, kNoTimeout));
+  EXPECT_THAT(text, HasSubstr("rank 2 (process "));
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("287")));
 }
 
 /// A group whose last rank is plain Gloo, as Python's is.

@@ -14,7 +14,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// How often a wait looks who has died. A look reads a file of /proc per rank of this host.
+/// How often a wait looks who has died. A look reads three files of /proc per rank, and asks the
+/// store for ranks whose process it does not know, and for those that have ended.
 constexpr milliseconds kLook{250};
 /// How long a backend may take to notice a death itself.
 constexpr milliseconds kGrace{2'000};
@@ -43,32 +44,46 @@ class CheckedWork final : public TranslatedWork {
         misses_deaths_(misses_deaths) {}
 
   bool wait(milliseconds timeout) override {
-    if (!misses_deaths_) return TranslatedWork::wait(timeout);
+    if (!misses_deaths_ || timeout.count() < 0) return TranslatedWork::wait(timeout);
     const auto begin = Clock::now();
     std::optional<Clock::time_point> seen;  // The first death that is still one.
     while (true) {
       const auto used = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
       const bool last = timeout.count() > 0 && timeout - used <= kLook;
       try {
-        if (inner().wait(last ? std::max(timeout - used, milliseconds(1)) : kLook)) return true;
+        const bool done = inner().wait(last ? std::max(timeout - used, milliseconds(1)) : kLook);
+        if (done || last) return done;
       } catch (...) {
         const auto failed = inner().exception();  // Else it is this look that has ended.
         if (failed) std::rethrow_exception(translate(failed, timeout));
-        if (last) std::rethrow_exception(translate(std::current_exception(), timeout));
+        const auto now = std::current_exception();
+        if (last || failure_kind(now) != FailureKind::timeout)
+          std::rethrow_exception(translate(now, timeout));
       }
       if (inner().isCompleted()) continue;
-      if (report_.context->died().empty()) {
+      const auto died = report_.context->died();
+      if (died.empty()) {
         seen.reset();
       } else if (!seen) {
         seen = Clock::now();
       } else if (Clock::now() - *seen >= kGrace) {
-        std::rethrow_exception(
-            translate(std::make_exception_ptr(std::runtime_error(kMissed)), timeout));
+        give_up(died, timeout);
       }
     }
   }
 
  private:
+  [[noreturn]] void give_up(const std::vector<int>& died, milliseconds timeout) const {
+    report_.context->leave_work_behind();
+    const std::lock_guard lock(mutex_);
+    if (!failure_) {
+      failure_ = translate_failure(std::make_exception_ptr(std::runtime_error(kMissed)),
+                                   *report_.context, report_.call,
+                                   timeout.count() > 0 ? timeout : report_.timeout, -1, died);
+    }
+    std::rethrow_exception(failure_);
+  }
+
   /// What the caller gets for the backend's error: looked into once. A wait that the caller cut
   /// short says nothing about the group, and nobody is asked.
   std::exception_ptr translate(const std::exception_ptr& error,

@@ -39,18 +39,17 @@ std::string what_i_did(const CheckContext& context, const CallSummary& call) {
 /// peer, whose silence says something; that of the others, who may be busy, does not.
 bool look(CheckContext& context, int peer, Findings& findings) {
   findings.seen = context.seen_failure();
-  findings.ended.clear();
-  std::vector<int> wordless;
+  std::vector<int> wordless, left;
   bool peer_knows = false;
   for (int rank : context.others()) {
     const auto word = context.word_of(rank);
     if (word) findings.words[rank] = word->text;
-    if (!word) wordless.push_back(rank);
-    if (!word && context.steps_when_left(rank)) findings.ended.push_back(rank);
+    if (!word) (context.steps_when_left(rank) ? left : wordless).push_back(rank);
     if (rank == peer && word) peer_knows = word->known;
   }
   // Who left after its loop has not failed, and may have ended since.
-  if (findings.ended.empty()) findings.ended = context.ended(wordless);
+  findings.ended = context.ended(wordless);
+  if (findings.ended.empty()) findings.ended = left;
   if (peer < 0) {
     findings.silent = wordless;
     return !findings.ended.empty() || findings.seen || wordless.empty();
@@ -112,10 +111,11 @@ std::string whole_cause(CheckContext& context, const Findings& findings, int pee
 
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
                                      const CallSummary& call, std::chrono::milliseconds timeout,
-                                     int peer) {
+                                     int peer, const std::vector<int>& died) {
   const FailureKind kind = failure_kind(error);
   if (kind != FailureKind::timeout && !is_lost(kind)) return error;
-  const Findings findings = investigate(context, call, peer);
+  Findings findings = investigate(context, call, peer);
+  if (!died.empty()) findings.ended = died;
   const std::string mine = what_i_did(context, call);
   const std::string why = whole_cause(context, findings, peer);
   if (!why.empty()) context.tell_failed(mine + " " + why, /*known=*/true);

@@ -140,10 +140,8 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
     const bool late = Clock::now() >= deadline;
     if (!late && !look.due()) continue;
     const auto ended = context_.ended(context_.others());
-    if (auto failure = context_.seen_failure(); failure && ended.empty()) {
-      if (failure->given_up) failure->text += "; " + who_is_missing(mine);
+    if (const auto failure = context_.seen_failure(); failure && ended.empty())
       throw_failure(called(mine) + ", but the group has failed: ", *failure);
-    }
     if (late || !ended.empty()) give_up(mine, timeout, ended);
   }
 }

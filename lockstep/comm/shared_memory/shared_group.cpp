@@ -142,7 +142,8 @@ void SharedGroup::throw_if_failed(const std::string& what,
   std::string cause =
       kind == Verdict::writing ? "a rank ended while it told of a failure" : verdict.text.data();
   for (const std::string& other : awaited) {
-    if (kind == Verdict::given_up && cause.find(other) == std::string::npos)
+    const std::string name = other.substr(0, other.find(','));
+    if (kind == Verdict::given_up && cause.find(name) == std::string::npos)
       cause += "; " + other + " had not come";
   }
   if (kind != Verdict::timed_out) throw_peer_lost(me + what + " cannot finish: " + cause);

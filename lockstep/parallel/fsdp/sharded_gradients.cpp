@@ -12,6 +12,7 @@
 #include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/scaled_copy.h"
 
 namespace lockstep::detail {
@@ -95,7 +96,9 @@ std::string ShardedGradients::place() const {
 }
 
 void ShardedGradients::on_gradient(size_t unit, size_t member) {
-  if (!std::exchange(begun_, true)) {
+  if (!begun_) {
+    refuse_distributed_autograd(place());
+    begun_ = true;
     parameters_.begin_backward();
     if (synchronizing_) withheld_.release();
     after_backward([this] { on_end(); });

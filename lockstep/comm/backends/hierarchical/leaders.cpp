@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/hierarchical/leaders.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include "lockstep/base/settings.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
@@ -28,6 +29,7 @@ void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfer
 }
 
 void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
+  const auto nobody = c10::make_scope_exit([this] { awaited_ = -1; });
   for (auto& transfer : transfers) {
     TransferWait::End end = TransferWait::End::done;
     awaited_ = transfer.host;
@@ -44,7 +46,6 @@ void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
                       transfer.host,
                       {}};
   }
-  awaited_ = -1;
   transfers.clear();
 }
 
