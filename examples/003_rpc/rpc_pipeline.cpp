@@ -177,8 +177,9 @@ std::vector<Batch> random_batches(const Options& options) {
 template <class Step>
 void measure(const std::string& what, const Options& options, const Step& step) {
   double loss = 0;
+  const auto batches = random_batches(options);
   const auto begin = Clock::now();
-  for (const Batch& batch : random_batches(options)) loss = step(batch);
+  for (const Batch& batch : batches) loss = step(batch);
   const std::chrono::duration<double> time = Clock::now() - begin;
   std::printf("%s: %.0f images/s, last loss %.4f\n", what.c_str(),
               static_cast<double>(options.batches * options.batch_size) / time.count(), loss);

@@ -8,7 +8,9 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -40,7 +42,10 @@ class BucketReducer : public GradientReducer {
   }
 
   void before_forward(bool) override {
-    if (begun_) throw_missing();
+    if (begun_) {
+      forget_backward();
+      throw_missing();
+    }
     if (rebuilt_ || order_.size() != parameters_.size()) return;
     make_buckets(agree_on_layout(layout_by_arrival(parameters_, order_, options_), group_));
     rebuilt_ = true;
@@ -85,19 +90,20 @@ class BucketReducer : public GradientReducer {
 
   /// The parameter's gradient of this backward is complete. On the thread that runs backward.
   void on_gradient(size_t index) {
+    // Distributed autograd runs a backward on several threads where gradients come from others.
+    const std::lock_guard lock(mutex_);
     if (!expecting_) return;
     if (ready_[index]) throw_twice(index);
     ready_[index] = true;
-    if (!std::exchange(begun_, true)) place_ = GradientPlace::of_this_backward();
-    if (!rebuilt_) order_.push_back(index);
-    stage(index);
-    if (--buckets_[bucket_of_[index]].pending > 0) return;
+    if (!std::exchange(begun_, true)) begin_in(GradientPlace::of_this_backward());
     try {
-      reduce_what_is_ready();
+      if (!place_.is_of_this_backward()) throw_elsewhere(index);
+      if (!rebuilt_) order_.push_back(index);
+      stage(index);
+      if (--buckets_[bucket_of_[index]].pending == 0) reduce_what_is_ready();
     } catch (...) {
       // What is missing now is not the user's fault.
-      begun_ = expecting_ = false;
-      place_ = {};
+      forget_backward();
       throw;
     }
   }
@@ -109,6 +115,24 @@ class BucketReducer : public GradientReducer {
     size_t pending = 0;  ///< Gradients that are still to come.
     Work work;
   };
+
+  void forget_backward() {
+    begun_ = expecting_ = false;
+    place_ = {};
+  }
+
+  /// The gradients of a backward of a context use the buckets. Those that are there stay apart.
+  void begin_in(GradientPlace place) {
+    place_ = std::move(place);
+    if (!place_.is_context() || !as_views_) return;
+    const c10::AutoGradMode no_grad(false);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      at::Tensor& gradient = parameters_[i].mutable_grad();
+      if (gradient.defined() && gradient.layout() == at::kStrided &&
+          gradient.const_data_ptr() == views_[i].const_data_ptr())
+        gradient = gradient.detach().clone();
+    }
+  }
 
   /// All buckets lie in one symmetric memory, each from a cache line's start. Gradients that are
   /// views of the old buckets become views of the new ones.
@@ -169,7 +193,8 @@ class BucketReducer : public GradientReducer {
 
   /// Puts a gradient, divided, into its bucket.
   void stage(size_t index) {
-    place_.visit(parameters_[index], [&](at::Tensor& gradient) { stage(index, gradient); });
+    place_.visit(parameters_[index], names_[index],
+                 [&](at::Tensor& gradient) { stage(index, gradient); });
   }
   void stage(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
@@ -216,15 +241,19 @@ class BucketReducer : public GradientReducer {
     }
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
-    begun_ = expecting_ = false;
-    place_ = {};
+    forget_backward();
   }
 
   void deliver(size_t index) {
-    place_.visit(parameters_[index], [&](at::Tensor& gradient) { deliver(index, gradient); });
+    place_.visit(parameters_[index], names_[index],
+                 [&](at::Tensor& gradient) { deliver(index, gradient); });
   }
   void deliver(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
+    if (place_.is_context()) {
+      gradient = view.clone();  // What came may still be on its way to another worker.
+      return;
+    }
     if (gradient.unsafeGetTensorImpl() == view.unsafeGetTensorImpl()) return;
     if (!gradient.defined()) {
       gradient = as_views_ ? view : view.clone();
@@ -248,10 +277,19 @@ class BucketReducer : public GradientReducer {
                      "forward needs DdpOptions::static_graph");
   }
 
+  [[noreturn]] void throw_elsewhere(size_t index) const {
+    throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
+                         ": the gradient of " + names_[index] +
+                         " came in another backward than those before it, and one of the two is "
+                         "of an rpc::AutogradContext",
+                     "give all parameters their gradients in one context");
+  }
+
   const ProcessGroup group_;
   const DdpOptions options_;
   const bool as_views_;
-  int divisor_;  ///< Of gradients, before they are summed.
+  std::mutex mutex_;  ///< Held while a gradient is taken, and its bucket reduced.
+  int divisor_;       ///< Of gradients, before they are summed.
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> views_;  ///< In the buckets, by parameter.

@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -53,6 +54,7 @@ struct GradientAverager::Impl {
   std::vector<std::string> names;  ///< Of the parameters that get a gradient.
   std::vector<bool> ready;         ///< Of them: has it come since the last average?
   size_t awaited = 0;              ///< How many are still to come; 0: the last average is done.
+  std::mutex mutex;                ///< Held while a gradient is counted.
   detail::GradientListeners listeners;
   /// Null with one rank. Its own listeners come after ours.
   std::unique_ptr<detail::GradientReducer> reducer;
@@ -86,6 +88,8 @@ struct GradientAverager::Impl {
   /// Before the reducer's own listener. What DistributedDataParallel does around a forward, the
   /// first gradient of an iteration does here.
   void on_gradient(size_t index) {
+    // Distributed autograd runs a backward on several threads where gradients come from others.
+    const std::lock_guard lock(mutex);
     if (!synchronizing) return;
     if (awaited == 0) begin();
     if (ready[index]) throw_missing(index);

@@ -19,7 +19,11 @@ GradientPlace GradientPlace::of_this_backward() {
   return place;
 }
 
-void GradientPlace::visit_in_context(const at::Tensor& parameter,
+bool GradientPlace::is_of_this_backward() const {
+  return context_ == native::ThreadLocalDistAutogradContext::getContextPtr();
+}
+
+void GradientPlace::visit_in_context(const at::Tensor& parameter, const std::string& name,
                                      const std::function<void(at::Tensor&)>& change) const {
   bool found = false;
   try {
@@ -30,8 +34,8 @@ void GradientPlace::visit_in_context(const at::Tensor& parameter,
     });
   } catch (const c10::Error&) {
     if (found) throw;
-    throw UsageError("a backward of distributed autograd gave a parameter no gradient",
-                     "every parameter must take part in the loss");
+    throw UsageError("a backward of distributed autograd gave " + name + " no gradient",
+                     "in a context every parameter must take part in the loss");
   }
 }
 

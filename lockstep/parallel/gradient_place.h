@@ -25,17 +25,18 @@ class GradientPlace {
   static GradientPlace of_this_backward();
 
   bool is_context() const { return context_ != nullptr; }
-  /// Calls `change` with the parameter's gradient, which it may change or replace. In a context
-  /// there is one from the moment at which the parameter's hooks run. Throws UsageError where a
-  /// context has none.
+  bool is_of_this_backward() const;
+  /// Calls `change` with the gradient of the parameter of that name, which it may change or
+  /// replace. In a context there is one from the moment at which the parameter's hooks run. Throws
+  /// UsageError where a context has none.
   template <class Change>
-  void visit(const at::Tensor& parameter, Change&& change) const {
+  void visit(const at::Tensor& parameter, const std::string& name, Change&& change) const {
     if (!is_context()) return change(parameter.mutable_grad());
-    visit_in_context(parameter, change);
+    visit_in_context(parameter, name, change);
   }
 
  private:
-  void visit_in_context(const at::Tensor& parameter,
+  void visit_in_context(const at::Tensor& parameter, const std::string& name,
                         const std::function<void(at::Tensor&)>& change) const;
 
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;

@@ -3,12 +3,16 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
-#include <map>
+#include <atomic>
+#include <optional>
+#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/launch/spawn.h"
@@ -141,6 +145,132 @@ TEST(RpcDataParallel, ContextsAndPlainPassesMayTakeTurns) {
             at::equal(step % 2 == 0 ? context.gradient(parameter) : parameter.grad(), expected[i]));
       }
     }
+  });
+}
+
+// The context's gradients pass through the buckets, of which grad() is a view.
+TEST(RpcDataParallel, AContextLeavesPlainGradientsAlone) {
+  run_trainers([](const ProcessGroup& trainers) {
+    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+      auto net = std::make_shared<Net>();
+      DistributedDataParallel ddp(net, trainers, {.reducer = reducer});
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        ddp.forward(input(trainers.rank(), step)).sum().backward();
+        std::vector<at::Tensor> plain;
+        for (const auto& parameter : net->parameters()) plain.push_back(parameter.grad().clone());
+        AutogradContext context;
+        context.backward({ddp.forward(5 * input(trainers.rank(), step)).sum()});
+        for (size_t i = 0; i < plain.size(); ++i) {
+          const at::Tensor parameter = net->parameters()[i];
+          EXPECT_TRUE(at::equal(parameter.grad(), plain[i])) << step << " " << i;
+          EXPECT_FALSE(i == 0 && at::equal(context.gradient(parameter), plain[i]));
+        }
+      }
+    }
+  });
+}
+
+/// Several layers beside each other. Of half of them the gradient comes from the server, while the
+/// others' is computed here.
+struct Branches : torch::nn::Module {
+  static constexpr int kCount = 8;
+  Branches() {
+    for (int i = 0; i < 2 * kCount; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(2, 2)));
+    }
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : parameters()) parameter.fill_(1);
+  }
+  at::Tensor forward(const at::Tensor& x, const std::function<at::Tensor(at::Tensor)>& there) {
+    at::Tensor sum = at::zeros({4, 2});
+    for (int i = 0; i < kCount; ++i) {
+      const auto at = static_cast<size_t>(2 * i);
+      sum = sum + there(layers[at](x)) + layers[at + 1](x);
+    }
+    return sum;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+TEST(RpcDataParallel, GradientsMayComeFromOthersAndFromHereAtOnce) {
+  run_trainers([](const ProcessGroup& trainers) {
+    const auto table = remote("server", make_table);
+    const auto plain_table = Table().weight.detach();
+    for (const bool wrapped : {true, false}) {
+      const auto net = std::make_shared<Branches>();
+      std::optional<DistributedDataParallel<std::shared_ptr<Branches>>> ddp;
+      std::optional<GradientAverager> averager;
+      const DdpOptions small{.bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5};
+      if (wrapped) {
+        ddp.emplace(net, trainers, small);
+      } else {
+        averager.emplace(*net, trainers);
+      }
+      const auto there = [&](const at::Tensor& x) { return table.rpc_sync(look_up, x); };
+      for (int step = 0; step < 10; ++step) {
+        AutogradContext context;
+        const at::Tensor x = input(trainers.rank(), step);
+        context.backward({(wrapped ? ddp->forward(x, there) : net->forward(x, there)).sum()});
+        Branches plain;
+        const at::Tensor mean = (input(0, step) + input(1, step)) / 2;
+        plain.forward(mean, [&](const at::Tensor& y) { return y * plain_table; }).sum().backward();
+        for (size_t i = 0; i < plain.parameters().size(); ++i) {
+          EXPECT_TRUE(
+              at::equal(context.gradient(net->parameters()[i]), plain.parameters()[i].grad()))
+              << step << " " << i;
+        }
+      }
+    }
+  });
+}
+
+// As distributed autograd does where gradients come from other workers.
+TEST(RpcDataParallel, GradientsMayComeOnSeveralThreadsAtOnce) {
+  run_trainers([](const ProcessGroup& trainers) {
+    for (const bool wrapped : {true, false}) {
+      const auto net = std::make_shared<Branches>();
+      std::optional<DistributedDataParallel<std::shared_ptr<Branches>>> ddp;
+      std::optional<GradientAverager> averager;
+      if (wrapped) {
+        ddp.emplace(net, trainers);
+      } else {
+        averager.emplace(*net, trainers);
+      }
+      const at::Tensor mean = at::full({1}, 6.0, at::kFloat);  // Of four rows of ones and twos.
+      for (int step = 0; step < 300; ++step) {
+        net->zero_grad();
+        const at::Tensor x = at::full({4, 2}, 1.0 + trainers.rank(), at::kFloat);
+        if (wrapped) ddp->forward(x, [](const at::Tensor& y) { return y; });
+        std::atomic<int> ready{0};
+        const auto backward = [&](size_t first) {
+          std::vector<at::Tensor> losses;
+          for (size_t i = first; i < net->layers.size(); i += 2)
+            losses.push_back(net->layers[i](x).sum());
+          const at::Tensor loss = at::stack(losses).sum();
+          for (++ready; ready < 2;) std::this_thread::yield();
+          loss.backward();
+        };
+        std::thread other([&] { backward(1); });
+        backward(0);
+        other.join();
+        for (const auto& layer : net->layers)
+          ASSERT_TRUE(layer->weight.grad().eq(mean).all().item<bool>()) << step;
+      }
+    }
+  });
+}
+
+TEST(RpcDataParallel, GradientsOfTwoPlacesAreAnError) {
+  run_trainers([](const ProcessGroup& trainers) {
+    Net net;
+    const GradientAverager averager(net, trainers);
+    const at::Tensor x = input(trainers.rank(), 0);
+    net.second(at::ones({4, 3})).sum().backward();
+    AutogradContext context;
+    const at::Tensor loss = net.first(x).sum();
+    EXPECT_THAT(lockstep::testing::message_of<Error>([&] { context.backward({loss}); }),
+                ::testing::HasSubstr("came in another backward than those before it"));
   });
 }
 

@@ -175,15 +175,17 @@ void Worker::greet_others() {
     greetings[names_[static_cast<size_t>(id)]] =
         send_call_to(id, greeted_function().signature(), {}, limit);
   }
+  std::vector<std::string> missing;
   for (const auto& [name, greeting] : greetings) {
     try {
       greeting->value({});
     } catch (const TimeoutError&) {
-      Peers::throw_missing(Peers::kStart, {name});
+      missing.push_back(name);
     } catch (const RemoteError&) {  // It has answered: it is connected.
     } catch (const CommError&) {    // It was lost, of which its lifeline tells.
     }
   }
+  if (!missing.empty()) Peers::throw_missing(Peers::kStart, missing);
   peers_.meet("greeted", "", deadline, Peers::kStart);
 }
 
@@ -267,6 +269,7 @@ void Worker::wait_until_quiet(Clock::time_point deadline) {
 void Worker::leave_together(milliseconds limit) {
   if (left_) return;
   const auto deadline = Clock::now() + limit;
+  std::vector<std::string> lost;
   try {
     translated([&] {
       if (has_joined()) {
@@ -279,6 +282,7 @@ void Worker::leave_together(milliseconds limit) {
       // What a lost worker should confirm never comes.
       const auto patience = peers_.lost().empty() ? time_left(deadline) : kPatienceWithLost;
       native::RRefContext::getInstance().delAllUsersAndUnforkedOwners(patience);
+      lost = peers_.lost();  // Later on those that leave may count as such.
       peers_.let_go();
       if (!has_joined()) peers_.meet("left", "", deadline);
     });
@@ -286,7 +290,7 @@ void Worker::leave_together(milliseconds limit) {
     leave_now();
     throw;
   }
-  if (const auto lost = peers_.lost(); !lost.empty()) {
+  if (!lost.empty()) {
     log_warning("rpc: worker '" + name_ + "' left without '" + join(lost, "', '") +
                 "', which it had lost");
   }

@@ -12,7 +12,7 @@ EXAMPLES = t.BUILD_DIR / "examples"
 DATA = {} if t.data_dir() is None else {"LOCKSTEP_DATA_DIR": t.data_dir()}
 
 
-def run(program, *arguments, timeout=120):
+def run(program, *arguments, timeout=600):
     return t.run(EXAMPLES / program, *arguments, timeout=timeout, env=t.clean_environment(**DATA)).stdout
 
 
@@ -90,7 +90,7 @@ class DdpRpc(unittest.TestCase):
         commands = ([EXAMPLES / "003_rpc/ddp_rpc"],
                     [t.LOCKSTEP, "run", "--nproc-per-node", 5, EXAMPLES / "003_rpc/ddp_rpc", "--trainers", 3])
         for command, trainers in zip(commands, (2, 3)):
-            output = t.run(*command).stdout
+            output = t.run(*command, timeout=600).stdout
             found = dict(re.findall(r"master: trainer (\d) has an accuracy of ([\d.]+)", output))
             self.assertEqual(sorted(found), [str(i) for i in range(trainers)], output)
             self.assertGreater(min(map(float, found.values())), 0.9, output)

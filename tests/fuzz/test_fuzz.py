@@ -37,7 +37,7 @@ PLACEMENTS = {"shm": ["aa", "aaa", "aaaa", "aaaaa"], "hierarchical": ["aab", "aa
 
 PEER_LOST, TIMEOUT, MISMATCH = "PeerLostError", "TimeoutError", "MismatchError"
 # A time-out to run into; the ranks must start within it, on a busy machine as well.
-SHORT = 5
+SHORT = 10 if BACKEND == "mpi" else 5  # Of joining as well, where mpirun starts the ranks.
 # These end a process, so the others notice. After the other ones they may run into the time-out.
 GONE = ["kill", "exit", "throw", "leave"]
 STILL_THERE = ["stop", "silence", "skip"]

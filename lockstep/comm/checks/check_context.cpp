@@ -197,14 +197,22 @@ void CheckContext::tell_closed() noexcept {
 
 std::vector<int> CheckContext::died() {
   const QuietNativeLog quiet;
-  std::vector<int> ranks = ended(others());
-  std::erase_if(ranks, [&](int rank) {
+  const auto is_first = [this](int rank) { return names_[static_cast<size_t>(rank)] == 0; };
+  const auto closed = [&](int rank) {
+    if (is_first(rank) && first_has_closed_) return true;
     try {
-      return store().check({closed_key(rank)});
-    } catch (const std::exception&) {  // The store is lost, perhaps with rank 0.
-      return names_[static_cast<size_t>(rank)] != 0;
+      const bool has = store().check({closed_key(rank)});
+      if (has && is_first(rank)) first_has_closed_ = true;
+      return has;
+    } catch (const std::exception&) {  // The store is lost, perhaps with the job's rank 0.
+      return !is_first(rank);
     }
-  });
+  };
+  // While the store is there: it may end with that rank.
+  for (const int rank : others())
+    if (is_first(rank)) closed(rank);
+  std::vector<int> ranks = ended(others());
+  std::erase_if(ranks, closed);
   return ranks;
 }
 

@@ -136,6 +136,7 @@ class CheckContext {
   const bool over_tcp_;
   std::atomic<bool> expects_gone_{false};
   std::atomic<bool> work_left_behind_{false};
+  std::atomic<bool> first_has_closed_{false};  ///< The job's rank 0, which may hold the store.
   const int rank_;
   const int size_;
   const RankNames names_;

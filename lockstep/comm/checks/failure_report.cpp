@@ -15,7 +15,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// A rank that dies may be seen a moment later than one that has left.
+constexpr std::chrono::milliseconds kDeathsAfterLeaves{150};
+
 struct Findings {
+  const Clock::time_point begin = Clock::now();
   std::vector<int> ended;
   std::vector<int> silent;
   std::map<int, std::string> words;  ///< What the ranks that failed as well were doing.
@@ -49,7 +53,9 @@ bool look(CheckContext& context, int peer, Findings& findings) {
   }
   // Who left after its loop has not failed, and may have ended since.
   findings.ended = context.ended(wordless);
-  if (findings.ended.empty()) findings.ended = left;
+  if (findings.ended.empty() &&
+      (wordless.empty() || Clock::now() - findings.begin >= kDeathsAfterLeaves))
+    findings.ended = left;
   if (peer < 0) {
     findings.silent = wordless;
     return !findings.ended.empty() || findings.seen || wordless.empty();

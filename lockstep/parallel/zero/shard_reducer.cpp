@@ -11,7 +11,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
-#include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/scaled_copy.h"
 #include "lockstep/parallel/whole_model.h"
 
@@ -87,7 +86,6 @@ void ShardReducer::on_gradient(size_t index) {
     throw UsageError(what_ + ", rank " + std::to_string(optimizer_.shards().group().rank()) +
                          ": backward gave " + names_[index] + " its gradient twice",
                      "run the module once in each batch, and its backward once");
-  if (!begun_) refuse_distributed_autograd(what_);
   ready_[index] = begun_ = true;
   const size_t bucket = bucket_of_[index];
   if (--pending_[bucket] > 0) return;
