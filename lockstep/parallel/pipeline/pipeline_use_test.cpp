@@ -14,6 +14,7 @@
 #include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/pipeline_test_models.h"
+#include "tests/support/published.h"
 
 namespace lockstep {
 namespace {
@@ -315,7 +316,7 @@ TEST(PipelineBatches, ASmallerOneAtTheEndIsCutUnevenly) {
 
 /// A run that stopped before the last batch of an epoch goes on with it.
 TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
-  OptimizerState saved_model, saved_optimizer;  // Whole: the ranks are threads.
+  testing::Published<OptimizerState> saved_model, saved_optimizer;  // Whole: of rank 0.
   run_group(2,
             [&](ProcessGroup group) {
               auto first = std::make_shared<Chain>(4), second = std::make_shared<Chain>(4, 9);
@@ -325,14 +326,16 @@ TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
               strategy->run_batch(work_of(batch_of(8, 1)));
               strategy->step();
               strategy->zero_grad();
-              const auto keep = [&](const OptimizerState& state, OptimizerState& kept) {
-                for (const auto& [name, tensor] : state) kept.emplace_back(name, tensor.clone());
+              const auto keep = [&](const OptimizerState& state, auto& kept) {
+                OptimizerState copy;
+                for (const auto& [name, tensor] : state) copy.emplace_back(name, tensor.clone());
+                if (group.rank() == 0) kept.set(copy);
               };
               keep(strategy->model_state(), saved_model);
               keep(strategy->optimizer_state(), saved_optimizer);
               const auto resumed = make_pipeline_strategy(setup_of(second, group));
-              resumed->load_model_state(saved_model);
-              resumed->load_optimizer_state(saved_optimizer);
+              resumed->load_model_state(saved_model.get());
+              resumed->load_optimizer_state(saved_optimizer.get());
               for (Strategy* each : {strategy.get(), resumed.get()}) {
                 each->run_batch(work_of(batch_of(6, 2)));
                 each->step();

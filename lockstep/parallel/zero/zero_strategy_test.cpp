@@ -7,6 +7,7 @@
 #include "lockstep/parallel/ddp_strategy.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/plain_optimizers.h"
+#include "tests/support/published.h"
 #include "tests/support/zero_training.h"
 
 namespace lockstep {
@@ -202,12 +203,12 @@ TEST_P(ZeroStrategy, ResumesFromDdpAndBack) {
         const auto first = (to_zero ? make_ddp : make)(setup_of(net, group, job));
         train_steps(*first, *net, job, 0, 2, wanted);
         // What a checkpoint holds is on rank 0, and is loaded by all.
-        static OptimizerState model, optimizer;
+        static testing::Published<OptimizerState> model, optimizer;
         auto saved_model = zero_test::copied(first->model_state());
         auto saved_optimizer = zero_test::copied(first->optimizer_state());
         if (group.rank() == 0) {
-          model = saved_model;
-          optimizer = saved_optimizer;
+          model.set(saved_model);
+          optimizer.set(saved_optimizer);
         }
         group.barrier();
         train_steps(*first, *net, job, 2, 2, wanted);
@@ -215,8 +216,8 @@ TEST_P(ZeroStrategy, ResumesFromDdpAndBack) {
         auto other_net = std::make_shared<Net>();
         Trained resumed;
         const auto second = (to_zero ? make : make_ddp)(setup_of(other_net, group, job));
-        second->load_model_state(model);
-        second->load_optimizer_state(optimizer);
+        second->load_model_state(model.get());
+        second->load_optimizer_state(optimizer.get());
         train_steps(*second, *other_net, job, 2, 2, resumed);
         expect_same(zero_test::tensors_of(*net), zero_test::tensors_of(*other_net), name);
         group.barrier();
