@@ -21,6 +21,12 @@
 namespace lockstep::launch {
 namespace {
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool kHasSanitizersThread = true;
+#else
+constexpr bool kHasSanitizersThread = false;
+#endif
+
 using Clock = std::chrono::steady_clock;
 namespace fs = std::filesystem;
 
@@ -371,6 +377,7 @@ TEST_F(LauncherTest, ABodyRunsAsAProgramOfItsOwnWould) {
     std::fputs(read_file("/proc/self/cmdline").c_str(), stdout);
     return 0;
   };
+  if (kHasSanitizersThread) GTEST_SKIP() << "ThreadSanitizer has a thread of its own";
   ASSERT_TRUE(forks_can_go_on());
   const auto comm = read_file("/proc/self/comm");
   launch(job);
@@ -412,6 +419,7 @@ TEST_F(LauncherTest, ABodyEndsWithALauncherThatIsKilled) {
 }
 
 TEST(Forks, CanGoOnWithoutOtherThreadsAndWithoutAPlaceOfOpenMp) {
+  if (kHasSanitizersThread) GTEST_SKIP() << "ThreadSanitizer has a thread of its own";
   EXPECT_TRUE(forks_can_go_on());
   setenv("OMP_PROC_BIND", "true", 1);
   EXPECT_FALSE(forks_can_go_on());
