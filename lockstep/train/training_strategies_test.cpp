@@ -12,6 +12,7 @@
 #include "lockstep/parallel/state_dict.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/step_loop.h"
+#include "tests/support/published.h"
 #include "tests/support/run_group.h"
 #include "tests/support/small_task.h"
 
@@ -137,12 +138,13 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
     options.accumulate_grad_batches = 2;
     options.gradient_clip_val = 0.5;
     std::vector<TrainTask> first = tasks(2), second = tasks(2), third = tasks(2);
-    NamedTensors model, optimizer, scaler, expected, got;  // Whole: the ranks are threads.
+    testing::Published<NamedTensors> model, optimizer, scaler;  // Whole: of rank 0.
+    NamedTensors expected, got;
     run_group(2,
               [&](ProcessGroup group) {
                 const auto rank = static_cast<size_t>(group.rank());
-                const auto keep = [&](NamedTensors& kept, const NamedTensors& state) {
-                  if (rank == 0) kept = copied(state);
+                const auto keep = [&](auto& kept, const NamedTensors& state) {
+                  if (rank == 0) kept.set(copied(state));
                 };
                 StepLoop whole(first[rank], group, options);
                 int64_t batches = 0;
@@ -154,18 +156,22 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
                   keep(scaler, detail::precision_state(whole.parts()));
                   return true;
                 });
-                keep(expected, detail::model_state(*first[rank].module, whole.parts()));
+                const NamedTensors whole_state =
+                    detail::model_state(*first[rank].module, whole.parts());
+                if (rank == 0) expected = copied(whole_state);
                 StepLoop resumed(second[rank], group, options);
                 resumed.warm_up();
-                detail::load_model_state(*second[rank].module, resumed.parts(), model);
-                detail::load_optimizer_state(resumed.parts(), optimizer);
-                detail::load_precision_state(resumed.parts(), scaler);
+                detail::load_model_state(*second[rank].module, resumed.parts(), model.get());
+                detail::load_optimizer_state(resumed.parts(), optimizer.get());
+                detail::load_precision_state(resumed.parts(), scaler.get());
                 resumed.load_values(1, {});
                 resumed.run_epoch(0, batches, [](const StepResult&) { return true; });
-                keep(got, detail::model_state(*second[rank].module, resumed.parts()));
+                const NamedTensors resumed_state =
+                    detail::model_state(*second[rank].module, resumed.parts());
+                if (rank == 0) got = copied(resumed_state);
                 if (precision.amp_level != "O2") return;
                 StepLoop plain(third[rank], group, this->options());
-                EXPECT_THAT([&] { detail::load_optimizer_state(plain.parts(), optimizer); },
+                EXPECT_THAT([&] { detail::load_optimizer_state(plain.parts(), optimizer.get()); },
                             ::testing::ThrowsMessage<CheckpointError>(HasSubstr("amp level O2")));
               },
               {.backend = "shm"});
