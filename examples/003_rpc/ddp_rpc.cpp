@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "003_rpc/references.h"
 #include "common/program.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/rpc/rpc.h"
@@ -23,20 +24,13 @@ namespace {
 
 namespace nn = torch::nn;
 namespace rpc = lockstep::rpc;
-using Parameters = std::vector<rpc::RRef<at::Tensor>>;
+using rpc_tutorial::Parameters;
+using rpc_tutorial::references_to;
 
 constexpr int64_t kTokens = 100;
 constexpr int64_t kWidth = 16;
 constexpr int64_t kClasses = 8;
 constexpr int64_t kBagSize = 3;  ///< Tokens whose vectors are added up.
-
-Parameters references_to(const std::vector<at::Tensor>& parameters) {
-  Parameters references;
-  for (const auto& parameter : parameters) {
-    references.push_back(rpc::RRef<at::Tensor>::own(parameter));
-  }
-  return references;
-}
 
 /// On the parameter server: a vector for each token.
 class EmbeddingTable {

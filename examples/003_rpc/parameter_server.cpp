@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "003_rpc/net.h"
+#include "003_rpc/references.h"
 #include "common/data.h"
 #include "common/program.h"
 #include "lockstep/lockstep.h"
@@ -31,12 +32,8 @@ class ParameterServer {
   at::Tensor forward(const at::Tensor& images, bool training) {
     return model_->forward(images, training);
   }
-  std::vector<rpc::RRef<at::Tensor>> parameters() const {
-    std::vector<rpc::RRef<at::Tensor>> references;
-    for (const auto& parameter : model_->parameters()) {
-      references.push_back(rpc::RRef<at::Tensor>::own(parameter));
-    }
-    return references;
+  rpc_tutorial::Parameters parameters() const {
+    return rpc_tutorial::references_to(model_->parameters());
   }
 
  private:

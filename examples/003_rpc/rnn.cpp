@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "003_rpc/references.h"
 #include "common/program.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/rpc/rpc.h"
@@ -24,21 +25,14 @@ namespace {
 
 namespace nn = torch::nn;
 namespace rpc = lockstep::rpc;
-using Parameters = std::vector<rpc::RRef<at::Tensor>>;
+using rpc_tutorial::Parameters;
+using rpc_tutorial::references_to;
 using Hidden = std::tuple<at::Tensor, at::Tensor>;
 
 /// What the model learns: each letter of a text from those before it.
 constexpr char kText[] =
     "the quick brown fox jumps over the lazy dog. how vexingly quick daft zebras jump. "
     "sphinx of black quartz, judge my vow. pack my box with five dozen liquor jugs. ";
-
-Parameters references_to(const std::vector<at::Tensor>& parameters) {
-  Parameters references;
-  for (const auto& parameter : parameters) {
-    references.push_back(rpc::RRef<at::Tensor>::own(parameter));
-  }
-  return references;
-}
 
 /// On the parameter server: a vector for each token.
 class EmbeddingTable {

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "003_rpc/references.h"
 #include "common/program.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/rpc/rpc.h"
@@ -29,6 +30,7 @@ namespace {
 
 namespace nn = torch::nn;
 namespace rpc = lockstep::rpc;
+using rpc_tutorial::Parameters;
 using Clock = std::chrono::steady_clock;
 
 struct Options {
@@ -111,14 +113,12 @@ class Shard {
     for (const auto& layer : layers_) x = layer.forward(x);
     return x;
   }
-  std::vector<rpc::RRef<at::Tensor>> parameters() const {
-    std::vector<rpc::RRef<at::Tensor>> references;
+  Parameters parameters() const {
+    std::vector<at::Tensor> all;
     for (const auto& layer : layers_) {
-      for (const auto& parameter : layer.module->parameters()) {
-        references.push_back(rpc::RRef<at::Tensor>::own(parameter));
-      }
+      for (const auto& parameter : layer.module->parameters()) all.push_back(parameter);
     }
-    return references;
+    return rpc_tutorial::references_to(all);
   }
 
  private:
@@ -149,7 +149,7 @@ class DistributedResNet {
     }
     return at::cat(rpc::when_all(parts).wait());
   }
-  std::vector<rpc::RRef<at::Tensor>> parameters() const {
+  Parameters parameters() const {
     auto all = first_.rpc_sync(::parameters);
     for (const auto& one : second_.rpc_sync(::parameters)) all.push_back(one);
     return all;
