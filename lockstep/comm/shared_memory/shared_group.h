@@ -109,8 +109,9 @@ class SharedGroup {
     return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
   }
   /// Throws the group's failure as that of `what` this rank did. Does nothing when there is none.
-  /// A rank may have given the group up over what happened elsewhere. Then the `awaited`, for whom
-  /// this rank still waited, are told too: "rank 2 (process 4712)", what follows after a comma.
+  /// A rank may have given the group up over what happened elsewhere. Then the error also names the
+  /// `awaited`, for whom this rank still waited, unless it names them already. Each begins with its
+  /// name, "rank 2 (process 4712)". More may follow after a comma.
   void throw_if_failed(const std::string& what, const std::vector<std::string>& awaited = {}) const;
   /// For waits outside of steps: throws the group's failure as that of `what` this rank did. Also
   /// when one of `ranks` has ended or left: then it gives the group up first.
