@@ -89,6 +89,14 @@ ContentReader::ContentReader(fs::path path, ContentOptions options)
   }
 }
 
+ContentReader::ContentReader(fs::path path, std::span<const std::byte> content)
+    : path_(std::move(path)), input_(std::make_unique<Input>()) {
+  if (content.size() > UINT32_MAX) fail(0, "the content is larger than 4 GiB");
+  // The bytes are only read.
+  input_->stream.next_in = reinterpret_cast<uint8_t*>(const_cast<std::byte*>(content.data()));
+  input_->stream.avail_in = static_cast<uint32_t>(content.size());
+}
+
 ContentReader::~ContentReader() = default;
 
 // ISA-L forgets a header's checksum where the input ends within the header: the buffer is filled up
@@ -135,6 +143,7 @@ void ContentReader::fail(uint64_t offset, const std::string& complaint,
 size_t ContentReader::read_file(unsigned char* out, size_t size) {
   Input& in = *input_;
   const auto wanted = static_cast<size_t>(std::min<uint64_t>(size, in.end - in.position));
+  if (wanted == 0) return 0;
   ssize_t n;
   do {
     n = ::pread(in.fd.get(), out, wanted, static_cast<off_t>(in.position));

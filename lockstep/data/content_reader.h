@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -34,6 +35,9 @@ struct ContentOptions {
 class ContentReader {
  public:
   explicit ContentReader(std::filesystem::path path, ContentOptions options = {});
+  /// Reads what the caller has unpacked, at most 4 GiB, and no file. `path` is for messages.
+  /// `content` must outlive it.
+  ContentReader(std::filesystem::path path, std::span<const std::byte> content);
   ~ContentReader();
   ContentReader(const ContentReader&) = delete;
   ContentReader& operator=(const ContentReader&) = delete;

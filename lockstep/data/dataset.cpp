@@ -69,9 +69,7 @@ DatasetSplits load_random(const DatasetOptions& options) {
 }
 
 DatasetOptions with_data_dir(DatasetOptions options) {
-  if (options.data_dir.empty()) {
-    options.data_dir = env_string("LOCKSTEP_DATA_DIR").value_or("data");
-  }
+  options.data_dir = data_dir_or_default(options.data_dir);
   return options;
 }
 

@@ -3,9 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -40,6 +43,10 @@ struct DatasetOptions {
   /// name, and where they are downloaded to. Empty: LOCKSTEP_DATA_DIR, else "data", as most
   /// programs have it.
   std::filesystem::path data_dir = {};
+  /// mnist, fashion-mnist: the content of files, by their path, for whoever has unpacked them
+  /// already. It counts in place of what the file holds. It must outlive the data set, which lies
+  /// in it and does not change it.
+  std::map<std::filesystem::path, std::span<const std::byte>> unpacked = {};
   /// Fetch what is missing. Off, because a job must not reach out to the network unasked.
   bool download = false;
   /// A base URL to fetch from in place of the public mirrors. Empty: LOCKSTEP_MNIST_URL,

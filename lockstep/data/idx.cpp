@@ -1,5 +1,7 @@
 #include "lockstep/data/idx.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <array>
 #include <bit>
 #include <cstdint>
@@ -54,10 +56,12 @@ std::vector<uint64_t> read_shape(ContentReader& file, int dimensions) {
   return shape;
 }
 
-}  // namespace
+struct Header {
+  at::ScalarType dtype;
+  std::vector<uint64_t> shape;
+};
 
-at::Tensor load_idx(const std::filesystem::path& path) {
-  ContentReader file(path);
+Header read_header(ContentReader& file) {
   std::array<unsigned char, 4> magic;
   file.read_exact(magic.data(), magic.size(), "an IDX header");
   const at::ScalarType dtype = dtype_of(file, magic);
@@ -65,10 +69,36 @@ at::Tensor load_idx(const std::filesystem::path& path) {
     file.fail(3, std::to_string(magic[3]) + " dimensions; expected 1 to " +
                      std::to_string(kMostDimensions));
   }
-  const std::vector<uint64_t> shape = read_shape(file, magic[3]);
-  at::Tensor tensor = read_tensor(file, dtype, shape, std::endian::big, "the elements");
+  return {dtype, read_shape(file, magic[3])};
+}
+
+at::Tensor read_elements(ContentReader& file, const Header& header) {
+  at::Tensor tensor =
+      read_tensor(file, header.dtype, header.shape, std::endian::big, "the elements");
   file.expect_end();
   return tensor;
+}
+
+}  // namespace
+
+at::Tensor load_idx(const std::filesystem::path& path) {
+  ContentReader file(path);
+  const Header header = read_header(file);
+  return read_elements(file, header);
+}
+
+at::Tensor load_idx(const std::filesystem::path& path, std::span<const std::byte> content) {
+  ContentReader file(path, content);
+  const Header header = read_header(file);
+  const std::span<const std::byte> rest = content.subspan(file.offset());
+  if (at::elementSize(header.dtype) != 1 ||
+      bytes_of_shape(header.dtype, header.shape) != rest.size()) {
+    return read_elements(file, header);
+  }
+  // TensorDataset's tensors are never written to.
+  auto* elements = const_cast<std::byte*>(rest.data());
+  return at::from_blob(elements, std::vector<int64_t>(header.shape.begin(), header.shape.end()),
+                       at::TensorOptions().dtype(header.dtype));
 }
 
 }  // namespace lockstep

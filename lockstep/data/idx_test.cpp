@@ -3,6 +3,9 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/tensor.h>
 
+#include <map>
+#include <span>
+
 #include "lockstep/base/file.h"
 #include "tests/support/test_files.h"
 
@@ -30,7 +33,21 @@ class Idx : public testing::Test {
     return text;
   }
   TemporaryDirectory folder_;
+  const std::map<uint8_t, size_t> sizes_{{0x08, 1}, {0x09, 1}, {0x0B, 2}, {0x0D, 4}, {0x0E, 8}};
 };
+
+TEST_F(Idx, AContentInMemoryGivesWhatTheFileGives) {
+  for (const uint8_t type : {0x08, 0x09, 0x0B, 0x0D, 0x0E}) {
+    const std::string content = idx(type, {2},
+                                    std::string("\x01\x02\x03\x04\x05\x06\x07\x08"
+                                                "\x11\x12\x13\x14\x15\x16\x17\x18",
+                                                16)
+                                        .substr(0, 2 * sizes_.at(type)));
+    const at::Tensor tensor = load_idx("name", std::as_bytes(std::span(content)));
+    EXPECT_TRUE(tensor.equal(load_idx(write(content)))) << tensor;
+    EXPECT_EQ(tensor.scalar_type(), load_idx(write(content)).scalar_type());
+  }
+}
 
 TEST_F(Idx, ReadsEachTypeInItsByteOrder) {
   const auto expect = [&](uint8_t type, std::string_view bytes, const at::Tensor& wanted) {

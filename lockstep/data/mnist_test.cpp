@@ -2,6 +2,8 @@
 
 #include <ATen/ops/sum.h>
 
+#include <span>
+
 #include "lockstep/base/env.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
@@ -60,6 +62,37 @@ TEST_F(Mnist, FindsTheFilesInEachLayout) {
       expect_small(load_mnist(mnist_source(), {.data_dir = folder.path()}));
     }
   }
+}
+
+TEST_F(Mnist, WhatIsUnpackedAlreadyCountsInPlaceOfTheFile) {
+  SmallMnist().write(folder_.path() / "mnist", true);
+  SmallMnist changed;
+  changed.train_images[16] = 'x';  // Behind the header of 16 bytes.
+  const auto content = std::as_bytes(std::span(changed.train_images));
+  const DatasetSplits splits = load_mnist(
+      mnist_source(),
+      {.data_dir = folder_.path(), .unpacked = {{file("train-images-idx3-ubyte.gz"), content}}});
+  expect_small(splits);
+  EXPECT_EQ(splits.train.data[0][0][0].item<int>(), 'x');
+  EXPECT_EQ(splits.train.data.const_data_ptr(), content.data() + 16);  // No copy.
+  EXPECT_EQ(splits.test.data[0][0][0].item<int>(), 0);
+}
+
+TEST_F(Mnist, WhatIsUnpackedIsLookedAtAsAFileIs) {
+  SmallMnist().write(folder_.path() / "mnist", true);
+  const SmallMnist files;
+  const fs::path images = file("train-images-idx3-ubyte.gz");
+  const auto told = [&](std::string_view content) {
+    return complaint<DataError>([&] {
+      load_mnist(mnist_source(), {.data_dir = folder_.path(),
+                                  .unpacked = {{images, std::as_bytes(std::span(content))}}});
+    });
+  };
+  const std::string_view whole = files.train_images;
+  EXPECT_THAT(told(whole.substr(0, whole.size() - 1)), HasSubstr(images.string() + ", byte 16"));
+  EXPECT_THAT(told(files.train_images + "x"), HasSubstr("more bytes follow"));
+  EXPECT_THAT(told({}), HasSubstr("the file is empty"));
+  EXPECT_THAT(told(files.train_labels), HasSubstr("expected images"));
 }
 
 TEST_F(Mnist, TheFolderIsOneThatHasAllFiles) {

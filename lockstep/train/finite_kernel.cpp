@@ -13,7 +13,7 @@ struct Lanes {
 /// NaN and infinity have all bits of the exponent set: one more carries into the sign.
 template <class Bits, Bits exponent>
 [[gnu::always_inline]] inline bool all_below(const char* data, int64_t count) {
-  using Vector = typename Lanes<Bits>::Vector;
+  using Vector = Lanes<Bits>::Vector;
   constexpr Bits kOne = exponent & (~exponent + 1);
   constexpr Bits kCarried = exponent + kOne;
   constexpr int kAtOnce = 4;

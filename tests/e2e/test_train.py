@@ -1,6 +1,8 @@
 """`lockstep train` and `lockstep eval` from outside: what they print, write, and how they end."""
 
+import gzip
 import json
+import math
 import os
 import pty
 import random
@@ -64,6 +66,40 @@ def group_members(pgid):
             except ProcessLookupError:
                 pass
     return members
+
+
+def write_idx_sets(folder, pack):
+    """The four files of MNIST with a few made-up images."""
+    folder.mkdir()
+    rng = random.Random(5)
+    for name, count in (("train", 64), ("t10k", 16)):
+        for kind, shape, byte in (("images-idx3", (count, 28, 28), lambda: rng.randrange(256)),
+                                  ("labels-idx1", (count,), lambda: rng.randrange(10))):
+            content = bytes((0, 0, 8, len(shape))) + b"".join(size.to_bytes(4, "big") for size in shape)
+            content += bytes(byte() for _ in range(math.prod(shape)))
+            path = folder / f"{name}-{kind}-ubyte{'.gz' if pack else ''}"
+            path.write_bytes(gzip.compress(content) if pack else content)
+
+
+class UnpackedAhead(unittest.TestCase):
+    def run_on(self, folder, *flags):
+        result = train("--model", "mlp", "--batch-size", 8, "--max-epochs", 2, "--devices", 2, *flags,
+                       env=t.clean_environment(LOCKSTEP_LOG_LEVEL="debug", LOCKSTEP_DATA_DIR=folder))
+        return last_line(result), result.stderr.count("taken as it was unpacked while LibTorch was loaded")
+
+    def test_packed_files_are_unpacked_once_for_all_ranks_and_train_alike(self):
+        with t.temporary_folder() as folder:
+            for pack in (False, True):
+                write_idx_sets(folder / str(pack), pack)
+            (folder / "run.toml").write_text("max-epochs = 2\n")
+            plain, taken = self.run_on(folder / "False", "--dataset", "mnist")
+            self.assertRegex(plain, OUTCOME)
+            self.assertEqual(taken, 0)
+            for flags in (("--dataset", "mnist"), ("--dataset=mnist",),
+                          ("--dataset", "fashion-mnist", "--data-dir", "/nowhere", "--dataset", "mnist",
+                           f"--data-dir={folder / 'True'}")):
+                self.assertEqual(self.run_on(folder / "True", *flags), (plain, 4), flags)  # a line of several ranks is shown once
+            self.assertEqual(self.run_on(folder / "True", "--dataset", "mnist", "--config", folder / "run.toml"), (plain, 0))
 
 
 class Outcome(unittest.TestCase):

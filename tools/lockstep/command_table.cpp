@@ -7,6 +7,7 @@
 #include "entry.h"
 #include "lockstep/base/error.h"
 #include "lockstep/tool/cli.h"
+#include "train/unpacked_files.h"
 
 namespace lockstep::tool {
 namespace {
@@ -24,6 +25,10 @@ constexpr Row kCommands[] = {
 
 }  // namespace
 }  // namespace lockstep::tool
+
+void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size) {
+  lockstep::tool::unpacked_files()[path] = {static_cast<const std::byte*>(content), size};
+}
 
 int lockstep_cli_main(int argc, char** argv) {
   using namespace lockstep::tool;

@@ -10,6 +10,9 @@ extern "C" {
 /// The subcommands other than `run`. argv[1] is the subcommand's name. Returns the exit code.
 int lockstep_cli_main(int argc, char** argv);
 
+/// The content of a data file, for the subcommand to come. It must live as long as the process.
+void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size);
+
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, until
 /// lockstep_cli_release_store. Null on failure, with the reason in `error`.
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);

@@ -41,20 +41,15 @@ void* load_library() {
 
 template <class Function>
 Function* symbol(const char* name) {
-  void* library = load_library();
-  if (void* found = dlsym(library, name)) return reinterpret_cast<Function*>(found);
-  throw Error(std::string(kLibrary) + " is of another version than this binary: it lacks " + name);
+  return reinterpret_cast<Function*>(library_symbol(name));
 }
 
 }  // namespace
 
-int run_from_library(const std::vector<std::string>& words) {
-  std::vector<std::string> all = {"lockstep"};
-  all.insert(all.end(), words.begin(), words.end());
-  std::vector<char*> argv;
-  for (auto& word : all) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  return symbol<int(int, char**)>("lockstep_cli_main")(static_cast<int>(all.size()), argv.data());
+void* library_symbol(const char* name) {
+  void* library = load_library();
+  if (void* found = dlsym(library, name)) return found;
+  throw Error(std::string(kLibrary) + " is of another version than this binary: it lacks " + name);
 }
 
 std::shared_ptr<void> serve_store(int listen_fd) {

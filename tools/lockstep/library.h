@@ -3,15 +3,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "lockstep/launch/launcher.h"
 
 namespace lockstep::tool {
 
-/// Runs a subcommand that lives in liblockstep_cli.so: its name and what follows. Returns its exit
-/// code.
-int run_from_library(const std::vector<std::string>& words);
+/// What liblockstep_cli.so offers under a name (entry.h). Loads it, and LibTorch, first. Throws
+/// lockstep::Error.
+void* library_symbol(const char* name);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, for as long
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.

@@ -11,13 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "library.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/settings.h"
 #include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/cli_help.h"
 #include "run.h"
+#include "subcommand.h"
 
 namespace {
 
@@ -129,9 +129,11 @@ int dispatch(const std::vector<std::string>& given) {
     choose_python();
     return run_guarded("lockstep run", [&] { return run_command(args); });
   }
+#ifndef LOCKSTEP_RUN_ONLY
   for (const auto& row : kCommands) {
     if (command == row.name) return run_from_library(words);
   }
+#endif
   const auto meant = did_you_mean(command, words_for_suggestion());
   throw UsageError(std::string("unknown ") + (command[0] == '-' ? "flag" : "command") + " '" +
                        command + "'" + (meant.empty() ? "" : "; " + meant),

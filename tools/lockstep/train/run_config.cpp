@@ -140,7 +140,7 @@ std::optional<T> value_of(const toml::node& node) {
 void set(RunConfig& config, const Key& key, const toml::node& node, const std::string& where) {
   std::visit(
       [&](auto member) {
-        using T = typename Unwrapped<std::decay_t<decltype(config.*member)>>::type;
+        using T = Unwrapped<std::decay_t<decltype(config.*member)>>::type;
         const auto value = value_of<T>(node);
         if (!value) throw UsageError(where + ": " + key.name + " must be " + expected_text<T>());
         config.*member = *value;  // NOLINT(bugprone-optional-value-conversion): not all are.

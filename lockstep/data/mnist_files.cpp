@@ -1,0 +1,91 @@
+#include "lockstep/data/mnist_files.h"
+
+#include <algorithm>
+
+#include "lockstep/base/env.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+using Paths = std::array<fs::path, 4>;
+
+/// The files of a folder, each plain or gzip; an empty path for one that is not there.
+Paths files_in(const fs::path& folder, const MnistLike& source) {
+  Paths paths;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    const fs::path plain = folder / source.files[i].name;
+    const fs::path gzip = folder / (source.files[i].name + ".gz");
+    std::error_code ignored;
+    if (fs::exists(plain, ignored)) {
+      paths[i] = plain;
+    } else if (fs::exists(gzip, ignored)) {
+      paths[i] = gzip;
+    }
+  }
+  return paths;
+}
+
+}  // namespace
+
+size_t MnistFolder::count() const {
+  return static_cast<size_t>(std::count_if(paths.begin(), paths.end(),
+                                           [](const fs::path& path) { return !path.empty(); }));
+}
+
+MnistFolder find_mnist(const fs::path& data_dir, const MnistLike& source) {
+  std::vector<fs::path> folders;
+  for (const fs::path& folder : source.folders) folders.push_back(data_dir / folder);
+  folders.push_back(data_dir);
+  MnistFolder best{folders.front(), files_in(folders.front(), source)};
+  for (const fs::path& folder : folders) {
+    MnistFolder found{folder, files_in(folder, source)};
+    if (found.count() > best.count()) best = std::move(found);
+  }
+  return best;
+}
+
+fs::path data_dir_or_default(const fs::path& given) {
+  return given.empty() ? fs::path(env_string("LOCKSTEP_DATA_DIR").value_or("data")) : given;
+}
+
+const MnistLike* mnist_like(const std::string& name) {
+  for (const MnistLike* source : {&mnist_source(), &fashion_mnist_source()}) {
+    if (source->name == name) return source;
+  }
+  return nullptr;
+}
+
+const MnistLike& mnist_source() {
+  static const MnistLike source{
+      .name = "mnist",
+      .folders = {"mnist", "MNIST/raw"},
+      .files = {{{"train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb",
+                  "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
+                 {"train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624",
+                  "d53e105ee54ea40749a09fcbcd1e9432"},
+                 {"t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea",
+                  "9fb629c4189551a2d022fa330f9573f3"},
+                 {"t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637",
+                  "ec29112dd5afa0611ce80d1b7f02629c"}}},
+      .mirror_variable = "LOCKSTEP_MNIST_URL",
+      .mirrors = {"https://ossci-datasets.s3.amazonaws.com/mnist/"}};
+  return source;
+}
+
+const MnistLike& fashion_mnist_source() {
+  static const MnistLike source{
+      .name = "fashion-mnist",
+      .folders = {"fashion-mnist", "FashionMNIST/raw"},
+      .files = {{{"train-images-idx3-ubyte", "", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"},
+                 {"train-labels-idx1-ubyte", "", "25c81989df183df01b3e8a0aad5dffbe"},
+                 {"t10k-images-idx3-ubyte", "", "bef4ecab320f06d8554ea6380940ec79"},
+                 {"t10k-labels-idx1-ubyte", "", "bb300cfdad3c16e7a12a480ee83cd310"}}},
+      .mirror_variable = "LOCKSTEP_FASHION_MNIST_URL",
+      .mirrors = {
+          "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+          "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"}};
+  return source;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <array>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// One of the four files of MNIST or of a set published in its form.
+struct MnistFile {
+  std::string name;         ///< Without ".gz".
+  std::string content_md5;  ///< Of the decompressed content; empty when not known.
+  std::string gzip_md5;     ///< Of the published .gz file; empty when not known.
+};
+
+/// A data set published as MNIST is: four IDX files of 28 x 28 images and labels of ten classes.
+struct MnistLike {
+  std::string name;
+  std::vector<std::filesystem::path> folders;  ///< Below data_dir, in the order they are looked in.
+  std::array<MnistFile, 4> files;    ///< Train images, train labels, test images, test labels.
+  std::string mirror_variable;       ///< The environment variable that names another base URL.
+  std::vector<std::string> mirrors;  ///< Base URLs, ending in a slash.
+};
+
+const MnistLike& mnist_source();
+const MnistLike& fashion_mnist_source();
+/// Null for any other name than mnist and fashion-mnist.
+const MnistLike* mnist_like(const std::string& name);
+
+/// What of a set lies in one folder.
+struct MnistFolder {
+  std::filesystem::path folder;
+  std::array<std::filesystem::path, 4> paths;  ///< In the order of MnistLike::files; empty: absent.
+  size_t count() const;
+  bool complete() const { return count() == paths.size(); }
+};
+
+/// The first folder at or below `data_dir` that has all four files, each plain or gzip. Else the
+/// one that has most of them.
+MnistFolder find_mnist(const std::filesystem::path& data_dir, const MnistLike& source);
+
+/// DatasetOptions::data_dir, or what stands for it where it is empty.
+std::filesystem::path data_dir_or_default(const std::filesystem::path& given);
+
+}  // namespace lockstep

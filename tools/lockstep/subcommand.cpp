@@ -1,0 +1,23 @@
+#include "subcommand.h"
+
+#include "entry.h"
+#include "library.h"
+#include "unpack_ahead.h"
+
+namespace lockstep::tool {
+
+int run_from_library(const std::vector<std::string>& words) {
+  std::vector<std::string> all = {"lockstep"};
+  all.insert(all.end(), words.begin(), words.end());
+  std::vector<char*> argv;
+  for (auto& word : all) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  UnpackAhead ahead(words);
+  auto* run = reinterpret_cast<decltype(&lockstep_cli_main)>(library_symbol("lockstep_cli_main"));
+  auto* offer = reinterpret_cast<decltype(&lockstep_cli_offer_unpacked)>(
+      library_symbol("lockstep_cli_offer_unpacked"));
+  for (const auto& file : ahead.files()) offer(file.path.c_str(), file.content.get(), file.size);
+  return run(static_cast<int>(all.size()), argv.data());
+}
+
+}  // namespace lockstep::tool

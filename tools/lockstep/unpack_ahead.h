@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace lockstep::tool {
+
+/// Unpacks the gzip files of a data set on a thread of its own while LibTorch is loaded, which
+/// takes longer. The ranks, forks of this process, then share them.
+class UnpackAhead {
+ public:
+  /// `words`: the command line, subcommand first. Nothing happens unless it is sure to read such
+  /// files: `train` and `eval` that name mnist or fashion-mnist and no --config.
+  explicit UnpackAhead(const std::vector<std::string>& words);
+  ~UnpackAhead();
+  UnpackAhead(const UnpackAhead&) = delete;
+  UnpackAhead& operator=(const UnpackAhead&) = delete;
+
+  struct File {
+    std::string path;
+    std::unique_ptr<std::byte[]> content;
+    size_t size = 0;
+  };
+  /// Waits for the thread. A file that could not be unpacked is left out: whoever reads it says
+  /// why.
+  const std::vector<File>& files();
+
+ private:
+  std::vector<File> files_;
+  std::thread thread_;
+};
+
+}  // namespace lockstep::tool
