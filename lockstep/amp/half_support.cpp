@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <fstream>
 #include <vector>
 
@@ -14,6 +16,11 @@
 
 namespace lockstep {
 namespace {
+
+/// Large enough that what a call costs beside the product does not count.
+constexpr int64_t kProductSize = 256;
+/// A gain that is smaller does not pay for the conversions.
+constexpr double kWorthIt = 0.9;
 
 /// The names by which the kernel knows this processor's instructions.
 std::vector<std::string> cpu_flags() {
@@ -26,6 +33,33 @@ std::vector<std::string> cpu_flags() {
   return {};
 }
 
+/// The least of several times of a product of square matrices, in microseconds.
+double product_us(at::ScalarType dtype) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kRuns = 7;
+  const at::Tensor matrix = at::ones({kProductSize, kProductSize}, dtype);
+  auto least = Clock::duration::max();
+  for (int run = 0; run < kRuns; ++run) {
+    const auto begin = Clock::now();
+    at::mm(matrix, matrix);
+    least = std::min(least, Clock::now() - begin);
+  }
+  return std::chrono::duration<double, std::micro>(least).count();
+}
+
+/// Instructions say little about speed: without AMX LibTorch's products may take twice float32's
+/// time.
+HalfSupport measured_support(at::ScalarType dtype, const std::string& instructions) {
+  const double half = product_us(dtype), full = product_us(at::kFloat);
+  if (half < kWorthIt * full) return {true, instructions, true};
+  char text[160];
+  std::snprintf(
+      text, sizeof text,
+      "though the processor has %s, a product of %ld x %ld takes %.0f us, and %.0f us in float32",
+      instructions.c_str(), kProductSize, kProductSize, half, full);
+  return {false, text, true};
+}
+
 HalfSupport cpu_support(at::ScalarType dtype) {
   const std::vector<std::string> wanted =
       dtype == at::kBFloat16 ? std::vector<std::string>{"avx512_bf16", "amx_bf16", "bf16"}
@@ -35,17 +69,27 @@ HalfSupport cpu_support(at::ScalarType dtype) {
   for (const std::string& flag : wanted) {
     if (std::find(flags.begin(), flags.end(), flag) != flags.end()) found.push_back(flag);
   }
-  if (!found.empty()) return {true, join(found, ", ")};
+  if (!found.empty()) return measured_support(dtype, join(found, ", "));
   return {false, "the processor has no instructions for it (" + join(wanted, ", ") + ")"};
+}
+
+/// So that a process is told the same each time.
+const HalfSupport& measured_once(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) {
+    static const HalfSupport bfloat16 = cpu_support(at::kBFloat16);
+    return bfloat16;
+  }
+  static const HalfSupport float16 = cpu_support(at::kHalf);
+  return float16;
 }
 
 HalfSupport cuda_support(at::ScalarType dtype) {
   if (!at::hasCUDA()) return {false, "this LibTorch has no CUDA device"};
   // Both came with the tensor cores of compute capability 8.0; those of float16 with 7.0, which
   // every GPU has that CUDA 13 supports.
-  if (dtype == at::kHalf) return {true, "tensor cores"};
+  if (dtype == at::kHalf) return {true, "tensor cores", true};
   return at::detail::getCUDAHooks().supportsBFloat16ConvolutionWithCuDNNv8()
-             ? HalfSupport{true, "tensor cores"}
+             ? HalfSupport{true, "tensor cores", true}
              : HalfSupport{false, "the GPU's compute capability is below 8.0"};
 }
 
@@ -93,9 +137,9 @@ HalfSupport half_support(c10::Device device, at::ScalarType dtype) {
   if (dtype != at::kBFloat16 && dtype != at::kHalf) {
     throw UsageError("half_support: " + detail::dtype_name(dtype) + " is no 16-bit dtype");
   }
-  if (device.is_cpu()) return cpu_support(dtype);
+  if (device.is_cpu()) return measured_once(dtype);
   if (device.is_cuda()) return cuda_support(dtype);
-  return {true, "not known to be slow"};
+  return {true, "not known to be slow", true};
 }
 
 void require_dtype(c10::Device device, at::ScalarType dtype) {

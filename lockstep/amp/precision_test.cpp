@@ -251,6 +251,10 @@ TEST(HalfSupport, NamesAReason) {
     EXPECT_FALSE(support.reason.empty());
     const Precision precision({.precision = dtype == at::kHalf ? "16-mixed" : "bf16-mixed"});
     EXPECT_EQ(precision.slow_because().empty(), support.fast);
+    EXPECT_GE(support.instructions, support.fast);
+    // A processor's instructions are judged by their speed, and both times are told.
+    const bool measured = support.instructions && !support.fast;
+    EXPECT_EQ(support.reason.find("us in float32") != std::string::npos, measured);
   }
   EXPECT_TRUE(Precision().slow_because().empty());
   EXPECT_THROW(half_support(c10::kCPU, at::kFloat), UsageError);
