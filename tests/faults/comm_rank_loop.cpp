@@ -6,15 +6,23 @@
 //   lockstep_fault_rank form INIT_METHOD SECONDS
 //                                         joins and forms a second group of all ranks, to which
 //                                         rank TEST_VICTIM never comes
+//   lockstep_fault_rank bequeath INIT_METHOD SECONDS
+//                                         as loop, but rank TEST_VICTIM is killed while a child of
+//                                         it holds its connections; prints "heir PID" before. The
+//                                         others close the group in order when a call has failed
 // Prints "joined" and "round N" lines. How it ended is its last line, `error TYPE TEXT` on one
 // line, and its exit code: 10 for PeerLostError, 11 for TimeoutError, 1 for any other.
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <iostream>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,7 +40,7 @@ int host_store() {
   lockstep::TcpStoreOptions options;
   options.is_listener = true;
   const auto store = lockstep::tcp_store(options);
-  std::cout << lockstep::tcp_store_port(store) << std::endl;
+  std::cout << lockstep::tcp_store_port(store) << '\n' << std::flush;
   for (char byte; std::cin.get(byte);) {
   }
   return 0;
@@ -68,17 +76,21 @@ lockstep::World join(const std::string& method, double seconds) {
   if (const char* rank = std::getenv("RANK")) options.rank = std::atoi(rank);
   if (const char* size = std::getenv("WORLD_SIZE")) options.world_size = std::atoi(size);
   auto world = lockstep::init(options);
-  std::cout << "joined" << std::endl;
+  std::cout << "joined\n" << std::flush;
   return world;
+}
+
+bool is_victim(const lockstep::World& world) {
+  const char* victim = std::getenv("TEST_VICTIM");
+  return victim && std::atoi(victim) == world.rank();
 }
 
 void form(const std::string& method, double seconds) {
   const auto world = join(method, seconds);
-  const char* victim = std::getenv("TEST_VICTIM");
-  if (victim && std::atoi(victim) == world.rank()) std::this_thread::sleep_for(kLongest);
+  if (is_victim(world)) std::this_thread::sleep_for(kLongest);
   std::vector<int> everyone;
   for (int rank = 0; rank < world.size(); ++rank) everyone.push_back(rank);
-  std::cout << "forming" << std::endl;
+  std::cout << "forming\n" << std::flush;
   one_round(world.new_group(everyone), 0);
 }
 
@@ -87,14 +99,44 @@ void loop(const std::string& method, double seconds) {
   const auto deadline = std::chrono::steady_clock::now() + kLongest;
   for (int round = 0; std::chrono::steady_clock::now() < deadline; ++round) {
     one_round(world.group(), round);
-    std::cout << "round " << round << std::endl;
+    std::cout << "round " << round << '\n' << std::flush;
   }
+}
+
+/// Dies as a process does that has started a daemon: its connections stay open.
+[[noreturn]] void die_with_an_heir() {
+  const pid_t heir = ::fork();
+  if (heir == 0) {
+    ::close(STDOUT_FILENO);
+    ::close(STDERR_FILENO);
+    ::alarm(2 * static_cast<unsigned>(kLongest.count()));  // Ends it if the test does not.
+    while (true) ::pause();
+  }
+  std::cout << "heir " << heir << '\n' << std::flush;
+  std::raise(SIGKILL);
+  std::abort();
+}
+
+void bequeath(const std::string& method, double seconds) {
+  std::exception_ptr failure;
+  {
+    const auto world = join(method, seconds);
+    try {
+      // The first ten calls are compared, which sees a death itself.
+      for (int round = 0; round < 3; ++round) one_round(world.group(), round);
+      if (is_victim(world)) die_with_an_heir();
+      one_round(world.group(), 3);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 int report(const char* type, const std::exception& error, int code) {
   std::string text = error.what();
   std::replace(text.begin(), text.end(), '\n', ' ');
-  std::cout << "error " << type << " " << text << std::endl;
+  std::cout << "error " << type << " " << text << '\n' << std::flush;
   return code;
 }
 
@@ -104,9 +146,12 @@ int main(int argc, char** argv) {
   try {
     const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "store") return host_store();
-    if ((mode != "loop" && mode != "form") || argc < 4)
-      throw lockstep::UsageError("store, or loop or form METHOD SECONDS");
-    (mode == "loop" ? loop : form)(argv[2], std::atof(argv[3]));
+    const std::map<std::string, void (*)(const std::string&, double)> modes{
+        {"loop", loop}, {"form", form}, {"bequeath", bequeath}};
+    const auto run = modes.find(mode);
+    if (run == modes.end() || argc < 4)
+      throw lockstep::UsageError("store, or loop, form or bequeath METHOD SECONDS");
+    run->second(argv[2], std::strtod(argv[3], nullptr));
     return 0;
   } catch (const lockstep::PeerLostError& error) {
     return report("PeerLostError", error, 10);

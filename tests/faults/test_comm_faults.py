@@ -187,6 +187,21 @@ class CommFaults(unittest.TestCase):
                     ranks[victim].process.kill()
                     survivors_name(self, ranks, {victim}, {PEER_LOST}, 15)
 
+    def test_a_dead_rank_whose_connections_stay_open_ends_the_others_waits_and_closing(self):
+        victim = random.Random(SEED + 500).randrange(SIZE)
+        print(f"seed {SEED + 500}: rank {victim}", flush=True)
+        with hosted_store() as (_, port):
+            with job(60, "info", port, mode="bequeath", TEST_VICTIM=victim) as ranks:
+                ranks[victim].end(60)
+                heirs = [int(line.split()[1]) for line in ranks[victim].lines if line.startswith("heir ")]
+                self.assertEqual(len(heirs), 1, ranks[victim].lines)
+                try:
+                    # Far below the group's time-out, for which Gloo itself would wait twice: in the call, and when
+                    # the group is closed in order.
+                    survivors_name(self, ranks, {victim}, {PEER_LOST}, 20)
+                finally:
+                    os.kill(heirs[0], signal.SIGKILL)
+
     def test_stopped_rank_times_out_and_is_named(self):
         choose = random.Random(SEED + 300)
         for debug in ("info", "detail"):

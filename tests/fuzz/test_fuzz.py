@@ -131,6 +131,8 @@ class MpiJob:
         memory = self.folder.enter_context(t.temporary_folder())
         self.run = mpi_testing.MpiRun(self.size, RANK, "rank", json.dumps(job),
                                       env={"OMPI_MCA_btl_vader_backing_directory": memory})
+        self.begun = self.locked_up = False
+        self.gone_since = None
         self.readers = []
         for stream in (self.run.process.stdout, self.run.process.stderr):
             text = open(os.dup(stream.fileno()), errors="replace")
@@ -142,11 +144,28 @@ class MpiJob:
             self.lines.read(text)
 
     def running(self):
+        if self.run.process.poll() is None:
+            self.end_if_locked_up()
         return list(range(self.size)) if self.run.process.poll() is None else []
 
+    def end_if_locked_up(self):
+        """Open MPI 4.1's mpirun may lock up when all ranks have ended: a thread of PMIx holds what
+        PMIx_server_finalize waits for. That is no rank's failure."""
+        if self.run.ranks_of(RANK):
+            self.begun, self.gone_since = True, None
+        elif self.begun:
+            self.gone_since = self.gone_since or time.monotonic()
+            if time.monotonic() - self.gone_since > 5:
+                self.locked_up = True
+                self.run.process.kill()
+                self.run.process.wait()
+
     def codes(self):
-        """mpirun's own, which is that of the rank that failed first."""
-        return {rank: self.run.process.poll() for rank in range(self.size)}
+        """mpirun's own, which is that of the rank that failed first. One that locked up has none."""
+        code = self.run.process.poll()
+        if self.locked_up:
+            code = 0 if len(self.lines.starting("done")) == self.size else 1
+        return {rank: code for rank in range(self.size)}
 
     def all_said(self):
         for reader in self.readers:
