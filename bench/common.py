@@ -23,7 +23,12 @@ def config():
 
 
 def join(config):
-    """Joins the group of the other ranks; the launcher's variables give rank and size."""
+    """Joins the group of the other ranks; the launcher's variables give rank and size. For the backend "alone" the
+    rank is a group of its own."""
+    if config["backend"] == "alone":
+        dist.init_process_group("lockstep", init_method=f"{config['init_method']}.{os.environ['RANK']}", rank=0,
+                                world_size=1)
+        return
     dist.init_process_group(config["backend"], init_method=config["init_method"],
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 

@@ -156,6 +156,7 @@ c10::intrusive_ptr<c10d::Backend> with_checks(MadeBackend made, const BackendOpt
   checks.debug = options.debug;
   checks.needs_comparison = made.traits.needs_comparison;
   checks.names_failures = made.traits.names_failures;
+  checks.misses_deaths = made.traits.misses_deaths;
   checks.global_ranks = options.global_ranks;
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;

@@ -28,6 +28,11 @@ class Ddp(unittest.TestCase):
                     same = all(torch.equal(weights[0][name], other[name]) for other in weights[1:])
                     self.assertEqual(same, name != "losses", name)
 
+    def test_buckets_lie_in_memory_that_the_ranks_share(self):
+        for backend, shared in (("lockstep", True), ("gloo", False)):
+            for result in w.run_ranks(2, w.HERE / "buckets_rank.py", backend):
+                self.assertEqual(["memfd:" in line for line in result.stdout.splitlines()], [shared] * 3, result.stdout)
+
     def test_two_ranks_have_gloos_bits(self):
         with t.temporary_folder() as folder:
             said, ours = self.trained(folder, "lockstep")

@@ -94,8 +94,8 @@ const std::vector<Kind>& kinds() {
        {"lockstep bench train --epochs 3 --compare-python"}},
       {"python",
        "Measures Python's DDP, all-reduces and launch over the backend \"lockstep\" against Gloo "
-       "and "
-       "torchrun, with 2 ranks. Needs the Python package.",
+       "and torchrun, with 2 ranks. 'alone' is the step where each of the two processes is a group "
+       "of its own: what no backend can be faster than. Needs the Python package.",
        {"--steps", "--threads"},
        {"LOCKSTEP_PYTHON=venv/bin/python lockstep bench python"}},
       {"targets",

@@ -1,4 +1,5 @@
 // `lockstep bench rpc`: calls between two workers, beside Python's.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <csignal>
 #include <map>
+#include <set>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -162,8 +163,8 @@ Json BenchRunner::Impl::run_ranks(bool with_python, Json config, int64_t ranks) 
   config["result"] = fresh("result");
   config["init_method"] = "file://" + fresh("meet");
   const std::string kind = config["kind"];
-  if (with_python && config["backend"] != "nccl" && config["backend"] != "lockstep")
-    config["backend"] = "gloo";
+  static const std::set<std::string> kPythonToo{"nccl", "lockstep", "alone"};
+  if (with_python && !kPythonToo.contains(config["backend"])) config["backend"] = "gloo";
   std::vector<ProcessSpec> specs;
   const bool by_mpirun = config["backend"] == "mpi";
   if (by_mpirun) {
