@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <sstream>
@@ -199,6 +200,25 @@ TEST(FastPath, ManyThreadsOfManyWorkersCallAtOnce) {
     EXPECT_EQ(fast, 4 * 300);
     EXPECT_TRUE(agent.lost_workers().empty());
   });
+}
+
+TEST(FastPath, AnswersComeAlsoWhenNobodyWaits) {
+  run_workers(2,
+              [](Agent&, int rank) {
+                if (rank != 0) return;
+                std::atomic<int64_t> sum = 0;
+                // Each call beyond the limit waits until others are answered, and waits for none.
+                const uint64_t fast = fast_calls([&] {
+                  for (int64_t n = 0; n < 100; ++n) {
+                    call_async("w1", square, n).then([&](const Future<int64_t>& done) {
+                      sum += done.wait();
+                    });
+                  }
+                });
+                EXPECT_EQ(fast, 100);
+                wait_until([&] { return sum == 328'350; }, "the sum of the squares below 100");
+              },
+              {.max_pending = 3});
 }
 
 const auto zeros = function("fast.zeros", [](int64_t size) { return at::zeros({size}); });
