@@ -118,18 +118,18 @@ Json rows_to_measure(int64_t steps) {
   return rows;
 }
 
-bool is_fast(const Json& row) {
+bool is_fast(const BenchRow& row) {
   return row.at("call") != "own";
 }
 
 /// The results of one round. An agent has the fast path or not, so that takes two starts.
 template <class Run>
 BenchRow measure_round(BenchRow config, const Run& run) {
-  const Json wanted = config.at("rows");
+  const BenchRow wanted = config.at("rows");
   BenchRow results = BenchRow::array();
   for (const bool fast : {false, true}) {
     config["fast_calls"] = fast;
-    config["rows"] = Json::array();
+    config["rows"] = BenchRow::array();
     for (const auto& row : wanted) {
       if (is_fast(row) == fast) config["rows"].push_back(row);
     }
