@@ -1,5 +1,6 @@
 #include "lockstep/rpc/call.h"
 
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/utils.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
@@ -95,6 +96,17 @@ std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
   return state;
 }
 
+/// Null: the call must go LibTorch's way. That also records what an autograd context is to know.
+std::shared_ptr<CallState> send_fast(Worker& worker, const native::WorkerInfo& to,
+                                     const Signature& signature,
+                                     const std::vector<at::IValue>& arguments, Limit timeout,
+                                     const std::string& text) {
+  FastPath* const path = worker.fast_path();
+  const auto& contexts = torch::distributed::autograd::DistAutogradContainer::getInstance();
+  if (!path || contexts.hasValidContext()) return nullptr;
+  return path->call(to.id_, signature, arguments, timeout.value_or(worker.timeout()), text);
+}
+
 }  // namespace
 
 std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
@@ -104,7 +116,8 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
   const std::string text = what(signature, to.worker);
   checked_limit(text + ": the time-out", to.timeout);
   auto counted = count_call(worker, text, to.timeout);
-  auto state = send(*worker, info, signature, std::move(arguments), to.timeout);
+  auto state = send_fast(*worker, info, signature, arguments, to.timeout, text);
+  if (!state) state = send(*worker, info, signature, std::move(arguments), to.timeout);
   // Answered, failed or cancelled: then it counts no more.
   state->when_done([counted = std::move(counted)] {});
   return state;

@@ -62,10 +62,7 @@ std::exception_ptr local_failure(const std::exception_ptr& error, const std::str
   const FailureKind kind = failure_kind(error);
   if (kind == FailureKind::ours) return error;
   if (text.find("RPCErr:1:") != std::string::npos || kind == FailureKind::timeout) {
-    return std::make_exception_ptr(
-        TimeoutError(what + ": no answer within the time-out",
-                     "is the function that slow, or does it wait for something? The "
-                     "call's time-out is that of its Destination, else Options::timeout"));
+    return late_failure(what);
   }
   // TensorPipe's words. The last one is that of its channel which reads the other process's memory.
   constexpr const char* kLost[] = {"pipe closed", "eof", "EOF", "No such process"};
@@ -73,8 +70,7 @@ std::exception_ptr local_failure(const std::exception_ptr& error, const std::str
     return text.find(words) != std::string::npos;
   });
   if (is_lost(kind) || is_gone) {
-    return std::make_exception_ptr(
-        PeerLostError(what + ": lost the worker (" + failure_text(error) + ")"));
+    return lost_failure(what, failure_text(error));
   }
   return std::make_exception_ptr(CommError(what + ": " + failure_text(error)));
 }
@@ -113,6 +109,17 @@ std::exception_ptr decode_failure(const std::exception_ptr& error, const std::st
         "register the same function on both"));
   }
   return local_failure(error, text, what);
+}
+
+std::exception_ptr late_failure(const std::string& what) {
+  return std::make_exception_ptr(
+      TimeoutError(what + ": no answer within the time-out",
+                   "is the function that slow, or does it wait for something? The "
+                   "call's time-out is that of its Destination, else Options::timeout"));
+}
+
+std::exception_ptr lost_failure(const std::string& what, const std::string& how) {
+  return std::make_exception_ptr(PeerLostError(what + ": lost the worker (" + how + ")"));
 }
 
 }  // namespace detail

@@ -20,4 +20,9 @@ std::string encode_mismatch(const std::string& function, const std::string& work
 std::exception_ptr decode_failure(const std::exception_ptr& error, const std::string& what,
                                   const std::string& types);
 
+/// The failure of a call that was not answered in time, and of one whose worker is gone. `how`:
+/// what is known of that.
+std::exception_ptr late_failure(const std::string& what);
+std::exception_ptr lost_failure(const std::string& what, const std::string& how);
+
 }  // namespace lockstep::rpc::detail

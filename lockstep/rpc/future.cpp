@@ -8,6 +8,8 @@
 
 namespace lockstep::rpc::detail {
 
+using Clock = std::chrono::steady_clock;
+
 bool CallState::complete(at::IValue value) {
   return finish(std::move(value), nullptr);
 }
@@ -21,31 +23,30 @@ bool CallState::finish(at::IValue value, std::exception_ptr error) {
   {
     const std::lock_guard lock(mutex_);
     if (done_) return false;
-    done_ = true;
     value_ = std::move(value);
     error_ = std::move(error);
+    done_.store(true, std::memory_order_seq_cst);
     callbacks.swap(callbacks_);
     cancel_ = nullptr;
     changed_.notify_all();
   }
+  if (const auto driver = driver_.lock()) driver->finished(*this);
   for (const auto& callback : callbacks) callback();
   return true;
-}
-
-bool CallState::is_done() const {
-  const std::lock_guard lock(mutex_);
-  return done_;
 }
 
 const at::IValue& CallState::value(std::optional<std::chrono::milliseconds> limit) const {
   if (!is_done()) {
     const HandlerThreads::Waiting waiting;
-    std::unique_lock lock(mutex_);
-    const auto done = [&] { return done_; };
     if (!limit && ends_ == Ends::perhaps_not) limit = default_timeout();
-    if (!limit) {
+    std::optional<Clock::time_point> end;
+    if (limit) end = Clock::now() + *limit;
+    if (const auto driver = driver_.lock()) driver->drive(*this, end);
+    std::unique_lock lock(mutex_);
+    const auto done = [&] { return done_.load(); };
+    if (!end) {
       changed_.wait(lock, done);
-    } else if (!changed_.wait_for(lock, *limit, done)) {
+    } else if (!changed_.wait_until(lock, *end, done)) {
       throw TimeoutError("rpc: waiting for a future timed out after " + seconds_text(*limit));
     }
   }

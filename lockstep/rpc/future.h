@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -25,6 +26,21 @@ namespace detail {
 /// else 60 s.
 std::chrono::milliseconds default_timeout();
 
+class CallState;
+
+/// What completes calls where a thread that waits can do the work itself, which saves a change of
+/// threads. Any thread.
+class CallDriver {
+ public:
+  virtual ~CallDriver() = default;
+  /// Works until the state is done, until `end`, or as long as no other thread does. Then waits are
+  /// to wait for that one.
+  virtual void drive(const CallState& state,
+                     std::optional<std::chrono::steady_clock::time_point> end) = 0;
+  /// The state is done: a thread in `drive` may sleep over it.
+  virtual void finished(const CallState& state) noexcept = 0;
+};
+
 /// What a call's futures share: a value, once it is there, or an error. Any thread.
 class CallState {
  public:
@@ -32,14 +48,15 @@ class CallState {
     by_itself,    ///< A call's, which has a time-out.
     perhaps_not,  ///< Someone is to complete it.
   };
-  explicit CallState(Ends ends = Ends::by_itself) : ends_(ends) {}
+  explicit CallState(Ends ends = Ends::by_itself, std::weak_ptr<CallDriver> driver = {})
+      : ends_(ends), driver_(std::move(driver)) {}
   Ends ends() const { return ends_; }
 
   /// The first of these counts and returns true.
   bool complete(at::IValue value);
   bool fail(std::exception_ptr error);
 
-  bool is_done() const;
+  bool is_done() const { return done_.load(std::memory_order_seq_cst); }
   /// Waits; throws the error. None: until the call ends, else for `default_timeout`.
   const at::IValue& value(std::optional<std::chrono::milliseconds> limit) const;
   /// Runs `callback` once when it is done: on the thread that does it, or now.
@@ -52,9 +69,10 @@ class CallState {
   bool finish(at::IValue value, std::exception_ptr error);
 
   const Ends ends_;
+  const std::weak_ptr<CallDriver> driver_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
-  bool done_ = false;
+  std::atomic<bool> done_{false};
   at::IValue value_;
   std::exception_ptr error_;
   std::vector<std::function<void()>> callbacks_;

@@ -92,7 +92,7 @@ void HandlerThreads::run(std::function<void()> task) {
     } else {
       Core::add_if_needed(core_, false);
     }
-    if (!core_->tasks.empty() && core_->free == 0) {
+    if (core_->tasks.size() > core_->free) {
       if (!core_->watch_thread.joinable()) {
         core_->watch_thread = std::thread([core = core_] { Core::watch(core); });
       }

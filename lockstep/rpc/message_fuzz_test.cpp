@@ -19,11 +19,11 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/request_handler.h"
 #include "lockstep/rpc/rpc.h"
-#include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/wire_call.h"
 #include "tests/support/run_workers.h"
 
@@ -235,7 +235,8 @@ void spoil(std::vector<char>& bytes, Random& random) {
 struct Served {
   explicit Served(const std::string& secret, const ServeLimits& limits = {})
       : guard(std::make_shared<Guard>(0, secret, "job", MessageLimits{1 << 20, 8})),
-        handler(make_request_handler("w0", guard, threads, running, limits)) {}
+        handler(make_request_handler(std::make_shared<CallRunner>("w0", running, limits), guard,
+                                     threads, /*on_transport=*/8)) {}
 
   c10::intrusive_ptr<native::JitFuture> take(const MessagePtr& message) {
     return (*handler)(*message, {});

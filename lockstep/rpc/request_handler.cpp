@@ -12,12 +12,9 @@
 
 #include <atomic>
 
-#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/registry.h"
-#include "lockstep/rpc/running_functions.h"
-#include "lockstep/rpc/wire_call.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -43,13 +40,12 @@ void forward(const FuturePtr& from, const FuturePtr& to) {
 
 class RequestHandler final : public native::RequestCallbackNoPython {
  public:
-  RequestHandler(std::string worker, std::shared_ptr<Guard> guard, HandlerThreads& threads,
-                 RunningFunctions& running, const ServeLimits& limits)
-      : worker_(std::move(worker)),
+  RequestHandler(std::shared_ptr<const CallRunner> runner, std::shared_ptr<Guard> guard,
+                 HandlerThreads& threads, int on_transport)
+      : runner_(std::move(runner)),
         guard_(std::move(guard)),
         threads_(threads),
-        running_(running),
-        limits_(limits) {}
+        on_transport_(on_transport) {}
 
   FuturePtr processMessage(native::Message& request, Streams streams) const override {
     Seal::Opened opened;
@@ -59,7 +55,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
       note(request, opened.sender);
     } catch (...) {
       auto refused = c10::make_intrusive<native::JitFuture>(message_type());
-      refused->setError(failure(std::current_exception(), "?"));
+      refused->setError(refusal(std::current_exception()));
       return refused;
     }
     return handle(request, std::move(streams))
@@ -69,7 +65,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
  protected:
   FuturePtr handle(native::Message& request, Streams streams) const {
-    if (inline_.fetch_add(1) < limits_.on_transport) {
+    if (inline_.fetch_add(1) < on_transport_) {
       auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
       inline_.fetch_sub(1);
       return answer;
@@ -143,7 +139,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     try {
       guard_->holders.add(request.sender, check_message(*answer, guard_->limits));
     } catch (...) {
-      std::rethrow_exception(failure(std::current_exception(), "?"));
+      std::rethrow_exception(refusal(std::current_exception()));
     }
     return native::withStorages(guard_->seal.close(answer, request.sender, request.number));
   }
@@ -162,88 +158,60 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   // The function's result, or its failure as a text.
   FuturePtr run(std::vector<at::IValue>& stack) const {
     auto answer = c10::make_intrusive<native::JitFuture>(at::AnyType::get());
-    std::string name = "?";
     try {
       WireCall call(stack);
-      name = call.name;
-      check_load(call, answer);
-      const HandlerThreads::HandlerScope scope(call.depth);
-      const Registered& function = registered(name);
-      if (function.signature.hash != call.types_hash) {
-        answer->setError(as_error(encode_mismatch(name, worker_, function.signature.types)));
-        return answer;
-      }
-      const RunningFunctions::Scope runs(running_, function.signature.name);
-      finish(function.handler(call.arguments), name, answer);
+      note_context();
+      // The result may come when the worker has left, and then nobody is to be answered.
+      const std::weak_ptr<native::RpcAgent> agent = native::RpcAgent::getCurrentRpcAgent();
+      auto outcome =
+          runner_->run(std::move(call), [agent, runner = runner_, answer](CallOutcome late) {
+            if (const auto serves = agent.lock()) settle(*runner, answer, std::move(late));
+          });
+      if (outcome) settle(*runner_, answer, std::move(*outcome));
     } catch (...) {
-      answer->setError(failure(std::current_exception(), name));
+      answer->setError(refusal(std::current_exception()));
     }
     return answer;
   }
 
-  // Counts the call until it is answered. Throws when there are too many.
-  void check_load(const WireCall& call, const FuturePtr& answer) const {
-    if (call.depth < 1 || call.depth > limits_.depth) {
-      throw UsageError("rpc: a call within " + std::to_string(call.depth - 1) +
-                           " others; expected fewer than " + std::to_string(limits_.depth),
-                       "does a function call itself without end? Options::max_call_depth is the "
-                       "limit");
-    }
-    const auto served = served_;
-    if (served->fetch_add(1) >= limits_.at_once) {
-      served->fetch_sub(1);
-      throw CommError("rpc: the worker has " + std::to_string(limits_.at_once) +
-                      " calls that are not answered yet (Options::max_served)");
-    }
-    answer->addCallback([served](native::JitFuture&) { served->fetch_sub(1); });
-    auto& contexts = torch::distributed::autograd::DistAutogradContainer::getInstance();
-    if (contexts.hasValidContext()) guard_->holders.add_context(contexts.currentContextId());
-  }
-
-  void finish(HandlerResult result, const std::string& name, const FuturePtr& answer) const {
-    if (!result.later) {
-      answer->markCompleted(std::move(result.value));
+  static void settle(const CallRunner& runner, const FuturePtr& answer, CallOutcome outcome) {
+    if (outcome.failure) {
+      answer->setError(as_error(*outcome.failure));
       return;
     }
-    // The result may come when the worker has left, and then nobody is to be answered.
-    const std::weak_ptr<native::RpcAgent> agent = native::RpcAgent::getCurrentRpcAgent();
-    result.later->when_done([this, agent, name, answer, state = std::weak_ptr(result.later)] {
-      const auto serves = agent.lock();
-      if (!serves) return;
-      try {
-        answer->markCompleted(state.lock()->value({}));
-      } catch (...) {
-        answer->setError(failure(std::current_exception(), name));
-      }
-    });
+    try {
+      answer->markCompleted(std::move(outcome.value));
+    } catch (...) {  // LibTorch does not know what the value is made of.
+      answer->setError(as_error(*runner.refused(std::current_exception()).failure));
+    }
+  }
+
+  void note_context() const {
+    auto& contexts = torch::distributed::autograd::DistAutogradContainer::getInstance();
+    if (contexts.hasValidContext()) guard_->holders.add_context(contexts.currentContextId());
   }
 
   static std::exception_ptr as_error(const std::string& text) {
     return std::make_exception_ptr(std::runtime_error(text));
   }
-  std::exception_ptr failure(const std::exception_ptr& error, const std::string& name) const {
-    return as_error(encode_failure(error, worker_, name));
+  std::exception_ptr refusal(const std::exception_ptr& error) const {
+    return as_error(*runner_->refused(error).failure);
   }
 
-  const std::string worker_;
+  const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<Guard> guard_;
   HandlerThreads& threads_;
-  RunningFunctions& running_;
-  const ServeLimits limits_;
+  const int on_transport_;
   mutable std::atomic<int> inline_{0};
-  /// Calls that are not answered yet. Answers may come when this is gone.
-  const std::shared_ptr<std::atomic<int64_t>> served_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace
 
-std::unique_ptr<native::RequestCallback> make_request_handler(std::string worker,
-                                                              std::shared_ptr<Guard> guard,
-                                                              HandlerThreads& threads,
-                                                              RunningFunctions& running,
-                                                              const ServeLimits& limits) {
-  return std::make_unique<RequestHandler>(std::move(worker), std::move(guard), threads, running,
-                                          limits);
+std::unique_ptr<native::RequestCallback> make_request_handler(
+    std::shared_ptr<const CallRunner> runner, std::shared_ptr<Guard> guard, HandlerThreads& threads,
+    int on_transport) {
+  return std::make_unique<RequestHandler>(std::move(runner), std::move(guard), threads,
+                                          on_transport);
 }
 
 }  // namespace lockstep::rpc::detail

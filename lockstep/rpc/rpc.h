@@ -49,6 +49,11 @@ struct Options {
   /// Only workers with the same secret can call, and none can change what others send. At least 16
   /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
   std::string secret = {};
+  /// Small calls between ranks of one host go over shared memory of their own, which takes a
+  /// fraction of the time. False: all go LibTorch's way, say to measure that, or to save the
+  /// memory: up to 256 KiB for each two ranks and direction. One rank's false counts for all. A
+  /// job with a secret goes without, as these messages are not signed.
+  bool fast_calls = true;
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its

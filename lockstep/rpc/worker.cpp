@@ -18,6 +18,7 @@
 #include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/guarded_agent.h"
+#include "lockstep/rpc/request_handler.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -87,6 +88,14 @@ const auto& greeted_function() {
   return registered;
 }
 
+std::shared_ptr<FastPath> make_fast_path(const Worker::Setup& setup,
+                                         const std::shared_ptr<const CallRunner>& runner,
+                                         HandlerThreads& threads) {
+  if (!setup.link) return nullptr;
+  return std::make_shared<FastPath>(setup.link, runner, threads,
+                                    FastPath::Limits{setup.messages.bytes, setup.messages.depth});
+}
+
 // References name their types in messages.
 c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
   return {nullptr, torch::jit::ScriptTypeParser().parseType(name.qualifiedName())};
@@ -102,10 +111,15 @@ Worker::Worker(const Setup& setup)
       stop_timeout_(setup.stop_timeout),
       guard_(std::make_shared<Guard>(setup.id, setup.secret, setup.job, setup.messages)),
       calls_(setup.max_pending),
-      peers_(setup.store.clone(), setup.names, setup.id,
-             [guard = guard_](int id) { guard->holders.release(id); }),
       running_(std::make_shared<RunningFunctions>()),
-      threads_(std::make_shared<HandlerThreads>(setup.threads)) {
+      threads_(std::make_shared<HandlerThreads>(setup.threads)),
+      runner_(std::make_shared<CallRunner>(setup.name, *running_, setup.serve)),
+      fast_path_(make_fast_path(setup, runner_, *threads_)),
+      peers_(setup.store.clone(), setup.names, setup.id,
+             [guard = guard_, fast = std::weak_ptr(fast_path_)](int id) {
+               guard->holders.release(id);
+               if (const auto path = fast.lock()) path->lose(id);
+             }) {
   TransportSetup transport;
   transport.name = name_;
   transport.id = setup.id;
@@ -114,9 +128,7 @@ Worker::Worker(const Setup& setup)
   transport.one_host = setup.one_host;
   transport.guard = guard_;
   // Half of the transport's threads stay free for answers, which complete on them as well.
-  ServeLimits limits = setup.serve;
-  limits.on_transport = setup.threads / 2;
-  transport.callback = make_request_handler(name_, guard_, *threads_, *running_, limits);
+  transport.callback = make_request_handler(runner_, guard_, *threads_, setup.threads / 2);
   transport_ = make_tensorpipe_transport(std::move(transport));
 }
 
@@ -135,6 +147,7 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
     current_worker = worker;
     ever_started = true;
     worker->transport_->start();
+    if (worker->fast_path_) worker->fast_path_->start();
     lock.unlock();  // Others call this worker from now on.
     if (setup.names.empty()) {
       worker->join_others(setup.store);
@@ -306,6 +319,7 @@ std::string Worker::leave() noexcept {
   left_ = true;
   const auto deadline = Clock::now() + stop_timeout_;
   try {
+    if (fast_path_) fast_path_->stop();
     native::RRefContext::destroyInstance(true);
     // Both, as functions run on threads of the transport as well.
     const bool stopped = stop_within(transport_, stop_timeout_);
@@ -315,6 +329,7 @@ std::string Worker::leave() noexcept {
     keep_forever(transport_);
     keep_forever(threads_);
     keep_forever(running_);
+    keep_forever(fast_path_);
     const auto names = running_->names();
     return "rpc: worker '" + name_ + "' left while " +
            (names.empty() ? std::string("an answer") : "'" + join(names, "', '") + "'") +

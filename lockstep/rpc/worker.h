@@ -8,11 +8,12 @@
 
 #include "lockstep/comm/checks/native_log.h"
 #include "lockstep/rpc/call_count.h"
+#include "lockstep/rpc/call_runner.h"
+#include "lockstep/rpc/fast_path.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/later_tasks.h"
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
-#include "lockstep/rpc/request_handler.h"
 #include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/transport.h"
 
@@ -36,6 +37,7 @@ class Worker {
     std::chrono::milliseconds timeout{};
     std::chrono::milliseconds stop_timeout{};
     bool one_host = true;
+    std::shared_ptr<FastLink> link;  ///< Of the ranks; null: there is none.
   };
   /// Meets the others. Throws as `rpc::init` and `rpc::join`.
   static std::shared_ptr<Worker> start(const Setup& setup);
@@ -48,6 +50,8 @@ class Worker {
   Transport& transport() { return *transport_; }
   Peers& peers() { return peers_; }
   CallCount& calls() { return calls_; }
+  /// Null: there is none.
+  FastPath* fast_path() { return fast_path_.get(); }
   /// Runs the task on a handler thread after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
@@ -81,10 +85,12 @@ class Worker {
   const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
   CallCount calls_;
-  Peers peers_;
   // Shared, as a function that does not end must not lose them.
   const std::shared_ptr<RunningFunctions> running_;
   const std::shared_ptr<HandlerThreads> threads_;
+  const std::shared_ptr<const CallRunner> runner_;
+  const std::shared_ptr<FastPath> fast_path_;
+  Peers peers_;
   LaterTasks later_;
   std::shared_ptr<Transport> transport_;
   bool left_ = false;

@@ -75,8 +75,9 @@ const std::vector<Kind>& kinds() {
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
       {"rpc",
        "Measures calls between two workers, in microseconds: a function of one-element tensors "
-       "(own), the same in an autograd context, tensors sent there and back (echo), and 64 calls "
-       "under way to a layer that answers them one by one or 16 at a time (unbatched, batched).",
+       "LibTorch's way (own), the same in an autograd context and by the fast path (fast), tensors "
+       "sent there and back (echo), and 64 calls under way to a layer that answers them one by one "
+       "or 16 at a time (unbatched, batched).",
        {"--steps", "--threads", "--bind-to"},
        {"lockstep bench rpc --steps 2000 --compare-python"}},
       {"loader",

@@ -1,0 +1,180 @@
+#include "lockstep/rpc/fast_link.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "lockstep/base/copy_bytes.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+/// So much may wait for room at one worker before requests go another way.
+constexpr size_t kMostWaiting = 1 << 20;
+/// So many messages of one worker are taken in one turn: the others have a turn as well.
+constexpr int kTurn = 64;
+
+}  // namespace
+
+FastLink::FastLink(std::unique_ptr<shm::SharedGroup> group)
+    : group_(std::move(group)), peers_(static_cast<size_t>(group_->size())) {
+  shm::Segment& segment = group_->segment();
+  const size_t memory = segment.message_bytes();
+  // A ring holds two of the largest.
+  most_ = shm::ring_capacity(memory) / 2 - 2 * sizeof(shm::Frame) - 64;
+  static_assert(sizeof(Inbox) <= 4096);
+  inbox_ = &inbox(rank());
+  for (int other = 0; other < size(); ++other) {
+    if (other == rank()) continue;
+    Peer& peer = peers_[static_cast<size_t>(other)];
+    peer.out.attach(segment.messages(rank(), other), memory);
+    peer.in.attach(segment.messages(other, rank()), memory);
+  }
+}
+
+FastLink::Inbox& FastLink::inbox(int rank) const {
+  return *reinterpret_cast<Inbox*>(group_->segment().messages(rank, rank));
+}
+
+void FastLink::ring_bed(Inbox& inbox, uint32_t bed) {
+  inbox.bells[bed].fetch_add(1, std::memory_order_seq_cst);
+  shm::wake_all(inbox.bells[bed]);
+}
+
+void FastLink::ring(int rank) {
+  Inbox& other = inbox(rank);
+  if (other.lookers.load(std::memory_order_seq_cst) > 0) return;
+  const uint32_t beds = other.beds.load(std::memory_order_seq_cst);
+  if (beds != 0) ring_bed(other, static_cast<uint32_t>(std::countr_zero(beds)));
+}
+
+void FastLink::wake(Bed bed) {
+  if (inbox_->beds.load(std::memory_order_seq_cst) & 1U << bed) ring_bed(*inbox_, bed);
+}
+
+// With the peer's mutex.
+bool FastLink::put(Peer& peer, const FastHead& head, std::string_view bytes) {
+  shm::Frame frame{};
+  frame.kind = shm::FrameKind::announce;
+  frame.bytes = static_cast<uint32_t>(bytes.size());
+  frame.tag = static_cast<int32_t>(head.kind);
+  frame.id = head.number;
+  frame.size = head.extra;
+  frame.hash = head.hash;
+  std::byte* place = peer.out.put(frame);
+  if (!place) return false;
+  copy_bytes(place, bytes.data(), bytes.size());
+  return true;
+}
+
+bool FastLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
+  Peer& peer = peers_[static_cast<size_t>(to)];
+  if (bytes.size() > most_) return false;
+  {
+    const std::lock_guard lock(peer.mutex);
+    if (peer.lost) return false;
+    if (!peer.opened) {
+      peer.opened = true;
+      const auto me = static_cast<size_t>(rank());
+      inbox(to).opened[me / 64].fetch_or(uint64_t{1} << me % 64, std::memory_order_seq_cst);
+    }
+    if (!peer.waiting.empty() || !put(peer, head, bytes)) {
+      if (when_full == WhenFull::refuse && peer.waiting_bytes + bytes.size() > kMostWaiting) {
+        return false;
+      }
+      if (peer.waiting.empty()) blocked_.fetch_add(1, std::memory_order_seq_cst);
+      peer.waiting.push_back({head, std::string(bytes)});
+      peer.waiting_bytes += bytes.size();
+      // The reader may have made room before anybody could see that this one waits for it.
+      if (!peer.out.moved()) return true;
+      if (!write_waiting(peer)) return true;
+    } else {
+      peer.out.publish();
+    }
+  }
+  ring(to);
+  return true;
+}
+
+// With the peer's mutex. True: there is something new for the reader.
+bool FastLink::write_waiting(Peer& peer) {
+  auto& waiting = peer.waiting;
+  while (!waiting.empty() && put(peer, waiting.front().head, waiting.front().bytes)) {
+    peer.waiting_bytes -= waiting.front().bytes.size();
+    waiting.pop_front();
+  }
+  if (waiting.empty()) blocked_.fetch_sub(1, std::memory_order_seq_cst);
+  return peer.out.publish();
+}
+
+void FastLink::flush(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  {
+    const std::lock_guard lock(peer.mutex);
+    if (peer.waiting.empty() || !write_waiting(peer)) return;
+  }
+  ring(rank);
+}
+
+template <class Visit>
+bool FastLink::any_opened(Visit visit) const {
+  for (int first = 0; first < size(); first += 64) {
+    uint64_t opened =
+        inbox_->opened[static_cast<size_t>(first) / 64].load(std::memory_order_seq_cst);
+    for (; opened != 0; opened &= opened - 1) {
+      const int rank = first + std::countr_zero(opened);
+      if (rank < size() && visit(rank)) return true;
+    }
+  }
+  return false;
+}
+
+bool FastLink::look() const {
+  if (any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); })) {
+    return true;
+  }
+  if (blocked_.load(std::memory_order_seq_cst) == 0) return false;
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return peer.out.moved(); });
+}
+
+void FastLink::take(std::vector<FastMessage>& messages) {
+  const std::unique_lock lock(taking_, std::try_to_lock);
+  if (!lock) return;
+  any_opened([&](int rank) {
+    if (take_from(rank, messages)) ring(rank);
+    return false;
+  });
+  if (blocked_.load(std::memory_order_seq_cst) == 0) return;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (peers_[static_cast<size_t>(rank)].out.moved()) flush(rank);
+  }
+}
+
+// True: the sender waits for the room that this has made.
+bool FastLink::take_from(int rank, std::vector<FastMessage>& messages) {
+  shm::RingReader& in = peers_[static_cast<size_t>(rank)].in;
+  for (int left = kTurn; left > 0; --left) {
+    const shm::Frame* frame = in.next();
+    if (!frame) break;
+    const auto* bytes = reinterpret_cast<const char*>(in.payload(*frame));
+    messages.push_back({rank,
+                        {static_cast<uint32_t>(frame->tag), frame->id, frame->size, frame->hash},
+                        std::string(bytes, frame->bytes)});
+    in.pop(*frame);
+  }
+  return in.unreleased() > 0 && in.release();
+}
+
+void FastLink::lose(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  const std::lock_guard lock(peer.mutex);
+  peer.lost = true;
+  if (peer.waiting.empty()) return;
+  peer.waiting.clear();
+  peer.waiting_bytes = 0;
+  peer.out.unblock();
+  blocked_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,190 @@
+// Messages between two ends in this process, and a worker's end to which anything is sent.
+#include "lockstep/rpc/fast_link.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+
+#include "lockstep/base/env.h"
+#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/fast_meeting.h"
+#include "lockstep/rpc/fast_path.h"
+#include "tests/support/test_wait.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+using namespace std::chrono_literals;
+using test_wait::wait_until;
+using Messages = std::vector<FastMessage>;
+
+struct Pair {
+  Pair() {
+    Store store = hash_store();
+    std::thread other([&] { second = meet_over_memory(store, 1, 2, true); });
+    first = meet_over_memory(store, 0, 2, true);
+    other.join();
+  }
+  std::shared_ptr<FastLink> first, second;
+};
+
+/// Sleeps until something has come. Fails when no one wakes it.
+void await(FastLink& link, Messages& messages) {
+  while (messages.empty()) {
+    link.take(messages);
+    if (!messages.empty()) return;
+    const auto begin = std::chrono::steady_clock::now();
+    link.sleep(
+        FastLink::keeper, [] { return false; }, 20s);
+    ASSERT_LT(std::chrono::steady_clock::now() - begin, 15s) << "a wake-up was lost";
+  }
+}
+
+TEST(FastLink, WhatDoesNotFitIntoTheRingWaitsForRoomAndComesInOrder) {
+  const Pair pair;
+  constexpr uint64_t kCount = 60;
+  std::thread sender([&] {
+    for (uint64_t i = 0; i < kCount; ++i) {
+      const std::string bytes(i % 2 == 0 ? 10 : 100'000, static_cast<char>(i));
+      EXPECT_TRUE(pair.first->send(1, {3, i, i + 1, i + 2}, bytes, FastLink::WhenFull::keep));
+    }
+    // Nobody else sends on what waits.
+    for (Messages none; pair.first->look() || !none.empty();) pair.first->take(none);
+  });
+  Messages messages;
+  wait_until(
+      [&] {
+        pair.second->take(messages);
+        Messages none;
+        pair.first->take(none);
+        return messages.size() == kCount;
+      },
+      "all messages");
+  sender.join();
+  for (uint64_t i = 0; i < kCount; ++i) {
+    const auto& [from, head, bytes] = messages[i];
+    EXPECT_EQ(from, 0);
+    EXPECT_EQ(head.kind, 3);
+    EXPECT_EQ(head.number, i);
+    EXPECT_EQ(head.extra, i + 1);
+    EXPECT_EQ(head.hash, i + 2);
+    EXPECT_EQ(bytes, std::string(i % 2 == 0 ? 10 : 100'000, static_cast<char>(i)));
+  }
+}
+
+TEST(FastLink, RefusesWhatIsTooLargeTooMuchOrForALostWorker) {
+  const Pair pair;
+  FastLink& link = *pair.first;
+  const std::string most(link.most_bytes(), 'x');
+  EXPECT_FALSE(link.send(1, {}, most + "x", FastLink::WhenFull::keep));
+  int sent = 0;
+  while (link.send(1, {}, most, FastLink::WhenFull::refuse)) ASSERT_LT(++sent, 100);
+  EXPECT_GT(sent, 5);
+  EXPECT_TRUE(link.send(1, {}, most, FastLink::WhenFull::keep));
+  link.lose(1);
+  EXPECT_FALSE(link.send(1, {}, "x", FastLink::WhenFull::keep));
+}
+
+TEST(FastLink, NoWakeUpIsLost) {
+  const Pair pair;
+  constexpr int kRounds = 3'000;
+  const auto play = [](FastLink& link, int other, bool begins) {
+    Messages messages;
+    for (int i = 0; i < kRounds; ++i) {
+      if (begins || i > 0) link.send(other, {}, "ball", FastLink::WhenFull::keep);
+      await(link, messages);
+      ASSERT_EQ(messages.size(), 1);
+      messages.clear();
+    }
+    if (!begins) link.send(other, {}, "ball", FastLink::WhenFull::keep);
+  };
+  std::thread other([&] { play(*pair.second, 0, false); });
+  play(*pair.first, 1, true);
+  other.join();
+}
+
+const auto twice = function("link.twice", [](int64_t number) { return 2 * number; });
+
+/// A worker's end, as far as calls need it.
+struct Served {
+  explicit Served(std::shared_ptr<FastLink> link)
+      : path(std::make_shared<FastPath>(std::move(link),
+                                        std::make_shared<CallRunner>("w1", running, ServeLimits{}),
+                                        threads, FastPath::Limits{1 << 20, 8})) {
+    path->start();
+  }
+  ~Served() { path->stop(); }
+  RunningFunctions running;
+  HandlerThreads threads{4};
+  std::shared_ptr<FastPath> path;
+};
+
+FastHead request_of(uint64_t number) {
+  return {static_cast<uint32_t>(FastPath::Kind::request), number, 1,
+          static_cast<uint64_t>(twice.signature().hash)};
+}
+
+std::string good_request() {
+  std::string bytes;
+  EXPECT_TRUE(encode_request("link.twice", {int64_t{21}}, {1 << 20, 8}, bytes));
+  return bytes;
+}
+
+TEST(FastPathFuzz, SpoiltRequestsAreErrorsAndTheWorkerGoesOn) {
+  const auto given = env_string("LOCKSTEP_FUZZ_SEED");
+  const uint64_t seed = given ? std::stoull(*given) : std::random_device{}();
+  std::printf("LOCKSTEP_FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  std::fflush(stdout);
+  SCOPED_TRACE(seed);
+  std::mt19937_64 random(seed);
+  const Pair pair;
+  Served served(pair.second);
+  constexpr uint64_t kCount = 3'000;
+  int values = 0, failures = 0;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    FastHead head = request_of(i);
+    std::string bytes = good_request();
+    switch (random() % 6) {
+      case 0:
+        bytes[random() % bytes.size()] = static_cast<char>(random());
+        break;
+      case 1:
+        bytes.resize(random() % bytes.size());
+        break;
+      case 2:
+        head.hash = random();
+        break;
+      case 3:
+        head.extra = random();
+        break;
+      default:
+        break;
+    }
+    ASSERT_TRUE(pair.first->send(1, head, bytes, FastLink::WhenFull::keep));
+    // Of no kind that is known, and an answer that nobody waits for.
+    if (random() % 10 == 0) {
+      pair.first->send(1, {static_cast<uint32_t>(1 + random() % 9), i, random(), 0}, bytes,
+                       FastLink::WhenFull::keep);
+    }
+    for (bool is_answered = false; !is_answered;) {
+      Messages answers;
+      await(*pair.first, answers);
+      for (const auto& answer : answers) {
+        const auto kind = static_cast<FastPath::Kind>(answer.head.kind);
+        if (kind == FastPath::Kind::drop) continue;
+        EXPECT_EQ(answer.head.number, i);
+        ++(kind == FastPath::Kind::value ? values : failures);
+        is_answered = true;
+      }
+    }
+  }
+  EXPECT_GT(values, 500);
+  EXPECT_GT(failures, 500);
+  EXPECT_EQ(served.path->results_kept(), 0);
+}
+
+}  // namespace
+}  // namespace lockstep::rpc::detail

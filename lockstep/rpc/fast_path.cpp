@@ -1,0 +1,164 @@
+// Which thread takes messages out when.
+#include "lockstep/rpc/fast_path.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/base/log.h"
+#include "lockstep/comm/shared_memory/futex.h"
+#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/fast_look.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+/// Values within values that the fast path takes: reading them takes stack.
+constexpr int kMostDepth = 128;
+/// How long a thread looks for a message before it sleeps, at least and at most. A small call takes
+/// some 4 us where both ends look, 9 where both sleep and are woken. Looking for longer is of no
+/// use, and where others want the processors it keeps the other end from its work: 200 us made a
+/// call take 165.
+constexpr std::chrono::microseconds kLeastSpin{1}, kMostSpin{10};
+/// A sleep that a call's time-out does not end sooner.
+constexpr std::chrono::hours kLongSleep{1};
+/// A look at the clock costs as much as some at the rings.
+constexpr int kLooksPerTime = 16;
+
+}  // namespace
+
+FastPath::FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
+                   HandlerThreads& threads, const Limits& limits)
+    : link_(std::move(link)),
+      runner_(std::move(runner)),
+      threads_(threads),
+      limits_{std::min<size_t>(link_->most_bytes(), limits.bytes),
+              std::min(limits.depth, kMostDepth)},
+      caller_budget_(kLeastSpin, kMostSpin),
+      guest_budget_(kLeastSpin, kMostSpin) {}
+
+FastPath::~FastPath() {
+  stop();
+}
+
+void FastPath::start() {
+  keeper_ = std::thread([this] { run_keeper(); });
+}
+
+void FastPath::stop() noexcept {
+  stopped_ = true;
+  for (const auto bed : {FastLink::caller, FastLink::guest, FastLink::keeper}) link_->wake(bed);
+  if (keeper_.joinable()) keeper_.join();
+  for (const auto& call : take_pending_if([](const Pending&) { return true; })) {
+    call.state->fail(lost_failure(call.what, "this worker has left"));
+  }
+}
+
+void FastPath::take(bool is_guest) {
+  std::vector<FastMessage> messages;
+  link_->take(messages);
+  for (auto& message : messages) {
+    if (static_cast<Kind>(message.head.kind) == Kind::request) requests_.push(std::move(message));
+  }
+  // A guest runs what has come itself. Before answers, whose callbacks may take a while.
+  if (!is_guest) bring_helper();
+  for (const auto& message : messages) {
+    switch (static_cast<Kind>(message.head.kind)) {
+      case Kind::request:
+        break;
+      case Kind::drop: {
+        const std::lock_guard lock(mutex_);
+        const auto kept = kept_.find(static_cast<int64_t>(message.head.extra));
+        if (kept != kept_.end() && kept->second.caller == message.from) kept_.erase(kept);
+        break;
+      }
+      default:
+        on_answer(message);
+    }
+  }
+}
+
+void FastPath::take_and_go() {
+  if (!link_->look()) return;
+  take();
+  // More than a turn, or another thread was at it.
+  if (link_->look()) link_->wake(FastLink::keeper);
+}
+
+void FastPath::bring_helper() {
+  if (stopped_ || requests_.empty()) return;
+  if (has_guest_) {
+    link_->wake(FastLink::guest);
+  } else if (!helper_comes_.exchange(true)) {
+    threads_.run([self = shared_from_this()] {
+      self->helper_comes_ = false;
+      self->serve();
+    });
+  }
+}
+
+// Takes out what comes until there is enough or it is late. Where a caller looks, a guest need not.
+void FastPath::look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_guest) {
+  for (int looks = 1; !enough(); ++looks) {
+    if (link_->look()) {
+      take(is_guest);
+    } else if (looks % kLooksPerTime == 0 && Clock::now() >= end) {
+      return;
+    } else {
+      shm::spin_pause();
+    }
+    if (is_guest && callers_looking_ > 0) return;
+  }
+}
+
+void FastPath::drive(const CallState& state, std::optional<Clock::time_point> end) {
+  const auto begin = Clock::now();
+  const auto latest = end.value_or(Clock::time_point::max());
+  const auto done = [&] { return state.is_done(); };
+  {
+    Look look(*link_);
+    look.begin();
+    ++callers_looking_;
+    look_for(std::min(begin + link_->spin(caller_budget_), latest), done, /*is_guest=*/false);
+    --callers_looking_;
+  }
+  take_and_go();
+  if (!done()) sleep_over(state, latest);
+  if (done()) caller_budget_.learn(Clock::now() - begin);
+}
+
+// One thread at a time: the others wait for what it, or the keeper, takes out.
+void FastPath::sleep_over(const CallState& state, Clock::time_point end) {
+  if (caller_sleeps_.exchange(true)) return;
+  sleeps_over_ = &state;
+  const auto over = [&] { return state.is_done() || stopped_; };
+  while (!over()) {
+    const auto now = Clock::now();
+    if (now >= end) break;
+    link_->sleep(FastLink::caller, over, std::min<Clock::duration>(end - now, kLongSleep));
+    if (link_->look()) take();
+  }
+  sleeps_over_ = nullptr;
+  caller_sleeps_ = false;
+  take_and_go();
+}
+
+void FastPath::finished(const CallState& state) noexcept {
+  if (sleeps_over_ == &state) link_->wake(FastLink::caller);
+}
+
+void FastPath::run_keeper() {
+  const auto called = [this] { return stopped_ || keeper_called_; };
+  while (!stopped_) {
+    keeper_called_ = false;
+    if (link_->look()) {
+      take();
+      if (link_->look()) std::this_thread::yield();  // Another thread is at it.
+    }
+    const auto next = expire();
+    const auto now = Clock::now();
+    if (next <= now) continue;
+    link_->sleep(FastLink::keeper, called, std::min<Clock::duration>(next - now, kLongSleep));
+  }
+}
+
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,145 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/comm/shared_memory/spin_budget.h"
+#include "lockstep/rpc/call_runner.h"
+#include "lockstep/rpc/fast_link.h"
+#include "lockstep/rpc/function.h"
+#include "lockstep/rpc/future.h"
+#include "lockstep/rpc/handler_threads.h"
+#include "lockstep/rpc/request_queue.h"
+#include "lockstep/rpc/value_codec.h"
+
+namespace lockstep::rpc::detail {
+
+/// Calls between the ranks of one host by a way of their own: plain values in messages of our own
+/// form over shared memory (FastLink). LibTorch's way costs a call several changes of threads. Here
+/// a small one that nothing disturbs has none. What does not fit goes LibTorch's way and means the
+/// same.
+///
+/// **Three kinds of threads take messages out.** All of them finish calls whose answers have come.
+/// Requests go into a queue.
+/// - *Callers*: a thread that waits for a call looks for a while, then sleeps.
+/// - *The guest*: a handler thread that has just run a function looks for the next request, and
+///   runs it itself. While it runs one, the next handler thread with nothing to do is the guest.
+/// - *The keeper*: a thread of this object that sleeps, and is woken when nobody else is at hand.
+///   So no function keeps messages back, however long it runs. It also ends calls whose time is up.
+///
+/// While requests wait, one further handler thread after another comes, by HandlerThreads' rules.
+/// So short ones wake few threads, and long ones run side by side.
+///
+/// A result that does not fit into a message is kept under a ticket, and the caller fetches it
+/// LibTorch's way. Any thread.
+class FastPath final : public CallDriver, public std::enable_shared_from_this<FastPath> {
+ public:
+  /// Of a message. `kept`: the result, or the text of the failure, is to be fetched. `drop`: it
+  /// will not be.
+  enum class Kind : uint32_t { request, value, failure, kept_value, kept_failure, drop };
+  struct Limits {
+    uint64_t bytes = 0;  ///< Of a message.
+    int depth = 0;       ///< Of tuples within tuples.
+  };
+  /// `threads` must outlive its calls.
+  FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
+           HandlerThreads& threads, const Limits& limits);
+  ~FastPath() override;
+
+  /// Begins to serve.
+  void start();
+  /// Calls a function of another worker. Null when the call must go LibTorch's way: the worker is
+  /// no rank or is lost, the arguments are not plain or too large, or too much waits for room.
+  /// `what`: for errors, "rpc: 'add' on worker 'ps'".
+  std::shared_ptr<CallState> call(int to, const Signature& signature,
+                                  const std::vector<at::IValue>& arguments,
+                                  std::chrono::milliseconds timeout, const std::string& what);
+  /// Calls of this worker that have gone this way, and results that others have not fetched yet.
+  uint64_t calls_sent();
+  size_t results_kept();
+  /// Hands a kept result over. Throws DataError when there is none.
+  at::IValue take_kept(int64_t ticket);
+  /// The worker died or has left: the calls to it fail, and what is kept for it is freed.
+  void lose(int id);
+  /// Fails all calls. From now on nothing is served or answered. Does not wait for functions.
+  void stop() noexcept;
+
+  void drive(const CallState& state,
+             std::optional<std::chrono::steady_clock::time_point> end) override;
+  void finished(const CallState& state) noexcept override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Pending {
+    int to = 0;
+    std::shared_ptr<CallState> state;
+    Clock::time_point deadline;
+    std::string what, types;
+  };
+  struct Kept {
+    int caller = 0;
+    at::IValue value;
+  };
+  class Look;
+
+  // fast_calls.cpp: calls of this worker.
+  std::optional<uint64_t> enter(Pending pending);
+  std::optional<Pending> take_pending(uint64_t number, std::optional<int> from = std::nullopt);
+  std::vector<Pending> take_pending_if(const std::function<bool(const Pending&)>& is_meant);
+  void on_answer(const FastMessage& answer);
+  static void complete(const Pending& call, Kind kind, const std::string& bytes, int depth);
+  void fetch_kept(const Pending& call, int64_t ticket, Kind kind);
+  /// Fails the calls whose time is up. Returns when that of the next one is.
+  Clock::time_point expire();
+
+  // fast_serve.cpp: calls of others.
+  void serve();
+  std::optional<FastMessage> wait_as_guest(Look& look);
+  void run(const FastMessage& request, Look& look);
+  void answer(int caller, uint64_t number, const CallOutcome& outcome);
+  int64_t keep(int caller, at::IValue value);
+
+  // fast_threads.cpp: which thread takes messages out when.
+  void take(bool is_guest = false);
+  /// What a thread does last that others may have relied on.
+  void take_and_go();
+  void bring_helper();
+  void look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_guest);
+  void sleep_over(const CallState& state, Clock::time_point end);
+  void run_keeper();
+
+  const std::shared_ptr<FastLink> link_;
+  const std::shared_ptr<const CallRunner> runner_;
+  HandlerThreads& threads_;
+  const CodecLimits limits_;
+  std::atomic<bool> stopped_{false};
+
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, Pending> pending_;
+  std::unordered_map<int64_t, Kept> kept_;
+  uint64_t last_number_ = 0, refused_ = 0;
+  int64_t last_ticket_ = 0;
+  Clock::time_point next_deadline_ = Clock::time_point::max();
+
+  RequestQueue requests_;
+  std::atomic<bool> has_guest_{false}, helper_comes_{false}, keeper_called_{false};
+  std::atomic<int> callers_looking_{0};
+  std::atomic<bool> caller_sleeps_{false};
+  std::atomic<const CallState*> sleeps_over_{nullptr};
+  shm::SpinBudget caller_budget_, guest_budget_;
+  std::thread keeper_;
+};
+
+/// Registers the function by which callers fetch results that were kept for them.
+void register_fetching();
+
+}  // namespace lockstep::rpc::detail
