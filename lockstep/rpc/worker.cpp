@@ -103,7 +103,10 @@ Worker::Worker(const Setup& setup)
       guard_(std::make_shared<Guard>(setup.id, setup.secret, setup.job, setup.messages)),
       calls_(setup.max_pending),
       peers_(setup.store.clone(), setup.names, setup.id,
-             [guard = guard_](int id) { guard->holders.release(id); }),
+             [guard = guard_, clocks = step_clocks_](int id, const std::string& name) {
+               guard->holders.release(id);
+               clocks->gone(id, name);
+             }),
       running_(std::make_shared<RunningFunctions>()),
       threads_(std::make_shared<HandlerThreads>(setup.threads)) {
   TransportSetup transport;

@@ -14,6 +14,7 @@
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/request_handler.h"
 #include "lockstep/rpc/running_functions.h"
+#include "lockstep/rpc/step_clocks.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -43,11 +44,13 @@ class Worker {
   ~Worker();
 
   const std::string& name() const { return name_; }
+  int id() const { return id_; }
   /// Another worker has joined. False when it has this one's name.
   bool add_joined(int id, const std::string& name, const std::string& address);
   Transport& transport() { return *transport_; }
   Peers& peers() { return peers_; }
   CallCount& calls() { return calls_; }
+  StepClocks& step_clocks() { return *step_clocks_; }
   /// Runs the task on a handler thread after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
@@ -80,6 +83,7 @@ class Worker {
   const int id_;
   const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
+  const std::shared_ptr<StepClocks> step_clocks_ = std::make_shared<StepClocks>();
   CallCount calls_;
   Peers peers_;
   // Shared, as a function that does not end must not lose them.
