@@ -25,6 +25,7 @@ namespace {
 namespace nn = torch::nn;
 namespace rpc = lockstep::rpc;
 using Tensors = std::vector<at::Tensor>;
+using Clock = std::chrono::steady_clock;
 
 struct Options {
   int world_size = 3;
@@ -46,6 +47,7 @@ class Server {
   /// One step with the mean of the requests' gradients.
   Tensors update(const std::vector<Tensors>& requests) {
     const std::lock_guard lock(mutex_);
+    served_ += requests.size();
     for (size_t i = 0; i < parameters_.size(); ++i) {
       at::Tensor sum = requests[0][i].clone();
       for (size_t r = 1; r < requests.size(); ++r) sum += requests[r][i];
@@ -54,11 +56,19 @@ class Server {
     optimizer_->step();
     Tensors copies;  // The next step does not change what is being sent.
     for (const auto& parameter : parameters_) copies.push_back(parameter.detach().clone());
+    last_ = Clock::now();
     return copies;
+  }
+
+  /// From the first step to the last one.
+  double requests_per_second() const {
+    return static_cast<double>(served_) / std::chrono::duration<double>(last_ - first_).count();
   }
 
  private:
   std::mutex mutex_;
+  Clock::time_point first_ = Clock::now(), last_;
+  size_t served_ = 0;
   Tensors parameters_ = make_model()->parameters();
   std::unique_ptr<lockstep::Optimizer> optimizer_ =
       lockstep::make_optimizer("sgd", parameters_, {.lr = options.lr});
@@ -94,8 +104,8 @@ double accuracy(nn::Sequential& model, const lockstep::TensorDataset& test) {
 }
 
 template <class F>
-void train(const lockstep::World& world, const char* name, const F& function,
-           const lockstep::DatasetSplits& data) {
+void train(const lockstep::World& world, const lockstep::ProcessGroup& trainers, const char* name,
+           const F& function, const lockstep::DatasetSplits& data) {
   auto model = make_model();
   const auto parameters = model->parameters();
   const lockstep::DistributedSampler sampler({.dataset_size = data.train.size(),
@@ -104,7 +114,8 @@ void train(const lockstep::World& world, const char* name, const F& function,
   lockstep::DataLoader loader(data.train, sampler, {lockstep::normalize()},
                               {.batch_size = options.batch_size});
   int64_t requests = 0;
-  const auto start = std::chrono::steady_clock::now();
+  trainers.barrier();  // Else the two ways would be measured beside each other.
+  const auto start = Clock::now();
   for (int epoch = 0; epoch < options.epochs; ++epoch) {
     for (const auto& batch : loader.epoch(epoch)) {
       lockstep::zero_grad(parameters);
@@ -117,7 +128,7 @@ void train(const lockstep::World& world, const char* name, const F& function,
       ++requests;
     }
   }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  const std::chrono::duration<double> seconds = Clock::now() - start;
   std::printf("trainer %d: %s: %.0f requests/s, accuracy %.4f\n", world.rank(), name,
               static_cast<double>(requests) / seconds.count(), accuracy(model, data.test));
   std::fflush(stdout);
@@ -129,13 +140,21 @@ void run_worker() {
   if (options.batch_update_size == 0) options.batch_update_size = world.size() - 1;
   const auto batched_update = register_batched_update();
   const bool serves = world.rank() == 0;
+  const auto role = world.group().split(serves ? 0 : 1);
   auto agent = rpc::init(world, serves ? "server" : "trainer_" + std::to_string(world.rank()));
   if (!serves) {
     const auto data = examples::mnist(options.data);
-    train(world, "a step per request", update, data);
-    train(world, "batched", batched_update, data);
+    train(world, role, "a step per request", update, data);
+    train(world, role, "batched", batched_update, data);
   }
   agent.shutdown();
+  if (serves) {
+    const double plain = plain_server().requests_per_second();
+    const double batched = batching_server().requests_per_second();
+    std::printf(
+        "server: a step per request: %.0f requests/s; batched: %.0f requests/s, %.2f times\n",
+        plain, batched, batched / plain);
+  }
 }
 
 void read_options(int argc, char** argv) {

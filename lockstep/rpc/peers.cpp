@@ -5,6 +5,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/worker.h"
 
@@ -23,8 +24,7 @@ void register_lifeline() {
   lifeline_function();
 }
 
-Peers::Peers(Store store, std::vector<std::string> names, int id,
-             std::function<void(int id)> on_loss)
+Peers::Peers(Store store, std::vector<std::string> names, int id, OnLoss on_loss)
     : store_(std::move(store)),
       names_(std::move(names)),
       id_(id),
@@ -38,7 +38,7 @@ void Peers::watch(int id, const std::string& name) {
     shared_->peers[id] = {name, State::here};
   }
   const auto state = send_call_to(id, lifeline_function().signature(), {});
-  state->when_done([shared = shared_, id, state = std::weak_ptr(state)] {
+  state->when_done([shared = shared_, id, name, state = std::weak_ptr(state)] {
     State now = State::left;
     try {
       state.lock()->value({});
@@ -49,7 +49,7 @@ void Peers::watch(int id, const std::string& name) {
       const std::lock_guard lock(shared->mutex);
       shared->peers[id].state = now;
     }
-    shared->on_loss(id);  // What it held is free, however it went.
+    shared->on_loss(id, name);  // What it held is free, however it went.
   });
 }
 
@@ -90,6 +90,20 @@ bool Peers::expects(int rank) const {
   const std::lock_guard lock(shared_->mutex);
   const auto found = shared_->peers.find(rank);
   return found == shared_->peers.end() || found->second.state != State::lost;
+}
+
+bool Peers::is_here(const std::string& name) const {
+  bool known = false;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    for (const auto& [id, peer] : shared_->peers) {
+      if (peer.name != name) continue;
+      known = true;
+      if (peer.state == State::here) return true;
+    }
+  }
+  if (!known) throw UsageError("rpc: " + unknown_word("worker", name, names()));
+  return false;
 }
 
 void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) {

@@ -15,6 +15,7 @@
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/running_functions.h"
+#include "lockstep/rpc/step_clocks.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -45,6 +46,7 @@ class Worker {
   ~Worker();
 
   const std::string& name() const { return name_; }
+  int id() const { return id_; }
   /// Another worker has joined. False when it has this one's name.
   bool add_joined(int id, const std::string& name, const std::string& address);
   Transport& transport() { return *transport_; }
@@ -52,6 +54,7 @@ class Worker {
   CallCount& calls() { return calls_; }
   /// Null: there is none.
   FastPath* fast_path() { return fast_path_.get(); }
+  StepClocks& step_clocks() { return *step_clocks_; }
   /// Runs the task on a handler thread after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
@@ -84,6 +87,7 @@ class Worker {
   const int id_;
   const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
+  const std::shared_ptr<StepClocks> step_clocks_ = std::make_shared<StepClocks>();
   CallCount calls_;
   // Shared, as a function that does not end must not lose them.
   const std::shared_ptr<RunningFunctions> running_;

@@ -1,7 +1,10 @@
 """The RPC programs as a user starts them, and what they learn."""
 
+import contextlib
 import os
 import re
+import socket
+import subprocess
 import unittest
 
 import lockstep_testing as t
@@ -14,6 +17,13 @@ DATA = {} if t.data_dir() is None else {"LOCKSTEP_DATA_DIR": t.data_dir()}
 
 def run(program, *arguments, timeout=600):
     return t.run(EXAMPLES / program, *arguments, timeout=timeout, env=t.clean_environment(**DATA)).stdout
+
+
+def free_port():
+    """A port that was free a moment ago: the program takes a number, as the tutorial's does."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Page(unittest.TestCase):
@@ -32,23 +42,64 @@ class Page(unittest.TestCase):
 
 
 class ParameterServer(unittest.TestCase):
-    def accuracies(self, *arguments, timeout=120):
+    PROGRAM = EXAMPLES / "003_rpc/parameter_server"
+    # How updates meet differs from run to run, and the last ones count most. Chance is 0.1.
+    SHORT = ("--limit", 5000, "--lr", 0.05, "--batch-size", 16)
+
+    def train(self, *arguments, timeout=120):
+        """Accuracies and the most steps ahead of two trainers."""
         output = run("003_rpc/parameter_server", *arguments, timeout=timeout)
-        found = dict(re.findall(r"trainer (\d): accuracy ([\d.]+)", output))
-        self.assertEqual(sorted(found), ["1", "2"], output)
-        return [float(accuracy) for accuracy in found.values()]
+        accuracies = dict(re.findall(r"trainer (\d): accuracy ([\d.]+)", output))
+        self.assertEqual(sorted(accuracies), ["1", "2"], output)
+        rates = re.findall(r"trainer \d: (\d+) samples/s, at most (\d+) steps ahead", output)
+        self.assertEqual(len(rates), 2, output)
+        self.assertGreater(min(int(rate) for rate, _ in rates), 0)
+        return [float(accuracy) for accuracy in accuracies.values()], [int(ahead) for _, ahead in rates]
 
     def test_two_trainers_learn(self):
-        """Each sees half of the data, and both end with the server's one model."""
-        # How their updates meet differs from run to run, and the last ones count most: 0.60 to 0.95 were seen.
-        # Chance is 0.1.
-        accuracies = self.accuracies("--limit", 5000, "--lr", 0.05, "--batch-size", 16)
+        """Each sees half of the data, and both end with the one model."""
+        accuracies, _ = self.train(*self.SHORT)
         self.assertGreater(min(accuracies), 0.5)
         self.assertEqual(*accuracies)
 
+    def test_they_learn_from_two_servers(self):
+        accuracies, ahead = self.train(*self.SHORT, "--world-size", 4, "--servers", 2, "--max-staleness", 3)
+        self.assertGreater(min(accuracies), 0.5)
+        self.assertEqual(*accuracies)
+        self.assertLessEqual(max(ahead), 3)
+
+    def test_a_bound_holds_the_fast_one_back(self):
+        few = ("--limit", 480, "--straggle", 100)
+        self.assertEqual(max(self.train(*few, "--max-staleness", 2)[1]), 2)
+        self.assertEqual(self.train(*few, "--max-staleness", 0)[1], [0, 0])
+        self.assertGreater(max(self.train(*few)[1]), 2)
+
+    def test_a_trainer_that_is_killed_does_not_hold_the_others_up(self):
+        """All go in step, so the others would wait for it at once."""
+        with contextlib.ExitStack() as stack:
+            port = free_port()
+            processes = []
+            for rank in range(3):
+                command = [self.PROGRAM, "--limit", 3000, "--max-staleness", 0, "--rank", rank, "--master-port", port]
+                process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True,
+                                           env=t.clean_environment(**DATA))
+                processes.append(stack.enter_context(process))
+                stack.callback(process.kill)
+            self.assertIn("trainer 2: epoch 1, batch 0", processes[2].stdout.readline())
+            processes[2].kill()
+            server, trainer = (process.communicate(timeout=120)[0] for process in processes[:2])
+            self.assertEqual([process.returncode for process in processes[:2]], [0, 0], server + trainer)
+            self.assertRegex(trainer, r"trainer 1: accuracy [\d.]+")
+
+    def test_servers_only_are_an_error(self):
+        result = t.run(self.PROGRAM, "--world-size", 2, "--servers", 2, check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("--servers 2 of 2 processes leave none to train", result.stderr)
+
     @unittest.skipUnless(t.data_dir() and LONG, "long: LOCKSTEP_LONG_TESTS=1, and real MNIST")
     def test_the_whole_of_mnist(self):
-        self.assertGreaterEqual(min(self.accuracies(timeout=900)), 0.97)
+        for arguments in ((), ("--world-size", 4, "--servers", 2, "--max-staleness", 4)):
+            self.assertGreaterEqual(min(self.train(*arguments, timeout=900)[0]), 0.97)
 
     def test_both_ways_of_the_batching_server_learn(self):
         output = run("003_rpc/batch_parameter_server", "--limit", 4000)
@@ -58,6 +109,8 @@ class ParameterServer(unittest.TestCase):
             for rate, accuracy in found:
                 self.assertGreater(int(rate), 0)
                 self.assertGreater(float(accuracy), 0.75)
+        both = re.search(r"server: a step per request: (\d+) requests/s; batched: (\d+) requests/s", output)
+        self.assertTrue(both and min(map(int, both.groups())) > 0, output)
 
 
 class Rnn(unittest.TestCase):
