@@ -21,6 +21,8 @@ constexpr int kMostDepth = 128;
 constexpr std::chrono::microseconds kLeastSpin{1}, kMostSpin{10};
 /// A sleep that a call's time-out does not end sooner.
 constexpr std::chrono::hours kLongSleep{1};
+/// The keeper's: it looks unasked as well, so that a wake-up that goes astray costs time only.
+constexpr std::chrono::seconds kKeepersSleep{1};
 /// A look at the clock costs as much as some at the rings.
 constexpr int kLooksPerTime = 16;
 
@@ -157,7 +159,7 @@ void FastPath::run_keeper() {
     const auto next = expire();
     const auto now = Clock::now();
     if (next <= now) continue;
-    link_->sleep(FastLink::keeper, called, std::min<Clock::duration>(next - now, kLongSleep));
+    link_->sleep(FastLink::keeper, called, std::min<Clock::duration>(next - now, kKeepersSleep));
   }
 }
 

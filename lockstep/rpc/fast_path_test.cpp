@@ -107,7 +107,7 @@ std::vector<Case> cases() {
       {"strided part of a large one", {at::arange(10'000).view({100, 100}).slice(1, 0, 20)}},
       {"shared", {matrix, matrix.t(), matrix[1]}},
       {"leaf", {leaf}},
-      {"not a leaf", {leaf * 2}},
+      {"not a leaf", {leaf.mul(2)}},
       {"view of a leaf", {leaf[1]}},
       {"nested", {make_tuple({1, make_tuple({"x", make_tuple({}), matrix})})}},
       {"map", {Value<std::map<std::string, double>>::to(map)}},
