@@ -119,7 +119,7 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
   auto state = send_fast(*worker, info, signature, arguments, to.timeout, text);
   if (!state) state = send(*worker, info, signature, std::move(arguments), to.timeout);
   // Answered, failed or cancelled: then it counts no more.
-  state->when_done([counted = std::move(counted)] {});
+  state->hold_until_done(std::move(counted));
   return state;
 }
 

@@ -135,11 +135,17 @@ void FastPath::complete(const Pending& call, Kind kind, const std::string& bytes
 }
 
 void FastPath::fetch_kept(const Pending& call, int64_t ticket, Kind kind) {
+  // The thread may run a function of its own, which is no part of this call.
+  const HandlerThreads::HandlerScope no_function(0);
+  const auto drop = [link = link_, to = call.to, ticket] {
+    const FastHead head{static_cast<uint32_t>(Kind::drop), 0, static_cast<uint64_t>(ticket), 0};
+    link->send(to, head, {}, FastLink::WhenFull::keep);
+  };
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(call.deadline - Clock::now());
   try {
     const auto fetched =
         send_call_to(call.to, fetching(), {ticket}, std::max(left, std::chrono::milliseconds(1)));
-    fetched->when_done([call, kind, state = std::weak_ptr(fetched)] {
+    fetched->when_done([call, kind, drop, state = std::weak_ptr(fetched)] {
       try {
         const at::IValue& value = state.lock()->value({});
         if (kind == Kind::kept_value) {
@@ -148,14 +154,17 @@ void FastPath::fetch_kept(const Pending& call, int64_t ticket, Kind kind) {
           call.state->fail(remote_failure(Value<std::string>::from(value), call.what, call.types));
         }
       } catch (const TimeoutError&) {
+        drop();
         call.state->fail(late_failure(call.what));
       } catch (const PeerLostError&) {
         call.state->fail(lost_failure(call.what, "it had the result"));
       } catch (...) {
+        drop();
         call.state->fail(std::current_exception());
       }
     });
   } catch (...) {
+    drop();
     call.state->fail(std::current_exception());
   }
 }

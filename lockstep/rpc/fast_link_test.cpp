@@ -118,7 +118,7 @@ struct Served {
   }
   ~Served() { path->stop(); }
   RunningFunctions running;
-  HandlerThreads threads{4};
+  std::shared_ptr<HandlerThreads> threads = std::make_shared<HandlerThreads>(4);
   std::shared_ptr<FastPath> path;
 };
 

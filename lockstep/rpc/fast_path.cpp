@@ -2,6 +2,7 @@
 #include "lockstep/rpc/fast_path.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "lockstep/base/log.h"
@@ -29,10 +30,10 @@ constexpr int kLooksPerTime = 16;
 }  // namespace
 
 FastPath::FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-                   HandlerThreads& threads, const Limits& limits)
+                   std::shared_ptr<HandlerThreads> threads, const Limits& limits)
     : link_(std::move(link)),
       runner_(std::move(runner)),
-      threads_(threads),
+      threads_(std::move(threads)),
       limits_{std::min<size_t>(link_->most_bytes(), limits.bytes),
               std::min(limits.depth, kMostDepth)},
       caller_budget_(kLeastSpin, kMostSpin),
@@ -48,11 +49,11 @@ void FastPath::start() {
 
 void FastPath::stop() noexcept {
   stopped_ = true;
-  for (const auto bed : {FastLink::caller, FastLink::guest, FastLink::keeper}) link_->wake(bed);
-  if (keeper_.joinable()) keeper_.join();
   for (const auto& call : take_pending_if([](const Pending&) { return true; })) {
     call.state->fail(lost_failure(call.what, "this worker has left"));
   }
+  for (const auto bed : {FastLink::caller, FastLink::guest, FastLink::keeper}) link_->wake(bed);
+  if (keeper_.joinable()) keeper_.join();
 }
 
 void FastPath::take(bool is_guest) {
@@ -91,20 +92,23 @@ void FastPath::bring_helper() {
   if (has_guest_) {
     link_->wake(FastLink::guest);
   } else if (!helper_comes_.exchange(true)) {
-    threads_.run([self = shared_from_this()] {
-      self->helper_comes_ = false;
-      self->serve();
-    });
+    try {
+      threads_->run([self = shared_from_this()] {
+        self->helper_comes_ = false;
+        self->serve();
+      });
+    } catch (const std::system_error&) {  // No thread can be started. The next message tries again.
+      helper_comes_ = false;
+    }
   }
 }
 
 // Takes out what comes until there is enough or it is late. Where a caller looks, a guest need not.
 void FastPath::look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_guest) {
   for (int looks = 1; !enough(); ++looks) {
+    if (looks % kLooksPerTime == 0 && Clock::now() >= end) return;
     if (link_->look()) {
       take(is_guest);
-    } else if (looks % kLooksPerTime == 0 && Clock::now() >= end) {
-      return;
     } else {
       shm::spin_pause();
     }
@@ -146,6 +150,33 @@ void FastPath::sleep_over(const CallState& state, Clock::time_point end) {
 
 void FastPath::finished(const CallState& state) noexcept {
   if (sleeps_over_ == &state) link_->wake(FastLink::caller);
+}
+
+namespace {
+
+/// Run when the last owner lets go: by a handler thread, or where there is none any more.
+struct Callbacks {
+  const std::shared_ptr<CallState> state;  ///< They look at it, and own it not.
+  const std::vector<std::function<void()>> all;
+  Callbacks(std::shared_ptr<CallState> its, std::vector<std::function<void()>> given)
+      : state(std::move(its)), all(std::move(given)) {}
+  ~Callbacks() {
+    for (const auto& callback : all) callback();
+  }
+  Callbacks(const Callbacks&) = delete;
+  Callbacks& operator=(const Callbacks&) = delete;
+};
+
+}  // namespace
+
+void FastPath::run_elsewhere(std::shared_ptr<CallState> state,
+                             std::vector<std::function<void()>> callbacks) noexcept {
+  auto kept = std::make_shared<Callbacks>(std::move(state), std::move(callbacks));
+  try {
+    threads_->run([kept] {});
+  } catch (const std::system_error&) {
+    // No thread can be started: they run here.
+  }
 }
 
 void FastPath::run_keeper() {

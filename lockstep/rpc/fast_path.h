@@ -50,9 +50,8 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
     uint64_t bytes = 0;  ///< Of a message.
     int depth = 0;       ///< Of tuples within tuples.
   };
-  /// `threads` must outlive its calls.
   FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-           HandlerThreads& threads, const Limits& limits);
+           std::shared_ptr<HandlerThreads> threads, const Limits& limits);
   ~FastPath() override;
 
   /// Begins to serve.
@@ -76,6 +75,8 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   void drive(const CallState& state,
              std::optional<std::chrono::steady_clock::time_point> end) override;
   void finished(const CallState& state) noexcept override;
+  void run_elsewhere(std::shared_ptr<CallState> state,
+                     std::vector<std::function<void()>> callbacks) noexcept override;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -119,7 +120,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
 
   const std::shared_ptr<FastLink> link_;
   const std::shared_ptr<const CallRunner> runner_;
-  HandlerThreads& threads_;
+  const std::shared_ptr<HandlerThreads> threads_;
   const CodecLimits limits_;
   std::atomic<bool> stopped_{false};
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -117,6 +118,17 @@ std::vector<Case> cases() {
       {"too large", {at::ones({1 << 18})}, false},
       {"conjugated", {at::ones({2}, at::kComplexFloat).conj()}, false},
   };
+}
+
+TEST(FastPath, AnswersAreNotOfTheModeOfTheThreadThatTakesThemOut) {
+  run_workers(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    const c10::InferenceMode mode;
+    for (int i = 0; i < 20; ++i) {
+      const at::IValue answer = send_call("w1", echo, {at::ones({2})})->value({});
+      EXPECT_FALSE(answer.toTupleRef().elements()[0].toTensor().is_inference());
+    }
+  });
 }
 
 TEST(FastPath, ValuesArriveAsTheyDoLibTorchsWay) {

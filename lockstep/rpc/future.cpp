@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/text.h"
 #include "lockstep/rpc/handler_threads.h"
 
@@ -20,9 +21,11 @@ bool CallState::fail(std::exception_ptr error) {
 
 bool CallState::finish(at::IValue value, std::exception_ptr error) {
   std::vector<std::function<void()>> callbacks;
+  std::shared_ptr<void> counted;
   {
     const std::lock_guard lock(mutex_);
     if (done_) return false;
+    counted.swap(counted_);
     value_ = std::move(value);
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
@@ -30,7 +33,12 @@ bool CallState::finish(at::IValue value, std::exception_ptr error) {
     cancel_ = nullptr;
     changed_.notify_all();
   }
-  if (const auto driver = driver_.lock()) driver->finished(*this);
+  counted.reset();
+  if (const auto driver = driver_.lock()) {
+    driver->finished(*this);
+    if (!callbacks.empty()) driver->run_elsewhere(weak_from_this().lock(), std::move(callbacks));
+    return true;
+  }
   for (const auto& callback : callbacks) callback();
   return true;
 }
@@ -40,7 +48,7 @@ const at::IValue& CallState::value(std::optional<std::chrono::milliseconds> limi
     const HandlerThreads::Waiting waiting;
     if (!limit && ends_ == Ends::perhaps_not) limit = default_timeout();
     std::optional<Clock::time_point> end;
-    if (limit) end = Clock::now() + *limit;
+    if (limit) end = Clock::now() + std::min<std::chrono::milliseconds>(*limit, kLongestTimeout);
     if (const auto driver = driver_.lock()) driver->drive(*this, end);
     std::unique_lock lock(mutex_);
     const auto done = [&] { return done_.load(); };
@@ -64,6 +72,11 @@ void CallState::when_done(std::function<void()> callback) {
     }
   }
   callback();
+}
+
+void CallState::hold_until_done(std::shared_ptr<void> counted) {
+  const std::lock_guard lock(mutex_);
+  if (!done_) counted_ = std::move(counted);
 }
 
 void CallState::on_cancel(std::function<void()> cancel) {

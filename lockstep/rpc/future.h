@@ -39,10 +39,14 @@ class CallDriver {
                      std::optional<std::chrono::steady_clock::time_point> end) = 0;
   /// The state is done: a thread in `drive` may sleep over it.
   virtual void finished(const CallState& state) noexcept = 0;
+  /// Runs a state's callbacks once: on another thread than the one that has finished it, which may
+  /// be one that waits for another call, with locks of its own. `state` lives until then.
+  virtual void run_elsewhere(std::shared_ptr<CallState> state,
+                             std::vector<std::function<void()>> callbacks) noexcept = 0;
 };
 
 /// What a call's futures share: a value, once it is there, or an error. Any thread.
-class CallState {
+class CallState : public std::enable_shared_from_this<CallState> {
  public:
   enum class Ends {
     by_itself,    ///< A call's, which has a time-out.
@@ -59,8 +63,11 @@ class CallState {
   bool is_done() const { return done_.load(std::memory_order_seq_cst); }
   /// Waits; throws the error. None: until the call ends, else for `default_timeout`.
   const at::IValue& value(std::optional<std::chrono::milliseconds> limit) const;
-  /// Runs `callback` once when it is done: on the thread that does it, or now.
+  /// Runs `callback` once when it is done: on the thread that does it, where its driver says, or
+  /// now.
   void when_done(std::function<void()> callback);
+  /// Lets go of it as soon as it is done, before callbacks run. Its end must be quick.
+  void hold_until_done(std::shared_ptr<void> counted);
   /// What `cancel` does before the state fails.
   void on_cancel(std::function<void()> cancel);
   bool cancel();
@@ -77,6 +84,7 @@ class CallState {
   std::exception_ptr error_;
   std::vector<std::function<void()>> callbacks_;
   std::function<void()> cancel_;
+  std::shared_ptr<void> counted_;
 };
 
 /// A state that its promises are to complete.

@@ -59,12 +59,13 @@ HandlerThreads::~HandlerThreads() {
 
 bool HandlerThreads::end(std::chrono::milliseconds limit) noexcept {
   Threads all;
+  std::deque<std::function<void()>> dropped;  // Their ends may do anything, so without the lock.
   bool ended = false;
   std::thread watch;
   {
     std::unique_lock lock(core_->mutex);
     core_->ends = true;
-    core_->tasks.clear();
+    dropped.swap(core_->tasks);
     core_->changed.notify_all();
     core_->watched.notify_all();
     // Each thread moves itself to the ended ones.

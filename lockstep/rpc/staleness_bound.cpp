@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/rpc/call.h"
@@ -110,7 +111,8 @@ void StalenessBound::finish() {
 
 void StalenessBound::wait_for_others(bool last) {
   // The server answers within its time-out, also when the wait goes on.
-  const Destination to(server_, timeout_ + detail::default_timeout());
+  const Destination to(
+      server_, std::min<milliseconds>(timeout_ + detail::default_timeout(), kLongestTimeout));
   for (;;) {
     const auto answer = last ? call(to, functions().finish, name_, number_)
                              : call(to, functions().reach, name_, number_, clock_);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/SmallVector.h>
 
@@ -51,7 +52,10 @@ bool has_gradients(at::ScalarType type) {
 
 /// Of the CPU and dense, without names, conjugation, quantization or a class of its own.
 bool is_plain(const at::Tensor& tensor) {
-  static const uint64_t plain = at::empty({0}).key_set().raw_repr();
+  static const uint64_t plain = [] {
+    const c10::InferenceMode off(false);  // Else the first thread's mode would count for ever.
+    return at::empty({0}).key_set().raw_repr();
+  }();
   return tensor.defined() && (tensor.key_set().raw_repr() & ~plain) == 0 && tensor.has_storage() &&
          travels(tensor.scalar_type()) && static_cast<size_t>(tensor.dim()) <= kMostDimensions;
 }
@@ -263,7 +267,7 @@ class Decoder {
       fits = fits && !__builtin_add_overflow(last, way, &last);
     }
     if (!fits) fail("a tensor of more elements than numbers can count");
-    if (empty ? static_cast<size_t>(offset) > elements : static_cast<size_t>(last) >= elements) {
+    if (!empty && static_cast<size_t>(last) >= elements) {  // An empty one has no element there.
       fail("a tensor beyond its storage");
     }
   }
@@ -286,6 +290,8 @@ bool encode_values(c10::ArrayRef<at::IValue> values, const CodecLimits& limits,
 }
 
 std::vector<at::IValue> decode_values(std::string_view bytes, int depth) {
+  // A thread that waits for another call may do it, and its mode is not that of this call.
+  const c10::InferenceMode off(false);
   Decoder decoder(bytes);
   auto values = decoder.values(depth);
   decoder.end();

@@ -55,6 +55,14 @@ TEST(ValueCodec, ASmallViewOfALargeStorageTravelsAlone) {
   EXPECT_EQ(encoded({large}), "not plain") << "more than the limit";
 }
 
+TEST(ValueCodec, AnEmptyPartOfAnEmptyTensorTravels) {
+  const at::Tensor part = at::empty({0, 5}).select(1, 4);
+  const auto values = decode_values(encoded({part}), 8);
+  ASSERT_EQ(values.size(), 1);
+  EXPECT_EQ(values[0].toTensor().sizes(), part.sizes());
+  EXPECT_EQ(values[0].toTensor().storage_offset(), 4);
+}
+
 TEST(ValueCodec, OtherKindsAndDeeperValuesAreNotPlain) {
   EXPECT_EQ(encoded({at::ones({2}, at::kComplexFloat).conj()}), "not plain");
   EXPECT_EQ(encoded({at::ones({2, 2}).to_sparse()}), "not plain");

@@ -90,7 +90,7 @@ const auto& greeted_function() {
 
 std::shared_ptr<FastPath> make_fast_path(const Worker::Setup& setup,
                                          const std::shared_ptr<const CallRunner>& runner,
-                                         HandlerThreads& threads) {
+                                         const std::shared_ptr<HandlerThreads>& threads) {
   if (!setup.link) return nullptr;
   return std::make_shared<FastPath>(setup.link, runner, threads,
                                     FastPath::Limits{setup.messages.bytes, setup.messages.depth});
@@ -114,7 +114,7 @@ Worker::Worker(const Setup& setup)
       running_(std::make_shared<RunningFunctions>()),
       threads_(std::make_shared<HandlerThreads>(setup.threads)),
       runner_(std::make_shared<CallRunner>(setup.name, *running_, setup.serve)),
-      fast_path_(make_fast_path(setup, runner_, *threads_)),
+      fast_path_(make_fast_path(setup, runner_, threads_)),
       peers_(setup.store.clone(), setup.names, setup.id,
              [guard = guard_, clocks = step_clocks_, fast = std::weak_ptr(fast_path_)](
                  int id, const std::string& name) {

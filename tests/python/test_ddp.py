@@ -29,8 +29,9 @@ class Ddp(unittest.TestCase):
                     self.assertEqual(same, name != "losses", name)
 
     def test_buckets_lie_in_memory_that_the_ranks_share(self):
-        for backend, shared in (("lockstep", True), ("gloo", False)):
-            for result in w.run_ranks(2, w.HERE / "buckets_rank.py", backend):
+        """Where the variable by which c10d allows it is set; it is off by default."""
+        for backend, allowed, shared in (("lockstep", 0, True), ("lockstep", 1, False), ("gloo", 0, False)):
+            for result in w.run_ranks(2, w.HERE / "buckets_rank.py", backend, DDP_DISABLE_COMM_MEM=allowed):
                 self.assertEqual(["memfd:" in line for line in result.stdout.splitlines()], [shared] * 3, result.stdout)
 
     def test_two_ranks_have_gloos_bits(self):
