@@ -36,6 +36,8 @@ namespace lockstep::rpc::detail {
 /// - *The keeper*: a thread of this object that sleeps, and is woken when nobody else is at hand.
 ///   So no function keeps messages back, however long it runs. It also ends calls whose time is up.
 ///
+/// Callbacks of calls run on handler threads, as each of the three may hold others up.
+///
 /// While requests wait, one further handler thread after another comes, by HandlerThreads' rules.
 /// So short ones wake few threads, and long ones run side by side.
 ///

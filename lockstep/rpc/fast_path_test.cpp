@@ -176,6 +176,33 @@ const auto open_gate = function("fast.open_gate", [] {
 });
 const auto square = function("fast.square", [](int64_t number) { return number * number; });
 
+// The thread that waits takes out all that comes, and may hold what a callback wants.
+TEST(FastPath, ACallbackMayWantALockThatAWaitingThreadHolds) {
+  run_workers(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    std::mutex mutex;
+    std::atomic<bool> has_run{false};
+    const auto gated = call_async("w1", block);
+    const auto after = gated.then([&](const Future<void>&) {
+      const std::lock_guard lock(mutex);
+      has_run = true;
+    });
+    {
+      const std::lock_guard lock(mutex);
+      call("w1", open_gate);
+      wait_until(
+          [&] {
+            call("w1", open_gate);
+            return gated.is_done();
+          },
+          "the gate to be passed");
+      EXPECT_FALSE(has_run);
+    }
+    after.wait(60s);
+    EXPECT_TRUE(has_run);
+  });
+}
+
 TEST(FastPath, FunctionsThatBlockHoldNobodyUp) {
   run_workers(2,
               [](Agent&, int rank) {

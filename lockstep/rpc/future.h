@@ -146,8 +146,8 @@ class Future {
   bool is_done() const { return state_->is_done(); }
 
   /// A future of what `next(future)` returns. `next` runs when this one is done, also after a
-  /// failure, which `future.wait()` then throws. It runs on the thread that completes the call, or
-  /// now when that is done. So it must not wait for other calls.
+  /// failure, which `future.wait()` then throws. It runs on a thread of this worker's, or now when
+  /// the call is done. It must not wait for other calls.
   template <class F>
   auto then(F next) const -> Future<std::invoke_result_t<F, Future<T>>> {
     using R = std::invoke_result_t<F, Future<T>>;

@@ -37,7 +37,8 @@ struct StalenessOptions {
 /// The clocks lie with a worker, the server, which needs nothing but its agent. It may take part
 /// itself. Clocks of workers that have died, have left or have finished do not count: nobody waits
 /// for them. A worker that comes later, or comes again in a dead one's place, begins at the slowest
-/// one's clock.
+/// one's clock. When all have finished or are gone, the bound is over. Who comes then makes it
+/// anew, and waits for all of `workers` that are there.
 ///
 /// One thread at a time; not copied or moved. After an exception only its destructor is of use.
 class StalenessBound {
