@@ -2,9 +2,15 @@
 
 #include "entry.h"
 #include "library.h"
+#include "lockstep/base/heap.h"
 #include "unpack_ahead.h"
 
 namespace lockstep::tool {
+namespace {
+
+constexpr size_t kLoadedLibTorch = 64 << 20;  ///< 42 MB are allocated by its loading.
+
+}  // namespace
 
 int run_from_library(const std::vector<std::string>& words) {
   std::vector<std::string> all = {"lockstep"};
@@ -12,6 +18,7 @@ int run_from_library(const std::vector<std::string>& words) {
   std::vector<char*> argv;
   for (auto& word : all) argv.push_back(word.data());
   argv.push_back(nullptr);
+  grow_heap_in_huge_pages(kLoadedLibTorch);
   UnpackAhead ahead(words);
   auto* run = reinterpret_cast<decltype(&lockstep_cli_main)>(library_symbol("lockstep_cli_main"));
   auto* offer = reinterpret_cast<decltype(&lockstep_cli_offer_unpacked)>(

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <optional>
 
+#include "lockstep/base/heap.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/mnist_files.h"
 
@@ -59,6 +60,7 @@ std::optional<UnpackAhead::File> unpacked(const fs::path& path) {
   const size_t size = promised_size(path);
   if (!reader.compressed() || size > reader.remaining_limit()) return std::nullopt;
   UnpackAhead::File file{path.string(), std::unique_ptr<std::byte[]>(new std::byte[size]), size};
+  prefer_huge_pages(file.content.get(), size);
   reader.read_exact(file.content.get(), size, "the content");
   reader.expect_end();
   return file;
