@@ -50,7 +50,8 @@ struct ContentReader::Input {
   uint64_t end = 0;
   uint64_t packed_size = 0;
   bool inflating = false;
-  bool stream_done = false;  ///< A deflate stream ended well; another gzip member may follow.
+  bool unpacked_before = false;  ///< By the caller.
+  bool stream_done = false;      ///< A deflate stream ended well; another gzip member may follow.
   std::vector<unsigned char> buffer;
   /// next_in and avail_in are the unread part of `buffer`, for plain files too. 90 KB.
   inflate_state stream{};
@@ -91,7 +92,8 @@ ContentReader::ContentReader(fs::path path, ContentOptions options)
 
 ContentReader::ContentReader(fs::path path, std::span<const std::byte> content)
     : path_(std::move(path)), input_(std::make_unique<Input>()) {
-  if (content.size() > UINT32_MAX) fail(0, "the content is larger than 4 GiB");
+  input_->unpacked_before = true;
+  if (content.size() > UINT32_MAX) fail(0, "the content has 4 GiB or more");
   // The bytes are only read.
   input_->stream.next_in = reinterpret_cast<uint8_t*>(const_cast<std::byte*>(content.data()));
   input_->stream.avail_in = static_cast<uint32_t>(content.size());
@@ -134,7 +136,8 @@ uint64_t ContentReader::remaining_limit() const {
 void ContentReader::fail(uint64_t offset, const std::string& complaint,
                          const std::string& hint) const {
   const std::string member = options_.member.empty() ? "" : " (" + options_.member + " in it)";
-  const std::string unpacked = compressed() ? " of the decompressed content: " : ": ";
+  const bool inflated = input_->inflating || input_->unpacked_before;
+  const std::string unpacked = inflated ? " of the decompressed content: " : ": ";
   throw DataError(
       path_.string() + member + ", byte " + std::to_string(offset) + unpacked + complaint, hint);
 }

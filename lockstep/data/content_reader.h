@@ -35,8 +35,8 @@ struct ContentOptions {
 class ContentReader {
  public:
   explicit ContentReader(std::filesystem::path path, ContentOptions options = {});
-  /// Reads what the caller has unpacked, at most 4 GiB, and no file. `path` is for messages.
-  /// `content` must outlive it.
+  /// Reads what the caller has unpacked, less than 4 GiB, and no file. `path` is for messages.
+  /// They count bytes as of a packed file. `content` must outlive it.
   ContentReader(std::filesystem::path path, std::span<const std::byte> content);
   ~ContentReader();
   ContentReader(const ContentReader&) = delete;

@@ -43,9 +43,11 @@ struct DatasetOptions {
   /// name, and where they are downloaded to. Empty: LOCKSTEP_DATA_DIR, else "data", as most
   /// programs have it.
   std::filesystem::path data_dir = {};
-  /// mnist, fashion-mnist: the content of files, by their path, for whoever has unpacked them
-  /// already. It counts in place of what the file holds. It must outlive the data set, which lies
-  /// in it and does not change it.
+  /// mnist, fashion-mnist: the content of files, for whoever has unpacked them already. The key is
+  /// `dataset_folder(name, options) / FILE`, spelled as this gives it; others are not looked at.
+  /// The images and labels are taken from here in place of the file. That must be there all the
+  /// same, and hold this: by it a set is told from the other one. The content must outlive the
+  /// data set, which lies in it and does not change it.
   std::map<std::filesystem::path, std::span<const std::byte>> unpacked = {};
   /// Fetch what is missing. Off, because a job must not reach out to the network unasked.
   bool download = false;

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
@@ -45,7 +46,9 @@ using Unpacked = std::map<fs::path, std::span<const std::byte>>;
 
 at::Tensor load(const fs::path& path, const Unpacked& unpacked) {
   const auto found = unpacked.find(path);
-  return found == unpacked.end() ? load_idx(path) : load_idx(path, found->second);
+  if (found == unpacked.end()) return load_idx(path);
+  log_debug("taken as it was unpacked before: " + path.string());
+  return load_idx(path, found->second);
 }
 
 at::Tensor load_images(const fs::path& path, const Unpacked& unpacked) {

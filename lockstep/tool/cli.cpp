@@ -77,15 +77,6 @@ uint64_t parse_seed(const std::string& name, const std::string& text) {
   return value;
 }
 
-/// `--max_epochs=3` becomes `--max-epochs=3`.
-std::string with_dashes(const std::string& word) {
-  if (word.rfind("--", 0) != 0) return word;
-  std::string changed = word;
-  const size_t end = std::min(word.find('='), word.size());
-  std::replace(changed.begin(), changed.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
-  return changed;
-}
-
 /// Throws what kept standard output from being written, as a full disk does, and drops it.
 void finish_output() {
   errno = 0;
@@ -133,6 +124,14 @@ bool is_number(const std::string& word) {
 }
 
 }  // namespace
+
+std::string with_dashes(const std::string& word) {
+  if (word.rfind("--", 0) != 0) return word;
+  std::string changed = word;
+  const size_t end = std::min(word.find('='), word.size());
+  std::replace(changed.begin(), changed.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
+  return changed;
+}
 
 struct Cli::Impl : HelpPage {
   CLI::App app;

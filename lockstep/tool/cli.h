@@ -17,6 +17,9 @@ struct Range {
   double max = std::numeric_limits<double>::infinity();
 };
 
+/// `--max_epochs=a_b` becomes `--max-epochs=a_b`. Other words stay.
+std::string with_dashes(const std::string& word);
+
 /// The flags of a program or subcommand: CLI11 with the manners that users of torchrun and git
 /// expect.
 ///

@@ -22,13 +22,21 @@ void write_and_end(int /*signal*/) {
   ::_exit(1);
 }
 
+rlim_t addresses_allowed() {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_AS, &limit) == 0 ? limit.rlim_cur : RLIM_INFINITY;
+}
+
 }  // namespace
 
+bool memory_is_limited() {
+  return addresses_allowed() != RLIM_INFINITY;
+}
+
 std::string memory_limit_hint() {
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
+  if (!memory_is_limited()) return {};
   return "\n  hint: a memory limit holds: `ulimit -v` allows each process " +
-         human_bytes(limit.rlim_cur) +
+         human_bytes(addresses_allowed()) +
          " of addresses, of which LibTorch alone takes half a GB. Raise it (ulimit -v unlimited)";
 }
 

@@ -4,8 +4,10 @@
 
 namespace lockstep::tool {
 
-/// "\n  hint: a memory limit holds: ..." where RLIMIT_AS (`ulimit -v`) limits this process, else
-/// empty.
+/// Whether RLIMIT_AS (`ulimit -v`) limits this process.
+bool memory_is_limited();
+
+/// "\n  hint: a memory limit holds: ..." where it does, else empty.
 std::string memory_limit_hint();
 
 /// As long as it lives, an abort() ends the process with a message and exit code 1 in place of

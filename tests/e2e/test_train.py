@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import unittest
+import zlib
 
 import lockstep_testing as t
 
@@ -85,7 +86,7 @@ class UnpackedAhead(unittest.TestCase):
     def run_on(self, folder, *flags):
         result = train("--model", "mlp", "--batch-size", 8, "--max-epochs", 2, "--devices", 2, *flags,
                        env=t.clean_environment(LOCKSTEP_LOG_LEVEL="debug", LOCKSTEP_DATA_DIR=folder))
-        return last_line(result), result.stderr.count("taken as it was unpacked while LibTorch was loaded")
+        return last_line(result), result.stderr.count("taken as it was unpacked before")
 
     def test_packed_files_are_unpacked_once_for_all_ranks_and_train_alike(self):
         with t.temporary_folder() as folder:
@@ -96,10 +97,56 @@ class UnpackedAhead(unittest.TestCase):
             self.assertRegex(plain, OUTCOME)
             self.assertEqual(taken, 0)
             for flags in (("--dataset", "mnist"), ("--dataset=mnist",),
+                          ("--dataset", "mnist", "--data_dir", folder / "True"),
                           ("--dataset", "fashion-mnist", "--data-dir", "/nowhere", "--dataset", "mnist",
                            f"--data-dir={folder / 'True'}")):
-                self.assertEqual(self.run_on(folder / "True", *flags), (plain, 4), flags)  # a line of several ranks is shown once
+                elsewhere = folder / ("False" if "--data_dir" in flags else "True")
+                self.assertEqual(self.run_on(elsewhere, *flags), (plain, 4), flags)  # a line of several ranks is shown once
             self.assertEqual(self.run_on(folder / "True", "--dataset", "mnist", "--config", folder / "run.toml"), (plain, 0))
+
+    def run_limited(self, folder, limit=None, **how):
+        """Its exit code, standard error, and peak of memory in bytes."""
+        command = [t.LOCKSTEP, "train", "--dataset", "mnist", "--data-dir", folder, "--max-epochs", "0", "--threads", "1"]
+        with open(folder / "stderr", "w+") as stderr:
+            process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=stderr,
+                                       env=t.clean_environment(LOCKSTEP_LOG_LEVEL="debug"), preexec_fn=limit, **how)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            stderr.seek(0)
+            return process.returncode, stderr.read(), usage.ru_maxrss << 10
+
+    def test_a_limit_of_memory_leaves_it_to_libtorch(self):
+        with t.temporary_folder() as folder:
+            write_idx_sets(folder / "mnist", True)
+            code, err, _ = self.run_limited(folder, lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)))
+        self.assertEqual((code, err.count("unpacked before")), (0, 0), err)
+
+    def test_no_thread_is_no_reason_to_fail(self):
+        # Root may have as many as it likes.
+        other = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        with t.temporary_folder() as folder:
+            write_idx_sets(folder / "mnist", True)
+            os.chmod(folder, 0o755)
+            limit = lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+            try:
+                code, err, _ = self.run_limited(folder, limit, **other)
+            except PermissionError:
+                self.skipTest("another user may not read this folder of builds")
+        self.assertEqual((code, err.count("unpacked before")), (0, 0), err)
+
+    def test_what_is_more_than_its_header_says_takes_no_memory(self):
+        with t.temporary_folder() as folder:
+            write_idx_sets(folder / "mnist", True)
+            packer = zlib.compressobj(1, wbits=31)
+            with open(folder / "mnist" / "train-images-idx3-ubyte.gz", "wb") as bomb:
+                bomb.write(packer.compress(bytes((0, 0, 8, 3)) + b"".join(n.to_bytes(4, "big") for n in (64, 28, 28))))
+                for _ in range(150):
+                    bomb.write(packer.compress(bytes(4 << 20)))
+                bomb.write(packer.flush())
+            code, err, peak = self.run_limited(folder)
+            self.assertEqual(code, 1)
+            self.assertIn("byte 50192 of the decompressed content: more bytes follow", err)
+            self.assertLess(peak, 450 << 20)
 
 
 class Outcome(unittest.TestCase):

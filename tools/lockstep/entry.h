@@ -10,7 +10,8 @@ extern "C" {
 /// The subcommands other than `run`. argv[1] is the subcommand's name. Returns the exit code.
 int lockstep_cli_main(int argc, char** argv);
 
-/// The content of a data file, for the subcommand to come. It must live as long as the process.
+/// The content of a data file, for the subcommand to come. It must live until
+/// lockstep_cli_main has returned.
 void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, until

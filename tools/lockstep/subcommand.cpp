@@ -3,6 +3,8 @@
 #include "entry.h"
 #include "library.h"
 #include "lockstep/base/heap.h"
+#include "lockstep/launch/omp_waiting.h"
+#include "lockstep/tool/memory_limit.h"
 #include "unpack_ahead.h"
 
 namespace lockstep::tool {
@@ -18,7 +20,8 @@ int run_from_library(const std::vector<std::string>& words) {
   std::vector<char*> argv;
   for (auto& word : all) argv.push_back(word.data());
   argv.push_back(nullptr);
-  grow_heap_in_huge_pages(kLoadedLibTorch);
+  launch::choose_omp_waiting();  // Before there is a thread of ours to be taken for others' work.
+  if (!memory_is_limited()) grow_heap_in_huge_pages(kLoadedLibTorch);
   UnpackAhead ahead(words);
   auto* run = reinterpret_cast<decltype(&lockstep_cli_main)>(library_symbol("lockstep_cli_main"));
   auto* offer = reinterpret_cast<decltype(&lockstep_cli_offer_unpacked)>(

@@ -1,16 +1,17 @@
 #include "unpack_ahead.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 
 #include "lockstep/base/heap.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/mnist_files.h"
+#include "lockstep/tool/cli.h"
+#include "lockstep/tool/memory_limit.h"
 
 namespace lockstep::tool {
 namespace {
@@ -18,12 +19,16 @@ namespace {
 namespace fs = std::filesystem;
 using Words = std::vector<std::string>;
 
+/// Four times the largest of the files.
+constexpr uint64_t kMost = 200'000'000;
+
 /// What a flag is given, as "--flag value" or "--flag=value"; the last one counts.
 std::optional<std::string> value_of(const Words& words, const std::string& flag) {
   std::optional<std::string> value;
   for (size_t i = 0; i < words.size(); ++i) {
-    if (words[i] == flag && i + 1 < words.size()) value = words[i + 1];
-    if (words[i].starts_with(flag + "=")) value = words[i].substr(flag.size() + 1);
+    const std::string word = with_dashes(words[i]);
+    if (word == flag && i + 1 < words.size()) value = words[i + 1];
+    if (word.starts_with(flag + "=")) value = word.substr(flag.size() + 1);
   }
   return value;
 }
@@ -46,40 +51,71 @@ std::vector<fs::path> packed_files(const Words& words) {
   return packed;
 }
 
-/// What gzip says at the file's end: the size of its last member, modulo 2^32.
-uint32_t promised_size(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::array<unsigned char, 4> bytes{};
-  file.seekg(-4, std::ios::end).read(reinterpret_cast<char*>(bytes.data()), bytes.size());
-  return uint32_t{bytes[3]} << 24 | uint32_t{bytes[2]} << 16 | uint32_t{bytes[1]} << 8 | bytes[0];
+/// The header of an IDX file of bytes: 00 00 08, the number of dimensions, and their sizes. Empty
+/// for anything else.
+std::vector<uint8_t> read_header(ContentReader& reader) {
+  std::vector<uint8_t> header(4);
+  reader.read_exact(header.data(), header.size(), "an IDX header");
+  const bool of_bytes = header[0] == 0 && header[1] == 0 && header[2] == 8;
+  const size_t dimensions = header[3];
+  if (!of_bytes || (dimensions != 1 && dimensions != 3)) return {};
+  header.resize(4 + 4 * dimensions);
+  reader.read_exact(header.data() + 4, 4 * dimensions, "the header's sizes");
+  return header;
 }
 
-/// No file where it holds more, or less, than is promised.
+/// How many elements the header promises; kMost for that many or more.
+uint64_t elements_of(const std::vector<uint8_t>& header) {
+  uint64_t elements = 1;
+  for (size_t i = 4; i < header.size(); i += 4) {
+    const uint64_t size = uint64_t{header[i]} << 24 | uint64_t{header[i + 1]} << 16 |
+                          uint64_t{header[i + 2]} << 8 | uint64_t{header[i + 3]};
+    elements = std::min(kMost, elements * size);
+  }
+  return elements;
+}
+
+/// No file where it holds more, or less, than its header promises, or is too large.
 std::optional<UnpackAhead::File> unpacked(const fs::path& path) {
   ContentReader reader(path);
-  const size_t size = promised_size(path);
-  if (!reader.compressed() || size > reader.remaining_limit()) return std::nullopt;
+  if (!reader.compressed()) return std::nullopt;
+  const auto header = read_header(reader);
+  const uint64_t elements = elements_of(header);
+  if (header.empty() || elements >= std::min(kMost, reader.remaining_limit())) return std::nullopt;
+  const size_t size = header.size() + elements;
   UnpackAhead::File file{path.string(), std::unique_ptr<std::byte[]>(new std::byte[size]), size};
   prefer_huge_pages(file.content.get(), size);
-  reader.read_exact(file.content.get(), size, "the content");
+  std::memcpy(file.content.get(), header.data(), header.size());
+  reader.read_exact(file.content.get() + header.size(), elements, "the elements");
   reader.expect_end();
   return file;
+}
+
+/// Those of the files that can be unpacked.
+std::vector<UnpackAhead::File> unpack(const std::vector<fs::path>& paths) {
+  std::vector<UnpackAhead::File> files;
+  for (const auto& path : paths) {
+    try {
+      if (auto file = unpacked(path)) files.push_back(std::move(*file));
+    } catch (const std::exception&) {
+      // Also no memory. Reading the file meets the same, and says it.
+    }
+  }
+  return files;
 }
 
 }  // namespace
 
 UnpackAhead::UnpackAhead(const Words& words) {
-  auto paths = packed_files(words);
-  if (paths.empty()) return;
-  thread_ = std::thread([this, paths = std::move(paths)] {
-    for (const auto& path : paths) {
-      try {
-        if (auto file = unpacked(path)) files_.push_back(std::move(*file));
-      } catch (const std::exception&) {
-        // Also no memory. Reading the file meets the same, and says it.
-      }
-    }
-  });
+  // There each byte may be needed for LibTorch itself.
+  if (memory_is_limited()) return;
+  try {
+    auto paths = packed_files(words);
+    if (paths.empty()) return;
+    thread_ = std::thread([this, paths = std::move(paths)] { files_ = unpack(paths); });
+  } catch (const std::exception&) {
+    // No thread is to be had: the files are unpacked when they are read.
+  }
 }
 
 UnpackAhead::~UnpackAhead() {

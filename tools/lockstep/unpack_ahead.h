@@ -9,11 +9,13 @@
 namespace lockstep::tool {
 
 /// Unpacks the gzip files of a data set on a thread of its own while LibTorch is loaded, which
-/// takes longer. The ranks, forks of this process, then share them.
+/// takes longer. Ranks that are forks of this process then share them. Ranks that are executed
+/// (with CUDA or OMP_PROC_BIND, or under `lockstep run`) each do it for themselves.
 class UnpackAhead {
  public:
-  /// `words`: the command line, subcommand first. Nothing happens unless it is sure to read such
-  /// files: `train` and `eval` that name mnist or fashion-mnist and no --config.
+  /// `words`: the command line, subcommand first. Nothing happens unless it seems to read such
+  /// files: `train` and `eval` that name mnist or fashion-mnist and no --config. Nor under a limit
+  /// of memory (`ulimit -v`), or where no thread can be started.
   explicit UnpackAhead(const std::vector<std::string>& words);
   ~UnpackAhead();
   UnpackAhead(const UnpackAhead&) = delete;
@@ -24,8 +26,8 @@ class UnpackAhead {
     std::unique_ptr<std::byte[]> content;
     size_t size = 0;
   };
-  /// Waits for the thread. A file that could not be unpacked is left out: whoever reads it says
-  /// why.
+  /// Waits for the thread. A file that could not be unpacked, that is not what its header says, or
+  /// that is larger than 200 MB, is left out: whoever reads it says why.
   const std::vector<File>& files();
 
  private:

@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "tools/lockstep/train/unpacked_files.h"
 
@@ -84,9 +83,6 @@ DatasetSources open_data(const RunConfig& config) {
   options.data_dir = config.data_dir;
   options.download = config.download;
   options.unpacked = tool::unpacked_files();
-  for (const auto& [path, content] : options.unpacked) {
-    log_debug("taken as it was unpacked while LibTorch was loaded: " + path.string());
-  }
   options.image_size = config.image_size;
   if (config.augment) options.train_image_size = config.image_size * 8 / 7;
   const ModelInfo model = model_info(config.model);
