@@ -89,7 +89,8 @@ TEST_F(Mnist, WhatIsUnpackedIsLookedAtAsAFileIs) {
     });
   };
   const std::string_view whole = files.train_images;
-  EXPECT_THAT(told(whole.substr(0, whole.size() - 1)), HasSubstr(images.string() + ", byte 16 of the decompressed content: "));
+  EXPECT_THAT(told(whole.substr(0, whole.size() - 1)),
+              HasSubstr(images.string() + ", byte 16 of the decompressed content: "));
   EXPECT_THAT(told(files.train_images + "x"), HasSubstr("more bytes follow"));
   EXPECT_THAT(told({}), HasSubstr("the file is empty"));
   EXPECT_THAT(told(files.train_labels), HasSubstr("expected images"));
