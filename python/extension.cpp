@@ -181,7 +181,22 @@ struct Made {
   Choice choice;
 };
 
+/// Before anything is told to the others.
+void check(const BackendOptions& options) {
+  if (options.rank < 0 || options.rank >= options.size) {
+    throw UsageError("rank=" + std::to_string(options.rank) + " is out of range: a group of " +
+                     std::to_string(options.size) + " ranks has 0 to " +
+                     std::to_string(options.size - 1));
+  }
+  if (options.timeout <= std::chrono::milliseconds::zero()) {
+    throw UsageError(
+        "timeout: expected more than 0 ms, got " + std::to_string(options.timeout.count()) + " ms",
+        "more than 292 years, as timedelta.max, count as less than 0");
+  }
+}
+
 Made form(BackendOptions options) {
+  check(options);
   if (options.global_ranks.empty()) {  // Python's way to say: the default group.
     options.global_ranks.resize(static_cast<size_t>(options.size));
     std::iota(options.global_ranks.begin(), options.global_ranks.end(), 0);

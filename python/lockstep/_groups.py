@@ -1,5 +1,6 @@
 """Makes the backends of process groups, and knows which one each group has got."""
 
+import math
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ def make(options, backend_options=None):
         raise ValueError('the backend "lockstep" takes no pg_options')
     made = _C.make_backend(options.store, options.group_rank, options.group_size, options.timeout,
                            options.group_id, list(options.global_ranks_in_group))
+    for ended in _infos.keys() - set(dist.distributed_c10d._world.pg_names.values()):
+        del _infos[ended]
     _infos[options.group_id] = BackendInfo(made.name, made.reason)
     return made.backend
 
@@ -56,6 +59,8 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = _group(group)
+    if isinstance(timeout, float) and not math.isfinite(timeout):
+        raise ValueError(f"timeout={timeout}: expected a finite number of seconds")
     if isinstance(timeout, (int, float)):
         timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):

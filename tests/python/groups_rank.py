@@ -79,6 +79,12 @@ def by_device():
 
 def errors():
     """Each of Lockstep's errors is of a class of torch.distributed, and says what Lockstep says."""
+    raises(ValueError, "rank=5 is out of range",
+           call=lambda: dist.init_process_group("lockstep", store=dist.HashStore(), rank=5, world_size=2))
+    for limit in (timedelta(seconds=-5), timedelta(0), timedelta.max):
+        raises(ValueError, "more than 0",
+               call=lambda limit=limit: dist.init_process_group("lockstep", store=dist.HashStore(), rank=0, world_size=2,
+                                                                timeout=limit))
     init(timeout=timedelta(seconds=30))
     raises(ValueError, "all_gather", "expected",
            call=lambda: dist.distributed_c10d._get_default_group().allgather([[torch.ones(1)]], [torch.ones(1)]))
@@ -99,8 +105,66 @@ def errors():
         raises(dist.DistNetworkError, "rank 2", "did not come", "timeout",
                call=lambda: lockstep.monitored_barrier(short))
     raises(ValueError, "more than 0", call=lambda: lockstep.monitored_barrier(timeout=timedelta(0)))
+    raises(ValueError, "finite", call=lambda: lockstep.monitored_barrier(timeout=float("inf")))
     assert isinstance(dist.DistNetworkError(), RuntimeError)
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def callbacks():
+    """Alternately one rank is late, and the call is left to the queue's thread."""
+    init()
+    for turn in range(20):
+        if turn % size == rank:
+            dist.recv(torch.zeros(1), 1 - rank)
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        if turn % size != rank:
+            dist.send(torch.zeros(1), 1 - rank)
+        inner = torch.ones(1)
+        after = work.get_future().then(lambda _, inner=inner: dist.all_reduce(inner, async_op=True).wait())
+        after.wait()
+        assert inner.item() == size, inner
+
+
+def trained_by_powersgd(backend, meet):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    init(backend, meet)
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
+    data = torch.randn(5, size, 32, 64)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(data[step, rank]).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def powersgd():
+    ours = trained_by_powersgd("lockstep", meet)
+    gloo = trained_by_powersgd("gloo", meet + ".gloo")
+    assert torch.equal(ours, gloo), (ours - gloo).abs().max()
+
+
+def fork():
+    init()
+    data = torch.ones(200_000)
+    dist.all_reduce(data, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            raises(dist.DistBackendError, "is a fork of rank", call=summed)
+            dist.destroy_process_group()
+            os._exit(0)
+        except BaseException as error:
+            print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert summed() == 3
     dist.destroy_process_group()
 
 

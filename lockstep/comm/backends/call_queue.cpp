@@ -1,5 +1,8 @@
 #include "lockstep/comm/backends/call_queue.h"
 
+#include <system_error>
+#include <utility>
+
 #include "lockstep/base/error.h"
 
 namespace lockstep::backends {
@@ -9,8 +12,8 @@ void CallQueue::submit(const WorkPtr& work) {
   std::unique_lock lock(mutex_);
   if (closed_) {
     lock.unlock();
-    work->complete(std::make_exception_ptr(
-        CommError(work->text() + " comes after the group was closed", "keep the World alive")));
+    work->complete(std::make_exception_ptr(CommError(
+        work->text() + " comes after the group was closed", "keep the group until its last call")));
     return;
   }
   if (!busy_ && waiting_.empty()) {
@@ -19,18 +22,25 @@ void CallQueue::submit(const WorkPtr& work) {
   } else {
     waiting_.push_back(work);
   }
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  if (blocking && std::this_thread::get_id() == thread_.get_id()) {
-    // A callback of an earlier call: this thread is the one that gets to it.
-    while (!waiting_.empty() && !work->isCompleted()) {
-      changed_.wait(lock, [this] { return !busy_; });
-      run_first(lock);
-    }
-    return;
+  try {
+    expect_thread();
+  } catch (const std::system_error&) {
+    std::erase(waiting_, work);
+    throw;
   }
   lock.unlock();
   changed_.notify_all();
   if (blocking) work->await_end();
+}
+
+void CallQueue::expect_thread() {
+  if (at_hand_ > 0) return;
+  try {
+    threads_.emplace_back([this] { run(); });
+    ++at_hand_;
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw;  // Else one of them gets to it after its callbacks.
+  }
 }
 
 bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
@@ -65,19 +75,32 @@ void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
   }
   lock.lock();
   busy_ = false;
-  changed_.notify_all();
   lock.unlock();
-  work->complete(std::move(error));
+  changed_.notify_all();
+  const bool has_callbacks = work->end(std::move(error));
   lock.lock();
+  if (!has_callbacks) return;
+  --at_hand_;
+  if (!waiting_.empty()) expect_thread();
+  lock.unlock();
+  work->run_callbacks();
+  lock.lock();
+  ++at_hand_;
 }
 
 void CallQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return !busy_ && (closed_ || !waiting_.empty()); });
-    if (waiting_.empty()) return;
+    if (waiting_.empty()) break;
     run_first(lock);
   }
+  --at_hand_;
+}
+
+std::vector<std::thread> CallQueue::take_threads() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(threads_, {});
 }
 
 void CallQueue::close() {
@@ -87,7 +110,8 @@ void CallQueue::close() {
     changed_.notify_all();
     changed_.wait(lock, [this] { return !busy_; });
   }
-  if (thread_.joinable()) thread_.join();
+  for (auto ending = take_threads(); !ending.empty(); ending = take_threads())
+    for (auto& thread : ending) thread.join();
 }
 
 }  // namespace lockstep::backends

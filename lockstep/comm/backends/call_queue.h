@@ -5,6 +5,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "lockstep/comm/backends/tensor_work.h"
 
@@ -13,6 +14,10 @@ namespace lockstep::backends {
 /// Runs a group's calls one after the other, in the order in which they are submitted. A call runs
 /// in the caller's thread when none is ahead. Else it runs in a thread of the queue's own, which
 /// starts when it is first needed.
+///
+/// A future's callbacks run in the thread that ended the call. They may wait for other calls of the
+/// group: while they run, another thread of the queue goes on. So callbacks of two calls may run at
+/// once, as over Gloo.
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;
@@ -31,7 +36,7 @@ class CallQueue {
   /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
   /// request is asynchronous.
   void submit(const WorkPtr& work);
-  /// Waits for what was submitted and ends the thread. Later calls fail.
+  /// Waits for what was submitted and ends the threads. Later calls fail.
   void close();
 
  private:
@@ -39,6 +44,9 @@ class CallQueue {
   bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
   void run_first(std::unique_lock<std::mutex>& lock);
   void run();
+  /// Under the lock: a thread of ours will get to what waits. Throws where none can be started.
+  void expect_thread();
+  std::vector<std::thread> take_threads();
 
   const Steps steps_;
   std::mutex mutex_;
@@ -46,7 +54,8 @@ class CallQueue {
   std::deque<WorkPtr> waiting_;
   bool busy_ = false;  ///< Some thread runs a call.
   bool closed_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
+  size_t at_hand_ = 0;  ///< Those of them that run no callbacks.
 };
 
 }  // namespace lockstep::backends

@@ -119,7 +119,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TensorWork::getFuture() {
   return future;
 }
 
-void TensorWork::complete(std::exception_ptr error) {
+bool TensorWork::end(std::exception_ptr error) {
   if (!error) {
     try {
       finish_results();
@@ -129,15 +129,24 @@ void TensorWork::complete(std::exception_ptr error) {
     }
   }
   if (const auto end = std::exchange(recordFunctionEndCallback_, nullptr)) end();
-  std::unique_lock lock(mutex_);
-  ended_ = true;
-  exception_ = std::move(error);
-  if (const auto future = future_) {
-    // Before those who wait go on: they may ask the future for its value.
-    lock.unlock();
-    resolve(*future);
-    lock.lock();
+  {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    exception_ = std::move(error);
+    if (future_) return true;
   }
+  let_go();
+  return false;
+}
+
+void TensorWork::run_callbacks() {
+  // Before those who wait go on: they may ask the future for its value.
+  resolve(*future_);
+  let_go();
+}
+
+void TensorWork::let_go() {
+  std::unique_lock lock(mutex_);
   completed_ = true;
   done_.store(true, std::memory_order_release);
   lock.unlock();

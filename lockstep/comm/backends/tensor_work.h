@@ -107,7 +107,13 @@ class TensorWork : public c10d::Work, public shm::Call {
   /// Blocks until it has ended, and leaves what became of it to `wait`.
   void await_end();
   /// Ends it: with the first error, or none. Writes the results and runs the future's callbacks.
-  void complete(std::exception_ptr error);
+  void complete(std::exception_ptr error) {
+    if (end(std::move(error))) run_callbacks();
+  }
+  /// The first half of it. True where `run_callbacks` must follow, before which nobody who waits
+  /// goes on.
+  bool end(std::exception_ptr error);
+  void run_callbacks();
 
  protected:
   /// Once, before the results are written. May throw.
@@ -121,6 +127,8 @@ class TensorWork : public c10d::Work, public shm::Call {
   }
   CallSignature signature() const;
   void resolve(c10::ivalue::Future& future) const;
+  /// Those who wait go on.
+  void let_go();
 
   const Request request_;
   const std::shared_ptr<const GroupNames> names_;

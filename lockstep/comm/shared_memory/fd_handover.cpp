@@ -206,7 +206,7 @@ UniqueFd connect_to(const std::string& name, const std::string& what) {
   throw PeerLostError(
       what + "rank 0 (process " + process + ") has ended, or cannot be reached [" + reason + "]",
       "look at what rank 0 printed last. Where the ranks are in containers with network namespaces "
-      "of their own, share the host's (docker run --network host), or use --backend gloo");
+      "of their own, share the host's (docker run --network host), or use the backend gloo");
 }
 
 void check_user(int connection, int rank, const std::string& what) {
@@ -214,7 +214,7 @@ void check_user(int connection, int rank, const std::string& what) {
   if (user == geteuid()) return;
   throw UsageError(what + "rank 0 runs as user " + std::to_string(user) + ", rank " +
                        std::to_string(rank) + " as user " + std::to_string(geteuid()),
-                   "start all ranks of a host as one user, or use --backend gloo");
+                   "start all ranks of a host as one user, or use the backend gloo");
 }
 
 }  // namespace

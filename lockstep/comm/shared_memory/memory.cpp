@@ -23,7 +23,7 @@ void check_file_limit(size_t bytes) {
     throw SystemError("shared memory: the limit on the size of files (ulimit -f) of " +
                           std::to_string(limit.rlim_cur >> 10) + " KiB is below the " +
                           mebibytes(bytes) + " that the group needs",
-                      EFBIG, "raise it with `ulimit -f unlimited`, or use --backend gloo");
+                      EFBIG, "raise it with `ulimit -f unlimited`, or use the backend gloo");
   }
 }
 
@@ -50,7 +50,7 @@ size_t whole_pages(size_t bytes) {
 UniqueFd make_memory(size_t bytes, size_t reserved) {
   check_file_limit(bytes);
   UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw SystemError("shared memory: memfd_create", errno, "use --backend gloo instead");
+  if (!fd) throw SystemError("shared memory: memfd_create", errno, "use the backend gloo instead");
   // Nobody can shorten it afterwards, which would end the others by SIGBUS.
   if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
       fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)

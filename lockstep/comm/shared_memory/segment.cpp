@@ -101,7 +101,7 @@ void Segment::lock(int fd) {
     const int error = errno;
     record(rank_).state.store(RankState::left, std::memory_order_seq_cst);
     throw SystemError("shared memory: taking the lock that tells of this process's end", error,
-                      error == EMFILE ? "" : "use --backend gloo");
+                      error == EMFILE ? "" : "use the backend gloo");
   }
 }
 

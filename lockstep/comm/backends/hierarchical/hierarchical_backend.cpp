@@ -213,6 +213,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
 }
 
 void HierarchicalBackend::abort() {
+  if (in_fork()) return;
   hierarchy_.abort("has given the group up");
   queue_.close();
   hierarchy_.leave();
@@ -220,6 +221,7 @@ void HierarchicalBackend::abort() {
 }
 
 void HierarchicalBackend::shutdown() {
+  if (in_fork()) return;
   queue_.close();
   hierarchy_.leave();
   flat_->shutdown();

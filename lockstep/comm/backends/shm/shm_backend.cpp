@@ -38,7 +38,7 @@ SharedGroupOptions group_options(const BackendOptions& options) {
     return find_mismatch(calls, names, name)
         .value_or("the ranks of group '" + name +
                   "' did not reduce the same part of the same symmetric memory\n  hint: what "
-                  "ProcessGroup::symmetric_empty gave must be used alike on all ranks");
+                  "was allocated as symmetric memory must be used alike on all ranks");
   };
   return group;
 }
@@ -210,12 +210,14 @@ bool ShmBackend::has_lost(int rank) const {
 }
 
 void ShmBackend::abort() {
+  if (in_fork()) return;
   group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" +
                                         group_.noted_cause(getRank()));
   shutdown();
 }
 
 void ShmBackend::shutdown() {
+  if (in_fork()) return;
   queue_.close();
   messages_.close();
   // After a failure it is not the loop's end.
@@ -224,7 +226,7 @@ void ShmBackend::shutdown() {
 
 BackendInfo info() {
   const std::string lack = missing_support();
-  return {"shm", lack.empty(), lack, lack.empty() ? "" : "use --backend gloo", kTraits};
+  return {"shm", lack.empty(), lack, lack.empty() ? "" : "use the backend gloo", kTraits};
 }
 
 MadeBackend make(const BackendOptions& options) {

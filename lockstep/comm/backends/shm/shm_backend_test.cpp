@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
@@ -12,6 +13,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "tests/support/page_faults.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/whole_numbers.h"
 
@@ -425,6 +427,70 @@ TEST(ShmBackend, AGroupCanBeUsedFromACallback) {
         c10::IntType::get());
     after->wait();
     expect_same(second[0], at::full({3}, 2.0), "second");
+  }));
+}
+
+// As PowerSGD's hook does: what a callback waits for goes on in another thread than its own.
+TEST(ShmBackend, ACallbackMayWaitForAnAsynchronousCall) {
+  constexpr int kRounds = 40;
+  for (const bool by_future : {false, true}) {
+    for (const bool begun_before : {false, true}) {
+      std::atomic<int> begun{0};  // Rounds, by any rank.
+      expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
+        for (int round = 0; round < kRounds; ++round) {
+          Tensors first{at::ones({100'000})}, second{at::ones({3})};
+          // This rank is late: the other one's call is left to the thread.
+          while (round % 2 == rank && begun <= round) std::this_thread::yield();
+          auto work = shm.allreduce(first, {});
+          auto other = begun_before ? shm.allreduce(second, {}) : nullptr;
+          auto after = work->getFuture()->then(
+              [&](c10::ivalue::Future&) {
+                auto inner = begun_before ? other : shm.allreduce(second, {});
+                by_future ? inner->getFuture()->wait() : void(inner->wait());
+                return c10::IValue(1);
+              },
+              c10::IntType::get());
+          if (round % 2 != rank) begun = round + 1;
+          after->waitAndThrow();
+          expect_same(second[0], at::full({3}, 2.0), "second");
+        }
+      }));
+    }
+  }
+}
+
+TEST(ShmBackend, AForkLeavesTheGroupToItsParent) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
+    auto other_store = c10::make_intrusive<c10d::PrefixStore>("other", store);
+    auto other =
+        c10::make_intrusive<ShmBackend>(options_of(other_store, rank, 2, std::chrono::seconds(20)));
+    Tensors data{at::ones({100'000})};
+    other->allreduce(data, {})->wait();  // It has a thread.
+    if (rank == 0) {
+      EXPECT_EQ(testing::in_another_process([&] {
+                  Tensors more{at::ones({1})};
+                  const auto told = [&](const auto& call) {
+                    try {
+                      call();
+                    } catch (const CommError& error) {
+                      return std::string_view(error.what()).find("is a fork of rank 0") !=
+                             std::string_view::npos;
+                    }
+                    return false;
+                  };
+                  if (!told([&] { other->allreduce(more, {}); })) return 1;
+                  if (!told([&] { other->send(more, 1, 0); })) return 2;
+                  other->shutdown();
+                  other.reset();
+                  return 0;
+                }),
+                0);
+    }
+    Tensors after{at::ones({4})};
+    shm.allreduce(after, {})->wait();
+    other->allreduce(after, {})->wait();
+    EXPECT_EQ(after[0][3].item<float>(), 4);
   }));
 }
 
