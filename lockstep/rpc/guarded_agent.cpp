@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 
@@ -35,6 +36,18 @@ void GuardedAgent::add(int id, const std::string& name) {
 
 GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr<Message> message,
                                         float timeout_s, const DeviceMap& devices) {
+  try {
+    return send_checked(to, message, timeout_s, devices);
+  } catch (...) {
+    guard_->holders.take_back(references_in(*message));
+    throw;
+  }
+}
+
+GuardedAgent::Answer GuardedAgent::send_checked(const WorkerInfo& to,
+                                                const c10::intrusive_ptr<Message>& message,
+                                                float timeout_s, const DeviceMap& devices) {
+  make_readable(message->tensors());
   guard_->holders.add(to.id_, check_message(*message, guard_->limits));
   const uint64_t number = guard_->seal.next_number();
   return inner_

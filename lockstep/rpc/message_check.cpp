@@ -2,11 +2,13 @@
 
 #include <torch/csrc/distributed/rpc/message.h>
 
+#include <climits>
 #include <iterator>
 #include <string>
 #include <string_view>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -42,7 +44,9 @@ constexpr Form kForms[] = {
 uint64_t bytes_of(const native::Message& message) {
   uint64_t bytes = message.payload().size();
   for (const auto& tensor : message.tensors()) {
-    if (tensor.defined()) bytes += tensor.nbytes();
+    if (!tensor.defined()) continue;
+    if (const auto why = why_unsendable(tensor); !why.empty()) fail(why);
+    bytes += tensor.nbytes();
   }
   return bytes;
 }
@@ -79,16 +83,8 @@ std::vector<CarriedReference> check_wrapped(std::string_view bytes, const Pickle
   return check_part(static_cast<MessageType>(context.first_number), bytes.substr(0, first), limits);
 }
 
-}  // namespace
-
-std::vector<CarriedReference> check_message(const native::Message& message,
+std::vector<CarriedReference> check_payload(const native::Message& message,
                                             const MessageLimits& limits) {
-  const uint64_t bytes = bytes_of(message);
-  if (bytes > limits.bytes) {
-    throw DataError("rpc: a message of " + std::to_string(bytes) + " bytes; expected at most " +
-                        std::to_string(limits.bytes),
-                    "Options::max_message_bytes is the limit");
-  }
   const std::string_view payload(message.payload().data(), message.payload().size());
   const PickleLimits part{limits.bytes, limits.depth, message.tensors().size()};
   switch (message.type()) {
@@ -104,6 +100,23 @@ std::vector<CarriedReference> check_message(const native::Message& message,
     default:
       return check_part(message.type(), payload, part);
   }
+}
+
+}  // namespace
+
+std::vector<CarriedReference> check_message(const native::Message& message,
+                                            const MessageLimits& limits) {
+  const uint64_t bytes = bytes_of(message);
+  if (bytes > limits.bytes) {
+    throw DataError("rpc: a message of " + std::to_string(bytes) + " bytes; expected at most " +
+                        std::to_string(limits.bytes),
+                    "Options::max_message_bytes is the limit");
+  }
+  return check_payload(message, limits);
+}
+
+std::vector<CarriedReference> references_in(const native::Message& message) {
+  return check_payload(message, {UINT64_MAX, INT_MAX});
 }
 
 }  // namespace lockstep::rpc::detail

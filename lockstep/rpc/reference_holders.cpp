@@ -7,6 +7,7 @@ namespace lockstep::rpc::detail {
 namespace {
 
 namespace native = torch::distributed::rpc;
+using Id = ReferenceHolders::Id;
 
 /// LibTorch's: the worker stands in the upper bits of a context's number.
 constexpr int kContextBits = 48;
@@ -17,6 +18,19 @@ void quietly(const F& work) noexcept {
     work();
   } catch (const std::exception&) {  // It was gone already, or this worker leaves.
   }
+}
+
+Id id_of(int64_t worker, int64_t number) {
+  return {static_cast<native::worker_id_t>(worker), number};
+}
+
+/// Of what the other one had not yet said that it has, and of what it had.
+void forget_fork(const Id& reference, const Id& fork) {
+  quietly([&] {
+    auto& all = native::RRefContext::getInstance();
+    all.delPendingChild(fork);
+    all.delForkOfOwner(reference, fork);
+  });
 }
 
 }  // namespace
@@ -35,8 +49,16 @@ void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool
 
 void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    add(worker, Id(static_cast<native::worker_id_t>(c.reference_on), c.reference_id),
-        Id(static_cast<native::worker_id_t>(c.fork_on), c.fork_id), c.owner == self_);
+    add(worker, id_of(c.reference_on, c.reference_id), id_of(c.fork_on, c.fork_id),
+        c.owner == self_);
+  }
+}
+
+void ReferenceHolders::take_back(const std::vector<CarriedReference>& carried) {
+  for (const auto& c : carried) {
+    const Id fork = id_of(c.fork_on, c.fork_id);
+    remove(fork);
+    forget_fork(id_of(c.reference_on, c.reference_id), fork);
   }
 }
 
@@ -78,14 +100,7 @@ void ReferenceHolders::release(int worker) {
     }
     contexts.swap(contexts_[worker]);
   }
-  for (const auto& [reference, fork] : forks) {
-    quietly([&, reference = reference, fork = fork] {
-      auto& all = native::RRefContext::getInstance();
-      // What the worker had not yet said that it has, and what it had.
-      all.delPendingChild(fork);
-      all.delForkOfOwner(reference, fork);
-    });
-  }
+  for (const auto& [reference, fork] : forks) forget_fork(reference, fork);
   for (const int64_t context : contexts) {
     quietly([&] {
       torch::distributed::autograd::DistAutogradContainer::getInstance().releaseContextIfPresent(

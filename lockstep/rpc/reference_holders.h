@@ -26,6 +26,8 @@ class ReferenceHolders {
   /// The worker has the fork, or is being sent it. `owned`: of what is here.
   void add(int worker, const Id& reference, const Id& fork, bool owned = true);
   void add(int worker, const std::vector<CarriedReference>& carried);
+  /// A message with these was not sent.
+  void take_back(const std::vector<CarriedReference>& carried);
   /// The worker says that it has what it was sent. From now on it is its owner's.
   void accepted(const Id& fork);
   void remove(const Id& fork);

@@ -15,6 +15,7 @@
 #include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/handler_threads.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -137,8 +138,10 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     if (done.hasError()) std::rethrow_exception(done.exception_ptr());
     const auto answer = done.value().toCustomClass<native::Message>();
     try {
+      make_readable(answer->tensors());
       guard_->holders.add(request.sender, check_message(*answer, guard_->limits));
     } catch (...) {
+      guard_->holders.take_back(references_in(*answer));
       std::rethrow_exception(refusal(std::current_exception()));
     }
     return native::withStorages(guard_->seal.close(answer, request.sender, request.number));
