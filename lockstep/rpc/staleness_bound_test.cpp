@@ -237,13 +237,23 @@ std::string remote_error_of(const F& run) {
   return {};
 }
 
+// Each option may be left out, without a word of the compiler.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wmissing-field-initializers"
+const StalenessOptions kNoWorkers{.max_staleness = 1};
+const StalenessOptions kNameAlone{.name = "other"};
+const BatchOptions kDelayAlone{.delay = 1ms};
+const Options kLastAlone{.fast_calls = false};
+#pragma GCC diagnostic pop
+
 TEST(RpcStaleness, WhatDoesNotFitIsAnError) {
   run_workers(2, [](Agent&, int rank) {
     if (rank == 0) return;
     const auto make = [](const StalenessOptions& options) {
       return [options] { const StalenessBound bound("w0", options); };
     };
-    EXPECT_THAT(remote_error_of(make({})), HasSubstr("'steps': no workers"));
+    EXPECT_THAT(remote_error_of(make(kNoWorkers)), HasSubstr("'steps': no workers"));
+    EXPECT_THAT(remote_error_of(make(kNameAlone)), HasSubstr("'other': no workers"));
     EXPECT_THAT(remote_error_of(make({.workers = {"w1", "w7"}})),
                 HasSubstr("unknown worker 'w7'; did you mean"));
     EXPECT_THAT(remote_error_of(make({.workers = {"w1"}, .max_staleness = -1})),
