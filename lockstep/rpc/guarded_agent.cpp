@@ -27,6 +27,7 @@ GuardedAgent::~GuardedAgent() {
 }
 
 void GuardedAgent::add(int id, const std::string& name) {
+  guard_->holders.know(id);
   const std::unique_lock lock(mutex_);
   by_id_.try_emplace(id, name, static_cast<native::worker_id_t>(id));
   // Of one name the latest counts.
@@ -57,7 +58,7 @@ GuardedAgent::Answer GuardedAgent::send_checked(const WorkerInfo& to,
           [guard = guard_, sender = int{to.id_}, number](native::JitFuture& done) {
             auto answer = done.value().toCustomClass<Message>();
             guard->seal.open_answer(*answer, sender, number);
-            check_message(*answer, guard->limits);
+            guard->holders.check_known(check_message(*answer, guard->limits));
             return native::withStorages(std::move(answer));
           },
           c10::getCustomClassType<c10::intrusive_ptr<Message>>());

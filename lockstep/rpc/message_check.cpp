@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/rpc/message.h>
 
+#include <algorithm>
 #include <climits>
 #include <iterator>
 #include <string>
@@ -39,6 +40,13 @@ constexpr Form kForms[] = {
     {MessageType::SCRIPT_RET, false, 0},
     {MessageType::SCRIPT_RREF_FETCH_RET, true, 1},
     {MessageType::REMOTE_RET, true, 2},
+};
+
+/// What is sent in an autograd context. No kind that is wrapped itself: it would make LibTorch go
+/// deeper and deeper.
+constexpr MessageType kWrapped[] = {
+    MessageType::SCRIPT_CALL, MessageType::SCRIPT_REMOTE_CALL, MessageType::SCRIPT_RREF_FETCH_CALL,
+    MessageType::SCRIPT_RET,  MessageType::REMOTE_RET,         MessageType::SCRIPT_RREF_FETCH_RET,
 };
 
 uint64_t bytes_of(const native::Message& message) {
@@ -79,8 +87,11 @@ std::vector<CarriedReference> check_wrapped(std::string_view bytes, const Pickle
   const size_t first = bytes.size() - context_size;
   const PickleShape context = check_pickle(bytes.substr(first), limits);
   if (!context.is_tuple || context.count != kContextParts) fail("no autograd context");
-  // A kind that is wrapped itself would make LibTorch go deeper and deeper.
-  return check_part(static_cast<MessageType>(context.first_number), bytes.substr(0, first), limits);
+  const auto type = static_cast<MessageType>(context.first_number);
+  if (std::find(std::begin(kWrapped), std::end(kWrapped), type) == std::end(kWrapped)) {
+    fail("of a kind that no autograd context has");
+  }
+  return check_part(type, bytes.substr(0, first), limits);
 }
 
 std::vector<CarriedReference> check_payload(const native::Message& message,

@@ -3,6 +3,10 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <string>
+
+#include "lockstep/base/error.h"
+
 namespace lockstep::rpc::detail {
 namespace {
 
@@ -35,6 +39,33 @@ void forget_fork(const Id& reference, const Id& fork) {
 
 }  // namespace
 
+void ReferenceHolders::know(int worker) {
+  const std::lock_guard lock(mutex_);
+  known_.insert(worker);
+}
+
+void ReferenceHolders::check_known(int64_t worker) const {
+  const std::lock_guard lock(mutex_);
+  if (worker >= 0 && worker <= INT16_MAX && known_.count(static_cast<int>(worker)) > 0) return;
+  throw DataError("rpc: a message that cannot be read: a reference of worker number " +
+                  std::to_string(worker) + ", which there is not");
+}
+
+void ReferenceHolders::check_known(const std::vector<CarriedReference>& carried) const {
+  for (const auto& c : carried) {
+    for (const int64_t worker : {c.owner, c.reference_on, c.fork_on, c.parent}) check_known(worker);
+  }
+}
+
+void ReferenceHolders::check_fork(const Id& reference, const Id& fork) const {
+  check_known(reference.createdOn_);
+  check_known(fork.createdOn_);
+  const std::lock_guard lock(mutex_);
+  const auto found = forks_.find(fork);
+  if (found == forks_.end() || found->second.reference == reference) return;
+  throw DataError("rpc: a message that cannot be read: a fork of two references");
+}
+
 void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool owned) {
   if (worker == self_) return;
   bool gone = false;
@@ -56,9 +87,9 @@ void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carr
 
 void ReferenceHolders::take_back(const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    const Id fork = id_of(c.fork_on, c.fork_id);
-    remove(fork);
-    forget_fork(id_of(c.reference_on, c.reference_id), fork);
+    const Id reference = id_of(c.reference_on, c.reference_id), fork = id_of(c.fork_on, c.fork_id);
+    remove(reference, fork);
+    forget_fork(reference, fork);
   }
 }
 
@@ -68,9 +99,10 @@ void ReferenceHolders::accepted(const Id& fork) {
   if (found != forks_.end() && !found->second.owned) forks_.erase(found);
 }
 
-void ReferenceHolders::remove(const Id& fork) {
+void ReferenceHolders::remove(const Id& reference, const Id& fork) {
   const std::lock_guard lock(mutex_);
-  forks_.erase(fork);
+  const auto found = forks_.find(fork);
+  if (found != forks_.end() && found->second.reference == reference) forks_.erase(found);
 }
 
 void ReferenceHolders::add_context(int64_t context) {
