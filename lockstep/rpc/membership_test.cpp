@@ -131,16 +131,51 @@ TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
 }
 
 const auto scaled = function("member.scaled", [](const at::Tensor& x) { return 2 * x; });
+int64_t contexts_here() {
+  const auto& all = torch::distributed::autograd::DistAutogradContainer::getInstance();
+  return static_cast<int64_t>(all.numAutogradContexts());
+}
+const auto count_contexts = function("member.count_contexts", contexts_here);
 /// Objects, references and autograd contexts that are still there.
 const auto count_left = function("member.count_left", [] {
   using torch::distributed::rpc::RRefContext;
   const auto info = RRefContext::getInstance().getDebugInfo();
-  const auto contexts =
-      torch::distributed::autograd::DistAutogradContainer::getInstance().numAutogradContexts();
   return std::vector<int64_t>{Held::living, std::stoll(info.at("num_owner_rrefs")),
                               std::stoll(info.at("num_pending_users")),
-                              std::stoll(info.at("num_forks")), static_cast<int64_t>(contexts)};
+                              std::stoll(info.at("num_forks")), contexts_here()};
 });
+
+const auto scaled_by = function("member.scaled_by", [](const std::string& to, const at::Tensor& x) {
+  return call(to, scaled, x);
+});
+// Ends with its context open, which it has used here and, by way of this worker, on another one.
+const auto die_in_context =
+    function("member.die_in_context", [](const std::string& worker, const std::string& next) {
+      const AutogradContext context;
+      const at::Tensor x = at::ones({4}).requires_grad_();
+      const at::Tensor sum = call(worker, scaled_by, next, x) + call(next, scaled, x);
+      EXPECT_EQ(call(worker, count_contexts), 1);
+      EXPECT_EQ(call(next, count_contexts), 1);
+      ::_exit(sum.requires_grad() ? 0 : 1);
+    });
+
+TEST(RpcMembership, TheContextsOfADeadWorkerAreFreed) {
+  run_workers(3,
+              [](Agent& agent, int rank) {
+                if (rank == 2) return;  // It ends in a call.
+                if (rank == 0) {
+                  EXPECT_THROW(call("w2", die_in_context, "w0", "w1"), PeerLostError);
+                }
+                wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
+                wait_until([] { return contexts_here() == 0; }, "its context to be freed");
+                // Others' contexts stay.
+                AutogradContext context;
+                const at::Tensor x = at::ones({4}).requires_grad_();
+                context.backward({call(rank == 0 ? "w1" : "w0", scaled, x).sum()});
+                EXPECT_EQ(context.gradients().size(), 1);
+              },
+              {.timeout = 600s});
+}
 
 TEST(RpcLeaks, NothingIsLeftOfManyCalls) {
   run_workers(2, [](Agent&, int rank) {
