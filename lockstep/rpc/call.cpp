@@ -18,6 +18,7 @@ namespace lockstep::rpc::detail {
 namespace {
 
 namespace native = torch::distributed::rpc;
+using Answer = c10::intrusive_ptr<native::JitFuture>;
 
 // LibTorch looks for a TorchScript function's name here. Ours is in the call.
 const c10::QualifiedName& carrier() {
@@ -132,14 +133,59 @@ std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
   return send(*worker, info, signature, std::move(arguments), timeout);
 }
 
+namespace {
+
+/// Sends the call whose result the reference and its fork are to.
+using SendRemote = std::function<Answer(const native::RRefId&, const native::ForkId&)>;
+
+/// A reference to what nobody makes would hold up each shutdown: so none is left of a call that was
+/// not sent.
+template <class Forget>
+Answer sent_or_forgotten(const SendRemote& send, const native::RRefId& rref,
+                         const native::ForkId& fork, const Forget& forget) {
+  try {
+    return send(rref, fork);
+  } catch (...) {
+    forget();
+    throw;
+  }
+}
+
+RRefPtr remote_here(const SendRemote& send, std::shared_ptr<void> counted) {
+  auto& context = native::RRefContext::getInstance();
+  auto owned = context.createOwnerRRef(at::AnyType::get());
+  context.addSelfAsFork(owned);
+  const auto id = owned->rrefId();
+  sent_or_forgotten(send, id, id, [&] {
+    context.delForkOfOwner(id, id);
+  })->addCallback([counted = std::move(counted), id](auto& answer) {
+    native::callback::finishCreatingOwnerRRef(answer, id);
+  });
+  return owned;
+}
+
+RRefPtr remote_there(int owner, const SendRemote& send, std::shared_ptr<void> counted) {
+  auto& context = native::RRefContext::getInstance();
+  auto user = context.createUserRRef(static_cast<native::worker_id_t>(owner), at::AnyType::get());
+  const auto fork = user->forkId();
+  context.addPendingUser(fork, user);
+  sent_or_forgotten(send, user->rrefId(), fork, [&] {
+    context.delPendingUser(fork);
+  })->addCallback([counted = std::move(counted), fork](auto& answer) {
+    native::callback::confirmPendingUser(answer, fork);
+  });
+  return user;
+}
+
+}  // namespace
+
 RRefPtr send_remote(const Destination& to, const Signature& signature,
                     std::vector<at::IValue> arguments) {
   const auto worker = this_worker("rpc::remote");
   const auto& info = worker_info(*worker, to.worker);
   const std::string text = what(signature, to.worker);
   checked_limit(text + ": the time-out", to.timeout);
-  const auto counted = count_call(worker, text, to.timeout);
-  auto& context = native::RRefContext::getInstance();
+  auto counted = count_call(worker, text, to.timeout);
   std::vector<at::IValue> stack =
       WireCall(signature.name, signature.hash, HandlerThreads::depth() + 1, std::move(arguments))
           .stack();
@@ -151,24 +197,10 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
         /*forceGradRecording=*/true, seconds_of(to.timeout));
   };
   try {
-    if (info.id_ == context.getWorkerId()) {
-      auto owned = context.createOwnerRRef(at::AnyType::get());
-      context.addSelfAsFork(owned);
-      send(owned->rrefId(), owned->rrefId())
-          ->addCallback([counted, id = owned->rrefId()](auto& answer) {
-            native::callback::finishCreatingOwnerRRef(answer, id);
-          });
-      return owned;
-    }
-    auto user = context.createUserRRef(info.id_, at::AnyType::get());
-    context.addPendingUser(user->forkId(), user);
-    send(user->rrefId(), user->forkId())->addCallback([counted, id = user->forkId()](auto& answer) {
-      native::callback::confirmPendingUser(answer, id);
-    });
-    return user;
+    return info.id_ == worker->id() ? remote_here(send, std::move(counted))
+                                    : remote_there(info.id_, send, std::move(counted));
   } catch (const std::exception&) {
-    std::rethrow_exception(
-        decode_failure(std::current_exception(), what(signature, to.worker), signature.types));
+    std::rethrow_exception(decode_failure(std::current_exception(), text, signature.types));
   }
 }
 

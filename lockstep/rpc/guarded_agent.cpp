@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 
@@ -26,6 +27,7 @@ GuardedAgent::~GuardedAgent() {
 }
 
 void GuardedAgent::add(int id, const std::string& name) {
+  guard_->holders.know(id);
   const std::unique_lock lock(mutex_);
   by_id_.try_emplace(id, name, static_cast<native::worker_id_t>(id));
   // Of one name the latest counts.
@@ -35,6 +37,18 @@ void GuardedAgent::add(int id, const std::string& name) {
 
 GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr<Message> message,
                                         float timeout_s, const DeviceMap& devices) {
+  try {
+    return send_checked(to, message, timeout_s, devices);
+  } catch (...) {
+    guard_->holders.take_back(references_in(*message));
+    throw;
+  }
+}
+
+GuardedAgent::Answer GuardedAgent::send_checked(const WorkerInfo& to,
+                                                const c10::intrusive_ptr<Message>& message,
+                                                float timeout_s, const DeviceMap& devices) {
+  make_readable(message->tensors());
   guard_->holders.add(to.id_, check_message(*message, guard_->limits));
   const uint64_t number = guard_->seal.next_number();
   return inner_
@@ -44,7 +58,7 @@ GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr
           [guard = guard_, sender = int{to.id_}, number](native::JitFuture& done) {
             auto answer = done.value().toCustomClass<Message>();
             guard->seal.open_answer(*answer, sender, number);
-            check_message(*answer, guard->limits);
+            guard->holders.check_known(check_message(*answer, guard->limits));
             return native::withStorages(std::move(answer));
           },
           c10::getCustomClassType<c10::intrusive_ptr<Message>>());

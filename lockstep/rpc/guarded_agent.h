@@ -58,6 +58,8 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
   const std::vector<c10::Device>& getDevices() const override;
 
  private:
+  Answer send_checked(const WorkerInfo& to, const c10::intrusive_ptr<Message>& message,
+                      float timeout_s, const DeviceMap& devices);
   void addGilWaitTime(std::chrono::microseconds) override {}
 
   const std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner_;

@@ -2,8 +2,6 @@
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <unistd.h>
@@ -16,6 +14,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/rpc/rpc.h"
+#include "tests/support/joined_worker.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"
 
@@ -101,35 +100,15 @@ TEST(RpcMembership, WhatADeadWorkerHeldIsFreed) {
               {.timeout = 600s});
 }
 
-/// The group's address and the worker's name are in its environment.
 TEST(RpcMembership, DISABLED_AWorkerThatComesLater) {
-  const std::string address = env_string("RPC_TEST_ADDRESS").value();
-  const std::string name = env_string("RPC_TEST_NAME").value();
-  if (name == "w0") {
-    EXPECT_THROW(rpc::join(address, name), UsageError);
+  if (testing::joining_name() == "w0") {
+    EXPECT_THROW(testing::join_group(), UsageError);
     return;
   }
-  Agent agent = rpc::join(address, name);
+  Agent agent = testing::join_group();
   EXPECT_EQ(call("w0", twice, 4), 8);
-  call("w0", came, name);
+  call("w0", came, agent.name());
   agent.shutdown();
-}
-
-pid_t start_worker(const std::string& address, const std::string& name) {
-  const pid_t process = ::fork();
-  if (process != 0) return process;
-  ::setenv("RPC_TEST_ADDRESS", address.c_str(), 1);
-  ::setenv("RPC_TEST_NAME", name.c_str(), 1);
-  for (const char* variable : {"RANK", "WORLD_SIZE", "LOCAL_RANK"}) ::unsetenv(variable);
-  ::execl("/proc/self/exe", "worker", "--gtest_also_run_disabled_tests",
-          "--gtest_filter=RpcMembership.DISABLED_AWorkerThatComesLater", nullptr);
-  ::_exit(127);
-}
-
-void expect_success(pid_t process) {
-  int status = -1;
-  ASSERT_EQ(::waitpid(process, &status, 0), process);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
@@ -139,7 +118,8 @@ TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
       wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
       // In the dead one's place, then a further one, then one whose name a living worker has.
       for (const char* name : {"w2", "extra", "w0"}) {
-        expect_success(start_worker(agent.address(), name));
+        testing::expect_success(testing::start_joining(
+            agent.address(), name, "RpcMembership.DISABLED_AWorkerThatComesLater"));
       }
       EXPECT_EQ(arrived.load(), 2);
       EXPECT_THROW(call("extra", twice, 1), PeerLostError);
@@ -151,16 +131,51 @@ TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
 }
 
 const auto scaled = function("member.scaled", [](const at::Tensor& x) { return 2 * x; });
+int64_t contexts_here() {
+  const auto& all = torch::distributed::autograd::DistAutogradContainer::getInstance();
+  return static_cast<int64_t>(all.numAutogradContexts());
+}
+const auto count_contexts = function("member.count_contexts", contexts_here);
 /// Objects, references and autograd contexts that are still there.
 const auto count_left = function("member.count_left", [] {
   using torch::distributed::rpc::RRefContext;
   const auto info = RRefContext::getInstance().getDebugInfo();
-  const auto contexts =
-      torch::distributed::autograd::DistAutogradContainer::getInstance().numAutogradContexts();
   return std::vector<int64_t>{Held::living, std::stoll(info.at("num_owner_rrefs")),
                               std::stoll(info.at("num_pending_users")),
-                              std::stoll(info.at("num_forks")), static_cast<int64_t>(contexts)};
+                              std::stoll(info.at("num_forks")), contexts_here()};
 });
+
+const auto scaled_by = function("member.scaled_by", [](const std::string& to, const at::Tensor& x) {
+  return call(to, scaled, x);
+});
+// Ends with its context open, which it has used here and, by way of this worker, on another one.
+const auto die_in_context =
+    function("member.die_in_context", [](const std::string& worker, const std::string& next) {
+      const AutogradContext context;
+      const at::Tensor x = at::ones({4}).requires_grad_();
+      const at::Tensor sum = call(worker, scaled_by, next, x) + call(next, scaled, x);
+      EXPECT_EQ(call(worker, count_contexts), 1);
+      EXPECT_EQ(call(next, count_contexts), 1);
+      ::_exit(sum.requires_grad() ? 0 : 1);
+    });
+
+TEST(RpcMembership, TheContextsOfADeadWorkerAreFreed) {
+  run_workers(3,
+              [](Agent& agent, int rank) {
+                if (rank == 2) return;  // It ends in a call.
+                if (rank == 0) {
+                  EXPECT_THROW(call("w2", die_in_context, "w0", "w1"), PeerLostError);
+                }
+                wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
+                wait_until([] { return contexts_here() == 0; }, "its context to be freed");
+                // Others' contexts stay.
+                AutogradContext context;
+                const at::Tensor x = at::ones({4}).requires_grad_();
+                context.backward({call(rank == 0 ? "w1" : "w0", scaled, x).sum()});
+                EXPECT_EQ(context.gradients().size(), 1);
+              },
+              {.timeout = 600s});
+}
 
 TEST(RpcLeaks, NothingIsLeftOfManyCalls) {
   run_workers(2, [](Agent&, int rank) {

@@ -2,11 +2,14 @@
 
 #include <torch/csrc/distributed/rpc/message.h>
 
+#include <algorithm>
+#include <climits>
 #include <iterator>
 #include <string>
 #include <string_view>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -39,10 +42,19 @@ constexpr Form kForms[] = {
     {MessageType::REMOTE_RET, true, 2},
 };
 
+/// What is sent in an autograd context. No kind that is wrapped itself: it would make LibTorch go
+/// deeper and deeper.
+constexpr MessageType kWrapped[] = {
+    MessageType::SCRIPT_CALL, MessageType::SCRIPT_REMOTE_CALL, MessageType::SCRIPT_RREF_FETCH_CALL,
+    MessageType::SCRIPT_RET,  MessageType::REMOTE_RET,         MessageType::SCRIPT_RREF_FETCH_RET,
+};
+
 uint64_t bytes_of(const native::Message& message) {
   uint64_t bytes = message.payload().size();
   for (const auto& tensor : message.tensors()) {
-    if (tensor.defined()) bytes += tensor.nbytes();
+    if (!tensor.defined()) continue;
+    if (const auto why = why_unsendable(tensor); !why.empty()) fail(why);
+    bytes += tensor.nbytes();
   }
   return bytes;
 }
@@ -75,20 +87,15 @@ std::vector<CarriedReference> check_wrapped(std::string_view bytes, const Pickle
   const size_t first = bytes.size() - context_size;
   const PickleShape context = check_pickle(bytes.substr(first), limits);
   if (!context.is_tuple || context.count != kContextParts) fail("no autograd context");
-  // A kind that is wrapped itself would make LibTorch go deeper and deeper.
-  return check_part(static_cast<MessageType>(context.first_number), bytes.substr(0, first), limits);
+  const auto type = static_cast<MessageType>(context.first_number);
+  if (std::find(std::begin(kWrapped), std::end(kWrapped), type) == std::end(kWrapped)) {
+    fail("of a kind that no autograd context has");
+  }
+  return check_part(type, bytes.substr(0, first), limits);
 }
 
-}  // namespace
-
-std::vector<CarriedReference> check_message(const native::Message& message,
+std::vector<CarriedReference> check_payload(const native::Message& message,
                                             const MessageLimits& limits) {
-  const uint64_t bytes = bytes_of(message);
-  if (bytes > limits.bytes) {
-    throw DataError("rpc: a message of " + std::to_string(bytes) + " bytes; expected at most " +
-                        std::to_string(limits.bytes),
-                    "Options::max_message_bytes is the limit");
-  }
   const std::string_view payload(message.payload().data(), message.payload().size());
   const PickleLimits part{limits.bytes, limits.depth, message.tensors().size()};
   switch (message.type()) {
@@ -104,6 +111,23 @@ std::vector<CarriedReference> check_message(const native::Message& message,
     default:
       return check_part(message.type(), payload, part);
   }
+}
+
+}  // namespace
+
+std::vector<CarriedReference> check_message(const native::Message& message,
+                                            const MessageLimits& limits) {
+  const uint64_t bytes = bytes_of(message);
+  if (bytes > limits.bytes) {
+    throw DataError("rpc: a message of " + std::to_string(bytes) + " bytes; expected at most " +
+                        std::to_string(limits.bytes),
+                    "Options::max_message_bytes is the limit");
+  }
+  return check_payload(message, limits);
+}
+
+std::vector<CarriedReference> references_in(const native::Message& message) {
+  return check_payload(message, {UINT64_MAX, INT_MAX});
 }
 
 }  // namespace lockstep::rpc::detail

@@ -23,4 +23,7 @@ struct MessageLimits {
 std::vector<CarriedReference> check_message(const torch::distributed::rpc::Message& message,
                                             const MessageLimits& limits);
 
+/// The references in a message of our own, however large and deep it is.
+std::vector<CarriedReference> references_in(const torch::distributed::rpc::Message& message);
+
 }  // namespace lockstep::rpc::detail

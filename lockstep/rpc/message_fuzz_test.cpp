@@ -170,6 +170,7 @@ TEST(ValueFuzz, AnyValueIsReadOrRefused) {
   EXPECT_GT(read, 1'500);
 }
 
+/// As worker 1 sends them to worker 0.
 std::vector<MessagePtr> good_messages() {
   const auto stack = [] {
     WireCall call("fuzz.add", add_two.signature().hash, 1, {1, 2});
@@ -182,7 +183,7 @@ std::vector<MessagePtr> good_messages() {
   return {
       script_call(),
       script_call(),  // Twice, as most messages are calls.
-      native::ScriptRemoteCall(carrier, stack(), native::RRefId(7, 8), native::ForkId(7, 9), false)
+      native::ScriptRemoteCall(carrier, stack(), native::RRefId(1, 8), native::ForkId(1, 9), false)
           .toMessage(),
       native::ScriptRRefFetchCall(0, rref).toMessage(),
       native::RRefUserDelete(rref, fork).toMessage(),
@@ -254,9 +255,12 @@ struct Served {
 TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
   const uint64_t seed = fuzz_seed();
   SCOPED_TRACE(seed);
-  testing::run_workers(1, [seed](Agent& agent, int) {
+  testing::run_workers(2, [seed](Agent&, int rank) {
+    if (rank == 1) return;
     Random random(seed);
     Served served("");
+    served.guard->holders.know(1);
+    Seal theirs(1, "", "job");
     int64_t refused = 0, answered = 0;
     const auto messages = good_messages();
     for (int i = 0; i < 2'000; ++i) {
@@ -267,16 +271,55 @@ TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
       auto type = good->type();
       if (below(random, 20) == 0)
         type = static_cast<native::MessageType>(0x100 + below(random, 40));
-      const auto answer = served.take(served.sealed(
-          c10::make_intrusive<native::Message>(std::move(bytes), std::move(tensors), type, i)));
+      const auto answer = served.take(theirs.close(
+          c10::make_intrusive<native::Message>(std::move(bytes), std::move(tensors), type, i), 0,
+          theirs.next_number()));
       if (!answer->completed()) continue;  // It waits for a reference that will never come.
       ++(answer->hasError() ? refused : answered);
     }
     EXPECT_GT(refused, 200);
     EXPECT_GT(answered, 200);
     EXPECT_EQ(call("w0", add_two, 1, 2), 3);
-    // References of workers that do not exist will never be given up.
-    agent.shutdown_now();
+    // What its messages made it hold here is freed when it is gone. So the shutdown waits for none.
+    served.guard->holders.release(1);
+  });
+}
+
+TEST(MessageFuzz, ReferencesOfWorkersThatThereAreNotAreRefused) {
+  testing::run_workers(1, [](Agent&, int) {
+    Served served("");
+    const auto refusal_of = [&](const MessagePtr& message) {
+      const auto answer = served.take(served.sealed(message));
+      return answer->hasError() ? answer->tryRetrieveErrorMessage() : "accepted";
+    };
+    const auto remote_call = [](const native::RRefId& result, const native::ForkId& fork) {
+      WireCall call("fuzz.add", add_two.signature().hash, 1, {1, 2});
+      return native::ScriptRemoteCall(c10::QualifiedName("lockstep"), std::move(call).stack(),
+                                      result, fork, false)
+          .toMessage();
+    };
+    const native::RRefId ours(0, 1'000'001), theirs(7, 8);
+    for (const auto& call : {remote_call(theirs, theirs), remote_call(ours, theirs)}) {
+      EXPECT_THAT(refusal_of(call), HasSubstr("the reference to a result is not its sender's"));
+      EXPECT_THAT(refusal_of(autograd::RpcWithAutograd(0, native::MessageType::FORWARD_AUTOGRAD_REQ,
+                                                       autograd::AutogradMetadata(5, 6), call)
+                                 .toMessage()),
+                  HasSubstr("the reference to a result is not its sender's"));
+    }
+    const auto fork = [&] { return native::RRefForkRequest(ours, theirs).toMessage(); };
+    EXPECT_THAT(refusal_of(fork()),
+                HasSubstr("a reference of worker number 7, which there is not"));
+    EXPECT_THAT(refusal_of(autograd::RpcWithAutograd(0, native::MessageType::FORWARD_AUTOGRAD_REQ,
+                                                     autograd::AutogradMetadata(5, 6), fork())
+                               .toMessage()),
+                HasSubstr("of a kind that no autograd context has"));
+    const auto& holders = served.guard->holders;
+    holders.check_known({CarriedReference{0, 0, 1, 0, 2, 0}});
+    for (const auto& carried :
+         {CarriedReference{7, 0, 1, 0, 2, 0}, CarriedReference{0, 7, 1, 0, 2, 0},
+          CarriedReference{0, 0, 1, 7, 2, 0}, CarriedReference{0, 0, 1, 0, 2, 7}}) {
+      EXPECT_THROW(holders.check_known({carried}), DataError);
+    }
   });
 }
 

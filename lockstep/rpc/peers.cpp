@@ -45,11 +45,13 @@ void Peers::watch(int id, const std::string& name) {
     } catch (const std::exception&) {
       now = State::lost;
     }
+    bool name_is_free = true;
     {
       const std::lock_guard lock(shared->mutex);
       shared->peers[id].state = now;
+      name_is_free = !shared->has_one_here(name);
     }
-    shared->on_loss(id, name);  // What it held is free, however it went.
+    shared->on_loss(id, name, name_is_free);  // What it held is free, however it went.
   });
 }
 
@@ -92,15 +94,25 @@ bool Peers::expects(int rank) const {
   return found == shared_->peers.end() || found->second.state != State::lost;
 }
 
+bool Peers::Shared::has_one_here(const std::string& name) const {
+  return std::any_of(peers.begin(), peers.end(), [&](const auto& entry) {
+    return entry.second.name == name && entry.second.state == State::here;
+  });
+}
+
+bool Peers::is_gone(int id) const {
+  const std::lock_guard lock(shared_->mutex);
+  const auto found = shared_->peers.find(id);
+  return found != shared_->peers.end() && found->second.state != State::here;
+}
+
 bool Peers::is_here(const std::string& name) const {
   bool known = false;
   {
     const std::lock_guard lock(shared_->mutex);
-    for (const auto& [id, peer] : shared_->peers) {
-      if (peer.name != name) continue;
-      known = true;
-      if (peer.state == State::here) return true;
-    }
+    if (shared_->has_one_here(name)) return true;
+    known = std::any_of(shared_->peers.begin(), shared_->peers.end(),
+                        [&](const auto& entry) { return entry.second.name == name; });
   }
   if (!known) throw UsageError("rpc: " + unknown_word("worker", name, names()));
   return false;

@@ -3,10 +3,15 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <string>
+
+#include "lockstep/base/error.h"
+
 namespace lockstep::rpc::detail {
 namespace {
 
 namespace native = torch::distributed::rpc;
+using Id = ReferenceHolders::Id;
 
 /// LibTorch's: the worker stands in the upper bits of a context's number.
 constexpr int kContextBits = 48;
@@ -19,7 +24,47 @@ void quietly(const F& work) noexcept {
   }
 }
 
+Id id_of(int64_t worker, int64_t number) {
+  return {static_cast<native::worker_id_t>(worker), number};
+}
+
+/// Of what the other one had not yet said that it has, and of what it had.
+void forget_fork(const Id& reference, const Id& fork) {
+  quietly([&] {
+    auto& all = native::RRefContext::getInstance();
+    all.delPendingChild(fork);
+    all.delForkOfOwner(reference, fork);
+  });
+}
+
 }  // namespace
+
+void ReferenceHolders::know(int worker) {
+  const std::lock_guard lock(mutex_);
+  known_.insert(worker);
+}
+
+void ReferenceHolders::check_known(int64_t worker) const {
+  const std::lock_guard lock(mutex_);
+  if (worker >= 0 && worker <= INT16_MAX && known_.count(static_cast<int>(worker)) > 0) return;
+  throw DataError("rpc: a message that cannot be read: a reference of worker number " +
+                  std::to_string(worker) + ", which there is not");
+}
+
+void ReferenceHolders::check_known(const std::vector<CarriedReference>& carried) const {
+  for (const auto& c : carried) {
+    for (const int64_t worker : {c.owner, c.reference_on, c.fork_on, c.parent}) check_known(worker);
+  }
+}
+
+void ReferenceHolders::check_fork(const Id& reference, const Id& fork) const {
+  check_known(reference.createdOn_);
+  check_known(fork.createdOn_);
+  const std::lock_guard lock(mutex_);
+  const auto found = forks_.find(fork);
+  if (found == forks_.end() || found->second.reference == reference) return;
+  throw DataError("rpc: a message that cannot be read: a fork of two references");
+}
 
 void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool owned) {
   if (worker == self_) return;
@@ -35,8 +80,16 @@ void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool
 
 void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    add(worker, Id(static_cast<native::worker_id_t>(c.reference_on), c.reference_id),
-        Id(static_cast<native::worker_id_t>(c.fork_on), c.fork_id), c.owner == self_);
+    add(worker, id_of(c.reference_on, c.reference_id), id_of(c.fork_on, c.fork_id),
+        c.owner == self_);
+  }
+}
+
+void ReferenceHolders::take_back(const std::vector<CarriedReference>& carried) {
+  for (const auto& c : carried) {
+    const Id reference = id_of(c.reference_on, c.reference_id), fork = id_of(c.fork_on, c.fork_id);
+    remove(reference, fork);
+    forget_fork(reference, fork);
   }
 }
 
@@ -46,9 +99,10 @@ void ReferenceHolders::accepted(const Id& fork) {
   if (found != forks_.end() && !found->second.owned) forks_.erase(found);
 }
 
-void ReferenceHolders::remove(const Id& fork) {
+void ReferenceHolders::remove(const Id& reference, const Id& fork) {
   const std::lock_guard lock(mutex_);
-  forks_.erase(fork);
+  const auto found = forks_.find(fork);
+  if (found != forks_.end() && found->second.reference == reference) forks_.erase(found);
 }
 
 void ReferenceHolders::add_context(int64_t context) {
@@ -78,14 +132,7 @@ void ReferenceHolders::release(int worker) {
     }
     contexts.swap(contexts_[worker]);
   }
-  for (const auto& [reference, fork] : forks) {
-    quietly([&, reference = reference, fork = fork] {
-      auto& all = native::RRefContext::getInstance();
-      // What the worker had not yet said that it has, and what it had.
-      all.delPendingChild(fork);
-      all.delForkOfOwner(reference, fork);
-    });
-  }
+  for (const auto& [reference, fork] : forks) forget_fork(reference, fork);
   for (const int64_t context : contexts) {
     quietly([&] {
       torch::distributed::autograd::DistAutogradContainer::getInstance().releaseContextIfPresent(

@@ -21,14 +21,24 @@ class ReferenceHolders {
  public:
   using Id = torch::distributed::rpc::GloballyUniqueId;
 
-  explicit ReferenceHolders(int self) : self_(self) {}
+  explicit ReferenceHolders(int self) : self_(self), known_{self} {}
+
+  /// There is, or was, a worker of this number.
+  void know(int worker);
+  /// Throws DataError for one of which this worker has never heard: nobody would ever give up what
+  /// it refers to, and a graceful shutdown would wait for it.
+  void check_known(const std::vector<CarriedReference>& carried) const;
+  /// The same for a fork. A fork of two references is refused, too.
+  void check_fork(const Id& reference, const Id& fork) const;
 
   /// The worker has the fork, or is being sent it. `owned`: of what is here.
   void add(int worker, const Id& reference, const Id& fork, bool owned = true);
   void add(int worker, const std::vector<CarriedReference>& carried);
+  /// A message with these was not sent.
+  void take_back(const std::vector<CarriedReference>& carried);
   /// The worker says that it has what it was sent. From now on it is its owner's.
   void accepted(const Id& fork);
-  void remove(const Id& fork);
+  void remove(const Id& reference, const Id& fork);
   /// A context came here that some worker has made; its number says which.
   void add_context(int64_t context);
   void remove_context(int64_t context);
@@ -45,11 +55,13 @@ class ReferenceHolders {
     Id reference;
     bool owned = true;
   };
+  void check_known(int64_t worker) const;
+
   const int self_;
   mutable std::mutex mutex_;
   std::unordered_map<Id, Held, Id::Hash> forks_;
   std::map<int, std::unordered_set<int64_t>> contexts_;  ///< By the worker that made them.
-  std::set<int> gone_;
+  std::set<int> known_, gone_;
 };
 
 }  // namespace lockstep::rpc::detail

@@ -11,10 +11,13 @@
 #include <torch/csrc/distributed/rpc/script_resp.h>
 
 #include <atomic>
+#include <utility>
 
+#include "lockstep/base/error.h"
 #include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/handler_threads.h"
+#include "lockstep/rpc/sent_tensors.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -51,27 +54,32 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     Seal::Opened opened;
     try {
       opened = guard_->seal.open_request(request);
-      check_message(request, guard_->limits);
+      guard_->holders.check_known(check_message(request, guard_->limits));
       note(request, opened.sender);
     } catch (...) {
-      auto refused = c10::make_intrusive<native::JitFuture>(message_type());
-      refused->setError(refusal(std::current_exception()));
-      return refused;
+      return refused(std::current_exception());
     }
-    return handle(request, std::move(streams))
+    return handle(request, std::move(streams), opened.sender)
         ->then([this, opened](native::JitFuture& done) { return sealed(done, opened); },
                message_type());
   }
 
  protected:
-  FuturePtr handle(native::Message& request, Streams streams) const {
+  FuturePtr handle(native::Message& request, Streams streams, int sender) const {
     if (inline_.fetch_add(1) < on_transport_) {
-      auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
+      auto answer = process(request, std::move(streams), sender);
       inline_.fetch_sub(1);
       return answer;
     }
     inline_.fetch_sub(1);
-    return on_other_thread(request, std::move(streams));
+    return on_other_thread(request, std::move(streams), sender);
+  }
+
+  FuturePtr process(native::Message& request, Streams streams, int sender) const {
+    const int before = std::exchange(sender_, sender);
+    auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
+    sender_ = before;
+    return answer;
   }
 
   FuturePtr processScriptCall(native::RpcCommandBase& rpc, const Streams&) const override {
@@ -85,6 +93,11 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
   FuturePtr processScriptRemoteCall(native::RpcCommandBase& rpc, const Streams&) const override {
     auto& call = static_cast<native::ScriptRemoteCall&>(rpc);
+    try {
+      check_result(call.retRRefId(), call.retForkId());
+    } catch (const DataError&) {
+      return refused(std::current_exception());
+    }
     auto answer = assignOwnerRRef(call.retRRefId(), call.retForkId(), run(call.stackRef()));
     guard_->holders.add(call.retForkId().createdOn_, call.retRRefId(), call.retForkId());
     return answer;
@@ -107,21 +120,32 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   void handleRRefDelete(c10::intrusive_ptr<native::RRef>&) const override {}
 
  private:
+  void check_result(const native::RRefId& reference, const native::ForkId& fork) const {
+    if (reference.createdOn_ != sender_ || fork.createdOn_ != sender_) {
+      throw DataError(
+          "rpc: a message that cannot be read: the reference to a result is not its sender's");
+    }
+    guard_->holders.check_fork(reference, fork);
+  }
+
   // Who has which references to what is here.
   void note(const native::Message& request, int sender) const {
     auto& holders = guard_->holders;
     switch (request.type()) {
       case native::MessageType::RREF_FORK_REQUEST: {
         const auto fork = native::RRefForkRequest::fromMessage(request);
+        holders.check_fork(fork->rrefId(), fork->forkId());
         holders.add(sender, fork->rrefId(), fork->forkId());
         break;
       }
       case native::MessageType::RREF_CHILD_ACCEPT:
         holders.accepted(native::RRefChildAccept::fromMessage(request)->forkId());
         break;
-      case native::MessageType::RREF_USER_DELETE:
-        holders.remove(native::RRefUserDelete::fromMessage(request)->forkId());
+      case native::MessageType::RREF_USER_DELETE: {
+        const auto fork = native::RRefUserDelete::fromMessage(request);
+        holders.remove(fork->rrefId(), fork->forkId());
         break;
+      }
       case native::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
         holders.remove_context(
             torch::distributed::autograd::CleanupAutogradContextReq::fromMessage(request)
@@ -137,20 +161,22 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     if (done.hasError()) std::rethrow_exception(done.exception_ptr());
     const auto answer = done.value().toCustomClass<native::Message>();
     try {
+      make_readable(answer->tensors());
       guard_->holders.add(request.sender, check_message(*answer, guard_->limits));
     } catch (...) {
+      guard_->holders.take_back(references_in(*answer));
       std::rethrow_exception(refusal(std::current_exception()));
     }
     return native::withStorages(guard_->seal.close(answer, request.sender, request.number));
   }
 
-  FuturePtr on_other_thread(native::Message& request, Streams streams) const {
+  FuturePtr on_other_thread(native::Message& request, Streams streams, int sender) const {
     auto owned = c10::make_intrusive<native::Message>(std::move(request).movePayload(),
                                                       std::move(request).moveTensors(),
                                                       request.type(), request.id());
     auto answer = c10::make_intrusive<native::JitFuture>(message_type());
-    threads_.run([this, owned, answer, streams = std::move(streams)]() mutable {
-      forward(RequestCallbackNoPython::processMessage(*owned, std::move(streams)), answer);
+    threads_.run([this, owned, answer, sender, streams = std::move(streams)]() mutable {
+      forward(process(*owned, std::move(streams), sender), answer);
     });
     return answer;
   }
@@ -198,12 +224,23 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     return as_error(*runner_->refused(error).failure);
   }
 
+  FuturePtr refused(const std::exception_ptr& error) const {
+    auto answer = c10::make_intrusive<native::JitFuture>(message_type());
+    answer->setError(refusal(error));
+    return answer;
+  }
+
+  /// Of the request that this thread begins to serve.
+  static thread_local int sender_;
+
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<Guard> guard_;
   HandlerThreads& threads_;
   const int on_transport_;
   mutable std::atomic<int> inline_{0};
 };
+
+thread_local int RequestHandler::sender_ = -1;
 
 }  // namespace
 

@@ -24,9 +24,12 @@ StepClocks::Part enter_here(const std::string& bound, const StepClocks::Terms& t
   const auto is_here = [&](const std::string& other) {
     return other == worker->name() || worker->peers().is_here(other);
   };
+  // By its number, as another one may have its name by now.
+  const auto is_gone = [&] { return worker->peers().is_gone(id); };
+  if (is_gone()) throw UsageError("rpc::StalenessBound: worker '" + name + "' is gone");
   StepClocks& clocks = worker->step_clocks();
   const auto part = clocks.enter(bound, terms, name, id, is_here);
-  if (!is_here(name)) clocks.gone(id, name);  // Its death was told of before it came.
+  if (is_gone()) clocks.gone(id, name, !is_here(name));  // Its death was told of meanwhile.
   return part;
 }
 

@@ -11,7 +11,7 @@ namespace lockstep::rpc {
 /// All workers of a bound give the same.
 struct StalenessOptions {
   /// Those that take part from the start, by name. They are waited for before they have come.
-  std::vector<std::string> workers;
+  std::vector<std::string> workers = {};
   /// A worker may be so many steps ahead of the slowest one; 0: all go in step. None: no bound, as
   /// with HogWild.
   std::optional<int64_t> max_staleness = {};

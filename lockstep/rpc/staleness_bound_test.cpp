@@ -8,6 +8,8 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/rpc/rpc.h"
+#include "lockstep/rpc/step_clocks.h"
+#include "tests/support/joined_worker.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"
 
@@ -111,6 +113,61 @@ TEST(RpcStaleness, NobodyWaitsForTheDead) {
               {.timeout = 600s});
 }
 
+// What the dead worker sent may be read when another one has its name.
+using detail::StepClocks;
+const Function<StepClocks::Part(std::string, StepClocks::Terms, std::string, int)> enter(
+    "lockstep.rpc.clocks.enter");
+const auto enter_for_the_dead = function("staleness.enter_for_the_dead", [] {
+  EXPECT_THROW(call("w0", enter, "steps", StepClocks::Terms{{"w1", "w2"}, 0, {}}, "w2", 2),
+               RemoteError);
+});
+
+TEST(RpcStaleness, DISABLED_InTheDeadOnesPlace) {
+  Agent agent = testing::join_group();
+  StalenessBound bound("w0", both(0));
+  call("w1", enter_for_the_dead);
+  for (int64_t i = 0; i < kSteps; ++i) EXPECT_EQ(bound.step(), 0);
+  bound.finish();
+  agent.shutdown();
+}
+
+TEST(RpcStaleness, TheDeadOneDoesNotCountForTheOneInItsPlace) {
+  run_workers(3,
+              [](Agent& agent, int rank) {
+                if (rank == 2) ::_exit(0);
+                wait_until([&] { return !agent.lost_workers().empty(); }, "the loss");
+                if (rank == 0) {
+                  testing::expect_success(testing::start_joining(
+                      agent.address(), "w2", "RpcStaleness.DISABLED_InTheDeadOnesPlace"));
+                  return;
+                }
+                wait_until([&] { return agent.lost_workers().empty(); }, "the new one");
+                StalenessBound bound("w0", both(0));
+                for (int64_t i = 0; i < kSteps; ++i) EXPECT_EQ(bound.step(), 0);
+                bound.finish();
+              },
+              {.timeout = 600s});
+}
+
+TEST(RpcStaleness, WhoseNameAnotherOneHasIsGoneAlone) {
+  const auto clocks = std::make_shared<StepClocks>();
+  const auto is_here = [](const std::string&) { return true; };
+  const auto enter_as = [&](const std::string& name, int id) {
+    return clocks->enter("steps", {{"w1", "w2"}, 9, {}}, name, id, is_here);
+  };
+  const auto part = enter_as("w1", 1);
+  const auto slowest_after = [&](int64_t clock) {
+    return clocks->reach("steps", part.number, clock).wait().slowest;
+  };
+  EXPECT_EQ(slowest_after(1), 0);
+  clocks->gone(2, "w2", /*name_is_free=*/false);  // The one that has the name has not come yet.
+  EXPECT_EQ(slowest_after(2), 0);
+  clocks->gone(3, "w2", /*name_is_free=*/true);
+  EXPECT_EQ(slowest_after(3), 3);
+  EXPECT_EQ(enter_as("w2", 4).clock, 3);
+  EXPECT_THROW(enter_as("w2", 2), UsageError);
+}
+
 TEST(RpcStaleness, WhoLeavesOrComesLaterHoldsNobodyUp) {
   run_workers(3,
               [](Agent&, int rank) {
@@ -180,13 +237,23 @@ std::string remote_error_of(const F& run) {
   return {};
 }
 
+// Each option may be left out, without a word of the compiler.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wmissing-field-initializers"
+const StalenessOptions kNoWorkers{.max_staleness = 1};
+const StalenessOptions kNameAlone{.name = "other"};
+const BatchOptions kDelayAlone{.delay = 1ms};
+const Options kLastAlone{.fast_calls = false};
+#pragma GCC diagnostic pop
+
 TEST(RpcStaleness, WhatDoesNotFitIsAnError) {
   run_workers(2, [](Agent&, int rank) {
     if (rank == 0) return;
     const auto make = [](const StalenessOptions& options) {
       return [options] { const StalenessBound bound("w0", options); };
     };
-    EXPECT_THAT(remote_error_of(make({})), HasSubstr("'steps': no workers"));
+    EXPECT_THAT(remote_error_of(make(kNoWorkers)), HasSubstr("'steps': no workers"));
+    EXPECT_THAT(remote_error_of(make(kNameAlone)), HasSubstr("'other': no workers"));
     EXPECT_THAT(remote_error_of(make({.workers = {"w1", "w7"}})),
                 HasSubstr("unknown worker 'w7'; did you mean"));
     EXPECT_THAT(remote_error_of(make({.workers = {"w1"}, .max_staleness = -1})),

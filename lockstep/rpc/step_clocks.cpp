@@ -77,6 +77,9 @@ StepClocks::Part StepClocks::enter(const std::string& name, const Terms& terms,
   }
   const int64_t slowest = bound.slowest();
   Member& member = bound.members[worker];
+  if (member.id > id) {  // A later one has the name.
+    throw UsageError("rpc::StalenessBound '" + name + "': worker '" + worker + "' is gone");
+  }
   member = {id, ++last_number_, slowest == kNobody ? 0 : slowest};
   return {member.number, member.clock, bound.timeout.count()};
 }
@@ -138,7 +141,7 @@ void StepClocks::leave(const std::string& name, int64_t number) {
   give(answers);
 }
 
-void StepClocks::gone(int id, const std::string& worker) {
+void StepClocks::gone(int id, const std::string& worker, bool name_is_free) {
   Answers answers;
   {
     const std::lock_guard lock(mutex_);
@@ -146,7 +149,7 @@ void StepClocks::gone(int id, const std::string& worker) {
     for (auto& [name, bound] : bounds_) {
       const size_t ended = std::erase_if(bound.members, [&](const auto& entry) {
         const Member& member = entry.second;
-        return member.id == id || (member.id < 0 && entry.first == worker);
+        return member.id == id || (name_is_free && member.id < 0 && entry.first == worker);
       });
       if (ended > 0) changed.push_back(name);
     }

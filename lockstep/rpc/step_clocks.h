@@ -49,9 +49,9 @@ class StepClocks : public std::enable_shared_from_this<StepClocks> {
   };
 
   /// A worker, by its name and number, takes part. The first one makes the bound. One that has a
-  /// part already gets another in its place. `is_here`: whether a worker of that name is there;
-  /// throws UsageError for a name that none has had. Throws UsageError for other terms than those
-  /// of the bound.
+  /// part already gets another in its place. So does one that has the name of a dead one.
+  /// `is_here`: whether a worker of that name is there; throws UsageError for a name that none has
+  /// had. Throws UsageError for other terms than those of the bound.
   Part enter(const std::string& bound, const Terms& terms, const std::string& worker, int id,
              const std::function<bool(const std::string&)>& is_here);
   /// Moves a part's clock. Done when the slowest clock is near enough. Throws UsageError for a part
@@ -61,8 +61,9 @@ class StepClocks : public std::enable_shared_from_this<StepClocks> {
   Future<Answer> finish(const std::string& bound, int64_t number);
   /// The same without an answer.
   void leave(const std::string& bound, int64_t number);
-  /// A worker has died or left: its parts end.
-  void gone(int id, const std::string& worker);
+  /// A worker has died or left: its parts end. Where no other one has its name, nobody waits for
+  /// one of the name to come.
+  void gone(int id, const std::string& worker, bool name_is_free);
 
  private:
   struct Member {
