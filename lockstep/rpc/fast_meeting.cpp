@@ -12,6 +12,8 @@ namespace lockstep::rpc::detail {
 namespace {
 
 constexpr const char* kMeeting = "fast/meeting";
+/// Set, with the reason, by a rank that cannot have its part: nobody need wait for it.
+constexpr const char* kFailed = "fast/failed";
 
 std::shared_ptr<FastLink> make_link(Store& store, int rank, int size) {
   shm::SharedGroupOptions options;
@@ -21,6 +23,10 @@ std::shared_ptr<FastLink> make_link(Store& store, int rank, int size) {
   options.segment.message_bytes = FastLink::kRingBytes;
   options.segment.timeout = store.timeout();
   options.segment.group = "rpc";
+  // Rank 0 would wait for those that have failed.
+  options.segment.look = [&](const std::vector<int>&) {
+    if (store.check({kFailed})) throw CommError(store.get(kFailed));
+  };
   const shm::Meeting meeting{[&](const std::string& value) { store.set(kMeeting, value); },
                              [&] { return store.get(kMeeting); }};
   return std::make_shared<FastLink>(std::make_unique<shm::SharedGroup>(options, meeting));
@@ -52,13 +58,16 @@ std::shared_ptr<FastLink> meet_over_memory(Store store, int rank, int size, bool
   std::string lack;
   try {
     link = make_link(store, rank, size);
-  } catch (const Error& error) {
-    lack = error.what();
-    if (rank == 0) store.set(kMeeting, "none");  // Nobody need wait for it.
+  } catch (const std::exception& error) {
+    lack = "rank " + std::to_string(rank) + ": " + error.what();
+    store.set(kFailed, lack);
+    if (rank == 0) store.set(kMeeting, "none");
   }
-  if (are_all(exchange(store, "made", rank, size, link ? "1" : "0"), "1")) return link;
-  log_debug("rpc: calls go LibTorch's way only: no shared memory" +
-            (lack.empty() ? " on another rank" : ": " + lack));
+  const auto lacks = exchange(store, "made", rank, size, lack);
+  if (are_all(lacks, "")) return link;
+  const auto first =
+      std::find_if(lacks.begin(), lacks.end(), [](const auto& l) { return !l.empty(); });
+  log_debug("rpc: calls go LibTorch's way only: no shared memory: " + *first);
   return nullptr;
 }
 
