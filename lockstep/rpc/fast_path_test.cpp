@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <ctime>
 #include <mutex>
 #include <sstream>
 #include <thread>
@@ -258,6 +259,30 @@ TEST(FastPath, AnswersComeAlsoWhenNobodyWaits) {
                 wait_until([&] { return sum == 328'350; }, "the sum of the squares below 100");
               },
               {.max_pending = 3});
+}
+
+double processor_seconds() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
+}
+const auto processor_used = function("fast.processor_used", processor_seconds);
+const auto take_time = function("fast.take_time", [](int64_t milliseconds) {
+  std::unique_lock lock(gate_mutex);
+  gate_opened.wait_for(lock, std::chrono::milliseconds(milliseconds), [] { return false; });
+});
+
+TEST(FastPath, WhoWaitsForLongSleeps) {
+  run_workers(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    for (int i = 0; i < 100; ++i) call("w1", square, i);
+    const double here = processor_seconds(), there = call("w1", processor_used);
+    std::thread other([] { call("w1", take_time, 2'000); });
+    call("w1", take_time, 2'000);
+    other.join();
+    EXPECT_LT(processor_seconds() - here, 0.5);
+    EXPECT_LT(call("w1", processor_used) - there, 0.5);
+  });
 }
 
 const auto zeros = function("fast.zeros", [](int64_t size) { return at::zeros({size}); });

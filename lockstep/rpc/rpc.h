@@ -110,8 +110,8 @@ Agent init(const World& world, const std::string& name, const Options& options =
 /// accepts no connection after that, and warns of it. Those that are connected go on. Further ones
 /// cannot reach such a worker.
 ///
-/// The group's ranks shut down when those that joined have left. On one host a group talks over
-/// shared memory: then workers join from that host only. Throws:
+/// The group's ranks shut down when those that joined have left. On one host a group listens on
+/// loopback: then workers join from that host only. Throws:
 /// - UsageError for a name that a living worker has, for what is no address, and as `init`,
 /// - TimeoutError or CommError when there is no such group,
 /// - PeerLostError when nobody is there any more,
