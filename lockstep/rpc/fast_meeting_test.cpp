@@ -27,14 +27,14 @@ TEST(FastMeeting, ARankThatFailsLateHoldsNobodyUp) {
         const auto begin = std::chrono::steady_clock::now();
         if (rank == 1) {
           Store other = store.clone();
-          std::thread meets([&] { EXPECT_EQ(meet_over_memory(store, 1, 3, true), nullptr); });
-          other.wait({numbered_keys("fast/place/", 3)[1]});
+          std::thread meets([&] { EXPECT_EQ(meet(store, {.rank = 1, .size = 3}), nullptr); });
+          other.wait({numbered_keys("fast/wish/", 3)[1]});
           const lockstep::testing::FileLimit none(0);
           other.set("is_poor", "");
           meets.join();
         } else {
           store.get("is_poor");
-          EXPECT_EQ(meet_over_memory(store, rank, 3, true), nullptr);
+          EXPECT_EQ(meet(store, {.rank = rank, .size = 3}), nullptr);
         }
         EXPECT_LT(std::chrono::steady_clock::now() - begin, 40s) << "it waited for the time-out";
         if (::testing::Test::HasFailure()) throw std::runtime_error("an expectation failed");
