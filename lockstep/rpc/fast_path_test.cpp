@@ -381,7 +381,7 @@ TEST_P(FastPaths, WhatIsKeptNoMoreCannotBeFetched) {
     const auto [blocked, number] = blocked_call("w1");
     call("w1", claim, number, 77);
     try {
-      blocked.wait();
+      blocked.wait(30s);
       FAIL();
     } catch (const RemoteError& error) {
       EXPECT_THAT(error.message(), HasSubstr("no result is kept under the ticket 77"));
@@ -396,7 +396,7 @@ TEST_P(FastPaths, WhatADeadWorkerKeptIsLost) {
     if (rank != 0) return;
     const auto [blocked, number] = blocked_call("w1");
     EXPECT_THROW(call("w1", claim_and_die, number), PeerLostError);
-    EXPECT_THROW(blocked.wait(), PeerLostError);
+    EXPECT_THROW(blocked.wait(30s), PeerLostError);
     wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
   });
 }
@@ -407,7 +407,8 @@ TEST_P(FastPaths, AFetchEndsWithItsCallsTimeOut) {
     const auto owner = static_cast<pid_t>(call("w1", process));
     const auto [blocked, number] = blocked_call({"w1", 500ms});
     const auto stopped = call_async("w1", claim_and_stop, number);
-    EXPECT_THROW(blocked.wait(), TimeoutError);
+    EXPECT_THROW(blocked.wait(30s), TimeoutError);
+    EXPECT_TRUE(blocked.is_done());
     EXPECT_FALSE(stopped.is_done());
     ::kill(owner, SIGCONT);
     stopped.wait();

@@ -35,7 +35,7 @@ struct End {
     int both[2] = {-1, -1};
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) != 0) throw std::bad_alloc();
     other.reset(both[1]);
-    const timeval most{20, 0};  // So that what does not end fails.
+    const timeval most{5, 0};  // So that what does not end fails.
     setsockopt(both[1], SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
     SocketLink::Setup setup;
     setup.peers.resize(2);
