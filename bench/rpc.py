@@ -59,7 +59,7 @@ def in_context(leaf, one):
 
 def measure(row, config):
     steps, one = config["steps"], torch.ones(1)
-    if row["call"] in ("own", "fast"):
+    if row["call"] in ("own", "fast", "tcp"):
         return common.median_us(lambda: rpc.rpc_sync("server", add, (one, one)), config["warmup"], steps)
     if row["call"] == "autograd":
         leaf = torch.ones(1, requires_grad=True)

@@ -195,6 +195,10 @@ void FastPath::lose(int id) {
   if (id >= link_->size() || id == link_->rank()) return;
   link_->lose(id);
   take_and_go();  // What it left behind.
+  fail_calls_to(id);
+}
+
+void FastPath::fail_calls_to(int id) {
   const auto lost = take_pending_if([id](const Pending& call) { return call.to == id; });
   for (const auto& call : lost) call.state->fail(lost_failure(call.what, link_->how_it_went(id)));
   const std::lock_guard lock(mutex_);

@@ -9,9 +9,11 @@
 #include <thread>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
 #include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/fast_path.h"
+#include "lockstep/rpc/ring_link.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
@@ -21,20 +23,45 @@ using namespace std::chrono_literals;
 using test_wait::wait_until;
 using Messages = std::vector<FastMessage>;
 
+enum class Over { memory, tcp, tcp_with_secret };
+
 struct Pair {
-  Pair() {
+  explicit Pair(Over over) {
+    FastMeeting meeting{.rank = 0, .size = 2, .shared_memory = over == Over::memory};
+    if (over == Over::tcp_with_secret) meeting.secret = "sixteen letters!";
+    FastMeeting others = meeting;
+    others.rank = 1;
     Store store = hash_store();
-    std::thread other([&] { second = meet_over_memory(store, 1, 2, true); });
-    first = meet_over_memory(store, 0, 2, true);
+    std::thread other([&] { second = meet(store, others); });
+    first = meet(store, meeting);
     other.join();
+    if (!first || !second) throw std::runtime_error("there is no link");
+    const bool is_memory = dynamic_cast<RingLink*>(first.get()) != nullptr;
+    EXPECT_EQ(is_memory, over == Over::memory);
   }
   std::shared_ptr<FastLink> first, second;
 };
 
+Messages taken(FastLink& link) {
+  FastCatch caught;
+  link.take(caught);
+  EXPECT_TRUE(caught.lost.empty());
+  return caught.messages;
+}
+
+class FastLinks : public ::testing::TestWithParam<Over> {};
+std::string name_of(const ::testing::TestParamInfo<Over>& info) {
+  if (info.param == Over::memory) return "memory";
+  return info.param == Over::tcp ? "tcp" : "tcp_with_secret";
+}
+INSTANTIATE_TEST_SUITE_P(All, FastLinks,
+                         ::testing::Values(Over::memory, Over::tcp, Over::tcp_with_secret),
+                         name_of);
+
 /// Sleeps until something has come. Fails when no one wakes it.
 void await(FastLink& link, Messages& messages) {
   while (messages.empty()) {
-    link.take(messages);
+    messages = taken(link);
     if (!messages.empty()) return;
     const auto begin = std::chrono::steady_clock::now();
     link.sleep(
@@ -43,8 +70,8 @@ void await(FastLink& link, Messages& messages) {
   }
 }
 
-TEST(FastLink, WhatDoesNotFitIntoTheRingWaitsForRoomAndComesInOrder) {
-  const Pair pair;
+TEST_P(FastLinks, WhatDoesNotFitIntoTheRingWaitsForRoomAndComesInOrder) {
+  const Pair pair(GetParam());
   constexpr uint64_t kCount = 60;
   std::thread sender([&] {
     for (uint64_t i = 0; i < kCount; ++i) {
@@ -52,18 +79,18 @@ TEST(FastLink, WhatDoesNotFitIntoTheRingWaitsForRoomAndComesInOrder) {
       EXPECT_TRUE(pair.first->send(1, {3, i, i + 1, i + 2}, bytes, FastLink::WhenFull::keep));
     }
     // Nobody else sends on what waits.
-    for (Messages none; pair.first->look() || !none.empty();) pair.first->take(none);
+    while (pair.first->look()) EXPECT_TRUE(taken(*pair.first).empty());
   });
   Messages messages;
   wait_until(
       [&] {
-        pair.second->take(messages);
-        Messages none;
-        pair.first->take(none);
+        for (auto& message : taken(*pair.second)) messages.push_back(std::move(message));
+        taken(*pair.first);
         return messages.size() == kCount;
       },
       "all messages");
   sender.join();
+  ASSERT_EQ(messages.size(), kCount);
   for (uint64_t i = 0; i < kCount; ++i) {
     const auto& [from, head, bytes] = messages[i];
     EXPECT_EQ(from, 0);
@@ -75,8 +102,8 @@ TEST(FastLink, WhatDoesNotFitIntoTheRingWaitsForRoomAndComesInOrder) {
   }
 }
 
-TEST(FastLink, RefusesWhatIsTooLargeTooMuchOrForALostWorker) {
-  const Pair pair;
+TEST_P(FastLinks, RefusesWhatIsTooLargeTooMuchOrForALostWorker) {
+  const Pair pair(GetParam());
   FastLink& link = *pair.first;
   const std::string most(link.most_bytes(), 'x');
   EXPECT_FALSE(link.send(1, {}, most + "x", FastLink::WhenFull::keep));
@@ -88,8 +115,8 @@ TEST(FastLink, RefusesWhatIsTooLargeTooMuchOrForALostWorker) {
   EXPECT_FALSE(link.send(1, {}, "x", FastLink::WhenFull::keep));
 }
 
-TEST(FastLink, NoWakeUpIsLost) {
-  const Pair pair;
+TEST_P(FastLinks, NoWakeUpIsLost) {
+  const Pair pair(GetParam());
   constexpr int kRounds = 3'000;
   const auto play = [](FastLink& link, int other, bool begins) {
     Messages messages;
@@ -133,14 +160,54 @@ std::string good_request() {
   return bytes;
 }
 
-TEST(FastPathFuzz, SpoiltRequestsAreErrorsAndTheWorkerGoesOn) {
+const auto much = function(
+    "link.much", [](int64_t bytes) { return std::string(static_cast<size_t>(bytes), 'x'); });
+
+TEST_P(FastLinks, AKeptResultIsHandedOverOnce) {
+  const Pair pair(GetParam());
+  Served served(pair.second);
+  const auto largest = static_cast<int64_t>(pair.first->most_bytes());
+  std::string bytes;
+  ASSERT_TRUE(encode_request("link.much", {largest}, {1 << 20, 8}, bytes));
+  const FastHead head{static_cast<uint32_t>(FastPath::Kind::request), 1, 1,
+                      static_cast<uint64_t>(much.signature().hash)};
+  ASSERT_TRUE(pair.first->send(1, head, bytes, FastLink::WhenFull::keep));
+  Messages answers;
+  await(*pair.first, answers);
+  ASSERT_EQ(answers.size(), 1);
+  EXPECT_EQ(static_cast<FastPath::Kind>(answers[0].head.kind), FastPath::Kind::kept_value);
+  const auto ticket = static_cast<int64_t>(answers[0].head.extra);
+  EXPECT_EQ(served.path->take_kept(ticket).toStringRef().size(), largest);
+  EXPECT_THROW(served.path->take_kept(ticket), DataError);
+  EXPECT_EQ(served.path->results_kept(), 0);
+}
+
+// It may hold what they want.
+TEST_P(FastLinks, CallbacksNeverRunOnTheThreadThatFinishesTheCall) {
+  const Pair pair(GetParam());
+  const Served served(pair.second);
+  constexpr int kCount = 5'000;
+  const auto here = std::this_thread::get_id();
+  std::atomic<int> run{0}, run_here{0};
+  for (int i = 0; i < kCount; ++i) {
+    served.path->run_elsewhere(std::make_shared<CallState>(), {[&] {
+                                 if (std::this_thread::get_id() == here) ++run_here;
+                                 ++run;
+                               }});
+    // One at a time, so that a thread waits for it.
+    while (run <= i) std::this_thread::yield();
+  }
+  EXPECT_EQ(run_here, 0);
+}
+
+TEST_P(FastLinks, SpoiltRequestsAreErrorsAndTheWorkerGoesOn) {
   const auto given = env_string("LOCKSTEP_FUZZ_SEED");
   const uint64_t seed = given ? std::stoull(*given) : std::random_device{}();
   std::printf("LOCKSTEP_FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed));
   std::fflush(stdout);
   SCOPED_TRACE(seed);
   std::mt19937_64 random(seed);
-  const Pair pair;
+  const Pair pair(GetParam());
   Served served(pair.second);
   constexpr uint64_t kCount = 3'000;
   int values = 0, failures = 0;

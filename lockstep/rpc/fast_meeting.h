@@ -1,15 +1,29 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "lockstep/comm/store.h"
 #include "lockstep/rpc/fast_link.h"
 
 namespace lockstep::rpc::detail {
 
-/// The link between the ranks of a job on one host. All ranks call it, and all get one or none:
-/// none when a rank does not want it, or one cannot have the memory. Why is written with
-/// LOCKSTEP_LOG_LEVEL=debug. Blocks until all have come. Throws what the store throws.
-std::shared_ptr<FastLink> meet_over_memory(Store store, int rank, int size, bool wanted);
+struct FastMeeting {
+  int rank = 0;
+  int size = 1;
+  bool wanted = true;         ///< This rank wants a link at all.
+  bool shared_memory = true;  ///< It would have one over shared memory.
+  /// Over TCP: this host's address, on which it listens and at which the others reach it.
+  std::string host = "127.0.0.1";
+  bool has_processor = false;  ///< See SocketLink::Setup.
+  std::string secret = {};     ///< Empty: none. With one, shared memory is not used.
+  std::string job = {};        ///< Of this job alone, and known to its ranks.
+};
+
+/// The link between the ranks of a job. All ranks call it, and all get one or none: over shared
+/// memory where all want that and can have it, else over TCP. None when a rank does not want it, or
+/// cannot be reached. Why is written with LOCKSTEP_LOG_LEVEL=debug. Blocks until all have come.
+/// Throws what the store throws.
+std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting);
 
 }  // namespace lockstep::rpc::detail

@@ -24,7 +24,7 @@ constexpr std::chrono::microseconds kLeastSpin{1}, kMostSpin{10};
 constexpr std::chrono::hours kLongSleep{1};
 /// The keeper's: it looks unasked as well, so that a wake-up that goes astray costs time only.
 constexpr std::chrono::seconds kKeepersSleep{1};
-/// A look at the clock costs as much as some at the rings.
+/// A look at the clock costs as much as some at rings.
 constexpr int kLooksPerTime = 16;
 
 }  // namespace
@@ -54,17 +54,18 @@ void FastPath::stop() noexcept {
   }
   for (const auto bed : {FastLink::caller, FastLink::guest, FastLink::keeper}) link_->wake(bed);
   if (keeper_.joinable()) keeper_.join();
+  link_->close();
 }
 
 void FastPath::take(bool is_guest) {
-  std::vector<FastMessage> messages;
-  link_->take(messages);
-  for (auto& message : messages) {
+  FastCatch caught;
+  link_->take(caught);
+  for (auto& message : caught.messages) {
     if (static_cast<Kind>(message.head.kind) == Kind::request) requests_.push(std::move(message));
   }
   // A guest runs what has come itself. Before answers, whose callbacks may take a while.
   if (!is_guest) bring_helper();
-  for (const auto& message : messages) {
+  for (const auto& message : caught.messages) {
     switch (static_cast<Kind>(message.head.kind)) {
       case Kind::request:
         break;
@@ -78,6 +79,7 @@ void FastPath::take(bool is_guest) {
         on_answer(message);
     }
   }
+  for (const int id : caught.lost) fail_calls_to(id);
 }
 
 void FastPath::take_and_go() {
@@ -154,17 +156,18 @@ void FastPath::finished(const CallState& state) noexcept {
 
 namespace {
 
-/// Run when the last owner lets go: by a handler thread, or where there is none any more.
+/// Run by a handler thread. Where there is none any more, by who lets go of them last.
 struct Callbacks {
   const std::shared_ptr<CallState> state;  ///< They look at it, and own it not.
-  const std::vector<std::function<void()>> all;
+  std::vector<std::function<void()>> left;
   Callbacks(std::shared_ptr<CallState> its, std::vector<std::function<void()>> given)
-      : state(std::move(its)), all(std::move(given)) {}
-  ~Callbacks() {
-    for (const auto& callback : all) callback();
-  }
+      : state(std::move(its)), left(std::move(given)) {}
+  ~Callbacks() { run(); }
   Callbacks(const Callbacks&) = delete;
   Callbacks& operator=(const Callbacks&) = delete;
+  void run() {
+    for (const auto& callback : std::exchange(left, {})) callback();
+  }
 };
 
 }  // namespace
@@ -173,7 +176,7 @@ void FastPath::run_elsewhere(std::shared_ptr<CallState> state,
                              std::vector<std::function<void()>> callbacks) noexcept {
   auto kept = std::make_shared<Callbacks>(std::move(state), std::move(callbacks));
   try {
-    threads_->run([kept] {});
+    threads_->run([kept] { kept->run(); });
   } catch (const std::system_error&) {
     // No thread can be started: they run here.
   }

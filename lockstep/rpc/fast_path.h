@@ -23,8 +23,8 @@
 
 namespace lockstep::rpc::detail {
 
-/// Calls between the ranks of one host by a way of their own: plain values in messages of our own
-/// form over shared memory (FastLink). LibTorch's way costs a call several changes of threads. Here
+/// Calls between ranks by a way of their own: plain values in messages of our own form over shared
+/// memory or TCP (FastLink). LibTorch's way costs a call several changes of threads. Here
 /// a small one that nothing disturbs has none. What does not fit goes LibTorch's way and means the
 /// same.
 ///
@@ -67,6 +67,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   /// Calls of this worker that have gone this way, and results that others have not fetched yet.
   uint64_t calls_sent();
   size_t results_kept();
+  FastLink& link() { return *link_; }
   /// Hands a kept result over. Throws DataError when there is none.
   at::IValue take_kept(int64_t ticket);
   /// The worker died or has left: the calls to it fail, and what is kept for it is freed.
@@ -100,6 +101,8 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   std::vector<Pending> take_pending_if(const std::function<bool(const Pending&)>& is_meant);
   void on_answer(const FastMessage& answer);
   static void complete(const Pending& call, Kind kind, const std::string& bytes, int depth);
+  /// Nothing comes from that worker any more.
+  void fail_calls_to(int id);
   void fetch_kept(const Pending& call, int64_t ticket, Kind kind);
   /// Fails the calls whose time is up. Returns when that of the next one is.
   Clock::time_point expire();

@@ -1,4 +1,4 @@
-// Calls over shared memory between real processes.
+// Small calls over shared memory and TCP between real processes.
 #include "lockstep/rpc/fast_path.h"
 
 #include <ATen/ops/arange.h>
@@ -13,12 +13,16 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <csignal>
+#include <ctime>
 #include <mutex>
 #include <sstream>
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/rpc/ring_link.h"
 #include "lockstep/rpc/rpc.h"
+#include "lockstep/rpc/socket_link.h"
 #include "lockstep/rpc/worker.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"
@@ -42,6 +46,24 @@ uint64_t fast_calls(const F& work) {
   work();
   return path()->calls_sent() - before;
 }
+
+/// Over shared memory, or TCP.
+class FastPaths : public ::testing::TestWithParam<bool> {
+ protected:
+  static void run(int count, const std::function<void(Agent& agent, int rank)>& body,
+                  Options options = {}) {
+    options.shared_memory = GetParam();
+    run_workers(
+        count,
+        [&](Agent& agent, int rank) {
+          EXPECT_EQ(dynamic_cast<RingLink*>(&path()->link()) != nullptr, GetParam());
+          body(agent, rank);
+        },
+        options);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, FastPaths, ::testing::Values(true, false),
+                         [](const auto& info) { return info.param ? "memory" : "tcp"; });
 
 /// All that a value is, as a text.
 std::string described(const at::IValue& value) {
@@ -120,8 +142,8 @@ std::vector<Case> cases() {
   };
 }
 
-TEST(FastPath, AnswersAreNotOfTheModeOfTheThreadThatTakesThemOut) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, AnswersAreNotOfTheModeOfTheThreadThatTakesThemOut) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     const c10::InferenceMode mode;
     for (int i = 0; i < 20; ++i) {
@@ -131,8 +153,8 @@ TEST(FastPath, AnswersAreNotOfTheModeOfTheThreadThatTakesThemOut) {
   });
 }
 
-TEST(FastPath, ValuesArriveAsTheyDoLibTorchsWay) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, ValuesArriveAsTheyDoLibTorchsWay) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     for (const auto& c : cases()) {
       SCOPED_TRACE(c.name);
@@ -177,8 +199,8 @@ const auto open_gate = function("fast.open_gate", [] {
 const auto square = function("fast.square", [](int64_t number) { return number * number; });
 
 // The thread that waits takes out all that comes, and may hold what a callback wants.
-TEST(FastPath, ACallbackMayWantALockThatAWaitingThreadHolds) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, ACallbackMayWantALockThatAWaitingThreadHolds) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     std::mutex mutex;
     std::atomic<bool> has_run{false};
@@ -203,28 +225,28 @@ TEST(FastPath, ACallbackMayWantALockThatAWaitingThreadHolds) {
   });
 }
 
-TEST(FastPath, FunctionsThatBlockHoldNobodyUp) {
-  run_workers(2,
-              [](Agent&, int rank) {
-                if (rank != 0) return;
-                std::vector<Future<void>> blocked;
-                const uint64_t fast = fast_calls([&] {
-                  // More than there are threads, so no rule but that of stalls helps.
-                  for (int i = 1; i <= 5; ++i) {
-                    blocked.push_back(call_async("w1", block));
-                    wait_until([&] { return call("w1", count_waiting) == i; }, "the function");
-                    for (int n = 0; n < 20; ++n) ASSERT_EQ(call("w1", square, n), n * n);
-                  }
-                });
-                EXPECT_GE(fast, 5 * 22);
-                call("w1", open_gate);
-                when_all(blocked).wait();
-              },
-              {.threads = 2});
+TEST_P(FastPaths, FunctionsThatBlockHoldNobodyUp) {
+  run(2,
+      [](Agent&, int rank) {
+        if (rank != 0) return;
+        std::vector<Future<void>> blocked;
+        const uint64_t fast = fast_calls([&] {
+          // More than there are threads, so no rule but that of stalls helps.
+          for (int i = 1; i <= 5; ++i) {
+            blocked.push_back(call_async("w1", block));
+            wait_until([&] { return call("w1", count_waiting) == i; }, "the function");
+            for (int n = 0; n < 20; ++n) ASSERT_EQ(call("w1", square, n), n * n);
+          }
+        });
+        EXPECT_GE(fast, 5 * 22);
+        call("w1", open_gate);
+        when_all(blocked).wait();
+      },
+      {.threads = 2});
 }
 
-TEST(FastPath, ManyThreadsOfManyWorkersCallAtOnce) {
-  run_workers(3, [](Agent& agent, int rank) {
+TEST_P(FastPaths, ManyThreadsOfManyWorkersCallAtOnce) {
+  run(3, [](Agent& agent, int rank) {
     const auto call_others = [&](int64_t thread) {
       for (int64_t n = 0; n < 300; ++n) {
         const auto other = "w" + std::to_string((rank + 1 + (n + thread) % 2) % 3);
@@ -241,23 +263,47 @@ TEST(FastPath, ManyThreadsOfManyWorkersCallAtOnce) {
   });
 }
 
-TEST(FastPath, AnswersComeAlsoWhenNobodyWaits) {
-  run_workers(2,
-              [](Agent&, int rank) {
-                if (rank != 0) return;
-                std::atomic<int64_t> sum = 0;
-                // Each call beyond the limit waits until others are answered, and waits for none.
-                const uint64_t fast = fast_calls([&] {
-                  for (int64_t n = 0; n < 100; ++n) {
-                    call_async("w1", square, n).then([&](const Future<int64_t>& done) {
-                      sum += done.wait();
-                    });
-                  }
-                });
-                EXPECT_EQ(fast, 100);
-                wait_until([&] { return sum == 328'350; }, "the sum of the squares below 100");
-              },
-              {.max_pending = 3});
+TEST_P(FastPaths, AnswersComeAlsoWhenNobodyWaits) {
+  run(2,
+      [](Agent&, int rank) {
+        if (rank != 0) return;
+        std::atomic<int64_t> sum = 0;
+        // Each call beyond the limit waits until others are answered, and waits for none.
+        const uint64_t fast = fast_calls([&] {
+          for (int64_t n = 0; n < 100; ++n) {
+            call_async("w1", square, n).then([&](const Future<int64_t>& done) {
+              sum += done.wait();
+            });
+          }
+        });
+        EXPECT_EQ(fast, 100);
+        wait_until([&] { return sum == 328'350; }, "the sum of the squares below 100");
+      },
+      {.max_pending = 3});
+}
+
+double processor_seconds() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
+}
+const auto processor_used = function("fast.processor_used", processor_seconds);
+const auto take_time = function("fast.take_time", [](int64_t milliseconds) {
+  std::unique_lock lock(gate_mutex);
+  gate_opened.wait_for(lock, std::chrono::milliseconds(milliseconds), [] { return false; });
+});
+
+TEST_P(FastPaths, WhoWaitsForLongSleeps) {
+  run(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    for (int i = 0; i < 100; ++i) call("w1", square, i);
+    const double here = processor_seconds(), there = call("w1", processor_used);
+    std::thread other([] { call("w1", take_time, 2'000); });
+    call("w1", take_time, 2'000);
+    other.join();
+    EXPECT_LT(processor_seconds() - here, 0.5);
+    EXPECT_LT(call("w1", processor_used) - there, 0.5);
+  });
 }
 
 const auto zeros = function("fast.zeros", [](int64_t size) { return at::zeros({size}); });
@@ -272,8 +318,8 @@ const auto late = function("fast.late", [] { return late_result.future(); });
 const auto give_late =
     function("fast.give_late", [](int64_t size) { late_result.set_value(at::ones({size})); });
 
-TEST(FastPath, WhatDoesNotFitIsFetched) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, WhatDoesNotFitIsFetched) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     EXPECT_EQ(fast_calls([] {
                 EXPECT_EQ(call("w1", zeros, 1 << 20).numel(), 1 << 20);
@@ -292,8 +338,8 @@ TEST(FastPath, WhatDoesNotFitIsFetched) {
   });
 }
 
-TEST(FastPath, WhatNobodyFetchesAnyMoreIsFreed) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, WhatNobodyFetchesAnyMoreIsFreed) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     const auto given_up = call_async("w1", late);
     EXPECT_THROW(call({"w1", 20ms}, late), TimeoutError);
@@ -306,11 +352,76 @@ TEST(FastPath, WhatNobodyFetchesAnyMoreIsFreed) {
   });
 }
 
+/// Tells rank 0 that the answer to its call is kept here, as a worker does.
+void claim_to_keep(int64_t call, int64_t ticket) {
+  const FastHead head{static_cast<uint32_t>(FastPath::Kind::kept_value),
+                      static_cast<uint64_t>(call), static_cast<uint64_t>(ticket), 0};
+  EXPECT_TRUE(path()->link().send(0, head, {}, FastLink::WhenFull::keep));
+}
+const auto claim = function("fast.claim", claim_to_keep);
+const auto claim_and_die = function("fast.claim_and_die", [](int64_t number) {
+  claim_to_keep(number, 1);
+  ::_exit(0);
+});
+const auto claim_and_stop = function("fast.claim_and_stop", [](int64_t number) {
+  claim_to_keep(number, 1);
+  ::raise(SIGSTOP);
+});
+const auto process = function("fast.process", [] { return static_cast<int64_t>(::getpid()); });
+
+/// A call without an answer, and its number.
+std::pair<Future<void>, int64_t> blocked_call(const Destination& to) {
+  Future<void> blocked = call_async(to, block);
+  return {blocked, static_cast<int64_t>(path()->calls_sent())};
+}
+
+TEST_P(FastPaths, WhatIsKeptNoMoreCannotBeFetched) {
+  run(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    const auto [blocked, number] = blocked_call("w1");
+    call("w1", claim, number, 77);
+    try {
+      blocked.wait(30s);
+      FAIL();
+    } catch (const RemoteError& error) {
+      EXPECT_THAT(error.message(), HasSubstr("no result is kept under the ticket 77"));
+    }
+    call("w1", open_gate);  // The real answer is late, and nobody waits for it.
+    EXPECT_EQ(call("w1", square, 3), 9);
+  });
+}
+
+TEST_P(FastPaths, WhatADeadWorkerKeptIsLost) {
+  run(2, [](Agent& agent, int rank) {
+    if (rank != 0) return;
+    const auto [blocked, number] = blocked_call("w1");
+    EXPECT_THROW(call("w1", claim_and_die, number), PeerLostError);
+    EXPECT_THROW(blocked.wait(30s), PeerLostError);
+    wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
+  });
+}
+
+TEST_P(FastPaths, AFetchEndsWithItsCallsTimeOut) {
+  run(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    const auto owner = static_cast<pid_t>(call("w1", process));
+    const auto [blocked, number] = blocked_call({"w1", 500ms});
+    const auto stopped = call_async("w1", claim_and_stop, number);
+    EXPECT_THROW(blocked.wait(30s), TimeoutError);
+    EXPECT_TRUE(blocked.is_done());
+    EXPECT_FALSE(stopped.is_done());
+    ::kill(owner, SIGCONT);
+    stopped.wait();
+    call("w1", open_gate);
+    EXPECT_EQ(call("w1", kept_here), 0);
+  });
+}
+
 const auto sum_of =
     function("fast.sum_of", [](const at::Tensor& x) { return x.sum().item<float>(); });
 
-TEST(FastPath, MoreThanTheRingsHoldArrives) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, MoreThanTheRingsHoldArrives) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     const at::Tensor large = at::ones({25'000});
     std::vector<Future<float>> sums;
@@ -329,36 +440,36 @@ const auto die = function("fast.die", [] { ::_exit(0); });
 const auto call_next =
     function("fast.call_next", [](const std::string& worker) { return call(worker, square, 3); });
 
-TEST(FastPath, ADeadWorkersCallsFailAtOnceAndOthersGoOn) {
-  run_workers(3,
-              [](Agent& agent, int rank) {
-                if (rank == 0) {
-                  const auto pending = call_async("w2", block);
-                  wait_until([] { return call("w2", count_waiting) == 1; }, "the function");
-                  EXPECT_THROW(call("w2", die), PeerLostError);
-                  try {
-                    pending.wait();
-                    FAIL();
-                  } catch (const PeerLostError& error) {
-                    EXPECT_THAT(error.what(),
-                                HasSubstr("'fast.block' on worker 'w2': lost the worker (rank 2"));
-                  }
-                  EXPECT_THROW(call("w1", call_next, "w2"), RemoteError);
-                  EXPECT_EQ(fast_calls([] { EXPECT_EQ(call("w1", square, 3), 9); }), 1);
-                }
-                if (rank < 2) {
-                  wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
-                }
-              },
-              {.timeout = 600s});
+TEST_P(FastPaths, ADeadWorkersCallsFailAtOnceAndOthersGoOn) {
+  run(3,
+      [](Agent& agent, int rank) {
+        if (rank == 0) {
+          const auto pending = call_async("w2", block);
+          wait_until([] { return call("w2", count_waiting) == 1; }, "the function");
+          EXPECT_THROW(call("w2", die), PeerLostError);
+          try {
+            pending.wait();
+            FAIL();
+          } catch (const PeerLostError& error) {
+            EXPECT_THAT(error.what(),
+                        HasSubstr("'fast.block' on worker 'w2': lost the worker (rank 2"));
+          }
+          EXPECT_THROW(call("w1", call_next, "w2"), RemoteError);
+          EXPECT_EQ(fast_calls([] { EXPECT_EQ(call("w1", square, 3), 9); }), 1);
+        }
+        if (rank < 2) {
+          wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
+        }
+      },
+      {.timeout = 600s});
 }
 
-TEST(FastPath, ASecretTurnsItOff) {
+TEST(FastPath, WithASecretItTakesTcp) {
   run_workers(2,
               [](Agent&, int rank) {
-                EXPECT_EQ(path(), nullptr);
+                EXPECT_NE(dynamic_cast<SocketLink*>(&path()->link()), nullptr);
                 if (rank == 0) {
-                  EXPECT_EQ(call("w1", square, 4), 16);
+                  EXPECT_EQ(fast_calls([] { EXPECT_EQ(call("w1", square, 4), 16); }), 1);
                 }
               },
               {.secret = "sixteen letters!"});
@@ -379,8 +490,8 @@ TEST(FastPath, OneRanksWishTurnsItOffForAll) {
       2);
 }
 
-TEST(FastPath, CallsInAnAutogradContextGoLibTorchsWay) {
-  run_workers(2, [](Agent&, int rank) {
+TEST_P(FastPaths, CallsInAnAutogradContextGoLibTorchsWay) {
+  run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     EXPECT_EQ(fast_calls([] {
                 const AutogradContext context;

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <exception>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/duration.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/hash.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/rpc/fast_meeting.h"
@@ -201,6 +203,28 @@ Store store_at(const std::string& address, std::chrono::milliseconds timeout) {
                       prefix_store("lockstep/" + address.substr(slash + 1), tcp_store(options)));
 }
 
+/// Where others reach this worker, as LibTorch's agent understands TP_SOCKET_IFNAME.
+std::string host_of(bool one_host) {
+  const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
+  if (one_host) return "127.0.0.1";
+  return interface.empty() ? reachable_address(env_string("MASTER_ADDR").value_or(""))
+                           : address_of_interface(interface);
+}
+
+detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& setup,
+                               const Options& options) {
+  detail::FastMeeting meeting;
+  meeting.rank = world.rank();
+  meeting.size = world.size();
+  meeting.wanted = options.fast_calls;
+  meeting.shared_memory = options.shared_memory;
+  meeting.host = host_of(setup.one_host);
+  meeting.has_processor = usable_processors() >= world.local_size();
+  meeting.secret = setup.secret;
+  meeting.job = setup.job;
+  return meeting;
+}
+
 Agent start(const detail::Worker::Setup& setup, const std::string& address,
             const Options& options) {
   auto impl = std::make_unique<Agent::Impl>();
@@ -228,11 +252,7 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   }
   setup.names = meet(setup.store, world, name);
   setup.job = meet_with_secret(setup.store, world, setup.secret);
-  if (setup.one_host && world.size() > 1) {
-    // What goes there is not sealed.
-    const bool wanted = options.fast_calls && setup.secret.empty();
-    setup.link = detail::meet_over_memory(setup.store, world.rank(), world.size(), wanted);
-  }
+  if (world.size() > 1) setup.link = detail::meet(setup.store, meeting_of(world, setup, options));
   return start(setup, address_of(world), options);
 }
 

@@ -50,11 +50,13 @@ struct Options {
   /// Only workers with the same secret can call, and none can change what others send. At least 16
   /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
   std::string secret = {};
-  /// Small calls between ranks of one host go over shared memory of their own, which takes a
-  /// fraction of the time. False: all go LibTorch's way, say to measure that, or to save the
-  /// memory: up to 256 KiB for each two ranks and direction. One rank's false counts for all. A
-  /// job with a secret goes without, as these messages are not signed.
+  /// Small calls between ranks go a way of their own, which takes a fraction of the time. False:
+  /// all go LibTorch's way, say to measure that. One rank's false counts for all.
   bool fast_calls = true;
+  /// They go over shared memory, if all ranks are of one host and the job has no secret: up to 256
+  /// KiB for each two ranks and direction. Else over TCP, by one connection for each two ranks,
+  /// also for those that share a host. False: over TCP anyway. One rank's false counts for all.
+  bool shared_memory = true;
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
@@ -110,8 +112,8 @@ Agent init(const World& world, const std::string& name, const Options& options =
 /// accepts no connection after that, and warns of it. Those that are connected go on. Further ones
 /// cannot reach such a worker.
 ///
-/// The group's ranks shut down when those that joined have left. On one host a group talks over
-/// shared memory: then workers join from that host only. Throws:
+/// The group's ranks shut down when those that joined have left. On one host a group listens on
+/// loopback: then workers join from that host only. Throws:
 /// - UsageError for a name that a living worker has, for what is no address, and as `init`,
 /// - TimeoutError or CommError when there is no such group,
 /// - PeerLostError when nobody is there any more,

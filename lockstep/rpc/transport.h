@@ -41,7 +41,7 @@ struct TransportSetup {
   std::unique_ptr<torch::distributed::rpc::RequestCallback> callback;
 };
 
-/// LibTorch's TensorPipe: over shared memory between workers of a host, else over TCP.
+/// LibTorch's TensorPipe: over TCP, on loopback where all workers are of one host.
 std::unique_ptr<Transport> make_tensorpipe_transport(TransportSetup setup);
 
 }  // namespace lockstep::rpc::detail

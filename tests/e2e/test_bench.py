@@ -128,7 +128,7 @@ class Bench(unittest.TestCase):
         rows = bench("rpc", "--steps", 40, "--rounds", 1)["results"]
         self.assertEqual([(row["call"], row["bytes"]) for row in rows],
                          [("own", 4), ("autograd", 4), ("fast", 4), ("echo", 65536), ("echo", 4194304),
-                          ("unbatched", 4096), ("batched", 4096)])
+                          ("unbatched", 4096), ("batched", 4096), ("tcp", 4)])
         for row in rows:
             self.assertGreater(row["p50_us"], 0)
             self.assertAlmostEqual(row["calls_per_s"] * row["p50_us"], 1e6, delta=1)

@@ -3,6 +3,7 @@ pair, with delay and loss where the kernel has netem."""
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import time
@@ -38,6 +39,24 @@ def run_on(pair, *words, ranks=2, timeout=120, master=None, **env):
         processes.append(subprocess.Popen(host.command(*run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                           stdin=subprocess.DEVNULL, env=t.clean_environment(**env)))
     return end_of(processes, timeout)
+
+
+class Calls(unittest.TestCase):
+    RANK = t.BUILD_DIR / "tests/lockstep_rpc_hosts_rank"
+
+    def calls(self, **env):
+        """How many calls of each rank went the fast way, of how many, and by what."""
+        with hosts.two_hosts() as pair:
+            # Their names are in no /etc/hosts, by which LibTorch's RPC finds its address.
+            results = run_on(pair, self.RANK, TP_SOCKET_IFNAME="veth", **env)
+        for code, _, err in results:
+            self.assertEqual(code, 0, "".join(err for _, _, err in results))
+        return sorted(re.findall(r"(w\d): (\d+) of (\d+) calls by (\w+)", "".join(out for _, out, _ in results)))
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT)
+    def test_small_calls_between_hosts_go_over_tcp(self):
+        for env in ({}, {"LOCKSTEP_RPC_SECRET": "sixteen letters!"}):
+            self.assertEqual(self.calls(**env), [(f"w{rank}", "300", "300", "TCP") for rank in range(4)])
 
 
 class Training(unittest.TestCase):

@@ -80,7 +80,7 @@ Json measure_calls(const Functions& functions, const Json& config) {
   for (const auto& row : config.at("rows")) {
     const std::string call = row.at("call");
     const int64_t bytes = row.at("bytes");
-    if (call == "own" || call == "fast") {
+    if (call == "own" || call == "fast" || call == "tcp") {
       results.push_back(
           time_each([&] { rpc::call("server", functions.add, one, one); }, warmup, steps));
     } else if (call == "autograd") {
@@ -104,8 +104,8 @@ Json measure_calls(const Functions& functions, const Json& config) {
   return results;
 }
 
-/// The rows, with fewer calls for large tensors. First that which goes LibTorch's way, as the calls
-/// between hosts do.
+/// The rows, with fewer calls for large tensors. First that which goes LibTorch's way, last that
+/// which goes over TCP, as calls between hosts do.
 Json rows_to_measure(int64_t steps) {
   Json rows = {{{"call", "own"}, {"bytes", 4}},
                {{"call", "autograd"}, {"bytes", 4}},
@@ -118,23 +118,27 @@ Json rows_to_measure(int64_t steps) {
   for (const char* call : {"unbatched", "batched"}) {
     rows.push_back({{"call", call}, {"bytes", kWidth * 4}});
   }
+  rows.push_back({{"call", "tcp"}, {"bytes", 4}});
   return rows;
 }
 
-bool is_fast(const BenchRow& row) {
-  return row.at("call") != "own";
+/// What way a row's calls go: that of the row "own", "tcp" or "fast".
+std::string way_of(const BenchRow& row) {
+  const std::string call = row.at("call");
+  return call == "own" || call == "tcp" ? call : "fast";
 }
 
-/// The results of one round. An agent has the fast path or not, so that takes two starts.
+/// The results of one round, each way from a start of its own.
 template <class Run>
 BenchRow measure_round(BenchRow config, const Run& run) {
   const BenchRow wanted = config.at("rows");
   BenchRow results = BenchRow::array();
-  for (const bool fast : {false, true}) {
-    config["fast_calls"] = fast;
+  for (const char* way : {"own", "fast", "tcp"}) {
+    config["fast_calls"] = way != std::string("own");
+    config["shared_memory"] = way != std::string("tcp");
     config["rows"] = BenchRow::array();
     for (const auto& row : wanted) {
-      if (is_fast(row) == fast) config["rows"].push_back(row);
+      if (way_of(row) == way) config["rows"].push_back(row);
     }
     const BenchRow part = run(config);
     for (const auto& result : part.at("rows")) results.push_back(result);
@@ -153,8 +157,9 @@ Figures figures_of(const std::vector<BenchRow>& results, size_t row, const char*
 Json bench_rpc_worker(const Json& config) {
   const World world = join_group(config);
   const Functions functions;
-  auto agent = rpc::init(world, world.rank() == 0 ? "client" : "server",
-                         {.fast_calls = config.at("fast_calls")});
+  auto agent = rpc::init(
+      world, world.rank() == 0 ? "client" : "server",
+      {.fast_calls = config.at("fast_calls"), .shared_memory = config.at("shared_memory")});
   Json result;
   if (world.rank() == 0) result = {{"rows", measure_calls(functions, config)}};
   agent.shutdown();

@@ -1,22 +1,21 @@
-#include "lockstep/rpc/fast_link.h"
+#include "lockstep/rpc/ring_link.h"
 
 #include <algorithm>
 #include <bit>
 #include <utility>
 
 #include "lockstep/base/copy_bytes.h"
+#include "lockstep/comm/shared_memory/futex.h"
 
 namespace lockstep::rpc::detail {
 namespace {
 
-/// So much may wait for room at one worker before requests go another way.
-constexpr size_t kMostWaiting = 1 << 20;
 /// So many messages of one worker are taken in one turn: the others have a turn as well.
 constexpr int kTurn = 64;
 
 }  // namespace
 
-FastLink::FastLink(std::unique_ptr<shm::SharedGroup> group)
+RingLink::RingLink(std::unique_ptr<shm::SharedGroup> group)
     : group_(std::move(group)), peers_(static_cast<size_t>(group_->size())) {
   shm::Segment& segment = group_->segment();
   const size_t memory = segment.message_bytes();
@@ -32,28 +31,35 @@ FastLink::FastLink(std::unique_ptr<shm::SharedGroup> group)
   }
 }
 
-FastLink::Inbox& FastLink::inbox(int rank) const {
+RingLink::Inbox& RingLink::inbox(int rank) const {
   return *reinterpret_cast<Inbox*>(group_->segment().messages(rank, rank));
 }
 
-void FastLink::ring_bed(Inbox& inbox, uint32_t bed) {
+void RingLink::ring_bed(Inbox& inbox, uint32_t bed) {
   inbox.bells[bed].fetch_add(1, std::memory_order_seq_cst);
   shm::wake_all(inbox.bells[bed]);
 }
 
-void FastLink::ring(int rank) {
+void RingLink::ring(int rank) {
   Inbox& other = inbox(rank);
   if (other.lookers.load(std::memory_order_seq_cst) > 0) return;
   const uint32_t beds = other.beds.load(std::memory_order_seq_cst);
   if (beds != 0) ring_bed(other, static_cast<uint32_t>(std::countr_zero(beds)));
 }
 
-void FastLink::wake(Bed bed) {
+void RingLink::wake(Bed bed) {
   if (inbox_->beds.load(std::memory_order_seq_cst) & 1U << bed) ring_bed(*inbox_, bed);
 }
 
+void RingLink::sleep(Bed bed, const std::function<bool()>& enough, std::chrono::nanoseconds limit) {
+  inbox_->beds.fetch_or(1U << bed, std::memory_order_seq_cst);
+  const uint32_t seen = inbox_->bells[bed].load(std::memory_order_seq_cst);
+  if (!enough() && !look()) shm::sleep_on(inbox_->bells[bed], seen, limit);
+  inbox_->beds.fetch_and(~(1U << bed), std::memory_order_seq_cst);
+}
+
 // With the peer's mutex.
-bool FastLink::put(Peer& peer, const FastHead& head, std::string_view bytes) {
+bool RingLink::put(Peer& peer, const FastHead& head, std::string_view bytes) {
   shm::Frame frame{};
   frame.kind = shm::FrameKind::announce;
   frame.bytes = static_cast<uint32_t>(bytes.size());
@@ -67,7 +73,7 @@ bool FastLink::put(Peer& peer, const FastHead& head, std::string_view bytes) {
   return true;
 }
 
-bool FastLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
+bool RingLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
   Peer& peer = peers_[static_cast<size_t>(to)];
   if (bytes.size() > most_) return false;
   {
@@ -97,7 +103,7 @@ bool FastLink::send(int to, const FastHead& head, std::string_view bytes, WhenFu
 }
 
 // With the peer's mutex. True: there is something new for the reader.
-bool FastLink::write_waiting(Peer& peer) {
+bool RingLink::write_waiting(Peer& peer) {
   auto& waiting = peer.waiting;
   while (!waiting.empty() && put(peer, waiting.front().head, waiting.front().bytes)) {
     peer.waiting_bytes -= waiting.front().bytes.size();
@@ -107,7 +113,7 @@ bool FastLink::write_waiting(Peer& peer) {
   return peer.out.publish();
 }
 
-void FastLink::flush(int rank) {
+void RingLink::flush(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   {
     const std::lock_guard lock(peer.mutex);
@@ -117,7 +123,7 @@ void FastLink::flush(int rank) {
 }
 
 template <class Visit>
-bool FastLink::any_opened(Visit visit) const {
+bool RingLink::any_opened(Visit visit) const {
   for (int first = 0; first < size(); first += 64) {
     uint64_t opened =
         inbox_->opened[static_cast<size_t>(first) / 64].load(std::memory_order_seq_cst);
@@ -129,7 +135,7 @@ bool FastLink::any_opened(Visit visit) const {
   return false;
 }
 
-bool FastLink::look() const {
+bool RingLink::look() const {
   if (any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); })) {
     return true;
   }
@@ -138,11 +144,11 @@ bool FastLink::look() const {
                      [](const Peer& peer) { return peer.out.moved(); });
 }
 
-void FastLink::take(std::vector<FastMessage>& messages) {
+void RingLink::take(FastCatch& caught) {
   const std::unique_lock lock(taking_, std::try_to_lock);
   if (!lock) return;
   any_opened([&](int rank) {
-    if (take_from(rank, messages)) ring(rank);
+    if (take_from(rank, caught.messages)) ring(rank);
     return false;
   });
   if (blocked_.load(std::memory_order_seq_cst) == 0) return;
@@ -152,7 +158,7 @@ void FastLink::take(std::vector<FastMessage>& messages) {
 }
 
 // True: the sender waits for the room that this has made.
-bool FastLink::take_from(int rank, std::vector<FastMessage>& messages) {
+bool RingLink::take_from(int rank, std::vector<FastMessage>& messages) {
   shm::RingReader& in = peers_[static_cast<size_t>(rank)].in;
   for (int left = kTurn; left > 0; --left) {
     const shm::Frame* frame = in.next();
@@ -166,7 +172,7 @@ bool FastLink::take_from(int rank, std::vector<FastMessage>& messages) {
   return in.unreleased() > 0 && in.release();
 }
 
-void FastLink::lose(int rank) {
+void RingLink::lose(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   const std::lock_guard lock(peer.mutex);
   peer.lost = true;

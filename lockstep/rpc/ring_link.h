@@ -1,0 +1,94 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/comm/shared_memory/message_ring.h"
+#include "lockstep/comm/shared_memory/shared_group.h"
+#include "lockstep/rpc/fast_link.h"
+
+namespace lockstep::rpc::detail {
+
+/// Messages over shared memory. Each ordered pair of workers has a ring, as comm's messages have
+/// (message_ring.h). There a send and a receive of one size meet. Calls need less.
+///
+/// Why no wake-up is lost: a sender publishes, then reads `lookers` and `beds`. A thread that goes
+/// to bed enters itself, reads the bell, then looks. All these steps are sequentially consistent,
+/// and Mailbox in message_ring.h says why that suffices.
+///
+/// A process that dies within a message has published nothing. What others of the same user write
+/// into the shared memory on purpose is not guarded against, as in comm. Nobody is told here when a
+/// worker dies: lifelines do that.
+class RingLink final : public FastLink {
+ public:
+  explicit RingLink(std::unique_ptr<shm::SharedGroup> group);
+
+  /// Memory for each ordered pair of workers. Pages that are not used take none.
+  static constexpr size_t kRingBytes = 256 << 10;
+
+  int rank() const override { return group_->rank(); }
+  int size() const override { return group_->size(); }
+  size_t most_bytes() const override { return most_; }
+  bool send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) override;
+  void take(FastCatch& caught) override;
+  bool look() const override;
+  void lose(int rank) override;
+  std::string how_it_went(int rank) const override { return group_->how_it_went(rank); }
+  std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const override {
+    return group_->spin(learnt);
+  }
+  void begin_look() override { inbox_->lookers.fetch_add(1, std::memory_order_seq_cst); }
+  void end_look() override { inbox_->lookers.fetch_sub(1, std::memory_order_seq_cst); }
+  void sleep(Bed bed, const std::function<bool()>& enough, std::chrono::nanoseconds limit) override;
+  void wake(Bed bed) override;
+
+ private:
+  /// In shared memory, one a worker, all zero at the start.
+  struct Inbox {
+    alignas(64) std::atomic<uint32_t> lookers;
+    std::atomic<uint32_t> beds;  ///< A bit for each that is not empty.
+    alignas(64) std::array<std::atomic<uint32_t>, kBeds> bells;
+    /// A bit for each worker that has sent: the others' memory need not be touched.
+    alignas(64) std::array<std::atomic<uint64_t>, 64> opened;
+  };
+  struct Waiting {
+    FastHead head;
+    std::string bytes;
+  };
+  struct Peer {
+    std::mutex mutex;  ///< Of what goes out.
+    shm::RingWriter out;
+    std::deque<Waiting> waiting;  ///< For room.
+    size_t waiting_bytes = 0;
+    bool opened = false, lost = false;
+    shm::RingReader in;  ///< Under `taking_`.
+  };
+
+  Inbox& inbox(int rank) const;
+  void ring(int rank);
+  static void ring_bed(Inbox& inbox, uint32_t bed);
+  bool write_waiting(Peer& peer);
+  bool put(Peer& peer, const FastHead& head, std::string_view bytes);
+  bool take_from(int rank, std::vector<FastMessage>& messages);
+  void flush(int rank);
+  template <class Visit>
+  bool any_opened(Visit visit) const;
+
+  const std::unique_ptr<shm::SharedGroup> group_;
+  size_t most_ = 0;
+  Inbox* inbox_ = nullptr;
+  std::vector<Peer> peers_;
+  std::atomic<int> blocked_{0};  ///< Peers for which messages wait.
+  std::mutex taking_;
+};
+
+}  // namespace lockstep::rpc::detail

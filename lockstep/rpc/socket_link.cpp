@@ -1,0 +1,204 @@
+#include "lockstep/rpc/socket_link.h"
+
+#include <openssl/crypto.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/base/error.h"
+#include "lockstep/rpc/seal.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+constexpr size_t kCodeBytes = 32;
+/// Read at a time. What comes meanwhile has a further turn: the others have one as well.
+constexpr size_t kTurn = 256 << 10;
+constexpr int kReadyAtOnce = 64;
+
+}  // namespace
+
+SocketLink::SocketLink(Setup setup)
+    : rank_(setup.rank), has_processor_(setup.has_processor), buffer_(kTurn) {
+  for (SocketPeer& given : setup.peers) {
+    auto made = std::make_unique<Peer>();
+    made->name = std::move(given.name);
+    made->key_in = std::move(given.key_in);
+    made->key_out = std::move(given.key_out);
+    made->ended = !given.connection;
+    if (given.connection) made->connection.take(std::move(given.connection));
+    peers_.push_back(std::move(made));
+  }
+  for (int other = 0; other < size(); ++other) {
+    if (peer(other).ended) continue;
+    epoll_event event{EPOLLIN, {}};
+    event.data.u32 = static_cast<uint32_t>(other);
+    if (epoll_ctl(beds_.sockets(), EPOLL_CTL_ADD, peer(other).connection.get(), &event) != 0) {
+      throw SystemError("rpc: watching the connection to " + peer(other).name, errno);
+    }
+  }
+}
+
+void SocketLink::watch(int rank, bool for_room) {
+  epoll_event event{EPOLLIN | (for_room ? uint32_t{EPOLLOUT} : 0U), {}};
+  event.data.u32 = static_cast<uint32_t>(rank);
+  epoll_ctl(beds_.sockets(), EPOLL_CTL_MOD, peer(rank).connection.get(), &event);
+}
+
+bool SocketLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
+  if (bytes.size() > kMostBytes) return false;
+  Peer& other = peer(to);
+  const std::lock_guard lock(other.mutex);
+  if (other.ended) return false;
+  const bool waits = !other.waiting.empty();
+  if (waits && when_full == WhenFull::refuse && other.waiting_bytes + bytes.size() > kMostWaiting) {
+    return false;
+  }
+  const WireHead wire{static_cast<uint32_t>(bytes.size()),
+                      head.kind,
+                      other.sent++,
+                      head.number,
+                      head.extra,
+                      head.hash};
+  std::string text(reinterpret_cast<const char*>(&wire), sizeof(wire));
+  text.append(bytes);
+  if (!other.key_out.empty()) text += hmac_sha256(other.key_out, text);
+  other.waiting_bytes += text.size();
+  other.waiting.push_back(std::move(text));
+  if (!waits && !flush(other)) watch(to, true);
+  return true;
+}
+
+// With the peer's mutex. False: the rest waits for room. Who reads finds out why a connection
+// fails.
+bool SocketLink::flush(Peer& peer) {
+  while (!peer.waiting.empty()) {
+    const std::string& first = peer.waiting.front();
+    const ssize_t sent = ::send(peer.connection.get(), first.data() + peer.first_sent,
+                                first.size() - peer.first_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno != EAGAIN && errno != EWOULDBLOCK;
+    peer.first_sent += static_cast<size_t>(sent);
+    if (peer.first_sent < first.size()) continue;
+    peer.waiting_bytes -= first.size();
+    peer.first_sent = 0;
+    peer.waiting.pop_front();
+  }
+  return true;
+}
+
+bool SocketLink::look() const {
+  epoll_event event{};
+  return epoll_wait(beds_.sockets(), &event, 1, 0) > 0;
+}
+
+void SocketLink::take(FastCatch& caught) {
+  const std::unique_lock lock(taking_, std::try_to_lock);
+  if (!lock) return;
+  std::array<epoll_event, kReadyAtOnce> ready{};
+  const int count = epoll_wait(beds_.sockets(), ready.data(), kReadyAtOnce, 0);
+  for (int i = 0; i < count; ++i) {
+    const auto& event = ready[static_cast<size_t>(i)];
+    const auto other = static_cast<int>(event.data.u32);
+    if ((event.events & EPOLLOUT) != 0) {
+      const std::lock_guard sending(peer(other).mutex);
+      if (!peer(other).ended && flush(peer(other))) watch(other, false);
+    }
+    if ((event.events & ~uint32_t{EPOLLOUT}) != 0) receive(other, caught);
+  }
+}
+
+void SocketLink::receive(int rank, FastCatch& caught) {
+  Peer& other = peer(rank);
+  ssize_t got = -1;
+  do {
+    got = recv(other.connection.get(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+  } while (got < 0 && errno == EINTR);
+  const int error = errno;
+  if (got < 0 && (error == EAGAIN || error == EWOULDBLOCK)) return;
+  if (got > 0) {
+    other.in.append(buffer_.data(), static_cast<size_t>(got));
+    if (take_apart(rank, caught.messages)) return;
+  }
+  end(rank, got == 0  ? " has ended, or has closed its connection"
+            : got < 0 ? std::string(": its connection failed (") + std::strerror(error) + ")"
+                      : ": its connection brought what is no message");
+  caught.lost.push_back(rank);
+}
+
+// False: what has come is no message.
+bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
+  Peer& other = peer(rank);
+  const size_t code = other.key_in.empty() ? 0 : kCodeBytes;
+  size_t begin = 0;
+  while (other.in.size() - begin >= sizeof(WireHead)) {
+    WireHead head{};
+    std::memcpy(&head, other.in.data() + begin, sizeof(head));
+    if (head.bytes > kMostBytes || head.count != other.received) return false;
+    const size_t whole = sizeof(head) + head.bytes;
+    if (other.in.size() - begin < whole + code) break;
+    if (code > 0) {
+      const std::string its = hmac_sha256(other.key_in, other.in.substr(begin, whole));
+      if (CRYPTO_memcmp(its.data(), other.in.data() + begin + whole, kCodeBytes) != 0) return false;
+    }
+    messages.push_back({rank,
+                        {head.kind, head.number, head.extra, head.hash},
+                        other.in.substr(begin + sizeof(head), head.bytes)});
+    ++other.received;
+    begin += whole + code;
+  }
+  other.in.erase(0, begin);
+  return true;
+}
+
+// The descriptor stays open, as other threads may be about to send.
+void SocketLink::end(int rank, const std::string& how) {
+  Peer& other = peer(rank);
+  epoll_ctl(beds_.sockets(), EPOLL_CTL_DEL, other.connection.get(), nullptr);
+  const std::lock_guard lock(other.mutex);
+  other.ended = true;
+  other.how = how;
+  other.waiting.clear();
+  other.waiting_bytes = other.first_sent = 0;
+  other.in = {};
+  shutdown(other.connection.get(), SHUT_RDWR);
+}
+
+void SocketLink::lose(int rank) {
+  Peer& other = peer(rank);
+  const std::lock_guard lock(other.mutex);
+  if (other.ended) return;
+  other.ended = true;
+  other.waiting.clear();
+  other.waiting_bytes = other.first_sent = 0;
+  watch(rank, false);
+}
+
+void SocketLink::close() noexcept {
+  const std::lock_guard taking(taking_);
+  for (const auto& other : peers_) {
+    const std::lock_guard lock(other->mutex);
+    other->ended = true;
+    if (!other->connection) continue;
+    epoll_ctl(beds_.sockets(), EPOLL_CTL_DEL, other->connection.get(), nullptr);
+    shutdown(other->connection.get(), SHUT_RDWR);
+  }
+}
+
+std::string SocketLink::how_it_went(int rank) const {
+  const Peer& other = *peers_[static_cast<size_t>(rank)];
+  const std::lock_guard lock(other.mutex);
+  return other.name + (other.how.empty() ? " has ended, or has closed its connection" : other.how);
+}
+
+std::chrono::nanoseconds SocketLink::spin(const shm::SpinBudget& learnt) const {
+  // A look is a call of the system here: without a processor of one's own it is the only one.
+  return has_processor_ ? learnt.now() : std::chrono::nanoseconds(0);
+}
+
+}  // namespace lockstep::rpc::detail

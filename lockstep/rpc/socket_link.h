@@ -1,0 +1,106 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/unforked_fd.h"
+#include "lockstep/rpc/fast_link.h"
+#include "lockstep/rpc/socket_beds.h"
+
+namespace lockstep::rpc::detail {
+
+/// A connection to another worker, which has shown who it is.
+struct SocketPeer {
+  UniqueFd connection;          ///< Its reads and writes do not block.
+  std::string name;             ///< "rank 1 (process 4711)"
+  std::string key_in, key_out;  ///< Of each message's code; empty: messages have none.
+};
+
+/// Messages over TCP, by one connection for each two workers. In front of each message stands its
+/// length and its number on this connection, and behind it, in a job with a secret, an HMAC-SHA256
+/// of all that. Bytes that make no such message end the connection.
+///
+/// A connection that ends, in whatever way, tells both workers that no more comes
+/// (FastCatch::lost). What a slow reader has not taken waits here: requests up to kMostWaiting,
+/// answers without a limit of their own. Their number is that of its requests, whose caller has one
+/// (Options::max_pending).
+class SocketLink final : public FastLink {
+ public:
+  struct Setup {
+    int rank = 0;
+    std::vector<SocketPeer> peers;  ///< By rank; without a connection: nobody is there.
+    bool has_processor = false;     ///< This worker's, whatever the others of the host do.
+  };
+  /// Throws SystemError.
+  explicit SocketLink(Setup setup);
+  ~SocketLink() override { close(); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(peers_.size()); }
+  size_t most_bytes() const override { return kMostBytes; }
+  bool send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) override;
+  void take(FastCatch& caught) override;
+  bool look() const override;
+  void lose(int rank) override;
+  void close() noexcept override;
+  std::string how_it_went(int rank) const override;
+  std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const override;
+  void begin_look() override { beds_.begin_look(); }
+  void end_look() override { beds_.end_look(); }
+  void sleep(Bed bed, const std::function<bool()>& enough,
+             std::chrono::nanoseconds limit) override {
+    beds_.sleep(bed, enough, limit);
+  }
+  void wake(Bed bed) override { beds_.wake(bed); }
+
+  /// As much as a ring of RingLink takes.
+  static constexpr size_t kMostBytes = 127 << 10;
+  struct WireHead {
+    uint32_t bytes;  ///< Of the message, without this head and the code.
+    uint32_t kind;
+    uint64_t count;  ///< Of the messages on this connection and direction, from 0.
+    uint64_t number, extra, hash;
+  };
+  static_assert(sizeof(WireHead) == 40);
+
+ private:
+  struct Peer {
+    UnforkedFd connection;
+    std::string name, key_in, key_out;
+
+    mutable std::mutex mutex;  ///< Of what goes out, and of how it went.
+    std::deque<std::string> waiting;
+    size_t waiting_bytes = 0, first_sent = 0;  ///< Of the first that waits.
+    uint64_t sent = 0;
+    bool ended = false;
+    std::string how;
+
+    // Under `taking_`.
+    std::string in;  ///< What has come and makes no whole message yet.
+    uint64_t received = 0;
+  };
+
+  Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
+  void watch(int rank, bool for_room);
+  bool flush(Peer& peer);
+  void end(int rank, const std::string& how);
+  void receive(int rank, FastCatch& caught);
+  bool take_apart(int rank, std::vector<FastMessage>& messages);
+
+  const int rank_;
+  const bool has_processor_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  SocketBeds beds_;
+  std::mutex taking_;
+  std::vector<char> buffer_;  ///< Under `taking_`.
+};
+
+}  // namespace lockstep::rpc::detail

@@ -1,0 +1,264 @@
+// One end of a connection for small calls, at whose other end anything happens.
+#include "lockstep/rpc/socket_link.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <future>
+#include <random>
+#include <thread>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/rpc/fast_meeting.h"
+#include "lockstep/rpc/seal.h"
+#include "lockstep/rpc/socket_meeting.h"
+#include "tests/support/test_wait.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+using namespace std::chrono_literals;
+using test_wait::wait_until;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr const char* kKey = "key of what comes in";
+
+/// A link of rank 0, and the bare other end of its connection to rank 1.
+struct End {
+  explicit End(const std::string& key = {}) {
+    int both[2] = {-1, -1};
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) != 0) throw std::bad_alloc();
+    other.reset(both[1]);
+    const timeval most{5, 0};  // So that what does not end fails.
+    setsockopt(both[1], SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
+    SocketLink::Setup setup;
+    setup.peers.resize(2);
+    setup.peers[1].connection.reset(both[0]);
+    setup.peers[1].name = "rank 1";
+    setup.peers[1].key_in = setup.peers[1].key_out = key;
+    link = std::make_unique<SocketLink>(std::move(setup));
+  }
+  void write(const std::string& bytes) const {
+    ASSERT_EQ(::send(other.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), bytes.size());
+  }
+  FastCatch take() const {
+    FastCatch caught;
+    link->take(caught);
+    return caught;
+  }
+  std::unique_ptr<SocketLink> link;
+  UniqueFd other;
+};
+
+std::string message(uint64_t count, const std::string& bytes, const std::string& key = {}) {
+  const SocketLink::WireHead head{static_cast<uint32_t>(bytes.size()), 1, count, 5, 6, 7};
+  std::string text(reinterpret_cast<const char*>(&head), sizeof(head));
+  text += bytes;
+  return key.empty() ? text : text + hmac_sha256(key, text);
+}
+
+void expect_end(const End& end, const std::string& how) {
+  EXPECT_THAT(end.take().lost, ElementsAre(1));
+  EXPECT_TRUE(end.take().lost.empty()) << "it is told once";
+  EXPECT_THAT(end.link->how_it_went(1), HasSubstr(how));
+  EXPECT_FALSE(end.link->send(1, {}, "x", FastLink::WhenFull::keep));
+  EXPECT_FALSE(end.link->look());
+  char byte = 0;
+  while (recv(end.other.get(), &byte, 1, 0) > 0) {
+  }
+  EXPECT_EQ(recv(end.other.get(), &byte, 1, 0), 0) << "the other end sees it as well";
+}
+
+TEST(SocketLink, MessagesInPiecesArriveWhole) {
+  for (const std::string key : {"", kKey}) {
+    const End end(key);
+    const std::string all = message(0, "first", key) + message(1, "", key) +
+                            message(2, std::string(SocketLink::kMostBytes, 'x'), key);
+    std::vector<FastMessage> messages;
+    for (size_t i = 0; i < all.size(); i += i < 200 ? 1 : 10'000) {
+      end.write(all.substr(i, i < 200 ? 1 : 10'000));
+      for (auto& one : end.take().messages) messages.push_back(std::move(one));
+    }
+    ASSERT_EQ(messages.size(), 3);
+    EXPECT_EQ(messages[0].bytes, "first");
+    EXPECT_EQ(messages[0].from, 1);
+    EXPECT_EQ(messages[0].head.number, 5);
+    EXPECT_EQ(messages[0].head.extra, 6);
+    EXPECT_EQ(messages[0].head.hash, 7);
+    EXPECT_EQ(messages[1].bytes, "");
+    EXPECT_EQ(messages[2].bytes.size(), SocketLink::kMostBytes);
+  }
+}
+
+TEST(SocketLink, WhatIsNoMessageEndsTheConnection) {
+  std::string flipped = message(0, "text", kKey);
+  flipped[45] ^= 1;
+  const struct {
+    const char* name;
+    const char* key;
+    std::string bytes;
+  } cases[] = {
+      {"too long", "", message(0, std::string(SocketLink::kMostBytes + 1, 'x')).substr(0, 60)},
+      {"another number", "", message(1, "text")},
+      {"text", "", std::string(100, 'x')},
+      {"without a code", kKey, message(0, "text") + std::string(32, 'x')},
+      {"with another code", kKey, message(0, "text", "another key")},
+      {"changed", kKey, flipped},
+      {"with the code of another number", kKey,
+       message(1, "text", kKey).replace(8, 8, std::string(8, '\0'))},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.name);
+    const End end(c.key);
+    end.write(c.bytes);
+    expect_end(end, "brought what is no message");
+  }
+}
+
+TEST(SocketLink, NoMessageCountsTwice) {
+  const End end(kKey);
+  end.write(message(0, "text", kKey));
+  EXPECT_EQ(end.take().messages.size(), 1);
+  end.write(message(0, "text", kKey));
+  expect_end(end, "brought what is no message");
+}
+
+TEST(SocketLink, AnEndedConnectionIsToldWithWhatCameBefore) {
+  End end;
+  end.write(message(0, "text") + message(1, "more").substr(0, 20));
+  EXPECT_EQ(end.take().messages.size(), 1);
+  end.other.reset();
+  EXPECT_TRUE(end.link->look());
+  EXPECT_THAT(end.take().lost, ElementsAre(1));
+  EXPECT_THAT(end.link->how_it_went(1), HasSubstr("rank 1 has ended"));
+}
+
+TEST(SocketLink, ASlowReaderGetsNoMoreRequests) {
+  const End end;
+  const std::string most(SocketLink::kMostBytes, 'x');
+  size_t sent = 0;
+  while (end.link->send(1, {}, most, FastLink::WhenFull::refuse)) ASSERT_LT(++sent, 100);
+  // What was taken comes when there is room again.
+  size_t read = 0;
+  std::string buffer(1 << 20, '\0');
+  const size_t all = sent * (most.size() + sizeof(SocketLink::WireHead));
+  wait_until(
+      [&] {
+        end.take();
+        const ssize_t got = recv(end.other.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+        if (got > 0) read += static_cast<size_t>(got);
+        return read == all;
+      },
+      "what had to wait");
+  EXPECT_TRUE(end.link->send(1, {}, most, FastLink::WhenFull::refuse));
+}
+
+TEST(SocketLink, AnyBytesEndAtMostTheConnection) {
+  const auto given = env_string("LOCKSTEP_FUZZ_SEED");
+  const uint64_t seed = given ? std::stoull(*given) : std::random_device{}();
+  std::printf("LOCKSTEP_FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  SCOPED_TRACE(seed);
+  std::mt19937_64 random(seed);
+  int ended = 0;
+  for (int i = 0; i < 300; ++i) {
+    const End end;
+    std::string bytes;
+    for (uint64_t n = 0; n < 20; ++n) bytes += message(n, std::string(random() % 300, 'x'));
+    for (uint64_t n = random() % 4; n > 0; --n) {
+      bytes[random() % bytes.size()] = static_cast<char>(random());
+    }
+    end.write(bytes);
+    size_t messages = 0;
+    while (end.link->look()) {
+      const FastCatch caught = end.take();
+      messages += caught.messages.size();
+      ended += static_cast<int>(caught.lost.size());
+    }
+    EXPECT_LE(messages, 20);
+  }
+  EXPECT_GT(ended, 10);
+}
+
+TEST(SocketLink, OneThreadIsWokenTheFirstInOrder) {
+  const End end;
+  std::atomic<bool> keeper_woken{false}, caller_woken{false}, caller_sleeps{false};
+  const auto sleep = [&](FastLink::Bed bed, std::atomic<bool>& woken) {
+    const auto entered = [&] {
+      if (bed == FastLink::caller) caller_sleeps = true;
+      return false;
+    };
+    end.link->sleep(bed, entered, 60s);
+    woken = true;
+  };
+  std::thread keeper([&] { sleep(FastLink::keeper, keeper_woken); });
+  std::thread caller([&] { sleep(FastLink::caller, caller_woken); });
+  wait_until([&] { return caller_sleeps.load(); }, "the caller to lie down");
+  end.write(message(0, "text"));
+  wait_until([&] { return caller_woken.load(); }, "the caller to be woken");
+  caller.join();
+  // Nobody has taken the message out: now it wakes the next.
+  wait_until([&] { return keeper_woken.load(); }, "the keeper to be woken");
+  keeper.join();
+  EXPECT_EQ(end.take().messages.size(), 1);
+}
+
+TEST(SocketLink, WhileOneLooksNobodyIsWoken) {
+  const End end;
+  end.link->begin_look();
+  end.write(message(0, "text"));
+  const auto begin = std::chrono::steady_clock::now();
+  const auto sleep = [&] {
+    end.link->sleep(
+        FastLink::keeper, [] { return false; }, 200ms);
+    return std::chrono::steady_clock::now() - begin;
+  };
+  EXPECT_GE(sleep(), 200ms);
+  end.link->end_look();
+  sleep();  // It wakes at once, as nobody looks any more.
+  EXPECT_EQ(end.take().messages.size(), 1);
+}
+
+std::shared_ptr<FastLink> meet_as(const Store& store, int rank, const std::string& secret) {
+  return meet(store.clone(),
+              {.rank = rank, .size = 2, .shared_memory = false, .secret = secret, .job = "job"});
+}
+
+TEST(SocketMeeting, AnotherSecretGetsNoConnection) {
+  Store store = hash_store();
+  auto other =
+      std::async(std::launch::async, [&] { return meet_as(store, 1, "another secret!!"); });
+  EXPECT_EQ(meet_as(store, 0, "sixteen letters!"), nullptr);
+  EXPECT_EQ(other.get(), nullptr);
+}
+
+TEST(SocketMeeting, StrangersHoldNobodyUp) {
+  if (env_string("LOCAL_RANK")) return;  // A worker that a later test has started passes by.
+  Store store = hash_store();
+  auto first = std::async(std::launch::async, [&] { return meet_as(store, 0, ""); });
+  store.set("fast/wish/1", "TCP");  // So it listens before the other comes.
+  const std::string address = store.get("fast/TCP/address/0");
+  const size_t space = address.find(' ');
+  const auto port = static_cast<uint16_t>(std::stoi(address.substr(space + 1)));
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 3; ++i) {
+    strangers.push_back(connect_to(address.substr(0, space), port, 10s));
+    const std::string text(i * 200, 'x');
+    if (i == 0) continue;  // It says nothing.
+    ASSERT_EQ(send(strangers[i].get(), text.data(), text.size(), 0), text.size());
+  }
+  const auto second = meet_as(store, 1, "");
+  const auto made = first.get();
+  ASSERT_NE(made, nullptr);
+  ASSERT_NE(second, nullptr);
+  EXPECT_TRUE(made->send(1, {}, "text", FastLink::WhenFull::keep));
+  wait_until([&] { return second->look(); }, "the message");
+}
+
+}  // namespace
+}  // namespace lockstep::rpc::detail
