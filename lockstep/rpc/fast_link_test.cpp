@@ -133,7 +133,9 @@ TEST_P(FastLinks, NoWakeUpIsLost) {
   other.join();
 }
 
-const auto twice = function("link.twice", [](int64_t number) { return 2 * number; });
+const auto twice = function("link.twice", [](int64_t number) {
+  return static_cast<int64_t>(2 * static_cast<uint64_t>(number));
+});
 
 /// A worker's end, as far as calls need it.
 struct Served {

@@ -203,6 +203,22 @@ Store store_at(const std::string& address, std::chrono::milliseconds timeout) {
                       prefix_store("lockstep/" + address.substr(slash + 1), tcp_store(options)));
 }
 
+constexpr const char* kCarrier = "carrier";
+
+detail::Carrier carrier_of(const World& world, const Options& options) {
+  using detail::Carrier;
+  if (world.local_size() != world.size()) return Carrier::network;
+  return options.poll ? Carrier::polled_memory : Carrier::loopback;
+}
+
+std::string name_of(detail::Carrier carrier) {
+  return std::to_string(static_cast<int>(carrier));
+}
+
+detail::Carrier carrier_named(const std::string& name) {
+  return static_cast<detail::Carrier>(std::stoi(name));
+}
+
 /// Where others reach this worker, as LibTorch's agent understands TP_SOCKET_IFNAME.
 std::string host_of(bool one_host) {
   const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
@@ -218,7 +234,7 @@ detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& 
   meeting.size = world.size();
   meeting.wanted = options.fast_calls;
   meeting.shared_memory = options.shared_memory;
-  meeting.host = host_of(setup.one_host);
+  meeting.host = host_of(setup.carrier != detail::Carrier::network);
   meeting.has_processor = usable_processors() >= world.local_size();
   meeting.secret = setup.secret;
   meeting.job = setup.job;
@@ -244,12 +260,12 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   }
   auto setup = setup_of(options, name);
   setup.store = prefix_store("rpc", world.store().clone());
-  setup.one_host = world.local_size() == world.size();
   setup.id = world.rank();
   if (world.rank() == 0) {
-    setup.store.set("one_host", setup.one_host ? "1" : "0");
+    setup.store.set(kCarrier, name_of(carrier_of(world, options)));
     setup.store.add("workers", world.size());
   }
+  setup.carrier = carrier_named(setup.store.get(kCarrier));
   setup.names = meet(setup.store, world, name);
   setup.job = meet_with_secret(setup.store, world, setup.secret);
   if (world.size() > 1) setup.link = detail::meet(setup.store, meeting_of(world, setup, options));
@@ -261,7 +277,7 @@ Agent join(const std::string& address, const std::string& name, const Options& o
   auto setup = setup_of(options, name);
   setup.store = prefix_store("rpc", store_at(address, options.timeout));
   setup.job = setup.store.get("job");
-  setup.one_host = setup.store.get("one_host") == "1";
+  setup.carrier = carrier_named(setup.store.get(kCarrier));
   // Numbers are never used twice, so nothing of a dead worker is taken for the new one's.
   const int64_t id = setup.store.add("workers", 1) - 1;
   if (id > INT16_MAX) {

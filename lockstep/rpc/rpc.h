@@ -57,6 +57,11 @@ struct Options {
   /// KiB for each two ranks and direction. Else over TCP, by one connection for each two ranks,
   /// also for those that share a host. False: over TCP anyway. One rank's false counts for all.
   bool shared_memory = true;
+  /// What goes LibTorch's way between workers of one host: over its shared memory, where each
+  /// worker looks for messages without ever sleeping, and takes what a processor has to spare.
+  /// False: over loopback, where workers sleep, and such a call takes twice as long. Rank 0's
+  /// choice holds for all, and for those that join. Over several hosts they always sleep.
+  bool poll = true;
 };
 
 /// This process as a worker: it answers calls from `init` until it is shut down. Movable. Its
@@ -112,8 +117,8 @@ Agent init(const World& world, const std::string& name, const Options& options =
 /// accepts no connection after that, and warns of it. Those that are connected go on. Further ones
 /// cannot reach such a worker.
 ///
-/// The group's ranks shut down when those that joined have left. On one host a group listens on
-/// loopback: then workers join from that host only. Throws:
+/// The group's ranks shut down when those that joined have left. On one host a group talks over
+/// shared memory or loopback: then workers join from that host only. Throws:
 /// - UsageError for a name that a living worker has, for what is no address, and as `init`,
 /// - TimeoutError or CommError when there is no such group,
 /// - PeerLostError when nobody is there any more,

@@ -16,8 +16,7 @@ std::string address_key(int id) {
 }
 
 /// TCP on loopback, of which TensorPipe's own makers have none: theirs listens where other hosts
-/// may come. Its transport over shared memory looks for messages without ever sleeping. So a worker
-/// with nothing to do took a whole processor.
+/// may come.
 const char* loopback() {
   static constexpr const char* kName = "lockstep_loopback";
   static const bool once = [] {
@@ -31,12 +30,24 @@ const char* loopback() {
   return kName;
 }
 
+/// On one host nothing listens on the network.
+std::vector<std::string> names_of(Carrier carrier) {
+  switch (carrier) {
+    case Carrier::polled_memory:
+      return {"shm"};
+    case Carrier::loopback:
+      return {loopback()};
+    case Carrier::network:
+      break;
+  }
+  return {"uv"};
+}
+
 class TensorPipeTransport final : public Transport {
  public:
   explicit TensorPipeTransport(TransportSetup setup)
       : id_(setup.id), addresses_(c10::make_intrusive<c10d::HashStore>()) {
-    // On one host nothing listens on the network.
-    const std::vector<std::string> transports{setup.one_host ? loopback() : "uv"};
+    const std::vector<std::string> transports = names_of(setup.carrier);
     const native::TensorPipeRpcBackendOptions options(
         setup.threads, transports, std::nullopt,
         std::chrono::duration<float>(setup.timeout).count(), "env://");

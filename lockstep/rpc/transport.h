@@ -31,17 +31,24 @@ class Transport {
   virtual void stop() = 0;
 };
 
+/// What carries messages between workers.
+enum class Carrier {
+  polled_memory,  ///< Of one host, which each worker looks at without sleeping.
+  loopback,       ///< TCP within one host.
+  network,        ///< TCP.
+};
+
 struct TransportSetup {
   std::string name;
   int id = 0;
   int threads = 16;
   std::chrono::milliseconds timeout{};
-  bool one_host = true;
+  Carrier carrier = Carrier::network;
   std::shared_ptr<Guard> guard;
   std::unique_ptr<torch::distributed::rpc::RequestCallback> callback;
 };
 
-/// LibTorch's TensorPipe: over TCP, on loopback where all workers are of one host.
+/// LibTorch's TensorPipe.
 std::unique_ptr<Transport> make_tensorpipe_transport(TransportSetup setup);
 
 }  // namespace lockstep::rpc::detail

@@ -127,7 +127,7 @@ Worker::Worker(const Setup& setup)
   transport.id = setup.id;
   transport.threads = setup.threads;
   transport.timeout = setup.timeout;
-  transport.one_host = setup.one_host;
+  transport.carrier = setup.carrier;
   transport.guard = guard_;
   // Half of the transport's threads stay free for answers, which complete on them as well.
   transport.callback = make_request_handler(runner_, guard_, *threads_, setup.threads / 2);

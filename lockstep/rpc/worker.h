@@ -37,7 +37,7 @@ class Worker {
     std::string job;     ///< Of this job alone.
     std::chrono::milliseconds timeout{};
     std::chrono::milliseconds stop_timeout{};
-    bool one_host = true;
+    Carrier carrier = Carrier::network;
     std::shared_ptr<FastLink> link;  ///< Of the ranks; null: there is none.
   };
   /// Meets the others. Throws as `rpc::init` and `rpc::join`.
