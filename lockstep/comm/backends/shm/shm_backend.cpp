@@ -37,8 +37,9 @@ SharedGroupOptions group_options(const BackendOptions& options) {
     for (const auto& call : encoded) calls.push_back(decode(call));
     return find_mismatch(calls, names, name)
         .value_or("the ranks of group '" + name +
-                  "' did not reduce the same part of the same symmetric memory\n  hint: what "
-                  "was allocated as symmetric memory must be used alike on all ranks");
+                  "' did not reduce the same part of the same symmetric memory\n  hint: symmetric "
+                  "memory (in C++ ProcessGroup::symmetric_empty gives it) must be used alike on "
+                  "all ranks");
   };
   return group;
 }
