@@ -1,4 +1,8 @@
-"""What PyTorch builds on groups, over "lockstep" against Gloo: FSDP2, ZeRO, meshes, functional collectives, Join."""
+"""What PyTorch builds on groups, over "lockstep" against Gloo: FSDP2, ZeRO, meshes, functional collectives, Join.
+
+PyTorch's own tests of these do not come with the wheel: torch/testing/_internal has their tools only (common_fsdp,
+common_dtensor). So these are written here.
+"""
 
 import unittest
 
