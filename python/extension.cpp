@@ -188,10 +188,11 @@ void check(const BackendOptions& options) {
                      std::to_string(options.size) + " ranks has 0 to " +
                      std::to_string(options.size - 1));
   }
-  if (options.timeout <= std::chrono::milliseconds::zero()) {
-    throw UsageError(
-        "timeout: expected more than 0 ms, got " + std::to_string(options.timeout.count()) + " ms",
-        "more than 292 years, as timedelta.max, count as less than 0");
+  constexpr std::chrono::hours kLongest{24 * 365 * 100};
+  if (options.timeout <= std::chrono::milliseconds::zero() || options.timeout > kLongest) {
+    throw UsageError("timeout: expected more than 0 ms and at most 100 years, got " +
+                         std::to_string(options.timeout.count()) + " ms",
+                     "timedelta.max counts as less than 0");
   }
 }
 

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/env.h"
@@ -44,19 +46,34 @@ void prefer_huge_pages(const void* data, size_t bytes) {
 #endif
 }
 
+namespace {
+
+/// Allocates until the heap's end moves, or as many bytes.
+void grow_heap_past(const void* end, size_t bytes) {
+  constexpr size_t kBlock = 64 << 10;  // Less than what malloc maps apart from the heap.
+  std::vector<std::unique_ptr<std::byte[]>> blocks;
+  while (sbrk(0) == end && blocks.size() * kBlock < bytes) {
+    std::unique_ptr<std::byte[]> block(new (std::nothrow) std::byte[kBlock]);
+    if (!block) return;
+    blocks.push_back(std::move(block));
+  }
+}
+
+}  // namespace
+
 bool grow_heap_in_huge_pages(size_t bytes) {
 #ifdef __GLIBC__
   if (heap_chosen() || bytes > INT_MAX || mallopt(M_TOP_PAD, static_cast<int>(bytes)) != 1)
     return false;
-  constexpr size_t kBlock = 64 << 10;  // Less than what malloc maps apart from the heap.
   const auto* const before = static_cast<std::byte*>(sbrk(0));
-  std::vector<std::unique_ptr<std::byte[]>> blocks;
-  while (sbrk(0) == before && blocks.size() * kBlock < bytes)
-    blocks.emplace_back(new std::byte[kBlock]);
+  grow_heap_past(before, bytes);
   const auto* const after = static_cast<std::byte*>(sbrk(0));
-  if (after <= before) return false;
-  prefer_huge_pages(before, static_cast<size_t>(after - before));
-  return true;
+  if (after > before) {
+    prefer_huge_pages(before, static_cast<size_t>(after - before));
+    return true;
+  }
+  mallopt(M_TOP_PAD, 128 << 10);  // glibc's own.
+  return false;
 #else
   static_cast<void>(bytes);
   return false;

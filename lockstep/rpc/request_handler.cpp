@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/autograd/autograd.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_req.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_autograd.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_req.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_resp.h>
 #include <torch/csrc/distributed/rpc/request_callback_no_python.h>
@@ -79,7 +80,26 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     const int before = std::exchange(sender_, sender);
     auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
     sender_ = before;
+    if (const auto refusal = std::exchange(refusal_, nullptr)) return refused(refusal);
     return answer;
+  }
+
+  /// Called as soon as the message is read. What it asks for may run later, on another thread, when
+  /// the references that it carries are confirmed.
+  std::unique_ptr<native::RpcCommandBase> deserializePythonRpcCommand(
+      std::unique_ptr<native::RpcCommandBase> rpc, const native::MessageType&) const override {
+    native::RpcCommandBase* inner = rpc.get();
+    if (auto* wrapped = dynamic_cast<torch::distributed::autograd::RpcWithAutograd*>(inner))
+      inner = &wrapped->wrappedRpc();
+    const auto* call = dynamic_cast<native::ScriptRemoteCall*>(inner);
+    if (!call) return rpc;
+    try {
+      check_result(call->retRRefId(), call->retForkId());
+    } catch (const DataError&) {
+      refusal_ = std::current_exception();  // LibTorch makes an answer of what is thrown here.
+      throw;
+    }
+    return rpc;
   }
 
   FuturePtr processScriptCall(native::RpcCommandBase& rpc, const Streams&) const override {
@@ -93,11 +113,6 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
   FuturePtr processScriptRemoteCall(native::RpcCommandBase& rpc, const Streams&) const override {
     auto& call = static_cast<native::ScriptRemoteCall&>(rpc);
-    try {
-      check_result(call.retRRefId(), call.retForkId());
-    } catch (const DataError&) {
-      return refused(std::current_exception());
-    }
     auto answer = assignOwnerRRef(call.retRRefId(), call.retForkId(), run(call.stackRef()));
     guard_->holders.add(call.retForkId().createdOn_, call.retRRefId(), call.retForkId());
     return answer;
@@ -232,6 +247,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
   /// Of the request that this thread begins to serve.
   static thread_local int sender_;
+  static thread_local std::exception_ptr refusal_;
 
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<Guard> guard_;
@@ -241,6 +257,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 };
 
 thread_local int RequestHandler::sender_ = -1;
+thread_local std::exception_ptr RequestHandler::refusal_;
 
 }  // namespace
 

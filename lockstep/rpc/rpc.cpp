@@ -216,7 +216,11 @@ std::string name_of(detail::Carrier carrier) {
 }
 
 detail::Carrier carrier_named(const std::string& name) {
-  return static_cast<detail::Carrier>(std::stoi(name));
+  for (const auto carrier :
+       {detail::Carrier::polled_memory, detail::Carrier::loopback, detail::Carrier::network})
+    if (name == name_of(carrier)) return carrier;
+  throw CommError("rpc: rank 0 told of a carrier '" + name + "', which this version does not know",
+                  "run the same version of Lockstep on all workers");
 }
 
 /// Where others reach this worker, as LibTorch's agent understands TP_SOCKET_IFNAME.

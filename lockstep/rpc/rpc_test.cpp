@@ -165,5 +165,18 @@ TEST(RpcRRef, AnObjectStaysWithItsOwner) {
   });
 }
 
+// The third worker serves the call when the owner has confirmed its reference: later, and on
+// another thread than the one that read the message.
+TEST(RpcRRef, ARemoteCallMayCarryAThirdWorkersObject) {
+  run_workers(3, [](Agent&, int rank) {
+    if (rank != 0) return;
+    for (int i = 0; i < 20; ++i) {
+      const auto counter = remote("w1", make_counter, i);
+      EXPECT_EQ(remote("w2", use_elsewhere, counter).to_here(), i + 1);
+    }
+    while (call("w1", living) > 0) std::this_thread::yield();
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::rpc

@@ -82,7 +82,11 @@ bool SocketLink::flush(Peer& peer) {
     const ssize_t sent = ::send(peer.connection.get(), first.data() + peer.first_sent,
                                 first.size() - peer.first_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) return errno != EAGAIN && errno != EWOULDBLOCK;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (sent < 0) {
+      shutdown(peer.connection.get(), SHUT_RDWR);  // The reader sees the end, and says it.
+      return true;
+    }
     peer.first_sent += static_cast<size_t>(sent);
     if (peer.first_sent < first.size()) continue;
     peer.waiting_bytes -= first.size();

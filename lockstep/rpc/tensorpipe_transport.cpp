@@ -43,13 +43,21 @@ std::vector<std::string> names_of(Carrier carrier) {
   return {"uv"};
 }
 
+/// How large tensors go. All of LibTorch's would open ports for other hosts also on a single one.
+std::optional<std::vector<std::string>> channels_of(Carrier carrier) {
+  if (carrier == Carrier::network) return std::nullopt;
+  std::vector<std::string> names{"basic"};
+  if (native::TensorPipeChannelRegistry()->Has("cma")) names.emplace_back("cma");
+  return names;
+}
+
 class TensorPipeTransport final : public Transport {
  public:
   explicit TensorPipeTransport(TransportSetup setup)
       : id_(setup.id), addresses_(c10::make_intrusive<c10d::HashStore>()) {
     const std::vector<std::string> transports = names_of(setup.carrier);
     const native::TensorPipeRpcBackendOptions options(
-        setup.threads, transports, std::nullopt,
+        setup.threads, transports, channels_of(setup.carrier),
         std::chrono::duration<float>(setup.timeout).count(), "env://");
     // A group of a fixed size, as LibTorch takes its lock for such ones only. The size of 0 lets it
     // wait for nobody: `add_worker` makes the others known.

@@ -21,15 +21,23 @@ class BackendInfo(NamedTuple):
 _infos: dict[str, BackendInfo] = {}
 
 
+def _forget_ended():
+    """The latest may be of groups that torch.distributed does not know yet."""
+    known = set(dist.distributed_c10d._world.pg_names.values())
+    for name in list(_infos)[:-64]:
+        if name not in known:
+            _infos.pop(name, None)
+
+
 def make(options, backend_options=None):
     """What torch.distributed calls for each group with a rank of this process."""
     if backend_options is not None:
         raise ValueError('the backend "lockstep" takes no pg_options')
     made = _C.make_backend(options.store, options.group_rank, options.group_size, options.timeout,
                            options.group_id, list(options.global_ranks_in_group))
-    for ended in _infos.keys() - set(dist.distributed_c10d._world.pg_names.values()):
-        del _infos[ended]
+    _infos.pop(options.group_id, None)
     _infos[options.group_id] = BackendInfo(made.name, made.reason)
+    _forget_ended()
     return made.backend
 
 

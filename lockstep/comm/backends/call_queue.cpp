@@ -1,7 +1,7 @@
 #include "lockstep/comm/backends/call_queue.h"
 
+#include <algorithm>
 #include <system_error>
-#include <utility>
 
 #include "lockstep/base/error.h"
 
@@ -22,25 +22,38 @@ void CallQueue::submit(const WorkPtr& work) {
   } else {
     waiting_.push_back(work);
   }
-  try {
-    expect_thread();
-  } catch (const std::system_error&) {
-    std::erase(waiting_, work);
-    throw;
-  }
+  const bool helped = expect_thread() || (living_ > 0 && !in_own_thread());
+  if (!helped) run_up_to(work, lock);
   lock.unlock();
   changed_.notify_all();
   if (blocking) work->await_end();
 }
 
-void CallQueue::expect_thread() {
-  if (at_hand_ > 0) return;
+bool CallQueue::expect_thread() {
+  if (at_hand_ > 0) return true;
   try {
     threads_.emplace_back([this] { run(); });
-    ++at_hand_;
   } catch (const std::system_error&) {
-    if (threads_.empty()) throw;  // Else one of them gets to it after its callbacks.
+    return false;
   }
+  ++living_;
+  ++at_hand_;
+  return true;
+}
+
+bool CallQueue::in_own_thread() const {
+  return std::any_of(threads_.begin(), threads_.end(), [](const std::thread& thread) {
+    return thread.get_id() == std::this_thread::get_id();
+  });
+}
+
+void CallQueue::run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
+  ++at_hand_;
+  while (!waiting_.empty() && !work->isCompleted()) {
+    changed_.wait(lock, [this] { return !busy_; });
+    if (!waiting_.empty()) run_first(lock);
+  }
+  --at_hand_;
 }
 
 bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
@@ -96,22 +109,23 @@ void CallQueue::run() {
     run_first(lock);
   }
   --at_hand_;
-}
-
-std::vector<std::thread> CallQueue::take_threads() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(threads_, {});
+  --living_;
+  lock.unlock();
+  changed_.notify_all();
 }
 
 void CallQueue::close() {
+  std::vector<std::thread> ended;
   {
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
-    changed_.wait(lock, [this] { return !busy_; });
+    const bool own = in_own_thread();
+    changed_.wait(lock, [&] { return !busy_ && (own || living_ == 0); });
+    if (own) return;
+    ended.swap(threads_);
   }
-  for (auto ending = take_threads(); !ending.empty(); ending = take_threads())
-    for (auto& thread : ending) thread.join();
+  for (auto& thread : ended) thread.join();
 }
 
 }  // namespace lockstep::backends

@@ -36,7 +36,8 @@ class CallQueue {
   /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
   /// request is asynchronous.
   void submit(const WorkPtr& work);
-  /// Waits for what was submitted and ends the threads. Later calls fail.
+  /// Waits for what was submitted and ends the threads. Later calls fail. From a callback it does
+  /// not wait for the threads, of which one runs it: the next `close` does.
   void close();
 
  private:
@@ -44,9 +45,12 @@ class CallQueue {
   bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
   void run_first(std::unique_lock<std::mutex>& lock);
   void run();
-  /// Under the lock: a thread of ours will get to what waits. Throws where none can be started.
-  void expect_thread();
-  std::vector<std::thread> take_threads();
+  /// Under the lock: a thread of ours will get to what waits. False where none can be started.
+  bool expect_thread();
+  /// Under the lock.
+  bool in_own_thread() const;
+  /// Runs what waits, up to this call, where no thread can be had.
+  void run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
 
   const Steps steps_;
   std::mutex mutex_;
@@ -55,6 +59,7 @@ class CallQueue {
   bool busy_ = false;  ///< Some thread runs a call.
   bool closed_ = false;
   std::vector<std::thread> threads_;
+  size_t living_ = 0;   ///< Those of them that have not ended.
   size_t at_hand_ = 0;  ///< Those of them that run no callbacks.
 };
 

@@ -102,7 +102,6 @@ void TensorBackend::throw_not_implemented() {
 
 Request TensorBackend::message_request(Operation operation, const at::Tensor& tensor,
                                        int peer) const {
-  expect_own_process();
   Request request{.operation = operation, .root = peer, .timeout = timeout()};
   (operation == Operation::send ? request.inputs : request.outputs) = {tensor};
   return request;
@@ -405,16 +404,19 @@ void TensorBackend::meet(c10d::BarrierOptions options, Request call) {
 }
 
 WorkPtr TensorBackend::send(Tensors& tensors, int dst, int tag) {
+  expect_own_process();
   check_rank(Operation::send, "dst", dst, getSize());
   return message(Operation::send, only(Operation::send, tensors), dst, tag);
 }
 
 WorkPtr TensorBackend::recv(Tensors& tensors, int src, int tag) {
+  expect_own_process();
   check_rank(Operation::recv, "src", src, getSize());
   return message(Operation::recv, only(Operation::recv, tensors), src, tag);
 }
 
 WorkPtr TensorBackend::recvAnysource(Tensors& tensors, int tag) {
+  expect_own_process();
   return message(Operation::recv_any, only(Operation::recv_any, tensors), kAnyRank, tag);
 }
 

@@ -459,6 +459,24 @@ TEST(ShmBackend, ACallbackMayWaitForAnAsynchronousCall) {
   }
 }
 
+TEST(ShmBackend, AGroupMayBeClosedFromACallback) {
+  std::atomic<int> begun{0};
+  expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
+    Tensors first{at::ones({100'000})};
+    while (rank == 1 && begun == 0) std::this_thread::yield();
+    auto work = shm.allreduce(first, {});
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          shm.shutdown();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    begun = 1;
+    after->waitAndThrow();
+    EXPECT_THROW(shm.allreduce(first, {})->wait(), CommError);
+  }));
+}
+
 TEST(ShmBackend, AForkLeavesTheGroupToItsParent) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
