@@ -35,6 +35,10 @@ def why_no_hosts():
     return f"`unshare --pid --uts` is not permitted here: {error}" if code else None
 
 
+def shown_link(name):
+    return subprocess.run(["ip", "-n", name, "-o", "link", "show", "veth"], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def only_child(pid):
     """The process that `unshare` or `nsenter`, which fork, have started."""
     return int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -103,6 +107,9 @@ def two_hosts(netem=None):
                 if code:
                     yield f"`tc qdisc add netem` fails here: {error}"
                     return
+        for name in names:
+            # libuv, by which LibTorch's RPC finds its address, knows an interface only when it runs.
+            wait_until(lambda name=name: "state UP" in shown_link(name), 20, f"veth of {name} up")
         for name, address in zip(names, addresses):
             hosts.append(Host(name, address))
         yield hosts
