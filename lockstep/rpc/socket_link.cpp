@@ -201,7 +201,7 @@ std::string SocketLink::how_it_went(int rank) const {
 }
 
 std::chrono::nanoseconds SocketLink::spin(const shm::SpinBudget& learnt) const {
-  // A look is a call of the system here: without a processor of one's own it is the only one.
+  // A look is a call of the system here: without a processor of one's own there are few.
   return has_processor_ ? learnt.now() : std::chrono::nanoseconds(0);
 }
 

@@ -16,8 +16,8 @@ namespace lockstep::backends {
 /// starts when it is first needed.
 ///
 /// A future's callbacks run in the thread that ended the call. They may wait for other calls of the
-/// group: while they run, another thread of the queue goes on. So callbacks of two calls may run at
-/// once, as over Gloo.
+/// queue: while they run, another thread of it goes on. So callbacks of two calls may run at once,
+/// as over Gloo. Where no further thread can be started, a call from a callback runs in its thread.
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;
