@@ -355,7 +355,9 @@ class Signals(unittest.TestCase):
             return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
         with temporary_folder() as folder:
-            text = "echo $$ > $OUT/pid; until [ -e $OUT/go ]; do sleep 0.01; done"
+            os.mkfifo(folder / "go")
+            # It starts no process: a shell whose new child is stopped before exec waits for that in vfork ("D").
+            text = "echo $$ > $OUT/pid; read word < $OUT/go"
             # Not in a session of its own: there nobody could continue it, and the kernel does not stop it.
             with Launched("sh", "-c", text, env={"OUT": str(folder)}, start_new_session=False, preexec_fn=os.setpgrp) as launched:
                 wait_for_files(folder / "pid")
@@ -363,8 +365,9 @@ class Signals(unittest.TestCase):
                 for pid in (launched.process.pid, number_in(folder / "pid")):
                     wait_until(lambda: state(pid) == "T", 10, f"the stop of {pid}")
                 launched.send(signal.SIGCONT)
-                (folder / "go").touch()
-                code, _, err = launched.end()
+                with open(folder / "go", "r+b", buffering=0) as go:  # "+": does not wait for a reader
+                    go.write(b"go\n")
+                    code, _, err = launched.end()
                 self.assertEqual(code, 0, err)
                 launched.nothing_left()
 
