@@ -144,6 +144,10 @@ int cores_of(const std::vector<int>& processors, const fs::path& system) {
   return static_cast<int>(cores.size());
 }
 
+bool has_one_memory_domain(const fs::path& system) {
+  return parse_int(first_line(system / "online")).has_value();  // Several are "0-1" or "0,2".
+}
+
 int usable_cores() {
   return usable_processors(cores_of(allowed_processors()), processor_quota());
 }

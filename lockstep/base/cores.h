@@ -28,6 +28,10 @@ std::optional<double> processor_quota(
 int cores_of(const std::vector<int>& processors,
              const std::filesystem::path& system = "/sys/devices/system/cpu");
 
+/// Whether the machine's memory is one NUMA domain. False where the kernel does not say. `system`
+/// is for tests.
+bool has_one_memory_domain(const std::filesystem::path& system = "/sys/devices/system/node");
+
 /// How many threads can compute at once without sharing a core: the cores of allowed_processors(),
 /// within the quota.
 int usable_cores();

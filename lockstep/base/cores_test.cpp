@@ -86,6 +86,19 @@ TEST(Cores, HardwareThreadsOfACoreCountOnce) {
   EXPECT_LE(usable_cores(), usable_processors());
 }
 
+TEST(Cores, OneMemoryDomainIsASingleNumber) {
+  Cgroups files;
+  EXPECT_FALSE(has_one_memory_domain(files.folder())) << "the kernel does not say";
+  for (const char* text : {"0\n", "3\n"}) {
+    files.write("online", text);
+    EXPECT_TRUE(has_one_memory_domain(files.folder())) << text;
+  }
+  for (const char* text : {"0-1\n", "0,2\n", "\n"}) {
+    files.write("online", text);
+    EXPECT_FALSE(has_one_memory_domain(files.folder())) << text;
+  }
+}
+
 TEST(Cores, AThreadKeepsToWhatItMayUse) {
   const auto before = allowed_processors();
   ASSERT_FALSE(before.empty());

@@ -34,6 +34,10 @@ bool keep_freed_memory() {
 #endif
 }
 
+namespace {
+
+/// A wish only: `madvise` must be allowed (/sys/kernel/mm/transparent_hugepage/enabled), and the
+/// memory must not be in use already.
 void prefer_huge_pages(const void* data, size_t bytes) {
 #ifdef MADV_HUGEPAGE
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -44,8 +48,6 @@ void prefer_huge_pages(const void* data, size_t bytes) {
   static_cast<void>(data), static_cast<void>(bytes);
 #endif
 }
-
-namespace {
 
 /// Allocates until the heap's end moves, or as many bytes.
 void grow_heap_past(const void* end, size_t bytes) {

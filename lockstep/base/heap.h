@@ -15,12 +15,6 @@ namespace lockstep {
 /// malloc is not glibc's or the user has chosen (see heap_chosen). Thread-safe.
 bool keep_freed_memory();
 
-/// Asks the kernel for huge pages behind the whole ones of these bytes: fewer page faults at the
-/// first write, and less to copy at a fork. A wish only: `madvise` must be allowed, as Linux has it
-/// by default (/sys/kernel/mm/transparent_hugepage/enabled), and the memory must not be in use
-/// already.
-void prefer_huge_pages(const void* data, size_t bytes);
-
 /// Lets malloc's main heap grow by `bytes` at once, with huge pages, and keep so much of what is
 /// freed. For a program that is about to allocate it in small blocks: loading LibTorch takes 42 MB.
 /// What is not used takes no memory, beyond the last huge page. Call it before other threads

@@ -163,9 +163,24 @@ MnistFolder download_missing(const MnistLike& source, const DatasetOptions& opti
   return find_mnist(options.data_dir, source);
 }
 
+/// Whether the test labels begin as published. The sets' first labels differ, so such a file is no
+/// other set's, and it need not be hashed.
+bool begins_as_published(const MnistLike& source, const fs::path& test_labels,
+                         const Unpacked& unpacked) {
+  constexpr size_t kHeader = 8;
+  std::array<uint8_t, kHeader + std::tuple_size_v<decltype(source.first_test_labels)>> start{};
+  const auto known = unpacked.find(test_labels);
+  auto file = known == unpacked.end() ? ContentReader(test_labels)
+                                      : ContentReader(test_labels, known->second);
+  return file.read_some(start.data(), start.size()) == start.size() &&
+         std::equal(start.begin() + kHeader, start.end(), source.first_test_labels.begin());
+}
+
 /// Files of the same names make it easy to take one set for the other, which would train well and
 /// mean nothing.
-void refuse_other_set(const MnistLike& source, const std::array<fs::path, 4>& paths) {
+void refuse_other_set(const MnistLike& source, const std::array<fs::path, 4>& paths,
+                      const Unpacked& unpacked) {
+  if (begins_as_published(source, paths[3], unpacked)) return;
   const MnistLike& other =
       source.name == mnist_source().name ? fashion_mnist_source() : mnist_source();
   const MnistFile& labels = other.files[3];
@@ -188,7 +203,7 @@ DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options)
     if (!options.download) throw_missing(options.data_dir, source, found);
     found = download_missing(source, options);
   }
-  refuse_other_set(source, found.paths);
+  refuse_other_set(source, found.paths, options.unpacked);
   return {load_mnist_part(source.name, found.paths[0], found.paths[1], options.unpacked),
           load_mnist_part(source.name, found.paths[2], found.paths[3], options.unpacked)};
 }

@@ -68,6 +68,7 @@ const MnistLike& mnist_source() {
                   "9fb629c4189551a2d022fa330f9573f3"},
                  {"t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637",
                   "ec29112dd5afa0611ce80d1b7f02629c"}}},
+      .first_test_labels = {7, 2, 1, 0, 4, 1, 4, 9},
       .mirror_variable = "LOCKSTEP_MNIST_URL",
       .mirrors = {"https://ossci-datasets.s3.amazonaws.com/mnist/"}};
   return source;
@@ -81,6 +82,7 @@ const MnistLike& fashion_mnist_source() {
                  {"train-labels-idx1-ubyte", "", "25c81989df183df01b3e8a0aad5dffbe"},
                  {"t10k-images-idx3-ubyte", "", "bef4ecab320f06d8554ea6380940ec79"},
                  {"t10k-labels-idx1-ubyte", "", "bb300cfdad3c16e7a12a480ee83cd310"}}},
+      .first_test_labels = {9, 2, 1, 1, 6, 1, 4, 6},
       .mirror_variable = "LOCKSTEP_FASHION_MNIST_URL",
       .mirrors = {
           "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",

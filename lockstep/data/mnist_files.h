@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -18,7 +19,8 @@ struct MnistFile {
 struct MnistLike {
   std::string name;
   std::vector<std::filesystem::path> folders;  ///< Below data_dir, in the order they are looked in.
-  std::array<MnistFile, 4> files;    ///< Train images, train labels, test images, test labels.
+  std::array<MnistFile, 4> files;  ///< Train images, train labels, test images, test labels.
+  std::array<uint8_t, 8> first_test_labels;  ///< The test part's, as published: no other set's.
   std::string mirror_variable;       ///< The environment variable that names another base URL.
   std::vector<std::string> mirrors;  ///< Base URLs, ending in a slash.
 };

@@ -131,6 +131,9 @@ TEST_F(Mnist, RealFilesAreWhole) {
   EXPECT_EQ(with_header(splits.train.targets, {60000}), mnist_source().files[1].content_md5);
   EXPECT_EQ(with_header(splits.test.data, {10000, 28, 28}), mnist_source().files[2].content_md5);
   EXPECT_EQ(with_header(splits.test.targets, {10000}), mnist_source().files[3].content_md5);
+  for (size_t i = 0; i < mnist_source().first_test_labels.size(); ++i)
+    EXPECT_EQ(splits.test.targets[static_cast<int64_t>(i)].item<int>(),
+              mnist_source().first_test_labels[i]);
 }
 
 TEST_F(Mnist, TheOtherSetOfTheSameFormIsRefused) {

@@ -59,6 +59,8 @@ Binding by_numa(const BindingRequest& request, const Topology& topology) {
   return binding;
 }
 
+constexpr const char* kOneDomain = "one NUMA domain";
+
 /// Why `auto` binds nothing; empty where it binds.
 std::string why_not(const BindingRequest& request) {
   if (request.local_size == 1) return "one rank on this host";
@@ -66,6 +68,7 @@ std::string why_not(const BindingRequest& request) {
     return "only " + std::to_string(request.allowed) + " of " + std::to_string(request.online) +
            " processors may be used, which a launcher, taskset or a container has chosen";
   }
+  if (request.one_domain) return kOneDomain;
   return {};
 }
 
@@ -93,7 +96,7 @@ Binding choose_binding(const BindingRequest& request, const Topology* topology) 
     throw UsageError("--bind-to " + request.word + ": " + no_topology_reason(),
                      "install libhwloc-dev and build again, or use --bind-to none");
   }
-  if (automatic && topology->domains() < 2) return {{}, "none: one NUMA domain"};
+  if (automatic && topology->domains() < 2) return {{}, std::string("none: ") + kOneDomain};
   Binding binding =
       request.word == "core" ? by_core(request, *topology) : by_numa(request, *topology);
   std::sort(binding.processors.begin(), binding.processors.end());
@@ -105,6 +108,7 @@ namespace {
 void look_at_machine(BindingRequest& request) {
   request.allowed = static_cast<int>(allowed_processors().size());
   request.online = online_processors();
+  request.one_domain = has_one_memory_domain();
 }
 
 std::optional<Topology> topology_for(const BindingRequest& request) {

@@ -34,6 +34,7 @@ struct BindingRequest {
   int local_size = 1;
   int allowed = 1;  ///< Processors that we may use. Fewer than `online`: some were taken away.
   int online = 1;   ///< Processors that there are.
+  bool one_domain = false;  ///< The kernel shows one NUMA domain: `auto` needs no topology.
 };
 
 struct Binding {
@@ -57,8 +58,8 @@ struct Binding {
 /// UsageError.
 Binding choose_binding(const BindingRequest& request, const Topology* topology);
 
-/// The same for this machine. Reads the topology only when it is needed. `allowed` and `online` are
-/// filled in.
+/// The same for this machine. Reads the topology only when it is needed. `allowed`, `online` and
+/// `one_domain` are filled in.
 Binding choose_binding(BindingRequest request);
 /// For all of this host's ranks, in their order. `local_rank` is filled in too.
 std::vector<Binding> choose_bindings(BindingRequest request);

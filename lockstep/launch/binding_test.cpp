@@ -106,6 +106,16 @@ TEST(Binding, WithoutTopologyOnlyWhatIsAskedForFails) {
   EXPECT_THAT(choose_binding(request("none", 0, 2), nullptr).reason, HasSubstr("asked for"));
 }
 
+TEST(Binding, AutoNeedsNoTopologyOfOneDomain) {
+  auto known = request("auto", 0, 2);
+  known.one_domain = true;
+  EXPECT_EQ(choose_binding(known, nullptr).reason, "none: one NUMA domain");
+  const auto topology = machine(4, 1);
+  known.word = "core";  // Needs it still.
+  EXPECT_EQ(choose_binding(known, &topology).processors.size(), 4u);
+  EXPECT_THROW(choose_binding(known, nullptr), UsageError);
+}
+
 TEST(Binding, AnUnknownWordIsNamed) {
   EXPECT_THAT([] { choose_binding(request("cores", 0, 1), nullptr); },
               ThrowsMessage<UsageError>(HasSubstr("did you mean 'core'")));

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <optional>
 
-#include "lockstep/base/heap.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/mnist_files.h"
 #include "lockstep/tool/cli.h"
@@ -84,7 +83,6 @@ std::optional<UnpackAhead::File> unpacked(const fs::path& path) {
   if (header.empty() || elements >= std::min(kMost, reader.remaining_limit())) return std::nullopt;
   const size_t size = header.size() + elements;
   UnpackAhead::File file{path.string(), std::unique_ptr<std::byte[]>(new std::byte[size]), size};
-  prefer_huge_pages(file.content.get(), size);
   std::memcpy(file.content.get(), header.data(), header.size());
   reader.read_exact(file.content.get() + header.size(), elements, "the elements");
   reader.expect_end();
