@@ -3,7 +3,7 @@
 Three ranks run them. A test must pass on all ranks unless SKIPPED names it. What PyTorch itself skips here must be
 for one of the reasons of THEIR_SKIPS.
 
-LOCKSTEP_SUITE=REGEX runs the tests whose names match.
+Each test that does not run is printed with its reason. LOCKSTEP_SUITE=REGEX runs the tests whose names match.
 """
 
 import json
@@ -131,18 +131,23 @@ class Suite(unittest.TestCase):
         names = [name for name in self.ranks.names if not reason_of(SKIPPED, name)]
         names = [name for name in names if re.search(ONLY, name)]
         ran, slow = 0, []
+        skipped = {name: SKIPPED[pattern] for name in self.ranks.names if (pattern := reason_of(SKIPPED, name))}
         for name in names:
             with self.subTest(name):
                 results = self.ranks.run(name)
                 slow.append((max(seconds for _, _, seconds in results), name))
                 wrong, counts = self.verdict(results)
                 ran += counts
+                if not counts and not wrong:
+                    skipped[name] = THEIR_SKIPS[reason_of(THEIR_SKIPS, results[0][1])] + ": " + results[0][1]
                 if any(outcome == "failed" for outcome, _, _ in results):
                     type(self).ranks.close()
                     type(self).ranks = Ranks()
                 if wrong:
                     self.fail(wrong)
         print(f"{ran} tests ran, {len(names) - ran} were skipped by PyTorch")
+        for name, reason in sorted(skipped.items()):
+            print(f"skipped: {name}: {reason}")
         print("slowest:", sorted(slow)[-12:])
         self.assertGreater(ran, 0 if ONLY else 110, "PyTorch skips more than it did")
 
