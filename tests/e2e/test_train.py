@@ -115,6 +115,7 @@ class UnpackedAhead(unittest.TestCase):
             stderr.seek(0)
             return process.returncode, stderr.read(), usage.ru_maxrss << 10
 
+    @unittest.skipIf(t.SANITIZED, "a sanitizer takes more addresses than this limit")
     def test_a_limit_of_memory_leaves_it_to_libtorch(self):
         with t.temporary_folder() as folder:
             write_idx_sets(folder / "mnist", True)
@@ -146,7 +147,8 @@ class UnpackedAhead(unittest.TestCase):
             code, err, peak = self.run_limited(folder)
             self.assertEqual(code, 1)
             self.assertIn("byte 50192 of the decompressed content: more bytes follow", err)
-            self.assertLess(peak, 450 << 20)
+            # The file unpacks to 600 MB; a sanitizer's shadow is 300 MB and more.
+            self.assertLess(peak, (1 << 30) if t.SANITIZED else 450 << 20)
 
 
 class Outcome(unittest.TestCase):
