@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -76,9 +77,15 @@ class ProcessGroup::Impl {
   /// See ProcessGroup::note_steps.
   const std::shared_ptr<std::atomic<int64_t>> steps = std::make_shared<std::atomic<int64_t>>(0);
 
+  /// For what asks the store alone; the backend's calls look themselves. Throws CommError in a
+  /// fork.
+  void expect_own_process() const;
+
  private:
   void await_formed_by_all();
+  void leave_to_parent() noexcept;
 
+  const pid_t process_ = ::getpid();  ///< A fork of it has a copy of this.
   c10::Device device_;
   BackendTraits traits_;
   std::shared_ptr<detail::WaiterPool> waiters_;

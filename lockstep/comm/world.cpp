@@ -1,10 +1,12 @@
 #include "lockstep/comm/world.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <tuple>
 
 #include "lockstep/base/arrival.h"
 #include "lockstep/base/descriptors.h"
@@ -240,6 +242,7 @@ class World::Impl {
  private:
   void say_farewell(bool failing);
 
+  const pid_t process_ = ::getpid();
   const int exceptions_at_start_ = std::uncaught_exceptions();
   bool holds_store_ = false;
   bool closed_ = false;
@@ -315,6 +318,12 @@ void World::Impl::say_farewell(bool failing) {
 void World::Impl::close(bool failing) noexcept {
   if (closed_) return;
   closed_ = true;
+  if (::getpid() != process_) {
+    // A fork: all is its parent's. The store's and the backend's threads are not here, and to let
+    // go of these would be to wait for them.
+    new std::tuple(context, store, group, root_);
+    return;
+  }
   std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;
   {
     const std::lock_guard lock(context->mutex);

@@ -49,6 +49,9 @@ struct InitOptions {
 /// The processes of one job, as `init()` found them. Owns the default group and the store. Closes
 /// them in order, on every rank, at `close()` or destruction. Keep it alive until the last
 /// communication, and let it go before `main` ends. Movable, not copyable. One thread at a time.
+///
+/// In a fork without exec the job stays the parent's: calls of its groups throw CommError, and
+/// closing or releasing the World there does nothing.
 class World {
  public:
   class Impl;

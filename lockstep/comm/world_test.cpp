@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -205,6 +206,28 @@ TEST(World, TheRankThatHoldsTheStoreOutlivesTheOthersUseOfIt) {
     for (int i = 0; i < 200; ++i) store.add("late", 1);
     EXPECT_EQ(store.get("late"), "200");
   });
+}
+
+// Rank 0 holds the store. The other test of this is over mpi, where a fork lacks the one thread.
+TEST(World, AForkMayCloseOrReleaseItsCopy) {
+  for (const bool closes : {true, false}) {
+    run_worlds_by_tcp(2, [&](World& world) {
+      const ProcessGroup gloo = world.new_group({0, 1}, "gloo");
+      at::Tensor sum = at::ones({10});
+      world.group().all_reduce_async(sum).wait();
+      gloo.all_reduce_async(sum).wait();
+      const int ended = testing::in_another_process([&] {
+        ::alarm(20);
+        World mine = std::move(world);
+        if (closes) mine.close();
+        return 0;
+      });
+      EXPECT_EQ(ended, 0);
+      gloo.all_reduce(sum);
+      world.group().all_reduce(sum);
+      EXPECT_EQ(sum[9].item<float>(), 16);
+    });
+  }
 }
 
 TEST(InitErrors, NameTheThing) {

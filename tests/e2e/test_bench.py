@@ -477,6 +477,7 @@ class Env(unittest.TestCase):
             out = t.run(t.LOCKSTEP, "run", "--no-python", *program, env=env).stdout
             self.assertRegex(out, {"TZ": r"\b10000?\b", "GOMP_SPINCOUNT": r"\b77\b"}.get(name, "None"))
 
+    @unittest.skipIf(t.SANITIZED, "a sanitizer's malloc takes no such settings")
     def test_freed_memory_is_kept_unless_the_user_has_chosen(self):
         """The kernel gives pages to a few steps of a model, and to more steps no more of them."""
         def faults(steps, **variables):

@@ -2,11 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
-#include <pthread.h>
-#include <unistd.h>
 
-#include <mutex>
-#include <set>
 #include <string>
 
 #include "lockstep/base/error.h"
@@ -46,55 +42,10 @@ Shares shares_of(const Tensors& tensors, const Blocks& memory) {
 
 }  // namespace
 
-/// A fork has copies of a backend's memory, but neither its threads nor its place among the ranks.
-/// To release the copies would be to wait for those threads: they are kept for ever.
-struct TensorBackend::OfThisProcess {
-  std::mutex mutex;
-  std::set<TensorBackend*> all;
-
-  static OfThisProcess& get() {
-    static OfThisProcess& only = *watched(new OfThisProcess);  // Forks go on until the end.
-    return only;
-  }
-
- private:
-  static OfThisProcess* watched(OfThisProcess* made) {
-    pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); },
-                   [] {
-                     for (TensorBackend* backend : get().all) {
-                       backend->in_fork_ = true;
-                       c10::raw::intrusive_ptr::incref(backend);
-                     }
-                     get().all.clear();
-                     get().mutex.unlock();
-                   });
-    return made;
-  }
-};
-
 TensorBackend::TensorBackend(const BackendOptions& options)
     : c10d::Backend(options.rank, options.size),
       names_(names_of(options)),
-      timeout_(options.timeout) {
-  auto& living = OfThisProcess::get();
-  const std::lock_guard lock(living.mutex);
-  living.all.insert(this);
-}
-
-TensorBackend::~TensorBackend() {
-  auto& living = OfThisProcess::get();
-  const std::lock_guard lock(living.mutex);
-  living.all.erase(this);
-}
-
-void TensorBackend::expect_own_process() const {
-  if (!in_fork_) return;
-  throw CommError("process " + std::to_string(::getpid()) + " is a fork of rank " +
-                      std::to_string(names_->ranks[static_cast<size_t>(getRank())]) +
-                      ", to which group '" + names_->group + "' belongs",
-                  "call collectives in the process that made the group, or make another group in "
-                  "the fork");
-}
+      timeout_(options.timeout) {}
 
 void TensorBackend::throw_not_implemented() {
   throw CommError("a backend of Lockstep was asked for what it does not implement");
@@ -115,7 +66,6 @@ void TensorBackend::add_all_reduces(TensorWork& work, const Tensors& data,
 template <class CallOptions>
 TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptions& options,
                                             Request arguments) {
-  expect_own_process();
   arguments.operation = operation;
   if constexpr (requires { options.reduceOp; })
     arguments.reduction = static_cast<int>(options.reduceOp.op_);
@@ -404,19 +354,16 @@ void TensorBackend::meet(c10d::BarrierOptions options, Request call) {
 }
 
 WorkPtr TensorBackend::send(Tensors& tensors, int dst, int tag) {
-  expect_own_process();
   check_rank(Operation::send, "dst", dst, getSize());
   return message(Operation::send, only(Operation::send, tensors), dst, tag);
 }
 
 WorkPtr TensorBackend::recv(Tensors& tensors, int src, int tag) {
-  expect_own_process();
   check_rank(Operation::recv, "src", src, getSize());
   return message(Operation::recv, only(Operation::recv, tensors), src, tag);
 }
 
 WorkPtr TensorBackend::recvAnysource(Tensors& tensors, int tag) {
-  expect_own_process();
   return message(Operation::recv_any, only(Operation::recv_any, tensors), kAnyRank, tag);
 }
 

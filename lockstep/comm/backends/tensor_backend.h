@@ -16,15 +16,11 @@ using shm::Shares;
 /// anything is sent) and becomes a work with contiguous memory. The backend gives the work the
 /// operations that it consists of, and the work is submitted. Any thread may call. The ranks' calls
 /// must come in the same order.
-///
-/// In a fork without exec the group stays the parent's: calls throw CommError, and closing or
-/// releasing it there does nothing.
 class TensorBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   explicit TensorBackend(const BackendOptions& options);
-  ~TensorBackend() override;
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   /// Under which name calls show in LibTorch's traces, in place of the backend's own. Before the
@@ -123,8 +119,6 @@ class TensorBackend : public c10d::Backend {
     throw_not_implemented();
   }
 
-  /// Whether this process is a fork of the one that made the group.
-  bool in_fork() const { return in_fork_; }
   /// A barrier to which all ranks come with the same operation and a tensor of this shape and
   /// dtype. Throws MismatchError on all of them otherwise.
   void agree(Operation operation, const at::Tensor& tensor);
@@ -137,10 +131,7 @@ class TensorBackend : public c10d::Backend {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  struct OfThisProcess;
-
   [[noreturn]] static void throw_not_implemented();
-  void expect_own_process() const;
   template <class CallOptions>
   OwnWork begin(Operation operation, const CallOptions& options, Request arguments);
   WorkPtr issue(const OwnWork& work);
@@ -153,7 +144,6 @@ class TensorBackend : public c10d::Backend {
   std::string recorded_as_;  ///< Empty: getBackendName().
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> sequence_{0};
-  bool in_fork_ = false;
 };
 
 }  // namespace lockstep::backends

@@ -1,5 +1,7 @@
 #include "lockstep/comm/checks/check_context.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -345,6 +347,13 @@ std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
 void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
   if (failure.timed_out) throw TimeoutError(what + failure.text);
   throw_peer_lost(what + failure.text);
+}
+
+void throw_in_fork(const std::string& rank, const std::string& group) {
+  throw CommError("process " + std::to_string(::getpid()) + " is a fork of " + rank +
+                      ", to which group '" + group + "' belongs",
+                  "call collectives in the process that made the group, or make another group in "
+                  "the fork");
 }
 
 }  // namespace lockstep

@@ -159,6 +159,9 @@ class CheckContext {
 /// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
 [[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
 
+/// For a call in a fork of `rank` ("rank 3"), which made the group.
+[[noreturn]] void throw_in_fork(const std::string& rank, const std::string& group);
+
 /// The TCP store of which this is one, or a prefix. Null for another kind. Lives as long as it.
 const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
 

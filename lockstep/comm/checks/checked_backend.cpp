@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <type_traits>
 
+#include "lockstep/base/known_to_forks.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
@@ -68,11 +69,14 @@ class CheckedBackend final : public c10d::Backend {
         context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
         gate_(context_, checks_) {
+    KnownToForks<CheckedBackend>::get().add(this);
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
     // The first comparison needs it, and who leaves tells so; by then the store's host may be gone.
     if (comparison_limit() > 0 || (options_.misses_deaths && getSize() > 1)) context_->connect();
   }
+
+  ~CheckedBackend() override { KnownToForks<CheckedBackend>::get().remove(this); }
 
   bool has_left_work_behind() const { return context_->has_left_work_behind(); }
 
@@ -187,6 +191,7 @@ class CheckedBackend final : public c10d::Backend {
     CallSummary call;
     call.operation = Operation::monitored_barrier;
     converted([&] {
+      expect_own_process();
       begin(call, opts.timeout, {});
       translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
     });
@@ -208,6 +213,7 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   void startCoalescing() override {
+    converted([&] { expect_own_process(); });
     inner_->startCoalescing();
     coalescing_ = true;
   }
@@ -216,6 +222,7 @@ class CheckedBackend final : public c10d::Backend {
     CallSummary call;
     call.operation = Operation::coalesced;
     return converted([&] {
+      expect_own_process();
       WorkPtr work =
           translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
@@ -228,7 +235,10 @@ class CheckedBackend final : public c10d::Backend {
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
     inner_->registerOnCompletionHook(std::move(hook));
   }
-  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
+  void waitForPendingWorks() override {
+    converted([&] { expect_own_process(); });
+    inner_->waitForPendingWorks();
+  }
   void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
   void setGroupUid(const std::string& uid) override {
     c10d::Backend::setGroupUid(uid);
@@ -243,11 +253,13 @@ class CheckedBackend final : public c10d::Backend {
     return converted([&] { return inner_->allocateTensor(size, options); });
   }
   void abort() override {
+    if (in_fork_) return;
     checks_.leave();
     gate_.close();
     inner_->abort();
   }
   void shutdown() override {
+    if (in_fork_) return;
     const int64_t steps = options_.steps ? options_.steps->load() : 0;
     context_->tell_left(steps);
     context_->tell_closed();
@@ -258,16 +270,19 @@ class CheckedBackend final : public c10d::Backend {
 
   BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
                    const c10::intrusive_ptr<Options>& opts) override {
+    converted([&] { expect_own_process(); });
     return like_this(inner_->split(store, ranks, opts), store, picked_names(ranks),
                      opts ? opts->group_name : std::string());
   }
   BackendPtr merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
                    const int& size) override {
+    converted([&] { expect_own_process(); });
     return like_this(inner_->merge(store, opts, rank, size), store, {},
                      opts ? opts->group_name : std::string());
   }
   BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                     const c10::intrusive_ptr<Options>& opts) override {
+    converted([&] { expect_own_process(); });
     std::vector<int> ranks;
     for (int rank = 0; rank < getSize(); ++rank)
       if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), rank) ==
@@ -279,6 +294,19 @@ class CheckedBackend final : public c10d::Backend {
   }
 
  private:
+  friend struct KnownToForks<CheckedBackend>;
+
+  /// A fork has copies of the backend's memory, but neither its threads nor its place among the
+  /// ranks. To release the copies would be to wait for those threads: they are kept for ever.
+  void left_in_fork() {
+    in_fork_ = true;
+    c10::raw::intrusive_ptr::incref(this);
+  }
+
+  void expect_own_process() const {
+    if (in_fork_) throw_in_fork(context_->me(), context_->group());
+  }
+
   /// How many of the group's first collectives are compared.
   uint64_t comparison_limit() const {
     if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
@@ -350,6 +378,7 @@ class CheckedBackend final : public c10d::Backend {
     const auto& shown = arguments.inputs.empty() ? arguments.outputs : arguments.inputs;
     if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
+      expect_own_process();
       begin(call, opts.timeout, arguments);
       return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
     };
@@ -415,6 +444,7 @@ class CheckedBackend final : public c10d::Backend {
       return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
     };
     return converted([&] {
+      expect_own_process();
       WorkPtr held;
       if (options_.needs_comparison && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
           checks_.compares(1))
@@ -455,6 +485,7 @@ class CheckedBackend final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
   int shrink_count_ = 0;
+  bool in_fork_ = false;
   std::shared_ptr<CallObserver> observer_;
   P2PGate gate_;  ///< Last: its thread calls into the rest.
 };

@@ -213,7 +213,6 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
 }
 
 void HierarchicalBackend::abort() {
-  if (in_fork()) return;
   hierarchy_.abort("has given the group up");
   queue_.close();
   hierarchy_.leave();
@@ -221,7 +220,6 @@ void HierarchicalBackend::abort() {
 }
 
 void HierarchicalBackend::shutdown() {
-  if (in_fork()) return;
   queue_.close();
   hierarchy_.leave();
   flat_->shutdown();

@@ -120,7 +120,6 @@ MpiBackend::~MpiBackend() {
 }
 
 void MpiBackend::close(bool abort) {
-  if (in_fork()) return;
   if (closed_.exchange(true)) return;
   try {
     engine_->retire(group_, abort, abort ? kAbortPatience : timeout() + kAbortPatience);

@@ -1,5 +1,6 @@
 // Works, groups, messages and mistakes over the backend mpi; mpirun starts the ranks.
 #include <gmock/gmock.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "tests/support/message_of.h"
 #include "tests/support/mpi_test_ranks.h"
+#include "tests/support/page_faults.h"
 #include "tests/support/watched_calls.h"
 
 namespace lockstep::mpi::testing {
@@ -50,6 +52,22 @@ TEST_F(Ranks, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
     EXPECT_EQ(result[i * 100].item<int64_t>(), size() * (size() - 1) / 2 + i * size());
   }
   EXPECT_EQ(called, kCalls);
+}
+
+TEST_F(Ranks, AForkMayCloseItsCopyOfTheWorldAndMakesNoCalls) {
+  at::Tensor sum = at::ones({10});
+  world().group().all_reduce_async(sum).wait();
+  const int ended = lockstep::testing::in_another_process([&] {
+    ::alarm(20);
+    const std::string refused = message_of<CommError>([&] { world().group().all_reduce(sum); });
+    if (refused.find("is a fork of rank") == std::string::npos) return 1;
+    World mine = std::move(const_cast<World&>(world()));
+    mine.close();
+    return 0;
+  });
+  EXPECT_EQ(ended, 0);
+  world().group().all_reduce(sum);
+  EXPECT_EQ(sum[9].item<int64_t>(), size() * size());
 }
 
 TEST_F(Ranks, AGroupCanBeUsedFromACallback) {

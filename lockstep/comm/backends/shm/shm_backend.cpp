@@ -211,14 +211,12 @@ bool ShmBackend::has_lost(int rank) const {
 }
 
 void ShmBackend::abort() {
-  if (in_fork()) return;
   group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" +
                                         group_.noted_cause(getRank()));
   shutdown();
 }
 
 void ShmBackend::shutdown() {
-  if (in_fork()) return;
   queue_.close();
   messages_.close();
   // After a failure it is not the loop's end.

@@ -13,7 +13,6 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "tests/support/page_faults.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/whole_numbers.h"
 
@@ -474,41 +473,6 @@ TEST(ShmBackend, AGroupMayBeClosedFromACallback) {
     begun = 1;
     after->waitAndThrow();
     EXPECT_THROW(shm.allreduce(first, {})->wait(), CommError);
-  }));
-}
-
-TEST(ShmBackend, AForkLeavesTheGroupToItsParent) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
-    auto other_store = c10::make_intrusive<c10d::PrefixStore>("other", store);
-    auto other =
-        c10::make_intrusive<ShmBackend>(options_of(other_store, rank, 2, std::chrono::seconds(20)));
-    Tensors data{at::ones({100'000})};
-    other->allreduce(data, {})->wait();  // It has a thread.
-    if (rank == 0) {
-      EXPECT_EQ(testing::in_another_process([&] {
-                  Tensors more{at::ones({1})};
-                  const auto told = [&](const auto& call) {
-                    try {
-                      call();
-                    } catch (const CommError& error) {
-                      return std::string_view(error.what()).find("is a fork of rank 0") !=
-                             std::string_view::npos;
-                    }
-                    return false;
-                  };
-                  if (!told([&] { other->allreduce(more, {}); })) return 1;
-                  if (!told([&] { other->send(more, 1, 0); })) return 2;
-                  other->shutdown();
-                  other.reset();
-                  return 0;
-                }),
-                0);
-    }
-    Tensors after{at::ones({4})};
-    shm.allreduce(after, {})->wait();
-    other->allreduce(after, {})->wait();
-    EXPECT_EQ(after[0][3].item<float>(), 4);
   }));
 }
 

@@ -1,0 +1,72 @@
+// A fork without exec, as the workers of a data loader are: the groups stay its parent's.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string_view>
+
+#include "lockstep/base/error.h"
+#include "tests/support/over_backends.h"
+#include "tests/support/page_faults.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kLongest = 20;  // Seconds.
+
+/// What `body` returns in a fork; -1 where it does not end.
+template <class Body>
+int in_fork(Body body) {
+  return testing::in_another_process([&] {
+    ::alarm(kLongest);
+    return body();
+  });
+}
+
+template <class Call>
+bool is_refused(const Call& call) {
+  try {
+    call();
+  } catch (const CommError& error) {
+    return std::string_view(error.what()).find("is a fork of rank 0") != std::string_view::npos;
+  }
+  return false;
+}
+
+class Fork : public testing::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Fork, testing::over_backends(), testing::backend_name);
+
+TEST_P(Fork, LeavesTheGroupToItsParent) {
+  for (const auto debug : {DebugLevel::off, DebugLevel::info, DebugLevel::detail}) {
+    run_group(2,
+              [](ProcessGroup group) {
+                at::Tensor data = at::ones({100'000});
+                group.all_reduce_async(data).wait();  // The backend has its threads now.
+                const int peer = 1 - group.rank();
+                at::Tensor message = at::ones({10});
+                group.rank() == 0 ? group.send(message, peer) : group.recv(message, peer);
+                if (group.rank() == 0) {
+                  const auto calls = [&] {
+                    at::Tensor more = at::ones({10});
+                    if (!is_refused([&] { group.all_reduce(more); })) return 1;
+                    if (!is_refused([&] { group.all_reduce_async(more).wait(); })) return 2;
+                    if (!is_refused([&] { group.send(more, 1); })) return 3;
+                    if (!is_refused([&] { group.irecv(more, 1).wait(); })) return 4;
+                    if (!is_refused([&] { group.barrier(); })) return 5;
+                    if (!is_refused([&] { group.monitored_barrier(std::chrono::seconds(5)); }))
+                      return 6;
+                    return 0;
+                  };
+                  EXPECT_EQ(in_fork(calls), 0);
+                }
+                at::Tensor after = at::ones({4});
+                group.all_reduce(after);
+                EXPECT_EQ(after[3].item<float>(), 2);
+              },
+              {.debug = debug});
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
