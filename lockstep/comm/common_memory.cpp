@@ -14,6 +14,7 @@ at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType
   if (numel < 0)
     throw UsageError("common_empty: " + std::to_string(numel) + " elements, expected 0 or more");
   group.impl().backend();  // Throws once the group is closed.
+  group.impl().expect_own_process();
   const auto backend = unchecked_backend(group.impl().handle());
   auto* const memory = dynamic_cast<backends::CommonMemory*>(backend.get());
   return memory != nullptr ? memory->allocate_common(numel, dtype) : at::Tensor();

@@ -352,8 +352,7 @@ void throw_failure(const std::string& what, const CheckContext::Failure& failure
 void throw_in_fork(const std::string& rank, const std::string& group) {
   throw CommError("process " + std::to_string(::getpid()) + " is a fork of " + rank +
                       ", to which group '" + group + "' belongs",
-                  "call collectives in the process that made the group, or make another group in "
-                  "the fork");
+                  "call collectives in the process that made the group");
 }
 
 }  // namespace lockstep

@@ -69,11 +69,11 @@ class CheckedBackend final : public c10d::Backend {
         context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
         gate_(context_, checks_) {
-    KnownToForks<CheckedBackend>::get().add(this);
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
     // The first comparison needs it, and who leaves tells so; by then the store's host may be gone.
     if (comparison_limit() > 0 || (options_.misses_deaths && getSize() > 1)) context_->connect();
+    KnownToForks<CheckedBackend>::get().add(this);  // Last: the destructor takes it back.
   }
 
   ~CheckedBackend() override { KnownToForks<CheckedBackend>::get().remove(this); }
@@ -250,7 +250,10 @@ class CheckedBackend final : public c10d::Backend {
   c10d::ErrorType getError() override { return inner_->getError(); }
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
   Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return converted([&] { return inner_->allocateTensor(size, options); });
+    return converted([&] {
+      expect_own_process();
+      return inner_->allocateTensor(size, options);
+    });
   }
   void abort() override {
     if (in_fork_) return;

@@ -4,13 +4,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <iterator>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "tests/support/page_faults.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
@@ -345,6 +350,30 @@ TEST(CheckedBackendMissing, WhoComesLaterHearsThatTheGroupFailed) {
   EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 1 did not come (it has called no collective"));
   EXPECT_TRUE(outcomes[1].is<TimeoutError>());
   EXPECT_THAT(outcomes[1].text(), HasSubstr("group 'default' has failed: rank 0 called barrier"));
+}
+
+/// It cannot be announced.
+struct ReadOnlyStore : c10d::HashStore {
+  void set(const std::string&, const std::vector<uint8_t>&) override {
+    throw std::runtime_error("read-only");
+  }
+};
+
+// A fork marks the backends of its parent. In the memory of one that was never made lies other
+// data.
+TEST(CheckedBackend, OneThatCouldNotBeMadeIsUnknownToForks) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto gloo = testing::make_gloo(store, 0, 1, std::chrono::seconds(20));
+  EXPECT_THROW(make_checked_backend(gloo, c10::make_intrusive<ReadOnlyStore>(), quick()),
+               std::runtime_error);
+  std::vector<std::vector<char>> others;
+  for (size_t bytes = 400; bytes <= 1200; bytes += 8) others.emplace_back(bytes, '\0');
+  const int changed = testing::in_another_process([&] {
+    return static_cast<int>(std::count_if(others.begin(), others.end(), [](const auto& block) {
+      return std::count(block.begin(), block.end(), '\0') != std::ssize(block);
+    }));
+  });
+  EXPECT_EQ(changed, 0);
 }
 
 }  // namespace

@@ -196,6 +196,8 @@ bool one_failed(const std::vector<Child>& children, const std::vector<ProcessRes
 OrderlyInterrupts::OrderlyInterrupts() {
   const sigset_t set = interrupts();
   ::pthread_sigmask(SIG_BLOCK, &set, &before_);
+  // Ignored, as whoever started us may have left it, the kernel would take our children's results.
+  ::signal(SIGCHLD, SIG_DFL);
 }
 
 OrderlyInterrupts::~OrderlyInterrupts() {
