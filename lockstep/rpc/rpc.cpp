@@ -223,12 +223,11 @@ detail::Carrier carrier_named(const std::string& name) {
                   "run the same version of Lockstep on all workers");
 }
 
-/// Where others reach this worker, as LibTorch's agent understands TP_SOCKET_IFNAME.
-std::string host_of(bool one_host) {
+/// Where others reach this worker. `first`: the name or address of the job's first host, or empty.
+std::string host_of(detail::Carrier carrier, const std::string& first) {
+  if (carrier != detail::Carrier::network) return "127.0.0.1";
   const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
-  if (one_host) return "127.0.0.1";
-  return interface.empty() ? reachable_address(env_string("MASTER_ADDR").value_or(""))
-                           : address_of_interface(interface);
+  return interface.empty() ? reachable_address(first) : address_of_interface(interface);
 }
 
 detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& setup,
@@ -238,7 +237,7 @@ detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& 
   meeting.size = world.size();
   meeting.wanted = options.fast_calls;
   meeting.shared_memory = options.shared_memory;
-  meeting.host = host_of(setup.carrier != detail::Carrier::network);
+  meeting.host = setup.host;
   meeting.has_processor = usable_processors() >= world.local_size();
   meeting.secret = setup.secret;
   meeting.job = setup.job;
@@ -270,6 +269,7 @@ Agent init(const World& world, const std::string& name, const Options& options) 
     setup.store.add("workers", world.size());
   }
   setup.carrier = carrier_named(setup.store.get(kCarrier));
+  setup.host = host_of(setup.carrier, env_string("MASTER_ADDR").value_or(""));
   setup.names = meet(setup.store, world, name);
   setup.job = meet_with_secret(setup.store, world, setup.secret);
   if (world.size() > 1) setup.link = detail::meet(setup.store, meeting_of(world, setup, options));
@@ -282,6 +282,7 @@ Agent join(const std::string& address, const std::string& name, const Options& o
   setup.store = prefix_store("rpc", store_at(address, options.timeout));
   setup.job = setup.store.get("job");
   setup.carrier = carrier_named(setup.store.get(kCarrier));
+  setup.host = host_of(setup.carrier, address.substr(0, address.rfind(':')));
   // Numbers are never used twice, so nothing of a dead worker is taken for the new one's.
   const int64_t id = setup.store.add("workers", 1) - 1;
   if (id > INT16_MAX) {

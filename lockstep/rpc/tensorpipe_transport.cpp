@@ -1,3 +1,5 @@
+#include <tensorpipe/channel/mpt/factory.h>
+#include <tensorpipe/transport/context.h>
 #include <tensorpipe/transport/uv/factory.h>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -15,39 +17,52 @@ std::string address_key(int id) {
   return "addrs/" + inner_name(id);
 }
 
-/// TCP on loopback, of which TensorPipe's own makers have none: theirs listens where other hosts
-/// may come.
-const char* loopback() {
-  static constexpr const char* kName = "lockstep_loopback";
+/// TCP at an address of ours. LibTorch's own makers guess one, from TP_SOCKET_IFNAME or this host's
+/// name, and take loopback where that fails, which no other host reaches. Ours have no arguments
+/// either. A process is one worker, and has one address.
+std::string& own_host() {
+  static std::string host;
+  return host;
+}
+
+constexpr const char* kTcp = "lockstep_tcp";
+constexpr const char* kLanes = "lockstep_lanes";
+
+std::unique_ptr<native::TransportRegistration> make_tcp() {
+  return std::make_unique<native::TransportRegistration>(native::TransportRegistration{
+      tensorpipe::transport::uv::create(), /*priority=*/0, own_host()});
+}
+
+/// Large tensors over several connections, each with a thread of its own.
+std::unique_ptr<native::ChannelRegistration> make_lanes() {
+  constexpr int kConnections = 16;    // LibTorch's own number.
+  constexpr int64_t kPriority = 100;  // Above that of one connection.
+  std::vector<std::shared_ptr<tensorpipe::transport::Context>> contexts;
+  std::vector<std::shared_ptr<tensorpipe::transport::Listener>> listeners;
+  for (int i = 0; i < kConnections; ++i) {
+    contexts.push_back(tensorpipe::transport::uv::create());
+    listeners.push_back(contexts.back()->listen(own_host()));
+  }
+  return std::make_unique<native::ChannelRegistration>(native::ChannelRegistration{
+      tensorpipe::channel::mpt::create(std::move(contexts), std::move(listeners)), kPriority});
+}
+
+void listen_at(const std::string& host) {
+  own_host() = host;
   static const bool once = [] {
-    native::TensorPipeTransportRegistry()->Register(kName, [] {
-      return std::make_unique<native::TransportRegistration>(native::TransportRegistration{
-          tensorpipe::transport::uv::create(), /*priority=*/0, "127.0.0.1"});
-    });
+    native::TensorPipeTransportRegistry()->Register(kTcp, make_tcp);
+    native::TensorPipeChannelRegistry()->Register(kLanes, make_lanes);
     return true;
   }();
   static_cast<void>(once);
-  return kName;
 }
 
-/// On one host nothing listens on the network.
-std::vector<std::string> names_of(Carrier carrier) {
-  switch (carrier) {
-    case Carrier::polled_memory:
-      return {"shm"};
-    case Carrier::loopback:
-      return {loopback()};
-    case Carrier::network:
-      break;
-  }
-  return {"uv"};
-}
-
-/// How large tensors go. All of LibTorch's would open ports for other hosts also on a single one.
-std::optional<std::vector<std::string>> channels_of(Carrier carrier) {
-  if (carrier == Carrier::network) return std::nullopt;
+/// How large tensors go. LibTorch's own lanes would open ports for other hosts also on a single
+/// one.
+std::vector<std::string> channels_of(Carrier carrier) {
   std::vector<std::string> names{"basic"};
   if (native::TensorPipeChannelRegistry()->Has("cma")) names.emplace_back("cma");
+  if (carrier == Carrier::network) names.emplace_back(kLanes);
   return names;
 }
 
@@ -55,7 +70,10 @@ class TensorPipeTransport final : public Transport {
  public:
   explicit TensorPipeTransport(TransportSetup setup)
       : id_(setup.id), addresses_(c10::make_intrusive<c10d::HashStore>()) {
-    const std::vector<std::string> transports = names_of(setup.carrier);
+    listen_at(setup.host);
+    // On one host that is polled nothing listens.
+    const std::vector<std::string> transports{setup.carrier == Carrier::polled_memory ? "shm"
+                                                                                      : kTcp};
     const native::TensorPipeRpcBackendOptions options(
         setup.threads, transports, channels_of(setup.carrier),
         std::chrono::duration<float>(setup.timeout).count(), "env://");

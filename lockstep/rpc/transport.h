@@ -44,6 +44,7 @@ struct TransportSetup {
   int threads = 16;
   std::chrono::milliseconds timeout{};
   Carrier carrier = Carrier::network;
+  std::string host;  ///< The address of this host's at which it listens over TCP.
   std::shared_ptr<Guard> guard;
   std::unique_ptr<torch::distributed::rpc::RequestCallback> callback;
 };

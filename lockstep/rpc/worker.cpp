@@ -128,6 +128,7 @@ Worker::Worker(const Setup& setup)
   transport.threads = setup.threads;
   transport.timeout = setup.timeout;
   transport.carrier = setup.carrier;
+  transport.host = setup.host;
   transport.guard = guard_;
   // Half of the transport's threads stay free for answers, which complete on them as well.
   transport.callback = make_request_handler(runner_, guard_, *threads_, setup.threads / 2);

@@ -38,6 +38,7 @@ class Worker {
     std::chrono::milliseconds timeout{};
     std::chrono::milliseconds stop_timeout{};
     Carrier carrier = Carrier::network;
+    std::string host;                ///< See TransportSetup.
     std::shared_ptr<FastLink> link;  ///< Of the ranks; null: there is none.
   };
   /// Meets the others. Throws as `rpc::init` and `rpc::join`.

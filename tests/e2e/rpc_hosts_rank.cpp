@@ -1,4 +1,6 @@
 // A rank that calls all others by small calls, and says how many went the fast way, and by what.
+#include <ATen/ATen.h>
+
 #include <cstdio>
 #include <cstdlib>
 
@@ -13,6 +15,18 @@ namespace {
 namespace rpc = lockstep::rpc;
 
 const auto square = rpc::function("hosts.square", [](int64_t number) { return number * number; });
+
+const auto doubled =
+    rpc::function("hosts.doubled", [](const at::Tensor& data) { return data * 2; });
+
+/// Large tensors go LibTorch's way.
+void send_large_ones(const rpc::Agent& agent) {
+  const at::Tensor data = at::arange(1'000'000, at::kFloat);
+  for (const auto& other : agent.workers()) {
+    if (other != agent.name() && !at::equal(rpc::call(other, doubled, data), data * 2))
+      throw lockstep::Error("a wrong tensor from " + other);
+  }
+}
 
 void call_all(const rpc::Agent& agent) {
   auto* const path = rpc::detail::this_worker("a test")->fast_path();
@@ -37,6 +51,7 @@ int main() {
     const auto world = lockstep::init();
     auto agent = rpc::init(world, "w" + std::to_string(world.rank()));
     call_all(agent);
+    send_large_ones(agent);
     agent.shutdown();
     return 0;
   } catch (const std::exception& error) {
