@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -316,7 +317,7 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
 
 // What these own has threads, which are not here: to let it go would be to wait for them.
 void ProcessGroup::Impl::leave_to_parent() noexcept {
-  new auto(waiters_);
+  new (std::nothrow) auto(waiters_);
   static_cast<void>(native_.release());
   static_cast<void>(backend_.release());
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <new>
 #include <tuple>
 
 #include "lockstep/base/arrival.h"
@@ -321,7 +322,7 @@ void World::Impl::close(bool failing) noexcept {
   if (::getpid() != process_) {
     // A fork: all is its parent's. The store's and the backend's threads are not here, and to let
     // go of these would be to wait for them.
-    new std::tuple(context, store, group, root_);
+    new (std::nothrow) std::tuple(context, store, group, root_);
     return;
   }
   std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;

@@ -181,6 +181,27 @@ TEST(HierarchicalBackend, WhoeverWaitsNamesForWhomWhenAnotherRankGivesUp) {
   }
 }
 
+// The leader's call in the first group is late already, and looks for the cause, when the leader
+// gives the group up. Whom it waited for must not get lost between the two.
+TEST(HierarchicalBackend, WhoGivesUpNamesForWhomItsLateCallWaited) {
+  constexpr int kTimeout = 1'300;  // Less than that of the second group.
+  std::atomic<int> failed{0};
+  const auto outcomes = run(
+      "aab",
+      [&](int rank, c10d::Backend& backend, const auto& store) {
+        const auto guard = c10::make_scope_exit([&] { ++failed; });
+        if (rank == 0) return give_up_over_a_second_group("aab", rank, backend, store);
+        const auto second = make(options_of(c10::make_intrusive<c10d::PrefixStore>("second", store),
+                                            "aab", rank, std::chrono::milliseconds(20'000)))
+                                .backend;
+        if (rank == 2) return wait_until([&] { return failed == 2; }, "the others to fail");
+        all_reduce(backend, at::ones({4}));
+      },
+      kTimeout);
+  EXPECT_TRUE(outcomes[1].is<CommError>()) << outcomes[1].text();
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("rank 2 (process "));
+}
+
 // Ranks that wait for messages only, which go by the group over Gloo: nothing is under way between
 // the leaders, and the peer that is waited for is on the other host and alive.
 TEST(HierarchicalBackend, AHostThatIsLostEndsWaitsForMessages) {

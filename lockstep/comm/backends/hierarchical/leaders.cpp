@@ -1,7 +1,6 @@
 #include "lockstep/comm/backends/hierarchical/leaders.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/ScopeExit.h>
 
 #include "lockstep/base/settings.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
@@ -29,7 +28,6 @@ void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfer
 }
 
 void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
-  const auto nobody = c10::make_scope_exit([this] { awaited_ = -1; });
   for (auto& transfer : transfers) {
     TransferWait::End end = TransferWait::End::done;
     awaited_ = transfer.host;
@@ -46,6 +44,7 @@ void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
                       transfer.host,
                       {}};
   }
+  awaited_ = -1;  // After a failure it stays: nothing of the group is awaited any more.
   transfers.clear();
 }
 

@@ -60,7 +60,7 @@ class Leaders {
   }
   /// Waits for all and empties the list. Throws HostFailure.
   void finish(Transfers& transfers, Clock::time_point deadline);
-  /// For which host a `finish` waits. None: no such wait is under way. Any thread.
+  /// For which host a `finish` waits, or has failed to wait. None: no such wait. Any thread.
   std::optional<int> awaited() const {
     const int host = awaited_;
     return host < 0 ? std::nullopt : std::optional(host);
