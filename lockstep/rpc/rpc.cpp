@@ -212,7 +212,15 @@ detail::Carrier carrier_of(const World& world, const Options& options) {
 }
 
 std::string name_of(detail::Carrier carrier) {
-  return std::to_string(static_cast<int>(carrier));
+  switch (carrier) {
+    case detail::Carrier::polled_memory:
+      return "memory";
+    case detail::Carrier::loopback:
+      return "loopback";
+    case detail::Carrier::network:
+      break;
+  }
+  return "network";
 }
 
 detail::Carrier carrier_named(const std::string& name) {
@@ -227,7 +235,14 @@ detail::Carrier carrier_named(const std::string& name) {
 std::string host_of(detail::Carrier carrier, const std::string& first) {
   if (carrier != detail::Carrier::network) return "127.0.0.1";
   const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
-  return interface.empty() ? reachable_address(first) : address_of_interface(interface);
+  if (interface.empty()) return reachable_address(without_brackets(first));
+  std::string address = address_of_interface(interface);
+  if (address.empty()) {
+    throw UsageError("rpc: TP_SOCKET_IFNAME: this host has no interface '" + interface +
+                         "' that is up and has an address",
+                     "name one that `ip address` shows, or unset the variable");
+  }
+  return address;
 }
 
 detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& setup,

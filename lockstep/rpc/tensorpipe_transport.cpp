@@ -35,8 +35,7 @@ std::unique_ptr<native::TransportRegistration> make_tcp() {
 
 /// Large tensors over several connections, each with a thread of its own.
 std::unique_ptr<native::ChannelRegistration> make_lanes() {
-  constexpr int kConnections = 16;    // LibTorch's own number.
-  constexpr int64_t kPriority = 100;  // Above that of one connection.
+  constexpr int kConnections = 16;  // LibTorch's own number.
   std::vector<std::shared_ptr<tensorpipe::transport::Context>> contexts;
   std::vector<std::shared_ptr<tensorpipe::transport::Listener>> listeners;
   for (int i = 0; i < kConnections; ++i) {
@@ -44,11 +43,12 @@ std::unique_ptr<native::ChannelRegistration> make_lanes() {
     listeners.push_back(contexts.back()->listen(own_host()));
   }
   return std::make_unique<native::ChannelRegistration>(native::ChannelRegistration{
-      tensorpipe::channel::mpt::create(std::move(contexts), std::move(listeners)), kPriority});
+      tensorpipe::channel::mpt::create(std::move(contexts), std::move(listeners)), /*priority=*/0});
 }
 
 void listen_at(const std::string& host) {
-  own_host() = host;
+  const bool is_v6 = host.find(':') != std::string::npos;
+  own_host() = is_v6 ? "[" + host + "]" : host;
   static const bool once = [] {
     native::TensorPipeTransportRegistry()->Register(kTcp, make_tcp);
     native::TensorPipeChannelRegistry()->Register(kLanes, make_lanes);
@@ -57,12 +57,14 @@ void listen_at(const std::string& host) {
   static_cast<void>(once);
 }
 
-/// How large tensors go. LibTorch's own lanes would open ports for other hosts also on a single
-/// one.
+/// How large tensors go, the best first: from memory to memory within a host, else over several
+/// connections, else as all messages. LibTorch's own lanes would open ports for other hosts also on
+/// a single one.
 std::vector<std::string> channels_of(Carrier carrier) {
-  std::vector<std::string> names{"basic"};
+  std::vector<std::string> names;
   if (native::TensorPipeChannelRegistry()->Has("cma")) names.emplace_back("cma");
   if (carrier == Carrier::network) names.emplace_back(kLanes);
+  names.emplace_back("basic");
   return names;
 }
 
