@@ -57,6 +57,8 @@ TEST_P(Fork, LeavesTheGroupToItsParent) {
                     if (!is_refused([&] { group.barrier(); })) return 5;
                     if (!is_refused([&] { group.monitored_barrier(std::chrono::seconds(5)); }))
                       return 6;
+                    if (!is_refused([&] { (void)group.symmetric_empty(10, at::kFloat); })) return 7;
+                    if (!is_refused([&] { (void)common_empty(group, 10, at::kFloat); })) return 8;
                     return 0;
                   };
                   EXPECT_EQ(in_fork(calls), 0);

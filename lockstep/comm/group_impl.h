@@ -77,8 +77,8 @@ class ProcessGroup::Impl {
   /// See ProcessGroup::note_steps.
   const std::shared_ptr<std::atomic<int64_t>> steps = std::make_shared<std::atomic<int64_t>>(0);
 
-  /// For what asks the store alone; the backend's calls look themselves. Throws CommError in a
-  /// fork.
+  /// For what goes past the backend's calls, which look themselves. Throws CommError in a fork of
+  /// the process that formed the group.
   void expect_own_process() const;
 
  private:

@@ -294,6 +294,7 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
     throw UsageError("symmetric_empty: " + std::to_string(numel) + " elements, expected 0 or more");
   const auto options = at::TensorOptions().dtype(dtype).device(impl.device());
   auto& backend = impl.backend();
+  impl.expect_own_process();
   if (!options.device().is_cpu() || !backend.supportsTensorAlloc(0))
     return at::empty({numel}, options);
   return translated([&] { return backend.allocateTensor(static_cast<long>(numel), options); });
