@@ -25,11 +25,6 @@ using std::chrono::milliseconds;
 
 constexpr int kBacklog = 4096;  // As many ranks as a host may have come at once.
 
-std::string endpoint(const std::string& host, uint16_t port) {
-  const bool v6 = host.find(':') != std::string::npos;
-  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
-}
-
 // 0 on success, else errno.
 int try_listen(const ResolvedAddress& address, uint16_t port, bool dual_stack, UniqueFd& out) {
   UniqueFd fd(socket(address.family, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -96,7 +91,8 @@ UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& 
   if (host.empty() || (options.else_all && error == EADDRNOTAVAIL))
     error = try_listen_on_all(port, fd);
   if (fd) return fd;
-  const std::string text = "cannot listen on " + endpoint(host.empty() ? "*" : host, port) + ": ";
+  const std::string text =
+      "cannot listen on " + endpoint_text(host.empty() ? "*" : host, port) + ": ";
   const std::string reason = std::strerror(error);
   if (error == EADDRINUSE) {
     throw CommError(text + "the port is taken (" + reason + ")",
@@ -155,7 +151,7 @@ UniqueFd connect_to(const std::string& host, uint16_t port, milliseconds timeout
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, milliseconds(50));
   }
-  throw TimeoutError("nobody answers at " + endpoint(host, port) + " within " +
+  throw TimeoutError("nobody answers at " + endpoint_text(host, port) + " within " +
                          human_seconds(std::chrono::duration<double>(timeout).count()) + ": " +
                          std::strerror(error),
                      "rank 0 or the launcher listens there: is it up, are address and port right, "

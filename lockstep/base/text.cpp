@@ -41,6 +41,11 @@ std::optional<std::pair<std::string, uint16_t>> parse_endpoint(const std::string
   return std::pair(text.substr(0, colon), static_cast<uint16_t>(port));
 }
 
+std::string endpoint_text(const std::string& host, uint16_t port) {
+  const bool is_v6 = host.find(':') != std::string::npos;
+  return (is_v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
 std::string to_lower(std::string_view text) {
   std::string lower(text);
   for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));

@@ -19,6 +19,8 @@ std::optional<double> parse_double(std::string_view text);
 
 /// "HOST:PORT" at its last colon, PORT from 1 to 65535; none otherwise.
 std::optional<std::pair<std::string, uint16_t>> parse_endpoint(const std::string& text);
+/// "HOST:PORT", with brackets around an IPv6 address in numbers.
+std::string endpoint_text(const std::string& host, uint16_t port);
 
 std::string to_lower(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);

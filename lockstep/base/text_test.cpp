@@ -44,5 +44,13 @@ TEST(Text, SecondsAsAUserWritesThem) {
   EXPECT_EQ(seconds_text(std::chrono::milliseconds(120'000)), "120 s");
 }
 
+TEST(Text, AnEndpointOfIpv6HasBrackets) {
+  EXPECT_EQ(endpoint_text("host", 29500), "host:29500");
+  EXPECT_EQ(endpoint_text("fe80::1", 1), "[fe80::1]:1");
+  const auto parsed = parse_endpoint(endpoint_text("::1", 65535));
+  ASSERT_TRUE(parsed);
+  EXPECT_EQ(*parsed, std::pair(std::string("[::1]"), uint16_t{65535}));
+}
+
 }  // namespace
 }  // namespace lockstep

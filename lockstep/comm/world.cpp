@@ -226,6 +226,20 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   return backend;
 }
 
+/// Each start of a job has keys of its own: an agent's store outlives the ranks.
+Store own_keys(const Store& root, const std::string& restart_count) {
+  return prefix_store("lockstep/" + restart_count, root);
+}
+
+Store program_keys(const Store& own) {
+  return prefix_store("user", own);
+}
+
+/// "host:port/restarts"
+std::string store_address_of(const JobEnvironment& job) {
+  return endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(job.restart_count);
+}
+
 }  // namespace
 
 class World::Impl {
@@ -235,6 +249,7 @@ class World::Impl {
   void close(bool failing) noexcept;
 
   JobEnvironment job;
+  std::string store_address;
   std::shared_ptr<GroupContext> context;
   Store store;  // The program's own keys.
   ProcessGroup group;
@@ -273,9 +288,10 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   if (job.world_size > 1) make_room(job, holds_store_);
   root_ = open_store(plan, timeout);
   context->store = prefix_store("default_pg", root_);
-  context->own_store = prefix_store("lockstep/" + std::to_string(job.restart_count), root_);
+  context->own_store = own_keys(root_, std::to_string(job.restart_count));
+  if (plan.kind == Rendezvous::Kind::tcp) store_address = store_address_of(job);
   context->address = job.single_host ? "127.0.0.1" : reachable_address(job.master_addr);
-  store = prefix_store("user", context->own_store);
+  store = program_keys(context->own_store);
 
   const bool local_unknown = job.local_rank < 0 || job.local_size < 0;
   if (local_unknown) context->own_store.set("host/" + std::to_string(job.rank), host_id());
@@ -371,6 +387,12 @@ const std::string& World::launcher() const {
 c10::Device World::device() const {
   return impl_->context->device;
 }
+const std::string& World::address() const {
+  return impl_->context->address;
+}
+const std::string& World::store_address() const {
+  return impl_->store_address;
+}
 const ProcessGroup& World::group() const {
   return impl_->group;
 }
@@ -405,6 +427,22 @@ void World::close() noexcept {
 
 World init(const InitOptions& options) {
   return World(std::make_unique<World::Impl>(options));
+}
+
+Store store_of_job(const std::string& address, milliseconds timeout) {
+  const size_t slash = std::min(address.rfind('/'), address.size());
+  const auto endpoint = parse_endpoint(address.substr(0, slash));
+  const auto restarts =
+      parse_int(std::string_view(address).substr(std::min(slash + 1, address.size())));
+  if (!endpoint || endpoint->first.empty() || !restarts || *restarts < 0) {
+    throw UsageError("'" + address + "' is no address of a job's store; expected HOST:PORT/NUMBER",
+                     "World::store_address() of one of the job's ranks gives it");
+  }
+  TcpStoreOptions options;
+  options.host = without_brackets(endpoint->first);
+  options.port = endpoint->second;
+  options.timeout = timeout;
+  return program_keys(own_keys(tcp_store(options), std::to_string(*restarts)));
 }
 
 }  // namespace lockstep

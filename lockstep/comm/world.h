@@ -69,6 +69,12 @@ class World {
   const std::string& launcher() const;
   /// cuda:<local_rank> with nccl, else cpu.
   c10::Device device() const;
+  /// This host's address in numbers, as the job's other hosts reach it. "127.0.0.1" where the
+  /// launcher says that there is one host.
+  const std::string& address() const;
+  /// For `store_of_job`, in another process: where the job's store is. Empty where that is in a
+  /// file or within this process: init method file://, or a job of one without a launcher.
+  const std::string& store_address() const;
   const ProcessGroup& group() const;
   /// The job's store, under a prefix for the program's own keys.
   const Store& store() const;
@@ -92,5 +98,10 @@ class World {
 /// - CommError.
 /// Once per process: another World may follow a closed one only with a new store.
 World init(const InitOptions& options = {});
+
+/// The keys of a job's World::store(), for a process that is none of its ranks. `address`: what
+/// World::store_address() gave there. Connects within `timeout`, and waits as long by default.
+/// Throws UsageError for what is no such address, else as `tcp_store`.
+Store store_of_job(const std::string& address, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

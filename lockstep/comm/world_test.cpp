@@ -107,6 +107,45 @@ TEST(World, WithoutLauncherIsAGroupOfOne) {
   Store(world.store()).set("key", "value");
 }
 
+TEST(World, TellsWhereItsStoreIs) {
+  run_worlds_by_tcp(2, [](World& world) {
+    EXPECT_EQ(world.address(), "127.0.0.1");
+    EXPECT_THAT(world.store_address(), ::testing::MatchesRegex("127.0.0.1:[0-9]+/0"));
+    const std::string key = "of rank " + std::to_string(world.rank());
+    Store(world.store()).set(key, "here");
+    EXPECT_EQ(store_of_job(world.store_address(), milliseconds(20'000)).get(key), "here");
+    world.group().barrier();
+  });
+}
+
+TEST(World, AStoreOfAFileOrOfThisProcessHasNoAddress) {
+  EXPECT_EQ(init().store_address(), "");
+  TemporaryDirectory folder;
+  run_worlds("file://" + (folder.path() / "meet").string(), 2,
+             [](World& world) { EXPECT_EQ(world.store_address(), ""); });
+}
+
+TEST(World, WhatIsNoAddressOfAStoreIsRefused) {
+  for (const char* text : {"", "host", "host:1", "host:1/", "host:1/x", "host:1/-1", "host:0/0",
+                           "host:65536/0", ":1/0", "host/0"}) {
+    EXPECT_THAT(message_of<UsageError>([&] { store_of_job(text, milliseconds(1'000)); }),
+                HasSubstr("expected HOST:PORT/NUMBER"))
+        << text;
+  }
+}
+
+// As two starts of a job by an agent, whose store outlives the ranks.
+TEST(World, EachStartOfAJobHasKeysOfItsOwn) {
+  const Store server = tcp_store({.is_listener = true});
+  const std::string place = "127.0.0.1:" + std::to_string(tcp_store_port(server)) + "/";
+  const auto store_of = [&](int restarts) {
+    return store_of_job(place + std::to_string(restarts), milliseconds(20'000));
+  };
+  store_of(0).set("key", "first");
+  EXPECT_FALSE(store_of(1).check({"key"}));
+  EXPECT_TRUE(store_of(0).check({"key"}));
+}
+
 TEST(World, MeetsByAFile) {
   TemporaryDirectory folder;
   const auto path = folder.path() / "meet";

@@ -194,7 +194,10 @@ FastPath::Clock::time_point FastPath::expire() {
 void FastPath::lose(int id) {
   if (id >= link_->size() || id == link_->rank()) return;
   link_->lose(id);
-  take_and_go();  // What it left behind.
+  // What it left behind, a turn's bytes at a time. Others may send without end.
+  constexpr int kMostTurns = 64;
+  for (int turn = 0; turn < kMostTurns && link_->look(); ++turn) take();
+  take_and_go();
   fail_calls_to(id);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/duration.h"
@@ -173,36 +174,6 @@ detail::Worker::Setup setup_of(const Options& options, const std::string& name) 
   return setup;
 }
 
-/// "host:port/restarts": the launcher's store, and which start of the job.
-std::string address_of(const World& world) {
-  try {
-    return env_string("MASTER_ADDR").value_or("127.0.0.1") + ":" +
-           std::to_string(tcp_store_port(world.store())) + "/" +
-           env_string("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  } catch (const UsageError&) {  // Its store is within this process.
-    return {};
-  }
-}
-
-/// The same store as World::store() there.
-Store store_at(const std::string& address, std::chrono::milliseconds timeout) {
-  const size_t slash = address.rfind('/');
-  const size_t colon = slash == std::string::npos ? slash : address.rfind(':', slash);
-  const auto port = colon == std::string::npos
-                        ? std::nullopt
-                        : parse_int(address.substr(colon + 1, slash - colon - 1));
-  if (!port || *port < 1 || *port > UINT16_MAX) {
-    throw UsageError("rpc::join: '" + address + "' is no group's address",
-                     "Agent::address of a worker that is there gives it");
-  }
-  TcpStoreOptions options;
-  options.host = address.substr(0, colon);
-  options.port = static_cast<uint16_t>(*port);
-  options.timeout = timeout;
-  return prefix_store("user",
-                      prefix_store("lockstep/" + address.substr(slash + 1), tcp_store(options)));
-}
-
 constexpr const char* kCarrier = "carrier";
 
 detail::Carrier carrier_of(const World& world, const Options& options) {
@@ -231,11 +202,12 @@ detail::Carrier carrier_named(const std::string& name) {
                   "run the same version of Lockstep on all workers");
 }
 
-/// Where others reach this worker. `first`: the name or address of the job's first host, or empty.
-std::string host_of(detail::Carrier carrier, const std::string& first) {
+/// Where others reach this worker. `towards_group`: this host's address that the group's other
+/// hosts reach.
+std::string host_of(detail::Carrier carrier, const std::function<std::string()>& towards_group) {
   if (carrier != detail::Carrier::network) return "127.0.0.1";
   const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
-  if (interface.empty()) return reachable_address(without_brackets(first));
+  if (interface.empty()) return towards_group();
   std::string address = address_of_interface(interface);
   if (address.empty()) {
     throw UsageError("rpc: TP_SOCKET_IFNAME: this host has no interface '" + interface +
@@ -243,6 +215,11 @@ std::string host_of(detail::Carrier carrier, const std::string& first) {
                      "name one that `ip address` shows, or unset the variable");
   }
   return address;
+}
+
+/// Of "host:port/restarts".
+std::string store_host(const std::string& address) {
+  return without_brackets(address.substr(0, address.rfind(':')));
 }
 
 detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& setup,
@@ -284,20 +261,20 @@ Agent init(const World& world, const std::string& name, const Options& options) 
     setup.store.add("workers", world.size());
   }
   setup.carrier = carrier_named(setup.store.get(kCarrier));
-  setup.host = host_of(setup.carrier, env_string("MASTER_ADDR").value_or(""));
+  setup.host = host_of(setup.carrier, [&] { return world.address(); });
   setup.names = meet(setup.store, world, name);
   setup.job = meet_with_secret(setup.store, world, setup.secret);
   if (world.size() > 1) setup.link = detail::meet(setup.store, meeting_of(world, setup, options));
-  return start(setup, address_of(world), options);
+  return start(setup, world.store_address(), options);
 }
 
 Agent join(const std::string& address, const std::string& name, const Options& options) {
   check_options(name, options);
   auto setup = setup_of(options, name);
-  setup.store = prefix_store("rpc", store_at(address, options.timeout));
+  setup.store = prefix_store("rpc", store_of_job(address, options.timeout));
   setup.job = setup.store.get("job");
   setup.carrier = carrier_named(setup.store.get(kCarrier));
-  setup.host = host_of(setup.carrier, address.substr(0, address.rfind(':')));
+  setup.host = host_of(setup.carrier, [&] { return reachable_address(store_host(address)); });
   // Numbers are never used twice, so nothing of a dead worker is taken for the new one's.
   const int64_t id = setup.store.add("workers", 1) - 1;
   if (id > INT16_MAX) {

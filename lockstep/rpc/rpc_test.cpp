@@ -6,9 +6,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/socket.h>
+
 #include <atomic>
+#include <filesystem>
+#include <set>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/host_address.h"
+#include "lockstep/launch/spawn.h"
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc {
@@ -52,6 +58,43 @@ TEST(Rpc, CallsGoToAllWorkersAndThisOne) {
     EXPECT_EQ(said.at("sum"), 3);
     EXPECT_EQ(said.at("labels"), 2);
   });
+}
+
+/// The addresses at which this process listens for TCP, in numbers.
+std::multiset<std::string> listens_at() {
+  std::multiset<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
+    const auto name = local_name(fd);
+    if (name.ss_family != AF_UNIX) found.insert(numeric_text(name));
+  }
+  return found;
+}
+
+TEST(Rpc, OnOneHostNothingListensBeyondTheHost) {
+  for (const Options& options : {Options{}, Options{.poll = false}}) {
+    spawn(
+        [&](int rank) {
+          const World world = lockstep::init(InitOptions{});
+          const auto before = listens_at();
+          Agent agent = rpc::init(world, "w" + std::to_string(rank), options);
+          // A large tensor, by whatever way.
+          call("w" + std::to_string(1 - rank), add, at::ones({1'000'000}), at::ones({1'000'000}));
+          const auto now = listens_at();
+          if (options.poll) {
+            EXPECT_EQ(now, before) << "no port is opened";
+          } else {
+            EXPECT_GT(now.size(), before.size()) << "workers meet over loopback";
+            EXPECT_EQ(now.count("127.0.0.1"), now.size());
+          }
+          agent.shutdown();
+          if (::testing::Test::HasFailure()) throw std::runtime_error("an expectation failed");
+        },
+        2);
+  }
 }
 
 TEST(Rpc, AFailureComesBackWithTypeMessageAndPlace) {

@@ -13,10 +13,7 @@
 #include <thread>
 
 #include "lockstep/base/env.h"
-#include "lockstep/base/socket.h"
-#include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/seal.h"
-#include "lockstep/rpc/socket_meeting.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
@@ -222,42 +219,6 @@ TEST(SocketLink, WhileOneLooksNobodyIsWoken) {
   end.link->end_look();
   sleep();  // It wakes at once, as nobody looks any more.
   EXPECT_EQ(end.take().messages.size(), 1);
-}
-
-std::shared_ptr<FastLink> meet_as(const Store& store, int rank, const std::string& secret) {
-  return meet(store.clone(),
-              {.rank = rank, .size = 2, .shared_memory = false, .secret = secret, .job = "job"});
-}
-
-TEST(SocketMeeting, AnotherSecretGetsNoConnection) {
-  Store store = hash_store();
-  auto other =
-      std::async(std::launch::async, [&] { return meet_as(store, 1, "another secret!!"); });
-  EXPECT_EQ(meet_as(store, 0, "sixteen letters!"), nullptr);
-  EXPECT_EQ(other.get(), nullptr);
-}
-
-TEST(SocketMeeting, StrangersHoldNobodyUp) {
-  if (env_string("LOCAL_RANK")) return;  // A worker that a later test has started passes by.
-  Store store = hash_store();
-  auto first = std::async(std::launch::async, [&] { return meet_as(store, 0, ""); });
-  store.set("fast/wish/1", "TCP");  // So it listens before the other comes.
-  const std::string address = store.get("fast/TCP/address/0");
-  const size_t space = address.find(' ');
-  const auto port = static_cast<uint16_t>(std::stoi(address.substr(space + 1)));
-  std::vector<UniqueFd> strangers;
-  for (int i = 0; i < 3; ++i) {
-    strangers.push_back(connect_to(address.substr(0, space), port, 10s));
-    const std::string text(i * 200, 'x');
-    if (i == 0) continue;  // It says nothing.
-    ASSERT_EQ(send(strangers[i].get(), text.data(), text.size(), 0), text.size());
-  }
-  const auto second = meet_as(store, 1, "");
-  const auto made = first.get();
-  ASSERT_NE(made, nullptr);
-  ASSERT_NE(second, nullptr);
-  EXPECT_TRUE(made->send(1, {}, "text", FastLink::WhenFull::keep));
-  wait_until([&] { return second->look(); }, "the message");
 }
 
 }  // namespace

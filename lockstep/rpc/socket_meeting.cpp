@@ -2,13 +2,11 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <openssl/crypto.h>
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <future>
 
 #include "lockstep/base/error.h"
@@ -23,55 +21,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint64_t kMagic = 0x6c6f636b72706301;  // "lockrpc", version 1
 constexpr milliseconds kLongest{30'000};
 /// Who has connected says at once who it is.
 constexpr milliseconds kPatience{2'000};
+/// Beyond so many that have not, besides the job's ranks, the first to come goes.
+constexpr size_t kMostStrangers = 64;
 constexpr milliseconds kBetweenLooks{50};
 /// To connect; the others listen already.
 constexpr milliseconds kAttempt{1'000};
 /// A connection to a host that was cut off without a word fails after so long.
 constexpr milliseconds kSilence{60'000};
-
-/// Moves `size` bytes by `move`, recv or send. False when that fails or it gets late.
-template <class Move>
-bool move_all(int fd, short event, std::chrono::steady_clock::time_point deadline, size_t size,
-              Move move) {
-  for (size_t moved = 0; moved < size;) {
-    const ssize_t now = move(moved);
-    if (now > 0) {
-      moved += static_cast<size_t>(now);
-      continue;
-    }
-    if (now == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return false;
-    const auto left = time_left(deadline);
-    if (left.count() == 0) return false;
-    pollfd entry{fd, event, 0};
-    poll(&entry, 1, static_cast<int>(left.count()));
-  }
-  return true;
-}
-
-bool send_all(const UniqueFd& fd, const void* data, size_t size,
-              std::chrono::steady_clock::time_point deadline) {
-  return move_all(fd.get(), POLLOUT, deadline, size, [&](size_t moved) {
-    return ::send(fd.get(), static_cast<const char*>(data) + moved, size - moved, MSG_NOSIGNAL);
-  });
-}
-
-bool receive_all(const UniqueFd& fd, void* data, size_t size,
-                 std::chrono::steady_clock::time_point deadline) {
-  return move_all(fd.get(), POLLIN, deadline, size, [&](size_t moved) {
-    return recv(fd.get(), static_cast<char*>(data) + moved, size - moved, 0);
-  });
-}
-
-bool receive_proof(const UniqueFd& fd, const std::string& expected,
-                   std::chrono::steady_clock::time_point deadline) {
-  std::string proof(expected.size(), '\0');
-  return receive_all(fd, proof.data(), proof.size(), deadline) &&
-         CRYPTO_memcmp(proof.data(), expected.data(), expected.size()) == 0;
-}
 
 struct Address {
   std::string host;
@@ -109,20 +68,6 @@ std::string SocketMeeting::listen(const std::string& host) {
          process_identity();
 }
 
-SocketMeeting::Hello SocketMeeting::own_hello() const {
-  Hello hello;
-  hello.magic = kMagic;
-  hello.rank = rank_;
-  random_hex(kNonce / 2).copy(hello.nonce, kNonce);
-  return hello;
-}
-
-std::string SocketMeeting::Session::proof(const std::string& key, const char* what) const {
-  std::string text(reinterpret_cast<const char*>(&lower), sizeof(lower));
-  text.append(reinterpret_cast<const char*>(&higher), sizeof(higher));
-  return hmac_sha256(key, text + what);
-}
-
 SocketPeer SocketMeeting::peer_of(UniqueFd connection, const Session& session, int other) const {
   const int on = 1;
   setsockopt(connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -153,44 +98,24 @@ UniqueFd connect_unless(const std::atomic<bool>& stop, const Address& address,
 
 }  // namespace
 
-// The higher of two ranks calls. Each side says hello, then each shows what it knows.
+// The higher of two ranks calls. One that was hung up on calls again: it may have been too slow.
 SocketPeer SocketMeeting::call(int other, Clock::time_point deadline,
                                const std::atomic<bool>& stop) const {
   const Address address = address_of(addresses_[static_cast<size_t>(other)]);
-  UniqueFd connection = connect_unless(stop, address, deadline);
-  Session session;
-  session.higher = own_hello();
-  if (!send_all(connection, &session.higher, sizeof(Hello), deadline) ||
-      !receive_all(connection, &session.lower, sizeof(Hello), deadline) ||
-      session.lower.magic != kMagic || session.lower.rank != other ||
-      !receive_proof(connection, session.proof(key_, "lower"), deadline)) {
-    throw CommError("rpc: " + name_of(other, address) + " does not answer as a rank of this job");
+  for (PollPause pause;; pause.sleep()) {
+    UniqueFd connection = connect_unless(stop, address, deadline);
+    Caller caller(rank_, key_);
+    switch (caller.greet(connection, other, deadline)) {
+      case Caller::End::known:
+        return peer_of(std::move(connection), caller.session(), other);
+      case Caller::End::a_stranger:
+        throw CommError("rpc: " + name_of(other, address) +
+                        " does not answer as a rank of this job");
+      case Caller::End::hung_up:
+        if (stop || time_left(deadline).count() == 0)
+          throw CommError("rpc: " + name_of(other, address) + " hung up");
+    }
   }
-  const std::string proof = session.proof(key_, "higher");
-  if (!send_all(connection, proof.data(), proof.size(), deadline)) {
-    throw CommError("rpc: " + name_of(other, address) + " hung up");
-  }
-  return peer_of(std::move(connection), session, other);
-}
-
-SocketPeer SocketMeeting::answer(UniqueFd connection, Clock::time_point deadline,
-                                 int& other) const {
-  deadline = std::min(deadline, Clock::now() + kPatience);
-  Session session;
-  session.lower = own_hello();
-  if (!receive_all(connection, &session.higher, sizeof(Hello), deadline) ||
-      session.higher.magic != kMagic || session.higher.rank <= rank_ ||
-      session.higher.rank >= size_ ||
-      !send_all(connection, &session.lower, sizeof(Hello), deadline)) {
-    return {};
-  }
-  const std::string proof = session.proof(key_, "lower");
-  if (!send_all(connection, proof.data(), proof.size(), deadline) ||
-      !receive_proof(connection, session.proof(key_, "higher"), deadline)) {
-    return {};
-  }
-  other = static_cast<int>(session.higher.rank);
-  return peer_of(std::move(connection), session, other);
 }
 
 std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& addresses,
@@ -198,42 +123,84 @@ std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& a
                                                const std::function<void()>& look) {
   addresses_ = addresses;
   const auto deadline = Clock::now() + std::min(timeout, kLongest);
-  std::vector<SocketPeer> peers(static_cast<size_t>(size_));
+  Peers called(static_cast<size_t>(rank_)), answered(static_cast<size_t>(size_));
   std::atomic<bool> stop{false};
   // Beside the answers: so no rank waits for a row of others that wait for each other.
   auto calls = std::async(std::launch::async, [&] {
     for (int other = 0; other < rank_; ++other) {
-      peers[static_cast<size_t>(other)] = call(other, deadline, stop);
+      called[static_cast<size_t>(other)] = call(other, deadline, stop);
     }
   });
+  const auto calls_end_within = [&](milliseconds limit) {
+    const bool over = calls.valid() && calls.wait_for(limit) == std::future_status::ready;
+    if (over) calls.get();
+    return !calls.valid();
+  };
   try {
-    answer_all(peers, deadline, look);
-    while (calls.wait_for(kBetweenLooks) != std::future_status::ready) look();
-    calls.get();
+    answer_all(answered, deadline, [&] {
+      look();
+      calls_end_within(milliseconds(0));
+    });
+    while (!calls_end_within(kBetweenLooks)) look();
   } catch (...) {
     stop = true;
     throw;  // The end of `calls` waits for its thread.
   }
   listener_.reset();
-  return peers;
+  std::move(called.begin(), called.end(), answered.begin());
+  return answered;
 }
 
-void SocketMeeting::answer_all(std::vector<SocketPeer>& peers, Clock::time_point deadline,
+void SocketMeeting::answer_all(Peers& peers, Clock::time_point deadline,
                                const std::function<void()>& look) const {
-  for (int missing = size_ - 1 - rank_; missing > 0;) {
+  const auto missing = [&] {
+    return std::count_if(peers.begin() + rank_ + 1, peers.end(),
+                         [](const SocketPeer& peer) { return !peer.connection; });
+  };
+  std::list<Visitor> visitors;
+  Every now_and_then(kBetweenLooks);
+  while (const auto lacking = missing()) {
     if (time_left(deadline).count() == 0) {
-      throw TimeoutError("rpc: " + std::to_string(missing) + " ranks have not connected");
+      throw TimeoutError("rpc: " + std::to_string(lacking) + " ranks have not connected");
     }
-    const auto limit = std::min(kBetweenLooks, time_left(deadline));
-    UniqueFd connection = accept_from(listener_.get(), limit);
-    int other = -1;
-    SocketPeer peer = connection ? answer(std::move(connection), deadline, other) : SocketPeer();
-    if (peer.connection && !peers[static_cast<size_t>(other)].connection) {
-      peers[static_cast<size_t>(other)] = std::move(peer);
-      --missing;
-    } else {
-      look();
+    wait_for_words(visitors, std::min(deadline, Clock::now() + kBetweenLooks));
+    let_in(visitors);
+    go_on_with(visitors, peers);
+    if (now_and_then.due()) look();
+  }
+}
+
+void SocketMeeting::wait_for_words(const std::list<Visitor>& visitors,
+                                   Clock::time_point deadline) const {
+  std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+  for (const Visitor& visitor : visitors) entries.push_back({visitor.descriptor(), POLLIN, 0});
+  const int found =
+      poll(entries.data(), entries.size(), static_cast<int>(time_left(deadline).count()));
+  if (found < 0 && errno != EINTR) throw SystemError("poll", errno);
+}
+
+void SocketMeeting::let_in(std::list<Visitor>& visitors) const {
+  while (UniqueFd connection = accept_from(listener_.get(), milliseconds(0))) {
+    visitors.emplace_back(std::move(connection), rank_, size_, key_);
+    if (visitors.size() > kMostStrangers + static_cast<size_t>(size_)) visitors.pop_front();
+  }
+}
+
+void SocketMeeting::go_on_with(std::list<Visitor>& visitors, Peers& peers) const {
+  const auto earliest = Clock::now() - kPatience;
+  for (auto visitor = visitors.begin(); visitor != visitors.end();) {
+    const auto state = visitor->go_on();
+    if (state == Visitor::State::talks && visitor->came() > earliest) {
+      ++visitor;
+      continue;
     }
+    // One that has called again takes the place of its first connection, which it gave up.
+    if (state == Visitor::State::known) {
+      const int other = visitor->rank();
+      peers[static_cast<size_t>(other)] =
+          peer_of(visitor->take_connection(), visitor->session(), other);
+    }
+    visitor = visitors.erase(visitor);
   }
 }
 

@@ -1,10 +1,23 @@
 // A rank that calls all others by small calls, and says how many went the fast way, and by what.
+// Then it sends large tensors, and says over how many connections they came.
+//
+// Arguments: the init method, "env://" where none is given. With --join ADDRESS it is a worker that
+// comes later. Where ADDRESS_FILE is set, the ranks wait for such a one.
 #include <ATen/ATen.h>
+#include <dirent.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <future>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/rpc/socket_link.h"
@@ -19,6 +32,9 @@ const auto square = rpc::function("hosts.square", [](int64_t number) { return nu
 const auto doubled =
     rpc::function("hosts.doubled", [](const at::Tensor& data) { return data * 2; });
 
+std::promise<void> last_came;
+const auto came = rpc::function("hosts.came", [] { last_came.set_value(); });
+
 /// Large tensors go LibTorch's way.
 void send_large_ones(const rpc::Agent& agent) {
   const at::Tensor data = at::arange(1'000'000, at::kFloat);
@@ -26,6 +42,22 @@ void send_large_ones(const rpc::Agent& agent) {
     if (other != agent.name() && !at::equal(rpc::call(other, doubled, data), data * 2))
       throw lockstep::Error("a wrong tensor from " + other);
   }
+}
+
+/// TCP connections of this process that have brought so many bytes.
+int connections_that_brought(uint64_t bytes) {
+  DIR* all = opendir("/proc/self/fd");
+  if (!all) throw lockstep::Error("no /proc");
+  int found = 0;
+  while (const dirent* entry = readdir(all)) {
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    const auto fd = static_cast<int>(lockstep::parse_int(entry->d_name).value_or(-1));
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    if (info.tcpi_bytes_received >= bytes) ++found;
+  }
+  closedir(all);
+  return found;
 }
 
 void call_all(const rpc::Agent& agent) {
@@ -44,15 +76,39 @@ void call_all(const rpc::Agent& agent) {
               tcp ? "TCP" : "memory");
 }
 
+void run_rank(const std::string& init_method) {
+  lockstep::InitOptions options;
+  options.init_method = init_method;
+  const auto world = lockstep::init(options);
+  auto agent = rpc::init(world, "w" + std::to_string(world.rank()));
+  call_all(agent);
+  send_large_ones(agent);
+  world.group().barrier();
+  std::printf("%s: %d connections at %s\n", agent.name().c_str(), connections_that_brought(100'000),
+              world.address().c_str());
+  const auto file = lockstep::env_string("ADDRESS_FILE");
+  if (file && world.rank() == 0) lockstep::write_file_atomically(*file, agent.address());
+  if (file) last_came.get_future().wait();
+  agent.shutdown();
+}
+
+void run_joined(const std::string& address) {
+  auto agent = rpc::join(address, "last");
+  send_large_ones(agent);
+  for (const auto& other : agent.workers())
+    if (other != agent.name()) rpc::call(other, came);
+  agent.shutdown();
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    const auto world = lockstep::init();
-    auto agent = rpc::init(world, "w" + std::to_string(world.rank()));
-    call_all(agent);
-    send_large_ones(agent);
-    agent.shutdown();
+    if (argc == 3 && std::strcmp(argv[1], "--join") == 0) {
+      run_joined(argv[2]);
+    } else {
+      run_rank(argc > 1 ? argv[1] : "env://");
+    }
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

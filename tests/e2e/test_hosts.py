@@ -43,20 +43,52 @@ def run_on(pair, *words, ranks=2, timeout=120, master=None, **env):
 
 class Calls(unittest.TestCase):
     RANK = t.BUILD_DIR / "tests/lockstep_rpc_hosts_rank"
+    LANES = 16  # Connections for large tensors between two workers, in each direction.
 
-    def calls(self, **env):
-        """How many calls of each rank went the fast way, of how many, and by what."""
-        with hosts.two_hosts() as pair:
-            # Their names are in no /etc/hosts, where LibTorch's RPC by itself looks for its address.
-            results = run_on(pair, self.RANK, **env)
+    def printed(self, results):
         for code, _, err in results:
             self.assertEqual(code, 0, "".join(err for _, _, err in results))
-        return sorted(re.findall(r"(w\d): (\d+) of (\d+) calls by (\w+)", "".join(out for _, out, _ in results)))
+        return "".join(out for _, out, _ in results)
 
     @unittest.skipIf(WHY_NOT, WHY_NOT)
-    def test_small_calls_between_hosts_go_over_tcp(self):
+    def test_small_calls_between_hosts_go_over_tcp_and_large_tensors_over_several_connections(self):
         for env in ({}, {"LOCKSTEP_RPC_SECRET": "sixteen letters!"}):
-            self.assertEqual(self.calls(**env), [(f"w{rank}", "300", "300", "TCP") for rank in range(4)])
+            with hosts.two_hosts() as pair:
+                # Their names are in no /etc/hosts, where LibTorch's RPC by itself looks for its address.
+                printed = self.printed(run_on(pair, self.RANK, **env))
+            calls = re.findall(r"(w\d): (\d+) of (\d+) calls by (\w+)", printed)
+            self.assertEqual(sorted(calls), [(f"w{rank}", "300", "300", "TCP") for rank in range(4)])
+            lanes = [int(number) for number in re.findall(r"w\d: (\d+) connections", printed)]
+            # With the two of the other host. Each sent 4 MB and sent 4 MB back.
+            self.assertEqual(len(lanes), 4, printed)
+            self.assertGreaterEqual(min(lanes), 2 * self.LANES, printed)
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT)
+    def test_a_job_by_tcp_without_the_launchers_variables_and_one_that_joins_from_another_host(self):
+        """The default route leads elsewhere: nobody may take its address for the one that others reach."""
+        with hosts.two_hosts() as pair, t.temporary_folder() as folder:
+            for host, number in zip(pair, "12"):
+                for words in (("link", "add", "elsewhere", "type", "veth", "peer", "name", "nobody"),
+                              ("addr", "add", f"192.0.2.{number}/32", "dev", "elsewhere"),
+                              ("link", "set", "elsewhere", "up"), ("link", "set", "nobody", "up"),
+                              ("route", "add", "default", "dev", "elsewhere")):
+                    code, error = hosts.attempt("ip", "-n", host.name, *words)
+                    self.assertEqual(code, 0, error)
+            # LibTorch's store asks for the other end's name. Nobody answers there.
+            env = t.clean_environment(ADDRESS_FILE=folder / "address", RES_OPTIONS="timeout:1 attempts:1")
+            start = lambda host, *words: subprocess.Popen(host.command(self.RANK, *words), stdout=subprocess.PIPE, text=True,
+                                                          stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env)
+            ranks = [start(pair[rank // 2], f"tcp://{pair[0].address}:{PORT}?rank={rank}&world_size=4") for rank in range(4)]
+            try:
+                t.wait_until(lambda: (folder / "address").exists() or any(r.poll() for r in ranks), 60, "the group's address")
+                address = (folder / "address").read_text() if (folder / "address").exists() else "none"
+                last = start(pair[1], "--join", address)
+            finally:
+                results = end_of(ranks, 60)
+            printed = self.printed(results + end_of([last], 60))
+            self.assertEqual(address, f"{pair[0].address}:{PORT}/0")
+            for rank in range(4):
+                self.assertIn(f"connections at {pair[rank // 2].address}\n", printed)
 
 
 class Training(unittest.TestCase):

@@ -22,8 +22,7 @@ void CallQueue::submit(const WorkPtr& work) {
   } else {
     waiting_.push_back(work);
   }
-  const bool helped = expect_thread() || (living_ > 0 && !in_own_thread());
-  if (!helped) run_up_to(work, lock);
+  if (!expect_thread()) run_up_to(work, lock);
   lock.unlock();
   changed_.notify_all();
   if (blocking) work->await_end();
@@ -75,9 +74,7 @@ bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock
   return true;
 }
 
-void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
-  const WorkPtr work = std::move(waiting_.front());
-  waiting_.pop_front();
+bool CallQueue::end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& work) {
   busy_ = true;
   lock.unlock();
   std::exception_ptr error;
@@ -92,11 +89,23 @@ void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
   changed_.notify_all();
   const bool has_callbacks = work->end(std::move(error));
   lock.lock();
-  if (!has_callbacks) return;
-  --at_hand_;
-  if (!waiting_.empty()) expect_thread();
+  return has_callbacks;
+}
+
+void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
+  std::vector<WorkPtr> to_call;
+  bool alone = false;
+  // The callbacks may wait for what waits here: where no other thread gets to it, it comes first.
+  do {
+    const WorkPtr work = std::move(waiting_.front());
+    waiting_.pop_front();
+    if (end_first(lock, work)) to_call.push_back(work);
+    if (to_call.empty()) return;
+    if (!alone) --at_hand_;
+    alone = !waiting_.empty() && !busy_ && !expect_thread();
+  } while (alone);
   lock.unlock();
-  work->run_callbacks();
+  for (const WorkPtr& work : to_call) work->run_callbacks();
   lock.lock();
   ++at_hand_;
 }

@@ -17,7 +17,8 @@ namespace lockstep::backends {
 ///
 /// A future's callbacks run in the thread that ended the call. They may wait for other calls of the
 /// queue: while they run, another thread of it goes on. So callbacks of two calls may run at once,
-/// as over Gloo. Where no further thread can be started, a call from a callback runs in its thread.
+/// as over Gloo. Where no further thread can be started, a call runs in the thread that submits it,
+/// and callbacks run after the calls that wait.
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;
@@ -43,7 +44,10 @@ class CallQueue {
  private:
   /// Unlocks while the call runs. False when it has not ended.
   bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
+  /// Runs the first that waits, and its callbacks.
   void run_first(std::unique_lock<std::mutex>& lock);
+  /// Unlocks while the call runs. True where its callbacks must follow.
+  bool end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& work);
   void run();
   /// Under the lock: a thread of ours will get to what waits. False where none can be started.
   bool expect_thread();

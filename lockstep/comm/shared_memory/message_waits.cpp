@@ -1,5 +1,6 @@
 // Who does the work of Messages when, and what ends a message that does not come to its end.
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -20,6 +21,9 @@ constexpr int kTicks = 25;
 /// For answers that do not fit into a ring when the group closes.
 constexpr std::chrono::milliseconds kLastAnswers{100};
 
+/// Whose callbacks this thread runs.
+thread_local const Messages* calls_back = nullptr;
+
 }  // namespace
 
 /// A thread in `wait`: while there is one, Messages' own thread has nothing to do.
@@ -30,12 +34,7 @@ class Messages::Driver {
     messages_.drivers_.fetch_add(1, std::memory_order_seq_cst);
   }
   ~Driver() {
-    // The thread sets `parked_`, then looks at `drivers_`: one of the two sees the other.
-    if (messages_.drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
-        messages_.parked_.load(std::memory_order_seq_cst)) {
-      const std::lock_guard lock(messages_.mutex_);
-      if (messages_.needed()) messages_.changed_.notify_all();
-    }
+    messages_.stop_driving();
     messages_.inside_.fetch_sub(1, std::memory_order_seq_cst);
   }
   Driver(const Driver&) = delete;
@@ -50,22 +49,73 @@ void Message::wait(std::chrono::milliseconds timeout) {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Message::then(std::function<void()> finished) {
+void Message::then(std::function<bool()> finished, std::function<void()> callbacks) {
   if (!done()) {
     const std::lock_guard lock(engine_->mutex_);
     if (!done()) {
       finished_ = std::move(finished);
+      callbacks_ = std::move(callbacks);
       return;
     }
   }
-  finished();
+  if (finished() && callbacks) callbacks();
 }
 
-void Messages::settle(const std::vector<MessagePtr>& finished) {
+// The thread sets `parked_` or clears `at_hand_`, then looks at `drivers_`: one sees the other.
+void Messages::stop_driving() {
+  if (drivers_.fetch_sub(1, std::memory_order_seq_cst) > 1) return;
+  if (at_hand_.load(std::memory_order_seq_cst) && !parked_.load(std::memory_order_seq_cst)) return;
+  const std::lock_guard lock(mutex_);
+  start_or_wake_thread();
+}
+
+void Messages::settle(const std::vector<MessagePtr>& finished, const Message* waited) {
+  std::vector<MessagePtr> to_call;
   for (const MessagePtr& message : finished) {
-    if (message->finished_) std::exchange(message->finished_, nullptr)();
-    message->settled_.store(true, std::memory_order_seq_cst);
+    const auto on_end = std::exchange(message->finished_, nullptr);
+    if (on_end && on_end() && message->callbacks_) {
+      to_call.push_back(message);
+    } else {
+      message->callbacks_ = nullptr;
+      message->settled_.store(true, std::memory_order_seq_cst);
+    }
   }
+  mailbox_->ring();
+  for (const MessagePtr& message : to_call) {
+    if (message.get() != waited) call_back_later(message);
+  }
+  for (const MessagePtr& message : to_call) {
+    if (message.get() != waited) continue;
+    stop_driving();
+    call_back(*message);
+    drivers_.fetch_add(1, std::memory_order_seq_cst);
+  }
+}
+
+void Messages::call_back_later(const MessagePtr& message) {
+  bool helped = false;
+  {
+    const std::lock_guard lock(mutex_);
+    to_call_.push_back(message);
+    uncalled_.fetch_add(1, std::memory_order_seq_cst);
+    helped = !stop_ && start_or_wake_thread();
+    if (!helped) {
+      to_call_.pop_back();
+      uncalled_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+  }
+  if (helped) {
+    mailbox_->ring();  // It may sleep there.
+  } else {
+    call_back(*message);
+  }
+}
+
+void Messages::call_back(Message& message) {
+  const Messages* const outer = std::exchange(calls_back, this);
+  std::exchange(message.callbacks_, nullptr)();
+  calls_back = outer;
+  message.settled_.store(true, std::memory_order_seq_cst);
   mailbox_->ring();
 }
 
@@ -93,7 +143,7 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
   while (!message.settled()) {
     bool progressed = false;
     if (look()) {
-      const Lock lock(*this, std::try_to_lock);
+      const Lock lock(*this, std::try_to_lock, &message);
       progressed = lock && progress();
     }
     if (message.settled()) return;
@@ -103,8 +153,8 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
     }
     const auto now = Clock::now();
     if (progressed) spin_until = now + group_.spin(caller_spin_);
-    if (now >= deadline) {
-      const Lock lock(*this);
+    if (now >= deadline && !message.done()) {
+      const Lock lock(*this, &message);
       expire(message.shared_from_this(), timeout);
       continue;
     }
@@ -112,42 +162,85 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
       doze([&] { return message.settled(); },
            std::clamp<std::chrono::nanoseconds>(deadline - now, std::chrono::microseconds(100),
                                                 kSlice));
-    const Lock lock(*this, std::try_to_lock);
+    const Lock lock(*this, std::try_to_lock, &message);
     if (lock) attend(now);
   }
 }
 
-void Messages::start_or_wake_thread() {
-  if (!busy()) return;
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { run(); });
-  } else if (parked_.load(std::memory_order_seq_cst) && needed()) {
-    changed_.notify_all();
+bool Messages::start_or_wake_thread() {
+  if (to_call_.empty() && (stop_ || !busy())) return true;
+  if (at_hand_.load(std::memory_order_seq_cst)) {
+    const bool hurries = parked_.load(std::memory_order_seq_cst) || !to_call_.empty();
+    if (hurries && needed()) changed_.notify_all();
+    return true;
   }
+  Worker& worker = workers_.emplace_back();
+  try {
+    worker.thread = std::thread([this, &worker] { run(worker); });
+  } catch (const std::system_error&) {  // Those who wait do the work.
+    workers_.pop_back();
+    return false;
+  }
+  at_hand_.store(true, std::memory_order_seq_cst);
+  return true;
 }
 
-void Messages::run() {
-  int ticks = 0;
-  while (true) {
-    {
-      std::unique_lock lock(mutex_);
-      while (!stop_ && !needed()) {
-        if (++ticks <= kTicks) {
-          changed_.wait_for(lock, kTick);
-          continue;
-        }
-        parked_.store(true, std::memory_order_seq_cst);
-        changed_.wait(lock, [this] { return stop_ || needed(); });
-        parked_.store(false, std::memory_order_seq_cst);
-      }
-      ticks = 0;
-      if (stop_) return;
+Messages::Task Messages::next_task() {
+  std::unique_lock lock(mutex_);
+  for (int ticks = 0; !stop_ && !needed();) {
+    if (++ticks <= kTicks) {
+      changed_.wait_for(lock, kTick);
+      continue;
     }
-    if (!look())
-      doze([this] { return stop_ || drivers_.load(std::memory_order_seq_cst) > 0; }, kSlice);
+    parked_.store(true, std::memory_order_seq_cst);
+    changed_.wait(lock, [this] { return stop_ || needed(); });
+    parked_.store(false, std::memory_order_seq_cst);
+  }
+  Task task;
+  if (to_call_.empty()) {
+    task.over = stop_;
+    return task;
+  }
+  task.to_call = std::move(to_call_.front());
+  to_call_.pop_front();
+  uncalled_.fetch_sub(1, std::memory_order_seq_cst);
+  at_hand_.store(false, std::memory_order_seq_cst);
+  start_or_wake_thread();
+  return task;
+}
+
+void Messages::run(Worker& self) {
+  while (true) {
+    const Task task = next_task();
+    if (task.to_call) {
+      join_threads(/*all=*/false);
+      call_back(*task.to_call);
+      const std::lock_guard lock(mutex_);
+      if (at_hand_.exchange(true, std::memory_order_seq_cst)) break;  // Another took its place.
+      continue;
+    }
+    if (task.over) break;
+    if (!look()) doze([this] { return stop_ || drivers_ > 0 || uncalled_ > 0; }, kSlice);
     const Lock lock(*this);
     progress();
     attend(Clock::now());
+  }
+  const std::lock_guard lock(mutex_);
+  self.ended = true;
+}
+
+// The last thing that an ended one does is to let go of the mutex.
+void Messages::join_threads(bool all) {
+  while (true) {
+    std::list<Worker> one;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = std::find_if(workers_.begin(), workers_.end(),
+                                      [&](const Worker& worker) { return all || worker.ended; });
+      if (found == workers_.end()) return;
+      one.splice(one.begin(), workers_, found);
+    }
+    one.front().thread.join();
   }
 }
 
@@ -254,7 +347,8 @@ void Messages::close() {
     changed_.notify_all();
   }
   mailbox_->ring();
-  if (thread_.joinable()) thread_.join();
+  if (calls_back == this) return;  // A callback waits for no thread, of which one runs it.
+  join_threads(/*all=*/true);
   // Everything is done: waits return at once.
   while (inside_.load(std::memory_order_seq_cst) > 0) {
     mailbox_->ring();

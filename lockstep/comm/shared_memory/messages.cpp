@@ -119,6 +119,14 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
   finished_.push_back(message);
 }
 
+void Messages::expect_thread(const MessagePtr& message) {
+  if (message->done() || start_or_wake_thread()) return;
+  finish(message,
+         std::make_exception_ptr(CommError(
+             text_of(*message) + " cannot go on: no thread can be started for it",
+             "does a limit of processes or memory stand in the way: `ulimit -u`, `ulimit -v`?")));
+}
+
 MessagePtr Messages::post_send(int dst, MessageCall call) {
   MessagePtr message = make(true, dst, std::move(call));
   Lock lock(*this);
@@ -144,7 +152,7 @@ MessagePtr Messages::post_send(int dst, MessageCall call) {
     }
     flush(dst);
   }
-  start_or_wake_thread();
+  expect_thread(message);
   return message;
 }
 
@@ -162,7 +170,7 @@ MessagePtr Messages::post_recv(int src, MessageCall call) {
     posted_[bucket(message->tag_)].push_back(message);
     if (look()) progress();
   }
-  start_or_wake_thread();
+  expect_thread(message);
   return message;
 }
 

@@ -37,8 +37,11 @@ class Message : public std::enable_shared_from_this<Message> {
   /// TimeoutError after `timeout`, which ends it. Not from its own callback.
   void wait(std::chrono::milliseconds timeout);
   /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
-  /// at once when it is done already. It must not throw nor close the Messages. One per message.
-  void then(std::function<void()> finished);
+  /// at once when it is done already. Where it returns true, `callbacks` is called next, by a
+  /// thread that waits for this message or one of Messages' own. That may wait for other messages,
+  /// as another thread goes on meanwhile, and may close the Messages. Neither may throw. One per
+  /// message.
+  void then(std::function<bool()> finished, std::function<void()> callbacks = {});
 
  private:
   friend class Messages;
@@ -68,9 +71,10 @@ class Message : public std::enable_shared_from_this<Message> {
   Stage stage_ = Stage::waiting;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
-  std::atomic<bool> settled_{false};  ///< done, and `finished_` has run.
+  std::atomic<bool> settled_{false};  ///< done, and `finished_` and `callbacks_` have run.
   std::exception_ptr error_;
-  std::function<void()> finished_;
+  std::function<bool()> finished_;
+  std::function<void()> callbacks_;
 };
 
 using MessagePtr = std::shared_ptr<Message>;
@@ -143,6 +147,11 @@ struct MessageCall {
 ///   thread waits, a thread of this object does the work, always asleep when there is none. It
 ///   starts with the first message that cannot be finished at once. It takes over within some 200
 ///   us of the last wait.
+/// - Callbacks. A thread in `wait` runs those of the message that it waits for, and no others:
+/// these
+///   are run by a thread of this object. A thread that runs callbacks does no work meanwhile, and
+///   another one is started in its place. Where none can be started, they are run by the thread
+///   that finishes the message.
 class Messages {
  public:
   /// `group` must outlive it. One for each group and rank.
@@ -157,7 +166,8 @@ class Messages {
   MessagePtr post_recv(int src, MessageCall call);
 
   /// Fails what is under way with a CommError and ends the thread. Blocks for at most some 100 ms,
-  /// while answers that others wait for do not fit into their rings. Idempotent.
+  /// while answers that others wait for do not fit into their rings. Idempotent. From a callback it
+  /// waits for no thread: the next `close` does.
   void close();
 
   /// Up to which size a message travels with its announcement.
@@ -173,6 +183,11 @@ class Messages {
   using Clock = std::chrono::steady_clock;
   class Lock;
   class Driver;
+  /// A thread of this object.
+  struct Worker {
+    std::thread thread;
+    bool ended = false;
+  };
 
   /// Messages that the other side knows by number.
   class Table {
@@ -232,6 +247,8 @@ class Messages {
   void match_own(const MessagePtr& send, const MessagePtr& recv);
   void refuse(int from, const Frame& frame, const MessagePtr& recv);
   void finish(const MessagePtr& message, std::exception_ptr error = nullptr);
+  /// Fails the message where there is no thread for it.
+  void expect_thread(const MessagePtr& message);
 
   // message_traffic.cpp: what comes and goes through the rings.
   bool progress();
@@ -259,7 +276,11 @@ class Messages {
   bool look();  ///< Without the mutex: whether `progress` has something to do.
   template <class Enough>
   void doze(const Enough& enough, std::chrono::nanoseconds limit);  ///< Without the mutex.
-  void settle(const std::vector<MessagePtr>& finished);             ///< Without the mutex.
+  /// Without the mutex. `waited`: what this thread waits for.
+  void settle(const std::vector<MessagePtr>& finished, const Message* waited);
+  void call_back(Message& message);  ///< Without the mutex.
+  void stop_driving();               ///< Without the mutex.
+  void call_back_later(const MessagePtr& message);
   void attend(Clock::time_point now);
   void lose(int rank);
   void fail_all(const std::function<std::exception_ptr(const Message&)>& error);
@@ -273,9 +294,20 @@ class Messages {
   /// "rank 0: send(to rank 1) of ...".
   std::string text_of(const Message& message) const;
   bool busy() const { return !live_.empty() || owed_ > 0 || unanswered_ > 0; }
-  bool needed() const { return busy() && drivers_.load(std::memory_order_seq_cst) == 0; }
-  void start_or_wake_thread();
-  void run();
+  bool needed() const {
+    return !to_call_.empty() || (busy() && drivers_.load(std::memory_order_seq_cst) == 0);
+  }
+  /// False where there is none, and none can be started.
+  bool start_or_wake_thread();
+  void run(Worker& self);
+  /// The thread waits until it is needed. What it is to call back, if anything. None when there is
+  /// nothing left and the object is closed.
+  struct Task {
+    bool over = false;
+    MessagePtr to_call;
+  };
+  Task next_task();
+  void join_threads(bool all);  ///< Without the mutex.
 
   SharedGroup& group_;
   const MessagesOptions options_;
@@ -294,7 +326,9 @@ class Messages {
   std::array<std::list<MessagePtr>, kBuckets> posted_;  ///< Receives without a send.
   std::array<std::list<Arrived>, kBuckets> arrived_;
   Table receiving_;
-  std::vector<MessagePtr> finished_;  ///< Done in this turn, callbacks to run.
+  std::vector<MessagePtr> finished_;  ///< Done in this turn, to be settled.
+  std::deque<MessagePtr> to_call_;    ///< Their callbacks are for a thread of ours.
+  std::atomic<int> uncalled_{0};      ///< So many.
   size_t owed_ = 0;              ///< Answers and sends under way that wait for room, of all peers.
   size_t unanswered_ = 0;        ///< Of all peers. Those given up are to be told to their receives.
   std::atomic<int> blocked_{0};  ///< Peers whose ring had no room.
@@ -306,7 +340,8 @@ class Messages {
   std::atomic<bool> parked_{false};
   std::atomic<bool> stop_{false};
   std::condition_variable changed_;
-  std::thread thread_;
+  std::list<Worker> workers_;
+  std::atomic<bool> at_hand_{false};  ///< One of them runs no callbacks.
 };
 
 }  // namespace lockstep::shm

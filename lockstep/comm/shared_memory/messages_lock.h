@@ -11,14 +11,16 @@ namespace lockstep::shm {
 /// Holds the mutex of Messages. At its end it lets go and tells of what has finished meanwhile.
 class Messages::Lock {
  public:
-  explicit Lock(Messages& messages) : messages_(messages), lock_(messages.mutex_) {}
-  Lock(Messages& messages, std::try_to_lock_t how)
-      : messages_(messages), lock_(messages.mutex_, how) {}
+  /// `waited`: the message that this thread waits for, if any.
+  explicit Lock(Messages& messages, const Message* waited = nullptr)
+      : messages_(messages), waited_(waited), lock_(messages.mutex_) {}
+  Lock(Messages& messages, std::try_to_lock_t how, const Message* waited)
+      : messages_(messages), waited_(waited), lock_(messages.mutex_, how) {}
   ~Lock() {
     if (!lock_.owns_lock() || messages_.finished_.empty()) return;
     const std::vector<MessagePtr> finished = std::exchange(messages_.finished_, {});
     lock_.unlock();
-    messages_.settle(finished);
+    messages_.settle(finished, waited_);
   }
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
@@ -26,6 +28,7 @@ class Messages::Lock {
 
  private:
   Messages& messages_;
+  const Message* const waited_;
   std::unique_lock<std::mutex> lock_;
 };
 

@@ -13,7 +13,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "tests/support/run_backends.h"
+#include "tests/support/run_shm.h"
 #include "tests/support/whole_numbers.h"
 
 namespace lockstep::shm {
@@ -24,6 +24,8 @@ using testing::expect_ok;
 using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Outcome;
+using testing::run_shm;
+using testing::shm_options;
 using testing::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
@@ -33,30 +35,6 @@ constexpr int64_t kSlotFloats = (256 << 10) / 4;
 uint64_t seed_of_run() {
   if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);
   return std::random_device()();
-}
-
-BackendOptions options_of(const testing::StorePtr& store, int rank, int size,
-                          std::chrono::milliseconds timeout) {
-  BackendOptions options;
-  options.store = c10::make_intrusive<c10d::PrefixStore>("shm", store);
-  options.rank = rank;
-  options.size = size;
-  options.timeout = timeout;
-  for (int i = 0; i < size; ++i) options.global_ranks.push_back(i);
-  return options;
-}
-
-using Part = std::function<void(int rank, c10d::Backend& shm, const testing::StorePtr& store)>;
-
-std::vector<Outcome> run(int size, const Part& part, int milliseconds = 20'000) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  return testing::run_backends(
-      size,
-      [&](int rank) {
-        return c10::make_intrusive<ShmBackend>(
-            options_of(store, rank, size, std::chrono::milliseconds(milliseconds)));
-      },
-      [&](int rank, c10d::Backend& shm) { part(rank, shm, store); });
 }
 
 struct Case {
@@ -137,7 +115,7 @@ TEST_P(Sizes, AllReduceOfEveryDtypeAndReductionIsAtens) {
   const int size = GetParam();
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     std::mt19937_64 random(seed);
     uint64_t call = seed;
     for (const auto& [op, type] : cases()) {
@@ -161,7 +139,7 @@ TEST_P(Sizes, SumsOfFractionsHaveTheBitsOfTheTree) {
   const int size = GetParam();
   const uint64_t seed = seed_of_run();
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     uint64_t call = seed;
     for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
       for (const auto op : {Op::SUM, Op::AVG, Op::PRODUCT}) {
@@ -193,7 +171,7 @@ TEST_P(Sizes, EveryCollectiveGivesGloosResult) {
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
   const auto types = {at::kFloat, at::kDouble, at::kHalf, at::kChar,
                       at::kByte,  at::kInt,    at::kLong};
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const testing::StorePtr& store) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const testing::StorePtr& store) {
     auto gloo = testing::make_gloo(store->clone(), rank, size, std::chrono::seconds(20));
     std::mt19937_64 random(seed);
     uint64_t call = seed;
@@ -309,7 +287,7 @@ TEST_P(Sizes, EveryCollectiveGivesGloosResult) {
 
 TEST_P(Sizes, ListsOfOtherSizesBetweenAnyTwoRanks) {
   const int size = GetParam();
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     const auto count = [](int from, int to) { return 1 + from * 20'000 + to * 7; };
     Tensors inputs, outputs;
     for (int other = 0; other < size; ++other) {
@@ -325,7 +303,7 @@ TEST_P(Sizes, ListsOfOtherSizesBetweenAnyTwoRanks) {
 
 TEST_P(Sizes, TensorsThatAreNotContiguous) {
   const int size = GetParam();
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     const auto strided = [&](int r) {
       return at::arange(0, 60'000, at::kFloat).add(r).view({200, 300}).t();
     };
@@ -353,7 +331,7 @@ TEST_P(Sizes, TensorsThatAreNotContiguous) {
 
 TEST_P(Sizes, CoalescedCalls) {
   const int size = GetParam();
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     Tensors several{at::full({3}, rank + 1.0), at::full({50'000}, 2, at::kFloat),
                     at::empty({0}, at::kInt), at::full({2, 2}, rank, at::kLong)};
     shm.allreduce_coalesced(several, c10d::AllreduceCoalescedOptions())->wait();
@@ -373,7 +351,7 @@ TEST_P(Sizes, CoalescedCalls) {
 
 TEST_P(Sizes, SparseTensors) {
   const int size = GetParam();
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     const auto of = [](int r) {
       at::Tensor dense = at::zeros({50, 3});
       for (int i = 0; i <= r; ++i) dense[(i * 7 + r) % 50] += r + 1.0;
@@ -389,7 +367,7 @@ TEST_P(Sizes, SparseTensors) {
 
 TEST_P(Sizes, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
   const int size = GetParam();
-  expect_ok(run(size, [&](int rank, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const auto&) {
     constexpr int kCalls = 60;
     std::vector<Tensors> data;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
@@ -412,78 +390,14 @@ TEST_P(Sizes, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
   }));
 }
 
-TEST(ShmBackend, AGroupCanBeUsedFromACallback) {
-  expect_ok(run(2, [](int rank, c10d::Backend& shm, const auto&) {
-    Tensors first{at::ones({100'000})}, second{at::ones({3})};
-    auto work = shm.allreduce(first, {});
-    auto after = work->getFuture()->then(
-        [&](c10::ivalue::Future&) {
-          c10d::AllreduceOptions options;
-          options.asyncOp = false;
-          shm.allreduce(second, options)->wait();
-          return c10::IValue(1);
-        },
-        c10::IntType::get());
-    after->wait();
-    expect_same(second[0], at::full({3}, 2.0), "second");
-  }));
-}
-
-// As PowerSGD's hook does: what a callback waits for goes on in another thread than its own.
-TEST(ShmBackend, ACallbackMayWaitForAnAsynchronousCall) {
-  constexpr int kRounds = 40;
-  for (const bool by_future : {false, true}) {
-    for (const bool begun_before : {false, true}) {
-      std::atomic<int> begun{0};  // Rounds, by any rank.
-      expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
-        for (int round = 0; round < kRounds; ++round) {
-          Tensors first{at::ones({100'000})}, second{at::ones({3})};
-          // This rank is late: the other one's call is left to the thread.
-          while (round % 2 == rank && begun <= round) std::this_thread::yield();
-          auto work = shm.allreduce(first, {});
-          auto other = begun_before ? shm.allreduce(second, {}) : nullptr;
-          auto after = work->getFuture()->then(
-              [&](c10::ivalue::Future&) {
-                auto inner = begun_before ? other : shm.allreduce(second, {});
-                by_future ? inner->getFuture()->wait() : void(inner->wait());
-                return c10::IValue(1);
-              },
-              c10::IntType::get());
-          if (round % 2 != rank) begun = round + 1;
-          after->waitAndThrow();
-          expect_same(second[0], at::full({3}, 2.0), "second");
-        }
-      }));
-    }
-  }
-}
-
-TEST(ShmBackend, AGroupMayBeClosedFromACallback) {
-  std::atomic<int> begun{0};
-  expect_ok(run(2, [&](int rank, c10d::Backend& shm, const auto&) {
-    Tensors first{at::ones({100'000})};
-    while (rank == 1 && begun == 0) std::this_thread::yield();
-    auto work = shm.allreduce(first, {});
-    auto after = work->getFuture()->then(
-        [&](c10::ivalue::Future&) {
-          shm.shutdown();
-          return c10::IValue(1);
-        },
-        c10::IntType::get());
-    begun = 1;
-    after->waitAndThrow();
-    EXPECT_THROW(shm.allreduce(first, {})->wait(), CommError);
-  }));
-}
-
 // Legal, as the calls are asynchronous: over Gloo it works, over a backend that blocks in the call
 // it is a deadlock.
 TEST(ShmBackend, TwoGroupsMayBeCalledInDifferentOrders) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  expect_ok(run(2, [&](int rank, c10d::Backend& one, const auto&) {
+  expect_ok(run_shm(2, [&](int rank, c10d::Backend& one, const auto&) {
     auto other_store = c10::make_intrusive<c10d::PrefixStore>("other", store);
-    auto other =
-        c10::make_intrusive<ShmBackend>(options_of(other_store, rank, 2, std::chrono::seconds(20)));
+    auto other = c10::make_intrusive<ShmBackend>(
+        shm_options(other_store, rank, 2, std::chrono::seconds(20)));
     for (int round = 0; round < 20; ++round) {
       Tensors a{at::ones({50'000})}, b{at::ones({50'000})};
       auto first = rank == 0 ? one.allreduce(a, {}) : other->allreduce(b, {});
@@ -505,7 +419,7 @@ struct Mistake {
 class Mistakes : public ::testing::TestWithParam<Mistake> {};
 
 TEST_P(Mistakes, AreToldToAllRanksAndLeaveTheGroupUsable) {
-  const auto outcomes = run(3, [](int rank, c10d::Backend& shm, const auto&) {
+  const auto outcomes = run_shm(3, [](int rank, c10d::Backend& shm, const auto&) {
     try {
       GetParam().call(rank, shm);
       ADD_FAILURE() << "rank " << rank << " noticed nothing";
@@ -575,7 +489,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.name; });
 
 TEST(ShmBackend, ARankThatDoesNotComeIsNamed) {
-  const auto outcomes = run(
+  const auto outcomes = run_shm(
       3,
       [](int rank, c10d::Backend& shm, const auto&) {
         all_reduce(shm, at::ones({2}));
@@ -595,7 +509,7 @@ TEST(ShmBackend, ARankThatDoesNotComeIsNamed) {
 
 TEST(ShmBackend, ARankThatLeavesFailsTheOthersAtOnce) {
   const auto started = std::chrono::steady_clock::now();
-  const auto outcomes = run(3, [](int rank, c10d::Backend& shm, const auto&) {
+  const auto outcomes = run_shm(3, [](int rank, c10d::Backend& shm, const auto&) {
     all_reduce(shm, at::ones({2}));
     if (rank == 2) return shm.shutdown();
     all_reduce(shm, at::ones({4}));
@@ -610,7 +524,7 @@ TEST(ShmBackend, ARankThatLeavesFailsTheOthersAtOnce) {
 
 TEST(ShmBackend, WhatIsSentArrivesAlsoWhenTheWorkIsDropped) {
   constexpr int64_t kLarge = 1 << 20;
-  expect_ok(run(2, [](int rank, c10d::Backend& shm, const testing::StorePtr&) {
+  expect_ok(run_shm(2, [](int rank, c10d::Backend& shm, const testing::StorePtr&) {
     for (int i = 0; i < 8; ++i) {
       Tensors sent{at::full({kLarge}, i, at::kFloat)}, received{at::zeros({kLarge})};
       if (rank == 0) {
@@ -625,7 +539,7 @@ TEST(ShmBackend, WhatIsSentArrivesAlsoWhenTheWorkIsDropped) {
 }
 
 TEST(ShmBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
-  const auto outcomes = run(2, [](int rank, c10d::Backend& shm, const auto&) {
+  const auto outcomes = run_shm(2, [](int rank, c10d::Backend& shm, const auto&) {
     if (rank == 1) return shm.abort();
     all_reduce(shm, at::ones({4}));
   });
@@ -634,7 +548,7 @@ TEST(ShmBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
 }
 
 TEST(ShmBackend, AnAbortOverTheLossOfAnotherNamesThatOne) {
-  const auto outcomes = run(3, [](int rank, c10d::Backend& shm, const auto&) {
+  const auto outcomes = run_shm(3, [](int rank, c10d::Backend& shm, const auto&) {
     if (rank == 2) return shm.shutdown();
     if (rank == 1) return all_reduce(shm, at::ones({4}));
     Tensors received{at::ones({4})};
@@ -646,7 +560,7 @@ TEST(ShmBackend, AnAbortOverTheLossOfAnotherNamesThatOne) {
 }
 
 TEST(ShmBackend, MisuseIsAnErrorOfThisRankAlone) {
-  expect_ok(run(1, [](int, c10d::Backend& shm, const auto&) {
+  expect_ok(run_shm(1, [](int, c10d::Backend& shm, const auto&) {
     EXPECT_THROW(all_reduce(shm, at::ones({2}), Op::BAND), UsageError);
     EXPECT_THROW(broadcast(shm, at::ones({2}), 1), UsageError);
     EXPECT_THROW(broadcast(shm, at::ones({2}).to_sparse(), 0), UsageError);
@@ -674,11 +588,11 @@ size_t mappings() {
 
 TEST(ShmBackend, ThousandsOfGroupsLeaveNothingBehind) {
   const size_t descriptors = open_descriptors();
-  expect_ok(run(2, [](int rank, c10d::Backend& all, const testing::StorePtr& store) {
+  expect_ok(run_shm(2, [](int rank, c10d::Backend& all, const testing::StorePtr& store) {
     for (int round = 0; round < 1500; ++round) {
       auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
       auto group =
-          c10::make_intrusive<ShmBackend>(options_of(own, rank, 2, std::chrono::seconds(20)));
+          c10::make_intrusive<ShmBackend>(shm_options(own, rank, 2, std::chrono::seconds(20)));
       all_reduce(*group, at::ones({3}));
     }
   }));

@@ -66,9 +66,9 @@ void ShmMessageWork::begin(Messages& messages, int tag) {
 
 void ShmMessageWork::watch() {
   if (watched_.exchange(true)) return;
-  message_->then([self = c10::intrusive_ptr<ShmMessageWork>::unsafe_reclaim_from_nonowning(this)] {
-    self->complete(self->message_->error());
-  });
+  const auto self = c10::intrusive_ptr<ShmMessageWork>::unsafe_reclaim_from_nonowning(this);
+  message_->then([self] { return self->end(self->message_->error()); },
+                 [self] { self->run_callbacks(); });
 }
 
 bool ShmMessageWork::wait(std::chrono::milliseconds timeout) {

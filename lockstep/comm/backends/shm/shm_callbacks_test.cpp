@@ -1,0 +1,224 @@
+// What the callbacks of a call's future may do: in ranks that are threads.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <barrier>
+#include <fstream>
+#include <system_error>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "tests/support/message_of.h"
+#include "tests/support/page_faults.h"
+#include "tests/support/run_shm.h"
+#include "tests/support/test_wait.h"
+#include "tests/support/whole_numbers.h"
+
+namespace lockstep::shm {
+namespace {
+
+using test_wait::wait_until;
+using testing::expect_ok;
+using testing::expect_same;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_shm;
+using Tensors = std::vector<at::Tensor>;
+
+TEST(ShmCallbacks, AGroupCanBeUsedFromACallback) {
+  expect_ok(run_shm(2, [](int rank, c10d::Backend& shm, const auto&) {
+    Tensors first{at::ones({100'000})}, second{at::ones({3})};
+    auto work = shm.allreduce(first, {});
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          c10d::AllreduceOptions options;
+          options.asyncOp = false;
+          shm.allreduce(second, options)->wait();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    after->wait();
+    expect_same(second[0], at::full({3}, 2.0), "second");
+  }));
+}
+
+/// No thread can be started in this process from now on: a limit of memory leaves some for all but
+/// a stack of this size. Stacks of ended threads, which are kept, are smaller.
+void refuse_threads() {
+  constexpr size_t kStack = size_t{256} << 20, kRoom = size_t{64} << 20;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStack);
+  ASSERT_EQ(pthread_setattr_default_np(&attributes), 0);
+  pthread_attr_destroy(&attributes);
+  size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlim_t most = pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + kRoom;
+  const rlimit limit{most, most};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+}
+
+/// A callback of a collective waits for another one, `begun_before` it or in it.
+class Collectives {
+ public:
+  Collectives(bool by_future, bool begun_before)
+      : by_future_(by_future), begun_before_(begun_before) {}
+  void run(int rank, c10d::Backend& shm) {
+    for (int round = 0; round < kRounds; ++round) {
+      Tensors first{at::ones({100'000})}, second{at::ones({3})};
+      // This rank is late: the other one's call is left to the thread.
+      std::atomic<bool>& begun = begun_[static_cast<size_t>(round)];
+      if (round % 2 == rank) wait_until([&] { return begun.load(); }, "the other rank");
+      if (!async_) begun = true;
+      auto work = shm.allreduce(first, {});
+      auto other = begun_before_ ? shm.allreduce(second, {}) : nullptr;
+      auto after = work->getFuture()->then(
+          [&](c10::ivalue::Future&) {
+            auto inner = begun_before_ ? other : shm.allreduce(second, {});
+            by_future_ ? inner->getFuture()->wait() : void(inner->wait());
+            return c10::IValue(1);
+          },
+          c10::IntType::get());
+      begun = true;
+      after->waitAndThrow();
+      expect_same(second[0], at::full({3}, 2.0), "second");
+    }
+  }
+  /// The calls may block until the other rank's have come.
+  void expect_blocking() { async_ = false; }
+
+ private:
+  static constexpr int kRounds = 40;
+  const bool by_future_, begun_before_;
+  bool async_ = true;
+  std::array<std::atomic<bool>, kRounds> begun_{};  ///< By any rank.
+};
+
+// As PowerSGD's hook does: what a callback waits for goes on in another thread than its own.
+TEST(ShmCallbacks, ACallbackMayWaitForAnAsynchronousCall) {
+  for (const bool by_future : {false, true}) {
+    for (const bool begun_before : {false, true}) {
+      Collectives test(by_future, begun_before);
+      expect_ok(
+          run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) { test.run(rank, shm); }));
+    }
+  }
+}
+
+TEST(ShmCallbacks, AGroupMayBeClosedFromACallback) {
+  std::atomic<int> begun{0};
+  expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
+    Tensors first{at::ones({100'000})};
+    if (rank == 1) wait_until([&] { return begun == 1; }, "the other rank");
+    auto work = shm.allreduce(first, {});
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          shm.shutdown();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    begun = 1;
+    after->waitAndThrow();
+    EXPECT_THROW(shm.allreduce(first, {})->wait(), CommError);
+  }));
+}
+
+/// A callback of a receive waits for another one: begun before it or in it, by its work or its
+/// future. It comes when the callback runs already, or with the first.
+class Receives {
+ public:
+  explicit Receives(int way)
+      : by_future_(way & 1), begun_before_(way & 2), comes_late_(way & 4), waits_(way & 8) {}
+  static constexpr int kWays = 16;
+  void run(int rank, c10d::Backend& shm) {
+    // A receive of other elements than plain ones has work to do at its end, too.
+    const at::Tensor wide = at::zeros({2, 3}).t();
+    Tensors first{wide}, second{at::zeros({by_future_ ? 3 : 100'000})};
+    if (rank == 0) {
+      Tensors ones{at::ones({3, 2})}, twos{at::full_like(second[0], 2)};
+      shm.send(ones, 1, 1)->wait();
+      if (comes_late_) wait_until([&] { return runs_.load(); }, "the callback");
+      shm.send(twos, 1, 2)->wait();
+      return;
+    }
+    auto work = shm.recv(first, 0, 1);
+    auto other = begun_before_ ? shm.recv(second, 0, 2) : nullptr;
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          runs_ = true;
+          auto inner = begun_before_ ? other : shm.recv(second, 0, 2);
+          by_future_ ? inner->getFuture()->waitAndThrow() : void(inner->wait());
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    if (waits_) work->wait();
+    after->waitAndThrow();
+    expect_same(wide, at::ones({3, 2}), "first");
+    expect_same(second[0], at::full_like(second[0], 2), "second");
+  }
+
+ private:
+  const bool by_future_, begun_before_, comes_late_, waits_;
+  std::atomic<bool> runs_{false};
+};
+
+TEST(ShmCallbacks, ACallbackOfAMessageMayWaitForAnother) {
+  for (int way = 0; way < Receives::kWays; ++way) {
+    Receives test(way);
+    expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) { test.run(rank, shm); }));
+  }
+}
+
+TEST(ShmCallbacks, AGroupMayBeClosedFromACallbackOfAMessage) {
+  for (const bool waits : {false, true}) {
+    expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
+      Tensors tensors{at::ones({3})};
+      if (rank == 0) return void(shm.send(tensors, 1, 1)->wait());
+      auto work = shm.recv(tensors, 0, 1);
+      auto after = work->getFuture()->then(
+          [&](c10::ivalue::Future&) {
+            shm.shutdown();
+            return c10::IValue(1);
+          },
+          c10::IntType::get());
+      if (waits) work->wait();
+      after->waitAndThrow();
+      EXPECT_THROW(shm.recv(tensors, 0, 1)->wait(), CommError);
+    }));
+  }
+}
+
+TEST(ShmCallbacks, WhereNoThreadCanBeStartedCollectivesBlockAndMessagesFail) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
+#endif
+  const int failures = testing::in_another_process([] {
+    std::barrier together(2);
+    std::array<Collectives, 4> tests{{{false, false}, {false, true}, {true, false}, {true, true}}};
+    for (Collectives& test : tests) test.expect_blocking();
+    expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
+      Tensors tensors{at::ones({3})};
+      shm.allreduce(tensors, {})->wait();
+      at::set_num_threads(1);  // OpenMP ends a process in which it can start no thread.
+      together.arrive_and_wait();
+      if (rank == 0) refuse_threads();
+      together.arrive_and_wait();
+      EXPECT_THROW(std::thread([] {}).join(), std::system_error);
+      for (Collectives& test : tests) test.run(rank, shm);
+      EXPECT_THAT(message_of<CommError>([&] { shm.recv(tensors, 1 - rank, 1)->wait(); }),
+                  HasSubstr("no thread can be started for it"));
+    }));
+    return ::testing::Test::HasFailure() ? 1 : 0;
+  });
+  EXPECT_EQ(failures, 0);
+}
+
+}  // namespace
+}  // namespace lockstep::shm

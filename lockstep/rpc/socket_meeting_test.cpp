@@ -1,0 +1,209 @@
+// How two ends of a connection for small calls get to know each other, among strangers.
+#include "lockstep/rpc/socket_meeting.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <future>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/rpc/fast_meeting.h"
+#include "lockstep/rpc/seal.h"
+#include "tests/support/message_of.h"
+#include "tests/support/test_wait.h"
+
+namespace lockstep::rpc::detail {
+namespace {
+
+using namespace std::chrono_literals;
+using lockstep::testing::message_of;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
+
+std::shared_ptr<FastLink> meet_as(const Store& store, int rank, const std::string& secret) {
+  return meet(store.clone(),
+              {.rank = rank, .size = 2, .shared_memory = false, .secret = secret, .job = "job"});
+}
+
+TEST(SocketMeeting, AnotherSecretGetsNoConnection) {
+  Store store = hash_store();
+  auto other =
+      std::async(std::launch::async, [&] { return meet_as(store, 1, "another secret!!"); });
+  EXPECT_EQ(meet_as(store, 0, "sixteen letters!"), nullptr);
+  EXPECT_EQ(other.get(), nullptr);
+}
+
+// Two seconds for each, one after the other, would be longer than a meeting takes at most.
+TEST(SocketMeeting, StrangersHoldNobodyUp) {
+  if (env_string("LOCAL_RANK")) return;  // A worker that a later test has started passes by.
+  Store store = hash_store();
+  auto first = std::async(std::launch::async, [&] { return meet_as(store, 0, ""); });
+  store.set("fast/wish/1", "TCP");  // So it listens before the other comes.
+  const std::string address = store.get("fast/TCP/address/0");
+  const size_t space = address.find(' ');
+  const auto port = static_cast<uint16_t>(std::stoi(address.substr(space + 1)));
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 100; ++i) {
+    strangers.push_back(connect_to(address.substr(0, space), port, 10s));
+    if (i % 3 == 0) continue;  // It says nothing.
+    const std::string text(static_cast<size_t>(i % 3) * 200, 'x');
+    ASSERT_EQ(send(strangers.back().get(), text.data(), text.size(), MSG_NOSIGNAL), text.size());
+  }
+  const auto second = meet_as(store, 1, "");
+  const auto made = first.get();
+  ASSERT_NE(made, nullptr);
+  ASSERT_NE(second, nullptr);
+  EXPECT_TRUE(made->send(1, {}, "text", FastLink::WhenFull::keep));
+  wait_until([&] { return second->look(); }, "the message");
+}
+
+/// A rank 0 whose answers a test gives by hand.
+class RankZero {
+ public:
+  std::string address() const {
+    return "127.0.0.1 " + std::to_string(bound_port(listener_.get())) + " 1:2:3";
+  }
+  Visitor answer(const std::string& job = "job") {
+    UniqueFd connection = accept_from(listener_.get(), 20s);
+    if (!connection) throw TimeoutError("nobody has called");
+    return {std::move(connection), 0, 3, hmac_sha256("", "small calls of " + job)};
+  }
+  static Visitor::State until_it_ends(Visitor& visitor) {
+    auto state = Visitor::State::talks;
+    wait_until(
+        [&] {
+          state = visitor.go_on();
+          return state != Visitor::State::talks;
+        },
+        "the visitor's words");
+    return state;
+  }
+
+ private:
+  UniqueFd listener_ = listen_on("127.0.0.1", 0);
+};
+
+void wait_for_word(const Visitor& visitor) {
+  pollfd entry{visitor.descriptor(), POLLIN, 0};
+  ASSERT_EQ(poll(&entry, 1, 20'000), 1);
+}
+
+/// Rank 1's meeting with it, of `size` ranks, on a thread of its own.
+std::future<std::vector<SocketPeer>> meet_with(const RankZero& zero, int size) {
+  return std::async(std::launch::async, [&zero, size] {
+    SocketMeeting meeting(1, size, "", "job");
+    std::vector<std::string> addresses(static_cast<size_t>(size));
+    addresses[0] = zero.address();
+    addresses[1] = meeting.listen("127.0.0.1");
+    return meeting.connect(addresses, 60s, [] {});
+  });
+}
+
+TEST(SocketMeeting, WhoWasHungUpOnCallsAgain) {
+  RankZero zero;
+  auto meets = meet_with(zero, 2);
+  zero.answer();  // And hangs up.
+  {
+    // It has heard hello and proof and shown its own: without a last word that is no connection.
+    Visitor visitor = zero.answer();
+    wait_for_word(visitor);
+    EXPECT_EQ(visitor.go_on(), Visitor::State::talks);
+    wait_for_word(visitor);
+  }
+  Visitor visitor = zero.answer();
+  EXPECT_EQ(RankZero::until_it_ends(visitor), Visitor::State::known);
+  EXPECT_EQ(visitor.rank(), 1);
+  EXPECT_TRUE(meets.get()[0].connection);
+}
+
+// Rank 2 never comes: to wait for it first would take half a minute, and end by another error.
+TEST(SocketMeeting, ACallThatFailsEndsTheWaitForOthers) {
+  RankZero zero;
+  auto meets = meet_with(zero, 3);
+  Visitor visitor = zero.answer("another job");
+  EXPECT_THAT(message_of<CommError>([&] {
+                RankZero::until_it_ends(visitor);
+                meets.get();
+              }),
+              HasSubstr("does not answer as a rank of this job"));
+}
+
+/// Both ends of a connection, which do not block.
+std::pair<UniqueFd, UniqueFd> connection() {
+  int both[2] = {-1, -1};
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, both) != 0)
+    throw std::bad_alloc();
+  return {UniqueFd(both[0]), UniqueFd(both[1])};
+}
+
+/// What rank 1 with that key finds when it calls a rank 0 with "key", and what that finds.
+std::pair<Caller::End, Visitor::State> greet(const std::string& key, int caller, int called) {
+  auto [near, far] = connection();
+  Visitor visitor(std::move(far), 0, 3, "key");
+  auto calls = std::async(std::launch::async, [&, given = std::move(near)]() mutable {
+    const UniqueFd end = std::move(given);  // It hangs up on a stranger.
+    return Caller(caller, key).greet(end, called, std::chrono::steady_clock::now() + 20s);
+  });
+  const auto found = RankZero::until_it_ends(visitor);
+  visitor.take_connection();  // It hangs up on a stranger.
+  return {calls.get(), found};
+}
+
+TEST(SocketHandshake, EndsKnowEachOtherByTheKeyAndTheRank) {
+  using Called = Caller::End;
+  using Came = Visitor::State;
+  EXPECT_EQ(greet("key", 1, 0), std::pair(Called::known, Came::known));
+  EXPECT_EQ(greet("key", 2, 0), std::pair(Called::known, Came::known));
+  EXPECT_EQ(greet("another", 1, 0), std::pair(Called::a_stranger, Came::gone));
+  EXPECT_EQ(greet("key", 2, 1), std::pair(Called::a_stranger, Came::gone)) << "it is rank 0";
+  EXPECT_EQ(greet("key", 3, 0).second, Came::gone) << "there is no rank 3";
+  EXPECT_EQ(greet("key", 0, 0).second, Came::gone) << "the lower rank is called";
+}
+
+TEST(SocketHandshake, WordsMayComeByteByByte) {
+  auto [near, relay_near] = connection();
+  auto [far, relay_far] = connection();
+  Visitor visitor(std::move(far), 0, 2, "key");
+  auto calls = std::async(std::launch::async, [end = std::move(near)] {
+    return Caller(1, "key").greet(end, 0, std::chrono::steady_clock::now() + 20s);
+  });
+  auto state = Visitor::State::talks;
+  const auto pass = [](const UniqueFd& from, const UniqueFd& to) {
+    char byte = 0;
+    return recv(from.get(), &byte, 1, MSG_DONTWAIT) == 1 && send(to.get(), &byte, 1, 0) == 1;
+  };
+  wait_until(
+      [&] {
+        pass(relay_near, relay_far);
+        if (state == Visitor::State::talks) state = visitor.go_on();
+        while (pass(relay_far, relay_near)) {
+        }
+        return state != Visitor::State::talks;
+      },
+      "the handshake");
+  EXPECT_EQ(state, Visitor::State::known);
+  EXPECT_EQ(calls.get(), Caller::End::known);
+}
+
+TEST(SocketHandshake, AMessageRightBehindTheLastWordIsLeft) {
+  auto [near, far] = connection();
+  Visitor visitor(std::move(far), 0, 2, "key");
+  auto calls = std::async(std::launch::async, [end = std::move(near)]() mutable {
+    EXPECT_EQ(Caller(1, "key").greet(end, 0, std::chrono::steady_clock::now() + 20s),
+              Caller::End::known);
+    return std::move(end);
+  });
+  EXPECT_EQ(RankZero::until_it_ends(visitor), Visitor::State::known);
+  EXPECT_EQ(send(visitor.descriptor(), "message", 7, 0), 7);
+  const UniqueFd kept = calls.get();
+  char text[8] = {};
+  EXPECT_EQ(recv(kept.get(), text, 7, 0), 7);
+  EXPECT_STREQ(text, "message");
+}
+
+}  // namespace
+}  // namespace lockstep::rpc::detail
