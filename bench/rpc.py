@@ -11,7 +11,7 @@ import torch  # noqa: E402
 import torch.distributed.autograd as dist_autograd  # noqa: E402
 import torch.distributed.rpc as rpc  # noqa: E402
 
-WIDTH, IN_FLIGHT, BATCH = 1024, 64, 16
+WIDTH, IN_FLIGHT, BATCH, ECHO_WARMUP = 1024, 64, 16, 64
 WEIGHTS = torch.ones(WIDTH, WIDTH)
 WAITING = []  # [state, future]
 
@@ -66,7 +66,7 @@ def measure(row, config):
         return common.median_us(lambda: in_context(leaf, one), config["warmup"], steps)
     if row["call"] == "echo":
         tensor = torch.ones(row["bytes"] // 4)
-        return common.median_us(lambda: rpc.rpc_sync("server", echo, (tensor,)), min(config["warmup"], 10), row["steps"])
+        return common.median_us(lambda: rpc.rpc_sync("server", echo, (tensor,)), ECHO_WARMUP, row["steps"])
     return throughput(unbatched if row["call"] == "unbatched" else batched, steps)
 
 

@@ -30,7 +30,7 @@ class Work {
   bool is_completed() const;
   /// Runs `callback` once when the operation is complete: with null on success, else the error. It
   /// runs on the backend's thread, or at once on the calling thread when the operation is complete
-  /// already. Must not block or throw.
+  /// already. Must not block or throw, nor own the last handle of the group.
   void then(std::function<void(std::exception_ptr)> callback) const;
   /// The operation's output tensors. Call after `wait`.
   std::vector<at::Tensor> result() const;

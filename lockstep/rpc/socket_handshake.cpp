@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -40,9 +41,12 @@ bool would_block() {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
-/// Moves `size` bytes by `move`, recv or send. False when that fails or it gets late.
+/// Moves `size` bytes by `move`, recv or send. False when that fails, it gets late or `stop` is
+/// set.
 template <class Move>
-bool move_all(int fd, short event, Clock::time_point deadline, size_t size, Move move) {
+bool move_all(pollfd entry, const std::atomic<bool>& stop, Clock::time_point deadline, size_t size,
+              Move move) {
+  constexpr std::chrono::milliseconds kBetweenLooks{50};
   for (size_t moved = 0; moved < size;) {
     const ssize_t now = move(moved);
     if (now > 0) {
@@ -50,30 +54,31 @@ bool move_all(int fd, short event, Clock::time_point deadline, size_t size, Move
       continue;
     }
     if (now == 0 || !would_block()) return false;
-    const auto left = time_left(deadline);
-    if (left.count() == 0) return false;
-    pollfd entry{fd, event, 0};
+    const auto left = std::min(kBetweenLooks, time_left(deadline));
+    if (left.count() == 0 || stop) return false;
     poll(&entry, 1, static_cast<int>(left.count()));
   }
   return true;
-}
-
-bool send_all(const UniqueFd& fd, const std::string& text, Clock::time_point deadline) {
-  return move_all(fd.get(), POLLOUT, deadline, text.size(), [&](size_t moved) {
-    return ::send(fd.get(), text.data() + moved, text.size() - moved, MSG_NOSIGNAL);
-  });
-}
-
-bool receive_all(const UniqueFd& fd, void* data, size_t size, Clock::time_point deadline) {
-  return move_all(fd.get(), POLLIN, deadline, size, [&](size_t moved) {
-    return recv(fd.get(), static_cast<char*>(data) + moved, size - moved, 0);
-  });
 }
 
 }  // namespace
 
 std::string Session::proof(const std::string& key, const char* what) const {
   return hmac_sha256(key, bytes_of(lower) + bytes_of(higher) + what);
+}
+
+bool Caller::send_all(const UniqueFd& to, const std::string& text,
+                      Clock::time_point deadline) const {
+  return move_all({to.get(), POLLOUT, 0}, stop_, deadline, text.size(), [&](size_t moved) {
+    return ::send(to.get(), text.data() + moved, text.size() - moved, MSG_NOSIGNAL);
+  });
+}
+
+bool Caller::receive_all(const UniqueFd& from, void* data, size_t size,
+                         Clock::time_point deadline) const {
+  return move_all({from.get(), POLLIN, 0}, stop_, deadline, size, [&](size_t moved) {
+    return recv(from.get(), static_cast<char*>(data) + moved, size - moved, 0);
+  });
 }
 
 Caller::End Caller::greet(const UniqueFd& connection, int other, Clock::time_point deadline) {

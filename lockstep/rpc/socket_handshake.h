@@ -1,9 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "lockstep/base/file.h"
 
@@ -29,19 +31,25 @@ struct Session {
 /// The higher rank's part.
 class Caller {
  public:
+  using Clock = std::chrono::steady_clock;
   enum class End {
     known,      ///< Both ends know each other.
     hung_up,    ///< The connection ended, or it got late.
     a_stranger  ///< The other end is not that rank of this job.
   };
-  Caller(int rank, const std::string& key) : rank_(rank), key_(key) {}
-  /// `connection` does not block. Waits until `deadline`.
-  End greet(const UniqueFd& connection, int other, std::chrono::steady_clock::time_point deadline);
+  Caller(int rank, std::string key, const std::atomic<bool>& stop)
+      : rank_(rank), key_(std::move(key)), stop_(stop) {}
+  /// `connection` does not block. Waits until `deadline`, or until a while after `stop` is set.
+  End greet(const UniqueFd& connection, int other, Clock::time_point deadline);
   const Session& session() const { return session_; }
 
  private:
+  bool send_all(const UniqueFd& to, const std::string& text, Clock::time_point deadline) const;
+  bool receive_all(const UniqueFd& from, void* data, size_t size, Clock::time_point deadline) const;
+
   const int rank_;
   const std::string key_;
+  const std::atomic<bool>& stop_;
   Session session_;
 };
 
@@ -59,6 +67,7 @@ class Visitor {
   State go_on();
   /// Of the other, which has said hello.
   int rank() const { return static_cast<int>(session_.higher.rank); }
+  bool has_said_hello() const { return has_said_hello_; }
   const Session& session() const { return session_; }
   int descriptor() const { return connection_.get(); }
   UniqueFd take_connection() { return std::move(connection_); }

@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLongest{30'000};
 /// Who has connected says at once who it is.
 constexpr milliseconds kPatience{2'000};
-/// Beyond so many that have not, besides the job's ranks, the first to come goes.
+/// Beyond so many that have not, besides the job's ranks, one goes. So many are let in at a time.
 constexpr size_t kMostStrangers = 64;
 constexpr milliseconds kBetweenLooks{50};
 /// To connect; the others listen already.
@@ -104,7 +104,7 @@ SocketPeer SocketMeeting::call(int other, Clock::time_point deadline,
   const Address address = address_of(addresses_[static_cast<size_t>(other)]);
   for (PollPause pause;; pause.sleep()) {
     UniqueFd connection = connect_unless(stop, address, deadline);
-    Caller caller(rank_, key_);
+    Caller caller(rank_, key_, stop);
     switch (caller.greet(connection, other, deadline)) {
       case Caller::End::known:
         return peer_of(std::move(connection), caller.session(), other);
@@ -180,10 +180,24 @@ void SocketMeeting::wait_for_words(const std::list<Visitor>& visitors,
 }
 
 void SocketMeeting::let_in(std::list<Visitor>& visitors) const {
-  while (UniqueFd connection = accept_from(listener_.get(), milliseconds(0))) {
-    visitors.emplace_back(std::move(connection), rank_, size_, key_);
-    if (visitors.size() > kMostStrangers + static_cast<size_t>(size_)) visitors.pop_front();
+  for (size_t come = 0; come < kMostStrangers; ++come) {
+    try {
+      UniqueFd connection = accept_from(listener_.get(), milliseconds(0));
+      if (!connection) return;
+      visitors.emplace_back(std::move(connection), rank_, size_, key_);
+    } catch (const SystemError&) {  // Too many open files, perhaps: one goes, the next turn tries.
+      if (visitors.empty()) throw;
+      turn_away_one(visitors);
+      return;
+    }
   }
+}
+
+void SocketMeeting::turn_away_one(std::list<Visitor>& visitors) {
+  const auto silent = std::find_if(visitors.begin(), visitors.end(), [](const Visitor& visitor) {
+    return !visitor.has_said_hello();
+  });
+  visitors.erase(silent == visitors.end() ? visitors.begin() : silent);
 }
 
 void SocketMeeting::go_on_with(std::list<Visitor>& visitors, Peers& peers) const {
@@ -202,6 +216,7 @@ void SocketMeeting::go_on_with(std::list<Visitor>& visitors, Peers& peers) const
     }
     visitor = visitors.erase(visitor);
   }
+  while (visitors.size() > kMostStrangers + static_cast<size_t>(size_)) turn_away_one(visitors);
 }
 
 }  // namespace lockstep::rpc::detail

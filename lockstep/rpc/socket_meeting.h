@@ -40,6 +40,7 @@ class SocketMeeting {
                   const std::function<void()>& look) const;
   void wait_for_words(const std::list<Visitor>& visitors, Clock::time_point deadline) const;
   void let_in(std::list<Visitor>& visitors) const;
+  static void turn_away_one(std::list<Visitor>& visitors);
   void go_on_with(std::list<Visitor>& visitors, Peers& peers) const;
 
   const int rank_, size_;

@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <future>
 
 #include "lockstep/base/env.h"
@@ -47,7 +48,7 @@ TEST(SocketMeeting, StrangersHoldNobodyUp) {
   const size_t space = address.find(' ');
   const auto port = static_cast<uint16_t>(std::stoi(address.substr(space + 1)));
   std::vector<UniqueFd> strangers;
-  for (int i = 0; i < 100; ++i) {
+  for (int i = 0; i < 300; ++i) {
     strangers.push_back(connect_to(address.substr(0, space), port, 10s));
     if (i % 3 == 0) continue;  // It says nothing.
     const std::string text(static_cast<size_t>(i % 3) * 200, 'x');
@@ -132,6 +133,26 @@ TEST(SocketMeeting, ACallThatFailsEndsTheWaitForOthers) {
               HasSubstr("does not answer as a rank of this job"));
 }
 
+const std::atomic<bool> never{false};
+
+// A rank 0 that is stopped says nothing: the end of the meeting does not wait for it.
+TEST(SocketMeeting, WhatFailsHereEndsACallThatWaits) {
+  RankZero zero;
+  std::atomic<bool> fails{false};
+  auto meets = std::async(std::launch::async, [&] {
+    SocketMeeting meeting(1, 2, "", "job");
+    const std::vector<std::string> addresses{zero.address(), meeting.listen("127.0.0.1")};
+    meeting.connect(addresses, 60s, [&] {
+      if (fails) throw CommError("rank 2 has failed");
+    });
+  });
+  Visitor silent = zero.answer();
+  wait_for_word(silent);
+  fails = true;
+  EXPECT_EQ(meets.wait_for(15s), std::future_status::ready) << "it waits for its half a minute";
+  EXPECT_THAT(message_of<CommError>([&] { meets.get(); }), HasSubstr("rank 2 has failed"));
+}
+
 /// Both ends of a connection, which do not block.
 std::pair<UniqueFd, UniqueFd> connection() {
   int both[2] = {-1, -1};
@@ -146,7 +167,7 @@ std::pair<Caller::End, Visitor::State> greet(const std::string& key, int caller,
   Visitor visitor(std::move(far), 0, 3, "key");
   auto calls = std::async(std::launch::async, [&, given = std::move(near)]() mutable {
     const UniqueFd end = std::move(given);  // It hangs up on a stranger.
-    return Caller(caller, key).greet(end, called, std::chrono::steady_clock::now() + 20s);
+    return Caller(caller, key, never).greet(end, called, std::chrono::steady_clock::now() + 20s);
   });
   const auto found = RankZero::until_it_ends(visitor);
   visitor.take_connection();  // It hangs up on a stranger.
@@ -169,7 +190,7 @@ TEST(SocketHandshake, WordsMayComeByteByByte) {
   auto [far, relay_far] = connection();
   Visitor visitor(std::move(far), 0, 2, "key");
   auto calls = std::async(std::launch::async, [end = std::move(near)] {
-    return Caller(1, "key").greet(end, 0, std::chrono::steady_clock::now() + 20s);
+    return Caller(1, "key", never).greet(end, 0, std::chrono::steady_clock::now() + 20s);
   });
   auto state = Visitor::State::talks;
   const auto pass = [](const UniqueFd& from, const UniqueFd& to) {
@@ -193,7 +214,7 @@ TEST(SocketHandshake, AMessageRightBehindTheLastWordIsLeft) {
   auto [near, far] = connection();
   Visitor visitor(std::move(far), 0, 2, "key");
   auto calls = std::async(std::launch::async, [end = std::move(near)]() mutable {
-    EXPECT_EQ(Caller(1, "key").greet(end, 0, std::chrono::steady_clock::now() + 20s),
+    EXPECT_EQ(Caller(1, "key", never).greet(end, 0, std::chrono::steady_clock::now() + 20s),
               Caller::End::known);
     return std::move(end);
   });

@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/shared_memory/callback_scope.h"
 
 namespace lockstep::backends {
 
@@ -40,19 +41,11 @@ bool CallQueue::expect_thread() {
   return true;
 }
 
-bool CallQueue::in_own_thread() const {
-  return std::any_of(threads_.begin(), threads_.end(), [](const std::thread& thread) {
-    return thread.get_id() == std::this_thread::get_id();
-  });
-}
-
 void CallQueue::run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
-  ++at_hand_;
   while (!waiting_.empty() && !work->isCompleted()) {
     changed_.wait(lock, [this] { return !busy_; });
-    if (!waiting_.empty()) run_first(lock);
+    if (!waiting_.empty()) run_first(lock, Runner::submitter);
   }
-  --at_hand_;
 }
 
 bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
@@ -92,22 +85,24 @@ bool CallQueue::end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
   return has_callbacks;
 }
 
-void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
+void CallQueue::run_first(std::unique_lock<std::mutex>& lock, Runner runner) {
   std::vector<WorkPtr> to_call;
   bool alone = false;
   // The callbacks may wait for what waits here: where no other thread gets to it, it comes first.
+  // What others submit while no thread is at hand they run themselves.
   do {
     const WorkPtr work = std::move(waiting_.front());
     waiting_.pop_front();
     if (end_first(lock, work)) to_call.push_back(work);
     if (to_call.empty()) return;
+    if (runner == Runner::submitter) break;
     if (!alone) --at_hand_;
     alone = !waiting_.empty() && !busy_ && !expect_thread();
   } while (alone);
   lock.unlock();
   for (const WorkPtr& work : to_call) work->run_callbacks();
   lock.lock();
-  ++at_hand_;
+  if (runner == Runner::own_thread) ++at_hand_;
 }
 
 void CallQueue::run() {
@@ -115,7 +110,7 @@ void CallQueue::run() {
   while (true) {
     changed_.wait(lock, [this] { return !busy_ && (closed_ || !waiting_.empty()); });
     if (waiting_.empty()) break;
-    run_first(lock);
+    run_first(lock, Runner::own_thread);
   }
   --at_hand_;
   --living_;
@@ -129,7 +124,7 @@ void CallQueue::close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
-    const bool own = in_own_thread();
+    const bool own = shm::CallbackScope::active();
     changed_.wait(lock, [&] { return !busy_ && (own || living_ == 0); });
     if (own) return;
     ended.swap(threads_);

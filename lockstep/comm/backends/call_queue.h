@@ -37,22 +37,22 @@ class CallQueue {
   /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
   /// request is asynchronous.
   void submit(const WorkPtr& work);
-  /// Waits for what was submitted and ends the threads. Later calls fail. From a callback it does
-  /// not wait for the threads, of which one runs it: the next `close` does.
+  /// Waits for what was submitted and ends the threads. Later calls fail. From a callback, of
+  /// whatever group, it does not wait for the threads: the next `close` does, and must come before
+  /// the queue is destroyed there.
   void close();
 
  private:
   /// Unlocks while the call runs. False when it has not ended.
   bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
+  enum class Runner { own_thread, submitter };
   /// Runs the first that waits, and its callbacks.
-  void run_first(std::unique_lock<std::mutex>& lock);
+  void run_first(std::unique_lock<std::mutex>& lock, Runner runner);
   /// Unlocks while the call runs. True where its callbacks must follow.
   bool end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& work);
   void run();
   /// Under the lock: a thread of ours will get to what waits. False where none can be started.
   bool expect_thread();
-  /// Under the lock.
-  bool in_own_thread() const;
   /// Runs what waits, up to this call, where no thread can be had.
   void run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
 

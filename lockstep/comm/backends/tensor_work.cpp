@@ -8,6 +8,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/tensor_checks.h"
+#include "lockstep/comm/shared_memory/callback_scope.h"
 
 namespace lockstep::backends {
 namespace {
@@ -140,6 +141,7 @@ bool TensorWork::end(std::exception_ptr error) {
 }
 
 void TensorWork::run_callbacks() {
+  const shm::CallbackScope scope;
   // Before those who wait go on: they may ask the future for its value.
   resolve(*future_);
   let_go();

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/callback_scope.h"
 #include "lockstep/comm/shared_memory/futex.h"
 #include "lockstep/comm/shared_memory/messages.h"
 #include "lockstep/comm/shared_memory/messages_lock.h"
@@ -20,9 +21,6 @@ constexpr std::chrono::microseconds kTick{200};
 constexpr int kTicks = 25;
 /// For answers that do not fit into a ring when the group closes.
 constexpr std::chrono::milliseconds kLastAnswers{100};
-
-/// Whose callbacks this thread runs.
-thread_local const Messages* calls_back = nullptr;
 
 }  // namespace
 
@@ -112,9 +110,10 @@ void Messages::call_back_later(const MessagePtr& message) {
 }
 
 void Messages::call_back(Message& message) {
-  const Messages* const outer = std::exchange(calls_back, this);
-  std::exchange(message.callbacks_, nullptr)();
-  calls_back = outer;
+  {
+    const CallbackScope scope;
+    std::exchange(message.callbacks_, nullptr)();
+  }
   message.settled_.store(true, std::memory_order_seq_cst);
   mailbox_->ring();
 }
@@ -160,8 +159,9 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
     }
     if (now >= spin_until)
       doze([&] { return message.settled(); },
-           std::clamp<std::chrono::nanoseconds>(deadline - now, std::chrono::microseconds(100),
-                                                kSlice));
+           message.done() ? kSlice
+                          : std::clamp<std::chrono::nanoseconds>(
+                                deadline - now, std::chrono::microseconds(100), kSlice));
     const Lock lock(*this, std::try_to_lock, &message);
     if (lock) attend(now);
   }
@@ -347,7 +347,7 @@ void Messages::close() {
     changed_.notify_all();
   }
   mailbox_->ring();
-  if (calls_back == this) return;  // A callback waits for no thread, of which one runs it.
+  if (CallbackScope::active()) return;
   join_threads(/*all=*/true);
   // Everything is done: waits return at once.
   while (inside_.load(std::memory_order_seq_cst) > 0) {

@@ -120,7 +120,8 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
 }
 
 void Messages::expect_thread(const MessagePtr& message) {
-  if (message->done() || start_or_wake_thread()) return;
+  // Also where the message is done: its answer may wait for room.
+  if (start_or_wake_thread() || message->done()) return;
   finish(message,
          std::make_exception_ptr(CommError(
              text_of(*message) + " cannot go on: no thread can be started for it",

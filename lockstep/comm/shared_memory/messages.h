@@ -34,7 +34,8 @@ class Message : public std::enable_shared_from_this<Message> {
   /// The rank that sent or sends. For a receive from any, -1 until it has met a send.
   int source() const { return source_.load(std::memory_order_acquire); }
   /// Blocks until it is done and its callback has run. Throws the error it failed with. Throws a
-  /// TimeoutError after `timeout`, which ends it. Not from its own callback.
+  /// TimeoutError after `timeout`, which ends it. One that is done then waits for its callback
+  /// without a limit. Not from its own callback.
   void wait(std::chrono::milliseconds timeout);
   /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
   /// at once when it is done already. Where it returns true, `callbacks` is called next, by a
@@ -175,6 +176,8 @@ class Messages {
   int size() const { return size_; }
   /// Announcements of others that wait here for their receives.
   size_t unreceived();
+  /// Its thread sleeps until it is needed.
+  bool parked() const { return parked_.load(std::memory_order_seq_cst); }
   /// In what pieces larger ones travel.
   size_t chunk_bytes() const { return chunk_; }
 

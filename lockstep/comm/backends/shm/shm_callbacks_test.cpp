@@ -3,20 +3,17 @@
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <pthread.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <barrier>
-#include <fstream>
 #include <system_error>
 #include <thread>
 
 #include "lockstep/base/error.h"
 #include "tests/support/message_of.h"
 #include "tests/support/page_faults.h"
+#include "tests/support/refuse_threads.h"
 #include "tests/support/run_shm.h"
 #include "tests/support/test_wait.h"
 #include "tests/support/whole_numbers.h"
@@ -29,6 +26,7 @@ using testing::expect_ok;
 using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::refuse_threads;
 using testing::run_shm;
 using Tensors = std::vector<at::Tensor>;
 
@@ -47,22 +45,6 @@ TEST(ShmCallbacks, AGroupCanBeUsedFromACallback) {
     after->wait();
     expect_same(second[0], at::full({3}, 2.0), "second");
   }));
-}
-
-/// No thread can be started in this process from now on: a limit of memory leaves some for all but
-/// a stack of this size. Stacks of ended threads, which are kept, are smaller.
-void refuse_threads() {
-  constexpr size_t kStack = size_t{256} << 20, kRoom = size_t{64} << 20;
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setstacksize(&attributes, kStack);
-  ASSERT_EQ(pthread_setattr_default_np(&attributes), 0);
-  pthread_attr_destroy(&attributes);
-  size_t pages = 0;
-  std::ifstream("/proc/self/statm") >> pages;
-  const rlim_t most = pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + kRoom;
-  const rlimit limit{most, most};
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
 /// A callback of a collective waits for another one, `begun_before` it or in it.
