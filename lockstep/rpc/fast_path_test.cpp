@@ -398,7 +398,13 @@ TEST_P(FastPaths, WhatADeadWorkerKeptIsLost) {
     if (rank != 0) return;
     const auto [blocked, number] = blocked_call("w1");
     EXPECT_THROW(call("w1", claim_and_die, number), PeerLostError);
-    EXPECT_THROW(blocked.wait(30s), PeerLostError);
+    try {
+      blocked.wait(30s);
+      FAIL();
+    } catch (const PeerLostError&) {
+    } catch (const RemoteError& error) {  // On a slow machine its fetch comes before the death.
+      EXPECT_THAT(error.message(), HasSubstr("no result is kept"));
+    }
     wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
   });
 }

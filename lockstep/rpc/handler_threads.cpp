@@ -1,9 +1,11 @@
 #include "lockstep/rpc/handler_threads.h"
 
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <list>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace lockstep::rpc::detail {
@@ -27,7 +29,9 @@ void join_all(Threads& threads) {
 struct HandlerThreads::Core {
   explicit Core(size_t may_be_busy) : busy(may_be_busy) {}
 
-  static void add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
+  /// False where a further thread is needed, and none can be started.
+  static bool add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
+  static void watch_if_needed(const std::shared_ptr<Core>& core);
   static void watch(const std::shared_ptr<Core>& core);
   void work(Threads::iterator self);
   /// Empty: the thread is to end.
@@ -83,6 +87,7 @@ bool HandlerThreads::end(std::chrono::milliseconds limit) noexcept {
 
 void HandlerThreads::run(std::function<void()> task) {
   Threads ended;
+  std::function<void()> refused;
   {
     const std::lock_guard lock(core_->mutex);
     if (core_->ends) return;
@@ -90,26 +95,42 @@ void HandlerThreads::run(std::function<void()> task) {
     core_->tasks.push_back(std::move(task));
     if (core_->free >= core_->tasks.size()) {
       core_->changed.notify_one();
-    } else {
-      Core::add_if_needed(core_, false);
+    } else if (!Core::add_if_needed(core_, false) && core_->threads.empty()) {
+      refused = std::move(core_->tasks.back());
+      core_->tasks.pop_back();
     }
-    if (core_->tasks.size() > core_->free) {
-      if (!core_->watch_thread.joinable()) {
-        core_->watch_thread = std::thread([core = core_] { Core::watch(core); });
-      }
-      core_->watched.notify_one();
-    }
+    Core::watch_if_needed(core_);
   }
   join_all(ended);
+  if (refused) throw std::system_error(EAGAIN, std::generic_category(), "rpc: starting a thread");
+}
+
+// With the lock. Where none can be started, those that are there get to the task in time.
+bool HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
+  if (core->ends || core->tasks.size() <= core->free) return true;
+  if (!stalled && core->threads.size() - core->waiting >= core->busy) return true;
+  // The thread takes its first task once it gets the lock, and so finds its own handle.
+  const auto self = core->threads.emplace(core->threads.end());
+  try {
+    *self = std::thread([core, self] { core->work(self); });
+  } catch (const std::system_error&) {
+    core->threads.erase(self);
+    return false;
+  }
+  return true;
 }
 
 // With the lock.
-void HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
-  if (core->ends || core->tasks.size() <= core->free) return;
-  if (!stalled && core->threads.size() - core->waiting >= core->busy) return;
-  // The thread takes its first task once it gets the lock, and so finds its own handle.
-  const auto self = core->threads.emplace(core->threads.end());
-  *self = std::thread([core, self] { core->work(self); });
+void HandlerThreads::Core::watch_if_needed(const std::shared_ptr<Core>& core) {
+  if (core->tasks.size() <= core->free) return;
+  if (!core->watch_thread.joinable()) {
+    try {
+      core->watch_thread = std::thread([core] { watch(core); });
+    } catch (const std::system_error&) {  // The next task tries again.
+      return;
+    }
+  }
+  core->watched.notify_one();
 }
 
 size_t HandlerThreads::size() const {

@@ -18,7 +18,8 @@ class HandlerThreads {
   HandlerThreads(const HandlerThreads&) = delete;
   HandlerThreads& operator=(const HandlerThreads&) = delete;
 
-  /// Any thread. The task must not throw.
+  /// Any thread. The task must not throw. Throws std::system_error, and drops the task, when no
+  /// thread can be started and there is none.
   void run(std::function<void()> task);
   /// Drops the tasks that have not begun and waits for those that run. False when one still runs
   /// after the limit: its thread is left behind, as no thread can be ended from outside. What the

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -253,7 +254,14 @@ Worker::~Worker() {
 }
 
 void Worker::run_later(milliseconds delay, std::function<void()> task) {
-  later_.add(Clock::now() + delay, [this, task = std::move(task)] { threads_->run(task); });
+  constexpr milliseconds kNextAttempt{100};
+  later_.add(Clock::now() + delay, [this, task = std::move(task)] {
+    try {
+      threads_->run(task);
+    } catch (const std::system_error&) {  // No thread can be started.
+      run_later(kNextAttempt, task);
+    }
+  });
 }
 
 void register_meeting() {
