@@ -227,8 +227,8 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
 }
 
 /// Each start of a job has keys of its own: an agent's store outlives the ranks.
-Store own_keys(const Store& root, const std::string& restart_count) {
-  return prefix_store("lockstep/" + restart_count, root);
+Store own_keys(const Store& root, int64_t restart_count) {
+  return prefix_store("lockstep/" + std::to_string(restart_count), root);
 }
 
 Store program_keys(const Store& own) {
@@ -288,7 +288,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   if (job.world_size > 1) make_room(job, holds_store_);
   root_ = open_store(plan, timeout);
   context->store = prefix_store("default_pg", root_);
-  context->own_store = own_keys(root_, std::to_string(job.restart_count));
+  context->own_store = own_keys(root_, job.restart_count);
   if (plan.kind == Rendezvous::Kind::tcp) store_address = store_address_of(job);
   context->address = job.single_host ? "127.0.0.1" : reachable_address(job.master_addr);
   store = program_keys(context->own_store);
@@ -442,7 +442,7 @@ Store store_of_job(const std::string& address, milliseconds timeout) {
   options.host = without_brackets(endpoint->first);
   options.port = endpoint->second;
   options.timeout = timeout;
-  return program_keys(own_keys(tcp_store(options), std::to_string(*restarts)));
+  return program_keys(own_keys(tcp_store(options), *restarts));
 }
 
 }  // namespace lockstep

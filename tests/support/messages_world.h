@@ -4,10 +4,12 @@
 
 #include <array>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -118,6 +120,16 @@ inline MessagePtr irecv(Messages& to, int from, Bytes& bytes, const Wish& wish =
   return to.post_recv(from, call_of(bytes, wish, "recv(from rank " + std::to_string(from) + ")"));
 }
 inline constexpr std::chrono::milliseconds kLong{20'000};
+
+/// False when it has not come true in that time.
+inline bool comes_true(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + kLong;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
 
 /// How two processes meet that have both ends of a pipe.
 inline Meeting meeting_over(const std::array<int, 2>& pipe) {

@@ -1,6 +1,5 @@
 #include "lockstep/comm/backends/call_queue.h"
 
-#include <algorithm>
 #include <system_error>
 
 #include "lockstep/base/error.h"
@@ -119,14 +118,20 @@ void CallQueue::run() {
 }
 
 void CallQueue::close() {
-  std::vector<std::thread> ended;
   {
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
-    const bool own = shm::CallbackScope::active();
-    changed_.wait(lock, [&] { return !busy_ && (own || living_ == 0); });
-    if (own) return;
+    changed_.wait(lock, [this] { return !busy_; });
+  }
+  if (!shm::CallbackScope::active()) end_threads();
+}
+
+void CallQueue::end_threads() {
+  std::vector<std::thread> ended;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !busy_ && living_ == 0; });
     ended.swap(threads_);
   }
   for (auto& thread : ended) thread.join();

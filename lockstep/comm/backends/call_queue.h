@@ -32,14 +32,17 @@ class CallQueue {
   };
 
   explicit CallQueue(Steps steps) : steps_(std::move(steps)) {}
-  ~CallQueue() { close(); }
+  /// Closes. Waits for the threads, so it must not run in a callback of this queue's calls.
+  ~CallQueue() {
+    close();
+    end_threads();
+  }
 
   /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
   /// request is asynchronous.
   void submit(const WorkPtr& work);
   /// Waits for what was submitted and ends the threads. Later calls fail. From a callback, of
-  /// whatever group, it does not wait for the threads: the next `close` does, and must come before
-  /// the queue is destroyed there.
+  /// whatever group, it does not wait for the threads: the next `close` does, or the destructor.
   void close();
 
  private:
@@ -53,6 +56,8 @@ class CallQueue {
   void run();
   /// Under the lock: a thread of ours will get to what waits. False where none can be started.
   bool expect_thread();
+  /// When the queue is closed.
+  void end_threads();
   /// Runs what waits, up to this call, where no thread can be had.
   void run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
 

@@ -347,7 +347,10 @@ void Messages::close() {
     changed_.notify_all();
   }
   mailbox_->ring();
-  if (CallbackScope::active()) return;
+  if (!CallbackScope::active()) end_threads();
+}
+
+void Messages::end_threads() {
   join_threads(/*all=*/true);
   // Everything is done: waits return at once.
   while (inside_.load(std::memory_order_seq_cst) > 0) {
@@ -358,6 +361,7 @@ void Messages::close() {
 
 Messages::~Messages() {
   close();
+  end_threads();
 }
 
 std::string Messages::text_of(const Message& message) const {

@@ -148,15 +148,15 @@ struct MessageCall {
 ///   thread waits, a thread of this object does the work, always asleep when there is none. It
 ///   starts with the first message that cannot be finished at once. It takes over within some 200
 ///   us of the last wait.
-/// - Callbacks. A thread in `wait` runs those of the message that it waits for, and no others:
-/// these
-///   are run by a thread of this object. A thread that runs callbacks does no work meanwhile, and
-///   another one is started in its place. Where none can be started, they are run by the thread
-///   that finishes the message.
+/// - Callbacks. A thread in `wait` runs those of the message that it waits for. All others are run
+///   by a thread of this object. A thread that runs callbacks does no work meanwhile, and another
+///   one is started in its place. Where none can be started, they are run by the thread that
+///   finishes the message.
 class Messages {
  public:
   /// `group` must outlive it. One for each group and rank.
   explicit Messages(SharedGroup& group, MessagesOptions options = {});
+  /// Closes. Waits for the threads, so it must not run in a callback of this object's messages.
   ~Messages();
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
@@ -311,6 +311,7 @@ class Messages {
   };
   Task next_task();
   void join_threads(bool all);  ///< Without the mutex.
+  void end_threads();           ///< Without the mutex, when `stop_` is set.
 
   SharedGroup& group_;
   const MessagesOptions options_;

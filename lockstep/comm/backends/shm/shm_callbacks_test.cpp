@@ -177,6 +177,30 @@ TEST(ShmCallbacks, AGroupMayBeClosedFromACallbackOfAMessage) {
   }
 }
 
+// Whose threads have started, and are not this one.
+TEST(ShmCallbacks, ACallbackMayDestroyAnotherGroup) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::barrier together(2);
+  expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
+    auto other = c10::make_intrusive<ShmBackend>(testing::shm_options(
+        c10::make_intrusive<c10d::PrefixStore>("other", store), rank, 2, std::chrono::seconds(20)));
+    Tensors first{at::ones({3})}, second{at::ones({3})}, never{at::ones({3})};
+    const auto unmet = other->recv(never, 1 - rank, 1);
+    other->allreduce(first, {})->wait();
+    const auto work = shm.recv(second, 1 - rank, 2);
+    auto after = work->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          other.reset();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    together.arrive_and_wait();  // Now the callback runs where the message ends.
+    shm.send(first, 1 - rank, 2)->wait();
+    after->waitAndThrow();
+    EXPECT_THROW(unmet->wait(), CommError);
+  }));
+}
+
 TEST(ShmCallbacks, WhereNoThreadCanBeStartedCollectivesBlockAndMessagesFail) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
