@@ -4,7 +4,9 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <cerrno>
 #include <chrono>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -18,6 +20,16 @@ namespace lockstep::testing {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// A store that is lost when messages are compared.
+class StoreLostToMessages final : public c10d::HashStore {
+ public:
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (key.find("p2p/") != std::string::npos)
+      throw std::system_error(EPIPE, std::system_category());
+    HashStore::set(key, value);
+  }
+};
 
 /// Another owner of a backend that is known by reference.
 inline BackendPtr handle_of(c10d::Backend& backend) {

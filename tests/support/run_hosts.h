@@ -27,9 +27,9 @@ inline BackendOptions options_of(const testing::StorePtr& store, const std::stri
 
 using Part = std::function<void(int rank, c10d::Backend& backend, const testing::StorePtr& store)>;
 
-inline std::vector<testing::Outcome> run(const std::string& hosts, const Part& part,
-                                         int milliseconds = 20'000) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
+inline std::vector<testing::Outcome> run(
+    const std::string& hosts, const Part& part, int milliseconds = 20'000,
+    const testing::StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
   std::vector<testing::BackendPtr> backends(hosts.size());
   const auto outcomes = testing::run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
     auto& backend = backends[static_cast<size_t>(rank)];

@@ -344,6 +344,22 @@ std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
   return join(names, ", ") + (names.size() == 1 ? " has ended" : " have ended") + join(words, "");
 }
 
+std::exception_ptr CheckContext::store_lost(const std::string& what) {
+  const std::string native = failure_text(std::current_exception());
+  std::string text = what + " lost the store, which rank 0 or the launcher holds";
+  if (const auto gone = ended(others()); !gone.empty()) {
+    text += ": " + how_they_ended(gone);
+  } else if (const auto failure = seen_failure()) {
+    text += ": " + failure->text;
+  }
+  tell_failed(text, /*known=*/true);
+  try {
+    throw_peer_lost(me() + ": " + text + " [" + native + "]");
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
   if (failure.timed_out) throw TimeoutError(what + failure.text);
   throw_peer_lost(what + failure.text);

@@ -120,6 +120,11 @@ class CheckContext {
   /// by theirs. Asks the store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
+  /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. The ranks
+  /// that have ended since, or the failure that the lookout sees, are named with it. Told as
+  /// `tell_failed`: who waits for this rank learns by it why the rank gives up. Call it in the
+  /// handler of the store's error.
+  std::exception_ptr store_lost(const std::string& what);
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
   /// "rank 1 (process 4711) has ended". Where the rank told before in what it failed, that is

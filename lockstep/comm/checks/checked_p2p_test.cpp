@@ -4,9 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
-#include <system_error>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -48,16 +46,6 @@ at::Tensor filled(int64_t n, double value) {
   return at::full({n}, value, at::kFloat);
 }
 
-/// A store that is lost when messages are compared.
-class LostStore final : public c10d::HashStore {
- public:
-  void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    if (key.find("p2p/") != std::string::npos)
-      throw std::system_error(EPIPE, std::system_category());
-    HashStore::set(key, value);
-  }
-};
-
 /// Both sides must get a MismatchError with all texts.
 void expect_mismatch(const at::Tensor& sent, const at::Tensor& received,
                      const std::vector<std::string>& texts) {
@@ -74,7 +62,7 @@ TEST(CheckedP2P, AStoreThatIsLostAtTheCallIsToldAsSuch) {
   const auto outcomes = run_gloo(
       2, options_of(DebugLevel::info),
       [](int rank, Backend& backend) { isend(backend, filled(4, 1), 1 - rank, 5)->wait(); },
-      c10::make_intrusive<LostStore>());
+      c10::make_intrusive<testing::StoreLostToMessages>());
   for (const auto& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
     EXPECT_THAT(outcome.text(), HasSubstr("send(to rank "));

@@ -66,15 +66,14 @@ c10::intrusive_ptr<c10d::Work> P2PGate::submit(Operation operation,
   try {
     return hold_back(operation, tensors, peer, tag, timeout, issue);
   } catch (...) {
-    throw lost_store(make_held(operation, tensors, peer, tag, timeout, issue).call);
+    std::rethrow_exception(
+        lost_store(make_held(operation, tensors, peer, tag, timeout, issue).call));
   }
 }
 
-PeerLostError P2PGate::lost_store(const CallSummary& call) const {
-  return PeerLostError(context_->me() + ": " + describe(call, context_->names()) + " of group '" +
-                       context_->group() +
-                       "' lost the store, which rank 0 or the launcher holds [" +
-                       failure_text(std::current_exception()) + "]");
+std::exception_ptr P2PGate::lost_store(const CallSummary& call) const {
+  return context_->store_lost(describe(call, context_->names()) + " of group '" +
+                              context_->group() + "'");
 }
 
 c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
@@ -197,7 +196,7 @@ bool P2PGate::advance(bool look_for_ended) {
     try {
       while (!held.empty() && step()) progress = true;
     } catch (...) {  // The store is lost.
-      held.front().work->failed(std::make_exception_ptr(lost_store(held.front().call)));
+      held.front().work->failed(lost_store(held.front().call));
       held.pop_front();
     }
   };

@@ -90,7 +90,7 @@ class P2PGate {
   bool hold_recv(int tag, Channel& channel);
   bool hold_any(int tag);
   /// Inside a catch clause: a request of the call to the store has failed.
-  PeerLostError lost_store(const CallSummary& call) const;
+  std::exception_ptr lost_store(const CallSummary& call) const;
   c10::intrusive_ptr<c10d::Work> hold_back(Operation operation,
                                            const std::vector<at::Tensor>& tensors, int peer,
                                            int tag, std::chrono::milliseconds timeout,

@@ -54,10 +54,8 @@ bool RankChecks::decide() {
     limit_ = context_.size() == 1 ? 0 : agree();
   } catch (const std::exception& e) {
     if (!is_store_lost(e)) throw;
-    throw PeerLostError(context_.me() + ": group '" + context_.group() +
-                        "' lost the store, which rank 0 or the launcher holds, before its first "
-                        "call [" +
-                        failure_text(std::current_exception()) + "]");
+    std::rethrow_exception(
+        context_.store_lost("the first call of group '" + context_.group() + "'"));
   }
   decided_ = true;
   return true;
@@ -106,9 +104,9 @@ void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds ti
     throw;
   } catch (const std::exception& e) {
     if (!is_store_lost(e)) throw;
-    throw PeerLostError(called(call) +
-                        ", and lost the store, which rank 0 or the launcher holds [" +
-                        failure_text(std::current_exception()) + "]");
+    std::rethrow_exception(context_.store_lost(
+        "the comparison of " + describe(call, context_.names()) + ", collective " +
+        std::to_string(call.sequence) + " of group '" + context_.group() + "',"));
   }
 }
 

@@ -137,6 +137,26 @@ TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
   }
 }
 
+// As with the rank that held it: what the message found is the cause that the others want.
+TEST(HierarchicalBackend, WhoGivesUpAfterAMessageLostTheStoreTellsSo) {
+  const auto outcomes = run(
+      "aabb",
+      [](int rank, c10d::Backend& backend, const auto&) {
+        if (rank != 2) return all_reduce(backend, at::ones({4}));
+        Tensors data{at::ones({4})};
+        EXPECT_THROW(backend.send(data, 3, 0)->wait(), PeerLostError);
+        backend.abort();
+      },
+      20'000, c10::make_intrusive<testing::StoreLostToMessages>());
+  for (const size_t rank : {0, 1, 3}) {
+    EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
+    EXPECT_THAT(
+        outcomes[rank].text(),
+        AllOf(HasSubstr("rank 2 (process "), HasSubstr("has given the group up; it failed in send"),
+              HasSubstr("lost the store, which rank 0 or the launcher holds")));
+  }
+}
+
 /// The first of a chain of ranks that wait for each other in two groups: it waits in the first one,
 /// and gives that up when nobody comes to the second within 1.5 s.
 void give_up_over_a_second_group(const std::string& hosts, int rank, c10d::Backend& first,
