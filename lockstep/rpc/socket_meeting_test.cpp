@@ -1,9 +1,11 @@
 // How two ends of a connection for small calls get to know each other, among strangers.
 #include "lockstep/rpc/socket_meeting.h"
 
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <atomic>
@@ -30,6 +32,19 @@ std::shared_ptr<FastLink> meet_as(const Store& store, int rank, const std::strin
               {.rank = rank, .size = 2, .shared_memory = false, .secret = secret, .job = "job"});
 }
 
+struct Endpoint {
+  std::string host;
+  uint16_t port = 0;
+  UniqueFd connect(std::chrono::milliseconds timeout = 10s) const {
+    return connect_to(host, port, timeout);
+  }
+};
+
+Endpoint endpoint_of(const std::string& address) {
+  const size_t space = address.find(' ');
+  return {address.substr(0, space), static_cast<uint16_t>(std::stoi(address.substr(space + 1)))};
+}
+
 TEST(SocketMeeting, AnotherSecretGetsNoConnection) {
   Store store = hash_store();
   auto other =
@@ -44,12 +59,10 @@ TEST(SocketMeeting, StrangersHoldNobodyUp) {
   Store store = hash_store();
   auto first = std::async(std::launch::async, [&] { return meet_as(store, 0, ""); });
   store.set("fast/wish/1", "TCP");  // So it listens before the other comes.
-  const std::string address = store.get("fast/TCP/address/0");
-  const size_t space = address.find(' ');
-  const auto port = static_cast<uint16_t>(std::stoi(address.substr(space + 1)));
+  const Endpoint endpoint = endpoint_of(store.get("fast/TCP/address/0"));
   std::vector<UniqueFd> strangers;
   for (int i = 0; i < 300; ++i) {
-    strangers.push_back(connect_to(address.substr(0, space), port, 10s));
+    strangers.push_back(endpoint.connect());
     if (i % 3 == 0) continue;  // It says nothing.
     const std::string text(static_cast<size_t>(i % 3) * 200, 'x');
     ASSERT_EQ(send(strangers.back().get(), text.data(), text.size(), MSG_NOSIGNAL), text.size());
@@ -60,6 +73,63 @@ TEST(SocketMeeting, StrangersHoldNobodyUp) {
   ASSERT_NE(second, nullptr);
   EXPECT_TRUE(made->send(1, {}, "text", FastLink::WhenFull::keep));
   wait_until([&] { return second->look(); }, "the message");
+}
+
+// 600 say nothing and stay; behind them others come without end, and hang up at once.
+TEST(SocketMeeting, AFloodOfStrangersKeepsNobodyOut) {
+  if (env_string("LOCAL_RANK")) return;
+  Store store = hash_store();
+  auto first = std::async(std::launch::async, [&] { return meet_as(store, 0, ""); });
+  store.set("fast/wish/1", "TCP");
+  const Endpoint endpoint = endpoint_of(store.get("fast/TCP/address/0"));
+  std::atomic<int> come{0};
+  std::atomic<bool> over{false};
+  auto flood = std::async(std::launch::async, [&] {
+    std::vector<UniqueFd> strangers;
+    while (!over) {
+      try {
+        strangers.push_back(endpoint.connect(200ms));
+      } catch (const Error&) {  // As many wait as the listener takes, or the meeting is over.
+        continue;
+      }
+      if (strangers.size() > 600) strangers.pop_back();
+      ++come;
+    }
+  });
+  const auto stop = c10::make_scope_exit([&] { over = true; });
+  wait_until([&] { return come > 700; }, "the flood");
+  auto comes = std::async(std::launch::async, [&] { return meet_as(store, 1, ""); });
+  EXPECT_EQ(comes.wait_for(10s), std::future_status::ready) << "strangers take its time";
+  const auto made = first.get();
+  const auto second = comes.get();
+  ASSERT_NE(made, nullptr);
+  ASSERT_NE(second, nullptr);
+  EXPECT_TRUE(made->send(1, {}, "text", FastLink::WhenFull::keep));
+  wait_until([&] { return second->look(); }, "the message");
+}
+
+// All of them wait to be let in, the rank behind them; this process may open eight files more.
+TEST(SocketMeeting, WithTooManyOpenFilesStrangersGoBeforeARank) {
+  if (env_string("LOCAL_RANK")) return;
+  SocketMeeting meeting(0, 2, "", "job");
+  const std::string address = meeting.listen("127.0.0.1");
+  const Endpoint endpoint = endpoint_of(address);
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 100; ++i) strangers.push_back(endpoint.connect());
+  const UniqueFd rank = endpoint.connect();
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const auto restore = c10::make_scope_exit([limit] { setrlimit(RLIMIT_NOFILE, &limit); });
+  const rlimit low{static_cast<rlim_t>(rank.get()) + 9, limit.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  auto meets = std::async(std::launch::async, [&] {
+    return meeting.connect({address, address}, 60s, [] {});
+  });
+  const std::atomic<bool> go_on{false};
+  EXPECT_EQ(Caller(1, hmac_sha256("", "small calls of job"), go_on)
+                .greet(rank, 0, std::chrono::steady_clock::now() + 20s),
+            Caller::End::known);
+  EXPECT_TRUE(meets.get().at(1).connection);
 }
 
 /// A rank 0 whose answers a test gives by hand.
