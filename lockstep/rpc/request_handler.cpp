@@ -78,10 +78,10 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   }
 
   FuturePtr process(native::Message& request, Streams streams, int sender) const {
-    const int before = std::exchange(sender_, sender);
+    const int before = std::exchange(sender_here, sender);
     auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
-    sender_ = before;
-    if (const auto refusal = std::exchange(refusal_, nullptr)) return refused(refusal);
+    sender_here = before;
+    if (const auto refusal = std::exchange(refusal_here, nullptr)) return refused(refusal);
     return answer;
   }
 
@@ -97,7 +97,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     try {
       check_result(call->retRRefId(), call->retForkId());
     } catch (const DataError&) {
-      refusal_ = std::current_exception();  // LibTorch makes an answer of what is thrown here.
+      refusal_here = std::current_exception();  // LibTorch makes an answer of what is thrown here.
       throw;
     }
     return rpc;
@@ -137,7 +137,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
 
  private:
   void check_result(const native::RRefId& reference, const native::ForkId& fork) const {
-    if (reference.createdOn_ != sender_ || fork.createdOn_ != sender_) {
+    if (reference.createdOn_ != sender_here || fork.createdOn_ != sender_here) {
       throw DataError(
           "rpc: a message that cannot be read: the reference to a result is not its sender's");
     }
@@ -187,9 +187,11 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   }
 
   FuturePtr on_other_thread(native::Message& request, Streams streams, int sender) const {
+    // Each of the moves takes one part.
+    // NOLINTNEXTLINE(bugprone-use-after-move)
     auto owned = c10::make_intrusive<native::Message>(std::move(request).movePayload(),
-                                                      std::move(request).moveTensors(),
-                                                      request.type(), request.id());
+                                                      std::move(request).moveTensors(),  // NOLINT
+                                                      request.type(), request.id());     // NOLINT
     auto answer = c10::make_intrusive<native::JitFuture>(message_type());
     try {
       threads_.run([this, owned, answer, sender, streams = std::move(streams)]() mutable {
@@ -253,8 +255,8 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   }
 
   /// Of the request that this thread begins to serve.
-  static thread_local int sender_;
-  static thread_local std::exception_ptr refusal_;
+  static thread_local int sender_here;
+  static thread_local std::exception_ptr refusal_here;
 
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<Guard> guard_;
@@ -263,8 +265,8 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   mutable std::atomic<int> inline_{0};
 };
 
-thread_local int RequestHandler::sender_ = -1;
-thread_local std::exception_ptr RequestHandler::refusal_;
+thread_local int RequestHandler::sender_here = -1;
+thread_local std::exception_ptr RequestHandler::refusal_here;
 
 }  // namespace
 

@@ -96,7 +96,10 @@ TEST(SocketMeeting, AFloodOfStrangersKeepsNobodyOut) {
       ++come;
     }
   });
-  const auto stop = c10::make_scope_exit([&] { over = true; });
+  const auto stop = c10::make_scope_exit([&] {
+    over = true;
+    flood.wait();
+  });
   wait_until([&] { return come > 700; }, "the flood");
   auto comes = std::async(std::launch::async, [&] { return meet_as(store, 1, ""); });
   EXPECT_EQ(comes.wait_for(10s), std::future_status::ready) << "strangers take its time";
@@ -138,11 +141,15 @@ class RankZero {
   std::string address() const {
     return "127.0.0.1 " + std::to_string(bound_port(listener_.get())) + " 1:2:3";
   }
-  Visitor answer(const std::string& job = "job") {
+  UniqueFd next_call() {
     UniqueFd connection = accept_from(listener_.get(), 20s);
     if (!connection) throw TimeoutError("nobody has called");
+    return connection;
+  }
+  static Visitor visitor_at(UniqueFd connection, const std::string& job = "job") {
     return {std::move(connection), 0, 3, hmac_sha256("", "small calls of " + job)};
   }
+  Visitor answer(const std::string& job = "job") { return visitor_at(next_call(), job); }
   static Visitor::State until_it_ends(Visitor& visitor) {
     auto state = Visitor::State::talks;
     wait_until(
@@ -158,9 +165,27 @@ class RankZero {
   UniqueFd listener_ = listen_on("127.0.0.1", 0);
 };
 
-void wait_for_word(const Visitor& visitor) {
-  pollfd entry{visitor.descriptor(), POLLIN, 0};
+void wait_for_word(int connection) {
+  pollfd entry{connection, POLLIN, 0};
   ASSERT_EQ(poll(&entry, 1, 20'000), 1);
+}
+
+/// Both ends of a connection, which do not block.
+std::pair<UniqueFd, UniqueFd> connection() {
+  int both[2] = {-1, -1};
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, both) != 0)
+    throw std::bad_alloc();
+  return {UniqueFd(both[0]), UniqueFd(both[1])};
+}
+
+void forward(const UniqueFd& from, const UniqueFd& to, size_t bytes) {
+  while (bytes > 0) {
+    ASSERT_NO_FATAL_FAILURE(wait_for_word(from.get()));
+    char byte = 0;
+    ASSERT_EQ(recv(from.get(), &byte, 1, MSG_DONTWAIT), 1);
+    ASSERT_EQ(::send(to.get(), &byte, 1, MSG_NOSIGNAL), 1);
+    --bytes;
+  }
 }
 
 /// Rank 1's meeting with it, of `size` ranks, on a thread of its own.
@@ -180,10 +205,13 @@ TEST(SocketMeeting, WhoWasHungUpOnCallsAgain) {
   zero.answer();  // And hangs up.
   {
     // It has heard hello and proof and shown its own: without a last word that is no connection.
-    Visitor visitor = zero.answer();
-    wait_for_word(visitor);
+    const UniqueFd caller = zero.next_call();
+    auto [near, far] = connection();
+    Visitor visitor = RankZero::visitor_at(std::move(far));
+    forward(caller, near, sizeof(Session::Hello));
     EXPECT_EQ(visitor.go_on(), Visitor::State::talks);
-    wait_for_word(visitor);
+    forward(near, caller, sizeof(Session::Hello) + visitor.session().proof("", "").size());
+    wait_for_word(caller.get());
   }
   Visitor visitor = zero.answer();
   EXPECT_EQ(RankZero::until_it_ends(visitor), Visitor::State::known);
@@ -217,18 +245,10 @@ TEST(SocketMeeting, WhatFailsHereEndsACallThatWaits) {
     });
   });
   Visitor silent = zero.answer();
-  wait_for_word(silent);
+  wait_for_word(silent.descriptor());
   fails = true;
   EXPECT_EQ(meets.wait_for(15s), std::future_status::ready) << "it waits for its half a minute";
   EXPECT_THAT(message_of<CommError>([&] { meets.get(); }), HasSubstr("rank 2 has failed"));
-}
-
-/// Both ends of a connection, which do not block.
-std::pair<UniqueFd, UniqueFd> connection() {
-  int both[2] = {-1, -1};
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, both) != 0)
-    throw std::bad_alloc();
-  return {UniqueFd(both[0]), UniqueFd(both[1])};
 }
 
 /// What rank 1 with that key finds when it calls a rank 0 with "key", and what that finds.

@@ -254,7 +254,7 @@ Worker::~Worker() {
 }
 
 void Worker::run_later(milliseconds delay, std::function<void()> task) {
-  constexpr milliseconds kNextAttempt{100};
+  static constexpr milliseconds kNextAttempt{100};
   later_.add(Clock::now() + delay, [this, task = std::move(task)] {
     try {
       threads_->run(task);

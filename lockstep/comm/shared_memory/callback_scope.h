@@ -6,15 +6,15 @@ namespace lockstep::shm {
 /// threads of any group then: one of them may be this thread, or wait for it in turn.
 class CallbackScope {
  public:
-  CallbackScope() { ++depth_; }
-  ~CallbackScope() { --depth_; }
+  CallbackScope() { ++depth; }
+  ~CallbackScope() { --depth; }
   CallbackScope(const CallbackScope&) = delete;
   CallbackScope& operator=(const CallbackScope&) = delete;
 
-  static bool active() { return depth_ > 0; }
+  static bool active() { return depth > 0; }
 
  private:
-  inline static thread_local int depth_ = 0;
+  inline static thread_local int depth = 0;
 };
 
 }  // namespace lockstep::shm
