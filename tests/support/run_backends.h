@@ -4,6 +4,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <system_error>
@@ -21,14 +22,41 @@ namespace lockstep::testing {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// A store that is lost when messages are compared.
+/// A store that is lost when messages are compared: to those, or from then on to all.
 class StoreLostToMessages final : public c10d::HashStore {
  public:
+  explicit StoreLostToMessages(bool to_all = false) : to_all_(to_all) {}
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    if (key.find("p2p/") != std::string::npos)
-      throw std::system_error(EPIPE, std::system_category());
+    const bool message = key.find("p2p/") != std::string::npos;
+    if (message && to_all_) lost_ = true;
+    throw_if_lost(message);
     HashStore::set(key, value);
   }
+  std::vector<uint8_t> get(const std::string& key) override {
+    throw_if_lost();
+    return HashStore::get(key);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    throw_if_lost();
+    return HashStore::compareSet(key, expected, desired);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    throw_if_lost();
+    return HashStore::add(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    throw_if_lost();
+    return HashStore::check(keys);
+  }
+
+ private:
+  void throw_if_lost(bool message = false) const {
+    if (message || lost_) throw std::system_error(EPIPE, std::system_category());
+  }
+
+  const bool to_all_;
+  std::atomic<bool> lost_{false};
 };
 
 /// Another owner of a backend that is known by reference.

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
@@ -30,6 +31,9 @@ namespace {
 constexpr std::chrono::milliseconds kLateConnect{2'000};
 
 constexpr size_t kLongestWord = 400;
+
+/// On a machine with work for all its processors. It took up to 40 ms.
+constexpr std::chrono::milliseconds kSeenAfterItsSockets{200};
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
@@ -155,6 +159,7 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
   {
     const std::lock_guard lock(mutex_);
     told_ = word;
+    told_cause_ = known;
   }
   auto* store = connected_.load(std::memory_order_acquire);
   if (!store) return;
@@ -199,8 +204,7 @@ void CheckContext::tell_closed() noexcept {
 
 std::vector<int> CheckContext::died() {
   const QuietNativeLog quiet;
-  const auto is_first = [this](int rank) { return names_[static_cast<size_t>(rank)] == 0; };
-  const auto closed = [&](int rank) {
+  const auto closed = [this](int rank) {
     if (is_first(rank) && first_has_closed_) return true;
     try {
       const bool has = store().check({closed_key(rank)});
@@ -346,18 +350,40 @@ std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
 
 std::exception_ptr CheckContext::store_lost(const std::string& what) {
   const std::string native = failure_text(std::current_exception());
-  std::string text = what + " lost the store, which rank 0 or the launcher holds";
-  if (const auto gone = ended(others()); !gone.empty()) {
-    text += ": " + how_they_ended(gone);
-  } else if (const auto failure = seen_failure()) {
-    text += ": " + failure->text;
-  }
-  tell_failed(text, /*known=*/true);
+  std::string text = what + " lost the store";
+  if (over_tcp_) text += ", which rank 0 or the launcher holds";
+  if (const std::string why = why_store_is_lost(); !why.empty()) text += ": " + why;
+  const bool has_told_cause = [this] {
+    const std::lock_guard lock(mutex_);
+    return told_cause_;
+  }();
+  if (!has_told_cause) tell_failed(text, /*known=*/true);
   try {
     throw_peer_lost(me() + ": " + text + " [" + native + "]");
   } catch (...) {
     return std::current_exception();
   }
+}
+
+std::string CheckContext::why_store_is_lost() {
+  const auto state = [this](int rank) { return process_state(known_identity(rank)); };
+  // A process that ends closes its connections before others see the end.
+  if (over_tcp_ && !has_looked_for_holder_.exchange(true)) {
+    const auto deadline = std::chrono::steady_clock::now() + kSeenAfterItsSockets;
+    const auto holder_lives = [&] {
+      return std::ranges::any_of(
+          others(), [&](int rank) { return is_first(rank) && state(rank) == ProcessState::alive; });
+    };
+    for (PollPause pause; holder_lives() && std::chrono::steady_clock::now() < deadline;)
+      pause.sleep();
+  }
+  const auto failure = seen_failure();
+  if (failure && !failure->given_up) return failure->text;
+  std::vector<std::string> names;
+  for (int rank : others())
+    if (state(rank) == ProcessState::ended) names.push_back(name_with_process(rank));
+  if (!names.empty()) return join(names, ", ") + (names.size() == 1 ? " has" : " have") + " ended";
+  return failure ? failure->text : std::string();
 }
 
 void throw_failure(const std::string& what, const CheckContext::Failure& failure) {

@@ -120,10 +120,11 @@ class CheckContext {
   /// by theirs. Asks the store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
-  /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. The ranks
-  /// that have ended since, or the failure that the lookout sees, are named with it. Told as
-  /// `tell_failed`: who waits for this rank learns by it why the rank gives up. Call it in the
-  /// handler of the store's error.
+  /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
+  /// named the failure that the lookout sees, or else the ranks of this host that have ended. Told
+  /// as `tell_failed` unless this rank has told a cause before. Call it in the handler of the
+  /// store's error. It asks no store. The first call waits up to 200 ms for the end of the job's
+  /// rank 0, which may hold the store.
   std::exception_ptr store_lost(const std::string& what);
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
@@ -136,12 +137,15 @@ class CheckContext {
   c10d::Store& connected(std::chrono::milliseconds patience);
   std::string identity_of(int rank);
   std::string known_identity(int rank) const;
+  std::string why_store_is_lost();
+  /// The job's rank 0, which may hold the store.
+  bool is_first(int rank) const { return names_[static_cast<size_t>(rank)] == 0; }
 
   const c10::intrusive_ptr<c10d::Store> shared_store_;
   const bool over_tcp_;
   std::atomic<bool> expects_gone_{false};
   std::atomic<bool> work_left_behind_{false};
-  std::atomic<bool> first_has_closed_{false};  ///< The job's rank 0, which may hold the store.
+  std::atomic<bool> first_has_closed_{false};  ///< See is_first.
   const int rank_;
   const int size_;
   const RankNames names_;
@@ -153,8 +157,11 @@ class CheckContext {
   std::exception_ptr lost_;                       ///< Why there is no connection and will be none.
   std::atomic<c10d::Store*> connected_{nullptr};  ///< Of `store_`, once it is there.
 
-  mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next two.
+  std::atomic<bool> has_looked_for_holder_{false};  ///< Of the store, once it was lost.
+
+  mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next three.
   std::string told_;
+  bool told_cause_ = false;
   std::vector<std::string> identities_;  ///< Empty text: not known.
 
   mutable std::mutex looking_;  ///< Held while the lookout is asked.

@@ -16,6 +16,7 @@
 #include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
+#include "tests/support/ended_identity.h"
 
 namespace lockstep {
 namespace {
@@ -142,6 +143,46 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
               ::testing::HasSubstr("did not finish within 5 s: rank 1 has given the group up; no "
                                    "word from rank 2, which did not come"));
   EXPECT_THAT(text_after(false), ::testing::Not(::testing::HasSubstr("rank 2")));
+}
+
+std::string lost_store_text(CheckContext& context) {
+  try {
+    throw std::runtime_error("Broken pipe");
+  } catch (const std::exception&) {
+    return failure_text(context.store_lost("send(to rank 1) in group 'default'"));
+  }
+}
+
+TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
+  using ::testing::HasSubstr;
+  using ::testing::Not;
+  CheckContext context(c10::make_intrusive<c10d::HashStore>(), 0, 3, RankNames{}, "default",
+                       seconds(60));
+  context.store().set(announcement_key(1), test_process::ended_identity());
+  context.store().set(announcement_key(2), process_identity());
+  context.remember_identities();
+  const auto look = [&](bool given_up) {
+    context.set_lookout([given_up] {
+      return CheckContext::Failure{false, "what the lookout saw", given_up};
+    });
+    return lost_store_text(context);
+  };
+  const std::string ended = "lost the store: rank 1 (process ";
+  EXPECT_THAT(lost_store_text(context), HasSubstr(ended));
+  EXPECT_THAT(lost_store_text(context), Not(HasSubstr("rank 2")));
+  EXPECT_THAT(look(false), HasSubstr("lost the store: what the lookout saw [Broken pipe]"));
+  EXPECT_THAT(look(true), HasSubstr(ended)) << "who gave up did so over something";
+}
+
+TEST(CheckContext, ALostStoreIsTheCauseUnlessThereWasOneBefore) {
+  CheckContext context(c10::make_intrusive<c10d::HashStore>(), 0, 2, RankNames{}, "default",
+                       seconds(60));
+  context.tell_failed("recv(from rank 1)", /*known=*/false);
+  lost_store_text(context);
+  EXPECT_EQ(context.told(), "send(to rank 1) in group 'default' lost the store");
+  context.tell_failed("rank 1 has ended", /*known=*/true);
+  lost_store_text(context);
+  EXPECT_EQ(context.told(), "rank 1 has ended");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <stdexcept>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -67,6 +68,26 @@ TEST(CheckedP2P, AStoreThatIsLostAtTheCallIsToldAsSuch) {
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
     EXPECT_THAT(outcome.text(), HasSubstr("send(to rank "));
     EXPECT_THAT(outcome.text(), HasSubstr("lost the store"));
+  }
+}
+
+/// Its requests for messages fail, though it is there.
+class FaultyStore final : public c10d::HashStore {
+ public:
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (key.find("p2p/") != std::string::npos) throw std::runtime_error("no room");
+    HashStore::set(key, value);
+  }
+};
+
+TEST(CheckedP2P, AnErrorThatIsNotTheLossOfTheStoreIsNoLostPeer) {
+  const auto outcomes = run_gloo(
+      2, options_of(DebugLevel::info),
+      [](int rank, Backend& backend) { isend(backend, filled(4, 1), 1 - rank, 5)->wait(); },
+      c10::make_intrusive<FaultyStore>());
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.is<CommError>() && !outcome.is<PeerLostError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(), HasSubstr("of group 'default' could not begin: no room"));
   }
 }
 

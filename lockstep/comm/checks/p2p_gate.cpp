@@ -65,15 +65,24 @@ c10::intrusive_ptr<c10d::Work> P2PGate::submit(Operation operation,
   if (stop_) return {};
   try {
     return hold_back(operation, tensors, peer, tag, timeout, issue);
-  } catch (...) {
+  } catch (const std::exception&) {
     std::rethrow_exception(
-        lost_store(make_held(operation, tensors, peer, tag, timeout, issue).call));
+        failure_of(make_held(operation, tensors, peer, tag, timeout, issue).call));
   }
 }
 
-std::exception_ptr P2PGate::lost_store(const CallSummary& call) const {
-  return context_->store_lost(describe(call, context_->names()) + " of group '" +
-                              context_->group() + "'");
+std::exception_ptr P2PGate::failure_of(const CallSummary& call) const {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    const std::string what =
+        describe(call, context_->names()) + " of group '" + context_->group() + "'";
+    if (is_store_lost(error)) return context_->store_lost(what);
+    if (failure_kind(std::current_exception()) == FailureKind::ours)
+      return std::current_exception();
+    return std::make_exception_ptr(CommError(context_->me() + ": " + what + " could not begin: " +
+                                             failure_text(std::current_exception())));
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
@@ -90,6 +99,8 @@ c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
   } else if (!hold_any(tag)) {
     return {};
   }
+  // First: where no thread can be had the other side is not to hear of the call.
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   Held held = make_held(operation, tensors, peer, tag, timeout, issue);
   const int me = context_->rank();
   if (channel) {
@@ -103,7 +114,6 @@ c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
   held.work = c10::make_intrusive<PendingWork>(context_, held.call, type_of(operation));
   c10::intrusive_ptr<c10d::Work> work = held.work;
   (channel ? channel->held : tags_[tag].held).push_back(std::move(held));
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
   return work;
 }
@@ -195,8 +205,8 @@ bool P2PGate::advance(bool look_for_ended) {
   const auto guarded = [&](std::deque<Held>& held, auto step) {
     try {
       while (!held.empty() && step()) progress = true;
-    } catch (...) {  // The store is lost.
-      held.front().work->failed(lost_store(held.front().call));
+    } catch (const std::exception&) {
+      held.front().work->failed(failure_of(held.front().call));
       held.pop_front();
     }
   };

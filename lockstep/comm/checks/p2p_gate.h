@@ -89,8 +89,8 @@ class P2PGate {
   bool hold_send(int peer, int tag, Channel& channel);
   bool hold_recv(int tag, Channel& channel);
   bool hold_any(int tag);
-  /// Inside a catch clause: a request of the call to the store has failed.
-  std::exception_ptr lost_store(const CallSummary& call) const;
+  /// Inside a catch clause: the error of the call, which is the store's where that is lost.
+  std::exception_ptr failure_of(const CallSummary& call) const;
   c10::intrusive_ptr<c10d::Work> hold_back(Operation operation,
                                            const std::vector<at::Tensor>& tensors, int peer,
                                            int tag, std::chrono::milliseconds timeout,

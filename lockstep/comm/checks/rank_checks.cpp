@@ -87,8 +87,8 @@ std::string RankChecks::called(const CallSignature& call) const {
 
 void RankChecks::compare(const CallSignature& call, std::chrono::milliseconds timeout) {
   std::lock_guard lock(mutex_);
-  auto& store = context_.store();
   try {
+    auto& store = context_.store();
     store.set(call_key(context_.rank()), encode(call));
     ++compared_;
     const int64_t arrived = store.add(kArrivedKey, 1);

@@ -15,11 +15,6 @@ constexpr const char* kTold = "first_failure/told";
 /// The store answers within a millisecond or is lost.
 constexpr milliseconds kLook{300}, kTell{2'000};
 
-/// Of what `tell` wrote.
-Cause decode(const std::string& word) {
-  return {word.at(0) == 'T', word.substr(1), word.at(0) == 'G'};
-}
-
 // The add makes one rank the first on every kind of store. One that ends between its two requests
 // leaves the others to what they know themselves.
 Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
@@ -27,13 +22,13 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   context.tell_failed(call + " " + cause.text, /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
-    store.set(kCause, (cause.timed_out ? "T" : cause.given_up ? "G" : "L") + cause.text);
+    store.set(kCause, encode(cause));
     return cause;
   }
   const auto deadline = std::chrono::steady_clock::now() + kTell / 2;
   for (PollPause pause; !store.check({kCause}); pause.sleep())
     if (std::chrono::steady_clock::now() >= deadline) return cause;
-  return decode(store.get_to_str(kCause));
+  return decode_cause(store.get_to_str(kCause)).value_or(cause);
 }
 
 /// How a rank went that was told of and does not come to this call.
@@ -47,6 +42,16 @@ std::optional<std::string> gone_before(CheckContext& context, int64_t call) {
 }
 
 }  // namespace
+
+std::string encode(const Cause& cause) {
+  return (cause.timed_out ? "T" : cause.given_up ? "G" : "L") + cause.text;
+}
+
+std::optional<Cause> decode_cause(const std::string& word) {
+  if (word.empty() || std::string_view("TGL").find(word[0]) == std::string_view::npos)
+    return std::nullopt;
+  return Cause{word[0] == 'T', word.substr(1), word[0] == 'G'};
+}
 
 Cause FirstFailure::raise(const Cause& cause, const std::string& call) noexcept {
   const std::lock_guard lock(mutex_);
@@ -72,7 +77,7 @@ std::optional<Cause> FirstFailure::ask(bool only_missed) noexcept {
       [call = call_.load(), only_missed](CheckContext& context) -> std::optional<Cause> {
         const QuietNativeLog quiet;
         c10d::Store& store = context.store();
-        if (!only_missed && store.check({kCause})) return decode(store.get_to_str(kCause));
+        if (!only_missed && store.check({kCause})) return decode_cause(store.get_to_str(kCause));
         if (const auto gone = gone_before(context, call))
           return tell(context, {false, *gone}, "group '" + context.group() + "':");
         return std::nullopt;

@@ -15,6 +15,11 @@ namespace lockstep::hierarchical {
 /// Why a group is of no more use.
 using Cause = CheckContext::Failure;
 
+/// A cause as the hosts tell it each other.
+std::string encode(const Cause& cause);
+/// Of what `encode` gave. None for another text.
+std::optional<Cause> decode_cause(const std::string& word);
+
 /// The first failure of a group, told to all its hosts through the store. Any thread may call.
 /// Nothing throws or blocks for long, as a store that is lost as well changes nothing.
 class FirstFailure {

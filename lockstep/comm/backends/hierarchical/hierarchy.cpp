@@ -166,16 +166,17 @@ void Hierarchy::form_between(const BackendOptions& options) {
   } catch (const std::exception& error) {
     const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;
     if (!broken) throw;
+    const auto told = decode_cause(broken->last_words);
     throw PeerLostError(group_.name(layout_.local) + ": forming group '" + group_name_ +
-                        "' failed: " + how_lost(broken->host, broken->why) + " [" +
-                        failure_text(std::current_exception()) + "]");
+                        "' failed: " + (told ? told->text : how_lost(broken->host, broken->why)) +
+                        " [" + failure_text(std::current_exception()) + "]");
   }
 }
 
 Hierarchy::~Hierarchy() {
   checks_->set_lookout({});
   try {
-    if (lifeline_) lifeline_->close(false);
+    if (lifeline_) lifeline_->break_off(last_words());
     if (between_) group_.failed() ? between_->abort() : between_->shutdown();
   } catch (const std::exception& error) {
     log_debug(std::string("closing the connections between hosts: ") + error.what());
@@ -382,10 +383,9 @@ std::string Hierarchy::how_lost(int host, const std::string& why) const {
 // of it by the verdict on their host.
 void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
   try {
-    const Cause cause =
-        first_failure_.raise(cause_of({HostFailure::Kind::lost, broken.host, broken.why}),
-                             "group '" + group_name_ + "':");
-    condemn(cause);
+    auto told = decode_cause(broken.last_words);
+    if (!told) told = cause_of({HostFailure::Kind::lost, broken.host, broken.why});
+    condemn(first_failure_.raise(*told, "group '" + group_name_ + "':"));
   } catch (const std::exception& error) {
     log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
   }
@@ -480,8 +480,14 @@ void Hierarchy::leave() noexcept {
   const int64_t steps = steps_ && !group_.failed() ? steps_->load() : 0;
   checks_->tell_left(steps);
   group_.leave(steps);
-  // Without a good-bye where the group has failed: hosts that have not heard of it do so then.
-  if (lifeline_) lifeline_->close(/*farewell=*/!group_.failed());
+  if (!lifeline_) return;
+  // Where the group has failed, hosts that have not heard of it do so then.
+  group_.failed() ? lifeline_->break_off(last_words()) : lifeline_->close();
+}
+
+std::string Hierarchy::last_words() const {
+  const auto cause = failure();
+  return cause ? encode(*cause) : std::string();
 }
 
 }  // namespace lockstep::hierarchical

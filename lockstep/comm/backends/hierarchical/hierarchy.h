@@ -54,8 +54,9 @@ class SmallData {
 ///    hosts, and leaders hear of it while they wait for each other. A leader that cannot be reached
 ///    any more is told of likewise. All ranks throw the first cause, at present and later calls.
 /// 3. When no rank of a host is left to tell anything, the Lifeline notices it, whatever the other
-///    ranks are doing. So `checks` learn of each failure, for the waits of the group that is not
-///    ours.
+///    ranks are doing. A leader whose group has failed tells by it why when it leaves: those whose
+///    store is lost learn it so. So `checks` learn of each failure, for the waits of the group that
+///    is not ours.
 /// 4. When a rank of a host is gone while its leader makes no call, the leader tells the other
 ///    hosts, after a second. A call there fails if that rank has not come to it.
 class Hierarchy {
@@ -133,6 +134,7 @@ class Hierarchy {
   [[noreturn]] void fail(const HostFailure& failure);
   Cause cause_of(const HostFailure& failure);
   std::string name_of_host(int host) const;
+  std::string last_words() const;
   std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;
   void form_between(const BackendOptions& options);
   void lost(const Lifeline::Break& broken) noexcept;

@@ -24,7 +24,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr char kFarewell = 'F';
+constexpr char kFarewell = 'F', kLastWords = 'W';
+/// As much as a connection over which nothing was sent takes at once.
+constexpr size_t kMostWords = 4'000;
 /// How long one who connects may take to say who it is: it says so at once.
 constexpr milliseconds kHello{2'000};
 /// How often one who waits for the others looks for them.
@@ -65,7 +67,8 @@ struct Lifeline::Place {
 Lifeline::Lifeline(Options options)
     : options_(std::move(options)),
       deadline_(Clock::now() + options_.timeout),
-      connections_(options_.names.size()) {
+      connections_(options_.names.size()),
+      said_(options_.names.size()) {
   const UniqueFd listener = listen_on(options_.address, 0);
   const Place mine{options_.address, random_hex(kToken / 2), bound_port(listener.get())};
   options_.store->set(key_of(options_.host), mine.encoded());
@@ -85,7 +88,7 @@ Lifeline::Lifeline(Options options)
 }
 
 Lifeline::~Lifeline() {
-  close(false);
+  break_off({});
 }
 
 milliseconds Lifeline::left() const {
@@ -156,25 +159,30 @@ std::optional<int> Lifeline::read_hello(int connection, const std::string& token
   return hello.host;
 }
 
-/// How it broke, if it did. Closed when it ended, in whatever way.
-std::optional<std::string> Lifeline::broken(UnforkedFd& connection) {
-  char byte = 0;
+/// Closed when it ended, in whatever way.
+std::optional<Lifeline::Break> Lifeline::broken(int host) {
+  auto& connection = connections_[static_cast<size_t>(host)];
+  auto& said = said_[static_cast<size_t>(host)];
+  std::array<char, 512> bytes{};
   ssize_t got = 0;
-  do {
-    got = recv(connection.get(), &byte, 1, MSG_DONTWAIT);
-  } while (got < 0 && errno == EINTR);
+  // A good-bye may come without the end of the connection.
+  while (!said.starts_with(kFarewell) && said.size() <= kMostWords) {
+    got = recv(connection.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (got > 0) said.append(bytes.data(), static_cast<size_t>(got));
+    if (got == 0 || (got < 0 && errno != EINTR)) break;
+  }
   if (got < 0 && errno == EAGAIN) return std::nullopt;
   const int error = errno;
   connection.reset();
-  if (got > 0 && byte == kFarewell) return std::nullopt;
-  return got < 0 ? std::strerror(error) : "connection closed";
+  if (said.starts_with(kFarewell)) return std::nullopt;
+  return Break{host, got < 0 ? std::strerror(error) : "connection closed",
+               said.starts_with(kLastWords) ? said.substr(1) : std::string()};
 }
 
 std::optional<Lifeline::Break> Lifeline::broken() {
   for (int host = 0; host < static_cast<int>(connections_.size()); ++host) {
-    auto& connection = connections_[static_cast<size_t>(host)];
-    if (!connection) continue;
-    if (const auto why = broken(connection)) return Break{host, *why};
+    if (!connections_[static_cast<size_t>(host)]) continue;
+    if (auto found = broken(host)) return found;
   }
   return std::nullopt;
 }
@@ -205,14 +213,22 @@ void Lifeline::run() {
     for (size_t host = 0; host < connections_.size(); ++host) {
       auto& entry = polled[host + 1];
       if (entry.fd < 0 || entry.revents == 0) continue;
-      const auto why = broken(connections_[host]);
+      const auto found = broken(static_cast<int>(host));
       entry.fd = connections_[host].get();
-      if (why) lost_({static_cast<int>(host), *why});
+      if (found) lost_(*found);
     }
   }
 }
 
-void Lifeline::close(bool farewell) noexcept {
+void Lifeline::close() noexcept {
+  end(std::string(1, kFarewell));
+}
+
+void Lifeline::break_off(const std::string& last_words) noexcept {
+  end(last_words.empty() ? std::string() : kLastWords + last_words.substr(0, kMostWords));
+}
+
+void Lifeline::end(const std::string& last) noexcept {
   if (thread_.joinable()) {
     const uint64_t one = 1;
     [[maybe_unused]] const auto written = write(wake_.get(), &one, sizeof(one));
@@ -220,10 +236,10 @@ void Lifeline::close(bool farewell) noexcept {
   }
   for (auto& connection : connections_) {
     if (!connection) continue;
-    if (farewell) {
-      send(connection.get(), &kFarewell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-      // What is left unread would make the system reset the connection and drop the good-bye.
-      std::array<char, 64> rest{};
+    if (!last.empty()) {
+      send(connection.get(), last.data(), last.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      // What is left unread would make the system reset the connection and drop what was sent.
+      std::array<char, 512> rest{};
       while (recv(connection.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0) {
       }
     }

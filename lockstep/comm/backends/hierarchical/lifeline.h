@@ -13,10 +13,10 @@
 
 namespace lockstep::hierarchical {
 
-/// A connection between each two leaders over which nothing is sent but a good-bye. When one breaks
-/// without it, the host at its other end was lost, also when no message is under way between the
-/// two. A connection also breaks when the network has not reached its other end for the group's
-/// time-out. Forked children do not keep the connections.
+/// A connection between each two leaders over which nothing is sent but a good-bye or last words.
+/// When one breaks without them, the host at its other end was lost, also when no message is under
+/// way between the two. A connection also breaks when the network has not reached its other end for
+/// the group's time-out. Forked children do not keep the connections.
 class Lifeline {
  public:
   struct Options {
@@ -30,13 +30,14 @@ class Lifeline {
   };
   struct Break {
     int host = 0;
-    std::string why;  ///< "Connection reset by peer"
+    std::string why;         ///< "Connection reset by peer"
+    std::string last_words;  ///< Of the other end; empty when it could say none.
   };
 
   /// Blocks until all leaders have come. Throws TimeoutError naming one that did not, CommError,
   /// the errors of the store and of `look`.
   explicit Lifeline(Options options);
-  /// Without a good-bye, unless `close` said it.
+  /// Without a word, unless `close` or `break_off` said one.
   ~Lifeline();
 
   /// One that is broken by now. Not after `watch`.
@@ -44,9 +45,12 @@ class Lifeline {
   /// Once: from now on calls `lost`, on a thread that it starts, for each connection that breaks or
   /// is broken already, and `tick` four times a second.
   void watch(std::function<void(const Break&)> lost, std::function<void()> tick);
-  /// Ends the thread, after a call of these that it is in, and the connections. `farewell`: the
-  /// others are not to take it for a loss. Later calls do nothing.
-  void close(bool farewell) noexcept;
+  /// Ends the thread, after a call of these that it is in, and the connections. The others are not
+  /// to take it for a loss. Later calls do nothing.
+  void close() noexcept;
+  /// Likewise, but the others learn of a break: with these words, unless they are empty. They are
+  /// cut at 4,000 bytes.
+  void break_off(const std::string& last_words) noexcept;
 
  private:
   struct Place;
@@ -56,12 +60,14 @@ class Lifeline {
   std::optional<int> read_hello(int connection, const std::string& token);
   [[noreturn]] void throw_missing(int host, const std::string& why) const;
   std::chrono::milliseconds left() const;
-  std::optional<std::string> broken(UnforkedFd& connection);
+  std::optional<Break> broken(int host);
   void run();
+  void end(const std::string& last) noexcept;
 
   const Options options_;
   const std::chrono::steady_clock::time_point deadline_;  ///< Of the meeting.
   std::vector<UnforkedFd> connections_;  ///< By host; null: its own, ended or never made.
+  std::vector<std::string> said_;        ///< By host, since it came.
   UniqueFd wake_;
   std::function<void(const Break&)> lost_;
   std::function<void()> tick_;

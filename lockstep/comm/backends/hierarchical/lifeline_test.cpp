@@ -51,6 +51,7 @@ class Losses {
         [this](const Lifeline::Break& broken) {
           const std::lock_guard lock(mutex_);
           whys_[broken.host] = broken.why;
+          words_[broken.host] = broken.last_words;
         },
         [] {});
   }
@@ -58,10 +59,14 @@ class Losses {
     const std::lock_guard lock(mutex_);
     return whys_;
   }
+  std::string last_words_of(int host) const {
+    const std::lock_guard lock(mutex_);
+    return words_.at(host);
+  }
 
  private:
   mutable std::mutex mutex_;
-  std::map<int, std::string> whys_;
+  std::map<int, std::string> whys_, words_;
 };
 
 TEST(Lifeline, ABreakIsToldAtOnceToAllOthersAndOnce) {
@@ -81,13 +86,36 @@ TEST(Lifeline, AGoodByeIsNoLoss) {
   Losses losses;
   auto lines = joined(3);
   losses.watch(*lines[0]);
-  lines[1]->close(/*farewell=*/true);
+  lines[1]->close();
   lines[1].reset();
   lines[2].reset();  // A loss, which is told after what came before it.
   wait_until([&] { return !losses.all().empty(); }, "the loss of host 2", std::chrono::seconds(5));
-  lines[0]->close(true);
+  lines[0]->close();
   EXPECT_EQ(losses.all().count(1), 0u);
   EXPECT_EQ(losses.all().count(2), 1u);
+}
+
+TEST(Lifeline, LastWordsComeWithTheBreak) {
+  for (int round = 0; round < 50; ++round) {
+    Losses losses[2];
+    auto lines = joined(3);
+    for (size_t host = 0; host < 2; ++host) losses[host].watch(*lines[host]);
+    const std::string word(static_cast<size_t>(1 + round * 79),
+                           static_cast<char>('a' + round % 26));
+    lines[2].reset();
+    lines[1]->break_off(word);
+    wait_until([&] { return losses[0].all().size() == 2; }, "both breaks");
+    EXPECT_EQ(losses[0].last_words_of(1), word);
+    EXPECT_EQ(losses[0].last_words_of(2), "");
+  }
+}
+
+TEST(Lifeline, LastWordsAreNoGoodByeAndAreCut) {
+  auto lines = joined(2);
+  lines[1]->break_off(std::string(9'000, 'F'));
+  std::optional<Lifeline::Break> broken;
+  wait_until([&] { return (broken = lines[0]->broken()).has_value(); }, "the break");
+  EXPECT_EQ(broken->last_words, std::string(4'000, 'F'));
 }
 
 TEST(Lifeline, AGoodByeHoldsThoughTheOtherSaidItAsWell) {
@@ -95,7 +123,7 @@ TEST(Lifeline, AGoodByeHoldsThoughTheOtherSaidItAsWell) {
     Losses losses[2];
     auto lines = joined(2);
     for (size_t host = 0; host < 2; ++host) losses[host].watch(*lines[host]);
-    expect_ok(run_ranks(2, [&](int host) { lines[static_cast<size_t>(host)]->close(true); }));
+    expect_ok(run_ranks(2, [&](int host) { lines[static_cast<size_t>(host)]->close(); }));
     EXPECT_TRUE(losses[0].all().empty() && losses[1].all().empty()) << "round " << round;
   }
 }
