@@ -46,6 +46,9 @@ std::string left_key(int rank) {
 std::string closed_key(int rank) {
   return "closed/" + std::to_string(rank);
 }
+std::string given_up_key(int rank) {
+  return "given_up/" + std::to_string(rank);
+}
 std::string gone_key(int rank) {
   return "gone/" + std::to_string(rank);
 }
@@ -200,6 +203,33 @@ void CheckContext::tell_closed() noexcept {
     store->set(closed_key(rank_), "");
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
+}
+
+void CheckContext::tell_given_up() noexcept {
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(given_up_key(rank_), told());
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+std::optional<std::string> CheckContext::how_it_left(int rank) {
+  const QuietNativeLog quiet;
+  try {
+    auto& keys = store();
+    if (keys.check({given_up_key(rank)})) {
+      const std::string cause = keys.get_to_str(given_up_key(rank));
+      return name_with_process(rank) + " has given the group up" +
+             (cause.empty() ? cause : "; it failed in " + cause);
+    }
+    if (const auto steps = steps_when_left(rank))
+      return name_with_process(rank) + left_after(*steps);
+    if (keys.check({closed_key(rank)})) return name_with_process(rank) + " has closed the group";
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+  return std::nullopt;
 }
 
 std::vector<int> CheckContext::died() {

@@ -76,6 +76,11 @@ class CheckContext {
 
   /// Tells the other ranks that this one has closed the group in order. As `tell_failed`.
   void tell_closed() noexcept;
+  /// Likewise that it has given the group up, and in what it failed if it has told that.
+  void tell_given_up() noexcept;
+  /// How a rank whose process may live on has left the group: "rank 1 (process 4711) has closed the
+  /// group". None when it told nothing so, or where the store is lost. Asks the store.
+  std::optional<std::string> how_it_left(int rank);
   /// The ranks whose process has ended though they had not closed the group. See `ended`. Where the
   /// store is lost: only the one that may have held it.
   std::vector<int> died();

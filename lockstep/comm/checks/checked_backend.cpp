@@ -258,6 +258,7 @@ class CheckedBackend final : public c10d::Backend {
   void abort() override {
     if (in_fork_) return;
     checks_.leave();
+    context_->tell_given_up();
     gate_.close();
     inner_->abort();
   }

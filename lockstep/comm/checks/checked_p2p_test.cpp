@@ -1,5 +1,6 @@
 // Sends and receives through the checked backend.
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,6 +18,7 @@ namespace {
 
 using c10d::Backend;
 using test_wait::wait_until;
+using ::testing::AllOf;
 using testing::expect_ok;
 using ::testing::HasSubstr;
 using testing::run_gloo;
@@ -89,6 +91,40 @@ TEST(CheckedP2P, AnErrorThatIsNotTheLossOfTheStoreIsNoLostPeer) {
     EXPECT_TRUE(outcome.is<CommError>() && !outcome.is<PeerLostError>()) << outcome.text();
     EXPECT_THAT(outcome.text(), HasSubstr("of group 'default' could not begin: no room"));
   }
+}
+
+// Its process lives on, so nothing else tells it but the store.
+TEST(CheckedP2P, AMessageToOneWhoHasLeftTheGroupEndsAtOnce) {
+  for (const bool aborts : {true, false}) {
+    for (const bool any : {true, false}) {
+      std::atomic<bool> is_over{false};
+      const auto outcomes =
+          run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+            if (rank == 1) {
+              aborts ? backend.abort() : backend.shutdown();
+              return wait_until([&] { return is_over.load(); }, "rank 0 to notice");
+            }
+            const auto end = c10::make_scope_exit([&] { is_over = true; });
+            (any ? irecv_any(backend, at::zeros({2})) : irecv(backend, at::zeros({2}), 1))->wait();
+          });
+      EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();
+      EXPECT_THAT(outcomes[0].text(),
+                  AllOf(HasSubstr("rank 0 called recv"), HasSubstr("but rank 1 (process "),
+                        HasSubstr(aborts ? ") has given the group up" : ") has closed the group")));
+    }
+  }
+}
+
+TEST(CheckedP2P, WhoGivesUpAfterALateMessageTellsWhomItWaitedFor) {
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [](int rank, Backend& backend) {
+    if (rank == 1) return void(irecv(backend, at::zeros({2}), 0)->wait());
+    backend.setTimeout(std::chrono::milliseconds(100));
+    EXPECT_THROW(irecv(backend, at::zeros({2}), 1)->wait(), TimeoutError);
+    backend.abort();
+  });
+  EXPECT_THAT(outcomes[1].text(),
+              HasSubstr("has given the group up; it failed in recv(from rank 1)"));
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("for which rank 1 did not come"));
 }
 
 TEST(CheckedP2P, ReceiveTooSmall) {

@@ -1,6 +1,7 @@
 #include "lockstep/comm/checks/p2p_gate.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
@@ -308,18 +309,30 @@ void P2PGate::issue(Held& held, int peer) {
   }
 }
 
+std::string P2PGate::how_all_left(Held& held, const std::vector<int>& peers) const {
+  std::vector<std::string> ways;
+  for (const int peer : peers)
+    if (auto way = context_->how_it_left(peer)) ways.push_back(std::move(*way));
+  // A call of theirs may have come between the last look for it and this one: look once more.
+  const bool had_left = std::exchange(held.all_left, ways.size() == peers.size());
+  return had_left && held.all_left ? join(ways, ", ") : std::string();
+}
+
 bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_ended) {
   const bool late = Clock::now() >= held.deadline;
   if (!late && !look_for_ended) return false;
   const auto ended = context_->ended(peers);
-  const std::string mine = context_->me() + " called " + describe(held.call, context_->names()) +
-                           " with tag " + std::to_string(held.tag) + " in group '" +
-                           context_->group() + "'";
+  const std::string call = describe(held.call, context_->names()) + " with tag " +
+                           std::to_string(held.tag) + " in group '" + context_->group() + "'";
+  const std::string mine = context_->me() + " called " + call;
   const auto give_up = [&](bool timed_out, const std::string& cause) {
     const std::string text = mine + ", but " + cause;
-    context_->tell_failed(text, /*known=*/true);
-    held.work->failed(timed_out ? std::make_exception_ptr(TimeoutError(text))
-                                : std::make_exception_ptr(PeerLostError(text)));
+    context_->tell_failed(call + ", but " + cause, /*known=*/true);
+    try {
+      throw_failure({}, {timed_out, text});
+    } catch (...) {
+      held.work->failed(std::current_exception());
+    }
     return true;
   };
   if (ended.size() == peers.size()) return give_up(false, context_->how_they_ended(ended));
@@ -329,9 +342,10 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
                    "the group has failed: " + failure->text +
                        (names_all ? "" : "; it waited for " + rank_list(peers, context_->names())));
   }
+  if (const auto left = how_all_left(held, peers); !left.empty()) return give_up(false, left);
   if (!late) return false;
   context_->tell_failed(
-      mine + ", for which " + rank_list(peers, context_->names()) + " did not come",
+      call + ", for which " + rank_list(peers, context_->names()) + " did not come",
       /*known=*/true);
   const char* counterpart = held.signature.operation == Operation::send
                                 ? " did not call the receive"

@@ -70,6 +70,7 @@ class P2PGate {
     int tag = 0;
     int64_t index = 0;  ///< Within its channel.
     Clock::time_point deadline;
+    bool all_left = false;  ///< Its peers had left the group at the last look.
     std::chrono::milliseconds timeout{};
   };
   struct Channel {
@@ -108,6 +109,8 @@ class P2PGate {
   bool advance_recv(int peer, Channel& channel);
   bool advance_any(Tag& tag);
   bool expire(Held& held, const std::vector<int>& peers, bool look_for_ended);
+  /// How those have left of which none has a call of its own to come. Empty while one may come.
+  std::string how_all_left(Held& held, const std::vector<int>& peers) const;
   /// Compares with what the other side set under `other_key`, then issues or fails.
   void settle(Held& held, int peer, const std::string& other_key);
   void issue(Held& held, int peer);

@@ -316,10 +316,11 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
   const std::string what = message->stage_ == Message::Stage::waiting
                                ? who + (never ? " called " : " did not call ") + call
                                : who + " has called " + call + " but does not go on";
-  finish(message,
-         std::make_exception_ptr(TimeoutError(
-             text_of(*message) + " did not finish within " + seconds_text(timeout) + ": " + what,
-             "do both sides use the same ranks and tag? Else give a longer time-out")));
+  const std::string how = " did not finish within " + seconds_text(timeout) + ": " + what;
+  late_ = message->call_->text() + how;
+  finish(message, std::make_exception_ptr(TimeoutError(
+                      text_of(*message) + how,
+                      "do both sides use the same ranks and tag? Else give a longer time-out")));
 }
 
 void Messages::close() {

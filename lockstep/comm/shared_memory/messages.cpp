@@ -175,6 +175,11 @@ MessagePtr Messages::post_recv(int src, MessageCall call) {
   return message;
 }
 
+std::string Messages::late() {
+  const std::lock_guard lock(mutex_);
+  return late_;
+}
+
 size_t Messages::unreceived() {
   const std::lock_guard lock(mutex_);
   size_t count = 0;

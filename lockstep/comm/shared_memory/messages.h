@@ -176,6 +176,8 @@ class Messages {
   int size() const { return size_; }
   /// Announcements of others that wait here for their receives.
   size_t unreceived();
+  /// The last message that ran into its time-out, and what it waited for. Empty when none did.
+  std::string late();
   /// Its thread sleeps until it is needed.
   bool parked() const { return parked_.load(std::memory_order_seq_cst); }
   /// In what pieces larger ones travel.
@@ -327,6 +329,7 @@ class Messages {
   std::mutex mutex_;
   std::vector<Peer> peers_;
   std::vector<MessagePtr> live_;
+  std::string late_;
   std::array<std::list<MessagePtr>, kBuckets> posted_;  ///< Receives without a send.
   std::array<std::list<Arrived>, kBuckets> arrived_;
   Table receiving_;

@@ -211,8 +211,10 @@ bool ShmBackend::has_lost(int rank) const {
 }
 
 void ShmBackend::abort() {
-  group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" +
-                                        group_.noted_cause(getRank()));
+  std::string cause = group_.noted_cause(getRank());
+  if (const auto late = messages_.late(); cause.empty() && !late.empty())
+    cause = "; it failed in " + late;
+  group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" + cause);
   shutdown();
 }
 

@@ -14,11 +14,13 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "tests/support/run_shm.h"
+#include "tests/support/test_wait.h"
 #include "tests/support/whole_numbers.h"
 
 namespace lockstep::shm {
 namespace {
 
+using test_wait::wait_until;
 using ::testing::AllOf;
 using testing::expect_ok;
 using testing::expect_same;
@@ -557,6 +559,23 @@ TEST(ShmBackend, AnAbortOverTheLossOfAnotherNamesThatOne) {
   });
   EXPECT_TRUE(outcomes[1].is<PeerLostError>()) << outcomes[1].text();
   EXPECT_THAT(outcomes[1].text(), HasSubstr("rank 2 (process "));
+}
+
+TEST(ShmBackend, AnAbortAfterALateMessageTellsWhomItWaitedFor) {
+  std::atomic<bool> is_over{false};
+  const auto outcomes = run_shm(3, [&](int rank, c10d::Backend& shm, const auto&) {
+    if (rank == 1) return all_reduce(shm, at::ones({4}));
+    if (rank == 2) return wait_until([&] { return is_over.load(); }, "the abort");
+    Tensors received{at::ones({4})};
+    EXPECT_THROW(shm.recv(received, 2, 0)->wait(std::chrono::milliseconds(100)), TimeoutError);
+    shm.abort();
+    is_over = true;
+  });
+  EXPECT_TRUE(outcomes[1].is<PeerLostError>()) << outcomes[1].text();
+  EXPECT_THAT(outcomes[1].text(),
+              AllOf(HasSubstr("has given the group up; it failed in recv(from rank 2)"),
+                    HasSubstr("did not finish within 0.1 s: rank 2 (process "),
+                    HasSubstr("did not call the send")));
 }
 
 TEST(ShmBackend, MisuseIsAnErrorOfThisRankAlone) {
