@@ -5,11 +5,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <system_error>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/check_context.h"
+#include "lockstep/comm/native_store.h"
 #include "tests/support/ended_identity.h"
 #include "tests/support/over_backends.h"
 
@@ -21,6 +26,43 @@ using std::chrono::seconds;
 using test_process::ended_identity;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+
+/// Lost when a backend begins to connect through it: to backends only, or from then on to all.
+class StoreLostToBackends final : public c10d::HashStore {
+ public:
+  explicit StoreLostToBackends(bool to_all) : to_all_(to_all) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    expect({key});
+    HashStore::set(key, value);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    expect({key});
+    return HashStore::get(key);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    expect({key});
+    return HashStore::compareSet(key, expected, desired);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    expect({key});
+    return HashStore::add(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    expect(keys);
+    return HashStore::check(keys);
+  }
+
+ private:
+  void expect(const std::vector<std::string>& keys) {
+    const bool of_backend = keys.front().find("/cpu/") != std::string::npos;
+    if (of_backend && to_all_) lost_ = true;
+    if (of_backend || lost_) throw std::system_error(ECONNRESET, std::system_category());
+  }
+
+  const bool to_all_;
+  std::atomic<bool> lost_{false};
+};
 
 class Forming : public testing::OverBackends {
  protected:
@@ -95,6 +137,24 @@ TEST_P(Forming, ARankThatHasSaidGoodByeIsNotWaitedForAndNoLoss) {
     } catch (const std::exception&) {
     }
   });
+}
+
+// A rank 0 that ends while a group forms takes the store with it.
+TEST_P(Forming, AStoreThatIsLostIsALostPeer) {
+  const auto started = Clock::now();
+  for (const bool to_all : {false, true}) {
+    options_.store = wrap_store(c10::make_intrusive<StoreLostToBackends>(to_all));
+    const auto failure = form(1);
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const PeerLostError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1: forming the group '0' of 2 ranks failed"),
+                                      HasSubstr(kPeerLostHint)));
+      if (to_all) EXPECT_THAT(error.what(), HasSubstr("lost the process that holds the store"));
+    }
+  }
+  EXPECT_LT(Clock::now() - started, seconds(30));
 }
 
 TEST_P(Forming, AMemberMayLeaveAsSoonAsItHasFormedAGroup) {

@@ -55,18 +55,27 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
                      "WORLD_SIZE? A rank that failed has said why above");
 }
 
+// What a backend, or the store below it, threw while the group formed.
 [[noreturn]] void throw_forming(GroupContext& context, const std::string& name,
                                 const std::vector<int>& global_ranks, Store& backend_store,
-                                const std::string& reason) {
+                                FormingWatch& watch, const std::exception_ptr& error) {
+  const std::string what = forming(context, name, global_ranks.size());
+  const std::string reason = what + ": " + whole_text(error);
+  const FailureKind kind = failure_kind(error);
   std::vector<int> missing;
   try {
+    if (is_lost(kind)) watch.throw_if_lost(watch.others());
     missing = missing_ranks(context, name, global_ranks, backend_store);
+  } catch (const PeerLostError& lost) {
+    watch.throw_if_found();
+    throw PeerLostError(what + ": " + lost.what(), /*hint=*/{});  // Of the store, with its hint.
   } catch (const Error&) {
-    // The store is gone as well; the reason at hand must do.
+    // The reason at hand must do.
   }
-  const std::string what = forming(context, name, global_ranks.size());
+  if (kind == FailureKind::connection) throw PeerLostError(reason);
   if (!missing.empty()) throw_missing(context, what, missing);
-  throw CommError(what + ": " + reason);
+  if (kind == FailureKind::timeout || kind == FailureKind::silence) throw TimeoutError(reason);
+  throw CommError(reason);
 }
 
 c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend made,
@@ -253,8 +262,8 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   } catch (const std::exception&) {
     watch->throw_if_found();
     Store view = wrap_store(backend_store);
-    throw_forming(*this->context, this->name, this->global_ranks, view,
-                  whole_text(std::current_exception()));
+    throw_forming(*this->context, this->name, this->global_ranks, view, *watch,
+                  std::current_exception());
   }
   native_ = c10::make_intrusive<c10d::ProcessGroup>(group_store, rank, size);
   native_->setDefaultBackend(backend_type(backend_name));

@@ -167,7 +167,8 @@ class ProcessGroup {
   nlohmann::json scatter_object(const std::vector<nlohmann::json>& objects, int src) const;
 
   /// Every rank of this group calls. Ranks of one color form a group, ordered by (key, rank). A
-  /// rank with a negative color joins none and gets a null handle.
+  /// rank with a negative color joins none and gets a null handle. Blocks until the group's ranks
+  /// have come. Throws PeerLostError where one was lost, or the process that holds the store.
   ProcessGroup split(int color, int key = 0) const;
 
   /// Says that this rank has made `steps` steps of its training loop; the most said counts. When it

@@ -80,6 +80,7 @@ class World {
   const Store& store() const;
   /// Every rank calls with the same list. Ranks not in it get a null handle. The group's ranks are
   /// in ascending order, as PyTorch's. Python ranks that call new_group with the same list join.
+  /// Blocks and throws as `init`.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
   /// to 5 s for the others' last use of it. Nobody else waits. When an exception unwinds, nobody
@@ -95,6 +96,7 @@ class World {
 ///   variables that contradict each other,
 /// - MismatchError when ranks were told to use different backends,
 /// - TimeoutError naming the missing ranks and the address,
+/// - PeerLostError where a rank that had come was lost, or the process that holds the store,
 /// - CommError.
 /// Once per process: another World may follow a closed one only with a new store.
 World init(const InitOptions& options = {});
