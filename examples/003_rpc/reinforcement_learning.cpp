@@ -5,7 +5,6 @@
 //   build/examples/003_rpc/reinforcement_learning --world-size 3
 // Under a launcher:
 //   build/bin/lockstep run --nproc-per-node 3 build/examples/003_rpc/reinforcement_learning
-#include <ATen/ops/multinomial.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
@@ -17,6 +16,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <random>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -61,11 +61,13 @@ class Policy {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> states;
     for (const auto& request : requests) states.push_back(request.state);
-    const auto actions = at::multinomial(at::softmax(scores_->forward(at::stack(states)), 1), 1);
+    const auto chances = at::softmax(scores_->forward(at::stack(states)), 1);
     std::vector<int64_t> selected;
     for (size_t i = 0; i < requests.size(); ++i) {
-      selected.push_back(actions[static_cast<int64_t>(i)].item<int64_t>());
-      auto& episode = episodes_[requests[i].observer];
+      const int64_t observer = requests[i].observer;
+      std::bernoulli_distribution right(chances[static_cast<int64_t>(i)][1].item<double>());
+      selected.push_back(right(random_of(observer)) ? 1 : 0);
+      auto& episode = episodes_[observer];
       episode.states.push_back(requests[i].state);
       episode.actions.push_back(selected.back());
     }
@@ -117,7 +119,14 @@ class Policy {
     return nn::Sequential(nn::Linear(4, 128), nn::ReLU(), nn::Linear(128, 2));
   }
 
+  /// Each observer has its own, so that its actions do not depend on when the others ask.
+  std::mt19937_64& random_of(int64_t observer) {
+    const auto seed = static_cast<uint64_t>(options.seed + observer);
+    return random_.try_emplace(observer, seed).first->second;
+  }
+
   std::mutex mutex_;
+  std::map<int64_t, std::mt19937_64> random_;
   nn::Sequential scores_ = make_scores();
   std::unique_ptr<lockstep::Optimizer> optimizer_ =
       lockstep::make_optimizer("adam", scores_->parameters(), {.lr = options.lr});

@@ -133,6 +133,13 @@ class ReinforcementLearning(unittest.TestCase):
             self.assertTrue(found, output)
             self.assertGreater(float(found[2]), 35, output)
 
+    def test_the_same_seed_is_the_same_run(self):
+        """Few episodes: another last bit in a sum would in time be another run."""
+        few = ("003_rpc/reinforcement_learning", "--episodes", 5, "--world-size", 3, "--log-interval", 1)
+        first, second = (re.findall("episode .*", run(*few, "--way", "plain")) for _ in range(2))
+        self.assertEqual(len(first), 5)
+        self.assertEqual(first, second)
+
     def test_a_way_that_does_not_exist_is_an_error(self):
         result = t.run(EXAMPLES / "003_rpc/reinforcement_learning", "--way", "all", check=False)
         self.assertEqual(result.returncode, 2)
