@@ -11,6 +11,8 @@ namespace lockstep {
 
 /// torch::optim::LBFGS behind our interface. It looks at all parameters as one vector, so its state
 /// is one of the whole: each entry has the index 0, as Python keeps it with the first parameter.
+/// A line search evaluates the loss up to 25 times, whatever max_iter. Python's, since
+/// PyTorch 2.13, ends where the step has made 1.25 max_iter evaluations.
 class Lbfgs final : public Optimizer {
  public:
   Lbfgs(std::vector<at::Tensor> parameters, const OptimizerOptions& options);

@@ -51,6 +51,18 @@ TEST(Lbfgs, FindsTheLeastLoss) {
   }
 }
 
+TEST(Lbfgs, ASearchIsNotBoundByMaxIter) {
+  Problem problem;
+  OptimizerOptions options;
+  options.lr = 1e-6;  // So short a first try that a search goes 10 times as far, and again.
+  options.max_iter = 1;
+  options.line_search_fn = "strong_wolfe";
+  const auto optimizer = make_optimizer("lbfgs", problem.parameters(), options);
+  optimizer->step_with([&] { return problem.evaluate(); });
+  EXPECT_GT(problem.evaluations, 4);
+  EXPECT_LE(problem.evaluations, 1 + 25 + 1);
+}
+
 TEST(Lbfgs, AStateThatIsTakenOverChangesNoBit) {
   for (const char* line_search : {"", "strong_wolfe"}) {
     Problem whole, cut;

@@ -79,6 +79,27 @@ def make_model(name):
     return {"mlp": Mlp, "convnet": ConvNet}[name]()
 
 
+def search_in_doubles(lr):
+    """The scalars of LBFGS's line search as doubles, which LibTorch's are. Python's are float32 tensors: the first
+    cubic interpolations of a nearly linear loss make 5e-4 of a step from their last bit."""
+    from torch.optim import lbfgs
+
+    interpolate, search = lbfgs._cubic_interpolate, lbfgs._strong_wolfe
+
+    def double(value):
+        return torch.tensor(float(value), dtype=torch.float64)
+
+    def interpolate_in_doubles(*points, bounds=None):
+        return float(interpolate(*map(double, points), bounds=bounds and tuple(map(double, bounds))))
+
+    def search_from_double(objective, x, t, d, f, g, gtd, **rest):
+        if torch.is_tensor(t):  # The first step
+            t = min(1.0, 1.0 / float(g.abs().sum())) * lr
+        return search(objective, x, t, d, f, g, gtd, **rest)
+
+    lbfgs._cubic_interpolate, lbfgs._strong_wolfe = interpolate_in_doubles, search_from_double
+
+
 def main():
     rank, world_size, meeting, out, folder, options = sys.argv[1:]
     rank, world_size, options = int(rank), int(world_size), json.loads(options)
@@ -91,6 +112,7 @@ def main():
     model = make_model(options["model"])
     ddp = nn.parallel.DistributedDataParallel(model)
     if options.get("optimizer") == "lbfgs":
+        search_in_doubles(options["lr"])
         optimizer = torch.optim.LBFGS(ddp.parameters(), lr=options["lr"], max_iter=options["max_iter"],
                                       history_size=options["history_size"], line_search_fn=options["line_search_fn"])
     else:
