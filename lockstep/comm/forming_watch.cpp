@@ -20,6 +20,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+/// So a failure ends that tells of a rank which was waited for. It may live.
+constexpr const char* kLate = " had not come";
+
 /// A rank's process, as it told when the default group formed; empty where it told nothing.
 std::string identity_of(Store store, int rank) {
   const std::string key =
@@ -38,7 +41,9 @@ std::string loss_of(GroupContext& context, int rank, const std::string& name) {
   if (!ours) return {};
   // A failure over others than this rank does not count.
   const std::string failure = ours->failure();
-  if (failure.find(name) != std::string::npos) return failure;
+  const size_t at = failure.find(name);
+  if (at != std::string::npos && !failure.substr(at + name.size()).starts_with(kLate))
+    return failure;
   if (!ours->has_lost(rank)) return {};
   return name + (failure.empty() ? " has ended" : " was lost: " + failure);
 }

@@ -27,10 +27,10 @@ using test_process::ended_identity;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Lost when a backend begins to connect through it: to backends only, or from then on to all.
-class StoreLostToBackends final : public c10d::HashStore {
+/// Lost when a key with `part` in it is used: to such keys only, or from then on to all.
+class StoreLostAt final : public c10d::HashStore {
  public:
-  explicit StoreLostToBackends(bool to_all) : to_all_(to_all) {}
+  StoreLostAt(std::string part, bool to_all) : part_(std::move(part)), to_all_(to_all) {}
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     expect({key});
     HashStore::set(key, value);
@@ -55,11 +55,12 @@ class StoreLostToBackends final : public c10d::HashStore {
 
  private:
   void expect(const std::vector<std::string>& keys) {
-    const bool of_backend = keys.front().find("/cpu/") != std::string::npos;
-    if (of_backend && to_all_) lost_ = true;
-    if (of_backend || lost_) throw std::system_error(ECONNRESET, std::system_category());
+    const bool is_part = keys.front().find(part_) != std::string::npos;
+    if (is_part && to_all_) lost_ = true;
+    if (is_part || lost_) throw std::system_error(ECONNRESET, std::system_category());
   }
 
+  const std::string part_;
   const bool to_all_;
   std::atomic<bool> lost_{false};
 };
@@ -143,7 +144,7 @@ TEST_P(Forming, ARankThatHasSaidGoodByeIsNotWaitedForAndNoLoss) {
 TEST_P(Forming, AStoreThatIsLostIsALostPeer) {
   const auto started = Clock::now();
   for (const bool to_all : {false, true}) {
-    options_.store = wrap_store(c10::make_intrusive<StoreLostToBackends>(to_all));
+    options_.store = wrap_store(c10::make_intrusive<StoreLostAt>("/cpu/", to_all));
     const auto failure = form(1);
     ASSERT_TRUE(failure);
     try {
@@ -155,6 +156,14 @@ TEST_P(Forming, AStoreThatIsLostIsALostPeer) {
     }
   }
   EXPECT_LT(Clock::now() - started, seconds(30));
+}
+
+// Before the backend has asked it for anything.
+TEST_P(Forming, AStoreThatIsLostAtTheAnnouncementIsALostPeer) {
+  options_.store = wrap_store(c10::make_intrusive<StoreLostAt>(announcement_key(1), true));
+  const auto failure = form(1);
+  ASSERT_TRUE(failure);
+  EXPECT_THROW(std::rethrow_exception(failure), PeerLostError);
 }
 
 TEST_P(Forming, AMemberMayLeaveAsSoonAsItHasFormedAGroup) {

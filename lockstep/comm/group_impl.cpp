@@ -68,7 +68,8 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
     missing = missing_ranks(context, name, global_ranks, backend_store);
   } catch (const PeerLostError& lost) {
     watch.throw_if_found();
-    throw PeerLostError(what + ": " + lost.what(), /*hint=*/{});  // Of the store, with its hint.
+    // Of the store, with its hint. Where the backend failed over something else, that comes first.
+    throw PeerLostError((is_lost(kind) ? what : reason) + ": " + lost.what(), /*hint=*/{});
   } catch (const Error&) {
     // The reason at hand must do.
   }
@@ -236,7 +237,6 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
                                                     FormingWatch::Phase::connecting);
   const auto backend_store = watched_store(device_name + "/", group_store, watch);
   auto check_store = native_store(prefix_store(check_part(this->name), this->context->own_store));
-  announce_checks(*check_store, rank, this->name, this->context->debug);
   BackendOptions options;
   options.store = backend_store;
   options.rank = rank;
@@ -253,6 +253,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.look = [watch](const std::vector<int>& missing) { watch->throw_if_lost(missing); };
   try {
     const QuietNativeLog quiet;
+    announce_checks(*check_store, rank, this->name, this->context->debug);
     auto made = make_backend(backend_name, options);
     traits_ = made.traits;
     backend_ = with_checks(*this->context, std::move(made), check_store, this->name,

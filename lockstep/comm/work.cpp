@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <functional>
+#include <system_error>
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/work_state.h"
 
@@ -29,15 +31,22 @@ void WaiterPool::start(std::function<void()> wait, std::function<void()> abort) 
   const std::lock_guard lock(mutex_);
   if (closed_) throw CommError("the group of this operation is closed");
   std::erase_if(waiters_, [](const std::unique_ptr<Waiter>& waiter) {
-    if (waiter->finished) waiter->thread.join();
-    return waiter->finished.load();
+    const bool finished = waiter->finished;  // Read once: only what was joined may go.
+    if (finished) waiter->thread.join();
+    return finished;
   });
   auto waiter = std::make_unique<Waiter>();
   waiter->abort = std::move(abort);
-  waiter->thread = std::thread([raw = waiter.get(), wait = std::move(wait)] {
-    wait();
-    raw->finished = true;
-  });
+  try {
+    waiter->thread = std::thread([raw = waiter.get(), wait = std::move(wait)] {
+      wait();
+      raw->finished = true;
+    });
+  } catch (const std::system_error&) {
+    throw CommError("no thread can be started to wait for this operation",
+                    "does a limit of processes or memory stand in the way: `ulimit -u`, "
+                    "`ulimit -v`? A wait without a time-out needs no thread");
+  }
   waiters_.push_back(std::move(waiter));
 }
 
@@ -71,26 +80,32 @@ void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
     return;
   }
   std::unique_lock lock(mutex_);
-  if (!claimed_) {
+  const auto is_done = [this] { return done_; };
+  if (timeout) {
+    // Not by the backend's own time-out, which ends more than this wait: Gloo breaks the group.
+    if (!done_) start_waiter();
+    if (!done_changed_.wait_for(lock, *timeout, is_done)) throw_short_wait(*timeout);
+  } else if (!claimed_) {
     claimed_ = true;
     lock.unlock();
-    run_wait(timeout);
+    run_wait();
     lock.lock();
-  }
-  const auto is_done = [this] { return done_; };
-  if (!timeout) {
+  } else {
     done_changed_.wait(lock, is_done);
-  } else if (!done_changed_.wait_for(lock, *timeout, is_done)) {
-    throw TimeoutError("the operation did not end within " + std::to_string(timeout->count()) +
-                       " ms");
   }
   if (error_) std::rethrow_exception(error_);
 }
 
-void WorkState::run_wait(std::optional<std::chrono::milliseconds> timeout) {
+void WorkState::throw_short_wait(std::chrono::milliseconds timeout) const {
+  throw TimeoutError(to_lower(c10d::opTypeToString(work_->retrieveOpType())) +
+                         " is not finished after " + seconds_text(timeout) + "; it goes on",
+                     "wait again, or longer. Until then its tensors are in use");
+}
+
+void WorkState::run_wait() {
   std::exception_ptr error;
   try {
-    translated([&] { work_->wait(timeout.value_or(kNoTimeout)); });
+    translated([&] { work_->wait(kNoTimeout); });
   } catch (...) {
     error = std::current_exception();
   }
@@ -114,7 +129,7 @@ void WorkState::start_waiter() {
   const auto pool = pool_.lock();
   if (!pool) throw CommError("the group of this operation is closed");
   // Under the lock: the thread takes it only once the operation has ended.
-  pool->start([self = shared_from_this()] { self->run_wait(std::nullopt); },
+  pool->start([self = shared_from_this()] { self->run_wait(); },
               [work = work_] {
                 try {
                   work->abort();

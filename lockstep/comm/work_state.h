@@ -40,7 +40,8 @@ class WaiterPool {
 };
 
 /// One operation. With a pool it is of the kind that WaiterPool is for. Then the first thread that
-/// waits here does so for all: the backend takes one waiter only.
+/// waits here does so for all: the backend takes one waiter only. A wait that the caller limits
+/// leaves that to the pool.
 class WorkState : public std::enable_shared_from_this<WorkState> {
  public:
   WorkState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
@@ -54,7 +55,8 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   int source_rank() const;
 
  private:
-  void run_wait(std::optional<std::chrono::milliseconds> timeout);
+  void run_wait();
+  [[noreturn]] void throw_short_wait(std::chrono::milliseconds timeout) const;
   void finish(std::exception_ptr error);
   void start_waiter();
 

@@ -84,7 +84,8 @@ class World {
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
   /// to 5 s for the others' last use of it. Nobody else waits. When an exception unwinds, nobody
-  /// waits at all. What is in flight is finished first, or given up when unwinding. Idempotent.
+  /// waits for others. What is in flight is finished first, or given up when unwinding. A store
+  /// whose process stands still holds this up for the time-out at most. Idempotent.
   void close() noexcept;
 
  private:

@@ -37,6 +37,11 @@ constexpr std::chrono::milliseconds kSeenAfterItsSockets{200};
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
+/// What of a text is told.
+std::string word_for(const std::string& text) {
+  return text.substr(0, std::min(text.find('\n'), kLongestWord));
+}
+
 std::string failed_key(int rank) {
   return "failed/" + std::to_string(rank);
 }
@@ -116,6 +121,8 @@ c10d::Store& CheckContext::store() {
 
 void CheckContext::connect() {
   connected(timeout());
+  // Ranks of Python never announce themselves.
+  if (size_ > 1 && all_announced()) remember_identities();
 }
 
 c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
@@ -158,7 +165,7 @@ bool CheckContext::all_announced() {
 }
 
 void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
-  const std::string word = text.substr(0, std::min(text.find('\n'), kLongestWord));
+  const std::string word = word_for(text);
   {
     const std::lock_guard lock(mutex_);
     told_ = word;
@@ -169,6 +176,22 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
   const QuietNativeLog quiet;
   try {
     store->set(failed_key(rank_), (known ? "!" : "?") + word);
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+  }
+}
+
+void CheckContext::take_back(const std::string& text) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (told_ != word_for(text)) return;
+    told_.clear();
+    told_cause_ = false;
+  }
+  auto* store = connected_.load(std::memory_order_acquire);
+  if (!store) return;
+  const QuietNativeLog quiet;
+  try {
+    store->deleteKey(failed_key(rank_));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }

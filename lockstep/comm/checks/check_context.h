@@ -46,7 +46,8 @@ class CheckContext {
   /// that fails, and at once ever after.
   c10d::Store& store();
   /// Makes that connection, for which it takes up to the time-out: while the group forms, the store
-  /// is surely there. Throws as `store` does.
+  /// is surely there. Remembers the identities of the other ranks if all have told them. Throws as
+  /// `store` does.
   void connect();
 
   /// A number that `add` keeps, 0 when unset. One round trip over TCP. A file is only read, as
@@ -58,6 +59,8 @@ class CheckContext {
   /// Tells the other ranks in what this one failed, and, when it is `known`, why. Never throws, and
   /// waits for no connection: without one nobody is told.
   void tell_failed(const std::string& text, bool known) noexcept;
+  /// Takes back what `tell_failed` told, unless it has told something else since. Never throws.
+  void take_back(const std::string& text) noexcept;
   /// What this rank told last, also when the store was lost. Empty when it told nothing. Never
   /// blocks.
   std::string told() const;

@@ -160,7 +160,7 @@ TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
                        seconds(60));
   context.store().set(announcement_key(1), test_process::ended_identity());
   context.store().set(announcement_key(2), process_identity());
-  context.remember_identities();
+  context.connect();  // Before the first call, when nothing was compared yet.
   const auto look = [&](bool given_up) {
     context.set_lookout([given_up] {
       return CheckContext::Failure{false, "what the lookout saw", given_up};

@@ -257,18 +257,18 @@ class CheckedBackend final : public c10d::Backend {
   }
   void abort() override {
     if (in_fork_) return;
-    checks_.leave();
+    gate_.close();  // First: what it takes back is not to be met by who sees that this rank left.
+    checks_.give_up();
     context_->tell_given_up();
-    gate_.close();
     inner_->abort();
   }
   void shutdown() override {
     if (in_fork_) return;
     const int64_t steps = options_.steps ? options_.steps->load() : 0;
+    gate_.close();  // First, as above.
     context_->tell_left(steps);
     context_->tell_closed();
     checks_.leave(steps);
-    gate_.close();
     inner_->shutdown();
   }
 

@@ -9,7 +9,10 @@
 #include <stdexcept>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/checks/p2p_gate.h"
+#include "tests/support/ended_identity.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
@@ -21,6 +24,7 @@ using test_wait::wait_until;
 using ::testing::AllOf;
 using testing::expect_ok;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -125,6 +129,108 @@ TEST(CheckedP2P, WhoGivesUpAfterALateMessageTellsWhomItWaitedFor) {
   EXPECT_THAT(outcomes[1].text(),
               HasSubstr("has given the group up; it failed in recv(from rank 1)"));
   EXPECT_THAT(outcomes[1].text(), HasSubstr("for which rank 1 did not come"));
+}
+
+TEST(CheckedP2P, ALateMessageThatWasGotOverIsNotTheCauseLater) {
+  std::atomic<bool> waited{false};
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    if (rank == 1) {
+      wait_until([&] { return waited.load(); }, "rank 0 to have waited");
+      isend(backend, filled(2, 6), 0)->wait();
+      return void(irecv(backend, at::zeros({2}), 0)->wait());
+    }
+    backend.setTimeout(std::chrono::milliseconds(100));
+    EXPECT_THROW(irecv(backend, at::zeros({2}), 1, 9)->wait(), TimeoutError);
+    backend.setTimeout(std::chrono::seconds(20));
+    waited = true;
+    irecv(backend, at::zeros({2}), 1)->wait();
+    backend.abort();
+  });
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("rank 0"));
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("has given the group up"));
+  EXPECT_THAT(outcomes[1].text(), Not(HasSubstr("failed in")));
+}
+
+/// One side's calls are made before the other's, and more than are compared.
+void expect_first_of_many_to_differ(bool sends_first) {
+  constexpr int kMessages = 15;
+  std::atomic<bool> begun{false};
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    const bool sends = rank == 0, is_first = sends == sends_first;
+    if (!is_first) wait_until([&] { return begun.load(); }, "the other side's calls");
+    std::vector<WorkPtr> works;
+    Tensors tensors;
+    for (int i = 0; i < kMessages; ++i) {
+      const int64_t size = i == 0 && sends ? 8 : 4;
+      tensors.push_back(filled(size, sends ? i : -1));
+      works.push_back(sends ? isend(backend, tensors.back(), 1)
+                            : irecv(backend, tensors.back(), 0));
+    }
+    if (is_first) begun = true;
+    EXPECT_THROW(works[0]->wait(), MismatchError) << "on rank " << rank;
+    for (int i = 1; i < kMessages; ++i) {
+      works[static_cast<size_t>(i)]->wait();
+      EXPECT_EQ(tensors[static_cast<size_t>(i)][3].item<float>(), i) << "on rank " << rank;
+    }
+  });
+  expect_ok(outcomes);
+}
+
+TEST(CheckedP2P, ManyReceivesAtOnceAreComparedAsFewAre) {
+  expect_first_of_many_to_differ(/*sends_first=*/false);
+}
+
+TEST(CheckedP2P, ManySendsAtOnceAreComparedAsFewAre) {
+  expect_first_of_many_to_differ(/*sends_first=*/true);
+}
+
+// The other side learnt of the call before it was given up.
+TEST(CheckedP2P, ACallThatIsHeldBackIsTakenBackWhenItsRankLeaves) {
+  for (const bool aborts : {true, false}) {
+    std::atomic<bool> has_left{false}, is_over{false};
+    const auto outcomes =
+        run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+          if (rank == 1) {
+            const auto held = irecv(backend, at::zeros({2}), 0);
+            aborts ? backend.abort() : backend.shutdown();
+            has_left = true;
+            return wait_until([&] { return is_over.load(); }, "rank 0 to notice");
+          }
+          wait_until([&] { return has_left.load(); }, "rank 1 to leave");
+          const auto end = c10::make_scope_exit([&] { is_over = true; });
+          isend(backend, filled(2, 1), 1)->wait();
+        });
+    EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();
+    EXPECT_THAT(outcomes[0].text(),
+                AllOf(HasSubstr("rank 0 called send"), HasSubstr("but rank 1 (process "),
+                      HasSubstr(aborts ? ") has given the group up" : ") has closed the group")));
+  }
+}
+
+TEST(CheckedP2P, AReceiveFromAnyEndsWhereOneHasClosedTheGroupAndTheOtherHasEnded) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto context_of = [&](int rank) {
+    return std::make_shared<CheckContext>(store, rank, 3, RankNames{}, "default",
+                                          std::chrono::seconds(60));
+  };
+  const auto context = context_of(0), closed = context_of(1);
+  context->store().set(announcement_key(1), process_identity());
+  context->store().set(announcement_key(2), test_process::ended_identity());
+  closed->connect();
+  closed->tell_closed();
+  RankChecks checks(*context, /*announced=*/true, /*limit=*/10);
+  P2PGate gate(context, checks);
+  Tensors tensors{at::zeros({2})};
+  const auto work =
+      gate.submit(Operation::recv_any, tensors, P2PGate::kAnyRank, 0, std::chrono::seconds(60),
+                  [](Tensors&, int) -> WorkPtr { throw std::logic_error("nobody has sent"); });
+  try {
+    work->wait(std::chrono::seconds(30));
+    ADD_FAILURE() << "nobody has sent";
+  } catch (const PeerLostError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 2 (process "), HasSubstr(" has ended"),
+                                    HasSubstr(" has closed the group")));
+  }
 }
 
 TEST(CheckedP2P, ReceiveTooSmall) {

@@ -1,5 +1,6 @@
 #include "lockstep/comm/checks/p2p_gate.h"
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
@@ -103,14 +104,16 @@ c10::intrusive_ptr<c10d::Work> P2PGate::hold_back(Operation operation,
   // First: where no thread can be had the other side is not to hear of the call.
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   Held held = make_held(operation, tensors, peer, tag, timeout, issue);
-  const int me = context_->rank();
   if (channel) {
+    const int me = context_->rank();
     held.index = channel->next++;
     held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
     const bool send = operation == Operation::send;
     const std::string channel_name = send ? channel_key(me, peer, tag) : channel_key(peer, me, tag);
-    const std::string at = key_of(channel_name, send ? 's' : 'r', held.index);
-    if (!channel->free) context_->store().set(at, encode(held.signature));
+    if (!channel->free) {
+      held.told_under = key_of(channel_name, send ? 's' : 'r', held.index);
+      context_->store().set(held.told_under, encode(held.signature));
+    }
   }
   held.work = c10::make_intrusive<PendingWork>(context_, held.call, type_of(operation));
   c10::intrusive_ptr<c10d::Work> work = held.work;
@@ -161,17 +164,30 @@ void P2PGate::close() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  const auto fail_all = [this](std::deque<Held>& all) {
-    for (Held& held : all)
+  bool store_is_there = true;
+  const auto fail_all = [&](std::deque<Held>& all) {
+    for (Held& held : all) {
+      store_is_there = store_is_there && take_back(held);
       held.work->failed(std::make_exception_ptr(
           CommError(context_->me() + ": " + describe(held.call, context_->names()) +
                     " had not begun when group '" + context_->group() + "' closed")));
+    }
     all.clear();
   };
   std::lock_guard lock(mutex_);
   for (auto& [key, channel] : sends_) fail_all(channel.held);
   for (auto& [key, channel] : recvs_) fail_all(channel.held);
   for (auto& [key, tag] : tags_) fail_all(tag.held);
+}
+
+bool P2PGate::take_back(const Held& held) const {
+  if (!held.is_told()) return true;
+  try {
+    context_->store().deleteKey(held.told_under);
+    return true;
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+    return false;
+  }
 }
 
 bool P2PGate::anything_held() const {
@@ -229,9 +245,11 @@ bool P2PGate::advance_send(int peer, Channel& channel) {
   Held& held = channel.held.front();
   auto& store = context_->store();
   const std::string other = key_of(channel_key(context_->rank(), peer, held.tag), 'r', held.index);
-  if (!channel.free && store.check({other})) {
+  if (held.is_told() && store.check({other})) {
     settle(held, peer, other);
-  } else if (channel.free || store.check({release_key(peer, held.tag)})) {
+  } else if (!held.is_told()) {
+    issue(held, peer);
+  } else if (store.check({release_key(peer, held.tag)})) {
     channel.free = true;
     issue(held, peer);
   } else {
@@ -244,11 +262,10 @@ bool P2PGate::advance_send(int peer, Channel& channel) {
 bool P2PGate::advance_recv(int peer, Channel& channel) {
   Held& held = channel.held.front();
   const std::string other = key_of(channel_key(peer, context_->rank(), held.tag), 's', held.index);
-  if (tags_[held.tag].released) channel.free = true;
-  if (channel.free) {
-    issue(held, peer);
-  } else if (context_->store().check({other})) {
+  if (held.is_told() && context_->store().check({other})) {
     settle(held, peer, other);
+  } else if (!held.is_told() || tags_[held.tag].released) {
+    issue(held, peer);
   } else {
     return false;
   }
@@ -272,7 +289,8 @@ bool P2PGate::advance_any(Tag& tag) {
     if (!store.check({other})) continue;
     held.index = channel.next++;
     held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
-    store.set(key_of(name, 'r', held.index), encode(held.signature));
+    held.told_under = key_of(name, 'r', held.index);
+    store.set(held.told_under, encode(held.signature));
     settle(held, peer, other);
     tag.held.pop_front();
     return true;
@@ -304,18 +322,27 @@ void P2PGate::issue(Held& held, int peer) {
   if (held.work->given_up()) return;
   try {
     held.work->issued(held.issue(held.tensors, peer), peer);
+    // The program has gone on after it: it is no cause of what may come.
+    if (!told_late_.empty()) context_->take_back(std::exchange(told_late_, {}));
   } catch (...) {
     held.work->failed(std::current_exception());
   }
 }
 
-std::string P2PGate::how_all_left(Held& held, const std::vector<int>& peers) const {
+std::string P2PGate::how_all_left(Held& held, const std::vector<int>& peers,
+                                  const std::vector<int>& ended) const {
   std::vector<std::string> ways;
-  for (const int peer : peers)
-    if (auto way = context_->how_it_left(peer)) ways.push_back(std::move(*way));
+  if (!ended.empty()) ways.push_back(context_->how_they_ended(ended));
+  bool all = true;
+  for (const int peer : peers) {
+    if (std::ranges::find(ended, peer) != ended.end()) continue;
+    auto way = context_->how_it_left(peer);
+    all = all && way;
+    if (way) ways.push_back(std::move(*way));
+  }
   // A call of theirs may have come between the last look for it and this one: look once more.
-  const bool had_left = std::exchange(held.all_left, ways.size() == peers.size());
-  return had_left && held.all_left ? join(ways, ", ") : std::string();
+  const bool had_left = std::exchange(held.all_left, all);
+  return had_left && all ? join(ways, ", ") : std::string();
 }
 
 bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_ended) {
@@ -342,11 +369,11 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
                    "the group has failed: " + failure->text +
                        (names_all ? "" : "; it waited for " + rank_list(peers, context_->names())));
   }
-  if (const auto left = how_all_left(held, peers); !left.empty()) return give_up(false, left);
+  if (const auto left = how_all_left(held, peers, ended); !left.empty())
+    return give_up(false, left);
   if (!late) return false;
-  context_->tell_failed(
-      call + ", for which " + rank_list(peers, context_->names()) + " did not come",
-      /*known=*/true);
+  told_late_ = call + ", for which " + rank_list(peers, context_->names()) + " did not come";
+  context_->tell_failed(told_late_, /*known=*/true);
   const char* counterpart = held.signature.operation == Operation::send
                                 ? " did not call the receive"
                                 : " did not call the send";

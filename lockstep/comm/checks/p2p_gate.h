@@ -68,7 +68,9 @@ class P2PGate {
     std::vector<at::Tensor> tensors;
     Issue issue;
     int tag = 0;
-    int64_t index = 0;  ///< Within its channel.
+    int64_t index = 0;            ///< Within its channel.
+    std::string told_under = {};  ///< The key by which the other side learns of it. Empty: none.
+    bool is_told() const { return !told_under.empty(); }
     Clock::time_point deadline;
     bool all_left = false;  ///< Its peers had left the group at the last look.
     std::chrono::milliseconds timeout{};
@@ -76,7 +78,7 @@ class P2PGate {
   struct Channel {
     int64_t next = 0;
     bool claimed = false;  ///< A sender has claimed "free", in vain or not.
-    bool free = false;     ///< No more comparisons.
+    bool free = false;     ///< No more comparisons, but of what is held and told.
     std::deque<Held> held;
   };
   struct Tag {
@@ -103,6 +105,9 @@ class P2PGate {
 
   void run();
   bool anything_held() const;
+  /// Before it is failed: the other side is not to begin what has no counterpart. False where the
+  /// store is lost.
+  bool take_back(const Held& held) const;
   bool advance(bool look_for_ended);
   /// Whether the first that is held has been issued or has failed.
   bool advance_send(int peer, Channel& channel);
@@ -110,7 +115,9 @@ class P2PGate {
   bool advance_any(Tag& tag);
   bool expire(Held& held, const std::vector<int>& peers, bool look_for_ended);
   /// How those have left of which none has a call of its own to come. Empty while one may come.
-  std::string how_all_left(Held& held, const std::vector<int>& peers) const;
+  /// `ended`: of them, those whose process has ended.
+  std::string how_all_left(Held& held, const std::vector<int>& peers,
+                           const std::vector<int>& ended) const;
   /// Compares with what the other side set under `other_key`, then issues or fails.
   void settle(Held& held, int peer, const std::string& other_key);
   void issue(Held& held, int peer);
@@ -122,6 +129,7 @@ class P2PGate {
   std::map<Key, Channel> sends_;
   std::map<Key, Channel> recvs_;
   std::map<int, Tag> tags_;
+  std::string told_late_;  ///< What the others were told of the last call that timed out.
   bool stop_ = false;
   std::thread thread_;
 };

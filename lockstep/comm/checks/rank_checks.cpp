@@ -187,6 +187,14 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
 }
 
 void RankChecks::leave(int64_t steps) noexcept {
+  tell_gone(steps > 0 ? left_after(steps) : " has closed it");
+}
+
+void RankChecks::give_up() noexcept {
+  tell_gone(" has given it up");
+}
+
+void RankChecks::tell_gone(const std::string& how) noexcept {
   // Before the first comparison there is no connection yet, and making one now could block.
   if (context_.size() == 1 || limit_ == 0 || !decided_) return;
   // Held by a call of this rank's own that waits: then there is something to tell.
@@ -197,8 +205,7 @@ void RankChecks::leave(int64_t steps) noexcept {
     // A rank that closes because it failed passes on what it found; the others want the first
     // cause.
     const auto word = context_.word_of(context_.rank());
-    const std::string left = steps > 0 ? left_after(steps) : " has closed it";
-    break_group(kLost, context_.me() + (word ? " failed in " + word->text : left));
+    break_group(kLost, context_.me() + (word ? " failed in " + word->text : how));
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }

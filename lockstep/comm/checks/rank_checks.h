@@ -42,9 +42,12 @@ class RankChecks {
   /// Tells the ranks that wait, or will wait, for this one in a comparison that it has closed the
   /// group, after `steps` of its loop if it counts them. Its process may live on for long. Nothing
   /// to tell once the compared collectives are over.
-  void leave(int64_t steps = 0) noexcept;
+  void leave(int64_t steps) noexcept;
+  /// Likewise that it has given the group up.
+  void give_up() noexcept;
 
  private:
+  void tell_gone(const std::string& how) noexcept;
   bool decide();
   uint64_t agree();
   int64_t judge(const CallSignature& mine);

@@ -115,6 +115,7 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
     live_.pop_back();
     if (message->peer_ >= 0) --peers_[static_cast<size_t>(message->peer_)].live;
   }
+  if (!message->error_) late_.clear();  // What was late is no cause of what may come.
   message->done_.store(true, std::memory_order_seq_cst);
   finished_.push_back(message);
 }

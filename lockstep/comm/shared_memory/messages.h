@@ -176,7 +176,8 @@ class Messages {
   int size() const { return size_; }
   /// Announcements of others that wait here for their receives.
   size_t unreceived();
-  /// The last message that ran into its time-out, and what it waited for. Empty when none did.
+  /// The last message that ran into its time-out, and what it waited for. Empty when none did, or
+  /// when another one has ended well since.
   std::string late();
   /// Its thread sleeps until it is needed.
   bool parked() const { return parked_.load(std::memory_order_seq_cst); }

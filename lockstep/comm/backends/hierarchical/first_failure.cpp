@@ -19,7 +19,7 @@ constexpr milliseconds kLook{300}, kTell{2'000};
 // leaves the others to what they know themselves.
 Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   const QuietNativeLog quiet;
-  context.tell_failed(call + " " + cause.text, /*known=*/true);
+  if (!call.empty()) context.tell_failed(call + " " + cause.text, /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
     store.set(kCause, encode(cause));

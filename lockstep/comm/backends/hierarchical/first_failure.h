@@ -29,7 +29,8 @@ class FirstFailure {
   explicit FirstFailure(std::shared_ptr<CheckContext> context) : requests_(std::move(context)) {}
 
   /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
-  /// that this rank failed in `call`. From then on the store is asked no more.
+  /// that this rank failed in `call`, unless that is empty. From then on the store is asked no
+  /// more.
   Cause raise(const Cause& cause, const std::string& call) noexcept;
   /// What was told, if anything, and what `missed` says. Asks the store.
   std::optional<Cause> heard() noexcept;

@@ -472,7 +472,7 @@ void Hierarchy::abort(const std::string& cause) noexcept {
     text += "; it failed in " + failed;
   if (const auto host = leaders_ ? leaders_->awaited() : std::nullopt)
     text += "; " + name_of_host(*host) + " had not come";
-  condemn(first_failure_.raise({false, text, true}, "the group's end:"));
+  condemn(first_failure_.raise({false, text, true}, /*call=*/{}));
   if (leaders_) leaders_->interrupt();
 }
 

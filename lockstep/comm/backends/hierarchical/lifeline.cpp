@@ -31,6 +31,8 @@ constexpr size_t kMostWords = 4'000;
 constexpr milliseconds kHello{2'000};
 /// How often one who waits for the others looks for them.
 constexpr milliseconds kLookEvery{50};
+/// The same while it connects. No connection takes longer, so a try is not cut short.
+constexpr milliseconds kConnect{1'000};
 constexpr milliseconds kTick{250};
 constexpr size_t kToken = 32;
 
@@ -106,10 +108,14 @@ void Lifeline::throw_missing(int host, const std::string& why) const {
 void Lifeline::connect_to_host(int host, const std::string& word) {
   const Place place = Place::decode(word);
   UniqueFd connection;
-  try {
-    connection = connect_to(place.address, place.port, left());
-  } catch (const CommError& error) {
-    throw_missing(host, error.what());
+  while (!connection) {
+    try {
+      connection = connect_to(place.address, place.port, std::min(kConnect, left()));
+    } catch (const TimeoutError& error) {
+      // It listened when it told where: it may have ended since.
+      if (options_.look) options_.look({host});
+      if (Clock::now() >= deadline_) throw_missing(host, error.what());
+    }
   }
   Hello hello;
   std::copy_n(place.token.begin(), std::min(kToken, place.token.size()), hello.token.begin());

@@ -163,6 +163,18 @@ TEST(Lifeline, WhoIsWaitedForIsLookedAfter) {
   EXPECT_THROW(Lifeline{options}, PeerLostError);
 }
 
+// Its socket is gone with it, though the store still tells where it was.
+TEST(Lifeline, WhoEndedAfterItToldWhereItListensIsLookedAfter) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THROW(Lifeline(options_of(store, 0, 2, 1)), TimeoutError);
+  auto options = options_of(store, 1, 2);
+  options.look = [](const std::vector<int>& hosts) {
+    EXPECT_EQ(hosts, std::vector<int>{0});
+    throw PeerLostError("the leader of host 0 has ended");
+  };
+  EXPECT_THROW(Lifeline{options}, PeerLostError);
+}
+
 TEST(Lifeline, AStrangerIsNotTakenForALeader) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   // Host 1 as one who does not know the token, which host 0 made up.

@@ -578,6 +578,24 @@ TEST(ShmBackend, AnAbortAfterALateMessageTellsWhomItWaitedFor) {
                     HasSubstr("did not call the send")));
 }
 
+TEST(ShmBackend, AnAbortDoesNotBlameALateMessageThatWasGotOver) {
+  std::atomic<bool> waited{false};
+  const auto outcomes = run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
+    Tensors message{at::ones({4})};
+    if (rank == 1) {
+      wait_until([&] { return waited.load(); }, "rank 0 to have waited");
+      shm.send(message, 0, 0)->wait();
+      return all_reduce(shm, at::ones({4}));
+    }
+    EXPECT_THROW(shm.recv(message, 1, 0)->wait(std::chrono::milliseconds(50)), TimeoutError);
+    waited = true;
+    shm.recv(message, 1, 0)->wait();
+    shm.abort();
+  });
+  EXPECT_THAT(outcomes[1].text(), HasSubstr("has given the group up"));
+  EXPECT_THAT(outcomes[1].text(), ::testing::Not(HasSubstr("failed in")));
+}
+
 TEST(ShmBackend, MisuseIsAnErrorOfThisRankAlone) {
   expect_ok(run_shm(1, [](int, c10d::Backend& shm, const auto&) {
     EXPECT_THROW(all_reduce(shm, at::ones({2}), Op::BAND), UsageError);
