@@ -4,9 +4,12 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 
 namespace lockstep {
@@ -25,10 +28,35 @@ at::Tensor master_of(const at::Tensor& parameter) {
              : parameter;
 }
 
+/// Compared at once: the rounded copy of so many elements stays in a processor's cache. A whole one
+/// would be new memory in every step, which costs more than the comparison.
+constexpr int64_t kCompared = 1 << 17;
+
+/// Whether the parameter has other bits than its copy rounds to. Its count of changes cannot tell:
+/// collectives do not move it. One pass over both.
+bool differs(const at::Tensor& parameter, const at::Tensor& master) {
+  if (!parameter.device().is_cpu() || !is_dense(parameter) || !is_dense(master) ||
+      !same_order(parameter, master)) {
+    return parameter.ne(master.to(parameter.scalar_type())).any().item<bool>();
+  }
+  const int64_t count = parameter.numel();
+  const at::Tensor elements = head(parameter, count), copies = head(master, count);
+  const at::Tensor rounded = at::empty({std::min(count, kCompared)}, parameter.options());
+  for (int64_t begin = 0; begin < count; begin += kCompared) {
+    const int64_t size = std::min(count - begin, kCompared);
+    const at::Tensor part = elements.narrow(0, begin, size);
+    rounded.narrow(0, 0, size).copy_(copies.narrow(0, begin, size));
+    if (std::memcmp(part.const_data_ptr(), rounded.const_data_ptr(), part.nbytes()) != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 MasterWeights::MasterWeights(std::vector<at::Tensor> parameters, const Factory& make)
-    : parameters_(std::move(parameters)), versions_(parameters_.size(), -1) {
+    : parameters_(std::move(parameters)) {
   for (const at::Tensor& parameter : parameters_) masters_.push_back(master_of(parameter));
   inner_ = make(masters_);
   if (!inner_->needs_closure()) return;
@@ -42,26 +70,19 @@ bool MasterWeights::has_copy(size_t index) const {
   return is_half(parameters_[index]);
 }
 
-/// Only where a count of changes has moved is there something to compare. Counts are shared by all
-/// views of one buffer, so a moved one need not mean a change.
 void MasterWeights::adopt_changes() const {
   const c10::AutoGradMode no_grad(false);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor parameter = parameters_[i].detach();
-    if (!has_copy(i) || versions_[i] == parameter._version()) continue;
+    if (!has_copy(i) || !differs(parameter, masters_[i].detach())) continue;
     const at::Tensor changed = parameter.ne(masters_[i].to(parameter.scalar_type()));
-    if (changed.any().item<bool>()) {
-      masters_[i].copy_(at::where(changed, parameter.to(at::kFloat), masters_[i]));
-    }
-    versions_[i] = parameter._version();
+    masters_[i].copy_(at::where(changed, parameter.to(at::kFloat), masters_[i]));
   }
 }
 
 void MasterWeights::round_into_parameters() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!has_copy(i)) continue;
-    parameters_[i].copy_(masters_[i]);
-    versions_[i] = parameters_[i]._version();
+    if (has_copy(i)) parameters_[i].copy_(masters_[i]);
   }
 }
 
@@ -109,9 +130,9 @@ void MasterWeights::load_state(const OptimizerState& state) {
   }
   inner_->load_state(inner);
   const c10::AutoGradMode no_grad(false);
-  if (entries.empty()) return adopt_changes();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (has_copy(i) && loaded[i].defined()) masters_[i].copy_(loaded[i]);
+    if (!has_copy(i)) continue;
+    masters_[i].copy_(loaded[i].defined() ? loaded[i] : parameters_[i]);
   }
   round_into_parameters();
 }

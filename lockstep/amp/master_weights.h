@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -20,7 +19,8 @@ namespace lockstep {
 /// dtypes (batch norm's in float32) are the inner optimizer's own.
 ///
 /// A parameter's element that somebody else has changed since the last step (loaded weights, a
-/// broadcast, averaging) wins over its copy.
+/// broadcast, averaging) wins over its copy, however it was written: a step first compares all
+/// elements with what it rounded into them.
 class MasterWeights : public Optimizer {
  public:
   using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
@@ -52,8 +52,6 @@ class MasterWeights : public Optimizer {
 
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> masters_;
-  /// A parameter's count of changes when it last equalled its copy. None has -1.
-  mutable std::vector<int64_t> versions_;
   std::unique_ptr<Optimizer> inner_;
 };
 

@@ -11,9 +11,12 @@
 
 #include "lockstep/base/error.h"
 #include "tests/support/plain_optimizers.h"
+#include "tests/support/run_group.h"
 
 namespace lockstep {
 namespace {
+
+using testing::run_group;
 
 MasterWeights::Factory factory(const std::string& name, double lr) {
   return [=](std::vector<at::Tensor> parameters) {
@@ -94,6 +97,64 @@ TEST(MasterWeights, WhatOthersChangedWins) {
   optimizer.step();
   EXPECT_EQ(weight[0].item<double>(), 5);
   EXPECT_EQ(optimizer.master_parameters()[0][1].item<double>(), kept) << "an unchanged element";
+}
+
+/// Collectives write to a tensor's memory without a trace in its count of changes.
+TEST(MasterWeights, WhatACollectiveChangedWins) {
+  for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+    run_group(2,
+              [&](const ProcessGroup& group) {
+                // More than what is compared at once.
+                const at::Tensor weight = leaf(at::full({300'001}, 1.0 + group.rank()), dtype);
+                MasterWeights optimizer({weight}, factory("sgd", 1));
+                const auto step = [&] {
+                  set_gradient(weight, at::zeros_like(weight));
+                  optimizer.step();
+                };
+                step();
+                at::Tensor detached = weight.detach();
+                group.broadcast(detached, 0);
+                step();
+                EXPECT_TRUE(weight.eq(1).all().item<bool>()) << "the broadcast was lost";
+                {
+                  const c10::AutoGradMode no_grad(false);
+                  weight[300'000].fill_(3 + group.rank());
+                }
+                step();
+                group.all_reduce(detached, ReduceOp::avg);
+                step();
+                EXPECT_EQ(weight[300'000].item<double>(), 3.5) << "the average was lost";
+              },
+              {.backend = "shm"});
+  }
+}
+
+TEST(MasterWeights, ChangesOfAnyLayoutWin) {
+  const at::Tensor square = at::ones({6, 4}).to(at::kHalf);
+  for (const at::Tensor& start : {square.t(), square.slice(1, 0, 4, 2), at::ones({}).to(at::kHalf),
+                                  at::ones({0}).to(at::kHalf)}) {
+    const at::Tensor weight = start.detach().requires_grad_();
+    MasterWeights optimizer({weight}, factory("sgd", 1));
+    set_gradient(weight, at::zeros_like(weight));
+    optimizer.step();
+    {
+      const c10::AutoGradMode no_grad(false);
+      weight.detach().fill_(2);
+    }
+    optimizer.step();
+    EXPECT_TRUE(weight.eq(2).all().item<bool>());
+    EXPECT_TRUE(optimizer.master_parameters()[0].eq(2).all().item<bool>());
+  }
+}
+
+TEST(MasterWeights, AStateWithoutCopiesTakesThemFromTheParameters) {
+  const at::Tensor weight = leaf(at::ones({2}), at::kBFloat16);
+  MasterWeights optimizer({weight}, factory("sgd", 1));
+  set_gradient(weight, at::full({2}, std::ldexp(1., -12)));
+  optimizer.step();  // too small to show
+  EXPECT_NE(optimizer.master_parameters()[0][0].item<double>(), 1);
+  optimizer.load_state({});
+  EXPECT_EQ(optimizer.master_parameters()[0][0].item<double>(), 1);
 }
 
 TEST(MasterWeights, GoesOnFromItsState) {

@@ -176,7 +176,9 @@ void FusedAdam::load_state(const OptimizerState& state) {
                                        {kExpAvgSq, StateKind::like_parameter},
                                        {kMaxExpAvgSq, StateKind::like_parameter}};
   std::map<size_t, std::map<std::string, at::Tensor>> by_index;
+  bool has_maxima = false;
   for (StateEntry& entry : read_state(name_, state, fields, parameters_)) {
+    has_maxima = has_maxima || entry.name == kMaxExpAvgSq;
     by_index[entry.index][entry.name] = entry.tensor;
   }
   std::vector<Moments> loaded(parameters_.size());
@@ -192,9 +194,10 @@ void FusedAdam::load_state(const OptimizerState& state) {
     moments.step = step_tensor(required(kStep).item<int64_t>(), parameter);
     moments.exp_avg = copy_like(required(kExpAvg), parameter);
     moments.exp_avg_sq = copy_like(required(kExpAvgSq), parameter);
-    if (amsgrad_ || tensors.contains(kMaxExpAvgSq)) {
-      moments.max_exp_avg_sq = copy_like(required(kMaxExpAvgSq), parameter);
-    }
+    if (!amsgrad_) continue;
+    // Of a run without amsgrad they begin as in a fresh optimizer.
+    moments.max_exp_avg_sq = has_maxima ? copy_like(required(kMaxExpAvgSq), parameter)
+                                        : at::zeros_like(parameter.detach());
   }
   moments_ = std::move(loaded);
 }

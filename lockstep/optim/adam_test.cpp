@@ -220,20 +220,6 @@ TEST(FusedAdam, StateGoesOnWithTheSameBits) {
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i], b[i])) << i;
 }
 
-TEST(FusedAdam, ALackingMaximumIsRefusedWithAmsgradOnly) {
-  auto p = leaves({at::ones({3})});
-  FusedAdam plain("adam", p, {});
-  p[0].mutable_grad() = at::ones({3});
-  plain.step();
-  OptimizerOptions options;
-  options.amsgrad = true;
-  FusedAdam amsgrad("adam", p, options);
-  EXPECT_THROW(amsgrad.load_state(plain.state()), CheckpointError);
-  amsgrad.step();
-  plain.load_state(amsgrad.state());
-  EXPECT_EQ(plain.state().size(), 4u);
-}
-
 TEST(FusedAdam, MemoryOrderChangesNoBit) {
   at::manual_seed(5);
   // No rest after the last full vector, where the kernel rounds otherwise.

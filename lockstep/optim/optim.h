@@ -77,8 +77,11 @@ class Optimizer {
   /// optimizer's own: copy what must outlive the next step. A parameter that never had a gradient
   /// has no entries.
   virtual OptimizerState state() const = 0;
-  /// Replaces the state by a copy of what state() gave. Throws CheckpointError naming what is
-  /// missing, unknown or of another shape, and then changes nothing.
+  /// Replaces the state by a copy of what state() gave. Parameters without entries become as in a
+  /// fresh optimizer: an empty state makes all of it fresh. The options may differ. A buffer that
+  /// these do not use (momentum, `centered`, `amsgrad`) is dropped. One that they use and that the
+  /// state has of no parameter begins as in a fresh optimizer. Throws CheckpointError naming what
+  /// is missing, unknown or of another shape, and then changes nothing.
   virtual void load_state(const OptimizerState& state) = 0;
   virtual const std::string& name() const = 0;
   /// Whether each element is updated from its own value, gradient and state alone. Then a parameter

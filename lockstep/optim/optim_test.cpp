@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"
@@ -100,6 +101,124 @@ TEST(Optimizers, ADamagedStateIsRefusedAndChangesNothing) {
   ASSERT_EQ(after.size(), state.size());
   for (size_t i = 0; i < state.size(); ++i)
     EXPECT_TRUE(at::equal(after[i].second, state[i].second));
+}
+
+/// LibTorch's adagrad has entries from its construction, which `state` does not give.
+TEST(Optimizers, AParameterWithoutAGradientHasNoState) {
+  for (const std::string& name : optimizer_names()) {
+    if (name == "lbfgs") continue;  // Its state is of all parameters together.
+    auto all = parameters();
+    const auto optimizer = make_optimizer(name, all, {.momentum = 0.9});
+    EXPECT_TRUE(optimizer->state().empty()) << name;
+    all[0].mutable_grad() = at::ones({4});
+    optimizer->step();
+    EXPECT_FALSE(optimizer->state().empty()) << name;
+    for (const auto& [key, tensor] : optimizer->state()) EXPECT_TRUE(key.ends_with(".0")) << key;
+  }
+}
+
+TEST(Optimizers, AnEmptyStateIsThatOfAFreshOptimizer) {
+  for (const std::string& name : optimizer_names()) {
+    auto used = parameters(), fresh = parameters();
+    const OptimizerOptions options{.lr = 0.1, .momentum = 0.9};
+    const auto stepped = make_optimizer(name, used, options);
+    const auto step = [](Optimizer& optimizer) {
+      give_gradients(optimizer.parameters());
+      optimizer.step_with([] { return 1.0; });
+    };
+    step(*stepped);
+    for (size_t i = 0; i < used.size(); ++i) used[i].detach().copy_(fresh[i].detach());
+    stepped->load_state({});
+    EXPECT_TRUE(stepped->state().empty()) << name;
+    step(*stepped);
+    step(*make_optimizer(name, fresh, options));
+    for (size_t i = 0; i < used.size(); ++i) EXPECT_TRUE(at::equal(used[i], fresh[i])) << name;
+  }
+}
+
+/// An option that decides whether an optimizer keeps a buffer.
+struct Switch {
+  std::string optimizer;
+  std::string buffer;
+  OptimizerOptions on;
+};
+
+std::vector<Switch> switches() {
+  return {{"sgd", "momentum_buffer", {.momentum = 0.9}},
+          {"rmsprop", "momentum_buffer", {.momentum = 0.9}},
+          {"rmsprop", "grad_avg", {.centered = true}},
+          {"adam", "max_exp_avg_sq", {.amsgrad = true}},
+          {"adamw", "max_exp_avg_sq", {.amsgrad = true}}};
+}
+
+std::vector<std::string> names_of(const OptimizerState& state) {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : state) names.push_back(name);
+  return names;
+}
+
+TEST(Optimizers, AStateIsTakenWithABufferMoreOrLess) {
+  for (const auto dtype : {at::kFloat, at::kHalf}) {  // LibTorch's adam has the latter.
+    for (const Switch& of : switches()) {
+      const at::Tensor parameter = at::ones({4}).to(dtype).requires_grad_();
+      const auto stepped = [&](const OptimizerOptions& options, const OptimizerState& state) {
+        auto optimizer = make_optimizer(of.optimizer, {parameter}, options);
+        if (!state.empty()) optimizer->load_state(state);
+        parameter.mutable_grad() = at::ones_like(parameter);
+        optimizer->step();
+        return optimizer;
+      };
+      const std::string what = of.optimizer + " " + of.buffer;
+      const auto without = stepped({}, {}), with = stepped(of.on, {});
+      EXPECT_EQ(names_of(with->state()).size(), names_of(without->state()).size() + 1) << what;
+      EXPECT_EQ(names_of(stepped(of.on, without->state())->state()), names_of(with->state()))
+          << what;
+      const auto dropped = make_optimizer(of.optimizer, {parameter}, {});
+      dropped->load_state(with->state());
+      EXPECT_EQ(names_of(dropped->state()), names_of(without->state())) << what;
+    }
+  }
+}
+
+/// As in a fresh optimizer: zeros. SGD's first gradient becomes its buffer.
+TEST(Optimizers, ANewlyNeededBufferStartsAsInAFreshOptimizer) {
+  for (const auto dtype : {at::kFloat, at::kHalf}) {
+    for (const Switch& of : switches()) {
+      const at::Tensor parameter = at::ones({4}).to(dtype).requires_grad_();
+      parameter.mutable_grad() = at::ones_like(parameter);
+      const auto without = make_optimizer(of.optimizer, {parameter}, {});
+      without->step();
+      const auto with = make_optimizer(of.optimizer, {parameter}, of.on);
+      with->load_state(without->state());
+      for (const auto& [name, tensor] : with->state()) {
+        if (!name.starts_with(of.buffer)) continue;
+        EXPECT_TRUE(at::equal(tensor, at::zeros_like(tensor))) << of.optimizer << " " << name;
+      }
+      EXPECT_EQ(with->state().empty(), of.optimizer == "sgd");
+    }
+  }
+}
+
+TEST(Optimizers, ABufferThatOnlySomeParametersHaveIsADamagedState) {
+  for (const auto dtype : {at::kFloat, at::kHalf}) {
+    for (const Switch& of : switches()) {
+      if (of.optimizer == "sgd") continue;  // Nothing tells which parameters had a gradient.
+      std::vector<at::Tensor> all;
+      for (int i = 0; i < 2; ++i) {
+        all.push_back(at::ones({4}).to(dtype).requires_grad_());
+        all.back().mutable_grad() = at::ones_like(all.back());
+      }
+      const auto optimizer = make_optimizer(of.optimizer, all, of.on);
+      optimizer->step();
+      OptimizerState damaged;
+      for (const auto& entry : optimizer->state()) {
+        if (entry.first != of.buffer + ".1") damaged.push_back(entry);
+      }
+      EXPECT_THAT([&] { optimizer->load_state(damaged); },
+                  ::testing::ThrowsMessage<CheckpointError>(
+                      ::testing::HasSubstr("lacks '" + of.buffer + ".1'")));
+    }
+  }
 }
 
 TEST(Optimizers, BadOptionsAreUsageErrors) {

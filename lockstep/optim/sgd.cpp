@@ -202,11 +202,7 @@ void Sgd::load_state(const OptimizerState& state) {
   std::vector<at::Tensor> buffers(parameters_.size());
   for (const StateEntry& entry :
        read_state(name_, state, {{kBuffer, StateKind::like_parameter}}, parameters_)) {
-    if (momentum_ == 0) {
-      throw CheckpointError("sgd: the state has '" + state_key(entry.name, entry.index) +
-                                "', but this optimizer has no momentum",
-                            "give the momentum that the checkpoint was made with");
-    }
+    if (momentum_ == 0) continue;
     buffers[entry.index] = copy_like(entry.tensor, parameters_[entry.index]);
   }
   buffers_ = std::move(buffers);

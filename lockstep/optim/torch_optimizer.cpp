@@ -7,6 +7,8 @@
 #include <torch/optim/rmsprop.h>
 
 #include <map>
+#include <set>
+#include <type_traits>
 
 #include "lockstep/optim/optimizer_state.h"
 #include "lockstep/optim/unscale.h"
@@ -14,49 +16,47 @@
 namespace lockstep {
 namespace {
 
+enum class Kept { always, by_option, never };
+
+Kept kept_with(bool option) {
+  return option ? Kept::by_option : Kept::never;
+}
+
 /// The fields of a torch::optim state by name, so that one adapter serves all optimizers.
 template <class State>
 struct TensorField {
   const char* name;
   at::Tensor& (State::*get)() noexcept;
-  bool optional;  ///< Kept only with some options.
+  Kept kept;  ///< With the options that the optimizer has.
 };
 
-template <class State>
-struct Layout;
-
-template <class State>
-std::vector<TensorField<State>> adam_layout() {
-  return {{"exp_avg", &State::exp_avg, false},
-          {"exp_avg_sq", &State::exp_avg_sq, false},
-          {"max_exp_avg_sq", &State::max_exp_avg_sq, true}};
+template <class State, class Options>
+std::vector<TensorField<State>> adam_fields(const Options& options) {
+  return {{"exp_avg", &State::exp_avg, Kept::always},
+          {"exp_avg_sq", &State::exp_avg_sq, Kept::always},
+          {"max_exp_avg_sq", &State::max_exp_avg_sq, kept_with(options.amsgrad())}};
 }
 
-template <>
-struct Layout<torch::optim::AdamParamState> {
-  static auto fields() { return adam_layout<torch::optim::AdamParamState>(); }
-};
+auto fields_of(const torch::optim::AdamOptions& options) {
+  return adam_fields<torch::optim::AdamParamState>(options);
+}
 
-template <>
-struct Layout<torch::optim::AdamWParamState> {
-  static auto fields() { return adam_layout<torch::optim::AdamWParamState>(); }
-};
+auto fields_of(const torch::optim::AdamWOptions& options) {
+  return adam_fields<torch::optim::AdamWParamState>(options);
+}
 
-template <>
-struct Layout<torch::optim::RMSpropParamState> {
+auto fields_of(const torch::optim::RMSpropOptions& options) {
   using State = torch::optim::RMSpropParamState;
-  static std::vector<TensorField<State>> fields() {
-    return {{"square_avg", &State::square_avg, false},
-            {"momentum_buffer", &State::momentum_buffer, true},
-            {"grad_avg", &State::grad_avg, true}};
-  }
-};
+  return std::vector<TensorField<State>>{
+      {"square_avg", &State::square_avg, Kept::always},
+      {"momentum_buffer", &State::momentum_buffer, kept_with(options.momentum() > 0)},
+      {"grad_avg", &State::grad_avg, kept_with(options.centered())}};
+}
 
-template <>
-struct Layout<torch::optim::AdagradParamState> {
+auto fields_of(const torch::optim::AdagradOptions&) {
   using State = torch::optim::AdagradParamState;
-  static std::vector<TensorField<State>> fields() { return {{"sum", &State::sum, false}}; }
-};
+  return std::vector<TensorField<State>>{{"sum", &State::sum, Kept::always}};
+}
 
 constexpr const char* kStep = "step";
 
@@ -65,7 +65,10 @@ class TorchOptimizer : public Optimizer {
  public:
   template <class Options>
   TorchOptimizer(std::string name, std::vector<at::Tensor> parameters, const Options& options)
-      : name_(std::move(name)), parameters_(parameters), torch_(std::move(parameters), options) {}
+      : name_(std::move(name)),
+        parameters_(parameters),
+        fields_(fields_of(options)),
+        torch_(std::move(parameters), options) {}
 
   void step() override { torch_.step(); }
   void step_scaled(const StepScale& scale) override {
@@ -83,8 +86,10 @@ class TorchOptimizer : public Optimizer {
       const auto found = torch_.state().find(key(i));
       if (found == torch_.state().end()) continue;
       auto& state = static_cast<State&>(*found->second);
+      // Adagrad has states from its construction. Without a step they say nothing.
+      if (state.step() == 0) continue;
       out.emplace_back(state_key(kStep, i), at::full({1}, state.step(), at::kLong));
-      for (const auto& field : Layout<State>::fields()) {
+      for (const auto& field : fields_) {
         const at::Tensor& tensor = (state.*field.get)();
         if (tensor.defined()) out.emplace_back(state_key(field.name, i), tensor);
       }
@@ -94,17 +99,20 @@ class TorchOptimizer : public Optimizer {
 
   void load_state(const OptimizerState& state) override {
     std::vector<StateField> known{{kStep, StateKind::count}};
-    for (const auto& field : Layout<State>::fields()) {
-      known.push_back({field.name, StateKind::like_parameter});
-    }
+    for (const auto& field : fields_) known.push_back({field.name, StateKind::like_parameter});
     std::map<size_t, std::map<std::string, at::Tensor>> by_index;
+    std::set<std::string> given;
     for (StateEntry& entry : read_state(name_, state, known, parameters_)) {
+      given.insert(entry.name);
       by_index[entry.index][entry.name] = entry.tensor;
     }
     std::map<size_t, std::unique_ptr<State>> loaded;
-    for (const auto& [index, tensors] : by_index) loaded[index] = make_state(index, tensors);
+    for (const auto& [index, tensors] : by_index) {
+      loaded[index] = make_state(index, tensors, given);
+    }
     torch_.state().clear();
     for (auto& [index, item] : loaded) torch_.state()[key(index)] = std::move(item);
+    if constexpr (std::is_same_v<State, torch::optim::AdagradParamState>) add_fresh_states();
   }
 
  private:
@@ -118,20 +126,37 @@ class TorchOptimizer : public Optimizer {
                           "the checkpoint is damaged or of another optimizer");
   }
 
-  std::unique_ptr<State> make_state(size_t index,
-                                    const std::map<std::string, at::Tensor>& tensors) const {
+  /// `given` are the fields that any parameter has. One that an option asks for and that none has
+  /// is of a run without the option, and begins as in a fresh optimizer.
+  std::unique_ptr<State> make_state(size_t index, const std::map<std::string, at::Tensor>& tensors,
+                                    const std::set<std::string>& given) const {
     auto state = std::make_unique<State>();
     state->step(require(tensors, kStep, index).template item<int64_t>());
-    for (const auto& field : Layout<State>::fields()) {
-      if (field.optional && !tensors.contains(field.name)) continue;
+    for (const auto& field : fields_) {
+      if (field.kept == Kept::never) continue;
+      const bool is_new = field.kept == Kept::by_option && !given.contains(field.name);
       (state.get()->*field.get)() =
-          copy_like(require(tensors, field.name, index), parameters_[index]);
+          is_new ? at::zeros_like(parameters_[index].detach())
+                 : copy_like(require(tensors, field.name, index), parameters_[index]);
     }
     return state;
   }
 
+  /// LibTorch's adagrad makes states in its constructor only, and needs one for each parameter.
+  void add_fresh_states() {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      auto& slot = torch_.state()[key(i)];
+      if (slot) continue;
+      auto fresh = std::make_unique<State>();
+      fresh->step(0);
+      fresh->sum(at::zeros_like(parameters_[i].detach()));
+      slot = std::move(fresh);
+    }
+  }
+
   std::string name_;
   std::vector<at::Tensor> parameters_;
+  std::vector<TensorField<State>> fields_;
   mutable Torch torch_;  ///< Its const access to state is not const all the way.
 };
 

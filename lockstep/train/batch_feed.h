@@ -74,14 +74,14 @@ class FeedOf : public BatchFeed {
   void start(int64_t epoch, int64_t first_batch) override { loader_.epoch(epoch, first_batch); }
 
   bool next(const TrainingModuleBase& module, c10::Device device) override {
-    batch_ = {};  // lets the loader use its buffers again
+    batch_ = B{};  // lets the loader use its buffers again
     if (!loader_.next(loaded_)) return false;
     prepare(loaded_, module, device);
     return true;
   }
 
   bool next_without_padding(const TrainingModuleBase& module, c10::Device device) override {
-    batch_ = {};
+    batch_ = B{};
     if (!loader_.next(loaded_)) return false;
     if constexpr (std::same_as<B, Batch>) has_samples_ = drop_padding(loaded_);
     prepare(loaded_, module, device);

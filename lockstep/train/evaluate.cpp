@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <unordered_set>
+#include <vector>
+
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/training_context.h"
@@ -24,10 +27,23 @@ class EvaluationMode {
   bool training_;
 };
 
+/// Those of the parts by their strategies, and those of no part, which each rank trained with.
 void share_buffers(TrainingModuleBase& module, const detail::TrainedParts& parts,
                    const ProcessGroup& group) {
-  for (const auto& part : parts) part->strategy().share_buffers();
-  if (parts.empty()) detail::share_buffers(module, group);
+  if (parts.empty()) return detail::share_buffers(module, group);
+  std::unordered_set<const c10::TensorImpl*> shared;
+  for (const auto& part : parts) {
+    part->strategy().share_buffers();
+    for (const at::Tensor& buffer : part->module().buffers()) {
+      shared.insert(buffer.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<at::Tensor> others;
+  for (const at::Tensor& buffer : module.buffers()) {
+    const bool is_new = buffer.defined() && shared.insert(buffer.unsafeGetTensorImpl()).second;
+    if (is_new) others.push_back(buffer);
+  }
+  if (group.size() > 1) detail::broadcast_tensors(others, group);
 }
 
 /// What one batch notes, by whichever way the strategies run a module.

@@ -16,8 +16,9 @@ namespace lockstep {
 /// graph, and reduces what it notes over ranks. Every rank calls. The sampler's padding is left
 /// out, so that each sample counts exactly once. The result is the same for any number of ranks but
 /// for the rounding of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all
-/// ranks. The module is left in the mode that it was in. `limit_batches` of 0: all.
-/// `parts` are those of a training run. They may be empty: then every rank has the whole module.
+/// ranks, also those that belong to no part. The module is left in the mode that it was in.
+/// `limit_batches` of 0: all. `parts` are those of a training run. They may be empty: then every
+/// rank has the whole module.
 ///
 /// `go_on` is called after each batch, equally often on all ranks. Where it gives false, which must
 /// be so on all ranks alike, the evaluation ends there, and the metrics are of no sample.

@@ -27,6 +27,10 @@ class FiniteCheck {
   FiniteCheck(OnNan policy, const ProcessGroup& group, c10::Device device = c10::kCPU)
       : policy_(policy), group_(group), device_(device) {}
 
+  /// Before a step's first batch. Forgets what was seen of a batch that no step followed, such as
+  /// that of a warm-up.
+  void begin_step() { bad_loss_.reset(); }
+
   /// Before a batch's backward, with its loss before any division for accumulation. False when
   /// backward is to run from NaN.
   bool loss_is_good(double loss);

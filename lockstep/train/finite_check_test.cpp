@@ -16,6 +16,7 @@ namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::loader_of;
 using testing::noise_images;
 using testing::run_group;
 using testing::small_task;
@@ -62,6 +63,58 @@ TEST(FiniteCheck, AllStepsOfAnEpochAreOfAWholeOne) {
     EXPECT_THAT([&] { check.end_epoch(1, 1, /*from_its_start=*/true); },
                 ThrowsMessage<NumericError>(HasSubstr("every step of epoch 2 was skipped (1)")));
   });
+}
+
+/// Its loss of zeros is NaN, that of a real batch is finite.
+class Normed : public TrainingModule<Batch> {
+ public:
+  explicit Normed(bool automatic) : automatic_(automatic) {}
+  bool automatic_optimization() const override { return automatic_; }
+  at::Tensor training_step(const Batch& batch, int64_t) override {
+    const auto loss = [&] {
+      return (batch.data / batch.data.norm(2, 1, true)).matmul(weight).square().mean();
+    };
+    if (automatic_) return loss();
+    update("", loss);
+    return {};
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override {
+    return {{.make = optimizer_factory("sgd", {.lr = 0.1})}};
+  }
+  at::Tensor weight = register_parameter("weight", at::ones({784}));
+
+ private:
+  bool automatic_;
+};
+
+/// A resumed run begins with a batch of zeros, of which the first real step must know nothing.
+TEST(FiniteCheck, AWarmUpLeavesNoTrace) {
+  const TensorDataset dataset = noise_images(32);
+  for (const OnNan policy : {OnNan::stop, OnNan::skip}) {
+    for (const bool automatic : {true, false}) {
+      std::vector<at::Tensor> weights;
+      for (const bool warm : {false, true}) {
+        std::vector<std::shared_ptr<Normed>> modules;
+        std::vector<TrainTask> tasks;
+        for (int rank = 0; rank < 2; ++rank) {
+          modules.push_back(std::make_shared<Normed>(automatic));
+          tasks.push_back(training_task(modules.back(), loader_of(dataset, rank, 2)));
+        }
+        run_group(2,
+                  [&](ProcessGroup group) {
+                    TrainerOptions options;
+                    options.on_nan = policy;
+                    StepLoop loop(tasks[static_cast<size_t>(group.rank())], group, options);
+                    if (warm) loop.warm_up();
+                    loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+                  },
+                  {.backend = "shm"});
+        weights.push_back(modules[0]->weight.detach());
+      }
+      EXPECT_FALSE(at::equal(weights[0], at::ones({784})));
+      EXPECT_TRUE(at::equal(weights[0], weights[1]));
+    }
+  }
 }
 
 /// What a rank saw after each step.

@@ -84,7 +84,9 @@ StrategySetup TrainedPart::setup(const std::shared_ptr<TrainingModuleBase>& root
 }
 
 void TrainedPart::begin_step() {
-  if (std::exchange(in_step_, true) || options_.on_nan != OnNan::skip) return;
+  if (std::exchange(in_step_, true)) return;
+  finite_.begin_step();
+  if (options_.on_nan != OnNan::skip) return;
   kept_buffers_.clear();
   for (const at::Tensor& buffer : buffers_) kept_buffers_.push_back(buffer.clone());
 }

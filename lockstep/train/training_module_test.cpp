@@ -170,6 +170,51 @@ TEST(TrainingModule, TwoOptimizersKeepTheRanksAlike) {
   EXPECT_FALSE(at::equal(weights[0][0], duel_by_hand(1)[0]));
 }
 
+class RowsLoader {
+ public:
+  void epoch(int64_t, int64_t first_batch) { next_ = first_batch; }
+  bool next(at::Tensor& rows) {
+    if (next_ == batches_per_epoch()) return false;
+    rows = at::arange(12, at::kFloat).reshape({4, 3}).add(next_++).sin();
+    return true;
+  }
+  int64_t batches_per_epoch() const { return 2; }
+
+ private:
+  int64_t next_ = 0;
+};
+
+class RowsModule : public TrainingModule<at::Tensor> {
+ public:
+  at::Tensor training_step(const at::Tensor& rows, int64_t) override {
+    return layer->forward(rows).square().mean();
+  }
+  void validation_step(const at::Tensor& rows, int64_t) override {
+    log("mean", rows.mean(), rows.size(0));
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override { return {{.make = sgd()}}; }
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(3, 1));
+};
+
+TEST(TrainingModule, ABatchCanBeATensor) {
+  const World world = init();
+  at::manual_seed(2);
+  const auto trained = std::make_shared<RowsModule>();
+  at::manual_seed(2);
+  RowsModule by_hand;
+  const auto optimizer = sgd()(by_hand.parameters());
+  RowsLoader loader;
+  for (at::Tensor rows; loader.next(rows);) {
+    zero_grad(by_hand.parameters());
+    by_hand.training_step(rows, 0).backward();
+    optimizer->step();
+  }
+  Trainer trainer(world, training_task(trained, RowsLoader(), RowsLoader()), {.max_epochs = 1});
+  const FitResult result = trainer.fit();
+  EXPECT_EQ(result.test.samples, 8);
+  expect_equal(copies(*trained), copies(by_hand));
+}
+
 TEST(TrainingModule, AllOptimizersGoOnFromACheckpoint) {
   const World world = init();
   TemporaryDirectory directory;
@@ -240,6 +285,25 @@ TEST(TrainingModule, MetricsCountEachSampleOnceOverAllRanks) {
               },
               {.backend = "shm"});
   }
+}
+
+/// Of a buffer that no optimizer's module has, each rank trains with its own.
+TEST(TrainingModule, EvaluationUsesRankZerosBuffersOfNoPart) {
+  std::vector<TrainTask> tasks;
+  std::vector<std::shared_ptr<Duel>> duels;
+  for (int rank = 0; rank < 2; ++rank) {
+    duels.push_back(make_duel());
+    tasks.push_back(training_task(duels.back(), PairLoader(rank, 2)));
+  }
+  run_group(2,
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              StepLoop loop(tasks[rank], group, {});
+              duels[rank]->frozen.fill_(1 + group.rank());
+              evaluate(*duels[rank], loop.parts(), *tasks[rank].train, group, c10::kCPU);
+              EXPECT_TRUE(at::equal(duels[rank]->frozen, at::ones({2})));
+            },
+            {.backend = "shm"});
 }
 
 TEST(TrainingModule, NamedSumsComeBackFromACheckpointsNumbers) {

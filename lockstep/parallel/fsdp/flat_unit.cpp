@@ -18,10 +18,10 @@ int64_t up_to_block(int64_t elements) {
 
 std::vector<FlatUnit> lay_out(const std::vector<PlannedUnit>& planned,
                               const torch::nn::Module& module, int ranks) {
+  // LibTorch lists a tied parameter once for each of its names.
   std::unordered_map<const c10::TensorImpl*, size_t> indices;
-  const auto parameters = module.parameters();
-  for (size_t i = 0; i < parameters.size(); ++i)
-    indices.emplace(parameters[i].unsafeGetTensorImpl(), i);
+  for (const at::Tensor& parameter : module.parameters())
+    indices.emplace(parameter.unsafeGetTensorImpl(), indices.size());
   std::vector<FlatUnit> units;
   for (const PlannedUnit& plan : planned) {
     const size_t first = units.size();

@@ -19,7 +19,7 @@ inline constexpr int64_t kShardBlock = 16;
 struct FlatParameter {
   std::string name;
   at::Tensor tensor;   ///< The module's own.
-  size_t index = 0;    ///< In the module's parameters().
+  size_t index = 0;    ///< In the module's parameters(), each counted once.
   int64_t offset = 0;  ///< Of its first element in the unit.
 };
 

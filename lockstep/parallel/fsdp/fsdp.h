@@ -61,7 +61,8 @@ class FsdpCore {
   bool has_local_gradients() const;
 
   const std::vector<at::Tensor>& shards() const;
-  /// For each of `shards`, the index of its parameter in the module's parameters().
+  /// For each of `shards`, the index of its parameter in the module's parameters(), where one of
+  /// several names counts once.
   const std::vector<size_t>& parameter_indices() const;
   const ProcessGroup& group() const;
   double clip_grad_norm(double max_norm);
@@ -182,7 +183,8 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
     this->core_.load_sharded_state(given, "the sharded state");
   }
   /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
-  /// "NAME.parameter-index". On rank 0; empty on the others. A collective.
+  /// "NAME.parameter-index", where a parameter of several names counts once. On rank 0; empty on
+  /// the others. A collective.
   OptimizerState full_optimizer_state(const OptimizerState& own) {
     return this->core_.optimizer_state(own);
   }

@@ -13,6 +13,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/models/models.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/ddp_strategy.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/over_backends.h"
@@ -208,6 +209,78 @@ TEST(FsdpStrategy, OneToFourRanksHaveTheBitsOfDdp) {
       });
     }
   }
+}
+
+/// Three parameters by name, of which two are one. All fit into the first rank's shard.
+struct TiedInTheMiddle : torch::nn::Module {
+  TiedInTheMiddle() {
+    register_module("second", second);
+    second->register_parameter("first", first);
+    last = second->register_parameter("last", at::full({4}, 2.0));
+  }
+  at::Tensor first = register_parameter("first", at::ones({4}));
+  std::shared_ptr<torch::nn::Module> second = std::make_shared<torch::nn::Module>("second");
+  at::Tensor last;
+};
+
+struct TiedTask {
+  std::shared_ptr<TiedInTheMiddle> module = std::make_shared<TiedInTheMiddle>();
+  std::unique_ptr<Strategy> strategy;
+
+  TiedTask(const ProcessGroup& group, const std::string& kind, const OptimizerFactory& make) {
+    const StrategySetup setup{.module = module, .make_optimizer = make, .group = group};
+    strategy = kind == "ddp" ? make_ddp_strategy(setup) : make_fsdp_strategy(setup, {});
+    const auto loss = [&] {
+      return (values({4}, 1) * module->first * module->last).square().sum();
+    };
+    strategy->run_batch({.loss = loss});
+    strategy->step();
+    strategy->zero_grad();
+  }
+};
+
+TEST(FsdpStrategy, ATiedParameterHasOneNumberInTheState) {
+  testing::run_group(2, [](ProcessGroup group) {
+    const auto adam = [](std::vector<at::Tensor> parameters) {
+      return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
+    };
+    TiedTask ddp(group, "ddp", adam), fsdp(group, "fsdp", adam);
+    const OptimizerState whole = ddp.strategy->optimizer_state();
+    expect_same(fsdp.strategy->optimizer_state(), whole);
+    fsdp.strategy->load_optimizer_state(on_all_ranks(group, whole));
+    expect_same(fsdp.strategy->optimizer_state(), whole);
+  });
+}
+
+/// Has entries for all tensors from its construction, as float32 copies of parameters are.
+struct EntriesFromTheStart : Sgd {
+  using Sgd::Sgd;
+  OptimizerState state() const override {
+    OptimizerState state;
+    for (size_t i = 0; i < parameters().size(); ++i) {
+      state.emplace_back("kept." + std::to_string(i), parameters()[i].detach());
+    }
+    return state;
+  }
+  void load_state(const OptimizerState& given) override { loaded = given.size(); }
+  size_t loaded = 0;
+};
+
+/// Its optimizer has a tensor without elements, of which the module knows nothing.
+TEST(FsdpStrategy, ARankWithoutParametersGivesNoState) {
+  testing::run_group(2, [](ProcessGroup group) {
+    EntriesFromTheStart* optimizer = nullptr;
+    TiedTask task(group, "fsdp", [&](std::vector<at::Tensor> parameters) {
+      auto made = std::make_unique<EntriesFromTheStart>(std::move(parameters), OptimizerOptions());
+      optimizer = made.get();
+      return made;
+    });
+    ASSERT_EQ(optimizer->parameters()[0].numel(), group.rank() == 0 ? 4 : 0);
+    const OptimizerState whole = task.strategy->optimizer_state();
+    EXPECT_EQ(whole.size(), group.rank() == 0 ? 2u : 0u);
+    task.strategy->load_optimizer_state(on_all_ranks(group, whole));
+    EXPECT_EQ(optimizer->loaded, group.rank() == 0 ? 2u : 0u);
+  });
 }
 
 TEST(FsdpStrategy, KeepsAnNthOfAllState) {

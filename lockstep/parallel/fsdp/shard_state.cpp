@@ -193,6 +193,8 @@ OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
   std::map<size_t, Json> described;
   for (const auto& [name, tensor] : own) {
     const Key key = parse_key(name, "the optimizer's state");
+    // A rank without parameters has an optimizer of one tensor without elements.
+    if (pieces.empty()) break;
     const OptimizedPiece& piece = pieces.at(key.index);
     Json& fields = described.try_emplace(piece.parameter_index, Json::array()).first->second;
     mine[piece.parameter_index][key.field] = {key.index, tensor};

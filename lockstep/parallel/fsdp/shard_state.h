@@ -29,7 +29,7 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
 /// What an optimizer of shards updates: number i of its tensors is this part of a parameter.
 struct OptimizedPiece {
   Piece piece;
-  size_t parameter_index;  ///< In the module's parameters().
+  size_t parameter_index;  ///< In the module's parameters(), each counted once.
 };
 
 /// The whole optimizer's state, on rank 0, from `own` of each rank. A collective.

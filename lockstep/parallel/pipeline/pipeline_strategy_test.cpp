@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/pipeline/schedule.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/pipeline_test_models.h"
@@ -136,6 +137,32 @@ TEST_P(PipelineStrategyTest, IsOneProcessToTheLastBit) {
       });
     }
   }
+}
+
+/// Has entries for all tensors from its construction, as float32 copies of parameters are.
+struct EntriesFromTheStart : Sgd {
+  using Sgd::Sgd;
+  OptimizerState state() const override {
+    OptimizerState state;
+    for (size_t i = 0; i < parameters().size(); ++i) {
+      state.emplace_back("kept." + std::to_string(i), parameters()[i].detach());
+    }
+    return state;
+  }
+};
+
+/// Its optimizer has a tensor without elements, of which the module knows nothing.
+TEST(PipelineStrategy, AStageWithoutParametersGivesNoState) {
+  testing::run_group(2, [](ProcessGroup group) {
+    const auto model = std::make_shared<Chain>(2);
+    StrategySetup setup = setup_of(model, group, {.pipeline_plan = {"end"}});
+    setup.layers.push_back({"end", nullptr, [](const at::Tensor& x) { return x * 2; }});
+    setup.make_optimizer = [](std::vector<at::Tensor> parameters) {
+      return std::make_unique<EntriesFromTheStart>(std::move(parameters), OptimizerOptions());
+    };
+    const Outcome run = train(*make_pipeline_strategy(setup), {.steps = 1});
+    EXPECT_EQ(run.optimizer.size(), group.rank() == 0 ? model->parameters().size() : 0u);
+  });
 }
 
 }  // namespace

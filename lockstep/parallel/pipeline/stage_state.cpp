@@ -77,6 +77,8 @@ OptimizerState StageState::gather_optimizer(const OptimizerState& own) const {
   const int me = pipeline_.rank();
   OptimizerState mine;
   for (const auto& [key, tensor] : own) {
+    // A rank without parameters has an optimizer of one tensor without elements.
+    if (tensors_.own().empty()) break;
     const auto parts = parts_of(key);
     if (!parts) throw CheckpointError("pipeline: an optimizer's state has an entry '" + key + "'");
     const size_t index = tensors_.own().at(parts->second);
