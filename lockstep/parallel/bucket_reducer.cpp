@@ -67,6 +67,11 @@ class BucketReducer : public GradientReducer {
     within_backward_ = false;
   }
 
+  void forget_backward() override {
+    begun_ = expecting_ = false;
+    place_ = {};
+  }
+
   void set_divisor(int divisor) override { divisor_ = divisor; }
 
   void reduce_zeros() override {
@@ -115,11 +120,6 @@ class BucketReducer : public GradientReducer {
     size_t pending = 0;  ///< Gradients that are still to come.
     Work work;
   };
-
-  void forget_backward() {
-    begun_ = expecting_ = false;
-    place_ = {};
-  }
 
   /// The gradients of a backward of a context use the buckets. Those that are there stay apart.
   void begin_in(GradientPlace place) {

@@ -92,7 +92,12 @@ struct GradientAverager::Impl {
     const std::lock_guard lock(mutex);
     if (!synchronizing) return;
     if (awaited == 0) begin();
-    if (ready[index]) throw_missing(index);
+    if (ready[index]) {
+      // The backward before may have thrown. Then the one after this is to be a fresh one.
+      awaited = 0;
+      reducer->forget_backward();
+      throw_missing(index);
+    }
     ready[index] = true;
     --awaited;
   }
@@ -113,7 +118,9 @@ struct GradientAverager::Impl {
                          ": backward gives " + names[index] +
                          " a second gradient, but gave none yet to: " + join(missing, ", "),
                      "average only parameters that every step uses, or take "
-                     "DistributedDataParallel with find_unused_parameters");
+                     "DistributedDataParallel with find_unused_parameters. Where the backward "
+                     "before threw, zero the gradients and go on: this comes once, except with "
+                     "Reducer::c10d");
   }
 };
 

@@ -35,9 +35,11 @@ struct GradientAveragerOptions {
 /// times per step; a GAN has an averager for each network. Every rank must run the same backward
 /// passes. Gradients are averaged when all parameters have got theirs, in one backward or in
 /// several. A parameter that stays without one is a UsageError that names it, in the next backward;
-/// for such models take DistributedDataParallel with `find_unused_parameters`. In a backward of
-/// distributed autograd the gradients of its rpc::AutogradContext are averaged. Parameters that
-/// need no gradient when this is made are left alone: do not unfreeze them afterwards.
+/// for such models take DistributedDataParallel with `find_unused_parameters`. The same error comes
+/// once after a backward that threw. (LibTorch's reducer then fails for ever, as in Python: make
+/// the averager anew.) In a backward of distributed autograd the gradients of its
+/// rpc::AutogradContext are averaged. Parameters that need no gradient when this is made are left
+/// alone: do not unfreeze them afterwards.
 ///
 /// The constructors check that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs), and broadcast those of rank 0. They are collectives. Random

@@ -2,9 +2,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <stdexcept>
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
@@ -162,6 +165,31 @@ TEST_P(Averager, AGanWithTwoOptimizersStaysTheSameOnAllRanks) {
       // The mean of two halves' means is rounded in another order than the whole's.
       for (size_t i = 0; i < mine.size(); ++i)
         EXPECT_TRUE(at::allclose(mine[i], whole[i], 1e-5, 1e-6));
+    }
+  });
+}
+
+TEST_P(Averager, GoesOnAfterABackwardThatThrew) {
+  run_group(2, [&](ProcessGroup group) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::Linear(4, 1));
+    GradientAverager averager(*net, group);
+    const auto step = [&](bool throws) {
+      zero_grad(net->parameters());
+      const at::Tensor h = net[0]->as<torch::nn::Linear>()->forward(at::ones({2, 6}));
+      h.register_hook([throws](const at::Tensor&) {
+        if (throws) throw std::runtime_error("a bad batch");
+      });
+      const at::Tensor y = net[1]->as<torch::nn::Linear>()->forward(h);
+      return message_of([&] { (y * (group.rank() + 1)).sum().backward(); });
+    };
+    for (int round = 0; round < 2; ++round) {
+      EXPECT_EQ(step(false), "no error");
+      EXPECT_THAT(step(true), HasSubstr("a bad batch"));
+      EXPECT_THAT(step(false), AllOf(HasSubstr("gave none yet to: 0."), HasSubstr("comes once")));
+      for (int again = 0; again < 2; ++again) {
+        EXPECT_EQ(step(false), "no error");
+        EXPECT_EQ(net->parameters().back().grad().item<double>(), 3) << "2 rows times the mean";
+      }
     }
   });
 }

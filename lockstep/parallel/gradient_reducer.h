@@ -36,6 +36,9 @@ class GradientReducer {
     before_forward(true);
     before_backward(no_outputs, true);
   }
+  /// Gives up a backward that ended with an exception. The next one is like any other. LibTorch's
+  /// reducer cannot do it.
+  virtual void forget_backward() {}
   virtual void fill(DdpStatistics& statistics) const = 0;
   /// From the next backward on gradients are divided by this, at first by the group's size.
   virtual void set_divisor(int divisor) = 0;

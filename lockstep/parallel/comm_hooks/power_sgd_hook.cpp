@@ -253,7 +253,8 @@ struct SquareCompression {
   void start() {
     const int64_t length = gradients.numel();
     const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(length))));
-    const int64_t rank = kept().options.matrix_approximation_rank;
+    // More orthogonal columns than rows there are none.
+    const int64_t rank = std::min(side, kept().options.matrix_approximation_rank);
     kept().stats.numel_before += length;
     kept().stats.numel_after += 2 * side * rank;
     at::Tensor padded = at::zeros({side * side}, gradients.options());
@@ -270,7 +271,7 @@ struct SquareCompression {
     }
     p = kept().ps[index];
     q = kept().qs[index];
-    orthogonalize(q.unsqueeze(0), 0);
+    orthogonalize(q.unsqueeze(0), kept().options.orthogonalization_epsilon);
     at::matmul_out(p, matrix, q);
     p_work = group.all_reduce_async(p);
   }
@@ -278,7 +279,7 @@ struct SquareCompression {
   at::Tensor finish() {
     const c10::AutoGradMode no_grad(false);
     p_work.wait();
-    orthogonalize(p.unsqueeze(0), 0);
+    orthogonalize(p.unsqueeze(0), kept().options.orthogonalization_epsilon);
     at::matmul_out(q, matrix.t(), p);
     group.all_reduce(q);
     q.div_(group.size());

@@ -56,7 +56,9 @@ class PowerSGDState {
 /// DistributedDataParallel. The parameters must be of one dtype.
 AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state);
 
-/// torch's batched_powerSGD_hook: a bucket as one square matrix. Faster, and less exact.
+/// torch's batched_powerSGD_hook: a bucket as one square matrix. Faster, and less exact. A rank
+/// above the square's side counts as the side, and `orthogonalization_epsilon` is heeded. (Python
+/// refuses the one and ignores the other.)
 AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state);
 
 }  // namespace lockstep

@@ -86,6 +86,9 @@ class DataParallelCore {
 /// others, as in Python: batch norm's running statistics are those of the first part of the batch.
 /// Other members that forward writes are never seen in the module.
 ///
+/// Where the inputs are enough for one replica only, the module itself runs. The outputs have the
+/// same form: a loss of the module is a vector of one element. With one device it is a scalar.
+///
 /// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
 /// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
 /// order in which the threads ask, so such runs differ. On the CPU gradients of gradients need
@@ -119,7 +122,8 @@ class DataParallel {
       core_.check_devices();
       auto output =
           std::apply([&](auto&... each) { return module_->forward(each...); }, parts.front());
-      detail::replace_tensors(output, Mover{core_.output_device(), detail::tensors_of(output)});
+      detail::replace_tensors(output, Mover{core_.output_device(), core_.devices().size() > 1,
+                                            detail::tensors_of(output)});
       return output;
     }
     core_.prepare(parts.size());
@@ -138,11 +142,16 @@ class DataParallel {
   DataParallelStatistics statistics() const { return core_.statistics(); }
 
  private:
+  /// What `gather` does of one output. With one device it is the module's own, as in Python.
   struct Mover {
     c10::Device device;
+    bool gathers;
     std::vector<at::Tensor> tensors;
     size_t next = 0;
-    at::Tensor operator()() { return tensors[next++].to(device); }
+    at::Tensor operator()() {
+      const at::Tensor there = tensors[next++].to(device);
+      return gathers && there.dim() == 0 ? there.reshape({1}) : there;
+    }
   };
 
   static detail::DataParallelCore::Make untyped(const std::function<ModulePtr()>& make) {

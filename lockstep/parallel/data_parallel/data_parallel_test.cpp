@@ -313,6 +313,101 @@ TEST_F(DataParallelTest, AnyInputsAndOutputs) {
   EXPECT_TRUE(rich->b->weight.grad().defined());
 }
 
+/// Takes two inputs, of which one may depend on the other, and keeps one tensor aside.
+struct TwoInputs : nn::Module {
+  explicit TwoInputs(double value) { weight = register_parameter("w", at::full({3}, value)); }
+  at::Tensor forward(at::Tensor a, const at::Tensor& b) {
+    aside = b.exp();
+    if (in_place) a.mul_(2);
+    return weight * a.sigmoid() * b.square();
+  }
+  at::Tensor weight, aside;
+  bool in_place = false;
+};
+
+/// What the calls give x and the two weights: `joined` by parallel_apply, or one after the other.
+std::vector<at::Tensor> gradients_of_dependent_inputs(bool joined, bool in_place, bool twice) {
+  const std::vector<std::shared_ptr<TwoInputs>> modules{std::make_shared<TwoInputs>(0.5),
+                                                        std::make_shared<TwoInputs>(2)};
+  const at::Tensor x = values({3}, 1).requires_grad_();
+  std::vector<std::tuple<at::Tensor, at::Tensor>> inputs;
+  for (const auto& module : modules) {
+    module->in_place = in_place;
+    // On x, on a weight, and on each other.
+    const at::Tensor a = x * modules[0]->weight;
+    inputs.emplace_back(in_place ? a * 1 : a, a.sigmoid());
+  }
+  std::vector<at::Tensor> outputs;
+  if (joined) {
+    outputs = parallel_apply(modules, inputs);
+  } else {
+    for (size_t i = 0; i < 2; ++i) {
+      const auto& [a, b] = inputs[i];
+      outputs.push_back(modules[i]->forward(a, b));
+    }
+  }
+  const at::Tensor loss = outputs[0].sum() + outputs[1].square().sum();
+  const std::vector<at::Tensor> leaves{x, modules[0]->weight, modules[1]->weight};
+  if (!twice) return torch::autograd::grad({loss}, leaves);
+  const auto first = torch::autograd::grad({loss}, leaves, {}, {}, /*create_graph=*/true);
+  at::Tensor second = modules[0]->aside.sum() + modules[1]->aside.sum();
+  for (const at::Tensor& gradient : first) second = second + gradient.square().sum();
+  return torch::autograd::grad({second}, leaves);
+}
+
+TEST_F(DataParallelTest, InputsThatDependOnEachOtherPassTheirGradientsOnOnce) {
+  for (const bool in_place : {false, true}) {
+    for (const bool twice : {false, true}) {
+      const auto got = gradients_of_dependent_inputs(true, in_place, twice);
+      const auto expected = gradients_of_dependent_inputs(false, in_place, twice);
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6))
+            << in_place << twice << i << got[i] << expected[i];
+      }
+    }
+  }
+}
+
+struct GivesItBack : nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+
+TEST_F(DataParallelTest, InputsMayBeOutputsAndComeFromReplicas) {
+  const std::vector<std::shared_ptr<GivesItBack>> idle(2, std::make_shared<GivesItBack>());
+  nn::Sequential net(nn::Linear(3, 3));
+  fill(*net, 1);
+  const std::vector<nn::Sequential> nets{net, net};
+  const at::Tensor x = values({2, 3}, 1).requires_grad_();
+  auto outputs = parallel_apply(nets, parallel_apply(idle, parallel_apply(nets, {x, x})));
+  const auto leaves = [&] {
+    auto all = net->parameters();
+    all.push_back(x);
+    return all;
+  }();
+  const auto got = torch::autograd::grad({outputs[0].square().sum() + outputs[1].sum()}, leaves);
+  const at::Tensor y = net->forward(net->forward(x));
+  const auto expected = torch::autograd::grad({y.square().sum() + y.sum()}, leaves);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::allclose(got[i], expected[i])) << i;
+}
+
+/// Makes a loss of its samples.
+struct LossNet : nn::Cloneable<LossNet> {
+  LossNet() { reset(); }
+  void reset() override { linear = register_module("linear", nn::Linear(2, 1)); }
+  at::Tensor forward(const at::Tensor& x) { return linear(x).mean(); }
+  nn::Linear linear{nullptr};
+};
+
+TEST_F(DataParallelTest, LossesAreAVectorWhateverTheBatch) {
+  const auto net = std::make_shared<LossNet>();
+  DataParallel<std::shared_ptr<LossNet>> parallel(net, on_cpus(2)), alone(net, on_cpus(1));
+  for (const int64_t rows : {4, 2, 1}) {
+    const at::Tensor x = values({rows, 2}, 1);
+    EXPECT_EQ(parallel.forward(x).sizes(), (std::vector<int64_t>{std::min<int64_t>(rows, 2)}));
+    EXPECT_EQ(alone.forward(x).dim(), 0) << "as in Python";
+  }
+}
+
 TEST_F(DataParallelTest, FunctionsComposeByHand) {
   auto net = make_net();
   const std::vector<c10::Device> devices(2, c10::kCPU);

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/GradMode.h>
 
 #include <memory>
 #include <optional>
@@ -21,59 +20,73 @@
 namespace lockstep {
 namespace detail {
 
+/// Where a replica's graph begins.
+struct GraphStart {
+  at::Tensor tensor;  ///< The caller's.
+  at::Tensor input;   ///< Stands for it in the replica's graph; undefined for a parameter.
+};
+
+/// Whether replicas on these threads have graphs of their own, of which join_graphs makes one. With
+/// other devices than CPUs they have none: there LibTorch's engine has a thread for each device.
+bool joins_graphs(const ReplicaThreads& threads, size_t replicas);
+
+/// Begins a replica's graph at these inputs. Those that need a gradient are replaced by tensors of
+/// the same memory, which have no more to do with each other or with parameters.
+std::vector<GraphStart> begin_graph(std::vector<at::Tensor>& inputs);
+
 /// Makes what replicas computed on the CPU one node of the caller's graph. Its backward runs each
 /// replica's part on the thread of that replica, where LibTorch's engine would run all of them on
 /// one thread. `starts[i]`: where replica i's graph begins, its parameters and inputs.
-/// `outputs[i]`: the tensors that it gave, which are replaced. With other devices nothing is done:
-/// there the engine has a thread for each device.
+/// `outputs[i]`: the tensors that it gave, which are replaced.
 void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
-                 const std::vector<std::vector<at::Tensor>>& starts,
+                 const std::vector<std::vector<GraphStart>>& starts,
                  std::vector<std::vector<at::Tensor>>& outputs);
 
-/// `call(i)` on the thread of replica i, for as many replicas as `starts` has.
-template <class Call>
-auto run_replicas(const std::shared_ptr<ReplicaThreads>& threads,
-                  const std::vector<std::vector<at::Tensor>>& starts, const Call& call) {
-  using Output = std::decay_t<decltype(call(size_t{0}))>;
-  std::vector<std::optional<Output>> given(starts.size());
-  threads->run(given.size(), [&](size_t i) { given[i].emplace(call(i)); });
-  std::vector<Output> outputs;
-  for (auto& output : given) outputs.push_back(std::move(*output));
-  if (CarriesTensors<Output> && c10::GradMode::is_enabled()) {
-    std::vector<std::vector<at::Tensor>> tensors;
-    for (Output& output : outputs) tensors.push_back(tensors_of(output));
-    join_graphs(threads, starts, tensors);
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      replace_tensors(outputs[i], [&, next = size_t{0}]() mutable { return tensors[i][next++]; });
-    }
+/// Begins the graph of a module's forward, with `inputs` exchanged as begin_graph does.
+template <class Module, class Inputs>
+std::vector<GraphStart> graph_starts(const Module& module, Inputs& inputs) {
+  std::vector<GraphStart> starts;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.requires_grad()) starts.push_back({parameter, {}});
   }
-  return outputs;
+  std::vector<at::Tensor> tensors = tensors_of(inputs);
+  for (GraphStart& start : begin_graph(tensors)) starts.push_back(std::move(start));
+  replace_tensors(inputs, [&, next = size_t{0}]() mutable { return tensors[next++]; });
+  return starts;
 }
 
-/// Where the graph of a module's forward begins.
-template <class Module, class Inputs>
-std::vector<at::Tensor> graph_starts(const Module& module, Inputs& inputs) {
-  std::vector<at::Tensor> starts;
-  if (!c10::GradMode::is_enabled()) return starts;
-  const auto take = [&](const std::vector<at::Tensor>& tensors) {
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.requires_grad()) starts.push_back(tensor);
-    }
-  };
-  take(module.parameters());
-  take(tensors_of(inputs));
-  return starts;
+/// `call(i)` on the thread of replica i, for all i below `count`.
+template <class Call>
+auto run_replicas(ReplicaThreads& threads, size_t count, const Call& call) {
+  using Output = std::decay_t<decltype(call(size_t{0}))>;
+  std::vector<std::optional<Output>> given(count);
+  threads.run(count, [&](size_t i) { given[i].emplace(call(i)); });
+  std::vector<Output> outputs;
+  for (auto& output : given) outputs.push_back(std::move(*output));
+  return outputs;
 }
 
 template <class ModulePtr, class Inputs>
 auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
                    const std::vector<ModulePtr>& modules, std::vector<Inputs>& inputs) {
-  std::vector<std::vector<at::Tensor>> starts;
-  for (size_t i = 0; i < inputs.size(); ++i) starts.push_back(graph_starts(*modules[i], inputs[i]));
-  return run_replicas(threads, starts, [&](size_t i) {
+  const auto call = [&](size_t i) {
     ModulePtr module = modules[i];  // A const ModuleHolder gives a const module only.
     return std::apply([&](auto&... args) { return module->forward(args...); }, inputs[i]);
-  });
+  };
+  using Output = std::decay_t<decltype(call(size_t{0}))>;
+  if (!CarriesTensors<Output> || !joins_graphs(*threads, inputs.size())) {
+    return run_replicas(*threads, inputs.size(), call);
+  }
+  std::vector<std::vector<GraphStart>> starts;
+  for (size_t i = 0; i < inputs.size(); ++i) starts.push_back(graph_starts(*modules[i], inputs[i]));
+  std::vector<Output> outputs = run_replicas(*threads, inputs.size(), call);
+  std::vector<std::vector<at::Tensor>> tensors;
+  for (Output& output : outputs) tensors.push_back(tensors_of(output));
+  join_graphs(threads, starts, tensors);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    replace_tensors(outputs[i], [&, next = size_t{0}]() mutable { return tensors[i][next++]; });
+  }
+  return outputs;
 }
 
 }  // namespace detail
@@ -84,6 +97,9 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
 /// are the caller's in equal parts, at least 1. On the CPU backward of the outputs runs on a thread
 /// per module as well. `devices` names the modules' devices in errors, and says where streams are
 /// taken from. Empty: those of their first parameters.
+///
+/// Inputs may depend on each other and on the modules' parameters. With gradients, use no input
+/// again that a module has written to: the caller's graph does not know of that.
 ///
 /// Throws ReplicaError when a module throws, and UsageError for lists of different lengths.
 template <class ModulePtr, class... Args>

@@ -99,6 +99,7 @@ struct LocalPipeline::Impl {
                  ? balance_stages(estimate_layer_costs(layers), schedule.num_stages)
                  : planned_stages(layers, options.plan, schedule.num_stages);
     std::vector<std::vector<Stage*>> of_device(devices.size());
+    const auto one_forward = devices.size() > 1 ? std::make_shared<std::mutex>() : nullptr;
     for (size_t stage = 0; stage < starts.size(); ++stage) {
       const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
       const size_t at = stage % devices.size();
@@ -109,7 +110,7 @@ struct LocalPipeline::Impl {
       }
       stages.push_back(std::make_unique<Stage>(
           part, detail::StageOptions{devices[at], options.recompute_activations,
-                                     options.forward_context}));
+                                     options.forward_context, one_forward}));
       of_device[at].push_back(stages.back().get());
     }
     collect_parameters();

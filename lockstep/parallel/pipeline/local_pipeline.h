@@ -22,7 +22,9 @@ struct LocalPipelineOptions {
   /// The layers at which the second and all further stages begin. Empty: stages of equal cost,
   /// guessed from the layers' parameters (see measure_layer_costs for a better guess).
   std::vector<std::string> plan = {};
-  /// Keep only the inputs of stages, and run forward again in backward.
+  /// Keep only the inputs of stages, and run forward again in backward, with the random numbers
+  /// that it had. All stages draw from one generator of the process. So forwards of stages, first
+  /// or second, run one at a time; backwards still run beside them.
   bool recompute_activations = false;
   /// Empty: nothing is entered.
   ForwardContext forward_context = {};

@@ -54,6 +54,46 @@ TEST(LocalPipeline, IsOneThreadToTheLastBit) {
   }
 }
 
+/// One weight, and a dropout. So the loss is linear in the weight.
+struct Scaled : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", at::full({1}, 1.5));
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = x;
+    for (int i = 0; i < 3; ++i) y = at::dropout(y, 0.3, /*train=*/true);
+    return y * weight;
+  }
+};
+
+/// The weight times its gradient is the loss only where both forwards dropped the same values.
+TEST(LocalPipeline, RecomputesWithTheSameRandomNumbers) {
+  for (const std::string& schedule : pipeline_schedule_names()) {
+    for (int trial = 0; trial < 10; ++trial) {
+      std::vector<std::shared_ptr<Scaled>> modules;
+      std::vector<Layer> layers;
+      for (int i = 0; i < 4; ++i) {
+        const auto module = modules.emplace_back(std::make_shared<Scaled>());
+        layers.push_back({std::to_string(i), module,
+                          [module](const at::Tensor& x) { return module->forward(x); }});
+      }
+      LocalPipeline pipeline(layers, {c10::kCPU, c10::kCPU},
+                             {.schedule = schedule, .recompute_activations = true});
+      double loss = 0;  // Of the last stage's thread.
+      BatchWork work;
+      work.input = at::ones({32, 256});
+      work.target = at::zeros({32});
+      work.criterion = [&](const at::Tensor& output, const at::Tensor&) {
+        const at::Tensor of_part = output.mean();
+        loss += of_part.item<double>() / 4;
+        return of_part;
+      };
+      pipeline.run_batch(work);
+      for (const auto& module : modules) {
+        EXPECT_NEAR(module->weight.grad().item<double>() * 1.5, loss, 1e-4 * loss) << schedule;
+      }
+    }
+  }
+}
+
 TEST(LocalPipeline, RethrowsAStagesExceptionAndGoesOn) {
   Chain model(4);
   auto layers = model.layers();

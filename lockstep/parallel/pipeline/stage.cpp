@@ -71,6 +71,11 @@ void Stage::begin(int micro_batches) {
   kept_.resize(static_cast<size_t>(micro_batches));
 }
 
+std::unique_lock<std::mutex> Stage::lock_forward() const {
+  if (!options_.recompute_activations || !options_.one_forward) return {};
+  return std::unique_lock(*options_.one_forward);
+}
+
 at::Tensor Stage::forward(int micro_batch, at::Tensor input) {
   Kept& kept = this->kept(micro_batch);
   kept.input = std::move(input);
@@ -78,6 +83,7 @@ at::Tensor Stage::forward(int micro_batch, at::Tensor input) {
     kept.output = run(kept.input);
     return kept.output;
   }
+  const auto alone = lock_forward();
   kept.random_state = random_state(options_.device);
   const at::NoGradGuard no_grad;
   at::Tensor output = run(kept.input).detach();
@@ -99,6 +105,7 @@ void Stage::forward_with_loss(int micro_batch, at::Tensor input, const MicroBatc
 at::Tensor Stage::root_of(int micro_batch) {
   Kept& kept = this->kept(micro_batch);
   if (kept.output.defined()) return kept.output;
+  const auto alone = lock_forward();
   if (!kept.loss) return recompute(micro_batch);
   const auto context = options_.forward_context ? options_.forward_context() : nullptr;
   at::Tensor x = kept.input;

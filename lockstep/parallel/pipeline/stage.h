@@ -5,6 +5,8 @@
 #include <c10/core/Device.h>
 
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -17,6 +19,9 @@ struct StageOptions {
   c10::Device device = c10::kCPU;
   bool recompute_activations = false;  ///< Keep a stage's input only, and run forward again.
   ForwardContext forward_context = {};
+  /// Of stages in several threads of one process, which have one random generator together. Held by
+  /// each forward when activations are recomputed. Null: no other stage is there.
+  std::shared_ptr<std::mutex> one_forward = nullptr;
 };
 
 /// Makes a loss of the last stage's output. Called once for each micro-batch.
@@ -57,6 +62,8 @@ class Stage {
     std::vector<at::Tensor> random_state;
     std::optional<SplitBackward> split;
   };
+  /// Held while this stage draws random numbers that must be drawn once more.
+  std::unique_lock<std::mutex> lock_forward() const;
   at::Tensor recompute(int micro_batch);
   at::Tensor root_of(int micro_batch);
   at::Tensor input_gradient(Kept& kept) const;

@@ -37,6 +37,17 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
                                  tensor(running_var), momentum, eps, *current_group);
 }
 
+/// As it is. LibTorch's calls at::batch_norm, with the samples' statistics as further channels.
+at::Tensor instance_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                         const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& running_mean,
+                         const std::optional<at::Tensor>& running_var, bool use_input_stats,
+                         double momentum, double eps, bool cudnn_enabled) {
+  const c10::impl::ExcludeDispatchKeyGuard plain(kMode);
+  return at::instance_norm(input, weight, bias, running_mean, running_var, use_input_stats,
+                           momentum, eps, cudnn_enabled);
+}
+
 /// Tells LibTorch's dispatcher, once in a process. It cannot be told of one thread only.
 void register_mode() {
   static const auto fall_through = [] {
@@ -44,6 +55,7 @@ void register_mode() {
     all.fallback(torch::CppFunction::makeFallthrough());
     torch::Library aten(torch::Library::IMPL, "aten", kMode, __FILE__, __LINE__);
     aten.impl("batch_norm", TORCH_FN(batch_norm));
+    aten.impl("instance_norm", TORCH_FN(instance_norm));
     return std::make_pair(std::move(all), std::move(aten));
   }();
 }

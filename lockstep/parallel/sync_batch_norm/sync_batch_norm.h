@@ -15,8 +15,8 @@ namespace lockstep {
 
 /// While it lives, every batch norm that this thread runs in training mode takes the mean and
 /// variance of all ranks' batches: at::batch_norm itself is replaced, whichever module calls it.
-/// All ranks must run the same ones in the same order, forward and backward. Guards nest; a null
-/// group, or one of one rank, changes nothing.
+/// Instance norms stay as they are. All ranks must run the same ones in the same order, forward and
+/// backward. Guards nest; a null group, or one of one rank, changes nothing.
 class SyncBatchNormGuard {
  public:
   explicit SyncBatchNormGuard(ProcessGroup group);
@@ -32,6 +32,7 @@ class SyncBatchNormGuard {
 /// Batch norm over the batches of all ranks of a group, as torch.nn.SyncBatchNorm, on every device.
 /// (Python's refuses the CPU.) Inputs are [N, C, ...]; ranks may have different N, or none. Tensors
 /// have the names of BatchNorm*d. In evaluation mode, and without a group, it is plain batch norm.
+/// Inputs of 16 bits may have weights and running statistics of 16 bits or of float32.
 ///
 /// Equal to plain batch norm over the ranks' joined batches, up to rounding: sums over a rank's
 /// values are joined in double. Gradients of gradients are not there. Forward and backward are
@@ -70,10 +71,22 @@ class SyncBatchNormed {
     if (module_->is_training()) guard.emplace(group_);
     return module_->forward(std::forward<Args>(args)...);
   }
+  /// Of the module, for wrappers and loops that take this in its place.
+  void train(bool on = true) { module_->train(on); }
+  void eval() { module_->eval(); }
+  bool is_training() const { return module_->is_training(); }
   auto& operator*() { return *module_; }
   const auto& operator*() const { return *module_; }
   SyncBatchNormed* operator->() { return this; }
+  const SyncBatchNormed* operator->() const { return this; }
   auto parameters() const { return module_->parameters(); }
+  auto ptr() const {
+    if constexpr (requires { module_.ptr(); }) {
+      return module_.ptr();
+    } else {
+      return module_;
+    }
+  }
 
  private:
   ModulePtr module_;
@@ -82,6 +95,7 @@ class SyncBatchNormed {
 
 /// torch.nn.SyncBatchNorm.convert_sync_batchnorm: all batch norms of the module, in whatever
 /// modules and functions, take the statistics of all ranks while forward runs in training mode.
+/// Instance norms do not, as in Python.
 ///
 ///     DistributedDataParallel ddp(convert_sync_batchnorm(model, group), group);
 ///

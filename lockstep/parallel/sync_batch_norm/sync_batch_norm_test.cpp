@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/instancenorm.h>
 #include <torch/nn/modules/linear.h>
 
 #include <map>
@@ -113,6 +114,36 @@ TEST_P(SyncBatchNorms, OtherInputsAndOptions) {
   });
 }
 
+/// Moments are float32's or better: only inputs, weights and results are rounded.
+TEST_P(SyncBatchNorms, TakeSixteenBits) {
+  run_group(2, [](const ProcessGroup& group) {
+    for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+      for (const bool weights_too : {false, true}) {
+        const at::Tensor x = values({6, 3}, 4).to(dtype), dy = values({6, 3}, 5).to(dtype);
+        const double most = dtype == at::kHalf ? 1e-2 : 5e-2;
+        const auto as_asked = [&](auto norm) {
+          norm->to(weights_too ? dtype : at::kFloat);
+          return norm;
+        };
+        const Result expected = train(as_asked(nn::BatchNorm1d(3)), x, dy);
+        const Result got =
+            train(as_asked(SyncBatchNorm(3, group)), own_rows(x, {4, 2}, group.rank()),
+                  own_rows(dy, {4, 2}, group.rank()));
+        const auto equal = [&](const at::Tensor& a, const at::Tensor& b) {
+          return a.scalar_type() == b.scalar_type() && at::allclose(a, b, most, most);
+        };
+        EXPECT_TRUE(equal(got.y, own_rows(expected.y, {4, 2}, group.rank())));
+        EXPECT_TRUE(equal(got.dx, own_rows(expected.dx, {4, 2}, group.rank())));
+        EXPECT_TRUE(equal(got.mean, expected.mean));
+        EXPECT_TRUE(equal(got.variance, expected.variance));
+        EXPECT_EQ(got.weight_gradient.scalar_type(), expected.weight_gradient.scalar_type());
+      }
+      SyncBatchNorm bare(nn::BatchNormOptions(3).affine(false).track_running_stats(false), group);
+      EXPECT_EQ(bare->forward(values({4, 3}, group.rank()).to(dtype)).scalar_type(), dtype);
+    }
+  });
+}
+
 TEST_P(SyncBatchNorms, EvaluateByThemselves) {
   run_group(2, [](const ProcessGroup& group) {
     SyncBatchNorm norm(3, group);
@@ -161,10 +192,16 @@ TEST_P(SyncBatchNorms, ConvertedModulesTrainAsOneOnTheJoinedBatch) {
       EXPECT_TRUE(near(item.value().grad(), expected[item.key()].grad())) << item.key();
     }
     EXPECT_TRUE(near(net->norm->running_var, alone->norm->running_var));
+    ddp.eval();
+    EXPECT_FALSE(net->norm->is_training());
+    ddp.train();
+    EXPECT_TRUE(net->norm->is_training());
     // Outside of forward nothing is synchronised: rank 0 may call alone.
     if (group.rank() == 0) net->forward(x);
     net->eval();
     auto converted = convert_sync_batchnorm(net, group);
+    EXPECT_FALSE(converted->is_training());
+    EXPECT_EQ(converted.ptr(), net);
     if (group.rank() == 0) converted.forward(x);
   });
 }
@@ -187,6 +224,34 @@ TEST_P(SyncBatchNorms, CheckpointedOnesAreSynchronisedInTheSecondRunToo) {
       return std::vector<at::Tensor>{x.grad(), norm->weight.grad(), norm->bias.grad()};
     };
     const auto expected = gradients_of(false), got = gradients_of(true);
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+  });
+}
+
+/// LibTorch's instance norm calls batch norm.
+TEST_P(SyncBatchNorms, LeaveInstanceNormsAlone) {
+  run_group(2, [](const ProcessGroup& group) {
+    const c10::AutoGradMode gradients(true);
+    const auto run = [&](bool guarded) {
+      nn::InstanceNorm2d norm(nn::InstanceNorm2dOptions(3).affine(true).track_running_stats(true));
+      fill(*norm, 1);
+      const at::Tensor x = (values({2, 3, 4, 4}, group.rank()) + group.rank()).requires_grad_();
+      at::Tensor y;
+      {
+        const SyncBatchNormGuard guard(guarded ? group : ProcessGroup());
+        y = norm(x);
+        if (guarded) {  // The guard holds on.
+          const at::Tensor rows = values({4, 3}, group.rank());
+          EXPECT_FALSE(
+              near(at::batch_norm(rows, {}, {}, {}, {}, true, 0.1, 1e-5, false),
+                   std::get<0>(at::native_batch_norm(rows, {}, {}, {}, {}, true, 0.1, 1e-5))));
+        }
+      }
+      backward((y * values({2, 3, 4, 4}, 7)).sum());
+      return std::vector<at::Tensor>{y.detach(), x.grad(), norm->weight.grad(), norm->running_mean,
+                                     norm->running_var};
+    };
+    const auto expected = run(false), got = run(true);
     for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
   });
 }

@@ -94,9 +94,13 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
     context->saved_data["count"] = count;
     context->saved_data["eps"] = eps;
     context->save_for_backward({x, weight.value_or(at::Tensor()), mean, variance});
-    // Evaluation of these statistics: LibTorch's kernel for every memory format.
-    return std::get<0>(at::native_batch_norm(x, weight, bias, mean, variance, /*training=*/false,
-                                             /*momentum=*/0, eps));
+    // Evaluation of these statistics: LibTorch's kernel for every memory format. Its weights are of
+    // the statistics' type, which for an input of 16 bits is float32.
+    const auto as_mean = [&mean](const std::optional<at::Tensor>& tensor) {
+      return tensor ? std::optional(tensor->to(mean.scalar_type())) : std::nullopt;
+    };
+    return std::get<0>(at::native_batch_norm(x, as_mean(weight), as_mean(bias), mean, variance,
+                                             /*training=*/false, /*momentum=*/0, eps));
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
