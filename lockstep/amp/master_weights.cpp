@@ -33,10 +33,11 @@ at::Tensor master_of(const at::Tensor& parameter) {
 constexpr int64_t kCompared = 1 << 17;
 
 /// Whether the parameter has other bits than its copy rounds to. Its count of changes cannot tell:
-/// collectives do not move it. One pass over both.
-bool differs(const at::Tensor& parameter, const at::Tensor& master) {
-  if (!parameter.device().is_cpu() || !is_dense(parameter) || !is_dense(master) ||
-      !same_order(parameter, master)) {
+/// collectives do not move it. One pass over both. On another device than the CPU the answer is
+/// yes, as to ask would stop it.
+bool may_differ(const at::Tensor& parameter, const at::Tensor& master) {
+  if (!parameter.device().is_cpu()) return true;
+  if (!is_dense(parameter) || !is_dense(master) || !same_order(parameter, master)) {
     return parameter.ne(master.to(parameter.scalar_type())).any().item<bool>();
   }
   const int64_t count = parameter.numel();
@@ -74,7 +75,7 @@ void MasterWeights::adopt_changes() const {
   const c10::AutoGradMode no_grad(false);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor parameter = parameters_[i].detach();
-    if (!has_copy(i) || !differs(parameter, masters_[i].detach())) continue;
+    if (!has_copy(i) || !may_differ(parameter, masters_[i].detach())) continue;
     const at::Tensor changed = parameter.ne(masters_[i].to(parameter.scalar_type()));
     masters_[i].copy_(at::where(changed, parameter.to(at::kFloat), masters_[i]));
   }

@@ -50,6 +50,11 @@ void WaiterPool::start(std::function<void()> wait, std::function<void()> abort) 
   waiters_.push_back(std::move(waiter));
 }
 
+bool WaiterPool::is_closed() {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
 void WaiterPool::close() noexcept {
   std::vector<std::unique_ptr<Waiter>> waiters;
   {
@@ -83,6 +88,10 @@ void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
   const auto is_done = [this] { return done_; };
   if (timeout) {
     // Not by the backend's own time-out, which ends more than this wait: Gloo breaks the group.
+    if (!done_ && !claimed_ && pool_is_closed()) {
+      lock.unlock();
+      return wait(std::nullopt);  // Whatever was under way has ended.
+    }
     if (!done_) start_waiter();
     if (!done_changed_.wait_for(lock, *timeout, is_done)) throw_short_wait(*timeout);
   } else if (!claimed_) {
@@ -94,6 +103,11 @@ void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
     done_changed_.wait(lock, is_done);
   }
   if (error_) std::rethrow_exception(error_);
+}
+
+bool WorkState::pool_is_closed() const {
+  const auto pool = pool_.lock();
+  return !pool || pool->is_closed();
 }
 
 void WorkState::throw_short_wait(std::chrono::milliseconds timeout) const {

@@ -43,7 +43,7 @@ class BucketReducer : public GradientReducer {
 
   void before_forward(bool) override {
     if (begun_) {
-      forget_backward();
+      forget();
       throw_missing();
     }
     if (rebuilt_ || order_.size() != parameters_.size()) return;
@@ -54,6 +54,7 @@ class BucketReducer : public GradientReducer {
 
   void before_backward(std::vector<at::Tensor>&, bool synchronizing) override {
     if (!synchronizing) return;
+    end_pending();
     for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
     std::fill(ready_.begin(), ready_.end(), false);
     if (!rebuilt_) order_.clear();
@@ -68,8 +69,9 @@ class BucketReducer : public GradientReducer {
   }
 
   void forget_backward() override {
-    begun_ = expecting_ = false;
-    place_ = {};
+    const std::lock_guard lock(mutex_);
+    end_pending();
+    forget();
   }
 
   void set_divisor(int divisor) override { divisor_ = divisor; }
@@ -108,7 +110,7 @@ class BucketReducer : public GradientReducer {
       if (--buckets_[bucket_of_[index]].pending == 0) reduce_what_is_ready();
     } catch (...) {
       // What is missing now is not the user's fault.
-      forget_backward();
+      forget();
       throw;
     }
   }
@@ -120,6 +122,23 @@ class BucketReducer : public GradientReducer {
     size_t pending = 0;  ///< Gradients that are still to come.
     Work work;
   };
+
+  void forget() {
+    begun_ = expecting_ = false;
+    place_ = {};
+  }
+
+  /// What a backward that threw has begun still writes into the buckets.
+  void end_pending() {
+    for (Bucket& bucket : buckets_) {
+      if (!bucket.work) continue;
+      try {
+        std::exchange(bucket.work, {}).wait();
+      } catch (const Error& error) {  // The group's next call says so again.
+        log_debug(std::string("an all-reduce that a backward left behind: ") + error.what());
+      }
+    }
+  }
 
   /// The gradients of a backward of a context use the buckets. Those that are there stay apart.
   void begin_in(GradientPlace place) {
@@ -241,7 +260,7 @@ class BucketReducer : public GradientReducer {
     }
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
-    forget_backward();
+    forget();
   }
 
   void deliver(size_t index) {

@@ -119,8 +119,8 @@ struct GradientAverager::Impl {
                          " a second gradient, but gave none yet to: " + join(missing, ", "),
                      "average only parameters that every step uses, or take "
                      "DistributedDataParallel with find_unused_parameters. Where the backward "
-                     "before threw, zero the gradients and go on: this comes once, except with "
-                     "Reducer::c10d");
+                     "before threw on all ranks alike, zero the gradients and go on: this comes "
+                     "once, except with Reducer::c10d. Else end the run");
   }
 };
 

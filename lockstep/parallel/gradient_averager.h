@@ -36,8 +36,9 @@ struct GradientAveragerOptions {
 /// passes. Gradients are averaged when all parameters have got theirs, in one backward or in
 /// several. A parameter that stays without one is a UsageError that names it, in the next backward;
 /// for such models take DistributedDataParallel with `find_unused_parameters`. The same error comes
-/// once after a backward that threw. (LibTorch's reducer then fails for ever, as in Python: make
-/// the averager anew.) In a backward of distributed autograd the gradients of its
+/// once after a backward that threw. Go on only where it threw on all ranks at the same place:
+/// their calls would no longer fit together. (LibTorch's reducer then fails for ever, as in Python:
+/// make the averager anew.) In a backward of distributed autograd the gradients of its
 /// rpc::AutogradContext are averaged. Parameters that need no gradient when this is made are left
 /// alone: do not unfreeze them afterwards.
 ///

@@ -170,9 +170,11 @@ TEST_P(Averager, AGanWithTwoOptimizersStaysTheSameOnAllRanks) {
 }
 
 TEST_P(Averager, GoesOnAfterABackwardThatThrew) {
-  run_group(2, [&](ProcessGroup group) {
+  // A bucket for all, and one for each, of which some are under way when backward throws.
+  const auto body = [&](const ProcessGroup& group, double bucket_mb) {
     torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::Linear(4, 1));
-    GradientAverager averager(*net, group);
+    GradientAverager averager(*net, group,
+                              {.bucket_cap_mb = bucket_mb, .first_bucket_mb = bucket_mb});
     const auto step = [&](bool throws) {
       zero_grad(net->parameters());
       const at::Tensor h = net[0]->as<torch::nn::Linear>()->forward(at::ones({2, 6}));
@@ -191,7 +193,10 @@ TEST_P(Averager, GoesOnAfterABackwardThatThrew) {
         EXPECT_EQ(net->parameters().back().grad().item<double>(), 3) << "2 rows times the mean";
       }
     }
-  });
+  };
+  for (const double bucket_mb : {25.0, 1e-5}) {
+    run_group(2, [&](ProcessGroup group) { body(group, bucket_mb); });
+  }
 }
 
 TEST_P(Averager, NoSyncAddsUpAndTheNextBackwardAveragesTheSum) {

@@ -191,7 +191,8 @@ void CheckContext::take_back(const std::string& text) noexcept {
   if (!store) return;
   const QuietNativeLog quiet;
   try {
-    store->deleteKey(failed_key(rank_));
+    // Not deleted: others may have seen it and be about to read it.
+    store->set(failed_key(rank_), "");
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
@@ -205,6 +206,7 @@ std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
   const QuietNativeLog quiet;
   if (!store().check({failed_key(rank)})) return std::nullopt;
   const std::string word = store().get_to_str(failed_key(rank));
+  if (word.empty()) return std::nullopt;  // Taken back.
   return Word{word.substr(1), word[0] == '!'};
 }
 

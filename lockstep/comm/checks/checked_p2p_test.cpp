@@ -184,6 +184,59 @@ TEST(CheckedP2P, ManySendsAtOnceAreComparedAsFewAre) {
   expect_first_of_many_to_differ(/*sends_first=*/true);
 }
 
+TEST(CheckedP2P, ACallThatTimedOutFailsItsCounterpartAndNoOther) {
+  for (const bool sends : {true, false}) {
+    std::atomic<bool> is_late{false};
+    const auto call = [](Backend& backend, int rank, bool send, const at::Tensor& tensor) {
+      return send ? isend(backend, tensor, 1 - rank) : irecv(backend, tensor, 1 - rank);
+    };
+    const auto outcomes =
+        run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+          const bool mine = rank == 0 ? sends : !sends;
+          const at::Tensor first = filled(2, rank), second = filled(2, 10 + rank);
+          if (rank == 0) {
+            backend.setTimeout(std::chrono::milliseconds(100));
+            EXPECT_THROW(call(backend, rank, mine, first)->wait(), TimeoutError);
+            backend.setTimeout(std::chrono::seconds(20));
+            is_late = true;
+          } else {
+            wait_until([&] { return is_late.load(); }, "rank 0 to have waited");
+            try {
+              call(backend, rank, mine, first)->wait();
+              ADD_FAILURE() << "its counterpart was given up";
+            } catch (const CommError& error) {
+              EXPECT_THAT(error.what(), HasSubstr(sends ? "rank 0 has given its send up after 0.1 s"
+                                                        : "rank 0 has given its receive up after"));
+            }
+          }
+          call(backend, rank, mine, second)->wait();
+          EXPECT_EQ(second[1].item<float>(), sends ? 10 : 11);
+        });
+    expect_ok(outcomes);
+  }
+}
+
+// A receive from any takes the next send of one who gave its first up.
+TEST(CheckedP2P, AReceiveFromAnyPassesOverASendThatTimedOut) {
+  std::atomic<bool> is_late{false};
+  const auto outcomes = run_gloo(2, options_of(DebugLevel::info), [&](int rank, Backend& backend) {
+    const at::Tensor tensor = filled(2, 3);
+    if (rank == 0) {
+      wait_until([&] { return is_late.load(); }, "rank 1 to have waited");
+      const at::Tensor received = filled(2, 0);
+      irecv_any(backend, received)->wait();
+      EXPECT_EQ(received[1].item<float>(), 3);
+      return;
+    }
+    backend.setTimeout(std::chrono::milliseconds(100));
+    EXPECT_THROW(isend(backend, filled(2, 2), 0)->wait(), TimeoutError);
+    backend.setTimeout(std::chrono::seconds(20));
+    is_late = true;
+    isend(backend, tensor, 0)->wait();
+  });
+  expect_ok(outcomes);
+}
+
 // The other side learnt of the call before it was given up.
 TEST(CheckedP2P, ACallThatIsHeldBackIsTakenBackWhenItsRankLeaves) {
   for (const bool aborts : {true, false}) {

@@ -15,6 +15,12 @@ namespace {
 
 constexpr std::chrono::milliseconds kLookForEnded{50};
 
+/// What stands in place of a call that will not be made, and why. Nobody deletes such a key: the
+/// other side may have seen it and be about to read it.
+constexpr char kGivenUp = '!';
+/// Its rank leaves the group, which it tells by itself.
+constexpr const char* kWithdrawn = "!";
+
 /// `side`: 's' of the send, 'r' of the receive.
 std::string key_of(const std::string& channel, char side, int64_t index) {
   return channel + "/" + side + std::to_string(index);
@@ -167,7 +173,7 @@ void P2PGate::close() {
   bool store_is_there = true;
   const auto fail_all = [&](std::deque<Held>& all) {
     for (Held& held : all) {
-      store_is_there = store_is_there && take_back(held);
+      store_is_there = store_is_there && take_back(held, kWithdrawn);
       held.work->failed(std::make_exception_ptr(
           CommError(context_->me() + ": " + describe(held.call, context_->names()) +
                     " had not begun when group '" + context_->group() + "' closed")));
@@ -180,10 +186,10 @@ void P2PGate::close() {
   for (auto& [key, tag] : tags_) fail_all(tag.held);
 }
 
-bool P2PGate::take_back(const Held& held) const {
+bool P2PGate::take_back(const Held& held, const std::string& word) const {
   if (!held.is_told()) return true;
   try {
-    context_->store().deleteKey(held.told_under);
+    context_->store().set(held.told_under, word);
     return true;
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
     return false;
@@ -245,10 +251,10 @@ bool P2PGate::advance_send(int peer, Channel& channel) {
   Held& held = channel.held.front();
   auto& store = context_->store();
   const std::string other = key_of(channel_key(context_->rank(), peer, held.tag), 'r', held.index);
-  if (held.is_told() && store.check({other})) {
-    settle(held, peer, other);
-  } else if (!held.is_told()) {
+  if (!held.is_told()) {
     issue(held, peer);
+  } else if (const auto word = word_under(other)) {
+    settle(held, peer, other, *word);
   } else if (store.check({release_key(peer, held.tag)})) {
     channel.free = true;
     issue(held, peer);
@@ -262,9 +268,11 @@ bool P2PGate::advance_send(int peer, Channel& channel) {
 bool P2PGate::advance_recv(int peer, Channel& channel) {
   Held& held = channel.held.front();
   const std::string other = key_of(channel_key(peer, context_->rank(), held.tag), 's', held.index);
-  if (held.is_told() && context_->store().check({other})) {
-    settle(held, peer, other);
-  } else if (!held.is_told() || tags_[held.tag].released) {
+  if (!held.is_told()) {
+    issue(held, peer);
+  } else if (const auto word = word_under(other)) {
+    settle(held, peer, other, *word);
+  } else if (tags_[held.tag].released) {
     issue(held, peer);
   } else {
     return false;
@@ -286,21 +294,41 @@ bool P2PGate::advance_any(Tag& tag) {
     if (!channel.held.empty()) continue;  // The next message is another receive's.
     const std::string name = channel_key(peer, context_->rank(), held.tag);
     const std::string other = key_of(name, 's', channel.next);
-    if (!store.check({other})) continue;
+    const auto word = word_under(other);
+    if (!word) continue;
+    if (word->front() == kGivenUp) {  // The next one of this sender may do.
+      ++channel.next;
+      return true;
+    }
     held.index = channel.next++;
     held.call.sequence = held.signature.sequence = static_cast<uint64_t>(held.index + 1);
     held.told_under = key_of(name, 'r', held.index);
     store.set(held.told_under, encode(held.signature));
-    settle(held, peer, other);
+    settle(held, peer, other, *word);
     tag.held.pop_front();
     return true;
   }
   return false;
 }
 
-void P2PGate::settle(Held& held, int peer, const std::string& other_key) {
+std::optional<std::string> P2PGate::word_under(const std::string& key) const {
   auto& store = context_->store();
-  const CallSignature other = decode(store.get_to_str(other_key));
+  if (!store.check({key})) return std::nullopt;
+  std::string word = store.get_to_str(key);
+  if (word == kWithdrawn) return std::nullopt;
+  return word;
+}
+
+void P2PGate::settle(Held& held, int peer, const std::string& other_key, const std::string& word) {
+  if (word.front() == kGivenUp) {
+    held.work->failed(std::make_exception_ptr(
+        CommError(context_->me() + " called " + describe(held.call, context_->names()) +
+                      " in group '" + context_->group() + "', but " + word.substr(1),
+                  "a call that timed out is not made again by itself")));
+    return;
+  }
+  auto& store = context_->store();
+  const CallSignature other = decode(word);
   const bool send = held.signature.operation == Operation::send;
   const int me = context_->rank();
   const auto mismatch = send ? find_p2p_mismatch(held.signature, me, other, peer, held.tag,
@@ -323,7 +351,8 @@ void P2PGate::issue(Held& held, int peer) {
   try {
     held.work->issued(held.issue(held.tensors, peer), peer);
     // The program has gone on after it: it is no cause of what may come.
-    if (!told_late_.empty()) context_->take_back(std::exchange(told_late_, {}));
+    if (!told_late_.empty() && held.deadline - held.timeout > late_at_)
+      context_->take_back(std::exchange(told_late_, {}));
   } catch (...) {
     held.work->failed(std::current_exception());
   }
@@ -355,6 +384,7 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   const auto give_up = [&](bool timed_out, const std::string& cause) {
     const std::string text = mine + ", but " + cause;
     context_->tell_failed(call + ", but " + cause, /*known=*/true);
+    take_back(held, kWithdrawn);
     try {
       throw_failure({}, {timed_out, text});
     } catch (...) {
@@ -372,11 +402,13 @@ bool P2PGate::expire(Held& held, const std::vector<int>& peers, bool look_for_en
   if (const auto left = how_all_left(held, peers, ended); !left.empty())
     return give_up(false, left);
   if (!late) return false;
+  const bool sends = held.signature.operation == Operation::send;
+  take_back(held, kGivenUp + context_->me() + " has given its " + (sends ? "send" : "receive") +
+                      " up after " + seconds_text(held.timeout));
   told_late_ = call + ", for which " + rank_list(peers, context_->names()) + " did not come";
+  late_at_ = Clock::now();
   context_->tell_failed(told_late_, /*known=*/true);
-  const char* counterpart = held.signature.operation == Operation::send
-                                ? " did not call the receive"
-                                : " did not call the send";
+  const char* counterpart = sends ? " did not call the receive" : " did not call the send";
   held.work->failed(std::make_exception_ptr(
       TimeoutError(mine + " and waited " + seconds_text(held.timeout) + ": " +
                        rank_list(peers, context_->names()) + counterpart,

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -105,9 +106,9 @@ class P2PGate {
 
   void run();
   bool anything_held() const;
-  /// Before it is failed: the other side is not to begin what has no counterpart. False where the
-  /// store is lost.
-  bool take_back(const Held& held) const;
+  /// Before it is failed: the other side is not to begin what has no counterpart. `word` is what it
+  /// finds in place of the call. False where the store is lost.
+  bool take_back(const Held& held, const std::string& word) const;
   bool advance(bool look_for_ended);
   /// Whether the first that is held has been issued or has failed.
   bool advance_send(int peer, Channel& channel);
@@ -118,8 +119,10 @@ class P2PGate {
   /// `ended`: of them, those whose process has ended.
   std::string how_all_left(Held& held, const std::vector<int>& peers,
                            const std::vector<int>& ended) const;
-  /// Compares with what the other side set under `other_key`, then issues or fails.
-  void settle(Held& held, int peer, const std::string& other_key);
+  /// What the other side tells of its call. None before it calls, and where it leaves the group.
+  std::optional<std::string> word_under(const std::string& key) const;
+  /// Compares with `word`, which the other side set under `other_key`, then issues or fails.
+  void settle(Held& held, int peer, const std::string& other_key, const std::string& word);
   void issue(Held& held, int peer);
 
   const std::shared_ptr<CheckContext> context_;
@@ -130,6 +133,7 @@ class P2PGate {
   std::map<Key, Channel> recvs_;
   std::map<int, Tag> tags_;
   std::string told_late_;  ///< What the others were told of the last call that timed out.
+  Clock::time_point late_at_;
   bool stop_ = false;
   std::thread thread_;
 };

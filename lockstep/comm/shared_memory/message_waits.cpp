@@ -318,6 +318,7 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
                                : who + " has called " + call + " but does not go on";
   const std::string how = " did not finish within " + seconds_text(timeout) + ": " + what;
   late_ = message->call_->text() + how;
+  late_at_ = Clock::now();
   finish(message, std::make_exception_ptr(TimeoutError(
                       text_of(*message) + how,
                       "do both sides use the same ranks and tag? Else give a longer time-out")));

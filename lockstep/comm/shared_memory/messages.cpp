@@ -115,7 +115,8 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
     live_.pop_back();
     if (message->peer_ >= 0) --peers_[static_cast<size_t>(message->peer_)].live;
   }
-  if (!message->error_) late_.clear();  // What was late is no cause of what may come.
+  // The program has gone on after what was late: that is no cause of what may come.
+  if (!message->error_ && message->deadline_ - message->timeout_ > late_at_) late_.clear();
   message->done_.store(true, std::memory_order_seq_cst);
   finished_.push_back(message);
 }

@@ -177,7 +177,7 @@ class Messages {
   /// Announcements of others that wait here for their receives.
   size_t unreceived();
   /// The last message that ran into its time-out, and what it waited for. Empty when none did, or
-  /// when another one has ended well since.
+  /// when one that began later has ended well.
   std::string late();
   /// Its thread sleeps until it is needed.
   bool parked() const { return parked_.load(std::memory_order_seq_cst); }
@@ -331,6 +331,7 @@ class Messages {
   std::vector<Peer> peers_;
   std::vector<MessagePtr> live_;
   std::string late_;
+  Clock::time_point late_at_;
   std::array<std::list<MessagePtr>, kBuckets> posted_;  ///< Receives without a send.
   std::array<std::list<Arrived>, kBuckets> arrived_;
   Table receiving_;

@@ -92,7 +92,8 @@ class DataParallelCore {
 /// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
 /// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
 /// order in which the threads ask, so such runs differ. On the CPU gradients of gradients need
-/// `create_graph` in backward only, as ever. Hooks of the module itself are not called on replicas.
+/// `create_graph` in backward only, as ever. One backward of the outputs and of such gradients
+/// together needs `retain_graph` as well. Hooks of the module itself are not called on replicas.
 ///
 /// The module must be on the first device (UsageError). What a replica throws is a ReplicaError
 /// with its device, in forward and backward. One thread at a time.

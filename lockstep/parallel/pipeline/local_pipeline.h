@@ -24,7 +24,8 @@ struct LocalPipelineOptions {
   std::vector<std::string> plan = {};
   /// Keep only the inputs of stages, and run forward again in backward, with the random numbers
   /// that it had. All stages draw from one generator of the process. So forwards of stages, first
-  /// or second, run one at a time; backwards still run beside them.
+  /// or second, run one at a time; backwards still run beside them. Then no forward or loss may
+  /// call collectives, and no layer may draw in backward, as one with `checkpoint` does.
   bool recompute_activations = false;
   /// Empty: nothing is entered.
   ForwardContext forward_context = {};

@@ -115,6 +115,8 @@ void Lifeline::connect_to_host(int host, const std::string& word) {
       // It listened when it told where: it may have ended since.
       if (options_.look) options_.look({host});
       if (Clock::now() >= deadline_) throw_missing(host, error.what());
+    } catch (const CommError& error) {
+      throw_missing(host, error.what());
     }
   }
   Hello hello;
