@@ -58,6 +58,19 @@ std::string gone_key(int rank) {
   return "gone/" + std::to_string(rank);
 }
 
+/// Sets a key for the other ranks. Without a connection, or where the store is lost, nobody is
+/// told: the loss is told by whoever asks it.
+void tell(const std::atomic<c10d::Store*>& connected, const std::string& key,
+          const std::string& word) noexcept {
+  auto* store = connected.load(std::memory_order_acquire);
+  if (!store) return;
+  const QuietNativeLog quiet;
+  try {
+    store->set(key, word);
+  } catch (const std::exception&) {  // As said above.
+  }
+}
+
 /// PrefixStore tells its prefix to its heirs only.
 struct PrefixReader : c10d::PrefixStore {
   static const std::string& prefix(const c10d::PrefixStore& store) {
@@ -171,13 +184,7 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
     told_ = word;
     told_cause_ = known;
   }
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store) return;
-  const QuietNativeLog quiet;
-  try {
-    store->set(failed_key(rank_), (known ? "!" : "?") + word);
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
+  tell(connected_, failed_key(rank_), (known ? "!" : "?") + word);
 }
 
 void CheckContext::take_back(const std::string& text) noexcept {
@@ -187,14 +194,8 @@ void CheckContext::take_back(const std::string& text) noexcept {
     told_.clear();
     told_cause_ = false;
   }
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store) return;
-  const QuietNativeLog quiet;
-  try {
-    // Not deleted: others may have seen it and be about to read it.
-    store->set(failed_key(rank_), "");
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
+  // Not deleted: others may have seen it and be about to read it.
+  tell(connected_, failed_key(rank_), "");
 }
 
 std::string CheckContext::told() const {
@@ -211,33 +212,16 @@ std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
 }
 
 void CheckContext::tell_left(int64_t steps) noexcept {
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store || steps < 1 || !told().empty()) return;
-  const QuietNativeLog quiet;
-  try {
-    store->set(left_key(rank_), std::to_string(steps));
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
+  if (steps < 1 || !told().empty()) return;
+  tell(connected_, left_key(rank_), std::to_string(steps));
 }
 
 void CheckContext::tell_closed() noexcept {
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store) return;
-  const QuietNativeLog quiet;
-  try {
-    store->set(closed_key(rank_), "");
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
+  tell(connected_, closed_key(rank_), "");
 }
 
 void CheckContext::tell_given_up() noexcept {
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store) return;
-  const QuietNativeLog quiet;
-  try {
-    store->set(given_up_key(rank_), told());
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
+  tell(connected_, given_up_key(rank_), told());
 }
 
 std::optional<std::string> CheckContext::how_it_left(int rank) {
