@@ -7,7 +7,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace autocast_test {
 
 at::ScalarType product_dtype() {
   const at::Tensor a = at::ones({2, 2});
@@ -88,5 +88,5 @@ TEST(Autocast, RefusesOtherDtypesAndDevices) {
   EXPECT_EQ(product_dtype(), at::kFloat);
 }
 
-}  // namespace
+}  // namespace autocast_test
 }  // namespace lockstep

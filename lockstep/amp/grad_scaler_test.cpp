@@ -12,7 +12,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace grad_scaler_test {
 
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
@@ -197,7 +197,7 @@ TEST(GradScaler, LooksAtSparseGradients) {
   EXPECT_EQ(table[0][0].item<double>(), 1);
 }
 
-class GradScalerOverRanks : public testing::OverBackends {};
+class GradScalerOverRanks : public test::OverBackends {};
 
 TEST_P(GradScalerOverRanks, AllSkipWhereOneRankOverflows) {
   for (const int size : {1, 2, 4}) {
@@ -216,7 +216,7 @@ TEST_P(GradScalerOverRanks, AllSkipWhereOneRankOverflows) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, GradScalerOverRanks, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(, GradScalerOverRanks, test::over_backends(), test::backend_name);
 
-}  // namespace
+}  // namespace grad_scaler_test
 }  // namespace lockstep

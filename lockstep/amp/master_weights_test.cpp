@@ -14,9 +14,9 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace master_weights_test {
 
-using testing::run_group;
+using test::run_group;
 
 MasterWeights::Factory factory(const std::string& name, double lr) {
   return [=](std::vector<at::Tensor> parameters) {
@@ -51,7 +51,7 @@ TEST(MasterWeights, UpdatesTooSmallFor16BitsAddUp) {
 
 TEST(MasterWeights, HasTheBitsOfFloat32WithTheSameGradients) {
   at::manual_seed(0);
-  for (const std::string& name : testing::plain_optimizers()) {
+  for (const std::string& name : test::plain_optimizers()) {
     const at::Tensor start = at::randn({5, 7}).to(at::kHalf);
     const at::Tensor half = leaf(start, at::kHalf), full = leaf(start, at::kFloat);
     const at::Tensor norm = leaf(at::ones({7}), at::kFloat), norm2 = leaf(norm, at::kFloat);
@@ -203,5 +203,5 @@ TEST(MasterWeights, RefusesAStateThatLacksACopy) {
               ::testing::ThrowsMessage<CheckpointError>(::testing::HasSubstr("master_param.1")));
 }
 
-}  // namespace
+}  // namespace master_weights_test
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace precision_test {
 
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
@@ -228,7 +228,7 @@ TEST(Precision, StepsAnOptimizerOfOnesOwn) {
   }
 }
 
-class PrecisionOverRanks : public testing::OverBackends {};
+class PrecisionOverRanks : public test::OverBackends {};
 
 TEST_P(PrecisionOverRanks, AllSkipWhereOneShardOverflows) {
   for (const int size : {2, 4}) {
@@ -243,7 +243,7 @@ TEST_P(PrecisionOverRanks, AllSkipWhereOneShardOverflows) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, PrecisionOverRanks, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(, PrecisionOverRanks, test::over_backends(), test::backend_name);
 
 TEST(HalfSupport, NamesAReason) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
@@ -267,5 +267,5 @@ TEST(HalfSupport, ADeviceThatLacksADtypeIsNamed) {
   require_dtype(c10::kCPU, at::kBFloat16);
 }
 
-}  // namespace
+}  // namespace precision_test
 }  // namespace lockstep

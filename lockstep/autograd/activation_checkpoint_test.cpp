@@ -18,7 +18,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace activation_checkpoint_test {
 
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
@@ -203,5 +203,5 @@ TEST(ActivationCheckpoint, RefusesWhatItCannotDo) {
   refuses([&] { backward(checkpoint(changing, x).sum()); }, "second run");
 }
 
-}  // namespace
+}  // namespace activation_checkpoint_test
 }  // namespace lockstep

@@ -17,7 +17,7 @@
 #include "lockstep/autograd/backward_hook.h"
 
 namespace lockstep {
-namespace {
+namespace backward_test {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
@@ -420,5 +420,5 @@ TEST(Backward, DeepGraphs) {
   EXPECT_EQ(leaf.grad().item<float>(), 1);
 }
 
-}  // namespace
+}  // namespace backward_test
 }  // namespace lockstep

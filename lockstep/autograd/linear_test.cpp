@@ -11,7 +11,7 @@
 #include <string>
 
 namespace lockstep {
-namespace {
+namespace linear_test {
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined()) return a.defined() == b.defined();
@@ -184,5 +184,5 @@ TEST(Linear, AGraphIsUsedUpByBackward) {
   EXPECT_THROW(y.backward(), c10::Error);
 }
 
-}  // namespace
+}  // namespace linear_test
 }  // namespace lockstep

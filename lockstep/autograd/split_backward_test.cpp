@@ -12,7 +12,7 @@
 #include "lockstep/autograd/linear.h"
 
 namespace lockstep {
-namespace {
+namespace split_backward_test {
 
 using Leaves = std::vector<at::Tensor>;
 using Forward = std::function<at::Tensor(const Leaves&)>;
@@ -143,5 +143,5 @@ TEST(SplitBackward, AGraphWithHooksGoesToTheEngineAtOnce) {
   EXPECT_TRUE(at::equal(l[0].grad(), l[1].detach()));
 }
 
-}  // namespace
+}  // namespace split_backward_test
 }  // namespace lockstep

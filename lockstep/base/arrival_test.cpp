@@ -7,7 +7,7 @@
 #include <set>
 
 namespace lockstep {
-namespace {
+namespace arrival_test {
 
 std::vector<std::string> keys_of(size_t count) {
   std::vector<std::string> keys;
@@ -70,5 +70,5 @@ TEST(Arrival, InAnyOrderTheKeysSentGrowWithTheirNumber) {
   EXPECT_LE(store.keys, 5 * kCount);
 }
 
-}  // namespace
+}  // namespace arrival_test
 }  // namespace lockstep

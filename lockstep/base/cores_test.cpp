@@ -8,7 +8,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace cores_test {
 
 namespace fs = std::filesystem;
 
@@ -116,5 +116,5 @@ TEST(Cores, AProcessorThatIsNotThereIsNamed) {
   EXPECT_THROW(set_allowed_processors({8190}), SystemError);
 }
 
-}  // namespace
+}  // namespace cores_test
 }  // namespace lockstep

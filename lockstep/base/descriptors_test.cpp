@@ -10,7 +10,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace descriptors_test {
 
 /// Puts the soft limit back; the hard one stays as it is.
 class SoftLimit {
@@ -67,5 +67,5 @@ TEST(Descriptors, TooLowAHardLimitIsNamed) {
   EXPECT_EQ(SoftLimit::now(), before);
 }
 
-}  // namespace
+}  // namespace descriptors_test
 }  // namespace lockstep

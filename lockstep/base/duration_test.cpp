@@ -9,7 +9,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace duration_test {
 
 using std::chrono::milliseconds;
 
@@ -49,5 +49,5 @@ TEST(Duration, ABadTimeoutIsNamedWithTheBounds) {
   }
 }
 
-}  // namespace
+}  // namespace duration_test
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace env_test {
 
 class EnvTest : public testing::Test {
  protected:
@@ -54,5 +54,5 @@ TEST_F(EnvTest, FlagsTakeTheUsualWords) {
   EXPECT_THROW(env_flag("LOCKSTEP_ENV_TEST"), UsageError);
 }
 
-}  // namespace
+}  // namespace env_test
 }  // namespace lockstep

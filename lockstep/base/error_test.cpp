@@ -5,7 +5,7 @@
 #include <csignal>
 
 namespace lockstep {
-namespace {
+namespace error_test {
 
 TEST(Error, HintStandsOnItsOwnLine) {
   EXPECT_STREQ(Error("it broke", "mend it").what(), "it broke\n  hint: mend it");
@@ -50,5 +50,5 @@ TEST(Error, SystemErrorEndsInTheSystemsText) {
                "cannot open /x: No such file or directory");
 }
 
-}  // namespace
+}  // namespace error_test
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace file_test {
 
 namespace fs = std::filesystem;
 
@@ -178,5 +178,5 @@ TEST(File, TemporaryDirectoryIsRemoved) {
   EXPECT_FALSE(fs::exists(path));
 }
 
-}  // namespace
+}  // namespace file_test
 }  // namespace lockstep

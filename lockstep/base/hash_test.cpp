@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lockstep {
-namespace {
+namespace hash_test {
 
 // The test suites of RFC 1321 and FIPS 180-4.
 TEST(Hash, KnownDigests) {
@@ -19,5 +19,5 @@ TEST(Hash, PiecesGiveTheDigestOfTheWhole) {
   EXPECT_EQ(hasher.finish(), md5_hex("abc"));
 }
 
-}  // namespace
+}  // namespace hash_test
 }  // namespace lockstep

@@ -9,11 +9,11 @@
 #include "tests/support/page_faults.h"
 
 namespace lockstep {
-namespace {
+namespace heap_test {
 
-using testing::in_another_process;
-using testing::page_faults_of_small_blocks;
-using testing::page_faults_of_steps;
+using test::in_another_process;
+using test::page_faults_of_small_blocks;
+using test::page_faults_of_steps;
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kOwnMalloc = true;
@@ -86,5 +86,5 @@ TEST_F(Heap, TheUsersChoiceStays) {
             0);
 }
 
-}  // namespace
+}  // namespace heap_test
 }  // namespace lockstep

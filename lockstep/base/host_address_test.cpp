@@ -5,7 +5,7 @@
 #include <net/if.h>
 
 namespace lockstep {
-namespace {
+namespace host_address_test {
 
 TEST(HostAddress, KnowsLoopback) {
   EXPECT_TRUE(is_loopback_host("127.0.1.1"));
@@ -52,5 +52,5 @@ TEST(HostAddress, ForOthersIsANumber) {
   EXPECT_EQ(addresses[0].text, outward_address());
 }
 
-}  // namespace
+}  // namespace host_address_test
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include <thread>
 
 namespace lockstep {
-namespace {
+namespace process_identity_test {
 
 /// A process that says who it is and waits to be ended. Runs nothing of LibTorch's after the fork.
 class Child {
@@ -132,5 +132,5 @@ TEST(ProcessIdentity, OtherHostOrGarbageIsUnknown) {
   EXPECT_EQ(process_number("garbage"), -1);
 }
 
-}  // namespace
+}  // namespace process_identity_test
 }  // namespace lockstep

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace lockstep {
-namespace {
+namespace random_test {
 
 TEST(KeyedRandom, SameKeysSameStreamOtherKeysAnother) {
   KeyedRandom a(1, 2, 3);
@@ -45,5 +45,5 @@ TEST(KeyedRandom, NormalHasItsMoments) {
   EXPECT_NEAR(squares / kDraws, 1, 5 * std::sqrt(2.0 / kDraws));
 }
 
-}  // namespace
+}  // namespace random_test
 }  // namespace lockstep

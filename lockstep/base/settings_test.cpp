@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace settings_test {
 
 using std::chrono::milliseconds;
 
@@ -73,5 +73,5 @@ TEST_F(Settings, BadOnesAreNamedWithWhatWasExpected) {
   }
 }
 
-}  // namespace
+}  // namespace settings_test
 }  // namespace lockstep

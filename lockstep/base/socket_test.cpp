@@ -7,7 +7,7 @@
 #include "lockstep/base/host_address.h"
 
 namespace lockstep {
-namespace {
+namespace socket_test {
 
 using std::chrono::milliseconds;
 using ::testing::AllOf;
@@ -87,5 +87,5 @@ TEST(ListenAsMaster, AnAddressInNumbersIsKept) {
   EXPECT_TRUE(is_on_all(listen_as_master("192.0.2.1", 0, false))) << "of another machine";
 }
 
-}  // namespace
+}  // namespace socket_test
 }  // namespace lockstep

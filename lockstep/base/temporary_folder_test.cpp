@@ -11,7 +11,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace temporary_folder_test {
 
 class TemporaryFolder : public testing::Test {
  protected:
@@ -54,5 +54,5 @@ TEST_F(TemporaryFolder, ThatIsMissingOrNoFolderIsNamedOnceAndReplaced) {
   EXPECT_EQ(temporary_folder(), "/tmp");
 }
 
-}  // namespace
+}  // namespace temporary_folder_test
 }  // namespace lockstep

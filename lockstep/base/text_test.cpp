@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lockstep {
-namespace {
+namespace text_test {
 
 TEST(Text, ParseIntTakesOnlyWholeNumbers) {
   EXPECT_EQ(parse_int("-12"), -12);
@@ -52,5 +52,5 @@ TEST(Text, AnEndpointOfIpv6HasBrackets) {
   EXPECT_EQ(*parsed, std::pair(std::string("[::1]"), uint16_t{65535}));
 }
 
-}  // namespace
+}  // namespace text_test
 }  // namespace lockstep

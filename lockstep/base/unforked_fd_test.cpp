@@ -10,7 +10,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace unforked_fd_test {
 
 /// What `look` returns in a forked child that starts no other program.
 template <class Look>
@@ -63,5 +63,5 @@ TEST(UnforkedFd, TellsWhyItCannotBeOpened) {
   EXPECT_FALSE(fd);
 }
 
-}  // namespace
+}  // namespace unforked_fd_test
 }  // namespace lockstep

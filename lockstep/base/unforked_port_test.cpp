@@ -10,7 +10,7 @@
 #include "lockstep/base/socket.h"
 
 namespace lockstep {
-namespace {
+namespace unforked_port_test {
 
 /// What a forked child, which starts no other program, sees of a descriptor.
 bool child_has_socket(int fd) {
@@ -43,5 +43,5 @@ TEST(UnforkedPort, KeepsItsSocketsFromForkedChildrenOnly) {
   EXPECT_EQ(send(server.get(), "x", 1, MSG_NOSIGNAL), 1) << "the parent keeps it";
 }
 
-}  // namespace
+}  // namespace unforked_port_test
 }  // namespace lockstep

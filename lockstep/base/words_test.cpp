@@ -5,7 +5,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace words_test {
 
 using Words = std::vector<std::string>;
 
@@ -77,5 +77,5 @@ TEST(Words, Numbers) {
   EXPECT_EQ(with_thousands(-1234), "-1,234");
 }
 
-}  // namespace
+}  // namespace words_test
 }  // namespace lockstep

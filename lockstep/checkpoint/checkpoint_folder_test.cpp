@@ -15,7 +15,7 @@
 
 namespace lockstep {
 namespace fs = std::filesystem;
-namespace {
+namespace checkpoint_folder_test {
 
 using test_process::OtherProcess;
 
@@ -234,5 +234,5 @@ TEST(CheckpointFolder, OfAnotherProcessIsRefusedAndLeftAlone) {
               testing::ElementsAre(".in-use", "latest", "step-00000001"));
 }
 
-}  // namespace
+}  // namespace checkpoint_folder_test
 }  // namespace lockstep

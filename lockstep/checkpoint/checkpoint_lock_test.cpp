@@ -14,7 +14,7 @@
 
 namespace lockstep {
 namespace fs = std::filesystem;
-namespace {
+namespace checkpoint_lock_test {
 
 using test_process::OtherProcess;
 using test_process::Pipe;
@@ -189,5 +189,5 @@ TEST(LocksReachAllHosts, BySystemAndItsOptions) {
   EXPECT_FALSE(locks_reach_all_hosts("beegfs", "rw"));
 }
 
-}  // namespace
+}  // namespace checkpoint_lock_test
 }  // namespace lockstep

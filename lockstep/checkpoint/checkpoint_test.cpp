@@ -15,7 +15,7 @@
 
 namespace lockstep {
 namespace fs = std::filesystem;
-namespace {
+namespace checkpoint_test {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -136,5 +136,5 @@ TEST(CheckIdentity, NamesEveryDifferenceWithBothValues) {
                     "checkpoint, '4' in this run")));
 }
 
-}  // namespace
+}  // namespace checkpoint_test
 }  // namespace lockstep

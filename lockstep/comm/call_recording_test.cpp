@@ -11,7 +11,7 @@
 #include "tests/support/watched_calls.h"
 
 namespace lockstep {
-namespace {
+namespace call_recording_test {
 
 using Shapes = std::vector<std::vector<int64_t>>;
 using Tensors = std::vector<at::Tensor>;
@@ -64,12 +64,12 @@ std::vector<Recorded> collectives() {
   };
 }
 
-class CallsOf : public ::testing::TestWithParam<testing::RankOptions> {};
+class CallsOf : public ::testing::TestWithParam<test::RankOptions> {};
 
 TEST_P(CallsOf, ShowsEachCollectiveOnceWithItsTensors) {
-  testing::WatchedCalls watched(GetParam().backend);
+  test::WatchedCalls watched(GetParam().backend);
   for (const auto& one : collectives()) {
-    testing::run_group(
+    test::run_group(
         3, [&](const ProcessGroup& group) { one.call(group); }, GetParam());
     const auto seen = watched.seen();
     ASSERT_EQ(seen.size(), 3) << one.name;
@@ -83,23 +83,23 @@ TEST_P(CallsOf, ShowsEachCollectiveOnceWithItsTensors) {
 }
 
 TEST_P(CallsOf, TellTheirSizes) {
-  testing::WatchedCalls watched(GetParam().backend);
-  testing::run_group(
+  test::WatchedCalls watched(GetParam().backend);
+  test::run_group(
       3,
       [](const ProcessGroup& group) {
         at::Tensor output = at::zeros({12});
         group.all_gather_into_tensor(output, at::ones({4}));
       },
       GetParam());
-  const testing::WatchedSizes one{"all_gather_into_tensor", 4, 12};
-  EXPECT_EQ(watched.sizes(), std::vector<testing::WatchedSizes>(3, one));
+  const test::WatchedSizes one{"all_gather_into_tensor", 4, 12};
+  EXPECT_EQ(watched.sizes(), std::vector<test::WatchedSizes>(3, one));
 }
 
 // Rank 0's call is under way until rank 1 comes.
 TEST_P(CallsOf, EndsWhenTheWorkDoes) {
-  testing::WatchedCalls watched(GetParam().backend);
+  test::WatchedCalls watched(GetParam().backend);
   std::atomic<bool> seen{false};
-  testing::run_group(
+  test::run_group(
       3,
       [&](const ProcessGroup& group) {
         at::Tensor tensor = at::ones({4});
@@ -124,8 +124,8 @@ TEST_P(CallsOf, EndsWhenTheWorkDoes) {
 
 // hierarchical's messages are Gloo's, which records them itself.
 TEST(CallRecording, ShowsMessagesOfSharedMemory) {
-  testing::WatchedCalls watched("shm");
-  testing::run_group(2,
+  test::WatchedCalls watched("shm");
+  test::run_group(2,
                      [](const ProcessGroup& group) {
                        at::Tensor tensor = at::ones({5});
                        if (group.rank() == 0) {
@@ -148,10 +148,10 @@ TEST(CallRecording, ShowsMessagesOfSharedMemory) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, CallsOf,
-                         ::testing::Values(testing::RankOptions{.backend = "shm"},
-                                           testing::RankOptions{.backend = "hierarchical",
+                         ::testing::Values(test::RankOptions{.backend = "shm"},
+                                           test::RankOptions{.backend = "hierarchical",
                                                                 .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
-}  // namespace
+}  // namespace call_recording_test
 }  // namespace lockstep

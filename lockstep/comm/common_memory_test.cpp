@@ -9,9 +9,9 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace common_memory_test {
 
-using testing::run_group;
+using test::run_group;
 
 class CommonMemory : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, CommonMemory, ::testing::Values(1, 2, 3, 4));
@@ -59,5 +59,5 @@ TEST(CommonMemoryElsewhere, WrongUseIsAnError) {
             {.backend = "shm"});
 }
 
-}  // namespace
+}  // namespace common_memory_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace device_mesh_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -42,8 +42,8 @@ TEST(ParseMesh, SaysWhatDoesNotFit) {
   EXPECT_THAT(error_of("dp=1000000,pp=1000000,tp=1000000", 6), HasSubstr("has room for"));
 }
 
-class DeviceMeshTest : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, DeviceMeshTest, testing::over_backends(), testing::backend_name);
+class DeviceMeshTest : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, DeviceMeshTest, test::over_backends(), test::backend_name);
 
 int sum_of_ranks(const ProcessGroup& group, int rank) {
   at::Tensor sum = at::full({1}, rank, at::kInt);
@@ -95,5 +95,5 @@ TEST_P(DeviceMeshTest, OneDimensionOfAllRanksIsTheGroupItself) {
   });
 }
 
-}  // namespace
+}  // namespace device_mesh_test
 }  // namespace lockstep

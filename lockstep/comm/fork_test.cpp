@@ -12,14 +12,14 @@
 #include "tests/support/page_faults.h"
 
 namespace lockstep {
-namespace {
+namespace fork_test {
 
 constexpr int kLongest = 20;  // Seconds.
 
 /// What `body` returns in a fork; -1 where it does not end.
 template <class Body>
 int in_fork(Body body) {
-  return testing::in_another_process([&] {
+  return test::in_another_process([&] {
     ::alarm(kLongest);
     return body();
   });
@@ -35,8 +35,8 @@ bool is_refused(const Call& call) {
   return false;
 }
 
-class Fork : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, Fork, testing::over_backends(), testing::backend_name);
+class Fork : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Fork, test::over_backends(), test::backend_name);
 
 TEST_P(Fork, LeavesTheGroupToItsParent) {
   for (const auto debug : {DebugLevel::off, DebugLevel::info, DebugLevel::detail}) {
@@ -71,5 +71,5 @@ TEST_P(Fork, LeavesTheGroupToItsParent) {
   }
 }
 
-}  // namespace
+}  // namespace fork_test
 }  // namespace lockstep

@@ -19,7 +19,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace forming_watch_test {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::seconds;
@@ -65,7 +65,7 @@ class StoreLostAt final : public c10d::HashStore {
   std::atomic<bool> lost_{false};
 };
 
-class Forming : public testing::OverBackends {
+class Forming : public test::OverBackends {
  protected:
   Forming() {
     options_.backend = GetParam();
@@ -84,13 +84,13 @@ class Forming : public testing::OverBackends {
   /// What forming a group of two as this rank throws; null for nothing.
   std::exception_ptr form(int rank) {
     try {
-      form_group(testing::test_context(rank, 2, options_), kDefaultGroup, {0, 1}, GetParam());
+      form_group(test::test_context(rank, 2, options_), kDefaultGroup, {0, 1}, GetParam());
     } catch (...) {
       return std::current_exception();
     }
     return nullptr;
   }
-  testing::RankOptions options_;
+  test::RankOptions options_;
 };
 
 TEST_P(Forming, ARankThatEndsIsNamedAtOnce) {
@@ -168,15 +168,15 @@ TEST_P(Forming, AStoreThatIsLostAtTheAnnouncementIsALostPeer) {
 
 TEST_P(Forming, AMemberMayLeaveAsSoonAsItHasFormedAGroup) {
   for (int round = 0; round < 10; ++round) {
-    testing::RankOptions options;
+    test::RankOptions options;
     options.backend = GetParam();
     if (options.backend == "hierarchical") options.hosts = "aabb";
-    testing::run_group(
+    test::run_group(
         4, [](ProcessGroup group) { EXPECT_EQ(group.split(0).size(), 4); }, options);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Forming, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(Backends, Forming, test::over_backends(), test::backend_name);
 
-}  // namespace
+}  // namespace forming_watch_test
 }  // namespace lockstep

@@ -14,13 +14,13 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace group_numbers_test {
 
 using ::testing::HasSubstr;
-using testing::message_of;
+using test::message_of;
 
-class GroupNumbers : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, GroupNumbers, testing::over_backends(), testing::backend_name);
+class GroupNumbers : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, GroupNumbers, test::over_backends(), test::backend_name);
 
 TEST_P(GroupNumbers, AreSummedAsTheyAre) {
   for (const int size : {1, 2, 3}) {
@@ -159,5 +159,5 @@ static_assert(kTaken<double, int, char, bool, long double>);
 static_assert(!kTaken<const double>);  // There would be no place for the result.
 static_assert(!kTaken<at::Tensor> && !kTaken<>);
 
-}  // namespace
+}  // namespace group_numbers_test
 }  // namespace lockstep

@@ -9,32 +9,32 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace lazy_tensors_test {
 
-using testing::Laziness;
-using testing::run_group;
+using test::Laziness;
+using test::run_group;
 
-class LazyTensors : public ::testing::TestWithParam<testing::RankOptions> {};
+class LazyTensors : public ::testing::TestWithParam<test::RankOptions> {};
 
 TEST_P(LazyTensors, ConjugatedOnesTravelByTheirValues) {
   run_group(
-      3, [](ProcessGroup group) { testing::take_lazy_tensors(group, Laziness::conjugated); },
+      3, [](ProcessGroup group) { test::take_lazy_tensors(group, Laziness::conjugated); },
       GetParam());
 }
 
 TEST_P(LazyTensors, NegatedOnesTravelByTheirValues) {
   run_group(
-      3, [](ProcessGroup group) { testing::take_lazy_tensors(group, Laziness::negated); },
+      3, [](ProcessGroup group) { test::take_lazy_tensors(group, Laziness::negated); },
       GetParam());
 }
 
 TEST_P(LazyTensors, ZerosWithoutMemoryAreGivenAndNotTaken) {
-  run_group(3, testing::take_zeros_without_memory, GetParam());
+  run_group(3, test::take_zeros_without_memory, GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, LazyTensors,
-                         ::testing::Values(testing::RankOptions{.backend = "shm"},
-                                           testing::RankOptions{.backend = "hierarchical",
+                         ::testing::Values(test::RankOptions{.backend = "shm"},
+                                           test::RankOptions{.backend = "hierarchical",
                                                                 .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
@@ -56,5 +56,5 @@ TEST(LazyTensorsOverGloo, AreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace lazy_tensors_test
 }  // namespace lockstep

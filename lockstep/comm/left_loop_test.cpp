@@ -8,7 +8,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace left_loop_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -17,7 +17,7 @@ using ::testing::Not;
 /// What a rank that calls once more is told.
 template <class Expected>
 std::string told(const ProcessGroup& group) {
-  return testing::message_of<Expected>([&] {
+  return test::message_of<Expected>([&] {
     at::Tensor sum = at::ones({3});
     group.all_reduce(sum);
   });
@@ -31,8 +31,8 @@ void make_steps(const ProcessGroup& group, int steps) {
   }
 }
 
-class LeftLoop : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, LeftLoop, testing::over_backends(), testing::backend_name);
+class LeftLoop : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, LeftLoop, test::over_backends(), test::backend_name);
 
 TEST_P(LeftLoop, TellsWhoLeftAndAfterHowManySteps) {
   // Within the calls that Gloo's ranks compare, and after them.
@@ -76,7 +76,7 @@ TEST_P(LeftLoop, WithoutStepsARankIsLost) {
 /// The leader of its host, or that of another one, is in no call, and so does not miss it.
 TEST(LeftLoopOfAnotherHost, IsToldWhileALeaderWaitsForAMessage) {
   for (const int waits : {0, 1}) {
-    testing::run_group(4,
+    test::run_group(4,
                        [&](ProcessGroup group) {
                          make_steps(group, 12);
                          if (group.rank() == 3) return;
@@ -104,5 +104,5 @@ TEST_P(LeftLoop, ARankThatHasFailedDoesNotCountAsOneThatLeft) {
   });
 }
 
-}  // namespace
+}  // namespace left_loop_test
 }  // namespace lockstep

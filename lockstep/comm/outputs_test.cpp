@@ -12,7 +12,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace outputs_test {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -152,41 +152,41 @@ void takes_rows_of_ranks(const ProcessGroup& group) {
   EXPECT_TRUE(at::equal(sum, part(group.rank()) * 3)) << sum;
 }
 
-class Outputs : public ::testing::TestWithParam<testing::RankOptions> {};
+class Outputs : public ::testing::TestWithParam<test::RankOptions> {};
 
 TEST_P(Outputs, CountByTheirElementsAndNotByTheirShape) {
-  testing::run_group(3, takes_rows_of_ranks, GetParam());
+  test::run_group(3, takes_rows_of_ranks, GetParam());
 }
 
 TEST_P(Outputs, OfAnotherDtypeAreRefused) {
-  testing::run_group(3, refuses_other_outputs, GetParam());
+  test::run_group(3, refuses_other_outputs, GetParam());
 }
 
 TEST_P(Outputs, WhoseElementsShareMemoryAreRefused) {
-  testing::run_group(3, refuses_shared_elements, GetParam());
+  test::run_group(3, refuses_shared_elements, GetParam());
 }
 
 TEST_P(Outputs, MayBeLeavesThatRequireAGradient) {
   for (const bool strided : {false, true}) {
     LateRank late;
-    testing::run_group(
+    test::run_group(
         3, [&](const ProcessGroup& group) { takes_leaves(group, late, strided); }, GetParam());
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
-                         ::testing::Values(testing::RankOptions{.backend = "shm"},
-                                           testing::RankOptions{.backend = "hierarchical",
+                         ::testing::Values(test::RankOptions{.backend = "shm"},
+                                           test::RankOptions{.backend = "hierarchical",
                                                                 .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
 TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {
-  testing::run_group(3, refuses_other_outputs);
+  test::run_group(3, refuses_other_outputs);
 }
 
 TEST(OutputsOverGloo, CountByTheirElementsAndNotByTheirShape) {
-  testing::run_group(3, takes_rows_of_ranks);
+  test::run_group(3, takes_rows_of_ranks);
 }
 
-}  // namespace
+}  // namespace outputs_test
 }  // namespace lockstep

@@ -15,13 +15,13 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace process_group_test {
 
 using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using testing::RankOptions;
-using testing::run_group;
+using test::RankOptions;
+using test::run_group;
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -456,7 +456,7 @@ TEST(Errors, FormingNamesTheMissingRanks) {
   options.store = hash_store();
   options.store.set_timeout(options.timeout);
   try {
-    form_group(testing::test_context(0, 3, options), "0", {0, 1, 2}, "gloo");
+    form_group(test::test_context(0, 3, options), "0", {0, 1, 2}, "gloo");
     ADD_FAILURE() << "a group of one rank formed";
   } catch (const TimeoutError& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("ranks 1, 2"), HasSubstr("300ms")));
@@ -466,10 +466,10 @@ TEST(Errors, FormingNamesTheMissingRanks) {
 TEST(Errors, ARankGivenTwiceIsNamed) {
   RankOptions options;
   options.store = hash_store();
-  const auto context = testing::test_context(0, 1, options);
+  const auto context = test::test_context(0, 1, options);
   const auto first = form_group(context, "0", {0}, "gloo");
   try {
-    form_group(testing::test_context(0, 1, options), "0", {0}, "gloo");
+    form_group(test::test_context(0, 1, options), "0", {0}, "gloo");
     ADD_FAILURE() << "the same rank joined twice";
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 0"), HasSubstr("two processes")));
@@ -479,7 +479,7 @@ TEST(Errors, ARankGivenTwiceIsNamed) {
 TEST(Errors, AClosedGroupSaysSo) {
   RankOptions options;
   options.store = hash_store();
-  const auto impl = form_group(testing::test_context(0, 1, options), "0", {0}, "gloo");
+  const auto impl = form_group(test::test_context(0, 1, options), "0", {0}, "gloo");
   const ProcessGroup group(impl);
   impl->close(false);
   impl->close(false);
@@ -514,5 +514,5 @@ TEST(Threads, OverATcpStore) {
       options);
 }
 
-}  // namespace
+}  // namespace process_group_test
 }  // namespace lockstep

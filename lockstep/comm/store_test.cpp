@@ -16,13 +16,13 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep {
-namespace {
+namespace store_test {
 
 using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using testing::message_of;
+using test::message_of;
 
 Store new_tcp_store() {
   TcpStoreOptions options;
@@ -158,7 +158,7 @@ TEST(FileStore, TheLastUserRemovesTheFileWhenAllLeaveAtOnce) {
   for (int round = 0; round < 200; ++round) {
     const auto path = folder.path() / std::to_string(round);
     std::barrier all(kUsers);
-    testing::expect_ok(testing::run_ranks(kUsers, [&](int) {
+    test::expect_ok(test::run_ranks(kUsers, [&](int) {
       Store store = file_store(path, kUsers);
       store.add("users", 1);
       Store copy = store.clone();
@@ -258,5 +258,5 @@ TEST(Store, AnEmptyHandleIsRefused) {
   EXPECT_THROW(store.set("a", "b"), UsageError);
 }
 
-}  // namespace
+}  // namespace store_test
 }  // namespace lockstep

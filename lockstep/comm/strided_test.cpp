@@ -9,9 +9,9 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace strided_test {
 
-using testing::run_group;
+using test::run_group;
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor strided(int number) {
@@ -174,5 +174,5 @@ TEST(Strided, GlooInPlaceOfHierarchicalRefusesThem) {
             {.backend = "hierarchical", .hosts = "ab"});
 }
 
-}  // namespace
+}  // namespace strided_test
 }  // namespace lockstep

@@ -11,10 +11,10 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace symmetric_memory_test {
 
 using ::testing::HasSubstr;
-using testing::run_group;
+using test::run_group;
 
 uint64_t seed_of_run() {
   if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);
@@ -199,5 +199,5 @@ TEST(SymmetricMemories, IsReleasedWithItsLastTensorAndMayOutliveTheGroup) {
   EXPECT_EQ(kept[0].sum().item<float>(), 50'000 * 399.0F);
 }
 
-}  // namespace
+}  // namespace symmetric_memory_test
 }  // namespace lockstep

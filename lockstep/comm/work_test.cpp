@@ -11,13 +11,13 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace work_test {
 
 using std::chrono::milliseconds;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
 
-class Waits : public testing::OverBackends {};
+class Waits : public test::OverBackends {};
 
 // Over Gloo a wait with a time-out of its own would break the connection.
 TEST_P(Waits, AShortOneEndsNothingElse) {
@@ -53,7 +53,7 @@ TEST_P(Waits, AShortOneEndsNothingElse) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Waits, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(Backends, Waits, test::over_backends(), test::backend_name);
 
-}  // namespace
+}  // namespace work_test
 }  // namespace lockstep

@@ -23,15 +23,15 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace world_test {
 
 using std::chrono::milliseconds;
 using ::testing::AllOf;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
-using testing::message_of;
-using testing::rethrow_first;
-using testing::run_ranks;
+using test::message_of;
+using test::rethrow_first;
+using test::run_ranks;
 
 /// Sets a variable for one test.
 class ScopedVariable {
@@ -85,9 +85,9 @@ TEST(Init, FreedMemoryIsKeptUnlessTheProgramMustGiveItBack) {
   if (const auto chosen = heap_chosen()) GTEST_SKIP() << *chosen << " is set";
   for (const bool keep : {true, false}) {
     // The blocks of each step have 23,000 pages.
-    const int ended = testing::in_another_process([keep] {
+    const int ended = test::in_another_process([keep] {
       const World world = init({.rank = 0, .world_size = 1, .keep_freed_memory = keep});
-      return (testing::page_faults_of_steps() < 10'000) == keep ? 0 : 1;
+      return (test::page_faults_of_steps() < 10'000) == keep ? 0 : 1;
     });
     EXPECT_EQ(ended, 0) << keep;
   }
@@ -255,7 +255,7 @@ TEST(World, AForkMayCloseOrReleaseItsCopy) {
       at::Tensor sum = at::ones({10});
       world.group().all_reduce_async(sum).wait();
       gloo.all_reduce_async(sum).wait();
-      const int ended = testing::in_another_process([&] {
+      const int ended = test::in_another_process([&] {
         ::alarm(20);
         World mine = std::move(world);
         const auto refused = message_of<CommError>([&] { mine.new_group({0, 1}); });
@@ -418,5 +418,5 @@ TEST(Rendezvous, TcpTakesTheRankFromTheLauncher) {
   EXPECT_FALSE(plan.job.single_host);
 }
 
-}  // namespace
+}  // namespace world_test
 }  // namespace lockstep

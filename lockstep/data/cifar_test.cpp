@@ -12,7 +12,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace cifar_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -216,5 +216,5 @@ TEST(Tar, NamesMembersAndRefusesWhatIsNoArchive) {
   EXPECT_THAT(complaint<DataError>([&] { names_of(damaged); }), HasSubstr("byte 512"));
 }
 
-}  // namespace
+}  // namespace cifar_test
 }  // namespace lockstep

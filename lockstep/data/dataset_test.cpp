@@ -9,7 +9,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace dataset_test {
 
 using test_files::complaint;
 using testing::AllOf;
@@ -90,5 +90,5 @@ TEST(Dataset, FolderComesFromTheEnvironmentWhenNotGiven) {
   }
 }
 
-}  // namespace
+}  // namespace dataset_test
 }  // namespace lockstep

@@ -10,7 +10,7 @@
 #include "lockstep/base/hash.h"
 
 namespace lockstep {
-namespace {
+namespace digits_test {
 
 constexpr size_t kPixels = kDigitSide * kDigitSide;
 using Picture = std::array<uint8_t, kPixels>;
@@ -96,5 +96,5 @@ TEST(Digits, ClassesAreDistinctButNotTrivial) {
   EXPECT_LT(right, 900);
 }
 
-}  // namespace
+}  // namespace digits_test
 }  // namespace lockstep

@@ -18,7 +18,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace download_test {
 
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
@@ -419,5 +419,5 @@ TEST_F(MnistDownload, FolderThatCannotBeMade) {
               HasSubstr((options_.data_dir / "mnist").string()));
 }
 
-}  // namespace
+}  // namespace download_test
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 #include "tests/support/pipe.h"
 
 namespace lockstep {
-namespace {
+namespace folder_lock_test {
 
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
@@ -132,5 +132,5 @@ TEST(FolderLock, UnwritableFolder) {
   EXPECT_THROW(FolderLock::acquire("/proc/self", never, {}), SystemError);
 }
 
-}  // namespace
+}  // namespace folder_lock_test
 }  // namespace lockstep

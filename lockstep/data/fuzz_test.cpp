@@ -16,7 +16,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace fuzz_test {
 
 namespace fs = std::filesystem;
 
@@ -138,5 +138,5 @@ TEST_F(Fuzz, Safetensors) {
   run(read_file(path), load_safetensors_file);
 }
 
-}  // namespace
+}  // namespace fuzz_test
 }  // namespace lockstep

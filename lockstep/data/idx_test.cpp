@@ -10,7 +10,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace idx_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -196,5 +196,5 @@ TEST_F(Idx, HeaderCannotAskForMoreMemoryThanTheFileHas) {
   }
 }
 
-}  // namespace
+}  // namespace idx_test
 }  // namespace lockstep

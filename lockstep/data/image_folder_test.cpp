@@ -17,7 +17,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace image_folder_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -282,5 +282,5 @@ TEST(RgbImage, AbsurdSizesAreRefused) {
   EXPECT_THAT(complaint<DataError>([&] { image.resize(0, 5, "a.png"); }), HasSubstr("5 x 0"));
 }
 
-}  // namespace
+}  // namespace image_folder_test
 }  // namespace lockstep

@@ -36,11 +36,11 @@
 #include "tests/support/message_of.h"
 
 namespace lockstep {
-namespace {
+namespace loader_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using testing::message_of;
+using test::message_of;
 
 /// Image i holds the byte i % 251 at every pixel but the first two, which tell i apart; target i.
 TensorDataset numbered_images(int64_t count) {
@@ -475,5 +475,5 @@ TEST(DataLoader, AWorkersErrorReachesItsBatchAndTheBatchCanBeTriedAgain) {
   }
 }
 
-}  // namespace
+}  // namespace loader_test
 }  // namespace lockstep

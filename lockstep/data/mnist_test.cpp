@@ -10,7 +10,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace mnist_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -232,5 +232,5 @@ TEST_F(Mnist, TruncatedAndEmptyFilesAreNamed) {
   EXPECT_THAT(complaint_now(), HasSubstr("byte 0: the file is empty"));
 }
 
-}  // namespace
+}  // namespace mnist_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace npy_test {
 
 namespace fs = std::filesystem;
 using namespace std::string_view_literals;
@@ -173,5 +173,5 @@ TEST_F(Npy, ArchiveDamage) {
   EXPECT_THAT(archive_complaint(local), HasSubstr("expected the header of 'x.npy'"));
 }
 
-}  // namespace
+}  // namespace npy_test
 }  // namespace lockstep

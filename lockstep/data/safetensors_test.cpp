@@ -15,7 +15,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace safetensors_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -23,7 +23,7 @@ using testing::AllOf;
 using testing::AnyOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Pair;
+using ::testing::Pair;
 
 /// A file with this header, padded by nothing, and these bytes behind it.
 std::string with_header(const std::string& header, const std::string& data = {}) {
@@ -305,5 +305,5 @@ TEST_F(Safetensors, HeaderLengthThatLooksLikeGzip) {
   EXPECT_EQ(tensor_of(load_safetensors(path()), "a").item<int>(), 'x');
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace lockstep

@@ -13,12 +13,12 @@
 #include "tests/support/message_of.h"
 
 namespace lockstep {
-namespace {
+namespace sampler_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using testing::message_of;
+using test::message_of;
 
 // What Python's DistributedSampler gives is checked for many options by tests/interop/data_test.py;
 // the figures here were printed by Python's torch 2.13 once and keep the order from changing
@@ -116,5 +116,5 @@ TEST(DistributedSampler, NamesWhatIsOutOfRange) {
                 HasSubstr("position " + std::to_string(position) + " of epoch 2"));
 }
 
-}  // namespace
+}  // namespace sampler_test
 }  // namespace lockstep

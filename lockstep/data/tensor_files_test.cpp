@@ -12,7 +12,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace tensor_files_test {
 
 namespace fs = std::filesystem;
 using test_files::complaint;
@@ -145,5 +145,5 @@ TEST_F(TensorFiles, PairsThatDoNotFit) {
               HasSubstr("test_fraction is 1.0"));
 }
 
-}  // namespace
+}  // namespace tensor_files_test
 }  // namespace lockstep

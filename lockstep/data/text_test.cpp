@@ -8,7 +8,7 @@
 #include "tests/support/test_files.h"
 
 namespace lockstep {
-namespace {
+namespace text_test {
 
 using test_files::complaint;
 using testing::ElementsAre;
@@ -102,5 +102,5 @@ TEST_F(Text, IsADataSetByName) {
               HasSubstr("text:PATH"));
 }
 
-}  // namespace
+}  // namespace text_test
 }  // namespace lockstep

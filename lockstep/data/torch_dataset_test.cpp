@@ -21,7 +21,7 @@
 #include "lockstep/data/loader.h"
 
 namespace lockstep {
-namespace {
+namespace torch_dataset_test {
 
 using ::testing::HasSubstr;
 
@@ -110,5 +110,5 @@ TEST(TorchDataset, RefusesAnEmptyOne) {
   EXPECT_THROW(torch_source(Counting(0)), DataError);
 }
 
-}  // namespace
+}  // namespace torch_dataset_test
 }  // namespace lockstep

@@ -18,7 +18,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace torch_sampler_test {
 
 using ::testing::HasSubstr;
 using Indices = std::vector<int64_t>;
@@ -157,5 +157,5 @@ TEST(TorchSampler, RefusesADataSetWithoutASize) {
   }
 }
 
-}  // namespace
+}  // namespace torch_sampler_test
 }  // namespace lockstep

@@ -30,10 +30,10 @@
 #include "tests/support/message_of.h"
 
 namespace lockstep {
-namespace {
+namespace transforms_test {
 
 using ::testing::HasSubstr;
-using testing::message_of;
+using test::message_of;
 
 at::Tensor bytes(at::IntArrayRef shape) {
   return at::randint(256, shape, at::kByte);
@@ -273,5 +273,5 @@ TEST(RandomRotation, NamesWhatDoesNotFit) {
               HasSubstr("int64 [3, 3], expected uint8 or float32"));
 }
 
-}  // namespace
+}  // namespace transforms_test
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::launch {
-namespace {
+namespace binding_test {
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -133,5 +133,5 @@ TEST(Binding, ThisMachinesCoresAreThoseThatWeMayUse) {
   EXPECT_GE(topology->domains(), 1);
 }
 
-}  // namespace
+}  // namespace binding_test
 }  // namespace lockstep::launch

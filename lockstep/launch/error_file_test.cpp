@@ -10,7 +10,7 @@
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::launch {
-namespace {
+namespace error_file_test {
 
 class ErrorFile : public testing::Test {
  protected:
@@ -88,5 +88,5 @@ TEST_F(ErrorFile, ForeignOrDamagedContentIsNoReport) {
   EXPECT_FALSE(read_error_file({}));
 }
 
-}  // namespace
+}  // namespace error_file_test
 }  // namespace lockstep::launch

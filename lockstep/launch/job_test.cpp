@@ -6,7 +6,7 @@
 #include <random>
 
 namespace lockstep::launch {
-namespace {
+namespace job_test {
 
 using std::chrono::milliseconds;
 
@@ -194,5 +194,5 @@ TEST(JobEvents, AnyOrderEnds) {
   }
 }
 
-}  // namespace
+}  // namespace job_test
 }  // namespace lockstep::launch

@@ -19,7 +19,7 @@
 #include "lockstep/launch/keeper.h"
 
 namespace lockstep::launch {
-namespace {
+namespace launcher_test {
 
 #ifdef __SANITIZE_THREAD__
 constexpr bool kHasSanitizersThread = true;
@@ -501,5 +501,5 @@ TEST(Descendants, AreFoundThroughTheWholeTree) {
   close(fds[1]);
 }
 
-}  // namespace
+}  // namespace launcher_test
 }  // namespace lockstep::launch

@@ -5,7 +5,7 @@
 #include <random>
 
 namespace lockstep::launch {
-namespace {
+namespace line_cutter_test {
 
 using Lines = std::vector<std::string>;
 
@@ -87,5 +87,5 @@ TEST(Tail, IsBoundedInBytes) {
   EXPECT_EQ(tail.lines()[0].size(), Tail::kBytes);
 }
 
-}  // namespace
+}  // namespace line_cutter_test
 }  // namespace lockstep::launch

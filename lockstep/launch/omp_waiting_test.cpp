@@ -10,7 +10,7 @@
 #include "lockstep/launch/rank_environment.h"
 
 namespace lockstep::launch {
-namespace {
+namespace omp_waiting_test {
 
 constexpr const char* kNames[] = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"};
 
@@ -70,5 +70,5 @@ TEST_F(OmpWaiting, WhatTheUserHasChosenStays) {
   }
 }
 
-}  // namespace
+}  // namespace omp_waiting_test
 }  // namespace lockstep::launch

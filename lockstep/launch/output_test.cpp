@@ -10,7 +10,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep::launch {
-namespace {
+namespace output_test {
 
 struct TestPipe {
   TestPipe() {
@@ -81,5 +81,5 @@ TEST(SameFile, TellsCopiesFromOthers) {
   EXPECT_FALSE(same_file(one.write.get(), two.write.get()));
 }
 
-}  // namespace
+}  // namespace output_test
 }  // namespace lockstep::launch

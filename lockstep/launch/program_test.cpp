@@ -10,7 +10,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep::launch {
-namespace {
+namespace program_test {
 
 namespace fs = std::filesystem;
 using Words = std::vector<std::string>;
@@ -100,5 +100,5 @@ TEST_F(ProgramTest, AMissingPythonIsNamed) {
   EXPECT_NE(refusal({"mod"}, ProgramKind::module).find("no-such-python"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace program_test
 }  // namespace lockstep::launch

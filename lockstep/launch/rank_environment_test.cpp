@@ -5,7 +5,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::launch {
-namespace {
+namespace rank_environment_test {
 
 std::string bound_address(int nodes, const std::string& master, const Resolver& resolve) {
   RankLayout layout;
@@ -34,5 +34,5 @@ TEST(ListenForRanks, AMistypedNameIsTold) {
   for (const int nodes : {1, 2}) EXPECT_THROW(bound_address(nodes, "hots0", unknown), CommError);
 }
 
-}  // namespace
+}  // namespace rank_environment_test
 }  // namespace lockstep::launch

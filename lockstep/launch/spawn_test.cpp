@@ -18,7 +18,7 @@
 #include "lockstep/comm/world.h"
 
 namespace lockstep {
-namespace {
+namespace spawn_test {
 
 using Clock = std::chrono::steady_clock;
 namespace fs = std::filesystem;
@@ -243,11 +243,11 @@ TEST_F(Spawn, ImpossibleNumbersAreRefused) {
   EXPECT_THROW(spawn(2, several), UsageError) << "several hosts need an address";
 }
 
-}  // namespace
+}  // namespace spawn_test
 
 int run_spawned() {
   try {
-    spawn(run_task, 2);
+    spawn(spawn_test::run_task, 2);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return exit_code_of(error);
@@ -258,7 +258,7 @@ int run_spawned() {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == lockstep::kWorker) return lockstep::run_spawned();
+  if (argc > 1 && std::string(argv[1]) == lockstep::spawn_test::kWorker) return lockstep::run_spawned();
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

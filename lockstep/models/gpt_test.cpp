@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace gpt_test {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -94,5 +94,5 @@ TEST(Gpt, RefusesWhatItCannotTake) {
   EXPECT_THAT([&] { make_gpt(all); }, ThrowsMessage<UsageError>(HasSubstr("dropout is 1")));
 }
 
-}  // namespace
+}  // namespace gpt_test
 }  // namespace lockstep

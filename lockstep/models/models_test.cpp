@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace models_test {
 
 std::vector<std::string> tensor_names(const torch::nn::Module& module) {
   std::vector<std::string> names;
@@ -139,5 +139,5 @@ TEST(Models, WrongSizesAreNamed) {
   EXPECT_THAT(message_of("mpl"), HasSubstr("--model: unknown value 'mpl'; expected one of mlp, "));
 }
 
-}  // namespace
+}  // namespace models_test
 }  // namespace lockstep

@@ -15,7 +15,7 @@ namespace lockstep {
 namespace norm_pool {
 extern const AllKernels kernels_plain;
 }
-namespace {
+namespace norm_pool_test {
 
 namespace nn = torch::nn;
 
@@ -329,5 +329,5 @@ TEST(NormPool, TakesTensorsThatAreNegatedLazilyAndZerosWithoutMemory) {
   EXPECT_TRUE(at::equal(gradients(norm, zeros), at::zeros_like(x)));
 }
 
-}  // namespace
+}  // namespace norm_pool_test
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace script_model_test {
 
 using testing::AllOf;
 using testing::HasSubstr;
@@ -113,5 +113,5 @@ TEST_F(ScriptModelTest, ABatchThatDoesNotFitIsNamedInOneLine) {
                                       HasSubstr("mat1 and mat2 shapes cannot be multiplied"))));
 }
 
-}  // namespace
+}  // namespace script_model_test
 }  // namespace lockstep

@@ -14,7 +14,7 @@
 #include "tests/support/plain_optimizers.h"
 
 namespace lockstep {
-namespace {
+namespace adam_test {
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.detach().contiguous(), y = b.detach().contiguous();
@@ -287,7 +287,7 @@ TEST(FusedAdam, AutogradNoticesAStepBetweenForwardAndBackward) {
 /// Every optimizer has the step of a gradient scaler, by its kernel or by hand.
 TEST(StepScaled, IsTheStepOfTheUnscaledGradient) {
   at::manual_seed(6);
-  for (const std::string& name : testing::plain_optimizers()) {
+  for (const std::string& name : test::plain_optimizers()) {
     const std::vector<at::Tensor> start{at::randn({37}), at::randn({2, 16})};
     auto a = leaves(start), b = leaves(start);
     auto plain = make_optimizer(name, a, {}), scaled = make_optimizer(name, b, {});
@@ -302,7 +302,7 @@ TEST(StepScaled, IsTheStepOfTheUnscaledGradient) {
 
 TEST(StepScaled, ChangesNothingWhenAGradientIsInfinite) {
   at::manual_seed(7);
-  for (const std::string& name : testing::plain_optimizers()) {
+  for (const std::string& name : test::plain_optimizers()) {
     auto p = leaves({at::randn({37})});
     auto optimizer = make_optimizer(name, p, {});
     set_gradients(p, p);
@@ -322,5 +322,5 @@ TEST(StepScaled, ChangesNothingWhenAGradientIsInfinite) {
   }
 }
 
-}  // namespace
+}  // namespace adam_test
 }  // namespace lockstep

@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace averaged_model_test {
 
 struct Net : torch::nn::Module {
   at::Tensor weight = register_parameter("weight", at::zeros({2}));
@@ -135,5 +135,5 @@ TEST(AveragedModel, RefusesADecayOutOfRange) {
   }
 }
 
-}  // namespace
+}  // namespace averaged_model_test
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {
-namespace {
+namespace clip_test {
 
 at::Tensor with_gradient(const at::Tensor& gradient) {
   at::Tensor parameter = at::zeros_like(gradient).requires_grad_();
@@ -48,5 +48,5 @@ TEST(ClipGradNorm, ReportsWhatIsNotFinite) {
   EXPECT_TRUE(std::isnan(clip_grad_norm({with_gradient(at::full({3}, std::nanf("")))}, 1)));
 }
 
-}  // namespace
+}  // namespace clip_test
 }  // namespace lockstep

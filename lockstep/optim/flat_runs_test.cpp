@@ -6,7 +6,7 @@
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {
-namespace {
+namespace flat_runs_test {
 
 /// Parameters whose gradients are views of one bucket, in the reverse of their order, as a
 /// reducer's are.
@@ -93,5 +93,5 @@ TEST(ZeroGrad, FillsBucketsInPlaceWhereGradientsAreToStay) {
   EXPECT_FALSE(model.parameters[0].grad().defined());
 }
 
-}  // namespace
+}  // namespace flat_runs_test
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace lbfgs_test {
 
 using ::testing::HasSubstr;
 
@@ -139,5 +139,5 @@ TEST(StepWith, OfAnOrdinaryOptimizerIsAStepAfterTheClosure) {
   EXPECT_TRUE(at::equal(problem.w, twin.w));
 }
 
-}  // namespace
+}  // namespace lbfgs_test
 }  // namespace lockstep

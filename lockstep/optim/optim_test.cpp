@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace optim_test {
 
 std::vector<at::Tensor> parameters() {
   return {at::ones({4}).requires_grad_(), at::full({2, 3}, -2.0).requires_grad_()};
@@ -248,5 +248,5 @@ TEST(ZeroGrad, DropsGradientsWithoutTouchingWhatTheyShare) {
   EXPECT_TRUE(at::equal(flat, at::ones({10})));
 }
 
-}  // namespace
+}  // namespace optim_test
 }  // namespace lockstep

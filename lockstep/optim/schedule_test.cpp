@@ -4,7 +4,7 @@
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {
-namespace {
+namespace schedule_test {
 
 TEST(Schedule, Constant) {
   EXPECT_EQ(scheduled_lr({}, 0.3, 0), 0.3);
@@ -51,5 +51,5 @@ TEST(Schedule, BadOptionsShowAtTheFirstStep) {
   EXPECT_THROW(scheduled_lr({.warmup_steps = -1}, 1, 0), UsageError);
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace lockstep

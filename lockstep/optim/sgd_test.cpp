@@ -12,7 +12,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace sgd_test {
 
 /// torch.optim.SGD as Python writes it: one operation after the other.
 class PlainSgd {
@@ -272,5 +272,5 @@ TEST(Sgd, ForeignStateIsRefusedByName) {
   expect_refused({{"momentum_buffer", at::zeros({3})}}, "momentum_buffer");
 }
 
-}  // namespace
+}  // namespace sgd_test
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace bucket_reducer_test {
 
 using ddp_test::fill;
 using ddp_test::Lookup;
@@ -106,7 +106,7 @@ void expect_close(const Case& c, const at::Tensor& found, const at::Tensor& want
 /// the step before, and zeroed in place. `walk`: by our own backward, where it can.
 History train(const Case& c, Reducer reducer, bool walk) {
   History history;
-  testing::run_group(
+  test::run_group(
       c.ranks,
       [&](ProcessGroup group) {
         auto net = std::make_shared<Wide>(c.type);
@@ -187,8 +187,8 @@ TEST_P(BucketReducer, GivesTheSameBitsInOurOwnBackward) {
   expect_alike(train(GetParam(), Reducer::lockstep, true), train(GetParam(), Reducer::c10d, true));
 }
 
-class BucketReducers : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, BucketReducers, testing::over_backends(), testing::backend_name);
+class BucketReducers : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, BucketReducers, test::over_backends(), test::backend_name);
 
 TEST_P(BucketReducers, SaysWhatItDoesNotDo) {
   run_group(2, [&](ProcessGroup group) {
@@ -317,5 +317,5 @@ TEST(ScaledCopy, TakesTensorsThatAreNegatedLazilyAndZerosWithoutMemory) {
   EXPECT_TRUE(at::equal(target, at::zeros({9}))) << target;
 }
 
-}  // namespace
+}  // namespace bucket_reducer_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace comm_hook_test {
 
 using ddp_test::fill;
 using ddp_test::Net;
@@ -22,13 +22,13 @@ at::Tensor flat_gradients(torch::nn::Module& module) {
   return at::cat(parts);
 }
 
-class CommHooks : public testing::OverBackends {
+class CommHooks : public test::OverBackends {
  protected:
   /// The gradients after `steps` steps of two ranks with these options, as rank 0 has them.
   static at::Tensor result_of(const DdpOptions& options, int ranks = 2, int steps = 3);
   static void expect_refused(const GradientHook& hook, const std::string& text);
 };
-INSTANTIATE_TEST_SUITE_P(All, CommHooks, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(All, CommHooks, test::over_backends(), test::backend_name);
 
 at::Tensor CommHooks::result_of(const DdpOptions& options, int ranks, int steps) {
   at::Tensor result;
@@ -180,5 +180,5 @@ TEST_P(CommHooks, ItsErrorLeavesBackward) {
       "my own");
 }
 
-}  // namespace
+}  // namespace comm_hook_test
 }  // namespace lockstep

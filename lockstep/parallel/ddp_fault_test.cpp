@@ -11,17 +11,17 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace ddp_fault_test {
 
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
 
-class DdpFault : public testing::OverBackends {
+class DdpFault : public test::OverBackends {
  protected:
   static void train_until_rank_1_leaves(const DdpOptions& options);
 };
-INSTANTIATE_TEST_SUITE_P(All, DdpFault, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(All, DdpFault, test::over_backends(), test::backend_name);
 
 void DdpFault::train_until_rank_1_leaves(const DdpOptions& options) {
   const auto start = std::chrono::steady_clock::now();
@@ -53,5 +53,5 @@ TEST_P(DdpFault, AlsoWithAHook) {
   train_until_rank_1_leaves(options);
 }
 
-}  // namespace
+}  // namespace ddp_fault_test
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace ddp_test_cases {
 
 using ddp_test::Counter;
 using ddp_test::fill;
@@ -64,8 +64,8 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
   }
 }
 
-class Ddp : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, Ddp, testing::over_backends(), testing::backend_name);
+class Ddp : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Ddp, test::over_backends(), test::backend_name);
 
 TEST_P(Ddp, AveragesGradientsOverRanks) {
   const auto expected = averaged<Net>(
@@ -370,5 +370,5 @@ TEST_P(Ddp, OneRankNeedsNoReducer) {
   });
 }
 
-}  // namespace
+}  // namespace ddp_test_cases
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace ddp_unused_test {
 
 using ddp_test::fill;
 using ddp_test::Heads;
@@ -29,8 +29,8 @@ std::shared_ptr<Module> filled() {
   return module;
 }
 
-class DdpUnused : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, DdpUnused, testing::over_backends(), testing::backend_name);
+class DdpUnused : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, DdpUnused, test::over_backends(), test::backend_name);
 
 TEST_P(DdpUnused, TheNextForwardNamesParametersWithoutGradient) {
   run_group(2, [&](ProcessGroup group) {
@@ -130,5 +130,5 @@ TEST_P(DdpUnused, AGraphMayOutliveTheWrapper) {
   });
 }
 
-}  // namespace
+}  // namespace ddp_unused_test
 }  // namespace lockstep

@@ -17,7 +17,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace gradient_averager_test {
 
 using ddp_test::Counter;
 using ddp_test::fill;
@@ -30,7 +30,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 using Tensors = std::vector<at::Tensor>;
-using testing::message_of;
+using test::message_of;
 
 at::Tensor input(int rank, int step = 0) {
   return values({4, 6}, 10 * rank + step);
@@ -69,8 +69,8 @@ Tensors train(Net& net, int rank, bool engine, bool ours, Forward forward) {
   return copies(net.parameters());
 }
 
-class Averager : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, Averager, testing::over_backends(), testing::backend_name);
+class Averager : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Averager, test::over_backends(), test::backend_name);
 
 TEST_P(Averager, TrainsToDdpsBits) {
   for (const int ranks : {2, 3}) {
@@ -375,5 +375,5 @@ TEST_P(Averager, WrongUseIsNamed) {
   });
 }
 
-}  // namespace
+}  // namespace gradient_averager_test
 }  // namespace lockstep

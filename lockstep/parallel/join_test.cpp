@@ -11,7 +11,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace join_test {
 
 using ddp_test::Counter;
 using ddp_test::fill;
@@ -19,8 +19,8 @@ using ddp_test::Net;
 using ddp_test::values;
 using ::testing::HasSubstr;
 
-class JoinInputs : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, JoinInputs, testing::over_backends(), testing::backend_name);
+class JoinInputs : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, JoinInputs, test::over_backends(), test::backend_name);
 
 at::Tensor input(int rank, int step) {
   return values({4, 6}, 10 * rank + step);
@@ -236,7 +236,7 @@ TEST_P(JoinInputs, WhatTheLoopThrowsLeavesAtOnce) {
 
 TEST(Join, WrongUse) {
   EXPECT_THROW(Join({}), UsageError);
-  testing::run_group(2, [](const ProcessGroup& group) {
+  test::run_group(2, [](const ProcessGroup& group) {
     const ProcessGroup other = group.split(0);
     InputCounter a(group), b(other);
     EXPECT_THROW(Join({a, b}), UsageError);
@@ -254,5 +254,5 @@ TEST(Join, WrongUse) {
   });
 }
 
-}  // namespace
+}  // namespace join_test
 }  // namespace lockstep

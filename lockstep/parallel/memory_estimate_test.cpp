@@ -6,7 +6,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace memory_estimate_test {
 
 MemoryQuestion million(int ranks) {
   MemoryQuestion question;
@@ -64,5 +64,5 @@ TEST(MemoryEstimate, WrongQuestionsAreRefused) {
   EXPECT_THROW(estimate_memory("ddp", question), UsageError);
 }
 
-}  // namespace
+}  // namespace memory_estimate_test
 }  // namespace lockstep

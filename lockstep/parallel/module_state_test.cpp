@@ -9,14 +9,14 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace module_state_test {
 
 using ::testing::HasSubstr;
 using torch::nn::Module;
 
 /// Over the default backend.
 void run_group(int size, const std::function<void(ProcessGroup)>& body) {
-  testing::run_group(size, body, {.backend = "shm"});
+  test::run_group(size, body, {.backend = "shm"});
 }
 
 struct Free : Module {
@@ -141,5 +141,5 @@ TEST(ModuleState, NamesAreInPythonsOrderWithEachTensorOnce) {
   EXPECT_FALSE(state.reduced[1].sparse_gradient);
 }
 
-}  // namespace
+}  // namespace module_state_test
 }  // namespace lockstep

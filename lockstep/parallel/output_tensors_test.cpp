@@ -17,7 +17,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace output_tensors_test {
 
 using at::Tensor;
 using ::testing::ElementsAre;
@@ -159,8 +159,8 @@ struct Forked : torch::nn::Module {
   torch::nn::Linear used{2, 1}, unused{2, 1};
 };
 
-class StructOutput : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, StructOutput, testing::over_backends(), testing::backend_name);
+class StructOutput : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, StructOutput, test::over_backends(), test::backend_name);
 
 TEST_P(StructOutput, IsWalkedForUnusedParameters) {
   run_group(2, [&](ProcessGroup group) {
@@ -196,5 +196,5 @@ TEST_P(StructOutput, OfUnknownTensorsIsAskedForOnlyWhereTheyMustBeVisited) {
   });
 }
 
-}  // namespace
+}  // namespace output_tensors_test
 }  // namespace lockstep

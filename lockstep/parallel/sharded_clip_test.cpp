@@ -10,12 +10,12 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace sharded_clip_test {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-class ShardedClip : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, ShardedClip, testing::over_backends(), testing::backend_name);
+class ShardedClip : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, ShardedClip, test::over_backends(), test::backend_name);
 
 /// What LibTorch's norm says of all ranks' gradients together.
 TEST_P(ShardedClip, ScalesByTheNormOverAllRanks) {
@@ -97,5 +97,5 @@ TEST_P(ShardedClip, WrongUse) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_clip_test
 }  // namespace lockstep

@@ -9,9 +9,9 @@
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace autograd_test {
 
-using testing::run_workers;
+using test::run_workers;
 
 at::Tensor seeded(std::vector<int64_t> shape, uint64_t seed) {
   at::manual_seed(seed);
@@ -116,5 +116,5 @@ TEST(RpcOptimizer, TrainsToOneProcesssBits) {
   });
 }
 
-}  // namespace
+}  // namespace autograd_test
 }  // namespace lockstep::rpc

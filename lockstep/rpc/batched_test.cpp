@@ -10,11 +10,11 @@
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace batched_test {
 
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 // Each request with the number of those in its batch.
 const auto count_together =
@@ -77,5 +77,5 @@ TEST(RpcBatched, AFailureIsAllRequestsOfTheBatch) {
   });
 }
 
-}  // namespace
+}  // namespace batched_test
 }  // namespace lockstep::rpc

@@ -6,7 +6,7 @@
 #include <thread>
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace call_count_test {
 
 constexpr auto kLong = std::chrono::seconds(30);
 
@@ -40,5 +40,5 @@ TEST(CallCount, WaitsForTheLast) {
   other.join();
 }
 
-}  // namespace
+}  // namespace call_count_test
 }  // namespace lockstep::rpc::detail

@@ -23,7 +23,7 @@
 #include "tests/support/message_of.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace data_parallel_test {
 
 /// On the server: a weight that the trainers' inputs are multiplied by.
 struct Table {
@@ -269,7 +269,7 @@ TEST(RpcDataParallel, GradientsOfTwoPlacesAreAnError) {
     net.second(at::ones({4, 3})).sum().backward();
     AutogradContext context;
     const at::Tensor loss = net.first(x).sum();
-    EXPECT_THAT(lockstep::testing::message_of<Error>([&] { context.backward({loss}); }),
+    EXPECT_THAT(lockstep::test::message_of<Error>([&] { context.backward({loss}); }),
                 ::testing::HasSubstr("came in another backward than those before it"));
   });
 }
@@ -279,11 +279,11 @@ TEST(RpcDataParallel, WhatShardsGradientsRefusesAContext) {
     FullyShardedDataParallel fsdp(std::make_shared<Net>(), trainers);
     AutogradContext context;
     const at::Tensor loss = fsdp.forward(input(trainers.rank(), 0)).sum();
-    EXPECT_THAT(lockstep::testing::message_of<Error>([&] { context.backward({loss}); }),
+    EXPECT_THAT(lockstep::test::message_of<Error>([&] { context.backward({loss}); }),
                 ::testing::AllOf(::testing::HasSubstr("FullyShardedDataParallel, rank "),
                                  ::testing::HasSubstr("lie in an rpc::AutogradContext")));
   });
 }
 
-}  // namespace
+}  // namespace data_parallel_test
 }  // namespace lockstep::rpc

@@ -17,7 +17,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace fast_link_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
@@ -255,5 +255,5 @@ TEST_P(FastLinks, SpoiltRequestsAreErrorsAndTheWorkerGoesOn) {
   EXPECT_EQ(served.path->results_kept(), 0);
 }
 
-}  // namespace
+}  // namespace fast_link_test
 }  // namespace lockstep::rpc::detail

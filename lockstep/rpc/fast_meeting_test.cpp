@@ -13,7 +13,7 @@
 #include "tests/support/file_limit.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace fast_meeting_test {
 
 using namespace std::chrono_literals;
 
@@ -29,7 +29,7 @@ TEST(FastMeeting, ARankThatFailsLateHoldsNobodyUp) {
           Store other = store.clone();
           std::thread meets([&] { EXPECT_EQ(meet(store, {.rank = 1, .size = 3}), nullptr); });
           other.wait({numbered_keys("fast/wish/", 3)[1]});
-          const lockstep::testing::FileLimit none(0);
+          const lockstep::test::FileLimit none(0);
           other.set("is_poor", "");
           meets.join();
         } else {
@@ -42,5 +42,5 @@ TEST(FastMeeting, ARankThatFailsLateHoldsNobodyUp) {
       3);
 }
 
-}  // namespace
+}  // namespace fast_meeting_test
 }  // namespace lockstep::rpc::detail

@@ -28,12 +28,12 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace fast_path_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 FastPath* path() {
   return this_worker("a test")->fast_path();
@@ -509,5 +509,5 @@ TEST_P(FastPaths, CallsInAnAutogradContextGoLibTorchsWay) {
   });
 }
 
-}  // namespace
+}  // namespace fast_path_test
 }  // namespace lockstep::rpc::detail

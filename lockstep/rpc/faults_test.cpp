@@ -13,13 +13,13 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace faults_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 std::atomic<int> begun = 0;
 const Promise<int> gate;
@@ -182,5 +182,5 @@ TEST(RpcFaults, TenThousandCallsAreUnderWayAtOnce) {
   });
 }
 
-}  // namespace
+}  // namespace faults_test
 }  // namespace lockstep::rpc

@@ -6,7 +6,7 @@
 #include <thread>
 
 namespace lockstep::rpc {
-namespace {
+namespace future_test {
 
 using std::chrono::milliseconds;
 
@@ -84,5 +84,5 @@ TEST(Future, FailsWhenAllPromisesAreGone) {
   EXPECT_THROW(next.wait(), CancelledError);
 }
 
-}  // namespace
+}  // namespace future_test
 }  // namespace lockstep::rpc

@@ -12,7 +12,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace handler_threads_test {
 
 using test_wait::wait_until;
 
@@ -117,7 +117,7 @@ bool take_what_there_is(bool has_thread) {
     });
     begun.wait();
   }
-  lockstep::testing::refuse_threads();
+  lockstep::test::refuse_threads();
   if (has_thread) {
     for (int i = 0; i < 3; ++i) threads.run(task);
     released.count_down();
@@ -135,9 +135,9 @@ TEST(HandlerThreads, WhereNoThreadCanBeStartedThoseThatAreThereDoTheWork) {
 #endif
   for (const bool has_thread : {true, false}) {
     const auto run = [&] { return take_what_there_is(has_thread) ? 0 : 1; };
-    EXPECT_EQ(lockstep::testing::in_another_process(run), 0) << has_thread;
+    EXPECT_EQ(lockstep::test::in_another_process(run), 0) << has_thread;
   }
 }
 
-}  // namespace
+}  // namespace handler_threads_test
 }  // namespace lockstep::rpc::detail

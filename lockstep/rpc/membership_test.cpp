@@ -19,13 +19,13 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace membership_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 struct Held {
   Held() { ++living; }
@@ -101,11 +101,11 @@ TEST(RpcMembership, WhatADeadWorkerHeldIsFreed) {
 }
 
 TEST(RpcMembership, DISABLED_AWorkerThatComesLater) {
-  if (testing::joining_name() == "w0") {
-    EXPECT_THROW(testing::join_group(), UsageError);
+  if (test::joining_name() == "w0") {
+    EXPECT_THROW(test::join_group(), UsageError);
     return;
   }
-  Agent agent = testing::join_group();
+  Agent agent = test::join_group();
   EXPECT_EQ(call("w0", twice, 4), 8);
   call("w0", came, agent.name());
   agent.shutdown();
@@ -118,7 +118,7 @@ TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
       wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
       // In the dead one's place, then a further one, then one whose name a living worker has.
       for (const char* name : {"w2", "extra", "w0"}) {
-        testing::expect_success(testing::start_joining(
+        test::expect_success(test::start_joining(
             agent.address(), name, "RpcMembership.DISABLED_AWorkerThatComesLater"));
       }
       EXPECT_EQ(arrived.load(), 2);
@@ -253,5 +253,5 @@ TEST(RpcDeath, OfAnotherWorkerAtAnyPhase) {
   die_at_some_phase(2);
 }
 
-}  // namespace
+}  // namespace membership_test
 }  // namespace lockstep::rpc

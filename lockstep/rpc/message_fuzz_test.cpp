@@ -28,7 +28,7 @@
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace message_fuzz_test {
 
 namespace native = torch::distributed::rpc;
 namespace autograd = torch::distributed::autograd;
@@ -255,7 +255,7 @@ struct Served {
 TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
   const uint64_t seed = fuzz_seed();
   SCOPED_TRACE(seed);
-  testing::run_workers(2, [seed](Agent&, int rank) {
+  test::run_workers(2, [seed](Agent&, int rank) {
     if (rank == 1) return;
     Random random(seed);
     Served served("");
@@ -286,7 +286,7 @@ TEST(MessageFuzz, SpoiltMessagesAreErrorsAndTheWorkerGoesOn) {
 }
 
 TEST(MessageFuzz, ReferencesOfWorkersThatThereAreNotAreRefused) {
-  testing::run_workers(1, [](Agent&, int) {
+  test::run_workers(1, [](Agent&, int) {
     Served served("");
     const auto refusal_of = [&](const MessagePtr& message) {
       const auto answer = served.take(served.sealed(message));
@@ -326,7 +326,7 @@ TEST(MessageFuzz, ReferencesOfWorkersThatThereAreNotAreRefused) {
 TEST(MessageFuzz, WithoutTheSecretNoFunctionRuns) {
   const uint64_t seed = fuzz_seed();
   SCOPED_TRACE(seed);
-  testing::run_workers(1, [seed](Agent&, int) {
+  test::run_workers(1, [seed](Agent&, int) {
     Random random(seed);
     Served served("a secret of 16 letters"), other("another one of 16 letters"), none("");
     const auto message = [] { return good_messages().front(); };
@@ -356,7 +356,7 @@ TEST(MessageFuzz, WithoutTheSecretNoFunctionRuns) {
 }
 
 TEST(MessageFuzz, CallsBeyondTheLimitAreRefusedUntilOthersAreAnswered) {
-  testing::run_workers(1, [](Agent&, int) {
+  test::run_workers(1, [](Agent&, int) {
     Served served("", {.at_once = 2});
     const auto call_gate = [&] {
       WireCall call("fuzz.gate", at_gate.signature().hash, 1, {});
@@ -374,5 +374,5 @@ TEST(MessageFuzz, CallsBeyondTheLimitAreRefusedUntilOthersAreAnswered) {
   });
 }
 
-}  // namespace
+}  // namespace message_fuzz_test
 }  // namespace lockstep::rpc::detail

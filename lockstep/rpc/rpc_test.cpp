@@ -18,11 +18,11 @@
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace rpc_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 struct Batch {
   at::Tensor images;
@@ -221,5 +221,5 @@ TEST(RpcRRef, ARemoteCallMayCarryAThirdWorkersObject) {
   });
 }
 
-}  // namespace
+}  // namespace rpc_test
 }  // namespace lockstep::rpc

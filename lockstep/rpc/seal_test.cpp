@@ -12,13 +12,13 @@
 #include "tests/support/run_workers.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace seal_test {
 
 using namespace std::chrono_literals;
 using detail::MessagePtr;
 using detail::Seal;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 using torch::distributed::rpc::Message;
 using torch::distributed::rpc::MessageType;
 
@@ -150,5 +150,5 @@ TEST(RpcLimits, SizesDepthAndNumbersAreBounded) {
               {.max_call_depth = 20, .max_message_bytes = 1'000'000, .max_depth = 2});
 }
 
-}  // namespace
+}  // namespace seal_test
 }  // namespace lockstep::rpc

@@ -13,11 +13,11 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace sent_tensors_test {
 
 using test_wait::wait_until;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 at::Tensor with_too_little_memory() {
   const at::Tensor tensor = at::ones({4});
@@ -185,5 +185,5 @@ TEST(SentTensors, AMessageThatWasNotSentLeavesNoReferenceBehind) {
       kSlow);
 }
 
-}  // namespace
+}  // namespace sent_tensors_test
 }  // namespace lockstep::rpc

@@ -17,7 +17,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace socket_link_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
@@ -221,5 +221,5 @@ TEST(SocketLink, WhileOneLooksNobodyIsWoken) {
   EXPECT_EQ(end.take().messages.size(), 1);
 }
 
-}  // namespace
+}  // namespace socket_link_test
 }  // namespace lockstep::rpc::detail

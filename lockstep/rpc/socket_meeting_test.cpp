@@ -20,10 +20,10 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace socket_meeting_test {
 
 using namespace std::chrono_literals;
-using lockstep::testing::message_of;
+using lockstep::test::message_of;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
 
@@ -316,5 +316,5 @@ TEST(SocketHandshake, AMessageRightBehindTheLastWordIsLeft) {
   EXPECT_STREQ(text, "message");
 }
 
-}  // namespace
+}  // namespace socket_meeting_test
 }  // namespace lockstep::rpc::detail

@@ -14,12 +14,12 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc {
-namespace {
+namespace staleness_bound_test {
 
 using namespace std::chrono_literals;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
-using testing::run_workers;
+using test::run_workers;
 
 constexpr int64_t kSteps = 20;
 
@@ -123,7 +123,7 @@ const auto enter_for_the_dead = function("staleness.enter_for_the_dead", [] {
 });
 
 TEST(RpcStaleness, DISABLED_InTheDeadOnesPlace) {
-  Agent agent = testing::join_group();
+  Agent agent = test::join_group();
   StalenessBound bound("w0", both(0));
   call("w1", enter_for_the_dead);
   for (int64_t i = 0; i < kSteps; ++i) EXPECT_EQ(bound.step(), 0);
@@ -137,7 +137,7 @@ TEST(RpcStaleness, TheDeadOneDoesNotCountForTheOneInItsPlace) {
                 if (rank == 2) ::_exit(0);
                 wait_until([&] { return !agent.lost_workers().empty(); }, "the loss");
                 if (rank == 0) {
-                  testing::expect_success(testing::start_joining(
+                  test::expect_success(test::start_joining(
                       agent.address(), "w2", "RpcStaleness.DISABLED_InTheDeadOnesPlace"));
                   return;
                 }
@@ -271,5 +271,5 @@ TEST(RpcStaleness, WhatDoesNotFitIsAnError) {
   });
 }
 
-}  // namespace
+}  // namespace staleness_bound_test
 }  // namespace lockstep::rpc

@@ -15,7 +15,7 @@
 #include "lockstep/rpc/value.h"
 
 namespace lockstep::rpc::detail {
-namespace {
+namespace value_codec_test {
 
 using ::testing::HasSubstr;
 using Random = std::mt19937_64;
@@ -173,5 +173,5 @@ TEST(ValueCodecFuzz, SpoiltBytesAreReadOrRefused) {
   EXPECT_GT(refused, 2'000);
 }
 
-}  // namespace
+}  // namespace value_codec_test
 }  // namespace lockstep::rpc::detail

@@ -22,7 +22,7 @@ enum class Colour : int8_t { red, green };
 }  // namespace shapes
 
 namespace lockstep::rpc {
-namespace {
+namespace value_test {
 
 template <class T>
 T there_and_back(const T& value) {
@@ -98,5 +98,5 @@ static_assert(!Sendable<NoFields>);
 static_assert(!Sendable<std::shared_ptr<NoFields>>);
 static_assert(Sendable<std::vector<shapes::Point>>);
 
-}  // namespace
+}  // namespace value_test
 }  // namespace lockstep::rpc

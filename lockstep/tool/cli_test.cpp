@@ -17,7 +17,7 @@
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::tool {
-namespace {
+namespace cli_test {
 
 using Words = std::vector<std::string>;
 
@@ -295,5 +295,5 @@ TEST(RunGuarded, ASpawnedWorkerLeavesTheWordToItsParent) {
   EXPECT_EQ(launch::read_error_file(file)->message, "gone");
 }
 
-}  // namespace
+}  // namespace cli_test
 }  // namespace lockstep::tool

@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 namespace lockstep::tool {
-namespace {
+namespace memory_limit_test {
 
 void limit_addresses() {
   rlimit limit{};
@@ -52,5 +52,5 @@ TEST(AbortMeansMemory, IsAbortWithoutALimitAndAfterItsLife) {
 #endif
 }
 
-}  // namespace
+}  // namespace memory_limit_test
 }  // namespace lockstep::tool

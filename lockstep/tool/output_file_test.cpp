@@ -7,7 +7,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep::tool {
-namespace {
+namespace output_file_test {
 
 using testing::AllOf;
 using testing::HasSubstr;
@@ -40,5 +40,5 @@ TEST(OutputFile, WhatCannotBeWrittenIsNamedWithItsFlag) {
                  "check that the folder exists");
 }
 
-}  // namespace
+}  // namespace output_file_test
 }  // namespace lockstep::tool

@@ -6,7 +6,7 @@
 #include <limits>
 
 namespace lockstep {
-namespace {
+namespace all_finite_test {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -58,5 +58,5 @@ TEST(AllFinite, OfAnyLayout) {
       all_finite({at::sparse_coo_tensor({9, 3}, at::kFloat), at::_efficientzerotensor({4})}));
 }
 
-}  // namespace
+}  // namespace all_finite_test
 }  // namespace lockstep

@@ -5,7 +5,7 @@
 #include <cmath>
 
 namespace lockstep {
-namespace {
+namespace callbacks_test {
 
 Metrics with_loss(double loss) {
   return {loss, 0.5, 10};
@@ -42,5 +42,5 @@ TEST(EarlyStop, GoesOnFromItsValues) {
   EXPECT_TRUE(after.wants_to_stop());
 }
 
-}  // namespace
+}  // namespace callbacks_test
 }  // namespace lockstep

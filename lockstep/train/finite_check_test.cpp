@@ -13,13 +13,13 @@
 #include "tests/support/small_task.h"
 
 namespace lockstep {
-namespace {
+namespace finite_check_test {
 
 using ::testing::HasSubstr;
-using testing::loader_of;
-using testing::noise_images;
-using testing::run_group;
-using testing::small_task;
+using test::loader_of;
+using test::noise_images;
+using test::run_group;
+using test::small_task;
 using ::testing::ThrowsMessage;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
@@ -181,5 +181,5 @@ TEST_P(SkippedSteps, LeaveBuffersAsTheyWereOnAllRanks) {
   }
 }
 
-}  // namespace
+}  // namespace finite_check_test
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lockstep {
-namespace {
+namespace loss_test {
 
 int64_t correct_of(const at::Tensor& output, const at::Tensor& target) {
   MetricSums sums;
@@ -29,5 +29,5 @@ TEST(CountCorrect, TakesTensorsThatAreNegatedLazilyAndZerosWithoutMemory) {
   EXPECT_EQ(correct_of(output, at::_efficientzerotensor({2}, at::kLong)), 1);
 }
 
-}  // namespace
+}  // namespace loss_test
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
-namespace {
+namespace memory_format_test {
 
 constexpr auto kContiguous = at::MemoryFormat::Contiguous;
 constexpr auto kChannelsLast = at::MemoryFormat::ChannelsLast;
@@ -100,5 +100,5 @@ TEST(MemoryFormat, FilesHaveNoneOfIt) {
   EXPECT_TRUE(at::equal(weight, model->named_parameters()["layer2.0.weight"]));
 }
 
-}  // namespace
+}  // namespace memory_format_test
 }  // namespace lockstep

@@ -23,7 +23,7 @@
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
-namespace {
+namespace model_test {
 
 using testing::AllOf;
 using testing::HasSubstr;
@@ -234,5 +234,5 @@ TEST(StopAgreement, AGroupOfOneNeedsNoAgreement) {
   EXPECT_EQ(agreement.after_step(15), 15);
 }
 
-}  // namespace
+}  // namespace model_test
 }  // namespace lockstep

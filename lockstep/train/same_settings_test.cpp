@@ -7,11 +7,11 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace same_settings_test {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
-using testing::run_group;
+using test::run_group;
 using ::testing::ThrowsMessage;
 
 class SameSettings : public ::testing::TestWithParam<std::string> {};
@@ -40,5 +40,5 @@ TEST_P(SameSettings, TheSameOnesPass) {
             {.backend = GetParam()});
 }
 
-}  // namespace
+}  // namespace same_settings_test
 }  // namespace lockstep

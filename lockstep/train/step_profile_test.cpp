@@ -12,7 +12,7 @@
 #include "lockstep/base/random.h"
 
 namespace lockstep {
-namespace {
+namespace step_profile_test {
 
 using Json = nlohmann::ordered_json;
 
@@ -254,5 +254,5 @@ TEST(ChromeTrace, OperationsHaveRowsOfTheirOwn) {
   EXPECT_EQ(rows, (std::vector<std::string>{"main thread", "operations", "operations, thread 2"}));
 }
 
-}  // namespace
+}  // namespace step_profile_test
 }  // namespace lockstep

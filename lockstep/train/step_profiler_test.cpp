@@ -14,9 +14,9 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace step_profiler_test {
 
-using testing::run_group;
+using test::run_group;
 
 void expect_within(const TimeSpan& inner, const TimeSpan& outer) {
   EXPECT_LE(outer.begin, inner.begin);
@@ -165,5 +165,5 @@ TEST(CallObserver, ANullGroupIsAnError) {
   EXPECT_THROW(observe_calls(ProcessGroup(), nullptr), UsageError);
 }
 
-}  // namespace
+}  // namespace step_profiler_test
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace stop_agreement_test {
 
 class StopAgreements : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(All, StopAgreements, ::testing::Values("shm", "gloo"),
@@ -19,7 +19,7 @@ INSTANTIATE_TEST_SUITE_P(All, StopAgreements, ::testing::Values("shm", "gloo"),
 TEST_P(StopAgreements, ASignalWaitsForFewStepsAndEndsAllRanksAtTheSameOne) {
   constexpr int64_t kSignalled = 3000;
   std::vector<int64_t> ends(3);
-  testing::run_group(3,
+  test::run_group(3,
                      [&](ProcessGroup group) {
                        StopAgreement agreement(group, c10::kCPU);
                        int64_t step = 0;
@@ -39,12 +39,12 @@ TEST_P(StopAgreements, ASignalWaitsForFewStepsAndEndsAllRanksAtTheSameOne) {
 }
 
 TEST(StopAgreement, OneRankLooksAtEveryStep) {
-  testing::run_group(1, [](ProcessGroup group) {
+  test::run_group(1, [](ProcessGroup group) {
     StopAgreement agreement(group, c10::kCPU);
     EXPECT_EQ(agreement.after_step(0), 0);
     EXPECT_EQ(agreement.after_step(SIGINT), SIGINT);
   });
 }
 
-}  // namespace
+}  // namespace stop_agreement_test
 }  // namespace lockstep

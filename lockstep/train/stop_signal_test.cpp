@@ -9,7 +9,7 @@
 #include "lockstep/base/same_signal.h"
 
 namespace lockstep {
-namespace {
+namespace stop_signal_test {
 
 TEST(StopSignal, NotesTheFirstSignal) {
   const StopSignal signals;
@@ -96,5 +96,5 @@ TEST(StopSignal, OneOfAnotherKindDoesNotEndIt) {
       testing::ExitedWithCode(0), "");
 }
 
-}  // namespace
+}  // namespace stop_signal_test
 }  // namespace lockstep

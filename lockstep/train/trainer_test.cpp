@@ -17,11 +17,11 @@
 #include "tests/support/small_task.h"
 
 namespace lockstep {
-namespace {
+namespace trainer_test {
 
 using ::testing::HasSubstr;
-using testing::noise_images;
-using testing::small_task;
+using test::noise_images;
+using test::small_task;
 using ::testing::ThrowsMessage;
 
 struct Recorder : Callback {
@@ -316,5 +316,5 @@ TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefusedWithBothNames) {
           HasSubstr("model 'mlp' in the checkpoint, 'wide' in this run")));
 }
 
-}  // namespace
+}  // namespace trainer_test
 }  // namespace lockstep

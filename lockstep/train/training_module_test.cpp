@@ -21,12 +21,12 @@
 #include "tests/support/small_task.h"
 
 namespace lockstep {
-namespace {
+namespace training_module_test {
 
 using ::testing::HasSubstr;
-using testing::loader_of;
-using testing::noise_images;
-using testing::run_group;
+using test::loader_of;
+using test::noise_images;
+using test::run_group;
 using ::testing::ThrowsMessage;
 
 /// A batch that is no lockstep::Batch, and a loader that is no DataLoader.
@@ -449,5 +449,5 @@ TEST(TrainingModule, MistakesAreNamed) {
               ThrowsMessage<UsageError>(HasSubstr("while no Trainer runs the module")));
 }
 
-}  // namespace
+}  // namespace training_module_test
 }  // namespace lockstep

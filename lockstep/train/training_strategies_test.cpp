@@ -17,12 +17,12 @@
 #include "tests/support/small_task.h"
 
 namespace lockstep {
-namespace {
+namespace training_strategies_test {
 
 using ::testing::HasSubstr;
-using testing::noise_images;
-using testing::run_group;
-using testing::small_task;
+using test::noise_images;
+using test::run_group;
+using test::small_task;
 
 /// Those of several processes.
 std::vector<std::string> strategies_of_ranks() {
@@ -108,12 +108,12 @@ TEST_P(EachStrategy, WhatASetupLacksIsNamed) {
 TEST_P(EachStrategy, RanksWhoseModelsDifferAreToldOnAllRanks) {
   std::vector<TrainTask> all = tasks(2);
   all[1] = small_task("wide", noise_images(48), 1, 2);
-  std::vector<testing::Outcome> outcomes(2);
+  std::vector<test::Outcome> outcomes(2);
   run_group(2,
             [&](ProcessGroup group) {
               const auto rank = static_cast<size_t>(group.rank());
               outcomes[rank] =
-                  testing::outcome_of([&] { StepLoop loop(all[rank], group, options()); });
+                  test::outcome_of([&] { StepLoop loop(all[rank], group, options()); });
             },
             {.timeout = std::chrono::seconds(5), .backend = "shm"});
   for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
@@ -138,7 +138,7 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
     options.accumulate_grad_batches = 2;
     options.gradient_clip_val = 0.5;
     std::vector<TrainTask> first = tasks(2), second = tasks(2), third = tasks(2);
-    testing::Published<NamedTensors> model, optimizer, scaler;  // Whole: of rank 0.
+    test::Published<NamedTensors> model, optimizer, scaler;  // Whole: of rank 0.
     NamedTensors expected, got;
     run_group(2,
               [&](ProcessGroup group) {
@@ -184,7 +184,7 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
 /// Rank 1 goes away before it has given its part.
 TEST_P(EachStrategy, AStateThatARankIsMissingFromIsATimeoutThatNamesIt) {
   std::vector<TrainTask> all = tasks(2);
-  testing::Outcome outcome;
+  test::Outcome outcome;
   bool sharded = false;
   std::promise<void> done;
   auto finished = done.get_future().share();
@@ -200,7 +200,7 @@ TEST_P(EachStrategy, AStateThatARankIsMissingFromIsATimeoutThatNamesIt) {
                 whole += parameter.numel() * parameter.element_size();
               }
               sharded = mine.optimizer < whole;
-              outcome = testing::outcome_of([&] {
+              outcome = test::outcome_of([&] {
                 detail::optimizer_state(loop.parts());
                 detail::model_state(*all[rank].module, loop.parts());
               });
@@ -214,5 +214,5 @@ TEST_P(EachStrategy, AStateThatARankIsMissingFromIsATimeoutThatNamesIt) {
   EXPECT_THAT(outcome.text(), HasSubstr("rank 1"));
 }
 
-}  // namespace
+}  // namespace training_strategies_test
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 #include "lockstep/base/file.h"
 #include "tests/support/run_ranks.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// While it lives this process can open `more` files or sockets.
 class FileLimit {
@@ -57,4 +57,4 @@ std::string in_child(Body body) {
   return text;
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -10,7 +10,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/rpc/rpc.h"
 
-namespace lockstep::rpc::testing {
+namespace lockstep::rpc::test {
 
 /// For tests: starts this program once more, to run the disabled test `test` alone. There
 /// `join_group` makes the process a worker of that name.
@@ -40,4 +40,4 @@ inline void expect_success(pid_t process) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
-}  // namespace lockstep::rpc::testing
+}  // namespace lockstep::rpc::test

@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/process_group.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 enum class Laziness { conjugated, negated };
 
@@ -165,4 +165,4 @@ inline void take_zeros_without_memory(const ProcessGroup& group) {
   group.barrier();
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -7,7 +7,7 @@
 
 #include "lockstep/base/error.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// The text of the `Expected` that `call` throws; else what happened in its place.
 template <class Expected = UsageError, class Call>
@@ -22,4 +22,4 @@ std::string message_of(Call&& call) {
   return "no error";
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

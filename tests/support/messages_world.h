@@ -16,11 +16,11 @@
 #include "lockstep/comm/shared_memory/messages.h"
 #include "tests/support/run_ranks.h"
 
-namespace lockstep::shm::testing {
+namespace lockstep::shm::messages_world {
 
-using lockstep::testing::expect_ok;
-using lockstep::testing::rethrow_first;
-using lockstep::testing::run_ranks;
+using lockstep::test::expect_ok;
+using lockstep::test::rethrow_first;
+using lockstep::test::run_ranks;
 
 /// A call for tests: fits any other of the same `kind`.
 class PlainCall : public Call {
@@ -150,4 +150,4 @@ inline Meeting meeting_over(const std::array<int, 2>& pipe) {
           }};
 }
 
-}  // namespace lockstep::shm::testing
+}  // namespace lockstep::shm::messages_world

@@ -6,7 +6,7 @@
 #include "lockstep/base/env.h"
 #include "tests/support/mpi_test_ranks.h"
 
-namespace lockstep::mpi::testing {
+namespace lockstep::mpi::test {
 namespace {
 
 std::optional<World> job;
@@ -57,8 +57,8 @@ int run(int argc, char** argv) {
   return failed;
 }
 
-}  // namespace lockstep::mpi::testing
+}  // namespace lockstep::mpi::test
 
 int main(int argc, char** argv) {
-  return lockstep::mpi::testing::run(argc, argv);
+  return lockstep::mpi::test::run(argc, argv);
 }

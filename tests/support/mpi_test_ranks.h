@@ -19,10 +19,10 @@
 #include "tests/support/run_backends.h"
 #include "tests/support/whole_numbers.h"
 
-namespace lockstep::mpi::testing {
+namespace lockstep::mpi::test {
 
-using lockstep::testing::expect_same;
-using lockstep::testing::whole_numbers;
+using lockstep::test::expect_same;
+using lockstep::test::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -93,4 +93,4 @@ inline void all_reduce(c10d::Backend& backend, const at::Tensor& tensor,
   backend.allreduce(tensors, options)->wait();
 }
 
-}  // namespace lockstep::mpi::testing
+}  // namespace lockstep::mpi::test

@@ -10,7 +10,7 @@
 
 #include "tests/support/run_group.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// Its tests run over shared memory, Gloo, and hosts that are joined. There the last rank counts as
 /// of another host than the rest.
@@ -22,7 +22,7 @@ class OverBackends : public ::testing::TestWithParam<std::string> {
     if (options.backend == "hierarchical") {
       options.hosts = std::string(static_cast<size_t>(size - 1), 'a') + "b";
     }
-    testing::run_group(size, body, std::move(options));
+    test::run_group(size, body, std::move(options));
   }
 };
 
@@ -34,4 +34,4 @@ inline std::string backend_name(const ::testing::TestParamInfo<std::string>& inf
   return info.param;
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

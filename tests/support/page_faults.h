@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// How often the kernel gave this process a page, up to now.
 inline long page_faults() {
@@ -58,4 +58,4 @@ int in_another_process(Body body) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

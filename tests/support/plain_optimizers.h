@@ -5,7 +5,7 @@
 
 #include "lockstep/optim/optim.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// Those that step from the gradients that are there. lbfgs computes its own by a closure.
 inline std::vector<std::string> plain_optimizers() {
@@ -14,4 +14,4 @@ inline std::vector<std::string> plain_optimizers() {
   return names;
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// For tests whose ranks are threads: what one of them gives to the others. These wait by a
 /// collective, whose shared memory each rank has at another address: ThreadSanitizer does not see
@@ -25,4 +25,4 @@ class Published {
   T value_;
 };
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <fstream>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// For tests, in a process of their own: no thread can be started in this process from now on: a
 /// limit of memory leaves some for all but a stack of this size. Stacks of ended threads, which are
@@ -27,4 +27,4 @@ inline void refuse_threads() {
   ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -17,7 +17,7 @@
 #include "lockstep/comm/checks/checked_backend.h"
 #include "tests/support/run_ranks.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -102,4 +102,4 @@ inline BackendPtr make_gloo(const StorePtr& store, int rank, int size,
   return run_backends(size, make, part);
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

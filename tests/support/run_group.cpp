@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 std::shared_ptr<GroupContext> test_context(int rank, int size, const RankOptions& options) {
   auto context = std::make_shared<GroupContext>();
@@ -32,4 +32,4 @@ void run_group(int size, const std::function<void(ProcessGroup)>& body, RankOpti
   }));
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -10,7 +10,7 @@
 #include "lockstep/comm/process_group.h"
 #include "tests/support/run_ranks.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 struct RankOptions {
   std::chrono::milliseconds timeout{20'000};
@@ -27,4 +27,4 @@ void run_group(int size, const std::function<void(ProcessGroup)>& body, RankOpti
 /// The same without a default group: what World would give to `form_group`.
 std::shared_ptr<GroupContext> test_context(int rank, int size, const RankOptions& options);
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -13,7 +13,7 @@
 namespace lockstep::hierarchical {
 
 /// The host of each rank: "aabb" are four ranks on two hosts.
-inline BackendOptions options_of(const testing::StorePtr& store, const std::string& hosts, int rank,
+inline BackendOptions options_of(const test::StorePtr& store, const std::string& hosts, int rank,
                                  std::chrono::milliseconds timeout) {
   BackendOptions options;
   options.store = c10::make_intrusive<c10d::PrefixStore>("hierarchical", store);
@@ -25,13 +25,13 @@ inline BackendOptions options_of(const testing::StorePtr& store, const std::stri
   return options;
 }
 
-using Part = std::function<void(int rank, c10d::Backend& backend, const testing::StorePtr& store)>;
+using Part = std::function<void(int rank, c10d::Backend& backend, const test::StorePtr& store)>;
 
-inline std::vector<testing::Outcome> run(
+inline std::vector<test::Outcome> run(
     const std::string& hosts, const Part& part, int milliseconds = 20'000,
-    const testing::StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
-  std::vector<testing::BackendPtr> backends(hosts.size());
-  const auto outcomes = testing::run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
+    const test::StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
+  std::vector<test::BackendPtr> backends(hosts.size());
+  const auto outcomes = test::run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
     auto& backend = backends[static_cast<size_t>(rank)];
     backend = make(options_of(store, hosts, rank, std::chrono::milliseconds(milliseconds))).backend;
     part(rank, *backend, store);

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// How a rank's part ended.
 struct Outcome {
@@ -73,4 +73,4 @@ inline void expect_ok(const std::vector<Outcome>& outcomes) {
     EXPECT_TRUE(outcomes[rank].ok()) << "rank " << rank << ": " << outcomes[rank].text();
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -9,7 +9,7 @@
 #include "lockstep/comm/backends/shm/shm_backend.h"
 #include "tests/support/run_backends.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 inline BackendOptions shm_options(const StorePtr& store, int rank, int size,
                                   std::chrono::milliseconds timeout) {
@@ -35,4 +35,4 @@ inline std::vector<Outcome> run_shm(int size, const ShmPart& part, int milliseco
       [&](int rank, c10d::Backend& shm) { part(rank, shm, store); });
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -10,7 +10,7 @@
 #include "lockstep/launch/spawn.h"
 #include "lockstep/rpc/rpc.h"
 
-namespace lockstep::rpc::testing {
+namespace lockstep::rpc::test {
 
 /// For tests: runs `body` in `count` processes of this program, the workers "w0", "w1" and so on. A
 /// failed expectation in one fails the test. Nothing of the test may follow.
@@ -27,4 +27,4 @@ inline void run_workers(int count, const std::function<void(Agent& agent, int ra
       count);
 }
 
-}  // namespace lockstep::rpc::testing
+}  // namespace lockstep::rpc::test

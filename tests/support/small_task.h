@@ -11,7 +11,7 @@
 #include "lockstep/train/model_training.h"
 #include "lockstep/train/train_task.h"
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 inline TensorDataset noise_images(int64_t count) {
   at::manual_seed(3);
@@ -45,4 +45,4 @@ inline TrainTask small_task(const char* model = "mlp", TensorDataset dataset = n
   return training_task(module, loader_of(std::move(dataset), rank, ranks), std::move(test));
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

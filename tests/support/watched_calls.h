@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <vector>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// An event of a backend's, as "shm:all_reduce".
 struct WatchedCall {
@@ -104,4 +104,4 @@ class WatchedCalls {
   std::vector<WatchedSizes> sizes_;
 };
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

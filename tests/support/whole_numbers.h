@@ -8,7 +8,7 @@
 
 #include <string>
 
-namespace lockstep::testing {
+namespace lockstep::test {
 
 /// Small whole numbers, the same for the same seed and rank.
 inline at::Tensor whole_numbers(uint64_t seed, int rank, at::IntArrayRef shape,
@@ -26,4 +26,4 @@ inline void expect_same(const at::Tensor& actual, const at::Tensor& wanted,
                                     << wanted.flatten().slice(0, 0, 8);
 }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::test

@@ -13,9 +13,9 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep {
-namespace {
+namespace backends_test {
 
-using testing::run_ranks;
+using test::run_ranks;
 using Tensors = std::vector<at::Tensor>;
 
 c10::intrusive_ptr<c10d::Work> all_reduce(c10d::Backend& backend, Tensors& tensors, bool async) {
@@ -91,5 +91,5 @@ TEST(Hierarchy, OfTwoHostsRunsWhatThreadsCallInEveryWay) {
   run("hierarchical", "aabb");
 }
 
-}  // namespace
+}  // namespace backends_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::tool {
-namespace {
+namespace run_options_test {
 
 using Words = std::vector<std::string>;
 
@@ -146,5 +146,5 @@ TEST(StreamMap, AllOrByLocalRank) {
   }
 }
 
-}  // namespace
+}  // namespace run_options_test
 }  // namespace lockstep::tool

@@ -11,7 +11,7 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::backends {
-namespace {
+namespace call_queue_test {
 
 using test_wait::wait_until;
 
@@ -40,7 +40,7 @@ bool both_submit(bool async, bool without_threads) {
     second_submits = true;
     queue.submit(second);
   });
-  if (without_threads) testing::refuse_threads();
+  if (without_threads) test::refuse_threads();
   refused = true;
   wait_until([&] { return second_submits.load(); }, "the second call");
   first_may_end = true;
@@ -59,11 +59,11 @@ TEST(CallQueue, TwoThreadsMaySubmitWhereNoThreadCanBeStarted) {
   GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
 #endif
   for (const bool async : {false, true}) {
-    const int failures = testing::in_another_process(
+    const int failures = test::in_another_process(
         [async] { return both_submit(async, true) && !::testing::Test::HasFailure() ? 0 : 1; });
     EXPECT_EQ(failures, 0) << async;
   }
 }
 
-}  // namespace
+}  // namespace call_queue_test
 }  // namespace lockstep::backends

@@ -7,7 +7,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace call_signature_test {
 
 using ::testing::HasSubstr;
 
@@ -162,5 +162,5 @@ TEST(FindP2PMismatch, SizeAndDtypeButNotShape) {
   EXPECT_THAT(*text, HasSubstr("differs: dtype and size"));
 }
 
-}  // namespace
+}  // namespace call_signature_test
 }  // namespace lockstep

@@ -19,7 +19,7 @@
 #include "tests/support/ended_identity.h"
 
 namespace lockstep {
-namespace {
+namespace check_context_test {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
@@ -185,5 +185,5 @@ TEST(CheckContext, ALostStoreIsTheCauseUnlessThereWasOneBefore) {
   EXPECT_EQ(context.told(), "rank 1 has ended");
 }
 
-}  // namespace
+}  // namespace check_context_test
 }  // namespace lockstep

@@ -20,15 +20,15 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace checked_backend_test {
 
 using c10d::Backend;
 using c10d::ReduceOp;
 using test_wait::wait_until;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
-using testing::Outcome;
-using testing::run_gloo;
+using test::Outcome;
+using test::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using Part = std::function<void(int, Backend&)>;
@@ -363,12 +363,12 @@ struct ReadOnlyStore : c10d::HashStore {
 // data.
 TEST(CheckedBackend, OneThatCouldNotBeMadeIsUnknownToForks) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto gloo = testing::make_gloo(store, 0, 1, std::chrono::seconds(20));
+  const auto gloo = test::make_gloo(store, 0, 1, std::chrono::seconds(20));
   EXPECT_THROW(make_checked_backend(gloo, c10::make_intrusive<ReadOnlyStore>(), quick()),
                std::runtime_error);
   std::vector<std::vector<char>> others;
   for (size_t bytes = 400; bytes <= 1200; bytes += 8) others.emplace_back(bytes, '\0');
-  const int changed = testing::in_another_process([&] {
+  const int changed = test::in_another_process([&] {
     return static_cast<int>(std::count_if(others.begin(), others.end(), [](const auto& block) {
       return std::count(block.begin(), block.end(), '\0') != std::ssize(block);
     }));
@@ -376,5 +376,5 @@ TEST(CheckedBackend, OneThatCouldNotBeMadeIsUnknownToForks) {
   EXPECT_EQ(changed, 0);
 }
 
-}  // namespace
+}  // namespace checked_backend_test
 }  // namespace lockstep

@@ -18,17 +18,17 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace checked_failure_test {
 
 using c10d::Backend;
 using test_wait::wait_until;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
-using testing::Outcome;
-using testing::outcome_of;
-using testing::run_backends;
-using testing::run_gloo;
-using testing::run_ranks;
+using test::Outcome;
+using test::outcome_of;
+using test::run_backends;
+using test::run_gloo;
+using test::run_ranks;
 using Tensors = std::vector<at::Tensor>;
 
 CheckedBackendOptions options_of(DebugLevel debug, int milliseconds = 20'000) {
@@ -160,7 +160,7 @@ TEST(CheckedFailure, LostConnectionIsPeerLost) {
   const auto outcome = run_ranks(2, [&](int rank) {
     const auto options = options_of(DebugLevel::off);
     auto backend =
-        make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store, options);
+        make_checked_backend(test::make_gloo(store, rank, 2, options.timeout), store, options);
     all_reduce(*backend, at::ones({2}))->wait();
     if (rank == 0) all_reduce(*backend, at::ones({2}))->wait();
   })[0];
@@ -183,7 +183,7 @@ class NeverEnds : public Backend {
 /// Rank 0's wait in such a group, of which rank 1 has ended. `before`: what rank 1 has done.
 Outcome wait_beside_a_dead_rank(
     std::chrono::milliseconds timeout,
-    const std::function<void(CheckContext&, const testing::StorePtr& store)>& before) {
+    const std::function<void(CheckContext&, const test::StorePtr& store)>& before) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckContext dead(store, 1, 2, {}, "default", std::chrono::seconds(60));
   dead.connect();
@@ -265,7 +265,7 @@ std::vector<Outcome> run_mixed(const CheckedBackendOptions& options,
   auto store = c10::make_intrusive<c10d::HashStore>();
   const auto make = [&](int rank) {
     if (rank < 2 && options.announced) announce_checks(*store, rank);
-    const auto gloo = testing::make_gloo(store, rank, 3, options.timeout);
+    const auto gloo = test::make_gloo(store, rank, 3, options.timeout);
     return rank < 2 ? make_checked_backend(gloo, store, options) : gloo;
   };
   return run_backends(3, make, part);
@@ -304,7 +304,7 @@ TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
       auto options = options_of(rank ? levels.second : levels.first);
       options.announced = true;
       announce_checks(*store, rank, options.group_name, options.debug);
-      return make_checked_backend(testing::make_gloo(store, rank, 2, options.timeout), store,
+      return make_checked_backend(test::make_gloo(store, rank, 2, options.timeout), store,
                                   options);
     };
     expect_ok(run_backends(2, make, [](int rank, Backend& backend) {
@@ -334,5 +334,5 @@ TEST(CheckedLevels, InfoStopsAfterTheFirstAndDetailDoesNot) {
   }
 }
 
-}  // namespace
+}  // namespace checked_failure_test
 }  // namespace lockstep

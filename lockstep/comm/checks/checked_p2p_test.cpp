@@ -17,15 +17,15 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep {
-namespace {
+namespace checked_p2p_test {
 
 using c10d::Backend;
 using test_wait::wait_until;
 using ::testing::AllOf;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using testing::run_gloo;
+using test::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -69,7 +69,7 @@ TEST(CheckedP2P, AStoreThatIsLostAtTheCallIsToldAsSuch) {
   const auto outcomes = run_gloo(
       2, options_of(DebugLevel::info),
       [](int rank, Backend& backend) { isend(backend, filled(4, 1), 1 - rank, 5)->wait(); },
-      c10::make_intrusive<testing::StoreLostToMessages>());
+      c10::make_intrusive<test::StoreLostToMessages>());
   for (const auto& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
     EXPECT_THAT(outcome.text(), HasSubstr("send(to rank "));
@@ -474,5 +474,5 @@ TEST(CheckedP2P, AbortAndCloseEndWhatIsHeldBack) {
   expect_ok(outcomes);
 }
 
-}  // namespace
+}  // namespace checked_p2p_test
 }  // namespace lockstep

@@ -15,12 +15,12 @@
 #include "tests/support/run_backends.h"
 
 namespace lockstep {
-namespace {
+namespace checked_pass_through_test {
 
 using c10d::Backend;
-using testing::BackendPtr;
-using testing::expect_ok;
-using testing::run_gloo;
+using test::BackendPtr;
+using test::expect_ok;
+using test::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
@@ -166,7 +166,7 @@ TEST_P(CheckedPassThrough, EveryCollectiveGivesTheBackendsBits) {
     checked[static_cast<size_t>(rank)] = every_collective(rank, kSize, backend);
   }));
   expect_ok(run_gloo(kSize, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
-    const auto inner = unchecked_backend(testing::handle_of(backend));
+    const auto inner = unchecked_backend(test::handle_of(backend));
     plain[static_cast<size_t>(rank)] = every_collective(rank, kSize, *inner);
   }));
   for (size_t rank = 0; rank < kSize; ++rank) {
@@ -236,11 +236,11 @@ at::Tensor reduced_bucket(int rank, const BackendPtr& backend) {
 TEST_P(CheckedPassThrough, ReducersWayOfCalling) {
   std::vector<at::Tensor> checked(2), plain(2);
   expect_ok(run_gloo(2, options_of(GetParam()), [&](int rank, Backend& backend) {
-    checked[static_cast<size_t>(rank)] = reduced_bucket(rank, testing::handle_of(backend));
+    checked[static_cast<size_t>(rank)] = reduced_bucket(rank, test::handle_of(backend));
   }));
   expect_ok(run_gloo(2, options_of(DebugLevel::off), [&](int rank, Backend& backend) {
     plain[static_cast<size_t>(rank)] =
-        reduced_bucket(rank, unchecked_backend(testing::handle_of(backend)));
+        reduced_bucket(rank, unchecked_backend(test::handle_of(backend)));
   }));
   ASSERT_TRUE(checked[0].defined());
   EXPECT_TRUE(checked[0].equal(plain[0]));
@@ -362,5 +362,5 @@ TEST(CheckedBackend, SplitGivesACheckedGroup) {
   }
 }
 
-}  // namespace
+}  // namespace checked_pass_through_test
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace failure_kind_test {
 
 struct Example {
   const char* message;
@@ -104,5 +104,5 @@ TEST(FailureKind, ATranslatedErrorIsOneOfOurs) {
   EXPECT_EQ(translated([] { return 7; }), 7);
 }
 
-}  // namespace
+}  // namespace failure_kind_test
 }  // namespace lockstep

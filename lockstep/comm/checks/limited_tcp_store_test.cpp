@@ -19,7 +19,7 @@
 #include "lockstep/comm/store.h"
 
 namespace lockstep {
-namespace {
+namespace limited_tcp_store_test {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
@@ -129,5 +129,5 @@ TEST_F(SilentStore, AComparisonOfCallsEndsInTime) {
   EXPECT_LT(Clock::now() - started, seconds(10));
 }
 
-}  // namespace
+}  // namespace limited_tcp_store_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace job_environment_test {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -299,5 +299,5 @@ TEST(SlurmNodelist, RefusesWhatDoesNotParse) {
   }
 }
 
-}  // namespace
+}  // namespace job_environment_test
 }  // namespace lockstep

@@ -10,7 +10,7 @@
 #include "lockstep/base/socket.h"
 
 namespace lockstep {
-namespace {
+namespace mpirun_meeting_test {
 
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
@@ -63,5 +63,5 @@ TEST(MpirunMeeting, ARank0ThatDoesNotComeIsATimeOut) {
   }
 }
 
-}  // namespace
+}  // namespace mpirun_meeting_test
 }  // namespace lockstep

@@ -21,16 +21,16 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
-namespace {
+namespace fd_handover_test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::AllOf;
-using testing::FileLimit;
+using test::FileLimit;
 using ::testing::HasSubstr;
-using testing::in_child;
-using testing::Outcome;
-using testing::outcome_of;
+using test::in_child;
+using test::Outcome;
+using test::outcome_of;
 using Clock = std::chrono::steady_clock;
 
 constexpr seconds kPatience{20};
@@ -238,5 +238,5 @@ TEST(Mapping, IsOfWholeMemoryThatNobodyCanShorten) {
   EXPECT_THROW(Mapping(unsealed.get(), 8192), CommError);
 }
 
-}  // namespace
+}  // namespace fd_handover_test
 }  // namespace lockstep::shm

@@ -10,9 +10,9 @@
 #include "tests/support/messages_world.h"
 
 namespace lockstep::shm {
-namespace {
+namespace message_callbacks_test {
 
-using namespace testing;
+using namespace messages_world;
 
 TEST(MessageCallbacks, AWaitReturnsAfterTheCallback) {
   World world(2);
@@ -181,5 +181,5 @@ TEST(MessageCallbacks, CloseLetsCallbacksEnd) {
   for (const auto& one : all) EXPECT_TRUE(one.over);
 }
 
-}  // namespace
+}  // namespace message_callbacks_test
 }  // namespace lockstep::shm

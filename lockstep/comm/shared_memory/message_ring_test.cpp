@@ -11,7 +11,7 @@
 #include "lockstep/comm/shared_memory/futex.h"
 
 namespace lockstep::shm {
-namespace {
+namespace message_ring_test {
 
 struct alignas(64) Memory {
   std::array<std::byte, 4096> bytes{};
@@ -127,5 +127,5 @@ TEST(MessageRing, CarriesAllInOrderAndLosesNoWakeUp) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(25));
 }
 
-}  // namespace
+}  // namespace message_ring_test
 }  // namespace lockstep::shm

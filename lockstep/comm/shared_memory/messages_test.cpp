@@ -18,9 +18,9 @@
 #include "tests/support/messages_world.h"
 
 namespace lockstep::shm {
-namespace {
+namespace messages_test {
 
-using namespace testing;
+using namespace messages_world;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
@@ -615,5 +615,5 @@ TEST_P(MessagesTraffic, Random) {
 INSTANTIATE_TEST_SUITE_P(Ranks, MessagesTraffic, ::testing::Values(2, 3, 4, 7),
                          [](const auto& info) { return std::to_string(info.param); });
 
-}  // namespace
+}  // namespace messages_test
 }  // namespace lockstep::shm

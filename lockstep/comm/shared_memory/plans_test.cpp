@@ -10,12 +10,12 @@
 #include "tests/support/messages_world.h"
 
 namespace lockstep::shm {
-namespace {
+namespace plans_test {
 
-using testing::expect_ok;
-using testing::PlainCall;
-using testing::run_ranks;
-using testing::World;
+using test::expect_ok;
+using messages_world::PlainCall;
+using test::run_ranks;
+using messages_world::World;
 
 constexpr std::chrono::milliseconds kLimit{20'000};
 
@@ -164,5 +164,5 @@ TEST_P(Plans, LateRanksSleepersAndSpinnersKeepStep) {
   });
 }
 
-}  // namespace
+}  // namespace plans_test
 }  // namespace lockstep::shm

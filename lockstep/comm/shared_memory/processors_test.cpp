@@ -8,7 +8,7 @@
 #include "lockstep/base/cores.h"
 
 namespace lockstep::shm {
-namespace {
+namespace processors_test {
 
 ProcessorSet set_of(std::initializer_list<int> processors) {
   ProcessorSet set{};
@@ -41,5 +41,5 @@ TEST(Processors, WhereTheyAreNotKnownTheMachinesCount) {
   EXPECT_FALSE(has_own_processor(std::vector<ProcessorSet>(all + 1), 0));
 }
 
-}  // namespace
+}  // namespace processors_test
 }  // namespace lockstep::shm

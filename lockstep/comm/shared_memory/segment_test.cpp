@@ -14,14 +14,14 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
-namespace {
+namespace segment_test {
 
 using test_process::Pipe;
 using ::testing::AllOf;
-using testing::FileLimit;
+using test::FileLimit;
 using ::testing::HasSubstr;
-using testing::Outcome;
-using testing::outcome_of;
+using test::Outcome;
+using test::outcome_of;
 using Clock = std::chrono::steady_clock;
 
 SegmentOptions options_of(int rank) {
@@ -103,5 +103,5 @@ TEST(Segment, WithoutADescriptorForItsLockItSaysSo) {
                                     HasSubstr("ulimit -n")));
 }
 
-}  // namespace
+}  // namespace segment_test
 }  // namespace lockstep::shm

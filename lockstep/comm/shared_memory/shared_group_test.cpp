@@ -16,12 +16,12 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
-namespace {
+namespace shared_group_test {
 
 using std::chrono::microseconds;
-using testing::message_of;
-using testing::rethrow_first;
-using testing::run_ranks;
+using test::message_of;
+using test::rethrow_first;
+using test::run_ranks;
 
 /// One end for each rank. `before` runs on each rank's thread first.
 std::vector<std::unique_ptr<SharedGroup>> make_groups(
@@ -111,5 +111,5 @@ TEST(SpinBudget, FallsFastWhereLookingIsInVainAndRisesSlowly) {
   EXPECT_EQ(SpinBudget(microseconds(50), microseconds(7)).now(), microseconds(50));
 }
 
-}  // namespace
+}  // namespace shared_group_test
 }  // namespace lockstep::shm

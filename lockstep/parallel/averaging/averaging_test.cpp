@@ -11,12 +11,12 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace averaging_test {
 
 using ::testing::HasSubstr;
 
-class Averaging : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(Over, Averaging, testing::over_backends(), testing::backend_name);
+class Averaging : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(Over, Averaging, test::over_backends(), test::backend_name);
 
 /// Two parameters that say which rank they are of; the second has no gradient.
 struct Parameters {
@@ -104,7 +104,7 @@ std::string usage_error_of(const Call& call) {
 }
 
 TEST(Averagers, WrongUse) {
-  testing::run_group(
+  test::run_group(
       2,
       [](const ProcessGroup& group) {
         const auto periodic = [&](int64_t period, int64_t warmup) {
@@ -155,5 +155,5 @@ TEST_P(Averaging, PostLocalSgdAveragesAfterItsSteps) {
   });
 }
 
-}  // namespace
+}  // namespace averaging_test
 }  // namespace lockstep

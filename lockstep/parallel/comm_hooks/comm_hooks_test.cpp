@@ -14,15 +14,15 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace comm_hooks_test {
 
 using ddp_test::fill;
 using ddp_test::Net;
 using ddp_test::values;
 using ::testing::HasSubstr;
 
-class CommHooks : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(Over, CommHooks, testing::over_backends(), testing::backend_name);
+class CommHooks : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(Over, CommHooks, test::over_backends(), test::backend_name);
 
 /// The gradients of some steps with a hook: all parameters' in one vector, a step each.
 std::vector<at::Tensor> gradients(const ProcessGroup& group, const AsyncGradientHook& hook,
@@ -171,5 +171,5 @@ TEST(PowerSgd, WrongUse) {
   EXPECT_THROW(post_local_sgd_hook(nullptr), UsageError);
 }
 
-}  // namespace
+}  // namespace comm_hooks_test
 }  // namespace lockstep

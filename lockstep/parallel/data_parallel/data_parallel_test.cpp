@@ -24,7 +24,7 @@
 #include "tests/support/ddp_test_modules.h"
 
 namespace lockstep {
-namespace {
+namespace data_parallel_test {
 
 namespace nn = torch::nn;
 using ddp_test::fill;
@@ -423,5 +423,5 @@ TEST_F(DataParallelTest, FunctionsComposeByHand) {
   EXPECT_THROW(parallel_apply(replicas, std::vector<at::Tensor>{x}), UsageError);
 }
 
-}  // namespace
+}  // namespace data_parallel_test
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 #include "tests/support/run_group.h"
 
 namespace lockstep {
-namespace {
+namespace dp_strategy_test {
 
 namespace nn = torch::nn;
 using ddp_test::fill;
@@ -65,7 +65,7 @@ struct Job {
 };
 
 TEST(DpStrategy, TrainsAsOneModule) {
-  testing::run_group(1, [](const ProcessGroup& group) {
+  test::run_group(1, [](const ProcessGroup& group) {
     Job plain(group, 0);
     const auto expected = plain.train(*make_ddp_strategy(plain.setup), 10);
     for (const int64_t replicas : {1, 2, 3}) {
@@ -83,7 +83,7 @@ TEST(DpStrategy, TrainsAsOneModule) {
 }
 
 TEST(DpStrategy, PredictsWithoutAGraph) {
-  testing::run_group(1, [](const ProcessGroup& group) {
+  test::run_group(1, [](const ProcessGroup& group) {
     Job job(group, 2);
     const auto strategy = make_dp_strategy(job.setup);
     const at::Tensor x = values({5, 6}, 3);
@@ -97,7 +97,7 @@ TEST(DpStrategy, PredictsWithoutAGraph) {
 }
 
 TEST(DpStrategy, StateIsTheModules) {
-  testing::run_group(1, [](const ProcessGroup& group) {
+  test::run_group(1, [](const ProcessGroup& group) {
     Job job(group, 2);
     const auto strategy = make_dp_strategy(job.setup);
     job.train(*strategy, 2);
@@ -129,7 +129,7 @@ std::string usage_error_of(const Call& call) {
 }
 
 TEST(DpStrategy, WrongUse) {
-  testing::run_group(1, [](const ProcessGroup& group) {
+  test::run_group(1, [](const ProcessGroup& group) {
     Job job(group, 2);
     const auto strategy = make_dp_strategy(job.setup);
     EXPECT_THAT(usage_error_of([&] { strategy->run_batch({.loss = job.work(0).loss}); }),
@@ -147,7 +147,7 @@ TEST(DpStrategy, WrongUse) {
     EXPECT_THAT(usage_error_of([&] { make_dp_strategy(negative.setup); }),
                 HasSubstr("-1 replicas"));
   });
-  testing::run_group(2,
+  test::run_group(2,
                      [](const ProcessGroup& group) {
                        Job job(group, 2);
                        EXPECT_THAT(usage_error_of([&] { make_dp_strategy(job.setup); }),
@@ -156,5 +156,5 @@ TEST(DpStrategy, WrongUse) {
                      {.backend = "shm"});
 }
 
-}  // namespace
+}  // namespace dp_strategy_test
 }  // namespace lockstep

@@ -20,7 +20,7 @@
 #include "tests/support/ddp_test_modules.h"
 
 namespace lockstep {
-namespace {
+namespace replicas_test {
 
 namespace nn = torch::nn;
 using ddp_test::fill;
@@ -297,5 +297,5 @@ TEST(Replicas, LeaveRandomNumbersAsTheyAre) {
   EXPECT_TRUE(at::equal(at::rand({3}), expected));
 }
 
-}  // namespace
+}  // namespace replicas_test
 }  // namespace lockstep

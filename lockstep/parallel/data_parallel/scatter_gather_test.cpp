@@ -12,7 +12,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace scatter_gather_test {
 
 using ::testing::HasSubstr;
 
@@ -26,18 +26,18 @@ std::vector<c10::Device> cpus(size_t count) {
   return std::vector<c10::Device>(count, c10::kCPU);
 }
 
-}  // namespace
+}  // namespace scatter_gather_test
 
 template <>
-struct OutputTensors<Sample> {
+struct OutputTensors<scatter_gather_test::Sample> {
   template <class F>
-  static void visit(Sample& sample, F&& f) {
+  static void visit(scatter_gather_test::Sample& sample, F&& f) {
     visit_tensors(sample.image, f);
     visit_tensors(sample.more, f);
   }
 };
 
-namespace {
+namespace scatter_gather_test {
 
 TEST(Scatter, CutsAsChunkDoes) {
   const at::Tensor x = at::arange(14).view({7, 2});
@@ -151,5 +151,5 @@ TEST(Gather, OutputsMustBeAlike) {
   EXPECT_THROW(gather(std::vector<at::Tensor>{}, c10::kCPU), UsageError);
 }
 
-}  // namespace
+}  // namespace scatter_gather_test
 }  // namespace lockstep

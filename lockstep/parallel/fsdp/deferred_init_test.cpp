@@ -16,7 +16,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace deferred_init_test {
 
 /// Draws random numbers in several ways, and shares memory between parameters.
 struct Made : torch::nn::Module {
@@ -62,7 +62,7 @@ TEST(DeferredInit, HasTheBitsOfTheModuleMadeAtOnce) {
     Made made;
     at::manual_seed(4);
     OptimizerState state;
-    testing::run_group(1, [&](ProcessGroup group) { state = whole_state(group, share); });
+    test::run_group(1, [&](ProcessGroup group) { state = whole_state(group, share); });
     std::map<std::string, at::Tensor> by_name(state.begin(), state.end());
     for (const auto& item : made.named_parameters())
       EXPECT_TRUE(at::equal(by_name.at(item.key()), item.value())) << item.key();
@@ -73,7 +73,7 @@ TEST(DeferredInit, HasTheBitsOfTheModuleMadeAtOnce) {
 
 TEST(DeferredInit, AllRanksHaveRankZerosValues) {
   for (const bool share : {true, false}) {
-    testing::run_group(3,
+    test::run_group(3,
                        [&](ProcessGroup group) {
                          // Threads draw from one generator, so each has other values; rank 0's
                          // count.
@@ -89,7 +89,7 @@ TEST(DeferredInit, AllRanksHaveRankZerosValues) {
 
 TEST(DeferredInit, ShardsOfAllRanksAreOfRankZerosValues) {
   for (const bool share : {true, false}) {
-    testing::run_group(3,
+    test::run_group(3,
                        [&](ProcessGroup group) {
                          const auto module = deferred_init([&] {
                            auto made = std::make_shared<Made>();
@@ -112,7 +112,7 @@ TEST(DeferredInit, ShardsOfAllRanksAreOfRankZerosValues) {
 
 /// Both change what LibTorch's dispatcher does, in one process.
 TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
-  testing::run_group(2,
+  test::run_group(2,
                      [](ProcessGroup group) {
                        const SyncBatchNormGuard guard(group);
                        const OptimizerState state = whole_state(group, true);
@@ -122,7 +122,7 @@ TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
 }
 
 TEST(DeferredInit, AMetaModuleOfWhichNothingIsKnownIsRefused) {
-  testing::run_group(1, [](ProcessGroup group) {
+  test::run_group(1, [](ProcessGroup group) {
     struct Bare : torch::nn::Module {
       Bare() { register_parameter("weight", at::empty({4}, at::kMeta)); }
     };
@@ -139,5 +139,5 @@ TEST(DeferredInit, AMetaModuleOfWhichNothingIsKnownIsRefused) {
   EXPECT_FALSE(at::ones({1}).is_meta());
 }
 
-}  // namespace
+}  // namespace deferred_init_test
 }  // namespace lockstep

@@ -19,7 +19,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace fsdp_strategy_test {
 
 using ddp_test::fill;
 using ddp_test::values;
@@ -113,8 +113,8 @@ OptimizerState on_all_ranks(const ProcessGroup& group, const OptimizerState& sta
   return all;
 }
 
-class FsdpStrategyTest : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, FsdpStrategyTest, testing::over_backends(), testing::backend_name);
+class FsdpStrategyTest : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, FsdpStrategyTest, test::over_backends(), test::backend_name);
 
 TEST_P(FsdpStrategyTest, TrainsToTheBitsOfDdp) {
   for (const std::string optimizer : {"adam", "adamw", "sgd"}) {
@@ -193,7 +193,7 @@ TEST_P(FsdpStrategyTest, ThreeRanksTrainAsDdpDoes) {
 }
 
 void over_shared_memory(int size, const std::function<void(ProcessGroup)>& body) {
-  testing::run_group(size, body, {.backend = "shm"});
+  test::run_group(size, body, {.backend = "shm"});
 }
 
 TEST(FsdpStrategy, OneToFourRanksHaveTheBitsOfDdp) {
@@ -240,7 +240,7 @@ struct TiedTask {
 };
 
 TEST(FsdpStrategy, ATiedParameterHasOneNumberInTheState) {
-  testing::run_group(2, [](ProcessGroup group) {
+  test::run_group(2, [](ProcessGroup group) {
     const auto adam = [](std::vector<at::Tensor> parameters) {
       return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
     };
@@ -268,7 +268,7 @@ struct EntriesFromTheStart : Sgd {
 
 /// Its optimizer has a tensor without elements, of which the module knows nothing.
 TEST(FsdpStrategy, ARankWithoutParametersGivesNoState) {
-  testing::run_group(2, [](ProcessGroup group) {
+  test::run_group(2, [](ProcessGroup group) {
     EntriesFromTheStart* optimizer = nullptr;
     TiedTask task(group, "fsdp", [&](std::vector<at::Tensor> parameters) {
       auto made = std::make_unique<EntriesFromTheStart>(std::move(parameters), OptimizerOptions());
@@ -405,7 +405,7 @@ TEST(FsdpStrategy, AStateThatDoesNotFitIsRefusedByName) {
 
 /// TorchScript's interpreter throws another exception for one within it, and so may a user.
 TEST(FsdpStrategy, ALostRankIsACommErrorWhateverForwardMakesOfIt) {
-  testing::run_group(2,
+  test::run_group(2,
                      [](ProcessGroup group) {
                        Task task(group, "fsdp", {.fsdp = layers_as_units(false)});
                        if (group.rank() == 1) return;
@@ -423,12 +423,12 @@ TEST(FsdpStrategy, ALostRankIsACommErrorWhateverForwardMakesOfIt) {
 }
 
 TEST(FsdpStrategy, AStateSavedWithARankMissingNamesTheRank) {
-  testing::RankOptions options;
+  test::RankOptions options;
   options.backend = "shm";
   options.timeout = std::chrono::milliseconds(700);
   std::promise<void> given_up;
   auto waits = given_up.get_future();
-  testing::run_group(
+  test::run_group(
       2,
       [&](ProcessGroup group) {
         Task task(group, "fsdp");
@@ -444,5 +444,5 @@ TEST(FsdpStrategy, AStateSavedWithARankMissingNamesTheRank) {
       options);
 }
 
-}  // namespace
+}  // namespace fsdp_strategy_test
 }  // namespace lockstep

@@ -16,7 +16,7 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace fsdp_test {
 
 using ddp_test::Counter;
 using ddp_test::fill;
@@ -69,7 +69,7 @@ std::unique_ptr<Optimizer> adam(const std::vector<at::Tensor>& parameters) {
 }
 
 void over_shared_memory(int size, const std::function<void(ProcessGroup)>& body) {
-  testing::run_group(size, body, {.backend = "shm"});
+  test::run_group(size, body, {.backend = "shm"});
 }
 
 /// Trains a module with DDP and with FSDP on the same batches and compares rank 0's states.
@@ -111,7 +111,7 @@ TEST(Fsdp, TrainsModulesToTheBitsOfDdp) {
 }
 
 TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
-  testing::run_group(2, [](ProcessGroup group) {
+  test::run_group(2, [](ProcessGroup group) {
     auto net = filled<Net>(1);
     FullyShardedDataParallel fsdp(net, group, gathered());
     EXPECT_THAT(fsdp.statistics().units, ::testing::ElementsAre("first", "second"));
@@ -140,7 +140,7 @@ TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
 TEST(Fsdp, TrainsAfterAnEvaluationInInferenceMode) {
   for (const std::string backend : {"shm", "gloo"}) {
     for (const FsdpOptions& options : {gathered(), in_common()}) {
-      testing::run_group(
+      test::run_group(
           2,
           [&](ProcessGroup group) {
             auto plain = filled<Net>(1), evaluated = filled<Net>(1);
@@ -455,7 +455,7 @@ TEST(Fsdp, GathersAndComputesInAnotherDtype) {
   FsdpOptions options = gathered();
   options.parameter_dtype = at::kBFloat16;
   options.reduce_dtype = at::kFloat;
-  testing::run_group(2, [&](ProcessGroup group) {
+  test::run_group(2, [&](ProcessGroup group) {
     auto net = filled<Net>(1), half = filled<Net>(1);
     half->to(at::kBFloat16);
     FullyShardedDataParallel fsdp(net, group, options);
@@ -553,5 +553,5 @@ TEST(Fsdp, ACloneIsWholeAndAModuleOutlivesItsWrapperSayingSo) {
   });
 }
 
-}  // namespace
+}  // namespace fsdp_test
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 #include "tests/support/ddp_test_modules.h"
 
 namespace lockstep::detail {
-namespace {
+namespace unit_plan_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -150,5 +150,5 @@ TEST(UseOrder, ForetellsTheRoundBefore) {
   EXPECT_THAT(foretold(order, {}), IsEmpty());
 }
 
-}  // namespace
+}  // namespace unit_plan_test
 }  // namespace lockstep::detail

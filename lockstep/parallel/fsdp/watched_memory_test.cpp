@@ -9,7 +9,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::detail {
-namespace {
+namespace watched_memory_test {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -112,5 +112,5 @@ TEST(WatchedMemory, ATensorThatOutlivesItsOwnerSaysSo) {
   EXPECT_EQ((full + 1).sum().item<float>(), 4);
 }
 
-}  // namespace
+}  // namespace watched_memory_test
 }  // namespace lockstep::detail

@@ -11,7 +11,7 @@
 #include "tests/support/pipeline_test_models.h"
 
 namespace lockstep {
-namespace {
+namespace local_pipeline_test {
 
 using pipeline_test::accumulate;
 using pipeline_test::batch_of;
@@ -132,5 +132,5 @@ TEST(LocalPipeline, TakesAPlanAndNamesMistakes) {
   EXPECT_THROW(pipeline.run_batch({.loss = [] { return at::Tensor(); }}), UsageError);
 }
 
-}  // namespace
+}  // namespace local_pipeline_test
 }  // namespace lockstep

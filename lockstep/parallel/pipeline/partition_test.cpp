@@ -10,7 +10,7 @@
 #include "tests/support/pipeline_test_models.h"
 
 namespace lockstep {
-namespace {
+namespace partition_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -107,5 +107,5 @@ TEST(EstimateLayerCosts, CountsParameters) {
   EXPECT_THAT(estimate_layer_costs(chain.layers()), ElementsAre(31, 11));
 }
 
-}  // namespace
+}  // namespace partition_test
 }  // namespace lockstep

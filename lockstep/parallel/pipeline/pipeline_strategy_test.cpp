@@ -10,7 +10,7 @@
 #include "tests/support/pipeline_test_models.h"
 
 namespace lockstep {
-namespace {
+namespace pipeline_strategy_test {
 
 using pipeline_test::accumulate;
 using pipeline_test::adam;
@@ -19,9 +19,9 @@ using pipeline_test::Chain;
 using pipeline_test::mean_square;
 using ::testing::HasSubstr;
 
-class PipelineStrategyTest : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, PipelineStrategyTest, testing::over_backends(),
-                         testing::backend_name);
+class PipelineStrategyTest : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, PipelineStrategyTest, test::over_backends(),
+                         test::backend_name);
 
 struct Outcome {
   std::vector<double> losses;  ///< Of all micro-batches; on the last stage.
@@ -153,7 +153,7 @@ struct EntriesFromTheStart : Sgd {
 
 /// Its optimizer has a tensor without elements, of which the module knows nothing.
 TEST(PipelineStrategy, AStageWithoutParametersGivesNoState) {
-  testing::run_group(2, [](ProcessGroup group) {
+  test::run_group(2, [](ProcessGroup group) {
     const auto model = std::make_shared<Chain>(2);
     StrategySetup setup = setup_of(model, group, {.pipeline_plan = {"end"}});
     setup.layers.push_back({"end", nullptr, [](const at::Tensor& x) { return x * 2; }});
@@ -165,5 +165,5 @@ TEST(PipelineStrategy, AStageWithoutParametersGivesNoState) {
   });
 }
 
-}  // namespace
+}  // namespace pipeline_strategy_test
 }  // namespace lockstep

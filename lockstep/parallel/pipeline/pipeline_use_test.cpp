@@ -17,7 +17,7 @@
 #include "tests/support/published.h"
 
 namespace lockstep {
-namespace {
+namespace pipeline_use_test {
 
 using pipeline_test::accumulate;
 using pipeline_test::adam;
@@ -26,8 +26,8 @@ using pipeline_test::batch_of;
 using pipeline_test::Chain;
 using pipeline_test::mean_square;
 using ::testing::HasSubstr;
-using testing::message_of;
-using testing::run_group;
+using test::message_of;
+using test::run_group;
 
 template <class Model>
 StrategySetup setup_of(const std::shared_ptr<Model>& model, const ProcessGroup& group,
@@ -57,8 +57,8 @@ void expect_same(const OptimizerState& given, const OptimizerState& expected) {
   }
 }
 
-class PipelineUse : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, PipelineUse, testing::over_backends(), testing::backend_name);
+class PipelineUse : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, PipelineUse, test::over_backends(), test::backend_name);
 
 /// Two pipelines of two stages, against the mean of what two processes get for the same halves.
 TEST_P(PipelineUse, AMeshAveragesOverPipelines) {
@@ -316,7 +316,7 @@ TEST(PipelineBatches, ASmallerOneAtTheEndIsCutUnevenly) {
 
 /// A run that stopped before the last batch of an epoch goes on with it.
 TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
-  testing::Published<OptimizerState> saved_model, saved_optimizer;  // Whole: of rank 0.
+  test::Published<OptimizerState> saved_model, saved_optimizer;  // Whole: of rank 0.
   run_group(2,
             [&](ProcessGroup group) {
               auto first = std::make_shared<Chain>(4), second = std::make_shared<Chain>(4, 9);
@@ -544,5 +544,5 @@ TEST_P(PipelineUse, ALostRankIsACommErrorThatNamesIt) {
   }
 }
 
-}  // namespace
+}  // namespace pipeline_use_test
 }  // namespace lockstep

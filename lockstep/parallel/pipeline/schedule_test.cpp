@@ -9,7 +9,7 @@
 #include "lockstep/base/text.h"
 
 namespace lockstep {
-namespace {
+namespace schedule_test {
 
 using ::testing::HasSubstr;
 
@@ -155,5 +155,5 @@ TEST(PipelineSchedule, SaysWhatCannotBe) {
   EXPECT_THAT(error_of("gpipe", {0, 1}), HasSubstr("ranks is 0"));
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace simulation_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -82,5 +82,5 @@ TEST(PipelineSimulation, RefusesCostsOfOtherStages) {
   EXPECT_THROW(simulate_pipeline(schedule, {{{}, {}, {}}, 0}), UsageError);
 }
 
-}  // namespace
+}  // namespace simulation_test
 }  // namespace lockstep

@@ -19,15 +19,15 @@
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
-namespace {
+namespace sync_batch_norm_test {
 
 namespace nn = torch::nn;
 using ddp_test::fill;
 using ddp_test::values;
 using ::testing::HasSubstr;
 
-class SyncBatchNorms : public testing::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(Over, SyncBatchNorms, testing::over_backends(), testing::backend_name);
+class SyncBatchNorms : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(Over, SyncBatchNorms, test::over_backends(), test::backend_name);
 
 /// Float32 sums over other parts of the same values.
 bool near(const at::Tensor& a, const at::Tensor& b) {
@@ -279,7 +279,7 @@ TEST_P(SyncBatchNorms, GuardsNest) {
 }
 
 TEST(SyncBatchNormModule, WrongUse) {
-  testing::run_group(
+  test::run_group(
       2,
       [](const ProcessGroup& group) {
         const auto refused = [](SyncBatchNorm norm, const at::Tensor& x) {
@@ -298,5 +298,5 @@ TEST(SyncBatchNormModule, WrongUse) {
       {.backend = "shm"});
 }
 
-}  // namespace
+}  // namespace sync_batch_norm_test
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include <numeric>
 
 namespace lockstep::detail {
-namespace {
+namespace partition_test {
 
 using ::testing::ElementsAre;
 
@@ -80,5 +80,5 @@ TEST(BucketsOf, KeepsToTheCapAndToOneDtype) {
               ElementsAre(ElementsAre(5), ElementsAre(3, 0)));
 }
 
-}  // namespace
+}  // namespace partition_test
 }  // namespace lockstep::detail

@@ -11,7 +11,7 @@
 #include "tests/support/zero_training.h"
 
 namespace lockstep {
-namespace {
+namespace zero_redundancy_optimizer_test {
 
 using ::testing::HasSubstr;
 using zero_test::expect_same;
@@ -32,11 +32,11 @@ OptimizerState train(const ProcessGroup& group, const std::shared_ptr<Net>& net,
   return zero_test::tensors_of(*net);
 }
 
-class ZeroOptimizer : public testing::OverBackends {
+class ZeroOptimizer : public test::OverBackends {
  protected:
   void SetUp() override { at::set_num_threads(1); }
 };
-INSTANTIATE_TEST_SUITE_P(All, ZeroOptimizer, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(All, ZeroOptimizer, test::over_backends(), test::backend_name);
 
 TEST_P(ZeroOptimizer, UpdatesAsTheWholeOptimizerDoes) {
   for (const int ranks : {2, 4}) {
@@ -215,7 +215,7 @@ TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFitOnAllRanks) {
 }
 
 TEST_P(ZeroOptimizer, ConsolidationNamesTheRankThatIsMissing) {
-  testing::RankOptions options;
+  test::RankOptions options;
   options.timeout = std::chrono::milliseconds(700);
   std::latch done(1);
   struct Release {
@@ -311,5 +311,5 @@ TEST_P(ZeroOptimizer, WrongUse) {
   });
 }
 
-}  // namespace
+}  // namespace zero_redundancy_optimizer_test
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include "tests/support/zero_training.h"
 
 namespace lockstep {
-namespace {
+namespace zero_strategy_test {
 
 using ::testing::HasSubstr;
 using zero_test::expect_same;
@@ -70,11 +70,11 @@ struct Large : torch::nn::Module {
   torch::nn::Linear a{300, 200}, b{200, 101};
 };
 
-class ZeroStrategy : public testing::OverBackends {
+class ZeroStrategy : public test::OverBackends {
  protected:
   void SetUp() override { at::set_num_threads(1); }
 };
-INSTANTIATE_TEST_SUITE_P(All, ZeroStrategy, testing::over_backends(), testing::backend_name);
+INSTANTIATE_TEST_SUITE_P(All, ZeroStrategy, test::over_backends(), test::backend_name);
 
 TEST_P(ZeroStrategy, HasTheBitsOfDdp) {
   for (const int ranks : {1, 2, 3, 4}) {
@@ -86,7 +86,7 @@ TEST_P(ZeroStrategy, HasTheBitsOfDdp) {
 TEST_P(ZeroStrategy, HasTheBitsOfDdpWithEveryOptimizer) {
   for (const int ranks : {2, 3}) {
     run_group(ranks, [](const ProcessGroup& group) {
-      for (const std::string& name : testing::plain_optimizers()) {
+      for (const std::string& name : test::plain_optimizers()) {
         Job job{.optimizer = name, .options = {.lr = 0.01, .weight_decay = 0.1}};
         if (name == "sgd" || name == "rmsprop") job.options.momentum = 0.9;
         expect_ddp_bits(job, group, name);
@@ -203,7 +203,7 @@ TEST_P(ZeroStrategy, ResumesFromDdpAndBack) {
         const auto first = (to_zero ? make_ddp : make)(setup_of(net, group, job));
         train_steps(*first, *net, job, 0, 2, wanted);
         // What a checkpoint holds is on rank 0, and is loaded by all.
-        static testing::Published<OptimizerState> model, optimizer;
+        static test::Published<OptimizerState> model, optimizer;
         auto saved_model = zero_test::copied(first->model_state());
         auto saved_optimizer = zero_test::copied(first->optimizer_state());
         if (group.rank() == 0) {
@@ -285,5 +285,5 @@ TEST_P(ZeroStrategy, RefusesAStepWhileGradientsAddUp) {
   });
 }
 
-}  // namespace
+}  // namespace zero_strategy_test
 }  // namespace lockstep

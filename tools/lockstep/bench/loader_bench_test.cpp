@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
-namespace {
+namespace loader_bench_test {
 
 /// A clock by which the epochs, the warm-up first, take these seconds.
 std::function<double()> epochs_of(std::vector<double> seconds) {
@@ -40,5 +40,5 @@ TEST(LoaderBenchOptions, NeedAnEpoch) {
   EXPECT_THROW(loader_samples_per_second(random_images(10), {}, {.epochs = 0}), UsageError);
 }
 
-}  // namespace
+}  // namespace loader_bench_test
 }  // namespace lockstep

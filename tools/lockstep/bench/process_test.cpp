@@ -12,7 +12,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::tool {
-namespace {
+namespace process_test {
 
 using std::chrono::seconds;
 using testing::HasSubstr;
@@ -111,5 +111,5 @@ TEST(BenchProcess, ExpectSuccessShowsTheLastLines) {
   }
 }
 
-}  // namespace
+}  // namespace process_test
 }  // namespace lockstep::tool

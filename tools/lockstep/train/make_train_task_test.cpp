@@ -6,7 +6,7 @@
 #include "lockstep/comm/world.h"
 
 namespace lockstep {
-namespace {
+namespace make_train_task_test {
 
 /// An operation whose result LibTorch does not promise: indices may come twice.
 void put_twice() {
@@ -24,5 +24,5 @@ TEST(MakeTrainTask, DeterministicRefusesOperationsThatAreNot) {
   at::globalContext().setDeterministicAlgorithms(false, /*warn_only=*/false);
 }
 
-}  // namespace
+}  // namespace make_train_task_test
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 #include "lockstep/models/models.h"
 
 namespace lockstep {
-namespace {
+namespace placement_test {
 
 using ::testing::HasSubstr;
 
@@ -128,5 +128,5 @@ TEST_F(InEnvironment, CoresByRank) {
   EXPECT_THROW(choose_placement({}, "core", job(0, 100'000)), UsageError);
 }
 
-}  // namespace
+}  // namespace placement_test
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include "lockstep/base/file.h"
 
 namespace lockstep {
-namespace {
+namespace run_config_test {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -196,5 +196,5 @@ TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
       "--resume and --load-weights exclude each other");
 }
 
-}  // namespace
+}  // namespace run_config_test
 }  // namespace lockstep

@@ -21,7 +21,7 @@
 #include "tools/lockstep/train/progress.h"
 
 namespace lockstep {
-namespace {
+namespace run_output_test {
 
 using test_process::Pipe;
 using testing::ElementsAre;
@@ -250,5 +250,5 @@ TEST_F(MetricsRows, AFolderThatIsNotThereIsNamed) {
               testing::ThrowsMessage<SystemError>(HasSubstr("none/m.jsonl")));
 }
 
-}  // namespace
+}  // namespace run_output_test
 }  // namespace lockstep

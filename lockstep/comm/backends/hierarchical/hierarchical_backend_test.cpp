@@ -16,11 +16,11 @@
 #include "tests/support/whole_numbers.h"
 
 namespace lockstep::hierarchical {
-namespace {
+namespace hierarchical_backend_test {
 
-using testing::expect_ok;
-using testing::expect_same;
-using testing::whole_numbers;
+using test::expect_ok;
+using test::expect_same;
+using test::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
@@ -49,9 +49,9 @@ TEST_P(Placements, EveryCollectiveGivesGloosResult) {
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
   const auto types = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,
                       at::kChar,  at::kByte,   at::kInt,  at::kLong};
-  expect_ok(run(hosts, [&](int rank, c10d::Backend& ours, const testing::StorePtr& store) {
+  expect_ok(run(hosts, [&](int rank, c10d::Backend& ours, const test::StorePtr& store) {
     EXPECT_EQ(ours.getBackendName(), "hierarchical");
-    auto gloo = testing::make_gloo(store->clone(), rank, size, std::chrono::seconds(20));
+    auto gloo = test::make_gloo(store->clone(), rank, size, std::chrono::seconds(20));
     std::mt19937_64 random(seed);
     uint64_t call = seed;
     size_t next = random() % kSizes.size();
@@ -417,5 +417,5 @@ TEST(HierarchicalBackend, GroupsLeaveNoThreadAndNoDescriptorBehind) {
   EXPECT_LE(entries("/proc/self/fd"), descriptors + 2);
 }
 
-}  // namespace
+}  // namespace hierarchical_backend_test
 }  // namespace lockstep::hierarchical

@@ -13,10 +13,10 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::hierarchical {
-namespace {
+namespace hierarchical_failures_test {
 
 using ::testing::AllOf;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
@@ -63,7 +63,7 @@ TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
   for (const bool late : {false, true}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     std::vector<std::unique_ptr<Hierarchy>> ends(4);
-    expect_ok(testing::run_ranks(4, [&](int rank) {
+    expect_ok(test::run_ranks(4, [&](int rank) {
       const auto options = options_of(store, "aabb", rank, std::chrono::milliseconds(20'000));
       const auto checks = std::make_shared<CheckContext>(
           c10::make_intrusive<c10d::PrefixStore>("flat", options.store), rank, options.size,
@@ -150,7 +150,7 @@ TEST(HierarchicalBackend, WhoGivesUpAfterAMessageLostTheStoreTellsSo) {
           EXPECT_THROW(backend.send(data, 3, 0)->wait(), PeerLostError);
           backend.abort();
         },
-        20'000, c10::make_intrusive<testing::StoreLostToMessages>(to_all));
+        20'000, c10::make_intrusive<test::StoreLostToMessages>(to_all));
     for (const size_t rank : {0, 1, 3}) {
       EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
       EXPECT_THAT(outcomes[rank].text(),
@@ -165,7 +165,7 @@ TEST(HierarchicalBackend, WhoGivesUpAfterAMessageLostTheStoreTellsSo) {
 /// The first of a chain of ranks that wait for each other in two groups: it waits in the first one,
 /// and gives that up when nobody comes to the second within 1.5 s.
 void give_up_over_a_second_group(const std::string& hosts, int rank, c10d::Backend& first,
-                                 const testing::StorePtr& store) {
+                                 const test::StorePtr& store) {
   const auto second = make(options_of(c10::make_intrusive<c10d::PrefixStore>("second", store),
                                       hosts, rank, std::chrono::milliseconds(1'500)))
                           .backend;
@@ -181,7 +181,7 @@ TEST(HierarchicalBackend, WhoeverWaitsNamesForWhomWhenAnotherRankGivesUp) {
   for (const int first : {0, 1}) {
     std::atomic<int> failed{0};
     const auto outcomes = run("aaab", [&](int rank, c10d::Backend& backend, const auto& store) {
-      testing::BackendPtr second;
+      test::BackendPtr second;
       if (rank == first) return give_up_over_a_second_group("aaab", rank, backend, store);
       second = make(options_of(c10::make_intrusive<c10d::PrefixStore>("second", store), "aaab",
                                rank, std::chrono::milliseconds(20'000)))
@@ -267,7 +267,7 @@ TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWas
   for (const bool lost : {false, true}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     std::unique_ptr<Lifeline> lifeline;
-    auto outcomes = testing::run_ranks(3, [&](int rank) {
+    auto outcomes = test::run_ranks(3, [&](int rank) {
       const auto options = options_of(store, "aab", rank, std::chrono::milliseconds(1'500));
       if (rank < 2) {
         make(options);
@@ -290,5 +290,5 @@ TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWas
   }
 }
 
-}  // namespace
+}  // namespace hierarchical_failures_test
 }  // namespace lockstep::hierarchical

@@ -7,9 +7,9 @@
 #include "tests/support/run_hosts.h"
 
 namespace lockstep::hierarchical {
-namespace {
+namespace hierarchical_mistakes_test {
 
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
@@ -148,5 +148,5 @@ TEST(HierarchicalBackend, MisuseIsAnErrorOfThisRankAlone) {
   }));
 }
 
-}  // namespace
+}  // namespace hierarchical_mistakes_test
 }  // namespace lockstep::hierarchical

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lockstep::hierarchical {
-namespace {
+namespace host_layout_test {
 
 using Hosts = std::vector<std::vector<int>>;
 
@@ -33,5 +33,5 @@ TEST(HostLayout, KnowsWhenThereIsNoHierarchy) {
   EXPECT_FALSE(HostLayout::of({"a", "b"}, 0).one_host());
 }
 
-}  // namespace
+}  // namespace host_layout_test
 }  // namespace lockstep::hierarchical

@@ -14,13 +14,13 @@
 #include "tests/support/test_wait.h"
 
 namespace lockstep::hierarchical {
-namespace {
+namespace lifeline_test {
 
 using test_wait::wait_until;
-using testing::expect_ok;
+using test::expect_ok;
 using ::testing::HasSubstr;
-using testing::rethrow_first;
-using testing::run_ranks;
+using test::rethrow_first;
+using test::run_ranks;
 using Lines = std::vector<std::unique_ptr<Lifeline>>;
 
 Lifeline::Options options_of(const c10::intrusive_ptr<c10d::Store>& store, int host, int hosts,
@@ -190,5 +190,5 @@ TEST(Lifeline, AStrangerIsNotTakenForALeader) {
   stranger.join();
 }
 
-}  // namespace
+}  // namespace lifeline_test
 }  // namespace lockstep::hierarchical

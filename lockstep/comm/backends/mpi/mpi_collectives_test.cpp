@@ -7,8 +7,8 @@
 #include "tests/support/lazy_tensors.h"
 #include "tests/support/mpi_test_ranks.h"
 
-namespace lockstep::mpi::testing {
-namespace {
+namespace lockstep::mpi::test {
+namespace mpi_collectives_test {
 
 struct Case {
   Op op;
@@ -233,7 +233,7 @@ class AgainstGloo : public Ranks {
   void SetUp() override {
     Ranks::SetUp();
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    gloo = lockstep::testing::make_gloo(store_for(std::string("gloo") + test->name()), rank(),
+    gloo = lockstep::test::make_gloo(store_for(std::string("gloo") + test->name()), rank(),
                                         size(), std::chrono::seconds(60));
     random.seed(seed());
     call = seed();
@@ -407,9 +407,9 @@ TEST_F(Ranks, TensorsThatAreNotContiguous) {
 TEST_F(Ranks, TensorsWhoseMemoryDoesNotHoldTheirValues) {
   if (size() == 1) GTEST_SKIP() << "the calls are those of two ranks or more";
   const ProcessGroup& group = world().group();
-  lockstep::testing::take_lazy_tensors(group, lockstep::testing::Laziness::conjugated);
-  lockstep::testing::take_lazy_tensors(group, lockstep::testing::Laziness::negated);
-  lockstep::testing::take_zeros_without_memory(group);
+  lockstep::test::take_lazy_tensors(group, lockstep::test::Laziness::conjugated);
+  lockstep::test::take_lazy_tensors(group, lockstep::test::Laziness::negated);
+  lockstep::test::take_zeros_without_memory(group);
 }
 
 TEST_F(Ranks, CoalescedCalls) {
@@ -453,5 +453,5 @@ TEST_F(Ranks, SparseTensors) {
   expect_same(mine[0].to_dense(), wanted, "sparse");
 }
 
-}  // namespace
-}  // namespace lockstep::mpi::testing
+}  // namespace mpi_collectives_test
+}  // namespace lockstep::mpi::test

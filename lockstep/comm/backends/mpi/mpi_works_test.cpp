@@ -14,10 +14,10 @@
 #include "tests/support/page_faults.h"
 #include "tests/support/watched_calls.h"
 
-namespace lockstep::mpi::testing {
-namespace {
+namespace lockstep::mpi::test {
+namespace mpi_works_test {
 
-using lockstep::testing::message_of;
+using lockstep::test::message_of;
 using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
@@ -57,7 +57,7 @@ TEST_F(Ranks, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
 TEST_F(Ranks, AForkMayCloseItsCopyOfTheWorldAndMakesNoCalls) {
   at::Tensor sum = at::ones({10});
   world().group().all_reduce_async(sum).wait();
-  const int ended = lockstep::testing::in_another_process([&] {
+  const int ended = lockstep::test::in_another_process([&] {
     ::alarm(20);
     const std::string refused = message_of<CommError>([&] { world().group().all_reduce(sum); });
     if (refused.find("is a fork of rank") == std::string::npos) return 1;
@@ -117,7 +117,7 @@ TEST_F(Ranks, LeavesThatRequireAGradientMayBeResults) {
 }
 
 TEST_F(Ranks, ACallShowsInTracesUntilItsEnd) {
-  lockstep::testing::WatchedCalls watched("mpi");
+  lockstep::test::WatchedCalls watched("mpi");
   Tensors sum{at::ones({7})}, sent{at::ones({3})}, received{at::zeros({3})};
   auto work = mpi->allreduce(sum, {});
   work->wait();
@@ -407,5 +407,5 @@ TEST(MpiWorld, SplitsAndObjects) {
     EXPECT_EQ(all[static_cast<size_t>(rank)]["rank"], rank);
 }
 
-}  // namespace
-}  // namespace lockstep::mpi::testing
+}  // namespace mpi_works_test
+}  // namespace lockstep::mpi::test

@@ -18,17 +18,17 @@
 #include "tests/support/whole_numbers.h"
 
 namespace lockstep::shm {
-namespace {
+namespace shm_backend_test {
 
 using test_wait::wait_until;
 using ::testing::AllOf;
-using testing::expect_ok;
-using testing::expect_same;
+using test::expect_ok;
+using test::expect_same;
 using ::testing::HasSubstr;
-using testing::Outcome;
-using testing::run_shm;
-using testing::shm_options;
-using testing::whole_numbers;
+using test::Outcome;
+using test::run_shm;
+using test::shm_options;
+using test::whole_numbers;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 
@@ -173,8 +173,8 @@ TEST_P(Sizes, EveryCollectiveGivesGloosResult) {
   SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed));
   const auto types = {at::kFloat, at::kDouble, at::kHalf, at::kChar,
                       at::kByte,  at::kInt,    at::kLong};
-  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const testing::StorePtr& store) {
-    auto gloo = testing::make_gloo(store->clone(), rank, size, std::chrono::seconds(20));
+  expect_ok(run_shm(size, [&](int rank, c10d::Backend& shm, const test::StorePtr& store) {
+    auto gloo = test::make_gloo(store->clone(), rank, size, std::chrono::seconds(20));
     std::mt19937_64 random(seed);
     uint64_t call = seed;
     for (const auto type : types) {
@@ -526,7 +526,7 @@ TEST(ShmBackend, ARankThatLeavesFailsTheOthersAtOnce) {
 
 TEST(ShmBackend, WhatIsSentArrivesAlsoWhenTheWorkIsDropped) {
   constexpr int64_t kLarge = 1 << 20;
-  expect_ok(run_shm(2, [](int rank, c10d::Backend& shm, const testing::StorePtr&) {
+  expect_ok(run_shm(2, [](int rank, c10d::Backend& shm, const test::StorePtr&) {
     for (int i = 0; i < 8; ++i) {
       Tensors sent{at::full({kLarge}, i, at::kFloat)}, received{at::zeros({kLarge})};
       if (rank == 0) {
@@ -625,7 +625,7 @@ size_t mappings() {
 
 TEST(ShmBackend, ThousandsOfGroupsLeaveNothingBehind) {
   const size_t descriptors = open_descriptors();
-  expect_ok(run_shm(2, [](int rank, c10d::Backend& all, const testing::StorePtr& store) {
+  expect_ok(run_shm(2, [](int rank, c10d::Backend& all, const test::StorePtr& store) {
     for (int round = 0; round < 1500; ++round) {
       auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
       auto group =
@@ -637,5 +637,5 @@ TEST(ShmBackend, ThousandsOfGroupsLeaveNothingBehind) {
   EXPECT_EQ(mappings(), 0U);
 }
 
-}  // namespace
+}  // namespace shm_backend_test
 }  // namespace lockstep::shm

@@ -19,15 +19,15 @@
 #include "tests/support/whole_numbers.h"
 
 namespace lockstep::shm {
-namespace {
+namespace shm_callbacks_test {
 
 using test_wait::wait_until;
-using testing::expect_ok;
-using testing::expect_same;
+using test::expect_ok;
+using test::expect_same;
 using ::testing::HasSubstr;
-using testing::message_of;
-using testing::refuse_threads;
-using testing::run_shm;
+using test::message_of;
+using test::refuse_threads;
+using test::run_shm;
 using Tensors = std::vector<at::Tensor>;
 
 TEST(ShmCallbacks, AGroupCanBeUsedFromACallback) {
@@ -182,7 +182,7 @@ TEST(ShmCallbacks, ACallbackMayDestroyAnotherGroup) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::barrier together(2);
   expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
-    auto other = c10::make_intrusive<ShmBackend>(testing::shm_options(
+    auto other = c10::make_intrusive<ShmBackend>(test::shm_options(
         c10::make_intrusive<c10d::PrefixStore>("other", store), rank, 2, std::chrono::seconds(20)));
     Tensors first{at::ones({3})}, second{at::ones({3})}, never{at::ones({3})};
     const auto unmet = other->recv(never, 1 - rank, 1);
@@ -205,7 +205,7 @@ TEST(ShmCallbacks, WhereNoThreadCanBeStartedCollectivesBlockAndMessagesFail) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
 #endif
-  const int failures = testing::in_another_process([] {
+  const int failures = test::in_another_process([] {
     std::barrier together(2);
     std::array<Collectives, 4> tests{{{false, false}, {false, true}, {true, false}, {true, true}}};
     for (Collectives& test : tests) test.expect_blocking();
@@ -226,5 +226,5 @@ TEST(ShmCallbacks, WhereNoThreadCanBeStartedCollectivesBlockAndMessagesFail) {
   EXPECT_EQ(failures, 0);
 }
 
-}  // namespace
+}  // namespace shm_callbacks_test
 }  // namespace lockstep::shm
