@@ -28,9 +28,9 @@ bench: build     ## Measure against Python and print the ratios
 format:    ## Format the C++ files with clang-format
 	@scripts/setup.sh --dev
 	@git ls-files '*.h' '*.cpp' | grep -v gloo_stubs | xargs clang-format -i
-lint: build      ## Check the C++ files with clang-format and clang-tidy
-	@scripts/lint.sh $(BUILD)
+lint: setup      ## Check the C++ files with clang-format and clang-tidy
+	@scripts/lint.sh
 install: build   ## Install the library and the binary: make install PREFIX=/usr/local
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 clean:           ## Remove the build folders
-	@rm -rf build build-debug build-asan build-tsan
+	@rm -rf build build-dev build-debug build-asan build-tsan

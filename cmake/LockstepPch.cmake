@@ -1,4 +1,7 @@
-# Precompiled headers, chosen file by file.
+# Precompiled headers, and unity builds.
+#
+# With LOCKSTEP_UNITY the sources of a target are compiled several at a time, and share the precompiled
+# header that has what any of them includes. Without it each source gets its own:
 #
 # A LibTorch header costs more than its text: at the end of every file that has it, GCC instantiates
 # anew the templates that the header's inline functions use, precompiled or not. So a file gets the
@@ -35,6 +38,13 @@ function(lockstep_precompile target)
   endif()
   get_target_property(sources ${target} SOURCES)
   get_target_property(source_dir ${target} SOURCE_DIR)
+  set(cpp_sources ${sources})
+  list(FILTER cpp_sources INCLUDE REGEX "\\.cpp$")
+  list(LENGTH cpp_sources count)
+  if(LOCKSTEP_UNITY AND count GREATER 1)
+    lockstep_unite(${target} ${source_dir} ${cpp_sources})
+    return()
+  endif()
   foreach(source IN LISTS sources)
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${source_dir} NORMALIZE)
     get_source_file_property(skip ${source} SKIP_PRECOMPILE_HEADERS)
@@ -59,6 +69,39 @@ function(lockstep_precompile target)
       add_dependencies(${target} lockstep_pch_${name})
     endif()
   endforeach()
+endfunction()
+
+# Compiles the target's sources in groups of at most LOCKSTEP_UNITY_LINES lines. CMake compiles a source
+# that has compile options of its own by itself.
+function(lockstep_unite target source_dir)
+  set(highest -1)
+  set(group 0)
+  set(lines 0)
+  foreach(source IN LISTS ARGN)
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${source_dir} NORMALIZE)
+    if(NOT EXISTS ${source})
+      continue()
+    endif()
+    lockstep_pch_of(${source} level gtest)
+    if(level GREATER highest AND (level GREATER 0 OR gtest))
+      set(highest ${level})
+    endif()
+    file(STRINGS ${source} text)
+    list(LENGTH text length)
+    math(EXPR lines "${lines} + ${length}")
+    if(lines GREATER LOCKSTEP_UNITY_LINES)
+      math(EXPR group "${group} + 1")
+      set(lines ${length})
+    endif()
+    set_property(SOURCE ${source} PROPERTY UNITY_GROUP ${group})
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  if(highest GREATER -1)
+    list(GET LOCKSTEP_PCH_NAMES ${highest} name)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Winvalid-pch>
+      $<$<COMPILE_LANGUAGE:CXX>:SHELL:-include ${PROJECT_BINARY_DIR}/CMakeFiles/lockstep_pch_${name}.dir/cmake_pch.hxx>)
+    add_dependencies(${target} lockstep_pch_${name})
+  endif()
 endfunction()
 
 # The precompiled header that a file can use: its place in LOCKSTEP_PCH_NAMES, 0 for a file without

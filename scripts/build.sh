@@ -25,5 +25,27 @@ if [ ! -e "$build/build.ninja" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$torch" 
   printf '%s' "$torch" >"$stamp"
   grep '^-- LibTorch' "$build/configure.log" >&2 || true
 fi
-ninja -C "$build" -n "${targets[@]}" 2>/dev/null | grep -q 'no work to do' ||
-  cmake --build "$build" -j "$jobs" --target "${targets[@]}"
+
+# One line that moves on a terminal, else a line for every tenth of the work: what is done, and about how long the
+# rest takes. What the compiler says is shown as it is.
+show_progress() {
+  awk -v terminal="$([ -t 2 ] && echo 1)" '
+    match($0, /^@[0-9]+ [0-9]+ [0-9.]+@/) {
+      split(substr($0, 2, RLENGTH - 2), number, " ")
+      left = number[3] * (number[2] - number[1]) / (number[1] ? number[1] : 1)
+      text = sprintf("[%d of %d] %s", number[1], number[2], \
+                     left < 90 ? "about " int(left + 1) " s left" : "about " int(left / 60 + 0.5) " min left")
+      if (terminal) { printf "\r\033[K%s", text; shown = 1; fflush(); next }
+      tenth = int(10 * number[1] / number[2])
+      if (tenth > last) { print text; last = tenth; fflush() }
+      next
+    }
+    /^ninja: (Entering|Leaving) directory/ { next }
+    { if (shown) { printf "\n"; shown = 0 } print; fflush() }
+    END { if (shown) printf "\n" }' >&2
+}
+
+if ! ninja -C "$build" -n "${targets[@]}" 2>/dev/null | grep -q 'no work to do'; then
+  say "Building ${targets[*]} with $jobs jobs (once; later builds compile what has changed)"
+  NINJA_STATUS='@%f %t %e@ ' ninja -C "$build" -j "$jobs" "${targets[@]}" 2>&1 | show_progress
+fi

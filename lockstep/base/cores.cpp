@@ -10,6 +10,7 @@
 #include <string>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -36,13 +37,6 @@ class ProcessorSet {
 
 /// More than Linux can be built for.
 constexpr int kMostProcessors = 8192;
-
-std::string first_line(const fs::path& file) {
-  std::ifstream in(file);
-  std::string line;
-  std::getline(in, line);
-  return line;
-}
 
 /// "max 100000" or "150000 100000".
 std::optional<double> quota_v2(const fs::path& folder) {

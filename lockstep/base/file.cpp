@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <fstream>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -101,6 +102,13 @@ fs::path make_unique_folder(const fs::path& prefix) {
       prefix.string(), [](const std::string& name) { return ::mkdir(name.c_str(), 0777); });
   if (folder.empty()) throw SystemError("cannot make folder " + prefix.string(), errno);
   return folder;
+}
+
+std::string first_line(const fs::path& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
 }
 
 std::string read_file(const fs::path& path, size_t most) {

@@ -46,6 +46,10 @@ class TemporaryDirectory {
 /// every new folder of this process gets. Throws SystemError.
 std::filesystem::path make_unique_folder(const std::filesystem::path& prefix);
 
+/// The first line of a small file such as those of /proc and /sys, without its end. Empty where there is none or the
+/// file cannot be read.
+std::string first_line(const std::filesystem::path& path);
+
 /// The whole content of a file. Throws SystemError naming the file, and DataError when it has more
 /// than `most` bytes. What is no regular file may never end (/dev/zero): at most 16 MiB of it.
 std::string read_file(const std::filesystem::path& path,

@@ -4,21 +4,14 @@
 
 #include <array>
 #include <cstdint>
-#include <fstream>
 #include <sstream>
 #include <vector>
 
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
-
-std::string first_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
 
 std::string link_target(const char* path) {
   std::array<char, 128> target{};

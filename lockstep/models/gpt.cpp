@@ -72,9 +72,9 @@ class Attention : public nn::Module {
   double dropout_;
 };
 
-class Perceptron : public nn::Module {
+class FeedForward : public nn::Module {
  public:
-  explicit Perceptron(const GptOptions& options)
+  explicit FeedForward(const GptOptions& options)
       : c_fc(register_module("c_fc",
                              make_linear(options.channels, 4 * options.channels, options.bias))),
         c_proj(register_module("c_proj",
@@ -98,7 +98,7 @@ class Block : public nn::Module {
       : ln_1_(register_module("ln_1", std::make_shared<LayerNorm>(options.channels, options.bias))),
         attn_(register_module("attn", std::make_shared<Attention>(options))),
         ln_2_(register_module("ln_2", std::make_shared<LayerNorm>(options.channels, options.bias))),
-        mlp_(register_module("mlp", std::make_shared<Perceptron>(options))) {}
+        mlp_(register_module("mlp", std::make_shared<FeedForward>(options))) {}
 
   /// In the module's order.
   std::vector<nn::Linear> linear_layers() const {
@@ -116,7 +116,7 @@ class Block : public nn::Module {
   std::shared_ptr<LayerNorm> ln_1_;
   std::shared_ptr<Attention> attn_;
   std::shared_ptr<LayerNorm> ln_2_;
-  std::shared_ptr<Perceptron> mlp_;
+  std::shared_ptr<FeedForward> mlp_;
 };
 
 /// The vectors of tokens and of their places.

@@ -15,7 +15,6 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kStep = "step";
 constexpr const char* kExpAvg = "exp_avg";
 constexpr const char* kExpAvgSq = "exp_avg_sq";
 constexpr const char* kMaxExpAvgSq = "max_exp_avg_sq";

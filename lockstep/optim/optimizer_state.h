@@ -28,6 +28,9 @@ struct StateEntry {
   at::Tensor tensor;
 };
 
+/// The name of a count of steps.
+inline constexpr const char* kStep = "step";
+
 /// "NAME.INDEX".
 std::string state_key(const std::string& name, size_t index);
 

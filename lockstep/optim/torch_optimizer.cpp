@@ -58,8 +58,6 @@ auto fields_of(const torch::optim::AdagradOptions&) {
   return std::vector<TensorField<State>>{{"sum", &State::sum, Kept::always}};
 }
 
-constexpr const char* kStep = "step";
-
 template <class Torch, class State>
 class TorchOptimizer : public Optimizer {
  public:

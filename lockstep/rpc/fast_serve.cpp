@@ -9,7 +9,7 @@ namespace lockstep::rpc::detail {
 namespace {
 
 /// A guest without a request sleeps until it is woken; this only bounds a system call.
-constexpr std::chrono::hours kLongSleep{1};
+constexpr std::chrono::hours kGuestSleep{1};
 
 }  // namespace
 
@@ -53,7 +53,7 @@ std::optional<FastMessage> FastPath::wait_as_guest(Look& look) {
     if (link_->look()) {
       take(/*is_guest=*/true);
     } else {
-      link_->sleep(FastLink::guest, ready, kLongSleep);
+      link_->sleep(FastLink::guest, ready, kGuestSleep);
     }
   }
 }

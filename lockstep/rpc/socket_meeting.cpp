@@ -21,7 +21,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLongest{30'000};
+constexpr milliseconds kLongestMeeting{30'000};
 /// Who has connected says at once who it is.
 constexpr milliseconds kPatience{2'000};
 /// Beyond so many that have not, besides the job's ranks, one goes. So many are let in at a time.
@@ -122,7 +122,7 @@ std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& a
                                                milliseconds timeout,
                                                const std::function<void()>& look) {
   addresses_ = addresses;
-  const auto deadline = Clock::now() + std::min(timeout, kLongest);
+  const auto deadline = Clock::now() + std::min(timeout, kLongestMeeting);
   Peers called(static_cast<size_t>(rank_)), answered(static_cast<size_t>(size_));
   std::atomic<bool> stop{false};
   // Beside the answers: so no rank waits for a row of others that wait for each other.

@@ -18,7 +18,7 @@ import lockstep_testing as t
 LIBRARY = t.SOURCE_DIR / "lockstep"
 # What decides how a file is compiled, and is the user's to choose.
 CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_FLAGS_RELWITHDEBINFO",
-           "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_HWLOC")
+           "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_HWLOC", "LOCKSTEP_UNITY")
 
 
 def choices_of_the_tested_build():
@@ -27,10 +27,13 @@ def choices_of_the_tested_build():
 
 
 class Compiled:
-    """How a build compiles its files: each command, without the places where results go, and its result."""
+    """How a build compiles its files: each command, without the places where results go, and its result.
+
+    What is compiled counts as well: a file of the library, or the list of files that are compiled as one.
+    """
 
     def __init__(self, build, project_build):
-        self.results, self.library = {}, {}
+        self.results, self.library, self.united = {}, {}, {}
         for entry in json.loads((build / "compile_commands.json").read_text()):
             if re.search(r"_(test|tsan)\.dir/", entry["command"]):
                 continue
@@ -39,6 +42,9 @@ class Compiled:
             path = pathlib.Path(entry["file"])
             if LIBRARY in path.parents:
                 self.library[str(path.relative_to(LIBRARY))] = command
+            elif path.parent.name == "Unity" and project_build / "lockstep" in path.parents:
+                name = str(path.relative_to(project_build / "lockstep"))
+                self.library[name], self.united[name] = command, path.read_text()
 
 
 class Subdirectory(unittest.TestCase):
@@ -56,6 +62,7 @@ class Subdirectory(unittest.TestCase):
             ours, theirs = Compiled(t.BUILD_DIR, t.BUILD_DIR), Compiled(build, build / "lockstep")
             self.assertGreater(len(ours.library), 50)
             self.assertEqual(theirs.library, ours.library)
+            self.assertEqual(theirs.united, ours.united)
             index.write_text(json.dumps({result: ours.results[command] for command, result in theirs.results.items()
                                          if command in ours.results}))
             steps = t.run("ninja", "-C", build, "-n", env=env).stdout
@@ -63,7 +70,8 @@ class Subdirectory(unittest.TestCase):
             for tests_or_tools in ("_test.cpp", "tools/lockstep", "examples/"):
                 self.assertNotIn(tests_or_tools, steps)
             t.run("cmake", "--build", build, "-j", os.cpu_count() or 1, timeout=400, env=env)
-            self.assertTrue(pathlib.Path(theirs.results[theirs.library["comm/world.cpp"]]).is_symlink())
+            command = next(command for name, command in theirs.library.items() if name.startswith("comm/"))
+            self.assertTrue(pathlib.Path(theirs.results[command]).is_symlink())
             self.check_that_rooms_run(build / "comm_consumer", f"file://{folder}/meet")
             self.assertEqual(t.run(build / "consumer", timeout=120).stdout, "consumer: 2 ranks, sum 3\n")
 

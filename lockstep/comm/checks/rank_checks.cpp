@@ -25,7 +25,7 @@ int64_t mismatches(int64_t state) {
 }
 
 constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
-constexpr std::chrono::milliseconds kLookForEnded{50};
+constexpr std::chrono::milliseconds kLookForMembers{50};
 
 constexpr const char* kModeKey = "mode";
 constexpr const char* kStateKey = "state";
@@ -126,7 +126,7 @@ int64_t RankChecks::judge(const CallSignature& mine) {
 void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds timeout) {
   auto& store = context_.store();
   const auto deadline = Clock::now() + timeout;
-  Every look(kLookForEnded);
+  Every look(kLookForMembers);
   for (PollPause pause;; pause.sleep()) {
     const int64_t state = context_.read_number(kStateKey);
     if (passed(state) >= compared_) {

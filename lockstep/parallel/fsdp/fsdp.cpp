@@ -33,10 +33,6 @@ bool has_deferred(const ModuleState& state) {
          std::any_of(state.buffers.begin(), state.buffers.end(), deferred);
 }
 
-const FlatParameter& parameter_of(const ShardedParameters& parameters, const Piece& piece) {
-  return parameters.units()[piece.unit].parameters[piece.parameter];
-}
-
 }  // namespace
 
 struct FsdpCore::Impl {
@@ -111,7 +107,7 @@ struct FsdpCore::Impl {
 
   void make_pieces() {
     for (const Piece& piece : parameters->pieces()) {
-      const FlatParameter& parameter = parameter_of(*parameters, piece);
+      const FlatParameter& parameter = parameters->parameter_of(piece);
       if (!parameter.tensor.requires_grad()) continue;
       pieces.push_back({piece, parameter.index});
       indices.push_back(parameter.index);

@@ -63,10 +63,6 @@ at::Tensor parameter_in(const at::Tensor& whole, const FlatParameter& parameter)
   return view_in(whole, parameter.offset, parameter.tensor).clone(at::MemoryFormat::Preserve);
 }
 
-const FlatParameter& parameter_of(const ShardedParameters& parameters, const Piece& piece) {
-  return parameters.units()[piece.unit].parameters[piece.parameter];
-}
-
 }  // namespace
 
 OptimizerState gather_model_state(const torch::nn::Module& module,
@@ -98,7 +94,7 @@ void load_model_state(torch::nn::Module& module, const ShardedParameters& parame
   std::unordered_map<const c10::TensorImpl*, at::Tensor> values;
   for (const auto& [name, tensor] : own) values[tensor.unsafeGetTensorImpl()] = given.at(name);
   for (const Piece& piece : parameters.pieces()) {
-    const at::Tensor& tensor = parameter_of(parameters, piece).tensor;
+    const at::Tensor& tensor = parameters.parameter_of(piece).tensor;
     parameters.shard(piece.unit)
         .narrow(0, piece.shard_offset, piece.size)
         .copy_(in_flat_order(values.at(tensor.unsafeGetTensorImpl()), tensor)
@@ -122,7 +118,7 @@ std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParam
       sharded.insert(parameter.tensor.unsafeGetTensorImpl());
   }
   for (const Piece& piece : parameters.pieces())
-    pieces[parameter_of(parameters, piece).tensor.unsafeGetTensorImpl()].push_back(&piece);
+    pieces[parameters.parameter_of(piece).tensor.unsafeGetTensorImpl()].push_back(&piece);
   for (const auto& [name, tensor] : state_dict(module)) {
     const auto* const impl = tensor.unsafeGetTensorImpl();
     for (const Piece* piece : pieces[impl])
@@ -171,7 +167,7 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
       sharded.insert(parameter.tensor.unsafeGetTensorImpl());
   }
   for (const Piece& piece : parameters.pieces()) {
-    const at::Tensor& tensor = parameter_of(parameters, piece).tensor;
+    const at::Tensor& tensor = parameters.parameter_of(piece).tensor;
     fill(names.at(tensor.unsafeGetTensorImpl()), tensor, piece.begin,
          parameters.shard(piece.unit).narrow(0, piece.shard_offset, piece.size));
   }

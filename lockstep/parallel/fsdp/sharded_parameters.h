@@ -42,6 +42,9 @@ class ShardedParameters : private MemoryWatcher {
   void adopt_module();
 
   const std::vector<FlatUnit>& units() const { return units_; }
+  const FlatParameter& parameter_of(const Piece& piece) const {
+    return units_[piece.unit].parameters[piece.parameter];
+  }
   const std::vector<Piece>& pieces() const { return pieces_; }
   /// This rank's shard of a unit, [shard_size]. To be written between rounds only.
   const at::Tensor& shard(size_t unit) const { return shards_[unit]; }

@@ -11,14 +11,6 @@
 namespace lockstep::detail {
 namespace {
 
-bool is_even(const ShardBucket& bucket) {
-  const int64_t share = bucket.bounds[1];
-  for (size_t rank = 1; rank + 1 < bucket.bounds.size(); ++rank) {
-    if (bucket.bounds[rank + 1] - bucket.bounds[rank] != share) return false;
-  }
-  return true;
-}
-
 /// Where an all_gather writes to its output alone. LibTorch's Gloo gathers into a copy of the
 /// whole, and MPI into one of each part. A broadcast is in place everywhere.
 bool gathers_in_place(const ProcessGroup& group) {
@@ -134,7 +126,7 @@ void ParameterShards::share() {
         const auto r = static_cast<size_t>(rank);
         return flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]);
       };
-      if (gathers_in_place(group_) && is_even(layout_[i])) {
+      if (gathers_in_place(group_) && layout_[i].is_even()) {
         group_.all_gather_into_tensor(flat, of_rank(group_.rank()));
         continue;
       }

@@ -57,6 +57,13 @@ std::vector<std::vector<size_t>> buckets_of(const std::vector<at::Tensor>& param
   return buckets;
 }
 
+bool ShardBucket::is_even() const {
+  for (size_t rank = 1; rank < bounds.size(); ++rank) {
+    if (bounds[rank] != bounds[1] * static_cast<int64_t>(rank)) return false;
+  }
+  return true;
+}
+
 ShardLayout even_layout(const std::vector<at::Tensor>& parameters,
                         const std::vector<std::vector<size_t>>& buckets, int ranks) {
   ShardLayout layout;

@@ -15,6 +15,8 @@ struct ShardBucket {
   std::vector<int64_t> offsets;    ///< Of each of them, a multiple of kCut.
   /// Rank r updates [bounds[r], bounds[r + 1]). The last is the length of the memory.
   std::vector<int64_t> bounds;
+  /// Every rank updates as many elements as every other.
+  bool is_even() const;
 };
 using ShardLayout = std::vector<ShardBucket>;
 

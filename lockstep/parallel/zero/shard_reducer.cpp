@@ -22,13 +22,6 @@ namespace {
 constexpr int64_t kPackBytes = 1 << 20;
 constexpr size_t kInFlight = 2;
 
-bool is_even(const ShardBucket& bucket) {
-  for (size_t rank = 1; rank < bucket.bounds.size(); ++rank) {
-    if (bucket.bounds[rank] != bucket.bounds[1] * static_cast<int64_t>(rank)) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 ShardReducer::ShardReducer(ShardedOptimizer& optimizer, std::vector<std::string> names,
@@ -118,7 +111,7 @@ void ShardReducer::reduce_zeros() {
 
 void ShardReducer::reduce(size_t bucket) {
   const ShardBucket& layout = optimizer_.shards().layout()[bucket];
-  is_even(layout) ? reduce_in_parts(bucket) : reduce_to_owners(bucket);
+  layout.is_even() ? reduce_in_parts(bucket) : reduce_to_owners(bucket);
   for (const size_t index : layout.parameters)
     optimizer_.shards().parameters()[index].mutable_grad().reset();
 }

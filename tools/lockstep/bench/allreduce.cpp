@@ -14,7 +14,7 @@
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::json;
+using PlainJson = nlohmann::json;
 
 /// The all-reduces and the copies of a size take turns so often: a machine whose processors are
 /// moved about, as a virtual one's are, changes its speed several times a second.
@@ -61,8 +61,8 @@ class Slots {
 
 struct SizeFigures {
   double p50_us = 0;
-  Json bound_us;
-  Json of_bound;
+  PlainJson bound_us;
+  PlainJson of_bound;
 };
 
 SizeFigures measure_barrier(const ProcessGroup& group, int64_t warmup, int64_t steps) {
@@ -118,13 +118,13 @@ SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor te
 
 }  // namespace
 
-Json bench_allreduce_worker(const Json& config) {
+PlainJson bench_allreduce_worker(const PlainJson& config) {
   const World world = join_group(config);
   std::optional<Slots> slots;
   if (world.size() > 1 && world.device().is_cpu()) {
     slots.emplace(config.at("memory").get<std::string>(), world.group());
   }
-  Json p50 = Json::array(), bound = Json::array(), of_bound = Json::array();
+  PlainJson p50 = PlainJson::array(), bound = PlainJson::array(), of_bound = PlainJson::array();
   for (const auto& row : config.at("sizes")) {
     const int64_t bytes = row.at("bytes"), warmup = config.at("warmup"), steps = row.at("steps");
     const auto figures = bytes == 0

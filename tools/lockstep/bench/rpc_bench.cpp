@@ -13,7 +13,7 @@
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::json;
+using PlainJson = nlohmann::json;
 
 /// A policy's layer, as a server of many small requests has it.
 constexpr int64_t kWidth = 1024;
@@ -43,14 +43,14 @@ struct Functions {
                                  {.size = kBatch});
 };
 
-Json latency(std::vector<double> times) {
+PlainJson latency(std::vector<double> times) {
   std::sort(times.begin(), times.end());
   const double p50 = times[times.size() / 2], p99 = times[times.size() * 99 / 100];
   return {{"p50_us", p50}, {"p99_us", p99}, {"calls_per_s", 1e6 / p50}};
 }
 
 template <class Run>
-Json time_each(Run run, int64_t warmup, int64_t steps) {
+PlainJson time_each(Run run, int64_t warmup, int64_t steps) {
   for (int64_t i = 0; i < warmup; ++i) run();
   std::vector<double> times;
   time_calls(run, steps, times);
@@ -59,7 +59,7 @@ Json time_each(Run run, int64_t warmup, int64_t steps) {
 
 /// Batches come out even, as in the twin: a last one that is not full would wait for its delay.
 template <class Function>
-Json throughput(const Function& function, int64_t calls) {
+PlainJson throughput(const Function& function, int64_t calls) {
   calls = (calls + kBatch - 1) / kBatch * kBatch;
   const at::Tensor state = at::ones({kWidth});
   std::deque<rpc::Future<at::Tensor>> under_way;
@@ -76,10 +76,10 @@ Json throughput(const Function& function, int64_t calls) {
   return {{"p50_us", us}, {"p99_us", nullptr}, {"calls_per_s", 1e6 / us}};
 }
 
-Json measure_calls(const Functions& functions, const Json& config) {
+PlainJson measure_calls(const Functions& functions, const PlainJson& config) {
   const int64_t warmup = config.at("warmup"), steps = config.at("steps");
   const at::Tensor one = at::ones({1});
-  Json results = Json::array();
+  PlainJson results = PlainJson::array();
   for (const auto& row : config.at("rows")) {
     const std::string call = row.at("call");
     const int64_t bytes = row.at("bytes");
@@ -109,8 +109,8 @@ Json measure_calls(const Functions& functions, const Json& config) {
 
 /// The rows, with fewer calls for large tensors. First that which goes LibTorch's way, last that
 /// which goes over TCP, as calls between hosts do.
-Json rows_to_measure(int64_t steps) {
-  Json rows = {{{"call", "own"}, {"bytes", 4}},
+PlainJson rows_to_measure(int64_t steps) {
+  PlainJson rows = {{{"call", "own"}, {"bytes", 4}},
                {{"call", "autograd"}, {"bytes", 4}},
                {{"call", "fast"}, {"bytes", 4}}};
   for (const int64_t bytes : {65'536, 4'194'304}) {
@@ -157,13 +157,13 @@ Figures figures_of(const std::vector<BenchRow>& results, size_t row, const char*
 
 }  // namespace
 
-Json bench_rpc_worker(const Json& config) {
+PlainJson bench_rpc_worker(const PlainJson& config) {
   const World world = join_group(config);
   const Functions functions;
   auto agent = rpc::init(
       world, world.rank() == 0 ? "client" : "server",
       {.fast_calls = config.at("fast_calls"), .shared_memory = config.at("shared_memory")});
-  Json result;
+  PlainJson result;
   if (world.rank() == 0) result = {{"rows", measure_calls(functions, config)}};
   agent.shutdown();
   return result;
@@ -171,7 +171,7 @@ Json bench_rpc_worker(const Json& config) {
 
 BenchRows BenchRunner::rpc() {
   const auto& options = impl_->options;
-  const Json wanted = rows_to_measure(options.steps);
+  const PlainJson wanted = rows_to_measure(options.steps);
   const BenchRow config = {{"kind", "rpc"},
                            {"backend", "auto"},
                            {"warmup", kWarmup},

@@ -12,13 +12,13 @@
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::json;
+using PlainJson = nlohmann::json;
 
 /// Samples of a job whose model does not take MNIST's: as many, but fewer where one costs more.
 constexpr int64_t kRandomSamples = 60'000;
 constexpr int64_t kCostlySamples = 600;
 
-TensorDataset samples_for(const Json& config, const StepBench& bench) {
+TensorDataset samples_for(const PlainJson& config, const StepBench& bench) {
   const ModelInfo info = model_info(config.at("model"));
   constexpr int64_t kImage = 28 * 28;
   if (info.per_token || c10::multiply_integers(info.input_shape) != kImage) {
@@ -31,14 +31,14 @@ TensorDataset samples_for(const Json& config, const StepBench& bench) {
 }
 
 /// Seconds of an epoch's steps, by part. They add up to all of them.
-Json part_seconds(const StepProfile& profile) {
+PlainJson part_seconds(const StepProfile& profile) {
   StepBreakdown sum;
   for (const StepBreakdown& step : analyse(profile).steps) {
     for (size_t i = 0; i < kStepParts; ++i) sum.parts[i] += step.parts[i];
     sum.exposed += step.exposed;
     sum.rest += step.rest;
   }
-  Json parts;
+  PlainJson parts;
   for (size_t i = 0; i < kStepParts; ++i) {
     parts[step_part_name(static_cast<StepPart>(i))] = sum.parts[i] / 1e6;
   }
@@ -59,7 +59,7 @@ std::string with_digits(double value, const char* format) {
 
 }  // namespace
 
-Json bench_scaling_worker(const Json& config) {
+PlainJson bench_scaling_worker(const PlainJson& config) {
   const World world = join_group(config);
   StepBench bench(config, world);
   const TensorDataset dataset = samples_for(config, bench);
@@ -71,7 +71,7 @@ Json bench_scaling_worker(const Json& config) {
     return profiler.finish();
   };
   epoch(std::min(steps, config.at("warmup").get<int64_t>()));
-  std::vector<std::pair<double, Json>> epochs;
+  std::vector<std::pair<double, PlainJson>> epochs;
   for (int64_t i = 0; i < config.at("epochs").get<int64_t>(); ++i) {
     world.group().barrier();
     const auto start = BenchClock::now();

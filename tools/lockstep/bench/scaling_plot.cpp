@@ -8,7 +8,7 @@
 namespace lockstep::tool {
 namespace {
 
-constexpr double kWidth = 640;
+constexpr double kPlotWidth = 640;
 constexpr double kHeight = 420;
 constexpr double kLeft = 60;
 constexpr double kRight = 190;  ///< Room for the lines' names.
@@ -23,10 +23,10 @@ class Plot {
   explicit Plot(double most) : most_(most) {
     add("<svg xmlns='http://www.w3.org/2000/svg' width='%g' height='%g' font-family='sans-serif' "
         "font-size='13'><rect width='100%%' height='100%%' fill='white'/>\n",
-        kWidth, kHeight);
+        kPlotWidth, kHeight);
   }
 
-  double x(double ranks) const { return kLeft + ranks / most_ * (kWidth - kLeft - kRight); }
+  double x(double ranks) const { return kLeft + ranks / most_ * (kPlotWidth - kLeft - kRight); }
   double y(double speedup) const {
     return kHeight - kBottom - speedup / most_ * (kHeight - kTop - kBottom);
   }

@@ -7,9 +7,9 @@
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::json;
+using PlainJson = nlohmann::json;
 
-Json run_profile(const Json& config, const World& world, StepBench& bench) {
+PlainJson run_profile(const PlainJson& config, const World& world, StepBench& bench) {
   constexpr int64_t kBatches = 16;  // Full ones: a short one would be another step.
   DataLoader loader = bench.make_loader(bench.random_samples(kBatches * bench.batch_size()));
   const auto run = [&](const StepProfilerOptions& options, int64_t steps) {
@@ -22,9 +22,9 @@ Json run_profile(const Json& config, const World& world, StepBench& bench) {
   options.operations = config.at("operations");
   const StepProfile own = run(options, config.at("steps"));
   std::vector<StepBreakdown> steps = analyse(own).steps;
-  Json result = {{"us_per_step", typical_step(steps).step},
+  PlainJson result = {{"us_per_step", typical_step(steps).step},
                  {"backend", world.group().backend()},
-                 {"profiles", Json::array()}};
+                 {"profiles", PlainJson::array()}};
   for (auto& profile : world.group().gather_object(to_object(own), 0)) {
     result["profiles"].push_back(std::move(profile));
   }
@@ -33,7 +33,7 @@ Json run_profile(const Json& config, const World& world, StepBench& bench) {
 
 }  // namespace
 
-Json bench_step_worker(const Json& config) {
+PlainJson bench_step_worker(const PlainJson& config) {
   const World world = join_group(config);
   StepBench bench(config, world);
   if (config.value("profile", false)) return run_profile(config, world, bench);
@@ -42,7 +42,7 @@ Json bench_step_worker(const Json& config) {
       {"us_per_step", median_us([&] { bench.step(); }, config.at("warmup"), config.at("steps"))}};
 }
 
-Json bench_memory_worker(const Json& config) {
+PlainJson bench_memory_worker(const PlainJson& config) {
   const World world = join_group(config);
   StepBench bench(config, world);
   bench.draw_batch();
@@ -51,7 +51,7 @@ Json bench_memory_worker(const Json& config) {
   for (int64_t i = 0; i < config.at("steps").get<int64_t>(); ++i) bytes = bench.measured_step();
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
-  const Json own = {{"rank", world.rank()},
+  const PlainJson own = {{"rank", world.rank()},
                     {"parameters", bench.parameters()},
                     {"state_bytes", bytes.total()},
                     {"parameter_bytes", bytes.parameters},

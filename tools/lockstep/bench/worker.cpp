@@ -16,9 +16,9 @@
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::json;
+using PlainJson = nlohmann::json;
 
-Json run_loader(const Json& config) {
+PlainJson run_loader(const PlainJson& config) {
   DatasetOptions options;
   options.data_dir = config.at("folder").get<std::string>();
   const auto dataset = load_dataset("mnist", options).train;
@@ -45,7 +45,7 @@ Json run_loader(const Json& config) {
 }
 
 /// Meets the others, sums one number, and ends.
-void run_launch(const Json& config) {
+void run_launch(const PlainJson& config) {
   const World world = init({.backend = config.at("backend")});
   auto one = at::ones({1}, world.device());
   world.group().all_reduce(one);
@@ -60,7 +60,7 @@ int64_t own_rank() {
 }
 
 /// The runner has started all ranks on this host; they meet by a file.
-JobEnvironment job_of(const Json& config) {
+JobEnvironment job_of(const PlainJson& config) {
   JobEnvironment job;
   job.rank = job.local_rank = static_cast<int>(own_rank());
   job.world_size = job.local_size = config.at("ranks");
@@ -70,7 +70,7 @@ JobEnvironment job_of(const Json& config) {
 
 }  // namespace
 
-World join_group(const Json& config) {
+World join_group(const PlainJson& config) {
   // Threads are those of OMP_NUM_THREADS, which the runner sets.
   apply(choose_placement({}, config.at("bind_to"), job_of(config)));
   InitOptions options;
@@ -80,9 +80,9 @@ World join_group(const Json& config) {
 }
 
 int bench_worker(const std::string& text) {
-  const Json config = Json::parse(text);
+  const PlainJson config = PlainJson::parse(text);
   const std::string kind = config.at("kind");
-  Json result;
+  PlainJson result;
   if (kind == "step") {
     result = bench_step_worker(config);
   } else if (kind == "scaling") {

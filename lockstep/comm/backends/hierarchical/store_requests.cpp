@@ -4,7 +4,7 @@ namespace lockstep::hierarchical {
 namespace {
 
 /// What is asked at the end has this long to be answered.
-constexpr std::chrono::milliseconds kFarewell{1'000};
+constexpr std::chrono::milliseconds kLongestEnd{1'000};
 
 }  // namespace
 
@@ -13,7 +13,7 @@ StoreRequests::~StoreRequests() {
   std::unique_lock lock(state_->mutex);
   state_->stop = true;
   state_->changed.notify_all();
-  const bool ended = state_->changed.wait_for(lock, kFarewell, [this] { return state_->ended; });
+  const bool ended = state_->changed.wait_for(lock, kLongestEnd, [this] { return state_->ended; });
   lock.unlock();
   ended ? thread_.join() : thread_.detach();
 }
