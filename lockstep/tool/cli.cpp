@@ -29,13 +29,20 @@ std::string number_text(double value) {
   return text;
 }
 
+/// What follows "a number of" or, where the range has two ends, "a number".
 std::string range_text(Range range) {
   if (std::isfinite(range.min) && std::isfinite(range.max)) {
-    return " from " + number_text(range.min) + " to " + number_text(range.max);
+    return "from " + number_text(range.min) + " to " + number_text(range.max);
   }
-  if (std::isfinite(range.min)) return " of at least " + number_text(range.min);
-  if (std::isfinite(range.max)) return " of at most " + number_text(range.max);
+  if (std::isfinite(range.min)) return "at least " + number_text(range.min);
+  if (std::isfinite(range.max)) return "at most " + number_text(range.max);
   return {};
+}
+
+std::string number_in(Range range, const std::string& kind) {
+  const std::string text = range_text(range);
+  if (text.empty()) return kind;
+  return kind + (text.starts_with("from") ? " " : " of ") + text;
 }
 
 [[noreturn]] void bad_value(const std::string& name, const std::string& text,
@@ -51,12 +58,12 @@ template <class T>
 T parse_number(const std::string& name, const std::string& text, Range range) {
   if constexpr (std::is_floating_point_v<T>) {
     const auto value = parse_double(text);
-    if (!value || !in_range(*value, range)) bad_value(name, text, "a number" + range_text(range));
+    if (!value || !in_range(*value, range)) bad_value(name, text, number_in(range, "a number"));
     return *value;
   } else {
     range.min = std::max(range.min, static_cast<double>(std::numeric_limits<T>::min()));
     const bool any = !std::isfinite(range.max) && range.min < -1e18;
-    const auto expected = "a whole number" + (any ? std::string() : range_text(range));
+    const auto expected = number_in(any ? Range() : range, "a whole number");
     const auto value = parse_int(text);
     if (!value || !in_range(static_cast<double>(*value), range) ||
         (sizeof(T) < sizeof(int64_t) && *value > int64_t{std::numeric_limits<int>::max()})) {
@@ -131,6 +138,11 @@ std::string with_dashes(const std::string& word) {
   const size_t end = std::min(word.find('='), word.size());
   std::replace(changed.begin(), changed.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
   return changed;
+}
+
+void check_range(const std::string& name, double value, Range range) {
+  if (in_range(value, range)) return;
+  throw UsageError(name + " is " + number_text(value) + "; it must be " + range_text(range));
 }
 
 struct Cli::Impl : HelpPage {

@@ -17,6 +17,9 @@ struct Range {
   double max = std::numeric_limits<double>::infinity();
 };
 
+/// Throws UsageError, "NAME is 0; it must be at least 1", unless the number is in the range.
+void check_range(const std::string& name, double value, Range range);
+
 /// `--max_epochs=a_b` becomes `--max-epochs=a_b`. Other words stay.
 std::string with_dashes(const std::string& word);
 

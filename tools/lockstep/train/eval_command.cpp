@@ -30,12 +30,12 @@ int eval_command(const std::vector<std::string>& args) {
   Cli cli("lockstep eval", "Tests saved weights on the held-out part of a data set.");
   cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
   cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
-  add_model_and_data_flags(cli, config);
+  add_flags(cli, config, {"Model and data"});
   cli.option("--load-weights", config.load_weights,
              "The weights: a safetensors file, a checkpoint's folder (step-*), or a folder of "
              "checkpoints, whose newest is taken",
              "PATH");
-  add_process_flags(cli, config);
+  add_flags(cli, config, {"Processes"});
   if (!cli.parse(args)) return 0;
   check_config(config);
   if (config.load_weights.empty()) {

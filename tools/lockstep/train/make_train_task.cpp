@@ -33,10 +33,11 @@ void seed_everything(uint64_t seed) {
   at::manual_seed(seed);
 }
 
-OptimizerFactory optimizer_of(const RunConfig& config) {
+OptimizerFactory optimizer_of(const RunConfig& wanted) {
+  const RunConfig config = resolved(wanted);
   OptimizerOptions options;
-  options.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
-  options.momentum = config.momentum.value_or(default_momentum(config.optimizer));
+  options.lr = *config.lr;
+  options.momentum = *config.momentum;
   options.weight_decay = config.weight_decay;
   options.nesterov = config.nesterov;
   options.line_search_fn = config.line_search_fn;

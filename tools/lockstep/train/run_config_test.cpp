@@ -87,6 +87,7 @@ TEST_F(ConfigFile, AValueThatAKeyCannotHaveNamesFileLineAndKey) {
   };
   expect("lr = 1\nmodel = 'mpl'", "run.toml, line 2: model: unknown value 'mpl'; expected one of");
   expect("lr = -1", "run.toml, line 1: lr is -1; it must be at least 0");
+  expect("image-size = 5000", "line 1: image-size is 5000; it must be from 1 to 4096");
   expect("\n\nbackend = 'glo'", "line 3: backend: unknown value 'glo'");
 }
 
@@ -128,20 +129,30 @@ void expect_refused(const std::function<void(RunConfig&)>& change, const std::st
 
 TEST(SettingsOf, AreThoseThatCountInThisRun) {
   RunConfig config;
-  config.lr = 0.05;
-  config.momentum = 0.9;
-  auto settings = settings_of(config);
+  auto settings = settings_of(resolved(config));
   EXPECT_EQ(settings.at("--lr"), "0.05");
   EXPECT_EQ(settings.at("--weight-decay"), "0.0");
   EXPECT_EQ(settings.at("--schedule"), "constant");
   EXPECT_FALSE(settings.contains("--max-epochs")) << "a constant rate goes on as it was";
   config.schedule = "cosine";
   config.optimizer = "adamw";
-  settings = settings_of(config);
+  settings = settings_of(resolved(config));
   EXPECT_EQ(settings.at("--max-epochs"), "5");
   EXPECT_EQ(settings.at("--min-lr"), "0.0");
   EXPECT_EQ(settings.at("--weight-decay"), "0.01");
   EXPECT_FALSE(settings.contains("--lr-gamma"));
+}
+
+TEST(SettingsOfAllRanks, AreWithoutWhatEachHostMayHaveOfItsOwn) {
+  RunConfig config;
+  config.data_dir = "here";
+  config.dataset = "file:here";
+  const auto before = settings_of_all_ranks(config);
+  EXPECT_EQ(before.at("--dataset"), "file:PATH");
+  EXPECT_FALSE(before.contains("--data-dir"));
+  EXPECT_FALSE(before.contains("--save-weights"));
+  config.save_weights = "mine.safetensors";  // Strategies gather the weights for it.
+  EXPECT_EQ(settings_of_all_ranks(config).at("--save-weights"), "set");
 }
 
 TEST(CheckConfig, DefaultsAreFine) {
@@ -171,6 +182,9 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused([](auto& c) { c.pipeline_balance = "time"; }, "is for --strategy pipeline");
   expect_refused([](auto& c) { c.dp_replicas = 2; }, "is for --strategy dp; --strategy is ddp");
   expect_refused([](auto& c) { c.history_size = 2; }, "is for --optimizer lbfgs");
+  expect_refused([](auto& c) { c.lr_gamma = 0.5; }, "is for --schedule step");
+  expect_refused([](auto& c) { c.min_lr = 0.5; },
+                 "--min-lr is for --schedule cosine or linear; --schedule is constant");
   expect_refused([](auto& c) { c.precision = "bf16-mixd"; }, "did you mean 'bf16-mixed'?");
   expect_refused([](auto& c) { c.amp_level = "O4"; }, "--amp-level");
 }
@@ -184,7 +198,7 @@ TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
   expect_refused([](auto& c) { c.devices = 0; }, "--devices is 0");
   expect_refused([](auto& c) { c.lr = -0.1; }, "--lr is -0.1");
   for (const double seconds : {0.0, -1.0, 1e10, double(INFINITY), double(NAN)}) {
-    expect_refused([seconds](auto& c) { c.timeout = seconds; }, "from 0.001 to 1000000 seconds");
+    expect_refused([seconds](auto& c) { c.timeout = seconds; }, "from 0.001 to 1000000");
   }
   expect_refused([](auto& c) { c.resume = "auto"; }, "--resume auto needs --checkpoint-dir");
   expect_refused([](auto& c) { c.checkpoint_every = 5; }, "needs --checkpoint-dir");

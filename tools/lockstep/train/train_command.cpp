@@ -45,10 +45,7 @@ int train_command(const std::vector<std::string>& args) {
   if (!config_file.empty()) read_config(config_file, config);
   Cli cli("lockstep train", "Trains a model over several processes.");
   add_examples(cli);
-  add_model_and_data_flags(cli, config);
-  add_process_flags(cli, config);
-  add_training_flags(cli, config);
-  add_output_flags(cli, config);
+  add_flags(cli, config, {"Model and data", "Processes", "Training", "Files", "Output"});
   cli.option("--config", config_file,
              "Read flags from a TOML file (max-epochs = 3); those on the command line win. "
              "--checkpoint-dir gets the resolved one as config.toml",

@@ -9,13 +9,8 @@
 
 namespace lockstep::tool {
 
-/// Flags that `train` and `eval` share: model, data set, processes. They write into `config`.
-void add_model_and_data_flags(Cli& cli, RunConfig& config);
-void add_process_flags(Cli& cli, RunConfig& config);
-
-/// Flags of `train` alone.
-void add_training_flags(Cli& cli, RunConfig& config);
-void add_output_flags(Cli& cli, RunConfig& config);
+/// The flags of these groups of train_flags(). They write into `config`.
+void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& groups);
 
 /// The file that --config names in `args`. Empty when there is none. Read before the flags, which
 /// win.

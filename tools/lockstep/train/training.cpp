@@ -5,8 +5,6 @@
 #include <csignal>
 #include <filesystem>
 #include <optional>
-#include <set>
-#include <sstream>
 #include <utility>
 
 #include "lockstep/base/duration.h"
@@ -38,41 +36,6 @@ int64_t cuda_devices() {
 OnNan policy_of(const std::string& word) {
   if (word == "skip") return OnNan::skip;
   return word == "proceed" ? OnNan::proceed : OnNan::stop;
-}
-
-/// What must be the same for a resumed run to go on as the one before would have.
-std::map<std::string, std::string> identity_of(const RunConfig& config) {
-  const auto limit = config.limit_train_batches;
-  return {{"--model", config.model},
-          {"--dataset", config.dataset},
-          {"--batch-size", std::to_string(config.batch_size)},
-          {"--accumulate-grad-batches", std::to_string(config.accumulate_grad_batches)},
-          {"--limit-train-batches", limit ? std::to_string(*limit) : "none"},
-          {"--memory-format", config.memory_format},
-          {"--optimizer", config.optimizer},
-          {"--seed", std::to_string(config.seed)}};
-}
-
-/// What every rank must have been told alike, by flag. Hosts may differ in where their files lie
-/// and in how they compute; of what only rank 0 writes, it matters whether it is wanted at all.
-Settings settings_of_all_ranks(const RunConfig& config) {
-  static const std::set<std::string> kOfEach{
-      "accelerator",  "bind-to",      "checkpoint-dir", "data-dir",
-      "devices",      "download",     "dataset",        "keep-checkpoints",
-      "load-weights", "metrics-file", "num-workers",    "quiet",
-      "save-best",    "save-weights", "threads",        "timeout"};
-  Settings settings;
-  std::istringstream lines(to_toml(config));
-  for (std::string line; std::getline(lines, line);) {
-    const size_t equals = line.find(" = ");
-    if (equals == line.npos || kOfEach.contains(line.substr(0, equals))) continue;
-    settings["--" + line.substr(0, equals)] = line.substr(equals + 3);
-  }
-  const bool own_data = config.dataset.starts_with("file:");
-  settings["--dataset"] = own_data ? "file:PATH" : config.dataset;
-  settings["--checkpoint-dir"] = config.checkpoint_dir.empty() ? "not set" : "set";
-  settings["--save-best"] = config.save_best.empty() ? "not set" : "set";
-  return settings;
 }
 
 TrainerOptions trainer_options(const RunConfig& config) {
@@ -216,12 +179,6 @@ void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::
         console.line("saved " + latest.string() +
                      "; the same command with --resume auto goes on from there");
       }));
-}
-
-RunConfig resolved(RunConfig config) {
-  config.lr = config.lr.value_or(default_lr(config.optimizer, config.model));
-  config.momentum = config.momentum.value_or(default_momentum(config.optimizer));
-  return config;
 }
 
 }  // namespace
