@@ -57,10 +57,9 @@ void run(const series::Args& args, lockstep::TrainerOptions options) {
   const lockstep::DistributedSampler share({dataset.size(), world.rank(), world.size()});
   lockstep::DataLoader loader(dataset, share, {}, {.batch_size = args.batch_size});
   options.max_epochs = args.total_epochs;
-  lockstep::Trainer trainer(
-      world, lockstep::training_task(std::make_shared<Regression>(), std::move(loader)), options);
+  lockstep::Trainer trainer(world, options);
   trainer.add_callback(std::make_shared<Snapshots>(args.save_every));
-  trainer.fit();
+  trainer.fit(std::make_shared<Regression>(), std::move(loader));
 }
 
 }  // namespace

@@ -166,8 +166,7 @@ void run(const Args& args) {
   lockstep::TrainerOptions options = args.trainer;
   options.max_epochs = args.epochs;
   options.limit_test_batches = 1;
-  lockstep::Trainer trainer(
-      world, lockstep::training_task(gan, loader(splits.train), loader(splits.test)), options);
+  lockstep::Trainer trainer(world, options);
   if (world.rank() == 0) trainer.add_callback(std::make_shared<Report>(*gan));
   if (!args.checkpoint_dir.empty()) {
     lockstep::CheckpointFolder folder(args.checkpoint_dir);
@@ -176,7 +175,7 @@ void run(const Args& args) {
     if (saved) trainer.restore(*saved);
     trainer.add_callback(std::make_shared<lockstep::Checkpointer>(folder, 0));
   }
-  trainer.fit();
+  trainer.fit(gan, loader(splits.train), loader(splits.test));
 }
 
 }  // namespace

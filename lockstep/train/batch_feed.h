@@ -24,36 +24,37 @@ concept BatchLoader = requires(L loader, const L& constant, B batch, int64_t num
 
 namespace detail {
 
-/// A loader and the steps of a module on its batches, without their types.
+/// A loader without its type, and its batches as the module wants them: on the device, and in the
+/// dtype of its parameters.
 class BatchFeed {
  public:
   virtual ~BatchFeed() = default;
   virtual int64_t batches_per_epoch() const = 0;
   virtual void start(int64_t epoch, int64_t first_batch) = 0;
-  /// Takes the next batch and prepares it for `module` on `device`.
-  virtual bool next(const TrainingModuleBase& module, c10::Device device) = 0;
+  /// Takes the next batch; false at the epoch's end.
+  virtual bool next() = 0;
   /// The same, less the sampler's padding. `has_samples` tells where nothing was left: then the
   /// batch is whole, so that all ranks make the same calls, but does not count.
-  virtual bool next_without_padding(const TrainingModuleBase& module, c10::Device device) = 0;
+  virtual bool next_without_padding() = 0;
   /// A batch for trying things out: zeros, or the first batch where the loader knows no shapes.
-  virtual void take_example(const TrainingModuleBase& module, c10::Device device) = 0;
+  virtual void take_example() = 0;
+  /// The one that was taken last.
+  virtual AnyBatch batch() const = 0;
 
   /// The input of a batch of zeros, of as many samples as the loader's batches have. For modules
   /// and loaders of Batch that know shapes; undefined for others.
-  virtual at::Tensor example_input(const TrainingModuleBase& module, c10::Device device) const = 0;
-
-  /// Floating-point tensors of the batches that the loader gives become of this dtype.
-  void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
-  bool has_samples() const { return has_samples_; }
-  virtual int64_t batch_size(const TrainingModuleBase& module) const = 0;
-  virtual at::Tensor training_step(TrainingModuleBase& module, int64_t index) = 0;
-  virtual void validation_step(TrainingModuleBase& module, int64_t index) = 0;
-  /// The batch, of a SupervisedModule only.
-  virtual const Batch* batch() const = 0;
+  virtual at::Tensor example_input() const = 0;
   /// How the data is shared; null where the loader does not say.
   virtual const SamplerOptions* sampler() const = 0;
 
+  void move_to(c10::Device device) { device_ = device; }
+  /// Floating-point tensors of the batches that the loader gives become of this dtype.
+  void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
+  c10::Device device() const { return device_; }
+  bool has_samples() const { return has_samples_; }
+
  protected:
+  c10::Device device_ = c10::kCPU;
   bool has_samples_ = true;
   std::optional<at::ScalarType> dtype_;
 };
@@ -66,78 +67,92 @@ bool drop_padding(Batch& batch);
 template <class B, class L>
 class FeedOf : public BatchFeed {
  public:
-  explicit FeedOf(L loader) : loader_(std::move(loader)) {}
+  FeedOf(L loader, std::shared_ptr<const TrainingModule<B>> module)
+      : loader_(std::move(loader)), module_(std::move(module)) {}
 
   int64_t batches_per_epoch() const override {
     return static_cast<int64_t>(std::as_const(loader_).batches_per_epoch());
   }
   void start(int64_t epoch, int64_t first_batch) override { loader_.epoch(epoch, first_batch); }
 
-  bool next(const TrainingModuleBase& module, c10::Device device) override {
-    batch_ = B{};  // lets the loader use its buffers again
-    if (!loader_.next(loaded_)) return false;
-    prepare(loaded_, module, device);
+  bool next() override {
+    if (!load()) return false;
+    prepare(loaded_);
     return true;
   }
 
-  bool next_without_padding(const TrainingModuleBase& module, c10::Device device) override {
-    batch_ = B{};
-    if (!loader_.next(loaded_)) return false;
+  bool next_without_padding() override {
+    if (!load()) return false;
     if constexpr (std::same_as<B, Batch>) has_samples_ = drop_padding(loaded_);
-    prepare(loaded_, module, device);
+    prepare(loaded_);
     return true;
   }
 
-  void take_example(const TrainingModuleBase& module, c10::Device device) override {
-    if constexpr (std::same_as<L, DataLoader> && std::same_as<B, Batch>) {
-      prepare(example_batch(loader_), module, device);
+  void take_example() override {
+    if constexpr (kKnowsShapes) {
+      prepare(example_batch(loader_));
     } else {
       start(0, 0);
-      next(module, device);
+      next();
     }
   }
 
-  at::Tensor example_input(const TrainingModuleBase& module, c10::Device device) const override {
-    if constexpr (std::same_as<L, DataLoader> && std::same_as<B, Batch>) {
+  AnyBatch batch() const override { return AnyBatch(batch_); }
+
+  at::Tensor example_input() const override {
+    if constexpr (kKnowsShapes) {
       const Batch zeros = example_batch(loader_, loader_.options().batch_size);
-      return of(module).prepare_batch(zeros, device).data;
+      return module_->prepare_batch(zeros, device_).data;
     }
     return {};
   }
 
-  int64_t batch_size(const TrainingModuleBase& module) const override {
-    return of(module).batch_size(batch_);
-  }
-  at::Tensor training_step(TrainingModuleBase& module, int64_t index) override {
-    return static_cast<TrainingModule<B>&>(module).training_step(batch_, index);
-  }
-  void validation_step(TrainingModuleBase& module, int64_t index) override {
-    static_cast<TrainingModule<B>&>(module).validation_step(batch_, index);
-  }
-  const Batch* batch() const override {
-    if constexpr (std::same_as<B, Batch>) return &batch_;
-    return nullptr;
-  }
   const SamplerOptions* sampler() const override {
     if constexpr (std::same_as<L, DataLoader>) return &loader_.sampler().options();
     return nullptr;
   }
 
  private:
-  void prepare(const B& loaded, const TrainingModuleBase& module, c10::Device device) {
-    batch_ = of(module).prepare_batch(loaded, device);
+  static constexpr bool kKnowsShapes = std::same_as<L, DataLoader> && std::same_as<B, Batch>;
+
+  bool load() {
+    batch_ = B{};  // lets the loader use its buffers again
+    return loader_.next(loaded_);
+  }
+
+  void prepare(const B& loaded) {
+    batch_ = module_->prepare_batch(loaded, device_);
     if constexpr (requires { BatchTraits<B>::cast(batch_, at::kFloat); }) {
       if (dtype_) BatchTraits<B>::cast(batch_, *dtype_);
     }
   }
-  static const TrainingModule<B>& of(const TrainingModuleBase& module) {
-    return static_cast<const TrainingModule<B>&>(module);
-  }
 
   L loader_;
+  std::shared_ptr<const TrainingModule<B>> module_;
   B loaded_{};
   B batch_{};
 };
+
+template <class M, class L>
+std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, L loader) {
+  return std::make_unique<FeedOf<typename M::BatchType, L>>(std::move(loader), module);
+}
+
+/// What a fit works with.
+struct TrainTask {
+  std::shared_ptr<TrainingModuleBase> module;
+  std::unique_ptr<BatchFeed> train;
+  std::unique_ptr<BatchFeed> validation;  ///< Null: nothing is evaluated.
+};
+
+template <class M, class Train>
+TrainTask train_task(const std::shared_ptr<M>& module, Train train) {
+  return {module, feed_of(module, std::move(train)), nullptr};
+}
+template <class M, class Train, class Validation>
+TrainTask train_task(const std::shared_ptr<M>& module, Train train, Validation validation) {
+  return {module, feed_of(module, std::move(train)), feed_of(module, std::move(validation))};
+}
 
 }  // namespace detail
 }  // namespace lockstep

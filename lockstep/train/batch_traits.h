@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 #include <tuple>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -105,4 +106,25 @@ struct BatchTraits<std::vector<at::Tensor>> {
   }
 };
 
+namespace detail {
+
+/// A batch on its way from a loader to the module that takes batches of its type, through code that
+/// does not know the type. It refers to the batch, which must outlive it.
+class AnyBatch {
+ public:
+  template <class B>
+  explicit AnyBatch(const B& batch) : batch_(&batch), type_(&typeid(B)) {}
+  /// Throws std::bad_cast where it is a batch of another type.
+  template <class B>
+  const B& as() const {
+    if (*type_ != typeid(B)) throw std::bad_cast();
+    return *static_cast<const B*>(batch_);
+  }
+
+ private:
+  const void* batch_;
+  const std::type_info* type_;
+};
+
+}  // namespace detail
 }  // namespace lockstep

@@ -15,6 +15,7 @@ class Trainer;
 class Callback {
  public:
   virtual ~Callback() = default;
+  /// Before the first step of a fit, when all is made and what a checkpoint holds is restored.
   virtual void on_start(Trainer& trainer) {}
   /// After every optimizer step, and after its `on_log` where there is one: keep it cheap.
   virtual void on_step(Trainer& trainer, const StepResult& result) {}

@@ -12,6 +12,11 @@ void load(const std::map<std::string, double>& values, const char* name, double&
 
 }  // namespace
 
+void Checkpointer::on_start(Trainer& trainer) {
+  const int64_t step = trainer.global_step();
+  if (step > 0 && trainer.is_first_rank()) folder_.supersede_after(step);
+}
+
 void Checkpointer::on_step(Trainer& trainer, const StepResult& result) {
   if (every_n_steps_ > 0 && result.step % every_n_steps_ == 0) trainer.save(folder_);
 }

@@ -18,6 +18,8 @@ class Checkpointer : public Callback {
   using OnInterruptSaved = std::function<void(const std::filesystem::path& latest)>;
   Checkpointer(CheckpointFolder folder, int64_t every_n_steps, OnInterruptSaved saved = {})
       : folder_(std::move(folder)), every_n_steps_(every_n_steps), saved_(std::move(saved)) {}
+  /// Sets the folder's checkpoints of later steps aside where training goes on from an earlier one.
+  void on_start(Trainer& trainer) override;
   void on_step(Trainer& trainer, const StepResult& result) override;
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
   void on_interrupt(Trainer& trainer, int signal_number) override;

@@ -54,7 +54,7 @@ class Evaluation {
 
   void run_batch(int64_t index) {
     if (supervised_ && !parts_.empty()) return run_supervised();
-    within(0, [&] { feed_.validation_step(module_, index); });
+    within(0, [&] { module_.run_validation_step(feed_.batch(), index); });
     note_samples();
   }
 
@@ -62,7 +62,7 @@ class Evaluation {
 
  private:
   void run_supervised() {
-    const Batch& batch = *feed_.batch();
+    const Batch& batch = feed_.batch().as<Batch>();
     const auto output = parts_.front()->strategy().predict(
         [&] { return supervised_->forward(batch.data); }, batch.data);
     if (!output) return;
@@ -81,7 +81,7 @@ class Evaluation {
         {});
   }
 
-  void note_samples() { context.sums.samples += feed_.batch_size(module_); }
+  void note_samples() { context.sums.samples += module_.samples_of(feed_.batch()); }
 
   TrainingModuleBase& module_;
   const detail::TrainedParts& parts_;
@@ -92,25 +92,24 @@ class Evaluation {
 }  // namespace
 
 Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
-                 detail::BatchFeed& feed, const ProcessGroup& group, c10::Device device,
-                 int64_t limit_batches, const std::function<bool()>& go_on) {
+                 detail::BatchFeed& feed, const ProcessGroup& group, int64_t limit_batches,
+                 const std::function<bool()>& go_on) {
   const at::NoGradGuard no_grad;
   const EvaluationMode mode(module);
   share_buffers(module, parts, group);
   Evaluation evaluation(module, parts, feed);
-  evaluation.context.device = device;
+  evaluation.context.device = feed.device();
   const detail::TrainingContext::Scope scope(module, evaluation.context);
   MetricSums sums;
   feed.start(0, 0);
-  for (int64_t used = 0;
-       (limit_batches == 0 || used < limit_batches) && feed.next_without_padding(module, device);
-       ++used) {
+  const auto wanted = [&](int64_t batch) { return limit_batches == 0 || batch < limit_batches; };
+  for (int64_t used = 0; wanted(used) && feed.next_without_padding(); ++used) {
     evaluation.run_batch(used);
     if (feed.has_samples()) sums.add(evaluation.context.sums);
     evaluation.context.sums = {};
     if (go_on && !go_on()) return {};
   }
-  const Metrics metrics = metrics_of(reduce_over_ranks(group, device, sums));
+  const Metrics metrics = metrics_of(reduce_over_ranks(group, feed.device(), sums));
   module.on_validation_epoch_end(metrics);
   return metrics;
 }

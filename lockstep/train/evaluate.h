@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <cstdint>
 #include <functional>
 
@@ -12,7 +10,7 @@
 
 namespace lockstep {
 
-/// Runs the module over the loader's share of a held-out part, in evaluation mode and without a
+/// Runs the module over the feed's share of a held-out part, in evaluation mode and without a
 /// graph, and reduces what it notes over ranks. Every rank calls. The sampler's padding is left
 /// out, so that each sample counts exactly once. The result is the same for any number of ranks but
 /// for the rounding of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all
@@ -23,7 +21,7 @@ namespace lockstep {
 /// `go_on` is called after each batch, equally often on all ranks. Where it gives false, which must
 /// be so on all ranks alike, the evaluation ends there, and the metrics are of no sample.
 Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
-                 detail::BatchFeed& feed, const ProcessGroup& group, c10::Device device,
-                 int64_t limit_batches = 0, const std::function<bool()>& go_on = {});
+                 detail::BatchFeed& feed, const ProcessGroup& group, int64_t limit_batches = 0,
+                 const std::function<bool()>& go_on = {});
 
 }  // namespace lockstep

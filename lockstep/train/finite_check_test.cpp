@@ -21,6 +21,8 @@ using test::noise_images;
 using test::run_group;
 using test::small_task;
 using ::testing::ThrowsMessage;
+using test::train_task;
+using testing::TrainTask;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
@@ -98,7 +100,7 @@ TEST(FiniteCheck, AWarmUpLeavesNoTrace) {
         std::vector<TrainTask> tasks;
         for (int rank = 0; rank < 2; ++rank) {
           modules.push_back(std::make_shared<Normed>(automatic));
-          tasks.push_back(training_task(modules.back(), loader_of(dataset, rank, 2)));
+          tasks.push_back(train_task(modules.back(), loader_of(dataset, rank, 2)));
         }
         run_group(2,
                   [&](ProcessGroup group) {

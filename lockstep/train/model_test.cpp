@@ -13,13 +13,13 @@
 #include "lockstep/base/file.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/train/batch_feed.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/model_training.h"
 #include "lockstep/train/random_state.h"
 #include "lockstep/train/stop_agreement.h"
-#include "lockstep/train/train_task.h"
 #include "lockstep/train/weights.h"
 
 namespace lockstep {
@@ -86,8 +86,8 @@ DataLoader share_of(const TensorDataset& dataset, int rank, int ranks) {
 Metrics evaluated(const std::shared_ptr<Model>& model, DataLoader loader, const World& world,
                   int64_t limit = 0) {
   const auto module = std::make_shared<ModelTraining>(model, ModelTrainingOptions{});
-  const TrainTask task = training_task(module, std::move(loader));
-  return evaluate(*module, {}, *task.train, world.group(), c10::kCPU, limit);
+  const auto feed = detail::feed_of(module, std::move(loader));
+  return evaluate(*module, {}, *feed, world.group(), limit);
 }
 
 TEST(Evaluate, CountsEverySampleOnceHoweverManyRanksShareThem) {

@@ -60,27 +60,25 @@ class StepLoop::Unmeasured {
   bool bad_;
 };
 
-StepLoop::StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options)
+StepLoop::StepLoop(detail::TrainTask& task, const ProcessGroup& group,
+                   const TrainerOptions& options)
     : task_(task),
       options_(options),
       automatic_(task.module->automatic_optimization()),
       supervised_(task.module->as_supervised()),
-      parts_(detail::make_parts(
-          task.module, group, task.device, options, total_steps(),
-          [&task] { return task.train->example_input(*task.module, task.device); })),
+      parts_(detail::make_parts(task.module, group, task.train->device(), options, total_steps(),
+                                [&task] { return task.train->example_input(); })),
       shares_(parts_.front()->strategy().data_share().size),
       start_(std::chrono::steady_clock::now()) {
-  context_.device = task.device;
+  context_.device = task.train->device();
   context_.updater = automatic_ ? nullptr : this;
-  cast_batches();
+  cast_batches(*task.train);
+  if (task.validation) cast_batches(*task.validation);
 }
 
-/// Where the parameters have 16 bits.
-void StepLoop::cast_batches() {
+void StepLoop::cast_batches(detail::BatchFeed& feed) const {
   const auto dtype = parts_.front()->precision().convert_input(at::zeros({1})).scalar_type();
-  if (dtype == at::kFloat) return;
-  task_.train->cast_to(dtype);
-  if (task_.test) task_.test->cast_to(dtype);
+  if (dtype != at::kFloat) feed.cast_to(dtype);
 }
 
 bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step) {
@@ -92,8 +90,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
   task_.train->start(epoch, first_batch);
-  for (int64_t i = first_batch; i < batches && task_.train->next(*task_.module, task_.device);
-       ++i) {
+  for (int64_t i = first_batch; i < batches && task_.train->next(); ++i) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
     const int64_t first_of_step = i - i % accumulate_batches;
     batches_of_step_ = std::min(accumulate_batches, batches - first_of_step);
@@ -135,9 +132,9 @@ void StepLoop::run_batch(int64_t index, bool last_of_step) {
     part.begin_step();
     part.strategy().run_batch(work_of(index, last_of_step));
   } else {
-    task_.train->training_step(*task_.module, index);
+    task_.module->run_training_step(task_.train->batch(), index);
   }
-  samples_of_step_ += task_.train->batch_size(*task_.module);
+  samples_of_step_ += task_.module->samples_of(task_.train->batch());
   note_batch();
 }
 
@@ -152,12 +149,13 @@ BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
   BatchWork work;
   work.last_of_step = last_of_step;
   work.loss = [this, index] {
-    const at::Tensor loss = task_.train->training_step(*task_.module, index);
-    return judged(*parts_.front(), loss, task_.train->batch_size(*task_.module));
+    const at::Tensor loss = task_.module->run_training_step(task_.train->batch(), index);
+    return judged(*parts_.front(), loss, task_.module->samples_of(task_.train->batch()));
   };
   if (!supervised_) return work;
-  work.input = task_.train->batch()->data;
-  work.target = task_.train->batch()->target;
+  const Batch& batch = task_.train->batch().as<Batch>();
+  work.input = batch.data;
+  work.target = batch.target;
   work.criterion = [this](const at::Tensor& output, const at::Tensor& target) {
     return judged(*parts_.front(), supervised_->measured_loss(output, target), target.size(0));
   };
@@ -183,7 +181,7 @@ void StepLoop::note_batch() {
     noted.loss_terms = last_rows_;
   }
   // Of ranks that share a batch, those count it that have its loss.
-  noted.samples = automatic_ ? last_rows_ : task_.train->batch_size(*task_.module);
+  noted.samples = automatic_ ? last_rows_ : task_.module->samples_of(task_.train->batch());
   sums_.add(noted);
   noted = {};
 }
@@ -231,12 +229,12 @@ double StepLoop::update(const std::string& name, const std::function<at::Tensor(
 void StepLoop::warm_up() {
   const detail::TrainingContext::Scope scope(*task_.module, context_);
   task_.module->train();
-  task_.train->take_example(*task_.module, task_.device);
+  task_.train->take_example();
   warming_up_ = true;
   if (automatic_) {
     parts_.front()->strategy().warm_up(work_of(0, /*last_of_step=*/true));
   } else {
-    task_.train->training_step(*task_.module, 0);
+    task_.module->run_training_step(task_.train->batch(), 0);
   }
   warming_up_ = false;
   context_.sums = {};

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/train/batch_feed.h"
 #include "lockstep/train/metric_sums.h"
-#include "lockstep/train/train_task.h"
 #include "lockstep/train/trained_part.h"
 #include "lockstep/train/trainer_options.h"
 #include "lockstep/train/training_context.h"
@@ -27,7 +27,10 @@ class StepLoop : private detail::Updater {
   using AfterStep = std::function<bool(const StepResult&)>;
 
   /// `task` must outlive the loop. A collective.
-  StepLoop(TrainTask& task, const ProcessGroup& group, const TrainerOptions& options);
+  StepLoop(detail::TrainTask& task, const ProcessGroup& group, const TrainerOptions& options);
+
+  /// Lets the feed give batches in the dtype of the parameters.
+  void cast_batches(detail::BatchFeed& feed) const;
 
   /// Trains from batch `first_batch` of the epoch to its end. False when `after_step` ended it.
   bool run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step);
@@ -55,7 +58,6 @@ class StepLoop : private detail::Updater {
 
  private:
   class Unmeasured;
-  void cast_batches();
   void run_batch(int64_t index, bool last_of_step);
   double loss_once_more(int64_t index);
   BatchWork work_of(int64_t index, bool last_of_step);
@@ -65,7 +67,7 @@ class StepLoop : private detail::Updater {
                 bool last_of_step) override;
   StepResult result_of(int64_t epoch, int64_t batches);
 
-  TrainTask& task_;
+  detail::TrainTask& task_;
   TrainerOptions options_;
   bool automatic_;
   SupervisedModule* supervised_;

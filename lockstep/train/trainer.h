@@ -9,44 +9,70 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
+#include "lockstep/train/batch_feed.h"
 #include "lockstep/train/callback.h"
-#include "lockstep/train/train_task.h"
 #include "lockstep/train/trainer_options.h"
 
 namespace lockstep {
 
-/// Trains a module over all ranks of a world: epochs of the step loop, with an evaluation after
-/// each and callbacks beside it. How the module is spread over the ranks is an option. States can
-/// be saved, and training goes on from them to the same bits, also with another strategy.
+/// Trains modules over all ranks of a world: epochs of the step loop, with an evaluation after each
+/// and callbacks beside it. How a module is spread over the ranks is an option. States can be
+/// saved, and training goes on from them to the same bits, also with another strategy.
 ///
 ///     auto module = std::make_shared<Classifier>();  // see TrainingModule
-///     lockstep::Trainer trainer(world, lockstep::training_task(module, std::move(train_loader),
-///                                                              std::move(test_loader)),
-///                               {.max_epochs = 3, .strategy = "fsdp"});
-///     trainer.fit();
+///     lockstep::Trainer trainer(world, {.max_epochs = 3, .strategy = "fsdp"});
+///     trainer.fit(module, std::move(train_loader), std::move(validation_loader));
 ///
 /// Every rank makes one, adds its callbacks and calls `fit`. One thread at a time.
 class Trainer {
  public:
-  /// `world` must outlive the trainer. Moves the module to the world's device. Checks that all
-  /// ranks have the same options and parameters, and gives them rank 0's parameters. Throws
-  /// UsageError for options out of range and for what the strategy cannot do with the module,
-  /// MismatchError for what ranks differ in.
-  Trainer(const World& world, TrainTask task, TrainerOptions options = {});
+  /// `world` must outlive the trainer. Throws UsageError for options out of range.
+  explicit Trainer(const World& world, TrainerOptions options = {});
   ~Trainer();
 
   void add_callback(std::shared_ptr<Callback> callback);
 
-  /// Trains to the last epoch, or until a callback wants to stop. INT, TERM, HUP, QUIT and a closed
-  /// standard output end it. All ranks agree on the step, or on the batch of an evaluation: within
-  /// a fraction of a second, and at most 16 of them. Then the callbacks' on_interrupt is called and
-  /// InterruptedError thrown, on every rank. After a resume an epoch whose evaluation was cut off
-  /// is evaluated anew. Throws NumericError (see OnNan), CommError and what callbacks throw.
-  FitResult fit();
+  /// Trains the module on the batches of `train` to the last epoch, or until a callback wants to
+  /// stop. After each epoch it is evaluated on those of `validation`. The loaders are moved in and
+  /// must be made alike on all ranks: see BatchLoader.
+  ///
+  /// The module comes to the world's device and gets rank 0's parameters. Throws UsageError for
+  /// what the strategy cannot do with it, and MismatchError where ranks differ in their options,
+  /// loaders or parameters.
+  ///
+  /// INT, TERM, HUP, QUIT and a closed standard output end it. All ranks agree on the step, or on
+  /// the batch of an evaluation: within a fraction of a second, and at most 16 of them. Then the
+  /// callbacks' on_interrupt is called and InterruptedError thrown, on every rank. After a resume
+  /// an epoch whose evaluation was cut off is evaluated anew. Throws NumericError (see OnNan),
+  /// CommError and what callbacks throw.
+  template <class M, class Train>
+  requires BatchLoader<Train, typename M::BatchType> FitResult fit(std::shared_ptr<M> module,
+                                                                   Train train) {
+    return fit(detail::train_task(module, std::move(train)));
+  }
+  template <class M, class Train, class Validation>
+  requires BatchLoader<Train, typename M::BatchType> &&
+      BatchLoader<Validation, typename M::BatchType>
+          FitResult fit(std::shared_ptr<M> module, Train train, Validation validation) {
+    return fit(detail::train_task(module, std::move(train), std::move(validation)));
+  }
 
-  /// Goes on from a checkpoint in the following `fit`. Every rank calls with the same one. Warns of
-  /// other TrainerOptions::settings. Throws CheckpointError when the tensors do not fit.
-  void restore(const Checkpoint& checkpoint);
+  /// The metrics of the module over all of `data`, of which the loader has this rank's share. After
+  /// `fit` of the same module as the strategy has spread it, else of the module as it is. Every
+  /// rank calls. Throws as `fit`.
+  template <class M, class Data>
+  requires BatchLoader<Data, typename M::BatchType> Metrics
+  validate(const std::shared_ptr<M>& module, Data data) {
+    return validate(*module, *detail::feed_of(module, std::move(data)));
+  }
+
+  /// Lets the next `fit` go on from a checkpoint. Every rank calls with the same one. Warns of
+  /// other TrainerOptions::settings. Throws CheckpointError for one within an epoch that another
+  /// strategy has cut otherwise; `fit` throws it when the tensors do not fit.
+  void restore(Checkpoint checkpoint);
+
+  // What follows is about the latest fit, and throws UsageError before one. Callbacks may call it.
+
   /// Saves the state after the last step: all parameters, all optimizers. Every rank calls, rank 0
   /// writes. `folder` is used on rank 0 only.
   void save(CheckpointFolder& folder);
@@ -58,13 +84,17 @@ class Trainer {
   void save_weights(const std::filesystem::path& path,
                     const std::map<std::string, std::string>& metadata = {});
 
-  TrainingModuleBase& module();
-  /// Of the optimizer of that name; empty for the only one.
-  const Strategy& strategy(const std::string& optimizer = {}) const;
+  /// Steps done in the whole run, and whole epochs.
+  int64_t global_step() const;
+  int64_t current_epoch() const;
+
   const World& world() const;
   const TrainerOptions& options() const;
-  int64_t total_steps() const;
   bool is_first_rank() const;
+
+  /// The same without the types.
+  FitResult fit(detail::TrainTask task);
+  Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
 
  private:
   class Impl;

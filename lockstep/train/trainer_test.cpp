@@ -20,9 +20,11 @@ namespace lockstep {
 namespace trainer_test {
 
 using ::testing::HasSubstr;
+using test::loader_of;
 using test::noise_images;
 using test::small_task;
 using ::testing::ThrowsMessage;
+using testing::TrainTask;
 
 struct Recorder : Callback {
   std::vector<int64_t> steps, logs, epochs;
@@ -55,9 +57,9 @@ class TrainerTest : public ::testing::Test {
  protected:
   FitResult fit(TrainTask task, TrainerOptions options) {
     model_ = task.module;
-    Trainer trainer(world_, std::move(task), std::move(options));
+    Trainer trainer(world_, std::move(options));
     trainer.add_callback(recorder_);
-    return trainer.fit();
+    return trainer.fit(std::move(task));
   }
   World world_ = init();
   std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
@@ -117,21 +119,21 @@ TEST_F(TrainerTest, ASignalEndsAnEvaluationAndTheEpochIsFinishedAfterAResume) {
     if (step == 5) ::raise(SIGTERM);
   };
   {
-    Trainer trainer(world_, small_task(), options);
+    Trainer trainer(world_, options);
     trainer.add_callback(recorder_);
     trainer.add_callback(std::make_shared<Checkpointer>(CheckpointFolder(folder.path()), 0));
-    EXPECT_THROW(trainer.fit(), InterruptedError);
+    EXPECT_THROW(trainer.fit(small_task()), InterruptedError);
   }
   EXPECT_TRUE(recorder_->epochs.empty()) << "the evaluation went on to its end";
   EXPECT_EQ(recorder_->interrupted, SIGTERM);
 
   recorder_ = std::make_shared<Recorder>();
   CheckpointFolder checkpoints(folder.path());
-  Trainer trainer(world_, small_task(), options);
+  Trainer trainer(world_, options);
   trainer.add_callback(recorder_);
   trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints, trainer.options().identity,
                                    c10::kCPU));
-  trainer.fit();
+  trainer.fit(small_task());
   EXPECT_THAT(recorder_->steps, ::testing::ElementsAre(6, 7, 8, 9, 10));
   EXPECT_THAT(recorder_->epochs, ::testing::ElementsAre(0, 1));
   for (size_t epoch = 0; epoch < 2; ++epoch) {
@@ -191,7 +193,7 @@ TEST_F(TrainerTest, ANanCanBeSkipped) {
 TEST_F(TrainerTest, AModelWithStatisticsIsSoundAfterASkippedStep) {
   for (const char* model : {"convnet", "fashion-cnn"}) {
     TrainTask task = small_task(model, with_a_nan());
-    task.test = small_task(model, noise_images(16)).test;
+    task.validation = small_task(model, noise_images(16)).validation;
     TrainerOptions options;
     options.on_nan = OnNan::skip;
     options.max_epochs = 2;
@@ -254,7 +256,7 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
       TemporaryDirectory folder;
       CheckpointFolder checkpoints(folder.path());
       {
-        Trainer trainer(world_, task_of_run(), options);
+        Trainer trainer(world_, options);
         auto saver = std::make_shared<Recorder>();
         saver->at_step = [&](int64_t now) {
           if (now != step) return;
@@ -262,15 +264,15 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
           ::raise(SIGINT);
         };
         trainer.add_callback(saver);
-        EXPECT_THROW(trainer.fit(), InterruptedError);
+        EXPECT_THROW(trainer.fit(task_of_run()), InterruptedError);
       }
       at::rand({17});  // whatever happened since then must not matter
       TrainTask task = task_of_run();
       const auto model = task.module;
-      Trainer trainer(world_, std::move(task), options);
+      Trainer trainer(world_, options);
       trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints,
                                        trainer.options().identity, c10::kCPU));
-      trainer.fit();
+      trainer.fit(std::move(task));
       const NamedTensors found = state_dict(*model);
       for (size_t i = 0; i < expected.size(); ++i) {
         ASSERT_TRUE(at::equal(found[i].second, expected[i].second))
@@ -281,14 +283,25 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
   }
 }
 
+/// Saves a checkpoint in the folder before the first step.
+void save_untrained(const World& world, const TrainerOptions& options,
+                    const CheckpointFolder& folder) {
+  TrainerOptions untrained = options;
+  untrained.max_epochs = 0;
+  Trainer trainer(world, untrained);
+  trainer.fit(small_task("mlp"));
+  CheckpointFolder checkpoints = folder;
+  trainer.save(checkpoints);
+}
+
 TEST_F(TrainerTest, OtherSettingsAreToldWhereARunGoesOn) {
   TemporaryDirectory folder;
   CheckpointFolder checkpoints(folder.path());
   TrainerOptions options;
   options.settings = {{"lr", "0.1"}, {"schedule", "step"}};
-  Trainer(world_, small_task("mlp"), options).save(checkpoints);
+  save_untrained(world_, options, checkpoints);
   const auto told = [&] {
-    Trainer trainer(world_, small_task("mlp"), options);
+    Trainer trainer(world_, options);
     const auto checkpoint = load_checkpoint(world_.group(), "auto", &checkpoints,
                                             trainer.options().identity, c10::kCPU);
     ::testing::internal::CaptureStderr();
@@ -300,14 +313,68 @@ TEST_F(TrainerTest, OtherSettingsAreToldWhereARunGoesOn) {
   EXPECT_THAT(told(), HasSubstr("other settings: lr '0.1' in the checkpoint, '0.2' in this run;"));
 }
 
+TEST_F(TrainerTest, EachFitIsARunOfItsOwn) {
+  Trainer trainer(world_, {.max_epochs = 1});
+  trainer.add_callback(recorder_);
+  EXPECT_EQ(trainer.fit(small_task()).steps, 5);
+  const NamedTensors first = trainer.model_state();
+  EXPECT_EQ(trainer.fit(small_task()).steps, 5);
+  EXPECT_THAT(recorder_->steps, ::testing::ElementsAre(1, 2, 3, 4, 5, 1, 2, 3, 4, 5));
+  const NamedTensors second = trainer.model_state();
+  for (size_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(at::equal(first[i].second, second[i].second)) << first[i].first;
+  }
+}
+
+TEST_F(TrainerTest, ValidatesAModuleAsItIsAndAsItWasTrained) {
+  Trainer trainer(world_, {.max_epochs = 1});
+  TrainTask task = small_task("convnet", noise_images(40));
+  const auto module = std::dynamic_pointer_cast<ModelTraining>(task.module);
+  const auto data = [] { return loader_of(noise_images(40)); };
+  const Metrics untrained = trainer.validate(module, data());
+  EXPECT_EQ(untrained.samples, 40);
+  const FitResult result = trainer.fit(std::move(task));
+  const Metrics trained = trainer.validate(module, data());
+  EXPECT_EQ(trained.loss, result.test.loss);
+  EXPECT_EQ(trained.accuracy, result.test.accuracy);
+  EXPECT_NE(trained.loss, untrained.loss);
+  EXPECT_THROW(trainer.validate(module, loader_of(noise_images(40), 0, 2)), UsageError)
+      << "half of the data";
+}
+
+TEST_F(TrainerTest, WhatNeedsAFitSaysSoBeforeOne) {
+  Trainer trainer(world_);
+  EXPECT_THROW(trainer.model_state(), UsageError);
+  EXPECT_THROW(trainer.global_step(), UsageError);
+}
+
+TEST_F(TrainerTest, ARunThatGoesOnSetsLaterCheckpointsAside) {
+  TemporaryDirectory folder;
+  CheckpointFolder checkpoints(folder.path());
+  const TrainerOptions options{.max_epochs = 2};
+  {
+    Trainer trainer(world_, options);
+    trainer.add_callback(std::make_shared<Checkpointer>(checkpoints, 0));
+    trainer.fit(small_task());
+  }
+  const auto resumed = folder.path() / "step-00000005";
+  Trainer trainer(world_, options);
+  trainer.restore(*load_checkpoint(world_.group(), resumed.string(), nullptr,
+                                   trainer.options().identity, c10::kCPU));
+  trainer.add_callback(std::make_shared<Checkpointer>(checkpoints, 0));
+  trainer.fit(small_task());
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "superseded-step-00000010"));
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "step-00000010"));
+}
+
 TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefusedWithBothNames) {
   TemporaryDirectory folder;
   CheckpointFolder checkpoints(folder.path());
   TrainerOptions options;
   options.identity = {{"model", "mlp"}};
-  Trainer(world_, small_task("mlp"), options).save(checkpoints);
+  save_untrained(world_, options, checkpoints);
   options.identity = {{"model", "wide"}};
-  Trainer other(world_, small_task("wide"), options);
+  const Trainer other(world_, options);
   EXPECT_THAT(
       [&] {
         load_checkpoint(world_.group(), "auto", &checkpoints, other.options().identity, c10::kCPU);

@@ -47,7 +47,7 @@ class TrainingModuleBase : public torch::nn::Module {
   TrainingModuleBase();
   explicit TrainingModuleBase(std::string name);
 
-  /// Called once, when the Trainer is made and the parameters are on its device.
+  /// Called once by `Trainer::fit`, when the parameters are on its device.
   virtual std::vector<OptimizerConfig> configure_optimizers() = 0;
   /// False: `training_step` calls `update` itself. Must be false where there are several
   /// optimizers.
@@ -61,6 +61,11 @@ class TrainingModuleBase : public torch::nn::Module {
 
   /// For strategies that cut a module in parts. Null: it cannot be cut.
   virtual SupervisedModule* as_supervised() { return nullptr; }
+
+  /// What a Trainer calls: the functions of TrainingModule, on batches of its type.
+  virtual at::Tensor run_training_step(detail::AnyBatch batch, int64_t batch_index) = 0;
+  virtual void run_validation_step(detail::AnyBatch batch, int64_t batch_index) = 0;
+  virtual int64_t samples_of(detail::AnyBatch batch) const = 0;
 
  protected:
   /// Notes a metric: the mean of `count` samples of this rank. What ranks note under one name is
@@ -130,6 +135,14 @@ class TrainingModule : public TrainingModuleBase {
   virtual B prepare_batch(const B& batch, c10::Device device) const {
     return BatchTraits<B>::to(batch, device);
   }
+
+  at::Tensor run_training_step(detail::AnyBatch batch, int64_t batch_index) final {
+    return training_step(batch.as<B>(), batch_index);
+  }
+  void run_validation_step(detail::AnyBatch batch, int64_t batch_index) final {
+    validation_step(batch.as<B>(), batch_index);
+  }
+  int64_t samples_of(detail::AnyBatch batch) const final { return batch_size(batch.as<B>()); }
 };
 
 /// A module of one input and one output, which every strategy can train: also those that run it in

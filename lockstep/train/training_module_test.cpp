@@ -28,6 +28,8 @@ using test::loader_of;
 using test::noise_images;
 using test::run_group;
 using ::testing::ThrowsMessage;
+using test::train_task;
+using testing::TrainTask;
 
 /// A batch that is no lockstep::Batch, and a loader that is no DataLoader.
 struct Pairs {
@@ -138,9 +140,8 @@ std::vector<at::Tensor> duel_by_hand(int epochs) {
 TEST(TrainingModule, TwoOptimizersMakeTheStepsOfALoopByHand) {
   const World world = init();
   const auto duel = make_duel();
-  Trainer trainer(world, training_task(duel, PairLoader(0, 1), PairLoader(0, 1)),
-                  {.max_epochs = 2});
-  const FitResult result = trainer.fit();
+  Trainer trainer(world, {.max_epochs = 2});
+  const FitResult result = trainer.fit(duel, PairLoader(0, 1), PairLoader(0, 1));
   EXPECT_EQ(result.steps, 6);
   EXPECT_EQ(result.test.samples, 12);
   expect_equal(copies(*duel), duel_by_hand(2));
@@ -153,7 +154,7 @@ TEST(TrainingModule, TwoOptimizersKeepTheRanksAlike) {
   std::vector<std::shared_ptr<Duel>> duels;
   for (int rank = 0; rank < 2; ++rank) {
     duels.push_back(make_duel());
-    tasks.push_back(training_task(duels.back(), PairLoader(rank, 2)));
+    tasks.push_back(train_task(duels.back(), PairLoader(rank, 2)));
   }
   run_group(2,
             [&](ProcessGroup group) {
@@ -209,8 +210,8 @@ TEST(TrainingModule, ABatchCanBeATensor) {
     by_hand.training_step(rows, 0).backward();
     optimizer->step();
   }
-  Trainer trainer(world, training_task(trained, RowsLoader(), RowsLoader()), {.max_epochs = 1});
-  const FitResult result = trainer.fit();
+  Trainer trainer(world, {.max_epochs = 1});
+  const FitResult result = trainer.fit(trained, RowsLoader(), RowsLoader());
   EXPECT_EQ(result.test.samples, 8);
   expect_equal(copies(*trained), copies(by_hand));
 }
@@ -228,16 +229,16 @@ TEST(TrainingModule, AllOptimizersGoOnFromACheckpoint) {
     }
   };
   {
-    Trainer trainer(world, training_task(make_duel(), PairLoader(0, 1)), {.max_epochs = 2});
+    Trainer trainer(world, {.max_epochs = 2});
     const auto saver = std::make_shared<Saver>();
     saver->folder = &folder;
     trainer.add_callback(saver);
-    EXPECT_THROW(trainer.fit(), InterruptedError);
+    EXPECT_THROW(trainer.fit(make_duel(), PairLoader(0, 1)), InterruptedError);
   }
   at::manual_seed(77);
   const auto duel = std::make_shared<Duel>();
   duel->frozen.zero_();
-  Trainer trainer(world, training_task(duel, PairLoader(0, 1)), {.max_epochs = 2});
+  Trainer trainer(world, {.max_epochs = 2});
   const auto saved =
       load_checkpoint(world.group(), "auto", &folder, trainer.options().identity, c10::kCPU);
   std::vector<std::string> names;
@@ -245,7 +246,7 @@ TEST(TrainingModule, AllOptimizersGoOnFromACheckpoint) {
   EXPECT_THAT(names, ::testing::UnorderedElementsAre("judge.weight", "judge.bias", "maker.weight",
                                                      "maker.bias", "frozen"));
   trainer.restore(*saved);
-  trainer.fit();
+  trainer.fit(duel, PairLoader(0, 1));
   expect_equal(copies(*duel), duel_by_hand(2));
   EXPECT_TRUE(at::equal(duel->frozen, at::full({2}, 7.0)));
 }
@@ -271,12 +272,12 @@ TEST(TrainingModule, MetricsCountEachSampleOnceOverAllRanks) {
   for (const int ranks : {1, 2, 3, 4}) {
     std::vector<TrainTask> tasks;
     for (int rank = 0; rank < ranks; ++rank) {
-      tasks.push_back(training_task(std::make_shared<Counting>(), loader_of(dataset, rank, ranks)));
+      tasks.push_back(train_task(std::make_shared<Counting>(), loader_of(dataset, rank, ranks)));
     }
     run_group(ranks,
               [&](ProcessGroup group) {
                 TrainTask& task = tasks[static_cast<size_t>(group.rank())];
-                const Metrics metrics = evaluate(*task.module, {}, *task.train, group, c10::kCPU);
+                const Metrics metrics = evaluate(*task.module, {}, *task.train, group);
                 EXPECT_EQ(metrics.samples, 23);
                 EXPECT_EQ(metrics.values.at("first"), 1);
                 EXPECT_EQ(metrics.values.at("even") * 23,
@@ -293,14 +294,14 @@ TEST(TrainingModule, EvaluationUsesRankZerosBuffersOfNoPart) {
   std::vector<std::shared_ptr<Duel>> duels;
   for (int rank = 0; rank < 2; ++rank) {
     duels.push_back(make_duel());
-    tasks.push_back(training_task(duels.back(), PairLoader(rank, 2)));
+    tasks.push_back(train_task(duels.back(), PairLoader(rank, 2)));
   }
   run_group(2,
             [&](ProcessGroup group) {
               const auto rank = static_cast<size_t>(group.rank());
               StepLoop loop(tasks[rank], group, {});
               duels[rank]->frozen.fill_(1 + group.rank());
-              evaluate(*duels[rank], loop.parts(), *tasks[rank].train, group, c10::kCPU);
+              evaluate(*duels[rank], loop.parts(), *tasks[rank].train, group);
               EXPECT_TRUE(at::equal(duels[rank]->frozen, at::ones({2})));
             },
             {.backend = "shm"});
@@ -367,11 +368,7 @@ void expect_refused(const std::function<void(Odd&)>& spoil, const std::string& t
   };
   spoil(*module);
   EXPECT_THAT(
-      [&] {
-        Trainer trainer(
-            world, training_task(module, loader_of(noise_images(16), 0, ranks_of_loader)), options);
-        trainer.fit();
-      },
+      [&] { Trainer(world, options).fit(module, loader_of(noise_images(16), 0, ranks_of_loader)); },
       ThrowsMessage<UsageError>(HasSubstr(text)))
       << text;
   module->step = {};
@@ -388,7 +385,7 @@ TEST(TrainingModule, ATensorOfTwoNamesIsOneParameter) {
     };
     if (tied) module->layer->register_parameter("again", module->layer->weight);
     module->optimizers[0].module = module->layer.ptr();
-    Trainer(world, training_task(module, loader_of(noise_images(16))), {.max_epochs = 1}).fit();
+    Trainer(world, {.max_epochs = 1}).fit(module, loader_of(noise_images(16)));
     weights.push_back(module->layer->weight.detach());
     module->step = {};
   }

@@ -8,10 +8,13 @@
 #include <memory>
 #include <utility>
 
+#include "lockstep/train/batch_feed.h"
 #include "lockstep/train/model_training.h"
-#include "lockstep/train/train_task.h"
 
 namespace lockstep::test {
+
+using detail::train_task;
+using detail::TrainTask;
 
 inline TensorDataset noise_images(int64_t count) {
   at::manual_seed(3);
@@ -41,8 +44,8 @@ inline TrainTask small_task(const char* model = "mlp", TensorDataset dataset = n
   options.optimizer.make = optimizer_factory("sgd", {.lr = 0.001, .momentum = 0.9});
   options.optimizer.schedule = std::move(schedule);
   auto module = std::make_shared<ModelTraining>(make_model(model), std::move(options));
-  DataLoader test = loader_of(dataset, rank, ranks);
-  return training_task(module, loader_of(std::move(dataset), rank, ranks), std::move(test));
+  DataLoader validation = loader_of(dataset, rank, ranks);
+  return train_task(module, loader_of(std::move(dataset), rank, ranks), std::move(validation));
 }
 
 }  // namespace lockstep::test

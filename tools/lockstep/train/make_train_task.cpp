@@ -69,11 +69,10 @@ ScheduleOptions schedule_of(const RunConfig& config, int64_t steps) {
 }
 
 /// The module of the run, its parameters drawn from the seed. `schedule` counts in training only.
-std::shared_ptr<ModelTraining> make_module(const RunConfig& config, const World& world,
-                                           const DataLoader& loader, const SampleSource& source,
-                                           ScheduleOptions schedule, ModelTask& made) {
+void make_module(const RunConfig& config, const World& world, const SampleSource& source,
+                 ScheduleOptions schedule, ModelTask& made) {
   const ModelInfo info = model_info(config.model, source.num_classes());
-  check_output_fits(info, loader, source);
+  check_output_fits(info, made.train ? *made.train : *made.validation, source);
   seed_everything(config.seed);
   const auto model = make_model(config.model, source.num_classes());
   if (!config.load_weights.empty()) load_weights(*model, config.load_weights);
@@ -91,7 +90,7 @@ std::shared_ptr<ModelTraining> make_module(const RunConfig& config, const World&
   options.loss = loss_of(info, source);
   options.optimizer = {.make = optimizer_of(config), .schedule = std::move(schedule)};
   options.memory_format = made.memory_format;
-  return std::make_shared<ModelTraining>(model, std::move(options));
+  made.module = std::make_shared<ModelTraining>(model, std::move(options));
 }
 
 }  // namespace
@@ -141,11 +140,10 @@ ModelTask make_train_task(const RunConfig& config, const World& world) {
   ModelTask made;
   made.train_samples = data.train->size();
   made.test_samples = data.test->size();
-  DataLoader train = make_loader(config, world, std::move(data.train), /*training=*/true);
-  DataLoader test = make_loader(config, world, std::move(data.test), /*training=*/false);
-  const int64_t steps = steps_per_epoch(config, train.batches_per_epoch());
-  const auto module = make_module(config, world, train, *learned, schedule_of(config, steps), made);
-  made.task = training_task(module, std::move(train), std::move(test));
+  made.train = make_loader(config, world, std::move(data.train), /*training=*/true);
+  made.validation = make_loader(config, world, std::move(data.test), /*training=*/false);
+  const int64_t steps = steps_per_epoch(config, made.train->batches_per_epoch());
+  make_module(config, world, *learned, schedule_of(config, steps), made);
   return made;
 }
 
@@ -156,10 +154,8 @@ ModelTask make_evaluation_task(const RunConfig& config, const World& world) {
   check_model_fits(model_info(config.model, held_out->num_classes()), *held_out);
   ModelTask made;
   made.test_samples = test->size();
-  DataLoader loader = make_loader(config, world, std::move(test), /*training=*/false);
-  const auto module = make_module(config, world, loader, *held_out, {}, made);
-  made.task = training_task(module, std::move(loader));
-  made.task.test = std::move(made.task.train);
+  made.validation = make_loader(config, world, std::move(test), /*training=*/false);
+  make_module(config, world, *held_out, {}, made);
   return made;
 }
 

@@ -4,11 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/data/loader.h"
 #include "lockstep/data/sample_source.h"
-#include "lockstep/models/models.h"
-#include "lockstep/train/train_task.h"
+#include "lockstep/train/model_training.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {
@@ -20,9 +21,11 @@ DataLoader make_loader(const RunConfig& config, const World& world,
 /// Optimizer steps of an epoch of a training loader.
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
 
-/// A task, and what is told of it.
+/// What a Trainer is given, and what is told of it.
 struct ModelTask {
-  TrainTask task;
+  std::shared_ptr<ModelTraining> module;
+  std::optional<DataLoader> train;  ///< None for an evaluation.
+  std::optional<DataLoader> validation;
   int64_t parameters = 0;
   int64_t train_samples = 0;
   int64_t test_samples = 0;
@@ -34,8 +37,8 @@ struct ModelTask {
 /// script with torch.manual_seed(S) right before its model has the same weights and dropout masks.
 ModelTask make_train_task(const RunConfig& config, const World& world);
 
-/// The same for an evaluation: a model with the weights of `config.load_weights`, no optimizer, and
-/// no loader to train from.
+/// The same for an evaluation: a model with the weights of `config.load_weights`, without an
+/// optimizer.
 ModelTask make_evaluation_task(const RunConfig& config, const World& world);
 
 }  // namespace lockstep

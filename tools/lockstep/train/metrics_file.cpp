@@ -16,6 +16,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/train/trainer.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -73,11 +74,15 @@ bool is_in_place(int fd, const fs::path& path) {
 
 }  // namespace
 
-MetricsFile::MetricsFile(const fs::path& path, bool resumed, int64_t step, int64_t epochs)
-    : path_(path) {
+void MetricsFile::on_start(Trainer& trainer) {
+  open_at(trainer.global_step(), trainer.current_epoch());
+}
+
+void MetricsFile::open_at(int64_t step, int64_t epochs) {
   open();
   if (!is_file_of_its_own(path_)) return;
   const std::string before = read_file(path_);
+  const bool resumed = step > 0;
   const std::string kept = resumed ? rows_up_to(before, step, epochs) : std::string();
   if (kept == before) return;
   if (!resumed) {

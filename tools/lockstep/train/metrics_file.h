@@ -18,12 +18,15 @@ namespace lockstep {
 /// row. A loss that is not finite is null.
 class MetricsFile : public Callback {
  public:
-  /// Opens the file. When training goes on from a checkpoint of `step` after `epochs` whole epochs,
-  /// the rows up to there stay. Else the file is emptied, with a warning where it held rows. While
-  /// this lives, no other process can open the file so. Throws SystemError naming the file, and
-  /// Error when another process writes to it. A device, a pipe or /dev/stdout is only written to.
-  MetricsFile(const std::filesystem::path& path, bool resumed, int64_t step, int64_t epochs);
+  explicit MetricsFile(std::filesystem::path path) : path_(std::move(path)) {}
 
+  /// Opens the file. When training goes on from a checkpoint, the rows up to there stay. Else the
+  /// file is emptied, with a warning where it held rows. While this lives, no other process can
+  /// open the file so. Throws SystemError naming the file, and Error when another process writes to
+  /// it. A device, a pipe or /dev/stdout is only written to.
+  void on_start(Trainer& trainer) override;
+  /// The same for training that goes on after `step` steps and `epochs` whole epochs.
+  void open_at(int64_t step, int64_t epochs);
   void on_log(Trainer& trainer, const LogResult& result) override;
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
 

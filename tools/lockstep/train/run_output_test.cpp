@@ -142,7 +142,8 @@ class MetricsRows : public testing::Test {
 };
 
 TEST_F(MetricsRows, HaveTheKeysInOrder) {
-  MetricsFile file(path_, false, 0, 0);
+  MetricsFile file(path_);
+  file.open_at(0, 0);
   log(file, 50, 0);
   end_epoch(file, 79, 0, std::nan(""));
   EXPECT_EQ(read_file(path_),
@@ -155,13 +156,15 @@ TEST_F(MetricsRows, HaveTheKeysInOrder) {
 TEST_F(MetricsRows, ANewRunStartsAnewAndSaysWhatItOverwrites) {
   testing::internal::CaptureStderr();
   {
-    MetricsFile file(path_, false, 0, 0);
+    MetricsFile file(path_);
+    file.open_at(0, 0);
     log(file, 50, 0);
     log(file, 100, 0);
   }
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
   testing::internal::CaptureStderr();
-  MetricsFile again(path_, false, 0, 0);
+  MetricsFile again(path_);
+  again.open_at(0, 0);
   EXPECT_THAT(testing::internal::GetCapturedStderr(),
               HasSubstr("metrics file " + path_.string() + " holds 2 rows of an earlier run"));
   EXPECT_THAT(places(), ElementsAre());
@@ -172,23 +175,27 @@ TEST_F(MetricsRows, OfSharedMemoryAreThoseOfAFile) {
   const TemporaryDirectory folder("/dev/shm/lockstep-test");
   path_ = folder.path() / "metrics.jsonl";
   {
-    MetricsFile file(path_, false, 0, 0);
+    MetricsFile file(path_);
+    file.open_at(0, 0);
     log(file, 50, 0);
   }
-  MetricsFile again(path_, false, 0, 0);
+  MetricsFile again(path_);
+  again.open_at(0, 0);
   EXPECT_THAT(places(), ElementsAre());
 }
 
 /// The rows that stay are under the file's name at every moment: a reader of the old file keeps it.
 TEST_F(MetricsRows, AResumedRunReplacesTheFileInOneStep) {
   {
-    MetricsFile file(path_, false, 0, 0);
+    MetricsFile file(path_);
+    file.open_at(0, 0);
     log(file, 50, 0);
     log(file, 100, 1);
   }
   const std::string before = read_file(path_);
   const UniqueFd reader(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
-  MetricsFile file(path_, true, 50, 0);
+  MetricsFile file(path_);
+  file.open_at(50, 0);
   EXPECT_THAT(places(), ElementsAre("train 50 1"));
   EXPECT_EQ(read_file("/proc/self/fd/" + std::to_string(reader.get())), before);
   log(file, 100, 1);
@@ -196,9 +203,10 @@ TEST_F(MetricsRows, AResumedRunReplacesTheFileInOneStep) {
 }
 
 TEST_F(MetricsRows, AFileThatAnotherRunWritesToIsRefusedAndLeftAlone) {
-  MetricsFile file(path_, false, 0, 0);
+  MetricsFile file(path_);
+  file.open_at(0, 0);
   log(file, 50, 0);
-  EXPECT_THAT([&] { MetricsFile(path_, false, 0, 0); },
+  EXPECT_THAT([&] { MetricsFile(path_).open_at(0, 0); },
               testing::ThrowsMessage<Error>(HasSubstr("another process writes to metrics file")));
   EXPECT_THAT(places(), ElementsAre("train 50 1"));
 }
@@ -206,7 +214,8 @@ TEST_F(MetricsRows, AFileThatAnotherRunWritesToIsRefusedAndLeftAlone) {
 TEST_F(MetricsRows, APipeIsOnlyWrittenTo) {
   ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
   const UniqueFd reader(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  MetricsFile file(path_, true, 0, 0);
+  MetricsFile file(path_);
+  file.open_at(50, 0);
   log(file, 50, 0);
   std::array<char, 256> text{};
   EXPECT_GT(::read(reader.get(), text.data(), text.size()), 0);
@@ -217,7 +226,8 @@ TEST_F(MetricsRows, WhatElseGoesToStandardOutputStays) {
   write_file_atomically(path_, "a line of the log\n");
   const UniqueFd output(::open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
   const RedirectedOutput redirected(output.get());
-  MetricsFile file("/dev/stdout", false, 0, 0);
+  MetricsFile file("/dev/stdout");
+  file.open_at(0, 0);
   log(file, 50, 0);
   EXPECT_THAT(read_file(path_), testing::StartsWith("a line of the log\n{\"step\":50"));
 }
@@ -231,7 +241,8 @@ TEST_F(MetricsRows, WhatCannotBeWrittenIsFoundWithoutATrace) {
 
 TEST_F(MetricsRows, AResumedRunKeepsTheRowsUpToItsCheckpoint) {
   {
-    MetricsFile file(path_, false, 0, 0);
+    MetricsFile file(path_);
+    file.open_at(0, 0);
     log(file, 50, 0);
     end_epoch(file, 60, 0);
     log(file, 100, 1);
@@ -239,14 +250,15 @@ TEST_F(MetricsRows, AResumedRunKeepsTheRowsUpToItsCheckpoint) {
     log(file, 150, 2);
   }
   write_file_atomically(path_, read_file(path_) + "{\"step\":20");  // cut short by a kill
-  MetricsFile file(path_, true, 120, 1);
+  MetricsFile file(path_);
+  file.open_at(120, 1);
   EXPECT_THAT(places(), ElementsAre("train 50 1", "test 60 1", "train 100 2"));
   end_epoch(file, 120, 1);
   EXPECT_THAT(places(), ElementsAre("train 50 1", "test 60 1", "train 100 2", "test 120 2"));
 }
 
 TEST_F(MetricsRows, AFolderThatIsNotThereIsNamed) {
-  EXPECT_THAT([&] { MetricsFile(folder_.path() / "none" / "m.jsonl", false, 0, 0); },
+  EXPECT_THAT([&] { MetricsFile(folder_.path() / "none" / "m.jsonl").open_at(0, 0); },
               testing::ThrowsMessage<SystemError>(HasSubstr("none/m.jsonl")));
 }
 

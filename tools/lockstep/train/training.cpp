@@ -16,7 +16,6 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
-#include "lockstep/train/evaluate.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/trainer.h"
@@ -119,7 +118,7 @@ void print_opening(const RunConfig& config, const World& world, const ModelTask&
   const int64_t shares =
       data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
   const int64_t steps =
-      steps_per_epoch(config, made.task.train->batches_per_epoch()) * config.max_epochs;
+      steps_per_epoch(config, made.train->batches_per_epoch()) * config.max_epochs;
   console.line(counted(ranks, "rank") + over + " on " + world.device().str() +
                (config.strategy == "ddp" ? "" : ", strategy " + config.strategy) + ", batch size " +
                std::to_string(config.batch_size) + " per rank, " +
@@ -139,9 +138,20 @@ void finish_output(const RunConfig& config, const World& world, const Metrics& t
   if (console.closed()) throw InterruptedError(SIGPIPE);
 }
 
-/// Resumes, and prepares what is written beside training.
-void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::Device device,
-            CheckpointFolder& folder, Console& console) {
+/// Writes the run's configuration beside its checkpoints, when nothing keeps it from training.
+class ConfigSaver : public Callback {
+ public:
+  explicit ConfigSaver(const RunConfig& config)
+      : path_(fs::path(config.checkpoint_dir) / "config.toml"), text_(to_toml(config)) {}
+  void on_start(Trainer&) override { write_file_atomically(path_, text_); }
+
+ private:
+  fs::path path_;
+  std::string text_;
+};
+
+void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder,
+                   Console& console) {
   if (config.early_stop_patience > 0) {
     trainer.add_callback(std::make_shared<EarlyStop>(config.early_stop_patience));
   }
@@ -149,36 +159,35 @@ void attach(const RunConfig& config, const World& world, Trainer& trainer, c10::
     trainer.add_callback(std::make_shared<BestModel>(config.save_best));
   }
   const bool saves = !config.checkpoint_dir.empty();
-  const auto checkpoint = load_checkpoint(world.group(), config.resume, saves ? &folder : nullptr,
-                                          trainer.options().identity, device);
-  if (checkpoint) {
-    trainer.restore(*checkpoint);
-    console.line("resumed after step " + std::to_string(checkpoint->info.step) + " (epoch " +
-                 std::to_string(checkpoint->info.epoch + 1) + ", batch " +
-                 std::to_string(checkpoint->info.batches) + ")");
-    if (checkpoint->info.epoch >= config.max_epochs) {
-      console.line("nothing to train: all of --max-epochs " + std::to_string(config.max_epochs) +
-                   " are done; testing the model as it is");
-    }
-  }
   if (trainer.is_first_rank()) {
     trainer.add_callback(std::make_shared<Progress>(console));
     if (!config.metrics_file.empty()) {
-      trainer.add_callback(std::make_shared<MetricsFile>(
-          config.metrics_file, checkpoint.has_value(), checkpoint ? checkpoint->info.step : 0,
-          checkpoint ? checkpoint->info.epoch : 0));
+      trainer.add_callback(std::make_shared<MetricsFile>(config.metrics_file));
     }
+    if (saves) trainer.add_callback(std::make_shared<ConfigSaver>(config));
   }
   if (!saves) return;
-  if (trainer.is_first_rank()) {
-    if (checkpoint) folder.supersede_after(checkpoint->info.step);
-    write_file_atomically(fs::path(config.checkpoint_dir) / "config.toml", to_toml(config));
-  }
   trainer.add_callback(std::make_shared<Checkpointer>(
       folder, config.checkpoint_every, [&console](const fs::path& latest) {
         console.line("saved " + latest.string() +
                      "; the same command with --resume auto goes on from there");
       }));
+}
+
+void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console) {
+  const World& world = trainer.world();
+  auto checkpoint = load_checkpoint(world.group(), config.resume,
+                                    config.checkpoint_dir.empty() ? nullptr : &folder,
+                                    trainer.options().identity, world.device());
+  if (!checkpoint) return;
+  const CheckpointInfo info = checkpoint->info;
+  trainer.restore(std::move(*checkpoint));
+  console.line("resumed after step " + std::to_string(info.step) + " (epoch " +
+               std::to_string(info.epoch + 1) + ", batch " + std::to_string(info.batches) + ")");
+  if (info.epoch >= config.max_epochs) {
+    console.line("nothing to train: all of --max-epochs " + std::to_string(config.max_epochs) +
+                 " are done; testing the model as it is");
+  }
 }
 
 }  // namespace
@@ -221,9 +230,11 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   ModelTask made = make_train_task(config, world);
   config.memory_format = memory_format_name(made.memory_format);
   print_opening(config, world, made, console);
-  Trainer trainer(world, std::move(made.task), trainer_options(config));
-  attach(config, world, trainer, world.device(), folder, console);
-  const FitResult result = trainer.fit();
+  Trainer trainer(world, trainer_options(config));
+  add_callbacks(config, trainer, folder, console);
+  resume(config, trainer, folder, console);
+  const FitResult result =
+      trainer.fit(made.module, std::move(*made.train), std::move(*made.validation));
   if (result.stopped_early) {
     console.line("stopped early: the test loss has not become lower for " +
                  counted(config.early_stop_patience, "epoch"));
@@ -236,9 +247,10 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
 Metrics run_evaluation(const RunConfig& config, const World& world, Console& console) {
   check_same_settings(settings_of_all_ranks(config), world.group());
   if (world.rank() == 0) check_files(config);
-  const ModelTask made = make_evaluation_task(config, world);
-  const Metrics test = evaluate(*made.task.module, {}, *made.task.test, world.group(),
-                                world.device(), config.limit_test_batches.value_or(0));
+  ModelTask made = make_evaluation_task(config, world);
+  TrainerOptions options;
+  options.limit_test_batches = config.limit_test_batches.value_or(0);
+  const Metrics test = Trainer(world, options).validate(made.module, std::move(*made.validation));
   finish_output(config, world, test, made.test_samples, console);
   return test;
 }

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/train/batch_feed.h"
+#include "lockstep/train/metric_sums.h"
+#include "lockstep/train/step_loop.h"
+#include "lockstep/train/stop_agreement.h"
+#include "lockstep/train/stop_signal.h"
+#include "lockstep/train/trainer.h"
+
+namespace lockstep {
+
+namespace detail {
+
+/// In how many shares an epoch was cut that a checkpoint lies in: CheckpointInfo::values.
+inline constexpr const char* kSharesOfEpoch = "epoch.shares";
+
+/// Each rank must see what its strategy wants it to see, or samples count twice. Throws UsageError
+/// for a loader of another share. `use` is what the share is for: "this rank evaluates".
+void check_share(const BatchFeed& feed, const DataShare& share, const std::string& use);
+
+}  // namespace detail
+
+/// One fit of a Trainer: epochs of the step loop, with an evaluation after each and the Trainer's
+/// callbacks beside them. All ranks call alike.
+class FitLoop {
+ public:
+  /// Moves the module to the world's device and makes optimizers and strategy. See Trainer::fit for
+  /// what is checked and thrown. `callbacks` must outlive the loop.
+  FitLoop(Trainer& trainer, detail::TrainTask task,
+          const std::vector<std::shared_ptr<Callback>>& callbacks);
+
+  FitResult run();
+  /// Goes on from a checkpoint in `run`. Throws CheckpointError when the tensors do not fit.
+  void restore(const Checkpoint& checkpoint);
+  void save(CheckpointFolder& folder);
+  /// On the module as it is now.
+  Metrics evaluate(detail::BatchFeed& feed);
+  NamedTensors model_state() { return detail::model_state(*task_.module, loop_.parts()); }
+
+  TrainingModuleBase& module() { return *task_.module; }
+  const StepLoop& steps() const { return loop_; }
+  int64_t epoch() const { return epoch_; }
+
+ private:
+  void train();
+  void after_step(const StepResult& result);
+  void log_step(const StepResult& result);
+  void collect_sums();
+  bool finish_epoch();
+  bool validate();
+  bool goes_on(int agreed);
+  bool goes_on_now();
+  bool wants_to_stop() const;
+  [[noreturn]] void interrupt();
+  Metrics reduced(const MetricSums& mine) const;
+  double seconds() const;
+  c10::Device device() const { return task_.train->device(); }
+
+  Trainer& trainer_;
+  const TrainerOptions& options_;
+  ProcessGroup group_;
+  detail::TrainTask task_;
+  StepLoop loop_;
+  const std::vector<std::shared_ptr<Callback>>& callbacks_;
+  const StopSignal* signals_ = nullptr;  ///< While `run` runs.
+  std::optional<StopAgreement> agreement_;
+  int64_t epoch_ = 0;
+  int64_t batches_ = 0;           ///< Of the epoch that are behind us.
+  MetricSums log_sums_;           ///< This rank's, since the last log.
+  int64_t logged_step_ = 0;       ///< Of the last log. Ranks may have sums or none, but all steps.
+  MetricSums epoch_sums_;         ///< This rank's, of the epoch.
+  int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
+  double log_start_ = 0;
+  double epoch_start_ = 0;
+  int stop_requested_ = 0;
+  StepResult last_step_;
+  Metrics validation_;
+  NamedTensors random_state_;  ///< To be set when `run` begins.
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace lockstep
