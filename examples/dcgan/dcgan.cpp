@@ -165,7 +165,7 @@ void run(const Args& args) {
 
   lockstep::TrainerOptions options = args.trainer;
   options.max_epochs = args.epochs;
-  options.limit_test_batches = 1;
+  options.limit_val_batches = 1;
   lockstep::Trainer trainer(world, options);
   if (world.rank() == 0) trainer.add_callback(std::make_shared<Report>(*gan));
   if (!args.checkpoint_dir.empty()) {

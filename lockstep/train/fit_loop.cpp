@@ -43,7 +43,7 @@ Settings settings_of_all_ranks(const TrainerOptions& options, const detail::Trai
   set("accumulate_grad_batches", options.accumulate_grad_batches);
   set("gradient_clip_val", options.gradient_clip_val);
   set("limit_train_batches", options.limit_train_batches);
-  set("limit_test_batches", options.limit_test_batches);
+  set("limit_val_batches", options.limit_val_batches);
   set("log_every_n_steps", options.log_every_n_steps);
   constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
   set("on_nan", kPolicies[static_cast<int>(options.on_nan)]);
@@ -230,13 +230,13 @@ bool FitLoop::finish_epoch() {
 }
 
 Metrics FitLoop::evaluate(detail::BatchFeed& feed) {
-  return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_test_batches);
+  return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches);
 }
 
 /// False when a signal ended it.
 bool FitLoop::validate() {
   const Metrics metrics = lockstep::evaluate(
-      *task_.module, loop_.parts(), *task_.validation, group_, options_.limit_test_batches,
+      *task_.module, loop_.parts(), *task_.validation, group_, options_.limit_val_batches,
       [&] { return goes_on(agreement_->after_step(signals_->received())); });
   if (stop_requested_ != 0) return false;
   validation_ = metrics;

@@ -26,7 +26,7 @@ void check_ranges(const TrainerOptions& options) {
   at_least("max_epochs", options.max_epochs, 0);
   at_least("accumulate_grad_batches", options.accumulate_grad_batches, 1);
   at_least("limit_train_batches", options.limit_train_batches, 0);
-  at_least("limit_test_batches", options.limit_test_batches, 0);
+  at_least("limit_val_batches", options.limit_val_batches, 0);
   at_least("log_every_n_steps", options.log_every_n_steps, 1);
   if (!(options.gradient_clip_val >= 0)) throw UsageError("gradient_clip_val must not be negative");
 }
@@ -81,7 +81,7 @@ class Trainer::Impl {
 
 Metrics Trainer::Impl::validate(TrainingModuleBase& module, detail::BatchFeed& feed) {
   check_same_settings({{"batches of an evaluation", std::to_string(feed.batches_per_epoch())},
-                       {"limit_test_batches", std::to_string(options_.limit_test_batches)}},
+                       {"limit_val_batches", std::to_string(options_.limit_val_batches)}},
                       world_.group());
   feed.move_to(world_.device());
   if (fit_ && &fit_->module() == &module) {
@@ -92,7 +92,7 @@ Metrics Trainer::Impl::validate(TrainingModuleBase& module, detail::BatchFeed& f
   }
   detail::check_share(feed, {world_.rank(), world_.size()}, "this rank evaluates");
   module.to(world_.device());
-  return evaluate(module, {}, feed, world_.group(), options_.limit_test_batches);
+  return evaluate(module, {}, feed, world_.group(), options_.limit_val_batches);
 }
 
 void Trainer::Impl::restore(Checkpoint checkpoint) {

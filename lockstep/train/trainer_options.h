@@ -27,7 +27,7 @@ struct TrainerOptions {
   /// Batches of an epoch that each rank uses; 0: all.
   int64_t limit_train_batches = 0;
   /// The same for an evaluation; 0: all.
-  int64_t limit_test_batches = 0;
+  int64_t limit_val_batches = 0;
   /// Metrics of training are reduced over ranks this often: one small all-reduce (0.2 ms over
   /// Gloo). 50 as in Lightning.
   int64_t log_every_n_steps = 50;

@@ -85,7 +85,7 @@ class SameBits(unittest.TestCase):
 
     def test_dropout_and_batch_norm_on_two_ranks(self):
         self.check("--devices", 2, "--model", "fashion-cnn", "--lr", 0.002, "--batch-size", 8, "--limit-train-batches", 12,
-                   "--limit-test-batches", 1, "--max-epochs", 3)
+                   "--limit-val-batches", 1, "--max-epochs", 3)
 
 
 class Stopped(unittest.TestCase):
@@ -268,7 +268,7 @@ class InUse(unittest.TestCase):
     def start(self, *flags):
         """A run that saves after every step, until it is stopped."""
         command = [t.LOCKSTEP, "train", "--max-epochs", 4000, "--checkpoint-every", 1, "--keep-checkpoints", 2,
-                   "--limit-test-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto", *flags]
+                   "--limit-val-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto", *flags]
         process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                    env=t.clean_environment(), start_new_session=True)
         self.addCleanup(self.end, process)
@@ -327,7 +327,7 @@ class InUse(unittest.TestCase):
         self.wait_for_step(running)
         self.end(running)
         self.assertTrue((self.saved / ".in-use").exists())
-        again = train("--max-epochs", 1, "--limit-test-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto")
+        again = train("--max-epochs", 1, "--limit-val-batches", 1, "--checkpoint-dir", self.saved, "--resume", "auto")
         self.assertIn("resumed after step", again.stdout)
         self.assertFalse((self.saved / ".in-use").exists())
 

@@ -130,7 +130,7 @@ class Training(unittest.TestCase):
     @unittest.skipIf(WHY_NOT, WHY_NOT)
     def test_of_one_rank_a_host_auto_takes_gloo(self):
         with hosts.two_hosts() as pair, t.temporary_folder() as folder:
-            _, printed = self.train(pair, folder, "auto", "--limit-test-batches", 1, ranks=1)
+            _, printed = self.train(pair, folder, "auto", "--limit-val-batches", 1, ranks=1)
             self.assertRegex(printed, r"\b2 ranks over gloo on cpu")
 
     @unittest.skipIf(WHY_NOT, WHY_NOT)
@@ -142,7 +142,7 @@ class Training(unittest.TestCase):
                 names.write_text(f"127.0.0.1 localhost\n{address} {pair[0].name}\n")
                 subprocess.run(host.command("mount", "--bind", names, "/etc/hosts"), check=True)
             results = run_on(pair, t.LOCKSTEP, "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1,
-                             "--limit-train-batches", 3, "--limit-test-batches", 1, timeout=60, master=pair[0].name)
+                             "--limit-train-batches", 3, "--limit-val-batches", 1, timeout=60, master=pair[0].name)
             for code, _, err in results:
                 self.assertEqual(code, 0, err)
                 # Neither host has a name server: c10d's log would tell of it.
@@ -170,7 +170,7 @@ class Training(unittest.TestCase):
                 env = t.clean_environment(LOCKSTEP_HOST_ID=f"host{number}")
                 run = [t.LOCKSTEP, "run", "--nnodes", 2, "--node-rank", number, "--nproc-per-node", 2,
                        "--master-addr", "127.0.0.1", "--master-port", port, t.LOCKSTEP, "train", "--model", "mlp", "--dataset",
-                       "digits", "--max-epochs", 1, "--limit-train-batches", 5, "--limit-test-batches", 1]
+                       "digits", "--max-epochs", 1, "--limit-train-batches", 5, "--limit-val-batches", 1]
                 processes.append(subprocess.Popen([str(w) for w in run], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                                   text=True, stdin=subprocess.DEVNULL, env=env))
             results = end_of(processes, 120)
@@ -193,7 +193,7 @@ class Training(unittest.TestCase):
                 script = ('export LOCKSTEP_HOST_ID=h$((OMPI_COMM_WORLD_RANK / 2)); exec "$@"')
                 result = t.run("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", 4, "sh", "-c", script, "sh", t.LOCKSTEP,
                                "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1, "--limit-train-batches", 20,
-                               "--limit-test-batches", 1, "--log-every-n-steps", 1, "--metrics-file", metrics,
+                               "--limit-val-batches", 1, "--log-every-n-steps", 1, "--metrics-file", metrics,
                                env=t.clean_environment(LOCKSTEP_HOSTS_BACKEND=between, TMPDIR="/tmp"))
                 self.assertRegex(result.stdout, r"\b4 ranks over hierarchical on cpu")
                 losses[between] = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
@@ -216,7 +216,7 @@ class Listing(unittest.TestCase):
 
     def test_on_one_host_it_is_shared_memory(self):
         result = t.run(t.LOCKSTEP, "train", "--backend", "hierarchical", "--devices", 2, "--max-epochs", 1,
-                       "--limit-train-batches", 3, "--limit-test-batches", 1)
+                       "--limit-train-batches", 3, "--limit-val-batches", 1)
         self.assertRegex(result.stdout, r"(?m)^2 ranks over hierarchical on cpu")
         result = t.run(t.LOCKSTEP, "bench", "all-reduce", "--backend", "hierarchical", "--devices", 2, "--sizes", 4096,
                        "--steps", 5, "--rounds", 1)

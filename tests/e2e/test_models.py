@@ -70,7 +70,7 @@ class Models(unittest.TestCase):
 
     def test_resnet18_learns_cifar10_with_augmentation(self):
         result = train("--model", "resnet18", *self.cifar10(), "--batch-size", 4, "--max-epochs", 1, "--augment",
-                       "--limit-train-batches", 2, "--limit-test-batches", 1)
+                       "--limit-train-batches", 2, "--limit-val-batches", 1)
         self.assertRegex(last_line(result), OUTCOME)
         self.refuse(["--model", "resnet18:classes=4", *self.cifar10(), "--batch-size", 4],
                     "the model tells 4 classes apart, the dataset has 10")

@@ -414,7 +414,7 @@ class Slurm(unittest.TestCase):
 
     def train(self, devices, launcher=(), **env):
         result = run(*launcher, LOCKSTEP, "train", "--devices", devices, "--max-epochs", 1, "--limit-train-batches", 3,
-                     "--limit-test-batches", 1, env=clean_environment(LOCKSTEP_TIMEOUT=30, **env))
+                     "--limit-val-batches", 1, env=clean_environment(LOCKSTEP_TIMEOUT=30, **env))
         return result.stdout, result.stderr
 
     def test_in_an_allocations_shell_ranks_are_started(self):

@@ -11,7 +11,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # Those whose sums are those of DDP, whatever a rank keeps.
 AS_DDP = ("zero1", "zero2", "fsdp")
 # 6 steps an epoch, of which the third is in its middle.
-SHORT = ("--model", "mlp", "--optimizer", "adam", "--limit-train-batches", 6, "--limit-test-batches", 2,
+SHORT = ("--model", "mlp", "--optimizer", "adam", "--limit-train-batches", 6, "--limit-val-batches", 2,
          "--max-epochs", 2)
 
 

@@ -184,9 +184,9 @@ class Outcome(unittest.TestCase):
             train("--max-epochs", 0, "--save-weights", folder / "w.safetensors")
             result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, "sh", "-c",
                            f"exec {t.LOCKSTEP} eval --load-weights {folder}/w.safetensors "
-                           "--limit-test-batches 1$RANK", check=False)
+                           "--limit-val-batches 1$RANK", check=False)
         self.assertEqual(result.returncode, 1, result.stderr)
-        self.assertIn("--limit-test-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
+        self.assertIn("--limit-val-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
 
     def test_ranks_are_forks_where_these_can_go_on(self):
         """They share what LibTorch has set up, which shows in the pages that are touched for the first time."""
@@ -213,10 +213,10 @@ class Outcome(unittest.TestCase):
         self.assertRegex(last_line(result), r"^test loss 0\.\d{4}$")
 
     def test_a_part_of_the_test_data_is_marked(self):
-        result = train("--max-epochs", 0, "--limit-test-batches", 1, "--quiet")
-        self.assertIn("tested on 256 of 2,000 held-out samples only, by --limit-test-batches 1", result.stderr)
+        result = train("--max-epochs", 0, "--limit-val-batches", 1, "--quiet")
+        self.assertIn("tested on 256 of 2,000 held-out samples only, by --limit-val-batches 1", result.stderr)
         self.assertTrue(OUTCOME.fullmatch(result.stdout.rstrip("\n")), result.stdout)
-        self.assertEqual(train("--max-epochs", 0, "--limit-test-batches", 99).stderr, "")
+        self.assertEqual(train("--max-epochs", 0, "--limit-val-batches", 99).stderr, "")
 
     def test_no_epochs_is_an_evaluation_of_the_fresh_model(self):
         accuracy = float(OUTCOME.fullmatch(last_line(train("--max-epochs", 0)))[1])
@@ -224,7 +224,7 @@ class Outcome(unittest.TestCase):
 
     def test_every_model_and_optimizer_trains(self):
         for model in ("convnet", "fashion-cnn", "wide"):
-            train("--model", model, "--limit-train-batches", 2, "--max-epochs", 1, "--limit-test-batches", 1)
+            train("--model", model, "--limit-train-batches", 2, "--max-epochs", 1, "--limit-val-batches", 1)
         for optimizer in ("adam", "adamw", "rmsprop", "adagrad"):
             result = train("--optimizer", optimizer, "--max-epochs", 1)
             self.assertGreater(float(OUTCOME.fullmatch(last_line(result))[1]), 0.5, optimizer)
@@ -254,7 +254,7 @@ class Options(unittest.TestCase):
     def weights(self, folder, name, *flags):
         from safetensors.numpy import load_file
 
-        train("--save-weights", folder / name, "--limit-test-batches", 1, *flags)
+        train("--save-weights", folder / name, "--limit-val-batches", 1, *flags)
         return load_file(folder / name)
 
     def assert_same(self, a, b, within=0.0):
@@ -375,7 +375,7 @@ class Options(unittest.TestCase):
 
     def test_deterministic_goes_with_every_model_of_images(self):
         for model in ("convnet", "fashion-cnn", "mlp"):
-            train("--deterministic", "--limit-train-batches", 2, "--limit-test-batches", 1, "--max-epochs", 1, "--model", model)
+            train("--deterministic", "--limit-train-batches", 2, "--limit-val-batches", 1, "--max-epochs", 1, "--model", model)
 
     def test_threads_are_taken(self):
         """Each team of OpenMP's has so many, the thread that calls it included."""
@@ -440,7 +440,7 @@ class Files(unittest.TestCase):
                     "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n"):
             with t.temporary_folder() as folder:
                 optional = folder / "run.toml"
-                optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-test-batches = 1\n" + own)
+                optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-val-batches = 1\n" + own)
                 train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
                 keys |= set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))

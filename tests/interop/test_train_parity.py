@@ -85,7 +85,7 @@ def lockstep_weights(folder, data, world_size, options):
     flags = [
         "--model", options["model"], *data.flags, "--devices", world_size,
         "--batch-size", options["batch_size"], "--lr", options["lr"], *kind, "--seed", options["seed"],
-        "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-test-batches", 1,
+        "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-val-batches", 1,
         "--save-weights", out, "--threads", 1, "--memory-format", options.get("memory_format", "contiguous")
     ]
     if options.get("nesterov"):

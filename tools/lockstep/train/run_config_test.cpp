@@ -106,7 +106,7 @@ TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
   config.momentum = 0;
   config.weight_decay = 1e-300;
   config.min_lr = 3;
-  config.limit_test_batches = 5;
+  config.limit_val_batches = 5;
   config.memory_format = "channels-last";
   config.deterministic = true;
   config.timeout = 12.5;
@@ -116,7 +116,7 @@ TEST_F(ConfigFile, WhatIsSavedMakesTheSameRun) {
   EXPECT_EQ(again.lr, config.lr);
   EXPECT_EQ(again.weight_decay, 1e-300);
   EXPECT_FALSE(again.limit_train_batches);
-  EXPECT_EQ(again.limit_test_batches, 5);
+  EXPECT_EQ(again.limit_val_batches, 5);
   EXPECT_EQ(again.memory_format, "channels-last");
   EXPECT_FALSE(read(to_toml(RunConfig())).weight_decay) << "adamw has a default of its own";
 }

@@ -43,7 +43,7 @@ TrainerOptions trainer_options(const RunConfig& config) {
   options.accumulate_grad_batches = config.accumulate_grad_batches;
   options.gradient_clip_val = config.gradient_clip_val;
   options.limit_train_batches = config.limit_train_batches.value_or(0);
-  options.limit_test_batches = config.limit_test_batches.value_or(0);
+  options.limit_val_batches = config.limit_val_batches.value_or(0);
   options.log_every_n_steps = config.log_every_n_steps;
   options.on_nan = policy_of(config.on_nan);
   options.identity = identity_of(config);
@@ -131,8 +131,8 @@ void finish_output(const RunConfig& config, const World& world, const Metrics& t
                    int64_t held_out, Console& console) {
   if (world.rank() == 0 && test.samples < held_out) {
     log_warning("tested on " + with_thousands(test.samples) + " of " +
-                counted(held_out, "held-out sample") + " only, by --limit-test-batches " +
-                std::to_string(config.limit_test_batches.value_or(0)));
+                counted(held_out, "held-out sample") + " only, by --limit-val-batches " +
+                std::to_string(config.limit_val_batches.value_or(0)));
   }
   console.result(outcome_line(test));
   if (console.closed()) throw InterruptedError(SIGPIPE);
@@ -249,7 +249,7 @@ Metrics run_evaluation(const RunConfig& config, const World& world, Console& con
   if (world.rank() == 0) check_files(config);
   ModelTask made = make_evaluation_task(config, world);
   TrainerOptions options;
-  options.limit_test_batches = config.limit_test_batches.value_or(0);
+  options.limit_val_batches = config.limit_val_batches.value_or(0);
   const Metrics test = Trainer(world, options).validate(made.module, std::move(*made.validation));
   finish_output(config, world, test, made.test_samples, console);
   return test;
