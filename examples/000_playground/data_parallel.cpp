@@ -77,7 +77,7 @@ void train(const Options& options) {
       lockstep::make_optimizer("sgd", parameters, {.lr = options.lr, .momentum = 0.9});
 
   const auto splits = examples::mnist(options.data);
-  const lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
+  const lockstep::Compose transforms = {lockstep::normalize(), lockstep::flatten()};
   lockstep::DataLoader train_loader(
       splits.train, lockstep::DistributedSampler({.dataset_size = splits.train.size()}), transforms,
       {.batch_size = options.batch_size});

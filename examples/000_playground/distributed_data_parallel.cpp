@@ -85,7 +85,7 @@ void train(const Options& options) {
       lockstep::make_optimizer("sgd", parameters, {.lr = options.lr, .momentum = 0.9});
 
   const auto splits = examples::mnist(options.data);
-  const lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
+  const lockstep::Compose transforms = {lockstep::normalize(), lockstep::flatten()};
   // Samplers that know of the other ranks: no two of them see the same sample in an epoch.
   lockstep::DataLoader train_loader(
       splits.train,

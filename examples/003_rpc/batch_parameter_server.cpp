@@ -98,7 +98,7 @@ BatchedUpdate register_batched_update() {
 }
 
 double accuracy(nn::Sequential& model, const lockstep::TensorDataset& test) {
-  const lockstep::Pipeline transforms = {lockstep::normalize()};
+  const lockstep::Compose transforms = {lockstep::normalize()};
   const at::Tensor images = transforms(test.data);
   return model->forward(images).argmax(1).eq(test.targets).to(at::kDouble).mean().item<double>();
 }

@@ -153,8 +153,8 @@ Args read_args(int argc, char** argv) {
 void run(const Args& args) {
   const auto world = lockstep::init();
   const auto splits = examples::mnist(args.data);
-  const lockstep::Pipeline transforms = {lockstep::normalize({0.5}, {0.5}),
-                                         lockstep::reshape({1, 28, 28})};
+  const lockstep::Compose transforms = {lockstep::normalize({0.5}, {0.5}),
+                                        lockstep::reshape({1, 28, 28})};
   const auto loader = [&](const lockstep::TensorDataset& dataset) {
     const lockstep::DistributedSampler share({dataset.size(), world.rank(), world.size()});
     return lockstep::DataLoader(dataset, share, transforms, {.batch_size = args.batch_size});

@@ -28,7 +28,7 @@ int main() {
   lockstep::GradientAverager averager(*model, world.group());
 
   auto digits = lockstep::load_dataset("digits");
-  lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
+  lockstep::Compose transforms = {lockstep::normalize(), lockstep::flatten()};
   lockstep::DistributedSampler sampler({digits.train.size(), world.rank(), world.size()});
   lockstep::DataLoader loader(digits.train, sampler, transforms, {.batch_size = 64});
 

@@ -18,7 +18,7 @@ int main() {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
 
   auto digits = lockstep::load_dataset("digits");
-  lockstep::Pipeline transforms = {lockstep::normalize(), lockstep::flatten()};
+  lockstep::Compose transforms = {lockstep::normalize(), lockstep::flatten()};
   lockstep::DistributedSampler sampler({.dataset_size = digits.train.size()});
   lockstep::DataLoader loader(digits.train, sampler, transforms, {.batch_size = 64});
 

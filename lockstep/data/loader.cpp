@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/data/pipeline_runner.h"
 #include "lockstep/data/prefetcher.h"
+#include "lockstep/data/transform_runner.h"
 
 namespace lockstep {
 namespace {
@@ -72,7 +72,7 @@ class BufferPool {
 /// What one thread needs to make batches.
 struct Worker {
   std::unique_ptr<SampleSource> source;
-  PipelineRunner runner;
+  TransformRunner runner;
   Buffer raw;  ///< Samples as they were read, of a source that is not in memory.
   std::vector<int64_t> rows;
 };
@@ -95,11 +95,11 @@ void check(const LoaderOptions& options) {
 
 class DataLoader::Impl {
  public:
-  Impl(std::unique_ptr<SampleSource> source, DistributedSampler sampler, Pipeline transforms,
+  Impl(std::unique_ptr<SampleSource> source, DistributedSampler sampler, Compose transforms,
        LoaderOptions options)
       : source_(std::move(source)),
         sampler_(sampler),
-        pipeline_(std::move(transforms)),
+        transforms_(std::move(transforms)),
         options_(options) {
     check(options_);
     if (source_->size() != sampler_.options().dataset_size)
@@ -107,7 +107,7 @@ class DataLoader::Impl {
                        " samples, but the sampler is for " +
                        std::to_string(sampler_.options().dataset_size));
     count_batches();
-    data_spec_ = pipeline_.output(source_->data_spec());
+    data_spec_ = transforms_.output(source_->data_spec());
     target_spec_ = source_->target_spec();
     pool_.emplace(data_spec_, target_spec_, std::min(options_.batch_size, samples_),
                   window() + kHeldByTheUser, options_.pin_memory);
@@ -189,7 +189,7 @@ class DataLoader::Impl {
   Worker& worker(int index) {
     while (static_cast<int>(workers_.size()) <= index)
       workers_.push_back(
-          {source_->clone(), PipelineRunner(pipeline_, source_->data_spec()), {}, {}});
+          {source_->clone(), TransformRunner(transforms_, source_->data_spec()), {}, {}});
     return workers_[index];
   }
 
@@ -251,7 +251,7 @@ class DataLoader::Impl {
 
   std::unique_ptr<SampleSource> source_;
   DistributedSampler sampler_;
-  Pipeline pipeline_;
+  Compose transforms_;
   LoaderOptions options_;
   SampleSpec data_spec_;
   SampleSpec target_spec_;
@@ -267,12 +267,12 @@ class DataLoader::Impl {
   std::optional<Prefetcher> prefetcher_;  ///< Last: its threads use all of the above.
 };
 
-DataLoader::DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms,
+DataLoader::DataLoader(TensorDataset dataset, DistributedSampler sampler, Compose transforms,
                        LoaderOptions options)
     : DataLoader(tensor_source(std::move(dataset)), sampler, std::move(transforms), options) {}
 
 DataLoader::DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,
-                       Pipeline transforms, LoaderOptions options)
+                       Compose transforms, LoaderOptions options)
     : impl_(std::make_unique<Impl>(std::move(source), sampler, std::move(transforms), options)) {}
 
 DataLoader::~DataLoader() = default;

@@ -33,7 +33,7 @@ struct LoaderOptions {
 /// loader writes into a buffer again only when nobody holds it. A loop that holds one batch at a
 /// time, as training does, lets it reuse a few buffers for the whole run.
 struct Batch {
-  at::Tensor data;      ///< [B, ...] on the CPU, of the pipeline's output dtype.
+  at::Tensor data;      ///< [B, ...] on the CPU, of the transforms' output dtype.
   at::Tensor target;    ///< [B] int64 or [B, K] float32, as the data set has them.
   int64_t index = 0;    ///< Which batch of the epoch, from 0; goes on counting after a resumption.
   int64_t padding = 0;  ///< How many of the last rows are the sampler's padding: see there.
@@ -53,12 +53,12 @@ struct Batch {
 class DataLoader {
  public:
   /// Throws UsageError when the sampler is for another size of data set, an option is out of range,
-  /// or the pipeline does not fit. Also when there is no batch at all: with drop_last and a batch
+  /// or the transforms do not fit. Also when there is no batch at all: with drop_last and a batch
   /// larger than this rank's data, say. Without drop_last that is one short batch.
-  DataLoader(TensorDataset dataset, DistributedSampler sampler, Pipeline transforms = {},
+  DataLoader(TensorDataset dataset, DistributedSampler sampler, Compose transforms = {},
              LoaderOptions options = {});
   DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,
-             Pipeline transforms = {}, LoaderOptions options = {});
+             Compose transforms = {}, LoaderOptions options = {});
   ~DataLoader();
   DataLoader(DataLoader&&) noexcept;
   DataLoader& operator=(DataLoader&&) noexcept;

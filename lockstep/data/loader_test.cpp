@@ -106,7 +106,7 @@ int count_threads_once_at_most(int expected) {
   return count_threads();
 }
 
-Pipeline augmentation() {
+Compose augmentation() {
   return {random_crop({.padding = 2}), random_horizontal_flip(), random_rotation({.degrees = 30}),
           normalize(), flatten()};
 }
@@ -333,9 +333,9 @@ TEST(DataLoader, ABatchLargerThanTheDataIsOneShortBatch) {
 
 TEST(DataLoader, NamesWhatDoesNotFit) {
   const TensorDataset dataset = numbered_images(10);
-  const auto make = [&](LoaderOptions options, SamplerOptions sampler, Pipeline pipeline = {}) {
+  const auto make = [&](LoaderOptions options, SamplerOptions sampler, Compose transforms = {}) {
     return message_of([&] {
-      DataLoader loader(dataset, DistributedSampler(sampler), std::move(pipeline), options);
+      DataLoader loader(dataset, DistributedSampler(sampler), std::move(transforms), options);
     });
   };
   EXPECT_THAT(make({.batch_size = 11, .drop_last = true}, {.dataset_size = 10}),

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "lockstep/base/error.h"
-#include "lockstep/data/pipeline_runner.h"
+#include "lockstep/data/transform_runner.h"
 
 namespace lockstep {
 namespace {
@@ -200,15 +200,15 @@ TransformPtr batch_transform(std::string name,
   return std::make_shared<BatchTransform>(std::move(name), std::move(function));
 }
 
-SampleSpec Pipeline::output(const SampleSpec& input) const {
+SampleSpec Compose::output(const SampleSpec& input) const {
   SampleSpec spec = input;
   for (const TransformPtr& transform : transforms_) spec = transform->output(spec);
   return spec;
 }
 
-at::Tensor Pipeline::operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch) const {
+at::Tensor Compose::operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch) const {
   const at::Tensor input = batch.contiguous();
-  PipelineRunner runner(*this, SampleSpec::of_rows(input));
+  TransformRunner runner(*this, SampleSpec::of_rows(input));
   at::Tensor out = at::empty(runner.output().batch_shape(input.size(0)), runner.output().dtype);
   std::vector<int64_t> rows(input.size(0));
   std::iota(rows.begin(), rows.end(), 0);

@@ -19,7 +19,7 @@ namespace lockstep {
 /// epoch and the sample's index in the data set, and from nothing else. So neither the number of
 /// workers nor that of ranks changes them.
 struct TransformContext {
-  uint64_t seed = 0;  ///< Already mixed with the transform's place in the pipeline.
+  uint64_t seed = 0;  ///< Already mixed with the transform's place in its Compose.
   int64_t epoch = 0;
   std::span<const int64_t> indices;  ///< The samples' indices in the data set, one per row.
 };
@@ -86,12 +86,13 @@ TransformPtr reshape(std::vector<int64_t> shape);
 TransformPtr batch_transform(std::string name,
                              std::function<at::Tensor(const at::Tensor&)> function);
 
-/// Transforms one after the other; none: samples pass as they are. Cheap to copy.
-class Pipeline {
+/// Transforms one after the other, as torchvision.transforms.Compose. None: samples pass as they
+/// are. Cheap to copy.
+class Compose {
  public:
-  Pipeline() = default;
-  Pipeline(std::initializer_list<TransformPtr> transforms) : transforms_(transforms) {}
-  explicit Pipeline(std::vector<TransformPtr> transforms) : transforms_(std::move(transforms)) {}
+  Compose() = default;
+  Compose(std::initializer_list<TransformPtr> transforms) : transforms_(transforms) {}
+  explicit Compose(std::vector<TransformPtr> transforms) : transforms_(std::move(transforms)) {}
 
   const std::vector<TransformPtr>& transforms() const { return transforms_; }
   bool empty() const { return transforms_.empty(); }

@@ -39,7 +39,7 @@ at::Tensor bytes(at::IntArrayRef shape) {
   return at::randint(256, shape, at::kByte);
 }
 
-/// The random source that a sample's transform at a place of the pipeline draws from.
+/// The random source that a sample's transform at a place of a Compose draws from.
 KeyedRandom random_of(uint64_t seed, uint64_t place, int64_t epoch, int64_t index) {
   return KeyedRandom(KeyedRandom(seed, place).next(), epoch, index);
 }
@@ -54,9 +54,9 @@ at::Tensor torchvision_normalize(const at::Tensor& images, const std::vector<dou
 
 TEST(Normalize, HasTorchvisionsBitsForEveryByte) {
   const at::Tensor images = at::arange(256, at::kByte).view({1, 16, 16});
-  EXPECT_TRUE(at::equal(Pipeline{normalize()}(images),
+  EXPECT_TRUE(at::equal(Compose{normalize()}(images),
                         torchvision_normalize(images.unsqueeze(1), {0.1307}, {0.3081})));
-  EXPECT_TRUE(at::equal(Pipeline{to_float()}(images), images.unsqueeze(1).to(at::kFloat).div(255)));
+  EXPECT_TRUE(at::equal(Compose{to_float()}(images), images.unsqueeze(1).to(at::kFloat).div(255)));
 }
 
 TEST(Normalize, HasOneMeanAChannelOrOneForAll) {
@@ -64,8 +64,8 @@ TEST(Normalize, HasOneMeanAChannelOrOneForAll) {
   const std::vector<double> std{0.229, 0.224, 0.225};
   const at::Tensor images = bytes({9, 3, 7, 5});  // planes that are no multiple of 8
   EXPECT_TRUE(
-      at::equal(Pipeline{normalize(mean, std)}(images), torchvision_normalize(images, mean, std)));
-  EXPECT_TRUE(at::equal(Pipeline{normalize({0.5}, {0.25})}(images),
+      at::equal(Compose{normalize(mean, std)}(images), torchvision_normalize(images, mean, std)));
+  EXPECT_TRUE(at::equal(Compose{normalize({0.5}, {0.25})}(images),
                         torchvision_normalize(images, {0.5}, {0.25})));
 }
 
@@ -73,12 +73,12 @@ TEST(Normalize, TakesFloats) {
   const at::Tensor images = at::rand({4, 3, 9, 11});
   const at::Tensor mean = at::tensor({0.1, 0.2, 0.3}, at::kFloat).view({3, 1, 1});
   const at::Tensor std = at::tensor({0.3, 0.7, 0.9}, at::kFloat).view({3, 1, 1});
-  EXPECT_TRUE(at::equal(Pipeline{normalize({0.1, 0.2, 0.3}, {0.3, 0.7, 0.9})}(images),
+  EXPECT_TRUE(at::equal(Compose{normalize({0.1, 0.2, 0.3}, {0.3, 0.7, 0.9})}(images),
                         images.sub(mean).div(std)));
-  EXPECT_TRUE(at::equal(Pipeline{to_float()}(images), images));
+  EXPECT_TRUE(at::equal(Compose{to_float()}(images), images));
   // In two steps as torchvision does it, the bits are those of one.
   const at::Tensor raw = bytes({4, 28, 28});
-  EXPECT_TRUE(at::equal(Pipeline({to_float(), normalize()})(raw), Pipeline{normalize()}(raw)));
+  EXPECT_TRUE(at::equal(Compose({to_float(), normalize()})(raw), Compose{normalize()}(raw)));
 }
 
 TEST(Normalize, NamesWhatDoesNotFit) {
@@ -87,44 +87,45 @@ TEST(Normalize, NamesWhatDoesNotFit) {
   EXPECT_THAT(message_of([] { normalize({}, {}); }), HasSubstr("0 means"));
   EXPECT_THAT(message_of([] { normalize({NAN}, {1}); }), HasSubstr("finite"));
   const auto with = [](const at::Tensor& batch) {
-    return message_of([&] { Pipeline{normalize({0.1, 0.1}, {1, 1})}(batch); });
+    return message_of([&] { Compose{normalize({0.1, 0.1}, {1, 1})}(batch); });
   };
   EXPECT_THAT(with(bytes({2, 3, 4, 4})), HasSubstr("uint8 [3, 4, 4], expected 2 channels"));
   EXPECT_THAT(with(bytes({2, 20})), HasSubstr("expected uint8 images [H, W] or [C, H, W]"));
   EXPECT_THAT(with(at::ones({2, 3, 4, 4}, at::kLong)), HasSubstr("expected uint8 or float32"));
 }
 
-TEST(Pipeline, ReshapesWithoutACopyOfItsOwn) {
+TEST(Compose, ReshapesWithoutACopyOfItsOwn) {
   const at::Tensor images = bytes({5, 4, 6});
-  EXPECT_EQ((Pipeline{normalize(), flatten()}.output({{4, 6}, at::kByte})),
+  EXPECT_EQ((Compose{normalize(), flatten()}.output({{4, 6}, at::kByte})),
             (SampleSpec{{24}, at::kFloat}));
-  EXPECT_TRUE(at::equal(Pipeline({normalize(), flatten()})(images),
-                        Pipeline{normalize()}(images).flatten(1)));
-  EXPECT_TRUE(at::equal(Pipeline({flatten(), reshape({2, 12})})(images), images.view({5, 2, 12})));
-  EXPECT_TRUE(at::equal(Pipeline({flatten(), reshape({2, 3, 4}), normalize()})(images),
-                        Pipeline{normalize()}(images.view({5, 2, 3, 4}))));
-  EXPECT_TRUE(at::equal(Pipeline()(images), images));
+  EXPECT_TRUE(at::equal(Compose({normalize(), flatten()})(images),
+                        Compose{normalize()}(images).flatten(1)));
+  EXPECT_TRUE(at::equal(Compose({flatten(), reshape({2, 12})})(images), images.view({5, 2, 12})));
+  EXPECT_TRUE(at::equal(Compose({flatten(), reshape({2, 3, 4}), normalize()})(images),
+                        Compose{normalize()}(images.view({5, 2, 3, 4}))));
+  EXPECT_TRUE(at::equal(Compose()(images), images));
   EXPECT_THAT(message_of([&] {
-                Pipeline{reshape({5, 5})}(images);
+                Compose{reshape({5, 5})}(images);
               }),
               HasSubstr("expected 25 elements"));
 }
 
-TEST(Pipeline, StepsOfAKindDrawDifferentNumbers) {
+TEST(Compose, StepsOfAKindDrawDifferentNumbers) {
   const at::Tensor images = bytes({200, 6, 6});
-  const at::Tensor once = Pipeline{random_horizontal_flip()}(images, 1, 0);
+  const at::Tensor once = Compose{random_horizontal_flip()}(images, 1, 0);
   const at::Tensor twice =
-      Pipeline{random_horizontal_flip(), random_horizontal_flip()}(images, 1, 0);
+      Compose{random_horizontal_flip(), random_horizontal_flip()}(images, 1, 0);
   EXPECT_FALSE(at::equal(once, images));
   EXPECT_FALSE(at::equal(twice, images)) << "the second flip undid every first one";
 }
 
-TEST(Pipeline, RandomStepsDependOnSeedAndEpoch) {
+TEST(Compose, RandomStepsDependOnSeedAndEpoch) {
   const at::Tensor images = bytes({50, 12, 12});
-  const Pipeline pipeline{random_crop({.padding = 3}), random_horizontal_flip(), random_rotation()};
-  EXPECT_TRUE(at::equal(pipeline(images, 1, 2), pipeline(images, 1, 2)));
-  EXPECT_FALSE(at::equal(pipeline(images, 1, 2), pipeline(images, 2, 2)));
-  EXPECT_FALSE(at::equal(pipeline(images, 1, 2), pipeline(images, 1, 3)));
+  const Compose transforms{random_crop({.padding = 3}), random_horizontal_flip(),
+                           random_rotation()};
+  EXPECT_TRUE(at::equal(transforms(images, 1, 2), transforms(images, 1, 2)));
+  EXPECT_FALSE(at::equal(transforms(images, 1, 2), transforms(images, 2, 2)));
+  EXPECT_FALSE(at::equal(transforms(images, 1, 2), transforms(images, 1, 3)));
 }
 
 TEST(BatchTransform, RunsAUsersFunction) {
@@ -133,10 +134,10 @@ TEST(BatchTransform, RunsAUsersFunction) {
     return batch.to(at::kFloat).flatten(1).narrow(1, 0, batch.size(1) * batch.size(2) / 2);
   });
   EXPECT_TRUE(
-      at::equal(Pipeline{halves}(images), images.flatten(1).narrow(1, 0, 12).to(at::kFloat)));
+      at::equal(Compose{halves}(images), images.flatten(1).narrow(1, 0, 12).to(at::kFloat)));
   const auto sum =
       batch_transform("sum", [](const at::Tensor& batch) { return batch.sum().view({1}); });
-  EXPECT_THAT(message_of([&] { Pipeline{sum}(images); }),
+  EXPECT_THAT(message_of([&] { Compose{sum}(images); }),
               HasSubstr("'sum' must return one row for each"));
 }
 
@@ -146,7 +147,7 @@ TEST(RandomCrop, IsAPartOfThePaddedImageAtEachPositionEquallyOften) {
   const at::Tensor image = at::arange(1, 13, at::kFloat).view({1, 3, 4});
   const at::Tensor images = image.expand({count, 3, 4}).contiguous();
   const RandomCropOptions options{.height = 3, .width = 2, .padding = 1, .fill = -1};
-  const at::Tensor crops = Pipeline{random_crop(options)}(images, 11, 5);
+  const at::Tensor crops = Compose{random_crop(options)}(images, 11, 5);
   ASSERT_EQ(crops.sizes(), (std::vector<int64_t>{count, 3, 2}));
   const at::Tensor padded = at::constant_pad_nd(image[0], {1, 1, 1, 1}, -1);
   std::map<std::pair<int64_t, int64_t>, int64_t> positions;
@@ -167,7 +168,7 @@ TEST(RandomCrop, WorksOnChannelsBytesAndLargePaddings) {
   for (at::ScalarType dtype : {at::kByte, at::kShort, at::kFloat, at::kDouble}) {
     const at::Tensor images = bytes({30, 3, 5, 4}).to(dtype);
     const RandomCropOptions options{.height = 2, .width = 3, .padding = 6, .fill = 7};
-    const at::Tensor crops = Pipeline{random_crop(options)}(images, 3);
+    const at::Tensor crops = Compose{random_crop(options)}(images, 3);
     const at::Tensor padded = at::constant_pad_nd(images, {6, 6, 6, 6}, 7);
     for (int64_t i = 0; i < 30; ++i) {
       KeyedRandom random = random_of(3, 0, 0, i);
@@ -180,10 +181,10 @@ TEST(RandomCrop, WorksOnChannelsBytesAndLargePaddings) {
 
 TEST(RandomCrop, NamesWhatDoesNotFit) {
   const at::Tensor images = bytes({2, 8, 8});
-  EXPECT_THAT(message_of([&] { Pipeline{random_crop({.height = 11, .padding = 1})}(images); }),
+  EXPECT_THAT(message_of([&] { Compose{random_crop({.height = 11, .padding = 1})}(images); }),
               HasSubstr("at least 11 x 8"));
   EXPECT_THAT(message_of([&] {
-                Pipeline{random_crop({.padding = 1})}(bytes({2, 8}));
+                Compose{random_crop({.padding = 1})}(bytes({2, 8}));
               }),
               HasSubstr("images [H, W] or [C, H, W]"));
   EXPECT_THAT(message_of([] { random_crop({.padding = -1}); }), HasSubstr("a padding of -1"));
@@ -193,9 +194,9 @@ TEST(RandomHorizontalFlip, MirrorsAsOftenAsTold) {
   for (at::ScalarType dtype : {at::kByte, at::kShort, at::kFloat, at::kDouble}) {
     const at::Tensor images = bytes({2000, 3, 2, 5}).to(dtype);
     const at::Tensor mirrored = at::flip(images, {3});
-    EXPECT_TRUE(at::equal(Pipeline{random_horizontal_flip(1)}(images), mirrored));
-    EXPECT_TRUE(at::equal(Pipeline{random_horizontal_flip(0)}(images), images));
-    const at::Tensor some = Pipeline{random_horizontal_flip(0.3)}(images, 4);
+    EXPECT_TRUE(at::equal(Compose{random_horizontal_flip(1)}(images), mirrored));
+    EXPECT_TRUE(at::equal(Compose{random_horizontal_flip(0)}(images), images));
+    const at::Tensor some = Compose{random_horizontal_flip(0.3)}(images, 4);
     int64_t flips = 0;
     for (int64_t i = 0; i < images.size(0); ++i) {
       const bool flipped = random_of(4, 0, 0, i).uniform() < 0.3;
@@ -231,7 +232,7 @@ double angle_of(double degrees, uint64_t seed, int64_t index) {
 
 TEST(RandomRotation, NearestIsTorchvisions) {
   const at::Tensor images = bytes({100, 2, 20, 27});
-  const at::Tensor turned = Pipeline{random_rotation({.degrees = 180, .fill = 9})}(images, 6);
+  const at::Tensor turned = Compose{random_rotation({.degrees = 180, .fill = 9})}(images, 6);
   int64_t differing = 0;
   for (int64_t i = 0; i < images.size(0); ++i) {
     const at::Tensor expected =
@@ -247,28 +248,28 @@ TEST(RandomRotation, BilinearIsTorchvisions) {
   const at::Tensor images = at::rand({50, 3, 17, 12});
   const RandomRotationOptions options{
       .degrees = 90, .interpolation = Interpolation::bilinear, .fill = 0.5};
-  const at::Tensor turned = Pipeline{random_rotation(options)}(images, 8);
+  const at::Tensor turned = Compose{random_rotation(options)}(images, 8);
   for (int64_t i = 0; i < images.size(0); ++i) {
     const at::Tensor expected = torchvision_rotate(images[i], angle_of(90, 8, i), 0, 0.5);
     // Positions up to 17 pixels in float32 through other roundings: 17 * 2^-23 a few times over.
     EXPECT_LT((turned[i] - expected).abs().max().item<float>(), 2e-5F) << i;
   }
-  const at::Tensor rounded = Pipeline{random_rotation(options)}(bytes({50, 17, 12}), 8);
+  const at::Tensor rounded = Compose{random_rotation(options)}(bytes({50, 17, 12}), 8);
   EXPECT_EQ(rounded.scalar_type(), at::kByte);
 }
 
 TEST(RandomRotation, ByNothingChangesNothing) {
   for (Interpolation interpolation : {Interpolation::nearest, Interpolation::bilinear}) {
     const at::Tensor images = bytes({5, 8, 9});
-    const Pipeline pipeline{random_rotation({.degrees = 0, .interpolation = interpolation})};
-    EXPECT_TRUE(at::equal(pipeline(images), images));
+    const Compose transforms{random_rotation({.degrees = 0, .interpolation = interpolation})};
+    EXPECT_TRUE(at::equal(transforms(images), images));
   }
 }
 
 TEST(RandomRotation, NamesWhatDoesNotFit) {
   EXPECT_THAT(message_of([] { random_rotation({.degrees = -1}); }), HasSubstr("not below 0"));
   EXPECT_THAT(message_of([] {
-                Pipeline{random_rotation()}(at::ones({2, 3, 3}, at::kLong));
+                Compose{random_rotation()}(at::ones({2, 3, 3}, at::kLong));
               }),
               HasSubstr("int64 [3, 3], expected uint8 or float32"));
 }

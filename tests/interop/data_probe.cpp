@@ -53,17 +53,17 @@ TensorDataset read_dataset(const std::string& path) {
   return dataset;
 }
 
-Pipeline pipeline_of(const json& asked) {
+Compose transforms_of(const json& asked) {
   std::vector<TransformPtr> steps;
   if (asked.contains("mean")) steps.push_back(normalize(asked.at("mean"), asked.at("std")));
   if (asked.value("flatten", false)) steps.push_back(flatten());
-  return Pipeline(steps);
+  return Compose(steps);
 }
 
 void write_batches(const std::string& in, const std::string& out, const json& asked) {
   const TensorDataset dataset = read_dataset(in);
   DataLoader loader(dataset, DistributedSampler(sampler_options(asked, dataset.size())),
-                    pipeline_of(asked),
+                    transforms_of(asked),
                     {.batch_size = asked.at("batch_size"),
                      .drop_last = asked.at("batch_drop_last"),
                      .num_workers = asked.at("num_workers")});

@@ -33,7 +33,7 @@ inline DataLoader loader_of(TensorDataset dataset, int rank = 0, int ranks = 1) 
   sampler.world_size = ranks;
   LoaderOptions options;
   options.batch_size = 8;
-  return DataLoader(std::move(dataset), DistributedSampler(sampler), Pipeline(), options);
+  return DataLoader(std::move(dataset), DistributedSampler(sampler), Compose(), options);
 }
 
 /// 5 batches an epoch. fashion-cnn has dropout and batch norm: random state and buffers matter.

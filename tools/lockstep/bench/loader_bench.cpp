@@ -16,7 +16,7 @@ double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-double loader_samples_per_second(const TensorDataset& dataset, const Pipeline& transforms,
+double loader_samples_per_second(const TensorDataset& dataset, const Compose& transforms,
                                  const LoaderBenchOptions& options) {
   if (options.epochs < 1)
     throw UsageError("the loader's benchmark got " + std::to_string(options.epochs) +

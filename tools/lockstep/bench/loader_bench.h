@@ -21,7 +21,7 @@ struct LoaderBenchOptions {
 /// Samples per second that a loader gives when nobody computes on them: the median over epochs.
 /// Whole shuffled epochs go through the pipeline, the sampler's work included. With no workers it
 /// is the rate of one core.
-double loader_samples_per_second(const TensorDataset& dataset, const Pipeline& transforms,
+double loader_samples_per_second(const TensorDataset& dataset, const Compose& transforms,
                                  const LoaderBenchOptions& options = {});
 
 /// As large as MNIST's training part, of random bytes: for a benchmark where there is no MNIST.

@@ -161,9 +161,9 @@ DataLoader StepBench::make_loader(const TensorDataset& dataset) const {
   options.batch_size = batch_;
   const SamplerOptions sampler = {
       .dataset_size = dataset.size(), .rank = share.rank, .world_size = share.size};
-  Pipeline transforms;
+  Compose transforms;
   if (!info_.regression && !info_.per_token)
-    transforms = Pipeline({normalize(), reshape(info_.input_shape)});
+    transforms = Compose({normalize(), reshape(info_.input_shape)});
   return DataLoader(dataset, DistributedSampler(sampler), std::move(transforms), options);
 }
 

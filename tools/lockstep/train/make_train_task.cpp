@@ -120,8 +120,8 @@ DataLoader make_loader(const RunConfig& config, const World& world,
                          " of dataset " + source->name(),
                      "give at most --batch-size " + std::to_string(share.samples_per_rank()));
   }
-  Pipeline pipeline = pipeline_for(config, info, *source, training);
-  return DataLoader(std::move(source), share, std::move(pipeline), options);
+  Compose transforms = transforms_for(config, info, *source, training);
+  return DataLoader(std::move(source), share, std::move(transforms), options);
 }
 
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {

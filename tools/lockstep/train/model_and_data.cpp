@@ -28,7 +28,7 @@ TransformPtr normalize_for(const std::string& dataset) {
   return normalize();
 }
 
-/// Random parts and mirror images. A folder's images are larger for it; others get a margin.
+/// Random crops and flips. A folder's images are larger for it; others are padded.
 void add_augmentation(const RunConfig& config, const SampleSource& source,
                       std::vector<TransformPtr>& steps) {
   if (source.data_spec().dtype != at::kByte) {
@@ -90,13 +90,13 @@ DatasetSources open_data(const RunConfig& config) {
   return open_dataset(config.dataset, options);
 }
 
-Pipeline pipeline_for(const RunConfig& config, const ModelInfo& info, const SampleSource& source,
-                      bool training) {
+Compose transforms_for(const RunConfig& config, const ModelInfo& info, const SampleSource& source,
+                       bool training) {
   std::vector<TransformPtr> steps;
   if (training && config.augment) add_augmentation(config, source, steps);
   if (source.data_spec().dtype == at::kByte) steps.push_back(normalize_for(source.name()));
   if (!info.from_file && !info.any_image_size) steps.push_back(reshape(info.input_shape));
-  return Pipeline(std::move(steps));
+  return Compose(std::move(steps));
 }
 
 LossKind loss_of(const ModelInfo& info, const SampleSource& source) {

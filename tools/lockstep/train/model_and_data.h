@@ -14,9 +14,9 @@ namespace lockstep {
 DatasetSources open_data(const RunConfig& config);
 
 /// What makes samples fit for the model. Images are normalised with the mean and deviation of their
-/// data set, and with --augment cut out and mirrored at random in training.
-Pipeline pipeline_for(const RunConfig& config, const ModelInfo& info, const SampleSource& source,
-                      bool training);
+/// data set, and with --augment cropped and flipped at random in training.
+Compose transforms_for(const RunConfig& config, const ModelInfo& info, const SampleSource& source,
+                       bool training);
 
 /// What a TorchScript file is trained on decides how.
 LossKind loss_of(const ModelInfo& info, const SampleSource& source);

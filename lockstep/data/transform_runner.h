@@ -10,10 +10,10 @@
 
 namespace lockstep {
 
-/// A pipeline made ready for one input, with the memory between its steps. One thread at a time.
-class PipelineRunner {
+/// Transforms made ready for one input, with the memory between their steps. One thread at a time.
+class TransformRunner {
  public:
-  PipelineRunner(const Pipeline& pipeline, const SampleSpec& input);
+  TransformRunner(const Compose& transforms, const SampleSpec& input);
   const SampleSpec& output() const { return output_; }
   /// Writes `out` [rows.size(), ...], contiguous, of output()'s shape and dtype.
   void run(const RowView& rows, const at::Tensor& out, uint64_t seed, int64_t epoch,

@@ -1,4 +1,4 @@
-#include "lockstep/data/pipeline_runner.h"
+#include "lockstep/data/transform_runner.h"
 
 #include <ATen/ops/empty.h>
 
@@ -6,9 +6,10 @@
 
 namespace lockstep {
 
-PipelineRunner::PipelineRunner(const Pipeline& pipeline, const SampleSpec& input) : output_(input) {
+TransformRunner::TransformRunner(const Compose& transforms, const SampleSpec& input)
+    : output_(input) {
   uint64_t ordinal = 0;
-  for (const TransformPtr& transform : pipeline.transforms()) {
+  for (const TransformPtr& transform : transforms.transforms()) {
     SampleSpec next = transform->output(output_);
     if (!transform->is_reshape()) steps_.push_back({transform, output_, next, ordinal, {}});
     output_ = std::move(next);
@@ -16,8 +17,8 @@ PipelineRunner::PipelineRunner(const Pipeline& pipeline, const SampleSpec& input
   }
 }
 
-void PipelineRunner::run(const RowView& rows, const at::Tensor& out, uint64_t seed, int64_t epoch,
-                         std::span<const int64_t> indices) {
+void TransformRunner::run(const RowView& rows, const at::Tensor& out, uint64_t seed, int64_t epoch,
+                          std::span<const int64_t> indices) {
   if (steps_.empty()) return rows.gather_into(out);
   const int64_t count = rows.size();
   while (static_cast<int64_t>(iota_.size()) < count) iota_.push_back(int64_t(iota_.size()));
