@@ -41,6 +41,7 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/metrics_file.h"
 #include "lockstep/train/step_profiler.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"

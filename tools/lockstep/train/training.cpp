@@ -17,11 +17,11 @@
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/memory_format.h"
+#include "lockstep/train/metrics_file.h"
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/make_train_task.h"
-#include "tools/lockstep/train/metrics_file.h"
 #include "tools/lockstep/train/progress.h"
 
 namespace lockstep {

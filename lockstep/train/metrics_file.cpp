@@ -1,4 +1,4 @@
-#include "tools/lockstep/train/metrics_file.h"
+#include "lockstep/train/metrics_file.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -30,14 +31,16 @@ ordered_json number(double value) {
 
 ordered_json row_of(int64_t step, int64_t epoch, const char* split, const Metrics& metrics,
                     double lr, double samples_per_s, double seconds) {
-  return {{"step", step},
-          {"epoch", epoch + 1},
-          {"split", split},
-          {"loss", number(metrics.loss)},
-          {"accuracy", number(metrics.accuracy)},
-          {"lr", lr},
-          {"samples_per_s", std::round(samples_per_s)},
-          {"seconds", std::round(seconds * 1e3) / 1e3}};
+  ordered_json row{{"step", step},
+                   {"epoch", epoch + 1},
+                   {"split", split},
+                   {"loss", number(metrics.loss)},
+                   {"accuracy", number(metrics.accuracy)},
+                   {"lr", lr},
+                   {"samples_per_s", std::round(samples_per_s)},
+                   {"seconds", std::round(seconds * 1e3) / 1e3}};
+  for (const auto& [name, value] : metrics.values) row.emplace(name, number(value));
+  return row;
 }
 
 /// A run that was killed may have written rows of steps that are now made again.
@@ -74,11 +77,20 @@ bool is_in_place(int fd, const fs::path& path) {
 
 }  // namespace
 
-void MetricsFile::on_start(Trainer& trainer) {
-  open_at(trainer.global_step(), trainer.current_epoch());
-}
+class MetricsFile::File {
+ public:
+  explicit File(fs::path path) : path_(std::move(path)) {}
+  void open_at(int64_t step, int64_t epochs);
+  void write(const ordered_json& row);
 
-void MetricsFile::open_at(int64_t step, int64_t epochs) {
+ private:
+  void open();
+  void lock();
+  fs::path path_;
+  UniqueFd fd_;
+};
+
+void MetricsFile::File::open_at(int64_t step, int64_t epochs) {
   open();
   if (!is_file_of_its_own(path_)) return;
   const std::string before = read_file(path_);
@@ -97,7 +109,7 @@ void MetricsFile::open_at(int64_t step, int64_t epochs) {
   open();
 }
 
-void MetricsFile::open() {
+void MetricsFile::File::open() {
   bool done = false;
   while (!done) {
     fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
@@ -113,32 +125,44 @@ void MetricsFile::open() {
 
 /// A process that was just killed takes a moment to end. Where the file system has no locks, the
 /// file stays open to all.
-void MetricsFile::lock() {
+void MetricsFile::File::lock() {
   constexpr std::chrono::seconds kPatience{2};
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (::flock(fd_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
     if (std::chrono::steady_clock::now() >= deadline) {
       throw Error("another process writes to metrics file " + path_.string(),
-                  "wait until that run has ended, or give this one another --metrics-file");
+                  "wait until that run has ended, or give this one another file");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
 
-void MetricsFile::write(const ordered_json& row) {
+void MetricsFile::File::write(const ordered_json& row) {
   const std::string line = row.dump() + "\n";
   write_all(fd_.get(), line.data(), line.size(), path_);
 }
 
+MetricsFile::MetricsFile(fs::path path) : file_(std::make_unique<File>(std::move(path))) {}
+MetricsFile::~MetricsFile() = default;
+
+void MetricsFile::open_at(int64_t step, int64_t epochs) {
+  file_->open_at(step, epochs);
+}
+
+void MetricsFile::on_start(Trainer& trainer) {
+  open_at(trainer.global_step(), trainer.current_epoch());
+}
+
 void MetricsFile::on_log(Trainer& trainer, const LogResult& result) {
   const StepResult& step = result.step;
-  write(row_of(step.step, step.epoch, "train", result.metrics, step.lr, result.samples_per_s,
-               step.seconds));
+  file_->write(row_of(step.step, step.epoch, "train", result.metrics, step.lr, result.samples_per_s,
+                      step.seconds));
 }
 
 void MetricsFile::on_epoch_end(Trainer& trainer, const EpochResult& result) {
-  write(row_of(result.step, result.epoch, "test", result.test, result.lr, result.test_samples_per_s,
-               result.seconds));
+  if (result.test.samples == 0) return;
+  file_->write(row_of(result.step, result.epoch, "test", result.test, result.lr,
+                      result.test_samples_per_s, result.seconds));
 }
 
 void check_metrics_file(const fs::path& path) {
