@@ -45,7 +45,8 @@ Options read_options(int argc, char** argv) {
   flags.option("-r,--rank", options.node_rank, "Which of the machines this is, from 0", {0});
   flags.option("--ip", options.ip, "-ip: the address of machine 0", "ADDRESS");
   flags.option("--port", options.port, "Where machine 0 listens", {1, 65535});
-  flags.option("-s,--savefile", options.savefile, "Save the model here after each epoch", "FILE");
+  flags.option("-s,--savefile", options.savefile,
+               "Save the model here after each epoch, as safetensors", "FILE");
   flags.option("--epochs", options.epochs, "Passes over the data", {0});
   flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
   flags.option("--lr", options.lr, "Learning rate", {0});
@@ -181,7 +182,8 @@ void train(const Options& options) {
     if (!options.savefile.empty()) {
       lockstep::save_safetensors(options.savefile, lockstep::state_dict(*model),
                                  {{"epoch", std::to_string(epoch + 1)}});
-      std::printf("Epoch %d/%d saved to %s\n", epoch + 1, options.epochs, options.savefile.c_str());
+      std::printf("Epoch %d/%d saved to %s as safetensors\n", epoch + 1, options.epochs,
+                  options.savefile.c_str());
     }
     std::fflush(stdout);
   }

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <new>
 
 #include "lockstep/base/error.h"
@@ -150,6 +151,7 @@ struct Cli::Impl : HelpPage {
   std::string group = "Options";
   std::vector<std::string>* trailing = nullptr;
   bool help_asked = false;
+  std::map<std::string, std::string> other_words;  // of other tools, and the flag for each
 
   OptionInfo& add(const std::string& names, const std::string& placeholder, const std::string& help,
                   const std::string& shown_default) {
@@ -207,7 +209,10 @@ struct Cli::Impl : HelpPage {
   [[noreturn]] void unknown_flag(const std::string& word) const {
     const auto name = word.substr(0, word.find('='));
     const bool one_dash = name[1] != '-';  // "-lr", as other tools have it
-    const auto meant = did_you_mean(with_dashes(one_dash ? "-" + name : name), all_names());
+    const auto dashed = with_dashes(one_dash ? "-" + name : name);
+    const auto other = other_words.find(dashed);
+    const auto meant = other == other_words.end() ? did_you_mean(dashed, all_names())
+                                                  : "did you mean '" + other->second + "'?";
     throw UsageError("unknown flag '" + name + "'" + (meant.empty() ? "" : "; " + meant),
                      "'" + command + " --help' lists the flags");
   }
@@ -389,6 +394,10 @@ void Cli::choice(const std::string& names, std::string& value,
 void Cli::custom(const std::string& names, const std::string& placeholder, const std::string& help,
                  const std::string& shown_default, std::function<void(const std::string&)> set) {
   impl_->add_value(names, placeholder, help, shown_default, set);
+}
+
+void Cli::also_called(const std::string& name, const std::vector<std::string>& words) {
+  for (const auto& word : words) impl_->other_words[word] = name;
 }
 
 void Cli::positional(const std::string& name, std::string& value, const std::string& help,

@@ -76,6 +76,9 @@ class Cli {
   /// For what the overloads above do not cover.
   void custom(const std::string& names, const std::string& placeholder, const std::string& help,
               const std::string& shown_default, std::function<void(const std::string&)> set);
+  /// Words of other tools for the flag `name`, as "--gpus" for "--devices". Each is as unknown as
+  /// any other word, but gets the flag as its suggestion.
+  void also_called(const std::string& name, const std::vector<std::string>& words);
   /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`.
   void positional(const std::string& name, std::string& value, const std::string& help,
                   bool required = true);

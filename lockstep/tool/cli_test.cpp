@@ -32,6 +32,7 @@ struct Command {
     cli.choice("--model", model, {"mlp", "convnet", "linear"}, "Which");
     cli.flag("-q,--quiet", quiet, "Say little");
     cli.negatable_flag("--shuffle", shuffle, "In another order");
+    cli.also_called("--lr", {"--learning-rate"});
     cli.list("--sizes", sizes, "Bytes", {1, 1e9});
     cli.list("--backend", backends, "Which");
     cli.example("lockstep test --lr 0.1", "with another rate");
@@ -128,6 +129,7 @@ TEST(Cli, AnUnknownFlagGetsTheNearest) {
                                                         {"--epochs", "'--max-epochs'"},
                                                         {"--max_epo=3", "'--max-epochs'"},
                                                         {"-lr", "'--lr'"},
+                                                        {"--learning_rate=1", "'--lr'"},
                                                         {"--ba", "'--backend'"}}) {
     EXPECT_NE(command.refusal({flag, "3"}).find("; did you mean " + meant + "?"), std::string::npos)
         << command.refusal({flag, "3"});

@@ -1,6 +1,7 @@
 #include "lockstep/train/callbacks.h"
 
 #include "lockstep/train/trainer.h"
+#include "lockstep/train/weights.h"
 
 namespace lockstep {
 namespace {
@@ -48,6 +49,10 @@ void EarlyStop::load_values(const std::map<std::string, double>& values) {
   load(values, "early_stop.best", best_);
   load(values, "early_stop.waited", waited);
   waited_ = static_cast<int64_t>(waited);
+}
+
+BestModel::BestModel(std::filesystem::path path) : path_(std::move(path)) {
+  check_weights_name("BestModel", path_);
 }
 
 void BestModel::on_epoch_end(Trainer& trainer, const EpochResult& result) {

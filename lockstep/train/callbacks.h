@@ -52,7 +52,8 @@ class EarlyStop : public Callback {
 /// it on every rank, so that a checkpoint keeps what the best was.
 class BestModel : public Callback {
  public:
-  explicit BestModel(std::filesystem::path path) : path_(std::move(path)) {}
+  /// Throws UsageError for a name that says another format.
+  explicit BestModel(std::filesystem::path path);
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
   std::map<std::string, double> values() const override { return {{"best_model.loss", best_}}; }
   void load_values(const std::map<std::string, double>& values) override;

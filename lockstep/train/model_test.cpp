@@ -14,6 +14,7 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/train/batch_feed.h"
+#include "lockstep/train/callbacks.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/loss.h"
 #include "lockstep/train/metric_sums.h"
@@ -159,6 +160,13 @@ TEST(Weights, ComeBackFromAFileWithAndWithoutDdpsPrefix) {
       EXPECT_TRUE(at::equal(found[i].second, expected[i].second)) << found[i].first;
     }
   }
+}
+
+TEST(Weights, ANameOfAnotherFormatIsRefused) {
+  for (const char* name : {"m.safetensors", "folder.d/m", "m"}) check_weights_name("-s", name);
+  EXPECT_THAT([] { check_weights_name("-s", "out.onnx"); },
+              ThrowsMessage<UsageError>(HasSubstr("-s out.onnx: weights are written as")));
+  EXPECT_THROW(BestModel("m.pt"), UsageError);
 }
 
 TEST(Weights, ThoseThatDoNotFitAreNamedAndChangeNothing) {

@@ -49,6 +49,14 @@ void load_weights(torch::nn::Module& module, const std::filesystem::path& path) 
   load_state_dict(module, tensors, path.string());
 }
 
+void check_weights_name(const std::string& what, const fs::path& path) {
+  const std::string extension = path.extension().string();
+  if (extension.empty() || extension == ".safetensors") return;
+  throw UsageError(what + " " + path.string() + ": weights are written as safetensors, not as " +
+                       extension.substr(1),
+                   "name the file " + fs::path(path).replace_extension(".safetensors").string());
+}
+
 void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
   std::map<std::string, std::string> all = metadata;

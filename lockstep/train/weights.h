@@ -26,6 +26,10 @@ void check_weights_exist(const std::filesystem::path& path);
 /// CheckpointError.
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
 
+/// Throws UsageError, which begins with `what`, for the name of a file to be written that says
+/// another format than safetensors ("model.pt"). A name without an extension says none.
+void check_weights_name(const std::string& what, const std::filesystem::path& path);
+
 /// Writes tensors, as a Strategy's model_state gives them, as Python's safetensors.torch would.
 void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata = {});

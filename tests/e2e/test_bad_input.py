@@ -47,6 +47,8 @@ class Words(BadInput):
             (("--epochs", 3), "did you mean '--max-epochs'?"),
             (("--accum", 3), "did you mean '--accumulate-grad-batches'?"),
             (("-lr", 3), "did you mean '--lr'?"),
+            (("--gpus", 2), "did you mean '--devices'?"),
+            (("--nproc_per_node=2",), "did you mean '--devices'?"),
             (("--model", "convnt"), "did you mean 'convnet'?"),
             (("--dataset", "mnits"), "did you mean 'mnist'?"),
             (("--optimizer", "adm"), "did you mean 'adam'?"),
@@ -396,6 +398,9 @@ class Places(BadInput):
             self.refuse_early((flag, "/dev/null"), 2, f"{flag} /dev/null: cannot write /dev/null: it is there and is no ")
         self.refuse_early(("--save-weights", file, "--save-best", file), 2,
                           f"--save-weights and --save-best name the same file, {file}")
+        for flag in ("--save-weights", "--save-best"):
+            self.refuse_early((flag, file.parent / "m.pt"), 2, "weights are written as safetensors, not as pt",
+                              f"name the file {file.parent / 'm.safetensors'}")
         self.assertEqual(file.read_text(), "x")
         self.refuse_early(("--checkpoint-dir", "/proc/x"), 2,
                           "--checkpoint-dir /proc/x: cannot make this folder: No such file or directory")

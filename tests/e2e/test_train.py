@@ -188,6 +188,14 @@ class Outcome(unittest.TestCase):
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertIn("--limit-val-batches is 10 on rank 0 and 11 on rank 1", result.stderr)
 
+    def test_devices_under_a_launcher_are_told_of_where_they_are_ignored(self):
+        flags = ("train", "--max-epochs", 0, "--limit-val-batches", 1, "--devices")
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, t.LOCKSTEP, *flags, 3)
+        self.assertEqual(result.stderr.count("--devices 3 is ignored"), 1, result.stderr)
+        self.assertIn("rank 0 of 2", result.stderr)
+        result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, t.LOCKSTEP, *flags, 2)
+        self.assertNotIn("ignored", result.stderr)
+
     def test_ranks_are_forks_where_these_can_go_on(self):
         """They share what LibTorch has set up, which shows in the pages that are touched for the first time."""
         def pages(folder, **env):

@@ -61,6 +61,7 @@ struct Flag {
   std::vector<std::string> choices = {};
   /// Throws UsageError, which begins with the flag, for a text that it cannot have.
   void (*check)(const std::string& flag, const std::string& value) = nullptr;
+  std::vector<std::string> also_called = {};  ///< Words of other tools: see Cli::also_called.
   OnlyWith only_with = {};
   OnResume on_resume = OnResume::allowed;
   OnRanks on_ranks = OnRanks::same;

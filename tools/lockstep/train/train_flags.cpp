@@ -19,6 +19,7 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
   for (const Flag& flag : train_flags()) {
     if (std::find(groups.begin(), groups.end(), flag.group) == groups.end()) continue;
     cli.group(flag.group);
+    cli.also_called(flag.name, flag.also_called);
     std::visit(
         [&](auto member) {
           auto& value = config.*member;
@@ -41,6 +42,16 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
 
 namespace {
 
+/// A variable that was left behind, or --devices in a configuration file, would surprise silently.
+void tell_of_ignored_devices(const RunConfig& config, const JobEnvironment& job) {
+  const int here = job.local_size > 0 ? job.local_size : job.world_size;
+  if (job.rank != 0 || config.devices == here) return;
+  log_warning("--devices " + std::to_string(config.devices) +
+              " is ignored: by its environment variables this process is rank 0 of " +
+              std::to_string(job.world_size) + ", started by " + job.launcher +
+              ". Where no launcher has started it, unset them (RANK, WORLD_SIZE, ...)");
+}
+
 /// Who waits shall know what for: each rank sets up its share of the group and reads the data.
 void tell_crowd(const RunConfig& config) {
   constexpr int64_t kWorthTelling = 8;  // A processor starts so many in a few seconds.
@@ -55,7 +66,10 @@ void tell_crowd(const RunConfig& config) {
 bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& run) {
   if (config.devices == 1) return false;
-  if (!read_job_environment().started_as_rank()) {
+  const JobEnvironment job = read_job_environment();
+  if (job.started_as_rank()) {
+    tell_of_ignored_devices(config, job);
+  } else {
     check_files(config);
     tell_crowd(config);
   }

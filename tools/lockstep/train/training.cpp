@@ -59,6 +59,8 @@ TrainerOptions trainer_options(const RunConfig& config) {
 void check_outputs(const RunConfig& config) {
   tool::check_output_file("--save-weights", config.save_weights, "weights.safetensors");
   tool::check_output_file("--save-best", config.save_best, "best.safetensors");
+  check_weights_name("--save-weights", config.save_weights);
+  check_weights_name("--save-best", config.save_best);
   tool::check_output_file("--metrics-file", config.metrics_file, "metrics.jsonl",
                           check_metrics_file);
   const std::pair<const char*, std::string> files[] = {{"--save-weights", config.save_weights},
