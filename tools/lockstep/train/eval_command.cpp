@@ -1,29 +1,9 @@
-#include <exception>
-
 #include "lockstep/base/error.h"
-#include "lockstep/launch/error_file.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/train/train_flags.h"
 #include "tools/lockstep/train/training.h"
 
 namespace lockstep::tool {
-namespace {
-
-int eval_rank(const RunConfig& config) {
-  const InitOptions options = init_options(config);
-  place_rank(config);
-  const World world = init(options);
-  Console console(world.rank() == 0, config.quiet);
-  try {
-    run_evaluation(config, world, console);
-  } catch (const std::exception& error) {
-    launch::write_error_file(error);
-    throw;
-  }
-  return 0;
-}
-
-}  // namespace
 
 int eval_command(const std::vector<std::string>& args) {
   RunConfig config;
@@ -37,13 +17,13 @@ int eval_command(const std::vector<std::string>& args) {
              "PATH");
   add_flags(cli, config, {"Processes"});
   if (!cli.parse(args)) return 0;
-  check_config(config);
   if (config.load_weights.empty()) {
     throw UsageError("--load-weights is missing: the file whose weights to test",
                      "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
   }
-  if (spawn_ranks(config, "lockstep eval", [&] { return eval_command(args); })) return 0;
-  return eval_rank(config);
+  return run_ranks(
+      config, "lockstep eval", [&] { return eval_command(args); },
+      [&](const World& world, Console& console) { run_evaluation(config, world, console); });
 }
 
 }  // namespace lockstep::tool

@@ -68,7 +68,7 @@ ScheduleOptions schedule_of(const RunConfig& config, int64_t steps) {
   return schedule;
 }
 
-/// The module of the run, its parameters drawn from the seed. `schedule` counts in training only.
+/// The module of the run, its parameters drawn from the seed.
 void make_module(const RunConfig& config, const World& world, const SampleSource& source,
                  ScheduleOptions schedule, ModelTask& made) {
   const ModelInfo info = model_info(config.model, source.num_classes());
@@ -93,8 +93,7 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   made.module = std::make_shared<ModelTraining>(model, std::move(options));
 }
 
-}  // namespace
-
+/// This rank's share of a part of a data set, by its strategy, made fit for the model.
 DataLoader make_loader(const RunConfig& config, const World& world,
                        std::unique_ptr<SampleSource> source, bool training) {
   const DataShare data =
@@ -124,6 +123,8 @@ DataLoader make_loader(const RunConfig& config, const World& world,
   return DataLoader(std::move(source), share, std::move(transforms), options);
 }
 
+}  // namespace
+
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
   const int64_t batches =
       std::min(batches_per_epoch, config.limit_train_batches.value_or(batches_per_epoch));
@@ -132,30 +133,22 @@ int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
 
 // The stored part of a data set is freed as soon as nothing refers to it, so only what is needed is
 // handed on.
-ModelTask make_train_task(const RunConfig& config, const World& world) {
+ModelTask make_train_task(const RunConfig& config, const World& world, bool training) {
   set_up_process(config);
   DatasetSources data = open_data(config);
-  const std::unique_ptr<SampleSource> learned = data.train->clone();
-  check_model_fits(model_info(config.model, learned->num_classes()), *learned);
+  if (!training) data.train.reset();
+  const std::unique_ptr<SampleSource> source = (training ? data.train : data.test)->clone();
+  check_model_fits(model_info(config.model, source->num_classes()), *source);
   ModelTask made;
-  made.train_samples = data.train->size();
   made.test_samples = data.test->size();
-  made.train = make_loader(config, world, std::move(data.train), /*training=*/true);
+  ScheduleOptions schedule;
+  if (training) {
+    made.train_samples = data.train->size();
+    made.train = make_loader(config, world, std::move(data.train), /*training=*/true);
+    schedule = schedule_of(config, steps_per_epoch(config, made.train->batches_per_epoch()));
+  }
   made.validation = make_loader(config, world, std::move(data.test), /*training=*/false);
-  const int64_t steps = steps_per_epoch(config, made.train->batches_per_epoch());
-  make_module(config, world, *learned, schedule_of(config, steps), made);
-  return made;
-}
-
-ModelTask make_evaluation_task(const RunConfig& config, const World& world) {
-  set_up_process(config);
-  std::unique_ptr<SampleSource> test = open_data(config).test;
-  const std::unique_ptr<SampleSource> held_out = test->clone();
-  check_model_fits(model_info(config.model, held_out->num_classes()), *held_out);
-  ModelTask made;
-  made.test_samples = test->size();
-  made.validation = make_loader(config, world, std::move(test), /*training=*/false);
-  make_module(config, world, *held_out, {}, made);
+  make_module(config, world, *source, std::move(schedule), made);
   return made;
 }
 

@@ -8,15 +8,10 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/data/loader.h"
-#include "lockstep/data/sample_source.h"
 #include "lockstep/train/model_training.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {
-
-/// This rank's share of a part of a data set, by its strategy, made fit for the model.
-DataLoader make_loader(const RunConfig& config, const World& world,
-                       std::unique_ptr<SampleSource> source, bool training);
 
 /// Optimizer steps of an epoch of a training loader.
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
@@ -35,10 +30,8 @@ struct ModelTask {
 /// Loads the data set and makes model, optimizer and loaders. LibTorch's generators are seeded
 /// right before the model is made. Nothing random happens between that and training. So a Python
 /// script with torch.manual_seed(S) right before its model has the same weights and dropout masks.
-ModelTask make_train_task(const RunConfig& config, const World& world);
-
-/// The same for an evaluation: a model with the weights of `config.load_weights`, without an
-/// optimizer.
-ModelTask make_evaluation_task(const RunConfig& config, const World& world);
+///
+/// Without `training` it is for an evaluation: no loader to train from, and no schedule.
+ModelTask make_train_task(const RunConfig& config, const World& world, bool training = true);
 
 }  // namespace lockstep

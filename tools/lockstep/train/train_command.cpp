@@ -1,7 +1,3 @@
-#include <exception>
-
-#include "lockstep/base/log.h"
-#include "lockstep/launch/error_file.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/train/train_flags.h"
 #include "tools/lockstep/train/training.h"
@@ -21,22 +17,6 @@ void add_examples(Cli& cli) {
               "Under a launcher, ours or torchrun");
 }
 
-int train_rank(const RunConfig& config) {
-  if (config.quiet) set_log_level(LogLevel::warning);
-  const InitOptions options = init_options(config);
-  place_rank(config);
-  const World world = init(options);
-  Console console(world.rank() == 0, config.quiet);
-  try {
-    run_training(config, world, console);
-  } catch (const std::exception& error) {
-    // On record before the group closes: what the other ranks say after that is a consequence.
-    launch::write_error_file(error);
-    throw;
-  }
-  return 0;
-}
-
 }  // namespace
 
 int train_command(const std::vector<std::string>& args) {
@@ -51,10 +31,9 @@ int train_command(const std::vector<std::string>& args) {
              "--checkpoint-dir gets the resolved one as config.toml",
              "FILE");
   if (!cli.parse(args)) return 0;
-  check_config(config);
-  // Before anything that a process of its own would make again: data, threads, the group.
-  if (spawn_ranks(config, "lockstep train", [&] { return train_command(args); })) return 0;
-  return train_rank(config);
+  return run_ranks(
+      config, "lockstep train", [&] { return train_command(args); },
+      [&](const World& world, Console& console) { run_training(config, world, console); });
 }
 
 }  // namespace lockstep::tool

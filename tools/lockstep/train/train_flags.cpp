@@ -3,12 +3,14 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <exception>
 #include <variant>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/launch/error_file.h"
 #include "lockstep/launch/spawn_ranks.h"
 #include "tools/lockstep/train/placement.h"
 #include "tools/lockstep/train/training.h"
@@ -61,10 +63,9 @@ void tell_crowd(const RunConfig& config) {
            counted(processors, "processor") + ": it takes a while until all have come");
 }
 
-}  // namespace
-
+/// True in the parent, when all ranks are done.
 bool spawn_ranks(const RunConfig& config, const std::string& command,
-                 const std::function<int()>& run) {
+                 const std::function<int()>& again) {
   if (config.devices == 1) return false;
   const JobEnvironment job = read_job_environment();
   if (job.started_as_rank()) {
@@ -76,14 +77,34 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   launch::SpawnCall call;
   // CUDA does not survive a fork.
   if (config.accelerator == "cpu" || !at::hasCUDA()) {
-    call.body = [&] { return run_guarded(command, run); };
+    call.body = [&] { return run_guarded(command, again); };
   }
   const auto role = launch::spawn_ranks(static_cast<int>(config.devices), {}, call);
   return role != launch::SpawnRole::worker;
 }
 
-void place_rank(const RunConfig& config) {
+}  // namespace
+
+int run_ranks(const RunConfig& config, const std::string& command,
+              const std::function<int()>& again,
+              const std::function<void(const World&, Console&)>& body) {
+  check_config(config);
+  // Before anything that a process of its own would make again: data, threads, the group.
+  if (spawn_ranks(config, command, again)) return 0;
+  if (config.quiet) set_log_level(LogLevel::warning);
+  const InitOptions options = init_options(config);
+  // Threads and processors, before init() makes threads.
   apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
+  const World world = init(options);
+  Console console(world.rank() == 0, config.quiet);
+  try {
+    body(world, console);
+  } catch (const std::exception& error) {
+    // On record before the group closes: what the other ranks say after that is a consequence.
+    launch::write_error_file(error);
+    throw;
+  }
+  return 0;
 }
 
 std::string config_file_in(const std::vector<std::string>& args) {

@@ -4,7 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/world.h"
 #include "lockstep/tool/cli.h"
+#include "tools/lockstep/train/console.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep::tool {
@@ -16,13 +18,13 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
 /// win.
 std::string config_file_in(const std::vector<std::string>& args);
 
+/// Runs `body` in each rank of the job that `config` asks for, and gives the command's exit code.
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
-/// as a rank. True in the parent, when all are done. What their rank 0 would check of the files is
-/// checked first. A rank is what `run` does, called again in a fork of this process, or this
-/// program where forks cannot go on (see launch::SpawnCall::body). `command` names it in errors.
-bool spawn_ranks(const RunConfig& config, const std::string& command,
-                 const std::function<int()>& run);
-/// Threads and processors of this rank, as asked for or by this host's ranks. Before init().
-void place_rank(const RunConfig& config);
+/// as a rank. What their rank 0 would check of the files is checked first. A rank is what `again`
+/// does, called again in a fork of this process, or this program where forks cannot go on (see
+/// launch::SpawnCall::body). `command` names it in errors. Throws UsageError as check_config.
+int run_ranks(const RunConfig& config, const std::string& command,
+              const std::function<int()>& again,
+              const std::function<void(const World&, Console&)>& body);
 
 }  // namespace lockstep::tool

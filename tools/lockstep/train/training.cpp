@@ -249,7 +249,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
 Metrics run_evaluation(const RunConfig& config, const World& world, Console& console) {
   check_same_settings(settings_of_all_ranks(config), world.group());
   if (world.rank() == 0) check_files(config);
-  ModelTask made = make_evaluation_task(config, world);
+  ModelTask made = make_train_task(config, world, /*training=*/false);
   TrainerOptions options;
   options.limit_val_batches = config.limit_val_batches.value_or(0);
   const Metrics test = Trainer(world, options).validate(made.module, std::move(*made.validation));
