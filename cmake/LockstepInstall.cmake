@@ -1,16 +1,20 @@
-# `cmake --install` gives a package: the library, its headers, the binary, and what
-# find_package(Lockstep) needs.
+# `cmake --install` gives a package: the libraries, their headers, the binary, and what
+# find_package(Lockstep) needs. Each component has an export of its own.
 include(CMakePackageConfigHelpers)
 set(lockstep_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
 
-install(
-  TARGETS lockstep
-  EXPORT LockstepTargets
-  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(
-  EXPORT LockstepTargets
-  NAMESPACE Lockstep::
-  DESTINATION ${lockstep_cmake_dir})
+function(lockstep_install_library target export)
+  install(
+    TARGETS ${target}
+    EXPORT ${export}
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  install(
+    EXPORT ${export}
+    NAMESPACE Lockstep::
+    DESTINATION ${lockstep_cmake_dir})
+endfunction()
+lockstep_install_library(lockstep LockstepTargets)
+lockstep_install_library(lockstep_rpc_library LockstepRpcTargets)
 install(FILES lockstep/lockstep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
 get_property(rooms GLOBAL PROPERTY LOCKSTEP_ROOMS)
 foreach(room IN LISTS rooms)

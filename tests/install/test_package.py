@@ -18,7 +18,8 @@ import consumer_test
 import lockstep_testing as t
 
 # Linked and run, with flags for a short run. The others are compiled to no output, which takes half the time.
-BUILT = {"quickstart/distributed": (), "004_distributed_training/distributed_example": ("--limit", 200)}
+BUILT = {"quickstart/distributed": (), "quickstart/rpc": (),
+         "004_distributed_training/distributed_example": ("--limit", 200)}
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 SEED = int(os.environ.get("LOCKSTEP_TEST_SEED") or random.randrange(1 << 30))
 
@@ -28,6 +29,28 @@ def on_some(check, items):
     print(f"LOCKSTEP_TEST_SEED={SEED}: {len(drawn)} of {len(items)}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(check, drawn))
+
+
+def has_rpc(file):
+    """Whether it defines a function of RPC."""
+    return "N8lockstep3rpc" in t.run("nm", "--defined-only", file).stdout
+
+
+COMPONENTS = """cmake_minimum_required(VERSION 3.25)
+project(components LANGUAGES C CXX)
+find_package(Lockstep REQUIRED)
+if(TARGET Lockstep::rpc)
+  message(FATAL_ERROR "Lockstep::rpc is there, though nobody asked for it")
+endif()
+find_package(Lockstep COMPONENTS telepathy)
+if(Lockstep_FOUND)
+  message(FATAL_ERROR "an unknown component was found")
+endif()
+find_package(Lockstep REQUIRED COMPONENTS rpc OPTIONAL_COMPONENTS telepathy)
+if(NOT TARGET Lockstep::rpc OR NOT Lockstep_rpc_FOUND OR Lockstep_telepathy_FOUND)
+  message(FATAL_ERROR "rpc was asked for")
+endif()
+"""
 
 
 class Package(unittest.TestCase):
@@ -76,6 +99,16 @@ class Package(unittest.TestCase):
               timeout=400, env=self.env)
         for name, flags in BUILT.items():
             t.run(self.build / name, *flags, timeout=120, env=t.clean_environment(LOCKSTEP_DATA_DIR="/nowhere"))
+            self.assertEqual(has_rpc(self.build / name), name == "quickstart/rpc", name)
+
+    def test_rpc_is_a_component(self):
+        libraries = {path.name: has_rpc(path) for path in self.prefix.rglob("liblockstep*.a")}
+        self.assertEqual(libraries, {"liblockstep.a": False, "liblockstep_rpc.a": True})
+        project = self.build / "components"
+        project.mkdir()
+        (project / "CMakeLists.txt").write_text(COMPONENTS)
+        said = t.run("cmake", "-S", project, "-B", project / "build", f"-DCMAKE_PREFIX_PATH={self.prefix}", env=self.env)
+        self.assertIn("no component 'telepathy'; its only one is rpc", " ".join(said.stderr.split()))
 
     def test_the_page_lists_the_installed_headers(self):
         page = (t.SOURCE_DIR / "docs" / "headers.md").read_text()
