@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "003_rpc/net.h"
+#include "003_rpc/staleness_bound.h"
 #include "common/data.h"
 #include "common/program.h"
 #include "lockstep/lockstep.h"
@@ -86,7 +87,13 @@ std::shared_ptr<Shard> get_shard_here(int index, int servers) {
   return shard;
 }
 
+std::shared_ptr<rpc_tutorial::StepClocks> get_clocks_here(const std::vector<std::string>& trainers) {
+  static const auto clocks = std::make_shared<rpc_tutorial::StepClocks>(trainers);
+  return clocks;
+}
+
 const auto get_shard = rpc::function("get_shard", get_shard_here);
+const auto get_clocks = rpc::function("get_clocks", get_clocks_here);
 const auto values = rpc::method("Shard.values", &Shard::values);
 const auto reference = rpc::method("Shard.reference", &Shard::reference);
 
@@ -148,16 +155,15 @@ double train_on(const lockstep::Batch& batch, const ServedNet& net,
   return loss.item<double>();
 }
 
-/// Of all trainers. The clocks, by which they know of each other, lie with the first server.
-rpc::StalenessOptions staleness(int trainers, const Options& options) {
-  rpc::StalenessOptions staleness;
-  staleness.max_staleness = options.max_staleness;
-  for (int i = 1; i <= trainers; ++i) staleness.workers.push_back(trainer_name(i));
-  return staleness;
+/// The clocks, by which trainers know of each other, lie with the first server.
+rpc::RRef<rpc_tutorial::StepClocks> clocks_of(int trainers) {
+  std::vector<std::string> names;
+  for (int i = 1; i <= trainers; ++i) names.push_back(trainer_name(i));
+  return rpc::remote(server_name(0), get_clocks, names);
 }
 
 /// `number`: from 1.
-void run_trainer(int number, int trainers, const Options& options) {
+void run_trainer(const rpc::Agent& agent, int number, int trainers, const Options& options) {
   at::manual_seed(number);  // Each has a dropout of its own.
   const ServedNet net(options.servers);
   rpc::DistributedOptimizer optimizer("sgd", net.references(), {.lr = options.lr});
@@ -167,7 +173,7 @@ void run_trainer(int number, int trainers, const Options& options) {
   lockstep::DataLoader loader(data.train, sampler, {lockstep::normalize()},
                               {.batch_size = options.batch_size});
 
-  rpc::StalenessBound bound(server_name(0), staleness(trainers, options));
+  rpc_tutorial::StalenessBound bound(agent, clocks_of(trainers), options.max_staleness);
   int64_t samples = 0, most_ahead = 0;
   const auto start = std::chrono::steady_clock::now();
   for (int epoch = 0; epoch < options.epochs; ++epoch) {
@@ -202,7 +208,7 @@ void run_worker(const Options& options) {
   }
   const int number = world.rank() - options.servers + 1;
   auto agent = rpc::init(world, number < 1 ? server_name(world.rank()) : trainer_name(number));
-  if (number >= 1) run_trainer(number, trainers, options);
+  if (number >= 1) run_trainer(agent, number, trainers, options);
   agent.shutdown();  // Servers answer calls until all have come here.
 }
 

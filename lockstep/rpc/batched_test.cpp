@@ -39,6 +39,13 @@ const auto twice_there = function("twice_there", [](const std::string& worker, i
   });
 });
 
+// Each option may be left out, without a word of the compiler.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wmissing-field-initializers"
+const BatchOptions kDelayAlone{.delay = 1ms};
+const Options kOneAlone{.fast_calls = false};
+#pragma GCC diagnostic pop
+
 TEST(RpcBatched, AnswersWhenEnoughOrLate) {
   run_workers(2, [](Agent&, int rank) {
     if (rank != 0) return;

@@ -5,7 +5,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/worker.h"
 
@@ -38,20 +37,18 @@ void Peers::watch(int id, const std::string& name) {
     shared_->peers[id] = {name, State::here};
   }
   const auto state = send_call_to(id, lifeline_function().signature(), {});
-  state->when_done([shared = shared_, id, name, state = std::weak_ptr(state)] {
+  state->when_done([shared = shared_, id, state = std::weak_ptr(state)] {
     State now = State::left;
     try {
       state.lock()->value({});
     } catch (const std::exception&) {
       now = State::lost;
     }
-    bool name_is_free = true;
     {
       const std::lock_guard lock(shared->mutex);
       shared->peers[id].state = now;
-      name_is_free = !shared->has_one_here(name);
     }
-    shared->on_loss(id, name, name_is_free);  // What it held is free, however it went.
+    shared->on_loss(id);  // What it held is free, however it went.
   });
 }
 
@@ -92,30 +89,6 @@ bool Peers::expects(int rank) const {
   const std::lock_guard lock(shared_->mutex);
   const auto found = shared_->peers.find(rank);
   return found == shared_->peers.end() || found->second.state != State::lost;
-}
-
-bool Peers::Shared::has_one_here(const std::string& name) const {
-  return std::any_of(peers.begin(), peers.end(), [&](const auto& entry) {
-    return entry.second.name == name && entry.second.state == State::here;
-  });
-}
-
-bool Peers::is_gone(int id) const {
-  const std::lock_guard lock(shared_->mutex);
-  const auto found = shared_->peers.find(id);
-  return found != shared_->peers.end() && found->second.state != State::here;
-}
-
-bool Peers::is_here(const std::string& name) const {
-  bool known = false;
-  {
-    const std::lock_guard lock(shared_->mutex);
-    if (shared_->has_one_here(name)) return true;
-    known = std::any_of(shared_->peers.begin(), shared_->peers.end(),
-                        [&](const auto& entry) { return entry.second.name == name; });
-  }
-  if (!known) throw UsageError("rpc: " + unknown_word("worker", name, names()));
-  return false;
 }
 
 void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) {

@@ -20,9 +20,8 @@ class Peers {
  public:
   /// `names`: of those that start together, by rank; none for a worker that joins them. `id`: this
   /// worker's number, which for those is the rank. `store`: for this object alone. `on_loss`: is
-  /// told the number and the name of a worker that is lost or has left, and whether no other one
-  /// has that name, on any thread.
-  using OnLoss = std::function<void(int id, const std::string& name, bool name_is_free)>;
+  /// told the number of a worker that is lost or has left, on any thread.
+  using OnLoss = std::function<void(int id)>;
   Peers(Store store, std::vector<std::string> names, int id, OnLoss on_loss);
 
   /// Calls another worker, which is known to the transport.
@@ -36,10 +35,6 @@ class Peers {
   std::vector<std::string> names() const;
   /// Those that died, or left without the others, and have not come again.
   std::vector<std::string> lost() const;
-  /// Whether another worker of this name is here. Throws UsageError for a name that none has had.
-  bool is_here(const std::string& name) const;
-  /// Whether the worker of this number is lost or has left. Its name may be another one's by now.
-  bool is_gone(int id) const;
   /// In whose course workers wait for each other, and the option that limits it.
   struct Phase {
     const char* name;
@@ -69,9 +64,6 @@ class Peers {
     std::mutex mutex;
     std::map<int, Peer> peers;  ///< By number: a later one of the same name is after the earlier.
     OnLoss on_loss;
-
-    /// Under the lock.
-    bool has_one_here(const std::string& name) const;
   };
   bool expects(int rank) const;
   /// Those that came by `join` and have not left; a name twice where two had it.

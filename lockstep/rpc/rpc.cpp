@@ -159,7 +159,6 @@ detail::Worker::Setup setup_of(const Options& options, const std::string& name) 
   detail::register_lifeline();
   detail::register_meeting();
   detail::register_fetching();
-  detail::register_staleness_functions();
   detail::Worker::Setup setup;
   setup.name = name;
   setup.max_pending = options.max_pending;

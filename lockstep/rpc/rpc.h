@@ -16,7 +16,6 @@
 #include "lockstep/rpc/future.h"
 #include "lockstep/rpc/rpc_error.h"
 #include "lockstep/rpc/rref.h"
-#include "lockstep/rpc/staleness_bound.h"
 #include "lockstep/rpc/value.h"
 
 namespace lockstep::rpc {

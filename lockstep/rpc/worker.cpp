@@ -117,10 +117,8 @@ Worker::Worker(const Setup& setup)
       runner_(std::make_shared<CallRunner>(setup.name, *running_, setup.serve)),
       fast_path_(make_fast_path(setup, runner_, threads_)),
       peers_(setup.store.clone(), setup.names, setup.id,
-             [guard = guard_, clocks = step_clocks_, fast = std::weak_ptr(fast_path_)](
-                 int id, const std::string& name, bool name_is_free) {
+             [guard = guard_, fast = std::weak_ptr(fast_path_)](int id) {
                guard->holders.release(id);
-               clocks->gone(id, name, name_is_free);
                if (const auto path = fast.lock()) path->lose(id);
              }) {
   TransportSetup transport;

@@ -15,7 +15,6 @@
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/running_functions.h"
-#include "lockstep/rpc/step_clocks.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
@@ -55,7 +54,6 @@ class Worker {
   CallCount& calls() { return calls_; }
   /// Null: there is none.
   FastPath* fast_path() { return fast_path_.get(); }
-  StepClocks& step_clocks() { return *step_clocks_; }
   /// Runs the task on a handler thread after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
 
@@ -88,7 +86,6 @@ class Worker {
   const int id_;
   const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
-  const std::shared_ptr<StepClocks> step_clocks_ = std::make_shared<StepClocks>();
   CallCount calls_;
   // Shared, as a function that does not end must not lose them.
   const std::shared_ptr<RunningFunctions> running_;
