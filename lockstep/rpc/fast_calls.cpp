@@ -1,42 +1,13 @@
 // Calls of this worker by the fast path: how they go out, and what ends them.
 #include <algorithm>
-#include <limits>
+#include <stdexcept>
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/call.h"
 #include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/fast_path.h"
-#include "lockstep/rpc/worker.h"
 
 namespace lockstep::rpc::detail {
-namespace {
-
-const Signature& fetching() {
-  static const Signature signature = make_signature("lockstep.rpc.fetch", "(int64) -> any");
-  return signature;
-}
-
-std::exception_ptr remote_failure(const std::string& text, const std::string& what,
-                                  const std::string& types) {
-  return decode_failure(std::make_exception_ptr(std::runtime_error(text)), what, types);
-}
-
-}  // namespace
-
-void register_fetching() {
-  static const bool once = [] {
-    register_function(fetching(), [](std::vector<at::IValue>& arguments) {
-      if (arguments.size() != 1) throw_other_kind("a ticket", make_tuple(arguments));
-      FastPath* const path = this_worker("rpc: a result is fetched")->fast_path();
-      if (!path) throw UsageError("rpc: this worker keeps no results for others");
-      return HandlerResult{path->take_kept(Value<int64_t>::from(arguments[0])), nullptr};
-    });
-    return true;
-  }();
-  static_cast<void>(once);
-}
-
 std::shared_ptr<CallState> FastPath::call(int to, const Signature& signature,
                                           const std::vector<at::IValue>& arguments,
                                           std::chrono::milliseconds timeout,
@@ -106,67 +77,30 @@ std::vector<FastPath::Pending> FastPath::take_pending_if(
 }
 
 void FastPath::on_answer(const FastMessage& answer) {
-  const auto kind = static_cast<Kind>(answer.head.kind);
   const auto call = take_pending(answer.head.number, answer.from);
-  if (kind == Kind::kept_value || kind == Kind::kept_failure) {
-    if (call) return fetch_kept(*call, static_cast<int64_t>(answer.head.extra), kind);
-    // It was late or cancelled.
-    const FastHead drop{static_cast<uint32_t>(Kind::drop), 0, answer.head.extra, 0};
-    link_->send(answer.from, drop, {}, FastLink::WhenFull::keep);
-  } else if (call) {
-    complete(*call, kind, answer.bytes, limits_.depth);
-  }
-}
-
-void FastPath::complete(const Pending& call, Kind kind, const std::string& bytes, int depth) {
-  if (kind != Kind::value) {
-    call.state->fail(remote_failure(bytes, call.what, call.types));
-    return;
-  }
+  if (!call) return;  // It was late or cancelled.
+  if (static_cast<Kind>(answer.head.kind) != Kind::value) return fail(*call, answer.bytes);
   std::vector<at::IValue> values;
   try {
-    values = decode_values(bytes, depth);
+    values = decode_values(answer.bytes, limits_.depth);
     if (values.size() != 1) throw DataError("rpc: an answer of no single value");
   } catch (...) {
-    call.state->fail(std::current_exception());
+    call->state->fail(std::current_exception());
     return;
   }
-  call.state->complete(std::move(values.front()));
+  call->state->complete(std::move(values.front()));
 }
 
-void FastPath::fetch_kept(const Pending& call, int64_t ticket, Kind kind) {
-  // The thread may run a function of its own, which is no part of this call.
-  const HandlerThreads::HandlerScope no_function(0);
-  const auto drop = [link = link_, to = call.to, ticket] {
-    const FastHead head{static_cast<uint32_t>(Kind::drop), 0, static_cast<uint64_t>(ticket), 0};
-    link->send(to, head, {}, FastLink::WhenFull::keep);
-  };
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(call.deadline - Clock::now());
-  try {
-    const auto fetched =
-        send_call_to(call.to, fetching(), {ticket}, std::max(left, std::chrono::milliseconds(1)));
-    fetched->when_done([call, kind, drop, state = std::weak_ptr(fetched)] {
-      try {
-        const at::IValue& value = state.lock()->value({});
-        if (kind == Kind::kept_value) {
-          call.state->complete(value);
-        } else {
-          call.state->fail(remote_failure(Value<std::string>::from(value), call.what, call.types));
-        }
-      } catch (const TimeoutError&) {
-        drop();
-        call.state->fail(late_failure(call.what));
-      } catch (const PeerLostError&) {
-        call.state->fail(lost_failure(call.what, "it had the result"));
-      } catch (...) {
-        drop();
-        call.state->fail(std::current_exception());
-      }
-    });
-  } catch (...) {
-    drop();
-    call.state->fail(std::current_exception());
-  }
+void FastPath::on_delivery(int from, uint64_t number, const CallOutcome& outcome) {
+  const auto call = take_pending(number, from);
+  if (!call) return;
+  if (outcome.failure) return fail(*call, *outcome.failure);
+  call->state->complete(outcome.value);
+}
+
+void FastPath::fail(const Pending& call, const std::string& remote_failure) {
+  call.state->fail(decode_failure(std::make_exception_ptr(std::runtime_error(remote_failure)),
+                                  call.what, call.types));
 }
 
 FastPath::Clock::time_point FastPath::expire() {
@@ -204,8 +138,6 @@ void FastPath::lose(int id) {
 void FastPath::fail_calls_to(int id) {
   const auto lost = take_pending_if([id](const Pending& call) { return call.to == id; });
   for (const auto& call : lost) call.state->fail(lost_failure(call.what, link_->how_it_went(id)));
-  const std::lock_guard lock(mutex_);
-  std::erase_if(kept_, [id](const auto& entry) { return entry.second.caller == id; });
 }
 
 }  // namespace lockstep::rpc::detail

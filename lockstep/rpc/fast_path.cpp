@@ -8,7 +8,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/comm/shared_memory/futex.h"
 #include "lockstep/rpc/failure.h"
-#include "lockstep/rpc/fast_look.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -66,18 +65,7 @@ void FastPath::take(bool is_guest) {
   // A guest runs what has come itself. Before answers, whose callbacks may take a while.
   if (!is_guest) bring_helper();
   for (const auto& message : caught.messages) {
-    switch (static_cast<Kind>(message.head.kind)) {
-      case Kind::request:
-        break;
-      case Kind::drop: {
-        const std::lock_guard lock(mutex_);
-        const auto kept = kept_.find(static_cast<int64_t>(message.head.extra));
-        if (kept != kept_.end() && kept->second.caller == message.from) kept_.erase(kept);
-        break;
-      }
-      default:
-        on_answer(message);
-    }
+    if (static_cast<Kind>(message.head.kind) != Kind::request) on_answer(message);
   }
   for (const int id : caught.lost) fail_calls_to(id);
 }

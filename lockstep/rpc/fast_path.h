@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/spin_budget.h"
@@ -41,13 +42,11 @@ namespace lockstep::rpc::detail {
 /// While requests wait, one further handler thread after another comes, by HandlerThreads' rules.
 /// So short ones wake few threads, and long ones run side by side.
 ///
-/// A result that does not fit into a message is kept under a ticket, and the caller fetches it
-/// LibTorch's way. Any thread.
+/// A result that does not fit into a message is brought to the caller LibTorch's way. Any thread.
 class FastPath final : public CallDriver, public std::enable_shared_from_this<FastPath> {
  public:
-  /// Of a message. `kept`: the result, or the text of the failure, is to be fetched. `drop`: it
-  /// will not be.
-  enum class Kind : uint32_t { request, value, failure, kept_value, kept_failure, drop };
+  /// Of a message.
+  enum class Kind : uint32_t { request, value, failure };
   struct Limits {
     uint64_t bytes = 0;  ///< Of a message.
     int depth = 0;       ///< Of tuples within tuples.
@@ -64,13 +63,13 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   std::shared_ptr<CallState> call(int to, const Signature& signature,
                                   const std::vector<at::IValue>& arguments,
                                   std::chrono::milliseconds timeout, const std::string& what);
-  /// Calls of this worker that have gone this way, and results that others have not fetched yet.
+  /// Calls of this worker that have gone this way.
   uint64_t calls_sent();
-  size_t results_kept();
   FastLink& link() { return *link_; }
-  /// Hands a kept result over. Throws DataError when there is none.
-  at::IValue take_kept(int64_t ticket);
-  /// The worker died or has left: the calls to it fail, and what is kept for it is freed.
+  /// An answer came LibTorch's way: a value, or the text of a failure. None waits for it where it
+  /// is late, or `from` was not called.
+  void on_delivery(int from, uint64_t number, const CallOutcome& outcome);
+  /// The worker died or has left: the calls to it fail.
   void lose(int id);
   /// Fails all calls. From now on nothing is served or answered. Does not wait for functions.
   void stop() noexcept;
@@ -89,21 +88,35 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
     Clock::time_point deadline;
     std::string what, types;
   };
-  struct Kept {
-    int caller = 0;
-    at::IValue value;
+  /// This thread looks for messages, so that others wake nobody. Whoever ends it takes out once
+  /// more what has come.
+  class Look {
+   public:
+    explicit Look(FastLink& link) : link_(link) {}
+    ~Look() { end(); }
+    Look(const Look&) = delete;
+    Look& operator=(const Look&) = delete;
+
+    void begin() {
+      if (!std::exchange(on_, true)) link_.begin_look();
+    }
+    void end() {
+      if (std::exchange(on_, false)) link_.end_look();
+    }
+
+   private:
+    FastLink& link_;
+    bool on_ = false;
   };
-  class Look;
 
   // fast_calls.cpp: calls of this worker.
   std::optional<uint64_t> enter(Pending pending);
   std::optional<Pending> take_pending(uint64_t number, std::optional<int> from = std::nullopt);
   std::vector<Pending> take_pending_if(const std::function<bool(const Pending&)>& is_meant);
   void on_answer(const FastMessage& answer);
-  static void complete(const Pending& call, Kind kind, const std::string& bytes, int depth);
+  static void fail(const Pending& call, const std::string& remote_failure);
   /// Nothing comes from that worker any more.
   void fail_calls_to(int id);
-  void fetch_kept(const Pending& call, int64_t ticket, Kind kind);
   /// Fails the calls whose time is up. Returns when that of the next one is.
   Clock::time_point expire();
 
@@ -112,7 +125,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   std::optional<FastMessage> wait_as_guest(Look& look);
   void run(const FastMessage& request, Look& look);
   void answer(int caller, uint64_t number, const CallOutcome& outcome);
-  int64_t keep(int caller, at::IValue value);
+  void deliver(int caller, uint64_t number, const CallOutcome& outcome);
 
   // fast_threads.cpp: which thread takes messages out when.
   void take(bool is_guest = false);
@@ -131,9 +144,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, Pending> pending_;
-  std::unordered_map<int64_t, Kept> kept_;
   uint64_t last_number_ = 0, refused_ = 0;
-  int64_t last_ticket_ = 0;
   Clock::time_point next_deadline_ = Clock::time_point::max();
 
   RequestQueue requests_;
@@ -144,8 +155,5 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   shm::SpinBudget caller_budget_, guest_budget_;
   std::thread keeper_;
 };
-
-/// Registers the function by which callers fetch results that were kept for them.
-void register_fetching();
 
 }  // namespace lockstep::rpc::detail

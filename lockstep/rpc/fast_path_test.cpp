@@ -13,7 +13,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <csignal>
 #include <ctime>
 #include <mutex>
 #include <sstream>
@@ -173,7 +172,6 @@ TEST_P(FastPaths, ValuesArriveAsTheyDoLibTorchsWay) {
       EXPECT_EQ(description.toStringRef(), slowly(describe).toStringRef());
       EXPECT_EQ(described(sent_back), described(slowly(echo)));
     }
-    EXPECT_EQ(path()->results_kept(), 0);
   });
 }
 
@@ -313,14 +311,12 @@ const auto make_ref = function("fast.make_ref", [] { return RRef<int>::own(5); }
 const auto fail_long = function("fast.fail_long", [](int64_t size) -> int {
   throw std::out_of_range(std::string(static_cast<size_t>(size), 'x'));
 });
-const auto kept_here =
-    function("fast.kept_here", [] { return static_cast<int64_t>(path()->results_kept()); });
 const Promise<at::Tensor> late_result;
 const auto late = function("fast.late", [] { return late_result.future(); });
 const auto give_late =
     function("fast.give_late", [](int64_t size) { late_result.set_value(at::ones({size})); });
 
-TEST_P(FastPaths, WhatDoesNotFitIsFetched) {
+TEST_P(FastPaths, WhatDoesNotFitIsBrought) {
   run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     EXPECT_EQ(fast_calls([] {
@@ -336,92 +332,63 @@ TEST_P(FastPaths, WhatDoesNotFitIsFetched) {
                 }
               }),
               3);
-    EXPECT_EQ(call("w1", kept_here), 0);
   });
 }
 
-TEST_P(FastPaths, WhatNobodyFetchesAnyMoreIsFreed) {
+TEST_P(FastPaths, WhatNobodyWaitsForAnyMoreIsDropped) {
   run(2, [](Agent&, int rank) {
     if (rank != 0) return;
     const auto given_up = call_async("w1", late);
     EXPECT_THROW(call({"w1", 20ms}, late), TimeoutError);
     EXPECT_TRUE(given_up.cancel());
+    const auto in_time = call_async("w1", late);
     call("w1", give_late, 1 << 20);
-    wait_until([] { return call("w1", kept_here) == 0; }, "the results to be dropped");
-    EXPECT_THROW(
-        send_call_to(1, make_signature("lockstep.rpc.fetch", "(int64) -> any"), {77})->value({}),
-        RemoteError);
+    EXPECT_EQ(in_time.wait().numel(), 1 << 20);
+    EXPECT_THROW(given_up.wait(), CancelledError);
   });
 }
 
-/// Tells rank 0 that the answer to its call is kept here, as a worker does.
-void claim_to_keep(int64_t call, int64_t ticket) {
-  const FastHead head{static_cast<uint32_t>(FastPath::Kind::kept_value),
-                      static_cast<uint64_t>(call), static_cast<uint64_t>(ticket), 0};
-  EXPECT_TRUE(path()->link().send(0, head, {}, FastLink::WhenFull::keep));
-}
-const auto claim = function("fast.claim", claim_to_keep);
-const auto claim_and_die = function("fast.claim_and_die", [](int64_t number) {
-  claim_to_keep(number, 1);
-  ::_exit(0);
-});
-const auto claim_and_stop = function("fast.claim_and_stop", [](int64_t number) {
-  claim_to_keep(number, 1);
-  ::raise(SIGSTOP);
-});
-const auto process = function("fast.process", [] { return static_cast<int64_t>(::getpid()); });
-
-/// A call without an answer, and its number.
-std::pair<Future<void>, int64_t> blocked_call(const Destination& to) {
-  Future<void> blocked = call_async(to, block);
-  return {blocked, static_cast<int64_t>(path()->calls_sent())};
+TEST_P(FastPaths, ALargerResultThanAMessageMayHaveIsTheCallsFailure) {
+  run(2,
+      [](Agent&, int rank) {
+        if (rank != 0) return;
+        try {
+          call("w1", zeros, 1 << 20);
+          FAIL();
+        } catch (const RemoteError& error) {
+          EXPECT_EQ(error.type(), "lockstep::DataError");
+          EXPECT_THAT(error.message(), HasSubstr("Options::max_message_bytes"));
+        }
+        EXPECT_EQ(call("w1", square, 3), 9);
+      },
+      {.max_message_bytes = 1 << 20});
 }
 
-TEST_P(FastPaths, WhatIsKeptNoMoreCannotBeFetched) {
-  run(2, [](Agent&, int rank) {
+/// Brings worker w0 the answer 7 to its call of that number, as worker `from` does.
+const auto answer_as = function("fast.answer_as", [](int from, int64_t number) {
+  const auto deliver =
+      make_signature("lockstep.rpc.deliver", "(int32, int64, bool, any) -> None");
+  send_call_to(0, deliver, {int64_t{from}, number, false, int64_t{7}})->value({});
+});
+const auto block_for = function("fast.block_for", []() -> int64_t {
+  std::unique_lock lock(gate_mutex);
+  gate_opened.wait(lock, [] { return gate_open; });
+  return 8;
+});
+
+TEST_P(FastPaths, AnAnswerCountsFromTheWorkerThatWasCalled) {
+  run(3, [](Agent&, int rank) {
     if (rank != 0) return;
-    const auto [blocked, number] = blocked_call("w1");
-    call("w1", claim, number, 77);
-    try {
-      blocked.wait(30s);
-      FAIL();
-    } catch (const RemoteError& error) {
-      EXPECT_THAT(error.message(), HasSubstr("no result is kept under the ticket 77"));
-    }
+    const auto blocked = call_async("w1", block_for);
+    const auto number = static_cast<int64_t>(path()->calls_sent());
+    call("w2", answer_as, 2, number);
+    EXPECT_FALSE(blocked.is_done());
+    call("w2", answer_as, 1, number + 100);
+    EXPECT_FALSE(blocked.is_done());
+    call("w2", answer_as, 1, number);
+    EXPECT_EQ(blocked.wait(), 7);
     call("w1", open_gate);  // The real answer is late, and nobody waits for it.
     EXPECT_EQ(call("w1", square, 3), 9);
-  });
-}
-
-TEST_P(FastPaths, WhatADeadWorkerKeptIsLost) {
-  run(2, [](Agent& agent, int rank) {
-    if (rank != 0) return;
-    const auto [blocked, number] = blocked_call("w1");
-    EXPECT_THROW(call("w1", claim_and_die, number), PeerLostError);
-    try {
-      blocked.wait(30s);
-      FAIL();
-    } catch (const PeerLostError&) {
-    } catch (const RemoteError& error) {  // On a slow machine its fetch comes before the death.
-      EXPECT_THAT(error.message(), HasSubstr("no result is kept"));
-    }
-    wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
-  });
-}
-
-TEST_P(FastPaths, AFetchEndsWithItsCallsTimeOut) {
-  run(2, [](Agent&, int rank) {
-    if (rank != 0) return;
-    const auto owner = static_cast<pid_t>(call("w1", process));
-    const auto [blocked, number] = blocked_call({"w1", 500ms});
-    const auto stopped = call_async("w1", claim_and_stop, number);
-    EXPECT_THROW(blocked.wait(30s), TimeoutError);
-    EXPECT_TRUE(blocked.is_done());
-    EXPECT_FALSE(stopped.is_done());
-    ::kill(owner, SIGCONT);
-    stopped.wait();
-    call("w1", open_gate);
-    EXPECT_EQ(call("w1", kept_here), 0);
   });
 }
 

@@ -2,11 +2,33 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/fast_look.h"
+#include "lockstep/rpc/call.h"
 #include "lockstep/rpc/fast_path.h"
+#include "lockstep/rpc/worker.h"
 
-namespace lockstep::rpc::detail {
+namespace lockstep::rpc {
+
+/// Any value.
+template <>
+struct Value<at::IValue> {
+  static std::string type() { return "any"; }
+  static at::IValue to(at::IValue value) { return value; }
+  static at::IValue from(const at::IValue& sent) { return sent; }
+};
+
+namespace detail {
 namespace {
+
+/// Called by a worker whose answer does not fit into a message.
+const auto delivery = function(
+    "lockstep.rpc.deliver", [](int from, int64_t number, bool failed, const at::IValue& answer) {
+      FastPath* const path = this_worker("rpc: an answer is delivered")->fast_path();
+      if (!path) throw UsageError("rpc: no call of this worker went the fast way");
+      CallOutcome outcome;
+      if (failed) outcome.failure = Value<std::string>::from(answer);
+      if (!failed) outcome.value = answer;
+      path->on_delivery(from, static_cast<uint64_t>(number), outcome);
+    });
 
 /// A guest without a request sleeps until it is woken; this only bounds a system call.
 constexpr std::chrono::hours kGuestSleep{1};
@@ -81,45 +103,37 @@ void FastPath::run(const FastMessage& request, Look& look) {
 void FastPath::answer(int caller, uint64_t number, const CallOutcome& outcome) {
   if (stopped_) return;
   std::string bytes;
-  FastHead head{0, number, 0, 0};
-  Kind kind = Kind::value;
-  if (outcome.failure) {
-    const bool fits = outcome.failure->size() <= limits_.bytes;
-    kind = fits ? Kind::failure : Kind::kept_failure;
-    if (fits) bytes = *outcome.failure;
-    if (!fits) head.extra = static_cast<uint64_t>(keep(caller, *outcome.failure));
-  } else if (!encode_values({outcome.value}, limits_, bytes)) {
-    kind = Kind::kept_value;
-    bytes.clear();
-    head.extra = static_cast<uint64_t>(keep(caller, outcome.value));
+  const bool fits = outcome.failure ? outcome.failure->size() <= limits_.bytes
+                                    : encode_values({outcome.value}, limits_, bytes);
+  if (!fits) return deliver(caller, number, outcome);
+  const Kind kind = outcome.failure ? Kind::failure : Kind::value;
+  link_->send(caller, {static_cast<uint32_t>(kind), number, 0, 0}, outcome.failure ? *outcome.failure : bytes,
+              FastLink::WhenFull::keep);
+}
+
+// LibTorch's way takes all that can travel. That something cannot is the call's failure.
+void FastPath::deliver(int caller, uint64_t number, const CallOutcome& outcome) {
+  const HandlerThreads::HandlerScope no_function(0);  // This call is nobody's.
+  const auto fail = [weak = weak_from_this(), caller, number](const std::exception_ptr& error) {
+    if (const auto self = weak.lock()) self->answer(caller, number, self->runner_->refused(error));
+  };
+  try {
+    const auto delivered = send_call_to(
+        caller, delivery.signature(),
+        {link_->rank(), static_cast<int64_t>(number), outcome.failure.has_value(),
+         outcome.failure ? at::IValue(*outcome.failure) : outcome.value},
+        default_timeout());
+    delivered->when_done([fail, state = std::weak_ptr(delivered)] {
+      try {
+        state.lock()->value({});
+      } catch (...) {
+        fail(std::current_exception());
+      }
+    });
+  } catch (...) {
+    fail(std::current_exception());
   }
-  head.kind = static_cast<uint32_t>(kind);
-  const bool sent = link_->send(caller, head, bytes, FastLink::WhenFull::keep);
-  if (sent || head.extra == 0) return;
-  const std::lock_guard lock(mutex_);
-  kept_.erase(static_cast<int64_t>(head.extra));
 }
 
-int64_t FastPath::keep(int caller, at::IValue value) {
-  const std::lock_guard lock(mutex_);
-  kept_[++last_ticket_] = {caller, std::move(value)};
-  return last_ticket_;
-}
-
-size_t FastPath::results_kept() {
-  const std::lock_guard lock(mutex_);
-  return kept_.size();
-}
-
-at::IValue FastPath::take_kept(int64_t ticket) {
-  const std::lock_guard lock(mutex_);
-  const auto found = kept_.find(ticket);
-  if (found == kept_.end()) {
-    throw DataError("rpc: no result is kept under the ticket " + std::to_string(ticket));
-  }
-  at::IValue value = std::move(found->second.value);
-  kept_.erase(found);
-  return value;
-}
-
-}  // namespace lockstep::rpc::detail
+}  // namespace detail
+}  // namespace lockstep::rpc
