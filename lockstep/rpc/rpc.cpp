@@ -67,7 +67,7 @@ std::string secret_of(const Options& options) {
 /// A number of this job alone, which rank 0 makes. Each rank shows that it has the same secret
 /// without telling it.
 std::string meet_with_secret(Store store, const World& world, const std::string& secret) {
-  if (world.rank() == 0) store.set("job", detail::random_hex(16));
+  if (world.rank() == 0) store.set("job", random_hex(16));
   const std::string job = store.get("job");
   const auto keys = numbered_keys("secret/", world.size());
   const auto proof = [&](size_t rank) {

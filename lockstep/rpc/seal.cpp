@@ -4,7 +4,6 @@
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
 #include <openssl/params.h>
-#include <openssl/rand.h>
 #include <torch/csrc/distributed/rpc/message.h>
 
 #include <algorithm>
@@ -19,7 +18,6 @@ namespace {
 namespace native = torch::distributed::rpc;
 using native::Message;
 
-constexpr size_t kCodeBytes = 32;
 /// Sender and number.
 constexpr size_t kHeadBytes = 2 + 8;
 
@@ -58,20 +56,6 @@ class Hmac {
 };
 
 }  // namespace
-
-std::string random_hex(size_t bytes) {
-  std::vector<unsigned char> random(bytes);
-  if (RAND_bytes(random.data(), static_cast<int>(bytes)) != 1) {
-    throw Error("OpenSSL has no random numbers");
-  }
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string hex;
-  for (const unsigned char byte : random) {
-    hex += kDigits[byte >> 4];
-    hex += kDigits[byte & 15];
-  }
-  return hex;
-}
 
 std::string hmac_sha256(const std::string& key, const std::string& text) {
   Hmac hmac(key);

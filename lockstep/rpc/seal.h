@@ -3,6 +3,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <bitset>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -64,9 +65,8 @@ class Seal {
   std::map<int, UsedNumbers> used_;  ///< By sender.
 };
 
-/// Bytes that nobody can guess, as twice as many hexadecimal digits.
-std::string random_hex(size_t bytes);
-/// HMAC-SHA256, 32 bytes.
+/// HMAC-SHA256, of so many bytes.
+inline constexpr size_t kCodeBytes = 32;
 std::string hmac_sha256(const std::string& key, const std::string& text);
 
 }  // namespace lockstep::rpc::detail

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -28,62 +27,43 @@ struct Session {
   std::string proof(const std::string& key, const char* what) const;
 };
 
-/// The higher rank's part.
-class Caller {
+/// One end of a connection, until both know each other. It waits for nothing: it goes on with what
+/// has come. One thread at a time.
+class Handshake {
  public:
   using Clock = std::chrono::steady_clock;
-  enum class End {
-    known,      ///< Both ends know each other.
-    hung_up,    ///< The connection ended, or it got late.
-    a_stranger  ///< The other end is not that rank of this job.
-  };
-  Caller(int rank, std::string key, const std::atomic<bool>& stop)
-      : rank_(rank), key_(std::move(key)), stop_(stop) {}
-  /// `connection` does not block. Waits until `deadline`, or until a while after `stop` is set.
-  End greet(const UniqueFd& connection, int other, Clock::time_point deadline);
-  const Session& session() const { return session_; }
-
- private:
-  bool send_all(const UniqueFd& to, const std::string& text, Clock::time_point deadline) const;
-  bool receive_all(const UniqueFd& from, void* data, size_t size, Clock::time_point deadline) const;
-
-  const int rank_;
-  const std::string key_;
-  const std::atomic<bool>& stop_;
-  Session session_;
-};
-
-/// The lower rank's part. It waits for nothing: it goes on with what has come.
-class Visitor {
- public:
   enum class State {
-    talks,  ///< More must come.
-    known,  ///< A rank of this job, which has been told so.
-    gone    ///< It hung up, or has shown that it is none.
+    talks,      ///< More must come.
+    known,      ///< Each end knows the other, and that the other knows it.
+    hung_up,    ///< The connection ended.
+    a_stranger  ///< The other end is no such rank of this job.
   };
-  /// `connection` does not block.
-  Visitor(UniqueFd connection, int own_rank, int size, std::string key);
+  /// `connection` does not block. The other end is to be a rank from `first` to `last`, of which
+  /// this end calls those below its own.
+  Handshake(UniqueFd connection, int own_rank, int first, int last, std::string key);
 
   State go_on();
-  /// Of the other, which has said hello.
-  int rank() const { return static_cast<int>(session_.higher.rank); }
-  bool has_said_hello() const { return has_said_hello_; }
+  /// Of the other end. Known once it has said hello; a caller knows it before.
+  int rank() const;
+  bool has_said_hello() const { return heard_ > 0; }
   const Session& session() const { return session_; }
   int descriptor() const { return connection_.get(); }
   UniqueFd take_connection() { return std::move(connection_); }
-  std::chrono::steady_clock::time_point came() const { return came_; }
+  Clock::time_point begun() const { return begun_; }
 
  private:
-  bool has_read(size_t bytes, bool& gone);
-  bool say(const std::string& text) const;
+  bool calls() const { return last_ < own_rank_; }
+  bool has_read(size_t bytes);
+  State say(const std::string& text, State then) const;
   State on_hello();
   State on_proof();
 
   UniqueFd connection_;
-  const int own_rank_, size_;
-  const std::string key_;
-  const std::chrono::steady_clock::time_point came_ = std::chrono::steady_clock::now();
-  bool has_said_hello_ = false;
+  int own_rank_, first_, last_;
+  std::string key_;
+  Clock::time_point begun_ = Clock::now();
+  State state_ = State::talks;
+  int heard_ = 0;  ///< Words of the other end.
   std::string in_;
   Session session_;
 };

@@ -16,7 +16,6 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-constexpr size_t kFrameCodeBytes = 32;
 /// Read at a time. What comes meanwhile has a further turn: the others have one as well.
 constexpr size_t kReadBytes = 256 << 10;
 constexpr int kReadyAtOnce = 64;
@@ -138,7 +137,7 @@ void SocketLink::receive(int rank, FastCatch& caught) {
 // False: what has come is no message.
 bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
   Peer& other = peer(rank);
-  const size_t code = other.key_in.empty() ? 0 : kFrameCodeBytes;
+  const size_t code = other.key_in.empty() ? 0 : kCodeBytes;
   size_t begin = 0;
   while (other.in.size() - begin >= sizeof(WireHead)) {
     WireHead head{};
@@ -148,7 +147,7 @@ bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
     if (other.in.size() - begin < whole + code) break;
     if (code > 0) {
       const std::string its = hmac_sha256(other.key_in, other.in.substr(begin, whole));
-      if (CRYPTO_memcmp(its.data(), other.in.data() + begin + whole, kFrameCodeBytes) != 0) return false;
+      if (CRYPTO_memcmp(its.data(), other.in.data() + begin + whole, kCodeBytes) != 0) return false;
     }
     messages.push_back({rank,
                         {head.kind, head.number, head.extra, head.hash},

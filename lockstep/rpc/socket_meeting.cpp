@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <future>
+#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
@@ -27,6 +27,8 @@ constexpr milliseconds kPatience{2'000};
 /// Beyond so many that have not, besides the job's ranks, one goes. So many are let in at a time.
 constexpr size_t kMostStrangers = 64;
 constexpr milliseconds kBetweenLooks{50};
+/// Between two calls of one rank.
+constexpr milliseconds kBetweenCalls{1};
 /// To connect; the others listen already.
 constexpr milliseconds kAttempt{1'000};
 /// A connection to a host that was cut off without a word fails after so long.
@@ -49,10 +51,6 @@ Address address_of(const std::string& text) {
   return {text.substr(0, first), static_cast<uint16_t>(*port), text.substr(second + 1)};
 }
 
-std::string name_of(int rank, const Address& address) {
-  return with_process("rank " + std::to_string(rank), address.identity);
-}
-
 }  // namespace
 
 SocketMeeting::SocketMeeting(int rank, int size, const std::string& secret, const std::string& job)
@@ -68,52 +66,37 @@ std::string SocketMeeting::listen(const std::string& host) {
          process_identity();
 }
 
-SocketPeer SocketMeeting::peer_of(UniqueFd connection, const Session& session, int other) const {
-  const int on = 1;
-  setsockopt(connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  limit_silence_of(connection.get(), kSilence);
+std::string SocketMeeting::name_of(int other) const {
+  const auto& identity = address_of(addresses_[static_cast<size_t>(other)]).identity;
+  return with_process("rank " + std::to_string(other), identity);
+}
+
+SocketPeer SocketMeeting::peer_of(Handshake& known) const {
   SocketPeer peer;
-  peer.connection = std::move(connection);
-  peer.name = name_of(other, address_of(addresses_[static_cast<size_t>(other)]));
+  peer.connection = known.take_connection();
+  const int on = 1;
+  setsockopt(peer.connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  limit_silence_of(peer.connection.get(), kSilence);
+  peer.name = name_of(known.rank());
   if (!has_secret_) return peer;
-  const std::string up = session.proof(key_, "upwards"), down = session.proof(key_, "downwards");
-  peer.key_in = other < rank_ ? up : down;
-  peer.key_out = other < rank_ ? down : up;
+  const auto up = known.session().proof(key_, "upwards");
+  const auto down = known.session().proof(key_, "downwards");
+  peer.key_in = known.rank() < rank_ ? up : down;
+  peer.key_out = known.rank() < rank_ ? down : up;
   return peer;
 }
 
-namespace {
-
-/// `stop` counts between the attempts.
-UniqueFd connect_unless(const std::atomic<bool>& stop, const Address& address,
-                        std::chrono::steady_clock::time_point deadline) {
+// The higher of two ranks calls.
+Handshake SocketMeeting::call(int other, Clock::time_point deadline,
+                              const std::function<void()>& look) const {
+  const Address address = address_of(addresses_[static_cast<size_t>(other)]);
   while (true) {
     try {
-      return connect_to(address.host, address.port, std::min(kAttempt, time_left(deadline)));
+      return {connect_to(address.host, address.port, std::min(kAttempt, time_left(deadline))),
+              rank_, other, other, key_};
     } catch (const TimeoutError&) {
-      if (stop || time_left(deadline).count() == 0) throw;
-    }
-  }
-}
-
-}  // namespace
-
-// The higher of two ranks calls. One that was hung up on calls again: it may have been too slow.
-SocketPeer SocketMeeting::call(int other, Clock::time_point deadline,
-                               const std::atomic<bool>& stop) const {
-  const Address address = address_of(addresses_[static_cast<size_t>(other)]);
-  for (PollPause pause;; pause.sleep()) {
-    UniqueFd connection = connect_unless(stop, address, deadline);
-    Caller caller(rank_, key_, stop);
-    switch (caller.greet(connection, other, deadline)) {
-      case Caller::End::known:
-        return peer_of(std::move(connection), caller.session(), other);
-      case Caller::End::a_stranger:
-        throw CommError("rpc: " + name_of(other, address) +
-                        " does not answer as a rank of this job");
-      case Caller::End::hung_up:
-        if (stop || time_left(deadline).count() == 0)
-          throw CommError("rpc: " + name_of(other, address) + " hung up");
+      look();
+      if (time_left(deadline).count() == 0) throw;
     }
   }
 }
@@ -123,68 +106,75 @@ std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& a
                                                const std::function<void()>& look) {
   addresses_ = addresses;
   const auto deadline = Clock::now() + std::min(timeout, kLongestMeeting);
-  Peers called(static_cast<size_t>(rank_)), answered(static_cast<size_t>(size_));
-  std::atomic<bool> stop{false};
-  // Beside the answers: so no rank waits for a row of others that wait for each other.
-  auto calls = std::async(std::launch::async, [&] {
-    for (int other = 0; other < rank_; ++other) {
-      called[static_cast<size_t>(other)] = call(other, deadline, stop);
-    }
-  });
-  const auto calls_end_within = [&](milliseconds limit) {
-    const bool over = calls.valid() && calls.wait_for(limit) == std::future_status::ready;
-    if (over) calls.get();
-    return !calls.valid();
-  };
-  try {
-    answer_all(answered, deadline, [&] {
-      look();
-      calls_end_within(milliseconds(0));
-    });
-    while (!calls_end_within(kBetweenLooks)) look();
-  } catch (...) {
-    stop = true;
-    throw;  // The end of `calls` waits for its thread.
-  }
-  listener_.reset();
-  std::move(called.begin(), called.end(), answered.begin());
-  return answered;
-}
-
-void SocketMeeting::answer_all(Peers& peers, Clock::time_point deadline,
-                               const std::function<void()>& look) const {
-  const auto missing = [&] {
-    return std::count_if(peers.begin() + rank_ + 1, peers.end(),
-                         [](const SocketPeer& peer) { return !peer.connection; });
-  };
-  std::list<Visitor> visitors;
+  Peers peers(static_cast<size_t>(size_));
+  std::list<Handshake> calls, visitors;
+  const Call call_again = [&](int other) { return call(other, deadline, look); };
+  for (int other = 0; other < rank_; ++other) calls.push_back(call_again(other));
   Every now_and_then(kBetweenLooks);
-  while (const auto lacking = missing()) {
+  for (auto left = missing(peers); !left.empty(); left = missing(peers)) {
     if (time_left(deadline).count() == 0) {
-      throw TimeoutError("rpc: " + std::to_string(lacking) + " ranks have not connected");
+      std::vector<std::string> names;
+      for (const int other : left) names.push_back(name_of(other));
+      throw TimeoutError("rpc: no connection to " + join(names, ", "));
     }
-    wait_for_words(visitors, std::min(deadline, Clock::now() + kBetweenLooks));
+    wait_for_words(calls, visitors, std::min(deadline, Clock::now() + kBetweenLooks));
     let_in(visitors);
     go_on_with(visitors, peers);
+    go_on_with_calls(calls, peers, call_again);
     if (now_and_then.due()) look();
+  }
+  listener_.reset();
+  return peers;
+}
+
+std::vector<int> SocketMeeting::missing(const Peers& peers) const {
+  std::vector<int> ranks;
+  for (int other = 0; other < size_; ++other) {
+    if (other != rank_ && !peers[static_cast<size_t>(other)].connection) ranks.push_back(other);
+  }
+  return ranks;
+}
+
+void SocketMeeting::go_on_with_calls(std::list<Handshake>& calls, Peers& peers,
+                                     const Call& call_again) const {
+  for (auto one = calls.begin(); one != calls.end();) {
+    const int other = one->rank();
+    switch (one->go_on()) {
+      case Handshake::State::talks:
+        ++one;
+        continue;
+      case Handshake::State::known:
+        peers[static_cast<size_t>(other)] = peer_of(*one);
+        break;
+      case Handshake::State::hung_up:  // Perhaps this rank was too slow.
+        std::this_thread::sleep_for(kBetweenCalls);
+        calls.push_front(call_again(other));
+        break;
+      case Handshake::State::a_stranger:
+        throw CommError("rpc: " + name_of(other) + " does not answer as a rank of this job");
+    }
+    one = calls.erase(one);
   }
 }
 
-void SocketMeeting::wait_for_words(const std::list<Visitor>& visitors,
+void SocketMeeting::wait_for_words(const std::list<Handshake>& calls,
+                                   const std::list<Handshake>& visitors,
                                    Clock::time_point deadline) const {
   std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
-  for (const Visitor& visitor : visitors) entries.push_back({visitor.descriptor(), POLLIN, 0});
+  for (const auto* all : {&calls, &visitors}) {
+    for (const Handshake& one : *all) entries.push_back({one.descriptor(), POLLIN, 0});
+  }
   const int found =
       poll(entries.data(), entries.size(), static_cast<int>(time_left(deadline).count()));
   if (found < 0 && errno != EINTR) throw SystemError("poll", errno);
 }
 
-void SocketMeeting::let_in(std::list<Visitor>& visitors) const {
+void SocketMeeting::let_in(std::list<Handshake>& visitors) const {
   for (size_t come = 0; come < kMostStrangers; ++come) {
     try {
       UniqueFd connection = accept_from(listener_.get(), milliseconds(0));
       if (!connection) return;
-      visitors.emplace_back(std::move(connection), rank_, size_, key_);
+      visitors.emplace_back(std::move(connection), rank_, rank_ + 1, size_ - 1, key_);
     } catch (const SystemError&) {  // Too many open files, perhaps: one goes, the next turn tries.
       if (visitors.empty()) throw;
       turn_away_one(visitors);
@@ -193,26 +183,24 @@ void SocketMeeting::let_in(std::list<Visitor>& visitors) const {
   }
 }
 
-void SocketMeeting::turn_away_one(std::list<Visitor>& visitors) {
-  const auto silent = std::find_if(visitors.begin(), visitors.end(), [](const Visitor& visitor) {
+void SocketMeeting::turn_away_one(std::list<Handshake>& visitors) {
+  const auto silent = std::find_if(visitors.begin(), visitors.end(), [](const Handshake& visitor) {
     return !visitor.has_said_hello();
   });
   visitors.erase(silent == visitors.end() ? visitors.begin() : silent);
 }
 
-void SocketMeeting::go_on_with(std::list<Visitor>& visitors, Peers& peers) const {
+void SocketMeeting::go_on_with(std::list<Handshake>& visitors, Peers& peers) const {
   const auto earliest = Clock::now() - kPatience;
   for (auto visitor = visitors.begin(); visitor != visitors.end();) {
     const auto state = visitor->go_on();
-    if (state == Visitor::State::talks && visitor->came() > earliest) {
+    if (state == Handshake::State::talks && visitor->begun() > earliest) {
       ++visitor;
       continue;
     }
     // One that has called again takes the place of its first connection, which it gave up.
-    if (state == Visitor::State::known) {
-      const int other = visitor->rank();
-      peers[static_cast<size_t>(other)] =
-          peer_of(visitor->take_connection(), visitor->session(), other);
+    if (state == Handshake::State::known) {
+      peers[static_cast<size_t>(visitor->rank())] = peer_of(*visitor);
     }
     visitor = visitors.erase(visitor);
   }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <list>
@@ -25,7 +24,7 @@ class SocketMeeting {
   std::string listen(const std::string& host);
   /// `addresses`: what all ranks' `listen` returned, by rank. `look` is called now and then while
   /// this rank waits, and may throw. At most half a minute, as others then have a slower way.
-  /// Throws TimeoutError, CommError, DataError.
+  /// Throws TimeoutError with the ranks that are missing, CommError, DataError.
   std::vector<SocketPeer> connect(const std::vector<std::string>& addresses,
                                   std::chrono::milliseconds timeout,
                                   const std::function<void()>& look);
@@ -33,15 +32,18 @@ class SocketMeeting {
  private:
   using Clock = std::chrono::steady_clock;
   using Peers = std::vector<SocketPeer>;
+  using Call = std::function<Handshake(int other)>;
 
-  SocketPeer peer_of(UniqueFd connection, const Session& session, int other) const;
-  SocketPeer call(int other, Clock::time_point deadline, const std::atomic<bool>& stop) const;
-  void answer_all(Peers& peers, Clock::time_point deadline,
-                  const std::function<void()>& look) const;
-  void wait_for_words(const std::list<Visitor>& visitors, Clock::time_point deadline) const;
-  void let_in(std::list<Visitor>& visitors) const;
-  static void turn_away_one(std::list<Visitor>& visitors);
-  void go_on_with(std::list<Visitor>& visitors, Peers& peers) const;
+  SocketPeer peer_of(Handshake& known) const;
+  std::string name_of(int other) const;
+  Handshake call(int other, Clock::time_point deadline, const std::function<void()>& look) const;
+  void wait_for_words(const std::list<Handshake>& calls, const std::list<Handshake>& visitors,
+                      Clock::time_point deadline) const;
+  void let_in(std::list<Handshake>& visitors) const;
+  static void turn_away_one(std::list<Handshake>& visitors);
+  void go_on_with(std::list<Handshake>& visitors, Peers& peers) const;
+  void go_on_with_calls(std::list<Handshake>& calls, Peers& peers, const Call& call_again) const;
+  std::vector<int> missing(const Peers& peers) const;
 
   const int rank_, size_;
   const std::string key_;

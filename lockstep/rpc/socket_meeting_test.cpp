@@ -32,6 +32,13 @@ std::shared_ptr<FastLink> meet_as(const Store& store, int rank, const std::strin
               {.rank = rank, .size = 2, .shared_memory = false, .secret = secret, .job = "job"});
 }
 
+using State = Handshake::State;
+
+State until_it_ends(Handshake& handshake) {
+  wait_until([&] { return handshake.go_on() != State::talks; }, "the other end's words");
+  return handshake.go_on();
+}
+
 struct Endpoint {
   std::string host;
   uint16_t port = 0;
@@ -119,7 +126,7 @@ TEST(SocketMeeting, WithTooManyOpenFilesStrangersGoBeforeARank) {
   const Endpoint endpoint = endpoint_of(address);
   std::vector<UniqueFd> strangers;
   for (int i = 0; i < 100; ++i) strangers.push_back(endpoint.connect());
-  const UniqueFd rank = endpoint.connect();
+  UniqueFd rank = endpoint.connect();
   rlimit limit{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
   const auto restore = c10::make_scope_exit([limit] { setrlimit(RLIMIT_NOFILE, &limit); });
@@ -128,10 +135,8 @@ TEST(SocketMeeting, WithTooManyOpenFilesStrangersGoBeforeARank) {
   auto meets = std::async(std::launch::async, [&] {
     return meeting.connect({address, address}, 60s, [] {});
   });
-  const std::atomic<bool> go_on{false};
-  EXPECT_EQ(Caller(1, hmac_sha256("", "small calls of job"), go_on)
-                .greet(rank, 0, std::chrono::steady_clock::now() + 20s),
-            Caller::End::known);
+  Handshake calls(std::move(rank), 1, 0, 0, hmac_sha256("", "small calls of job"));
+  EXPECT_EQ(until_it_ends(calls), State::known);
   EXPECT_TRUE(meets.get().at(1).connection);
 }
 
@@ -146,20 +151,10 @@ class RankZero {
     if (!connection) throw TimeoutError("nobody has called");
     return connection;
   }
-  static Visitor visitor_at(UniqueFd connection, const std::string& job = "job") {
-    return {std::move(connection), 0, 3, hmac_sha256("", "small calls of " + job)};
+  static Handshake called_at(UniqueFd connection, const std::string& job = "job") {
+    return {std::move(connection), 0, 1, 2, hmac_sha256("", "small calls of " + job)};
   }
-  Visitor answer(const std::string& job = "job") { return visitor_at(next_call(), job); }
-  static Visitor::State until_it_ends(Visitor& visitor) {
-    auto state = Visitor::State::talks;
-    wait_until(
-        [&] {
-          state = visitor.go_on();
-          return state != Visitor::State::talks;
-        },
-        "the visitor's words");
-    return state;
-  }
+  Handshake answer(const std::string& job = "job") { return called_at(next_call(), job); }
 
  private:
   UniqueFd listener_ = listen_on("127.0.0.1", 0);
@@ -207,14 +202,14 @@ TEST(SocketMeeting, WhoWasHungUpOnCallsAgain) {
     // It has heard hello and proof and shown its own: without a last word that is no connection.
     const UniqueFd caller = zero.next_call();
     auto [near, far] = connection();
-    Visitor visitor = RankZero::visitor_at(std::move(far));
+    Handshake visitor = RankZero::called_at(std::move(far));
     forward(caller, near, sizeof(Session::Hello));
-    EXPECT_EQ(visitor.go_on(), Visitor::State::talks);
+    EXPECT_EQ(visitor.go_on(), State::talks);
     forward(near, caller, sizeof(Session::Hello) + visitor.session().proof("", "").size());
     wait_for_word(caller.get());
   }
-  Visitor visitor = zero.answer();
-  EXPECT_EQ(RankZero::until_it_ends(visitor), Visitor::State::known);
+  Handshake visitor = zero.answer();
+  EXPECT_EQ(until_it_ends(visitor), State::known);
   EXPECT_EQ(visitor.rank(), 1);
   EXPECT_TRUE(meets.get()[0].connection);
 }
@@ -223,15 +218,13 @@ TEST(SocketMeeting, WhoWasHungUpOnCallsAgain) {
 TEST(SocketMeeting, ACallThatFailsEndsTheWaitForOthers) {
   RankZero zero;
   auto meets = meet_with(zero, 3);
-  Visitor visitor = zero.answer("another job");
+  Handshake visitor = zero.answer("another job");
   EXPECT_THAT(message_of<CommError>([&] {
-                RankZero::until_it_ends(visitor);
+                until_it_ends(visitor);
                 meets.get();
               }),
               HasSubstr("does not answer as a rank of this job"));
 }
-
-const std::atomic<bool> never{false};
 
 // A rank 0 that is stopped says nothing: the end of the meeting does not wait for it.
 TEST(SocketMeeting, WhatFailsHereEndsACallThatWaits) {
@@ -244,45 +237,67 @@ TEST(SocketMeeting, WhatFailsHereEndsACallThatWaits) {
       if (fails) throw CommError("rank 2 has failed");
     });
   });
-  Visitor silent = zero.answer();
+  Handshake silent = zero.answer();
   wait_for_word(silent.descriptor());
   fails = true;
   EXPECT_EQ(meets.wait_for(15s), std::future_status::ready) << "it waits for its half a minute";
   EXPECT_THAT(message_of<CommError>([&] { meets.get(); }), HasSubstr("rank 2 has failed"));
 }
 
-/// What rank 1 with that key finds when it calls a rank 0 with "key", and what that finds.
-std::pair<Caller::End, Visitor::State> greet(const std::string& key, int caller, int called) {
+/// How both ends find each other. Who does not know the other hangs up.
+std::pair<State, State> talk(Handshake& one, Handshake& other) {
+  const auto is_over = [](Handshake& end) {
+    if (end.go_on() != State::talks && end.go_on() != State::known) end.take_connection();
+    return end.go_on() != State::talks;
+  };
+  wait_until(
+      [&] {
+        const bool one_is_over = is_over(one);
+        return is_over(other) && one_is_over;
+      },
+      "the handshake");
+  return {one.go_on(), other.go_on()};
+}
+
+/// Rank `caller` with that key calls rank `called`, and gets to rank `answers` of 4 with "key".
+std::pair<State, State> greet(const std::string& key, int caller, int called, int answers) {
   auto [near, far] = connection();
-  Visitor visitor(std::move(far), 0, 3, "key");
-  auto calls = std::async(std::launch::async, [&, given = std::move(near)]() mutable {
-    const UniqueFd end = std::move(given);  // It hangs up on a stranger.
-    return Caller(caller, key, never).greet(end, called, std::chrono::steady_clock::now() + 20s);
-  });
-  const auto found = RankZero::until_it_ends(visitor);
-  visitor.take_connection();  // It hangs up on a stranger.
-  return {calls.get(), found};
+  Handshake one(std::move(near), caller, called, called, key);
+  Handshake other(std::move(far), answers, answers + 1, 3, "key");
+  return talk(one, other);
 }
 
 TEST(SocketHandshake, EndsKnowEachOtherByTheKeyAndTheRank) {
-  using Called = Caller::End;
-  using Came = Visitor::State;
-  EXPECT_EQ(greet("key", 1, 0), std::pair(Called::known, Came::known));
-  EXPECT_EQ(greet("key", 2, 0), std::pair(Called::known, Came::known));
-  EXPECT_EQ(greet("another", 1, 0), std::pair(Called::a_stranger, Came::gone));
-  EXPECT_EQ(greet("key", 2, 1), std::pair(Called::a_stranger, Came::gone)) << "it is rank 0";
-  EXPECT_EQ(greet("key", 3, 0).second, Came::gone) << "there is no rank 3";
-  EXPECT_EQ(greet("key", 0, 0).second, Came::gone) << "the lower rank is called";
+  EXPECT_EQ(greet("key", 1, 0, 0), std::pair(State::known, State::known));
+  EXPECT_EQ(greet("key", 3, 2, 2), std::pair(State::known, State::known));
+  EXPECT_EQ(greet("another", 1, 0, 0), std::pair(State::a_stranger, State::hung_up));
+  EXPECT_EQ(greet("key", 2, 1, 0), std::pair(State::a_stranger, State::hung_up)) << "it is rank 0";
+  EXPECT_EQ(greet("key", 4, 0, 0), std::pair(State::hung_up, State::a_stranger)) << "no rank 4";
+  EXPECT_EQ(greet("key", 1, 0, 1).second, State::a_stranger) << "the lower rank is called";
+}
+
+// The called end shows its proof first. So one without the key has to be found by a caller that
+// does not look.
+TEST(SocketHandshake, TheCalledEndTakesNobodyWithoutTheKey) {
+  auto [near, far] = connection();
+  Handshake other(std::move(far), 0, 1, 2, "key");
+  Session session;
+  {
+    auto [caller, relay] = connection();
+    const Handshake says_hello(std::move(caller), 1, 0, 0, "another");
+    session = says_hello.session();
+    forward(relay, near, sizeof(Session::Hello));
+  }
+  EXPECT_EQ(other.go_on(), State::talks);
+  const std::string proof = session.proof("another", "higher");
+  ASSERT_EQ(send(near.get(), proof.data(), proof.size(), 0), proof.size());
+  EXPECT_EQ(other.go_on(), State::a_stranger);
 }
 
 TEST(SocketHandshake, WordsMayComeByteByByte) {
   auto [near, relay_near] = connection();
   auto [far, relay_far] = connection();
-  Visitor visitor(std::move(far), 0, 2, "key");
-  auto calls = std::async(std::launch::async, [end = std::move(near)] {
-    return Caller(1, "key", never).greet(end, 0, std::chrono::steady_clock::now() + 20s);
-  });
-  auto state = Visitor::State::talks;
+  Handshake one(std::move(near), 1, 0, 0, "key"), other(std::move(far), 0, 1, 1, "key");
   const auto pass = [](const UniqueFd& from, const UniqueFd& to) {
     char byte = 0;
     return recv(from.get(), &byte, 1, MSG_DONTWAIT) == 1 && send(to.get(), &byte, 1, 0) == 1;
@@ -290,29 +305,25 @@ TEST(SocketHandshake, WordsMayComeByteByByte) {
   wait_until(
       [&] {
         pass(relay_near, relay_far);
-        if (state == Visitor::State::talks) state = visitor.go_on();
-        while (pass(relay_far, relay_near)) {
-        }
-        return state != Visitor::State::talks;
+        pass(relay_far, relay_near);
+        const bool is_over = one.go_on() != State::talks;
+        return other.go_on() != State::talks && is_over;
       },
       "the handshake");
-  EXPECT_EQ(state, Visitor::State::known);
-  EXPECT_EQ(calls.get(), Caller::End::known);
+  EXPECT_EQ(one.go_on(), State::known);
+  EXPECT_EQ(other.go_on(), State::known);
 }
 
 TEST(SocketHandshake, AMessageRightBehindTheLastWordIsLeft) {
   auto [near, far] = connection();
-  Visitor visitor(std::move(far), 0, 2, "key");
-  auto calls = std::async(std::launch::async, [end = std::move(near)]() mutable {
-    EXPECT_EQ(Caller(1, "key", never).greet(end, 0, std::chrono::steady_clock::now() + 20s),
-              Caller::End::known);
-    return std::move(end);
-  });
-  EXPECT_EQ(RankZero::until_it_ends(visitor), Visitor::State::known);
-  EXPECT_EQ(send(visitor.descriptor(), "message", 7, 0), 7);
-  const UniqueFd kept = calls.get();
+  Handshake one(std::move(near), 1, 0, 0, "key"), other(std::move(far), 0, 1, 1, "key");
+  wait_until([&] { return one.go_on() != State::talks || other.go_on() != State::talks; },
+             "the last word");
+  ASSERT_EQ(other.go_on(), State::known);
+  EXPECT_EQ(send(other.descriptor(), "message", 7, 0), 7);
+  EXPECT_EQ(one.go_on(), State::known);
   char text[8] = {};
-  EXPECT_EQ(recv(kept.get(), text, 7, 0), 7);
+  EXPECT_EQ(recv(one.descriptor(), text, 7, 0), 7);
   EXPECT_STREQ(text, "message");
 }
 
