@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <list>
+#include <map>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -18,6 +19,7 @@ constexpr std::chrono::milliseconds kStall{10};
 /// The destructor's limit.
 constexpr std::chrono::seconds kLastWait{10};
 
+using Clock = std::chrono::steady_clock;
 using Threads = std::list<std::thread>;
 
 void join_all(Threads& threads) {
@@ -31,6 +33,7 @@ struct HandlerThreads::Core {
 
   /// False where a further thread is needed, and none can be started.
   static bool add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
+  static bool use_thread(const std::shared_ptr<Core>& core);
   static void watch_if_needed(const std::shared_ptr<Core>& core);
   static void watch(const std::shared_ptr<Core>& core);
   void work(Threads::iterator self);
@@ -41,8 +44,9 @@ struct HandlerThreads::Core {
   std::mutex mutex;
   std::condition_variable changed, watched;
   std::deque<std::function<void()>> tasks;
+  std::multimap<Clock::time_point, std::function<void()>> later;
   Threads threads, ended;
-  std::thread watch_thread;  ///< Looks whether tasks wait for long.
+  std::thread watch_thread;  ///< Looks whether tasks wait for long, and whose time has come.
   size_t free = 0, waiting = 0;
   int64_t taken = 0;
   bool ends = false;
@@ -63,13 +67,16 @@ HandlerThreads::~HandlerThreads() {
 
 bool HandlerThreads::end(std::chrono::milliseconds limit) noexcept {
   Threads all;
-  std::deque<std::function<void()>> dropped;  // Their ends may do anything, so without the lock.
+  // Their ends may do anything, so without the lock.
+  decltype(core_->tasks) dropped;
+  decltype(core_->later) dropped_later;
   bool ended = false;
   std::thread watch;
   {
     std::unique_lock lock(core_->mutex);
     core_->ends = true;
     dropped.swap(core_->tasks);
+    dropped_later.swap(core_->later);
     core_->changed.notify_all();
     core_->watched.notify_all();
     // Each thread moves itself to the ended ones.
@@ -93,9 +100,7 @@ void HandlerThreads::run(std::function<void()> task) {
     if (core_->ends) return;
     ended.swap(core_->ended);
     core_->tasks.push_back(std::move(task));
-    if (core_->free >= core_->tasks.size()) {
-      core_->changed.notify_one();
-    } else if (!Core::add_if_needed(core_, false) && core_->threads.empty()) {
+    if (!Core::use_thread(core_) && core_->threads.empty()) {
       refused = std::move(core_->tasks.back());
       core_->tasks.pop_back();
     }
@@ -103,6 +108,20 @@ void HandlerThreads::run(std::function<void()> task) {
   }
   join_all(ended);
   if (refused) throw std::system_error(EAGAIN, std::generic_category(), "rpc: starting a thread");
+}
+
+void HandlerThreads::run_later(std::chrono::milliseconds delay, std::function<void()> task) {
+  const std::lock_guard lock(core_->mutex);
+  if (core_->ends) return;
+  core_->later.emplace(Clock::now() + delay, std::move(task));
+  Core::watch_if_needed(core_);
+}
+
+// With the lock, for the task that is the last now. False: none can be started for it.
+bool HandlerThreads::Core::use_thread(const std::shared_ptr<Core>& core) {
+  if (core->free < core->tasks.size()) return add_if_needed(core, false);
+  core->changed.notify_one();
+  return true;
 }
 
 // With the lock. Where none can be started, those that are there get to the task in time.
@@ -122,7 +141,7 @@ bool HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool
 
 // With the lock.
 void HandlerThreads::Core::watch_if_needed(const std::shared_ptr<Core>& core) {
-  if (core->tasks.size() <= core->free) return;
+  if (core->tasks.size() <= core->free && core->later.empty()) return;
   if (!core->watch_thread.joinable()) {
     try {
       core->watch_thread = std::thread([core] { watch(core); });
@@ -167,13 +186,21 @@ void HandlerThreads::Core::work(Threads::iterator self_thread) {
 void HandlerThreads::Core::watch(const std::shared_ptr<Core>& core) {
   std::unique_lock lock(core->mutex);
   while (!core->ends) {
-    if (core->tasks.empty()) {
-      core->watched.wait(lock);
-      continue;
+    auto& later = core->later;
+    while (!later.empty() && later.begin()->first <= Clock::now()) {
+      core->tasks.push_back(std::move(later.extract(later.begin()).mapped()));
+      use_thread(core);
     }
-    const int64_t before = core->taken;
-    core->watched.wait_for(lock, kStall, [&] { return core->ends; });
-    if (core->taken == before) add_if_needed(core, true);
+    if (!core->tasks.empty()) {  // Another one whose time comes would wait as well.
+      const int64_t before = core->taken;
+      core->watched.wait_for(lock, kStall, [&] { return core->ends; });
+      if (core->taken == before) add_if_needed(core, true);
+    } else if (later.empty()) {
+      core->watched.wait(lock);
+    } else {
+      const auto next = later.begin()->first;
+      core->watched.wait_until(lock, next);
+    }
   }
 }
 

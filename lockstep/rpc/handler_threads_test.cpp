@@ -66,6 +66,29 @@ TEST(HandlerThreads, AFreeThreadIsUsedAgain) {
   EXPECT_LT(threads.size(), 100U);
 }
 
+TEST(HandlerThreads, ATaskForLaterRunsWhenItsTimeHasCome) {
+  using Clock = std::chrono::steady_clock;
+  using std::chrono::milliseconds;
+  std::latch all(3);
+  std::atomic<int> next = 0;
+  int order[3] = {};
+  const auto begin = Clock::now();
+  {
+    HandlerThreads threads(1);
+    threads.run_later(std::chrono::hours(1), [] { FAIL() << "its time has not come"; });
+    for (const int hundreds : {3, 1, 2}) {
+      const milliseconds delay(100 * hundreds);
+      threads.run_later(delay, [&, delay, hundreds] {
+        EXPECT_GE(Clock::now() - begin, delay);
+        order[next++] = hundreds;
+        all.count_down();
+      });
+    }
+    all.wait();
+  }
+  EXPECT_EQ(std::vector<int>(std::begin(order), std::end(order)), (std::vector<int>{1, 2, 3}));
+}
+
 TEST(HandlerThreads, ATaskThatDoesNotEndIsLeftBehind) {
   // They live longer than the threads.
   static std::latch begun(2), released(1), over(2);

@@ -11,17 +11,11 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-const auto& lifeline_function() {
-  static const auto registered = function(
-      "lockstep.rpc.lifeline", [] { return this_worker("rpc: a lifeline")->peers().lifeline(); });
-  return registered;
-}
+const auto lifeline_function = function("lockstep.rpc.lifeline", [] {
+  return this_worker("rpc: a lifeline")->peers().lifeline();
+});
 
 }  // namespace
-
-void register_lifeline() {
-  lifeline_function();
-}
 
 Peers::Peers(Store store, std::vector<std::string> names, int id, OnLoss on_loss)
     : store_(std::move(store)),
@@ -36,7 +30,7 @@ void Peers::watch(int id, const std::string& name) {
     const std::lock_guard lock(shared_->mutex);
     shared_->peers[id] = {name, State::here};
   }
-  const auto state = send_call_to(id, lifeline_function().signature(), {});
+  const auto state = send_call_to(id, lifeline_function.signature(), {});
   state->when_done([shared = shared_, id, state = std::weak_ptr(state)] {
     State now = State::left;
     try {

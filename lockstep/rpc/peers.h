@@ -75,7 +75,4 @@ class Peers {
   const std::shared_ptr<Shared> shared_;  ///< Lifelines may end after this object.
 };
 
-/// Registers the function that lifelines call.
-void register_lifeline();
-
 }  // namespace lockstep::rpc::detail

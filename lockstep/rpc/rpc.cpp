@@ -156,8 +156,6 @@ namespace {
 
 detail::Worker::Setup setup_of(const Options& options, const std::string& name) {
   detail::register_optimizer_functions();
-  detail::register_lifeline();
-  detail::register_meeting();
   detail::Worker::Setup setup;
   setup.name = name;
   setup.max_pending = options.max_pending;

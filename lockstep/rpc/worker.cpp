@@ -8,7 +8,6 @@
 
 #include <map>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -75,19 +74,11 @@ std::pair<std::string, std::string> unpacked_address(const std::string& text) {
   return {text.substr(0, end), text.substr(end + 1)};
 }
 
-using JoinedFunction = Function<bool(int, std::string, std::string)>;
-const JoinedFunction& joined_function() {
-  static const JoinedFunction registered = function(
-      "lockstep.rpc.joined", [](int id, const std::string& name, const std::string& address) {
-        return this_worker("rpc: a worker joins")->add_joined(id, name, address);
-      });
-  return registered;
-}
-
-const auto& greeted_function() {
-  static const auto registered = function("lockstep.rpc.greeted", [] {});
-  return registered;
-}
+const Function<bool(int, std::string, std::string)> joined = function(
+    "lockstep.rpc.joined", [](int id, const std::string& name, const std::string& address) {
+      return this_worker("rpc: a worker joins")->add_joined(id, name, address);
+    });
+const auto greeted = function("lockstep.rpc.greeted", [] {});
 
 std::shared_ptr<FastPath> make_fast_path(const Worker::Setup& setup,
                                          const std::shared_ptr<const CallRunner>& runner,
@@ -188,7 +179,7 @@ void Worker::greet_others() {
   for (int id = 0; id < static_cast<int>(names_.size()); ++id) {
     if (id == id_) continue;
     greetings[names_[static_cast<size_t>(id)]] =
-        send_call_to(id, greeted_function().signature(), {}, limit);
+        send_call_to(id, greeted.signature(), {}, limit);
   }
   std::vector<std::string> missing;
   for (const auto& [name, greeting] : greetings) {
@@ -223,8 +214,8 @@ void Worker::join_others(Store store) {
     bool taken = false;
     try {
       const auto told =
-          send_call_to(id, joined_function().signature(),
-                       JoinedFunction::pack(id_, name_, transport_->address()), timeout_);
+          send_call_to(id, joined.signature(), joined.pack(id_, name_, transport_->address()),
+                       timeout_);
       taken = !Value<bool>::from(told->value({}));
     } catch (const CommError& error) {  // It was lost, or nobody is at its address.
       const std::string text = error.what();
@@ -249,22 +240,6 @@ bool Worker::add_joined(int id, const std::string& name, const std::string& addr
 
 Worker::~Worker() {
   leave_now();
-}
-
-void Worker::run_later(milliseconds delay, std::function<void()> task) {
-  static constexpr milliseconds kNextAttempt{100};
-  later_.add(Clock::now() + delay, [this, task = std::move(task)] {
-    try {
-      threads_->run(task);
-    } catch (const std::system_error&) {  // No thread can be started.
-      run_later(kNextAttempt, task);
-    }
-  });
-}
-
-void register_meeting() {
-  joined_function();
-  greeted_function();
 }
 
 void Worker::throw_unanswered() const {
@@ -357,7 +332,7 @@ milliseconds default_timeout() {
 }
 
 void run_later(milliseconds delay, std::function<void()> task) {
-  this_worker("rpc::batched")->run_later(delay, std::move(task));
+  this_worker("rpc::batched")->threads().run_later(delay, std::move(task));
 }
 
 void check_batch_options(const std::string& name, const BatchOptions& options) {

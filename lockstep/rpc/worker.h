@@ -11,7 +11,6 @@
 #include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/fast_path.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/later_tasks.h"
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/running_functions.h"
@@ -54,8 +53,7 @@ class Worker {
   CallCount& calls() { return calls_; }
   /// Null: there is none.
   FastPath* fast_path() { return fast_path_.get(); }
-  /// Runs the task on a handler thread after a while.
-  void run_later(std::chrono::milliseconds delay, std::function<void()> task);
+  HandlerThreads& threads() { return *threads_; }
 
   std::chrono::milliseconds timeout() const { return timeout_; }
 
@@ -93,13 +91,9 @@ class Worker {
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<FastPath> fast_path_;
   Peers peers_;
-  LaterTasks later_;
   std::shared_ptr<Transport> transport_;
   bool left_ = false;
 };
-
-/// Registers the functions that workers call when they meet.
-void register_meeting();
 
 /// The process's worker. Throws UsageError, which says what was called, when there is none.
 std::shared_ptr<Worker> this_worker(const char* what);
