@@ -22,7 +22,7 @@ using test::run_group;
 using test::small_task;
 using ::testing::ThrowsMessage;
 using test::train_task;
-using testing::TrainTask;
+using test::TrainTask;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;

@@ -24,7 +24,7 @@ using test::loader_of;
 using test::noise_images;
 using test::small_task;
 using ::testing::ThrowsMessage;
-using testing::TrainTask;
+using test::TrainTask;
 
 struct Recorder : Callback {
   std::vector<int64_t> steps, logs, epochs;

@@ -29,7 +29,7 @@ using test::noise_images;
 using test::run_group;
 using ::testing::ThrowsMessage;
 using test::train_task;
-using testing::TrainTask;
+using test::TrainTask;
 
 /// A batch that is no lockstep::Batch, and a loader that is no DataLoader.
 struct Pairs {

@@ -23,7 +23,7 @@ using ::testing::HasSubstr;
 using test::noise_images;
 using test::run_group;
 using test::small_task;
-using testing::TrainTask;
+using test::TrainTask;
 
 /// Those of several processes.
 std::vector<std::string> strategies_of_ranks() {

@@ -18,8 +18,9 @@ struct Row {
 };
 
 constexpr Row kCommands[] = {
-    {"train", train_command}, {"eval", eval_command},
-    {"bench", bench_command}, {"estimate-memory", estimate_memory_command},
+    {"train", train_command},
+    {"eval", eval_command},
+    {"estimate-memory", estimate_memory_command},
     {"env", env_command},
 };
 

@@ -13,17 +13,17 @@
 namespace lockstep::tool {
 namespace {
 
-constexpr const char* kLibrary = "liblockstep_cli.so";
+constexpr const char* kCli = "liblockstep_cli.so";
 
-/// The library beside the binary: in the build tree in ../lib, installed in the library folder.
+/// A library beside the binary: in the build tree in ../lib, installed in the library folder.
 /// Never unloaded: LibTorch's threads and registrations do not survive that.
-void* load_library() {
+void* load_library(const std::string& name, const std::string& if_missing) {
   launch::choose_omp_waiting();  // OpenMP, which comes with LibTorch, reads it when it is loaded.
   namespace fs = std::filesystem;
   const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
   std::string tried;
   for (const auto& candidate :
-       {folder / ".." / "lib" / kLibrary, folder / ".." / LOCKSTEP_LIBDIR / kLibrary}) {
+       {folder / ".." / "lib" / name, folder / ".." / LOCKSTEP_LIBDIR / name}) {
     const auto path = candidate.lexically_normal();
     tried += (tried.empty() ? "" : ", ") + path.string();
     std::error_code ignored;
@@ -35,8 +35,12 @@ void* load_library() {
     throw Error("cannot load " + path.string() + ": " + dlerror(),
                 "was LibTorch moved or updated since the build? Build again");
   }
-  throw Error(std::string(kLibrary) + " is missing; looked for " + tried,
-              "the binary belongs into bin/ beside that folder");
+  throw Error(name + " is missing; looked for " + tried, if_missing);
+}
+
+void* symbol_in(const std::string& library, const std::string& if_missing, const char* name) {
+  if (void* found = dlsym(load_library(library, if_missing), name)) return found;
+  throw Error(library + " is of another version than this binary: it lacks " + name);
 }
 
 template <class Function>
@@ -47,9 +51,12 @@ Function* symbol(const char* name) {
 }  // namespace
 
 void* library_symbol(const char* name) {
-  void* library = load_library();
-  if (void* found = dlsym(library, name)) return found;
-  throw Error(std::string(kLibrary) + " is of another version than this binary: it lacks " + name);
+  return symbol_in(kCli, "the binary belongs into bin/ beside that folder", name);
+}
+
+void* bench_symbol(const char* name) {
+  return symbol_in("liblockstep_bench.so", "`make build` builds it; `make train` does not need it",
+                   name);
 }
 
 std::shared_ptr<void> serve_store(int listen_fd) {

@@ -11,6 +11,8 @@ namespace lockstep::tool {
 /// What liblockstep_cli.so offers under a name (entry.h). Loads it, and LibTorch, first. Throws
 /// lockstep::Error.
 void* library_symbol(const char* name);
+/// The same of liblockstep_bench.so. A process loads one of the two: each holds what it needs of Lockstep.
+void* bench_symbol(const char* name);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, for as long
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.

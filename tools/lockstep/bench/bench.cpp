@@ -21,7 +21,7 @@
 #include "tools/lockstep/bench/pipeline_bench.h"
 #include "tools/lockstep/bench/process.h"
 #include "tools/lockstep/bench/scaling.h"
-#include "tools/lockstep/commands.h"
+#include "tools/lockstep/entry.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/env_report.h"
 
@@ -439,8 +439,6 @@ int run_benchmark(const Kind& kind, const std::vector<std::string>& args) {
   return 0;
 }
 
-}  // namespace
-
 int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
   if (!args.empty() && args[0] == "pipeline") return bench_pipeline({args.begin() + 1, args.end()});
@@ -456,4 +454,11 @@ int bench_command(const std::vector<std::string>& args) {
   return 0;
 }
 
+}  // namespace
 }  // namespace lockstep::tool
+
+int lockstep_bench_main(int argc, char** argv) {
+  using namespace lockstep::tool;
+  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
+  return run_guarded("lockstep bench", [&] { return bench_command(args); });
+}
