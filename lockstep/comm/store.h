@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace c10d {
@@ -81,6 +82,8 @@ Store tcp_store(const TcpStoreOptions& options);
 /// The port that a store made by `tcp_store` (or a prefix of one) listens on or is connected to.
 /// Throws UsageError for any other store.
 uint16_t tcp_store_port(const Store& store);
+/// Host and port of a store made by `tcp_store` (or a prefix of one); none for any other store.
+std::optional<std::pair<std::string, uint16_t>> tcp_endpoint(const Store& store);
 /// A store in a file that all ranks can reach, on one host or by a network file system that locks.
 /// `world_size` of -1: any number of users; else the last of that many removes the file.
 Store file_store(const std::filesystem::path& path, int world_size = -1);

@@ -25,6 +25,7 @@
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/native_store.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
 #include "lockstep/comm/shared_memory/host_place.h"
@@ -226,18 +227,47 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   return backend;
 }
 
-/// Each start of a job has keys of its own: an agent's store outlives the ranks.
-Store own_keys(const Store& root, int64_t restart_count) {
-  return prefix_store("lockstep/" + std::to_string(restart_count), root);
+constexpr const char* kGenerations = "generation/";
+
+/// All keys of a generation. Those of the first lie where Python's ranks look for them.
+Store keys_of_generation(const Store& root, int64_t generation) {
+  return generation == 0 ? root : prefix_store(kGenerations + std::to_string(generation), root);
+}
+
+Store own_keys(const Store& of_generation) {
+  return prefix_store("lockstep", of_generation);
+}
+
+/// Deletes what earlier generations left: the keys of members that died as well.
+void forget_generations_before(const Store& root, int64_t generation) {
+  const auto store = native_store(root);
+  for (const std::string& key : store->listKeys()) {
+    const bool first = key.starts_with("default_pg/") || key.starts_with("lockstep/");
+    const auto words = split(key, '/');
+    const auto number = key.starts_with(kGenerations) ? parse_int(words[1]) : std::nullopt;
+    if (first || (number && *number < generation)) store->deleteKey(key);
+  }
 }
 
 Store program_keys(const Store& own) {
   return prefix_store("user", own);
 }
 
-/// "host:port/restarts"
-std::string store_address_of(const JobEnvironment& job) {
-  return endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(job.restart_count);
+/// "host:port/generation"
+std::string store_address_of(const JobEnvironment& job, int64_t generation) {
+  return endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(generation);
+}
+
+/// torchrun keeps one store for all its restarts. Who holds a store of its own makes a new one.
+int64_t generation_of(const InitOptions& options, const JobEnvironment& job) {
+  if (options.generation >= 0) return options.generation;
+  return job.agent_store ? job.restart_count : 0;
+}
+
+void expect_generation_exists(int64_t generation) {
+  if (generation >= -1) return;
+  throw UsageError("init: generation " + std::to_string(generation) +
+                   " is no whole number of at least 0");
 }
 
 }  // namespace
@@ -249,6 +279,7 @@ class World::Impl {
   void close(bool failing) noexcept;
 
   JobEnvironment job;
+  int64_t generation = 0;
   std::string store_address;
   std::shared_ptr<GroupContext> context;
   Store store;  // The program's own keys.
@@ -270,10 +301,15 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   if (options.keep_freed_memory) keep_freed_memory();
   context->debug = debug_of(options);
   if (options.backend != "auto") backend_info(options.backend);
-  Rendezvous plan = plan_rendezvous(options.init_method, options.rank, options.world_size,
-                                    [](const std::string& name) { return env_string(name); });
+  expect_generation_exists(options.generation);
+  Rendezvous plan =
+      options.store
+          ? plan_over_store(options.store, options.rank, options.world_size)
+          : plan_rendezvous(options.init_method, options.rank, options.world_size,
+                            [](const std::string& name) { return env_string(name); });
   find_master(plan, timeout);
   job = plan.job;
+  generation = generation_of(options, job);
   if (job.slurm_tasks > 1) {
     log_info("init: 1 rank, as this is the shell of Slurm's " + job.slurm_allocation +
              " and no step; srun starts its " + std::to_string(job.slurm_tasks) + " tasks");
@@ -286,10 +322,12 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
       options.interface.empty() ? env_string("GLOO_SOCKET_IFNAME").value_or("") : options.interface;
   holds_store_ = holds_store(plan);
   if (job.world_size > 1) make_room(job, holds_store_);
-  root_ = open_store(plan, timeout);
-  context->store = prefix_store("default_pg", root_);
-  context->own_store = own_keys(root_, job.restart_count);
-  if (plan.kind == Rendezvous::Kind::tcp) store_address = store_address_of(job);
+  root_ = options.store ? options.store.clone() : open_store(plan, timeout);
+  if (options.store) root_.set_timeout(timeout);
+  const Store keys = keys_of_generation(root_, generation);
+  context->store = prefix_store("default_pg", keys);
+  context->own_store = own_keys(keys);
+  if (plan.kind == Rendezvous::Kind::tcp) store_address = store_address_of(job, generation);
   context->address = job.single_host ? "127.0.0.1" : reachable_address(job.master_addr);
   store = program_keys(context->own_store);
 
@@ -312,6 +350,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   group = ProcessGroup(form_group(context, kDefaultGroup, everyone, context->backend));
   if (job.local_rank < 0 || job.local_size < 0) find_local_ranks(context->own_store, job);
   forget_meeting(job);
+  if (generation > 0 && job.rank == 0) forget_generations_before(root_, generation);
 }
 
 void World::Impl::say_farewell(bool failing) {
@@ -384,6 +423,9 @@ int World::node_rank() const {
 const std::string& World::launcher() const {
   return impl_->job.launcher;
 }
+int64_t World::generation() const {
+  return impl_->generation;
+}
 c10::Device World::device() const {
   return impl_->context->device;
 }
@@ -432,9 +474,9 @@ World init(const InitOptions& options) {
 Store store_of_job(const std::string& address, milliseconds timeout) {
   const size_t slash = std::min(address.rfind('/'), address.size());
   const auto endpoint = parse_endpoint(address.substr(0, slash));
-  const auto restarts =
+  const auto generation =
       parse_int(std::string_view(address).substr(std::min(slash + 1, address.size())));
-  if (!endpoint || endpoint->first.empty() || !restarts || *restarts < 0) {
+  if (!endpoint || endpoint->first.empty() || !generation || *generation < 0) {
     throw UsageError("'" + address + "' is no address of a job's store; expected HOST:PORT/NUMBER",
                      "World::store_address() of one of the job's ranks gives it");
   }
@@ -442,7 +484,7 @@ Store store_of_job(const std::string& address, milliseconds timeout) {
   options.host = without_brackets(endpoint->first);
   options.port = endpoint->second;
   options.timeout = timeout;
-  return program_keys(own_keys(tcp_store(options), *restarts));
+  return program_keys(own_keys(keys_of_generation(tcp_store(options), *generation)));
 }
 
 }  // namespace lockstep

@@ -30,6 +30,13 @@ struct InitOptions {
   std::string init_method = "env://";
   int rank = -1;        ///< -1: from the URL (tcp://host:port?rank=0&world_size=2) or environment.
   int world_size = -1;  ///< Likewise.
+  /// Meet over this store in place of an init method; `rank` and `world_size` must then be given.
+  /// It must outlive every World over it, so hold it in a process that no rank's end takes along.
+  /// The World uses a connection of its own. Empty: as `init_method` says.
+  Store store = {};
+  /// Which World over one store this is. All its ranks give the same number, and a later World a
+  /// greater one: see `init`. -1: how often torchrun has restarted the job's ranks, else 0.
+  int64_t generation = -1;
   /// Every collective and the meeting itself give up after this long. None: LOCKSTEP_TIMEOUT
   /// (seconds), else two minutes. PyTorch waits 30. A person at a terminal wants to know sooner.
   /// From a millisecond to a million seconds (11 days).
@@ -67,6 +74,7 @@ class World {
   int node_rank() const;
   /// "torchrun", "lockstep", "slurm", "openmpi", "explicit" or "none".
   const std::string& launcher() const;
+  int64_t generation() const;
   /// cuda:<local_rank> with nccl, else cpu.
   c10::Device device() const;
   /// This host's address in numbers, as the job's other hosts reach it. "127.0.0.1" where the
@@ -99,7 +107,13 @@ class World {
 /// - TimeoutError naming the missing ranks and the address,
 /// - PeerLostError where a rank that had come was lost, or the process that holds the store,
 /// - CommError.
-/// Once per process: another World may follow a closed one only with a new store.
+/// One World at a time. Another one may follow a closed one, also one that failed: over the same
+/// store with a greater `generation`, with other members and another rank, or over a new store.
+/// Each generation has keys of its own, so nothing of an earlier one is taken for its own. When a
+/// generation has formed, its rank 0 deletes the keys of earlier ones. A rank that is late and
+/// still in one of those gets an error. What was made over the former World (groups, DDP,
+/// samplers, ...) is made anew over the module that lives on, and must go first. Python's ranks can
+/// be members of generation 0 only. mpi starts once in a process: it has one World.
 World init(const InitOptions& options = {});
 
 /// The keys of a job's World::store(), for a process that is none of its ranks. `address`: what

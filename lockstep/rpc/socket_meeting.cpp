@@ -115,7 +115,7 @@ std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& a
     if (time_left(deadline).count() == 0) {
       std::vector<std::string> names;
       for (const int other : left) names.push_back(name_of(other));
-      throw TimeoutError("rpc: no connection to " + join(names, ", "));
+      throw TimeoutError("rpc: no connection to " + lockstep::join(names, ", "));
     }
     wait_for_words(calls, visitors, std::min(deadline, Clock::now() + kBetweenLooks));
     let_in(visitors);

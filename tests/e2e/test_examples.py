@@ -2,11 +2,15 @@
 
 import contextlib
 import difflib
+import os
 import pathlib
+import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 import unittest
 
 import lockstep_testing as t
@@ -327,12 +331,40 @@ class Series(unittest.TestCase):
             self.assertIn("[GPU1] Epoch 0 | Batchsize: 32 | Steps: 32", out)
             self.assertEqual(names_in(folder / "snapshot.safetensors"), {"weight", "bias"})
 
+    @unittest.skipUnless(t.torch_is_the_linked_one(), "this Python's torch is not the LibTorch that is linked")
+    def test_a_restart_by_torchrun(self):
+        """torchrun keeps one store for all its attempts. The second one must not take the first one's keys for its own."""
+        seed = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+        print(f"LOCKSTEP_FAULT_SEED={seed}", flush=True)
+        chance = random.Random(seed)
+        program = EXAMPLES / "002_ddp_series/multigpu_torchrun"
+        with t.temporary_folder() as folder:
+            job = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                                    "--max-restarts", "3", "--no-python", program, "200", "1"], cwd=folder, text=True,
+                                   env=environment_of(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            try:
+                t.wait_until((folder / "snapshot.safetensors").exists, 60, "the first snapshot")
+                time.sleep(chance.uniform(0, 0.5))
+                os.kill(chance.choice(processes_of(program, job.pid)), signal.SIGKILL)
+                output, errors = job.communicate(timeout=120)
+            finally:
+                job.kill()
+                job.wait(20)
+            self.assertEqual(job.returncode, 0, errors)
+            self.assertEqual(output.count("Resuming training from snapshot at Epoch"), 2, output + errors)
+
     def test_a_foreign_snapshot_is_named(self):
         with t.temporary_folder() as folder:
             (folder / "snapshot.safetensors").write_bytes(b"not one")
             result = run("002_ddp_series/multigpu_torchrun", 1, 1, cwd=folder, check=False, MASTER_PORT="")
             self.assertEqual(result.returncode, 1)
             self.assertIn("snapshot.safetensors", result.stderr)
+
+
+def processes_of(program, ancestor):
+    """The children of a process that run this program."""
+    children = pathlib.Path(f"/proc/{ancestor}/task/{ancestor}/children").read_text().split()
+    return [int(child) for child in children if os.readlink(f"/proc/{child}/exe") == str(program)]
 
 
 class OpenTrainer(unittest.TestCase):

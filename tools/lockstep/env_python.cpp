@@ -10,7 +10,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 namespace {

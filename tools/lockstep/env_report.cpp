@@ -29,7 +29,7 @@
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/omp_waiting.h"
-#include "tools/lockstep/bench/bench_data.h"
+#include "tools/lockstep/mnist_folder.h"
 #include "tools/lockstep/train/placement.h"
 
 extern char** environ;

@@ -120,6 +120,10 @@ int64_t LimitedTcpStore::getNumKeys() {
   return limited([&] { return TCPStore::getNumKeys(); });
 }
 
+std::vector<std::string> LimitedTcpStore::listKeys() {
+  return limited([&] { return TCPStore::listKeys(); });
+}
+
 void LimitedTcpStore::wait(const std::vector<std::string>& keys) {
   wait(keys, getTimeout());
 }

@@ -146,6 +146,19 @@ Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int a
   return plan;
 }
 
+Rendezvous plan_over_store(const Store& store, int rank, int world_size) {
+  Rendezvous plan;
+  plan.job = explicit_job(rank, world_size, [](const std::string&) { return std::nullopt; });
+  plan.job.agent_store = true;  // Somebody else serves it.
+  if (const auto endpoint = tcp_endpoint(store)) {
+    plan.kind = Rendezvous::Kind::tcp;
+    plan.job.master_addr = endpoint->first;
+    plan.job.master_port = endpoint->second;
+  }
+  plan.job.single_host = world_size == 1 || is_loopback_host(plan.job.master_addr);
+  return plan;
+}
+
 bool holds_store(const Rendezvous& plan) {
   return plan.kind == Rendezvous::Kind::tcp && !plan.job.agent_store && plan.job.rank == 0;
 }

@@ -19,7 +19,7 @@
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
 #include "tools/lockstep/bench/pipeline_bench.h"
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/scaling.h"
 #include "tools/lockstep/entry.h"
 #include "tools/lockstep/env_python.h"

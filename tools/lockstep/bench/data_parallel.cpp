@@ -18,7 +18,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/worker.h"
 
 namespace lockstep::tool {

@@ -3,7 +3,7 @@
 
 #include "lockstep/base/error.h"
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/runner_impl.h"
 
 namespace lockstep::tool {

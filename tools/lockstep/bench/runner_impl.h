@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 #include "tools/lockstep/env_python.h"
 
 namespace lockstep::tool {

@@ -1,4 +1,4 @@
-#include "tools/lockstep/bench/bench_data.h"
+#include "tools/lockstep/mnist_folder.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -1,4 +1,4 @@
-#include "tools/lockstep/bench/process.h"
+#include "tools/lockstep/process.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
