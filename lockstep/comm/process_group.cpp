@@ -76,7 +76,6 @@ void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tenso
                    "pass tensor.clone(), and copy the result back where it is an output");
 }
 
-/// Of a receive, which may be held back until its send is there: too late for a mistake.
 void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
   check_tensor(impl, operation, tensor);
   if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);

@@ -46,7 +46,8 @@ struct P2POp {
 /// Work. Every call throws:
 /// - MismatchError when ranks disagree. Over shm every call is compared, over hierarchical every
 ///   collective. Of hierarchical's sends and receives, and of all calls over gloo and mpi, the
-///   first ten are compared. At debug level `detail` all are, on any backend.
+///   first ten are compared. At debug level `detail` all are, on any backend. recv_any is compared
+///   over shm only.
 /// - TimeoutError naming operation, sequence number, ranks and seconds.
 /// - PeerLostError naming the ranks that ended. It is a PeerLeftError where they closed the group
 ///   after their training loop, so that the ranks' loops were not of the same length.
@@ -126,7 +127,8 @@ class ProcessGroup {
 
   void send(const at::Tensor& tensor, int dst, int tag = 0) const;
   void recv(at::Tensor& tensor, int src, int tag = 0) const;
-  /// Receives from the rank that sends first, and returns that rank.
+  /// Receives from the rank that sends first, and returns that rank. Over gloo and hierarchical it
+  /// notices a dead rank at the time-out only, and a longer message ends the process.
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;

@@ -87,9 +87,10 @@ std::optional<Step> deviated(const Job& job, Carrier carrier, const Step& step, 
   // Not compared, by their contract or by what they do:
   // - objects: their sizes may differ, and what is no object is not told apart from one,
   // - monitored_barrier: it is of the store, and not of the group's calls,
-  // - a new group: who does not form it comes too late, see Ending.
+  // - a new group: who does not form it comes too late, see Ending,
+  // - receives from any rank, but over shm.
   if (step.kind == Kind::objects || step.kind == Kind::monitored_barrier ||
-      step.kind == Kind::form_group)
+      step.kind == Kind::form_group || (step.kind == Kind::collect_any && carrier != Carrier::shm))
     return std::nullopt;
   const bool tensors = step.kind != Kind::barrier;
   KeyedRandom random(step.key, 11);

@@ -27,9 +27,7 @@ class StoreLostToMessages final : public c10d::HashStore {
  public:
   explicit StoreLostToMessages(bool to_all = false) : to_all_(to_all) {}
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    const bool message = key.find("p2p/") != std::string::npos;
-    if (message && to_all_) lost_ = true;
-    throw_if_lost(message);
+    throw_if_lost();
     HashStore::set(key, value);
   }
   std::vector<uint8_t> get(const std::string& key) override {
@@ -38,7 +36,9 @@ class StoreLostToMessages final : public c10d::HashStore {
   }
   std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
                                   const std::vector<uint8_t>& desired) override {
-    throw_if_lost();
+    const bool message = key.find("p2p/") != std::string::npos;
+    if (message && to_all_) lost_ = true;
+    throw_if_lost(message);
     return HashStore::compareSet(key, expected, desired);
   }
   int64_t add(const std::string& key, int64_t value) override {

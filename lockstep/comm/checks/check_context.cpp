@@ -187,17 +187,6 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
   tell(connected_, failed_key(rank_), (known ? "!" : "?") + word);
 }
 
-void CheckContext::take_back(const std::string& text) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (told_ != word_for(text)) return;
-    told_.clear();
-    told_cause_ = false;
-  }
-  // Not deleted: others may have seen it and be about to read it.
-  tell(connected_, failed_key(rank_), "");
-}
-
 std::string CheckContext::told() const {
   const std::lock_guard lock(mutex_);
   return told_;
@@ -207,7 +196,6 @@ std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
   const QuietNativeLog quiet;
   if (!store().check({failed_key(rank)})) return std::nullopt;
   const std::string word = store().get_to_str(failed_key(rank));
-  if (word.empty()) return std::nullopt;  // Taken back.
   return Word{word.substr(1), word[0] == '!'};
 }
 

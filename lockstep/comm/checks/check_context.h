@@ -59,8 +59,6 @@ class CheckContext {
   /// Tells the other ranks in what this one failed, and, when it is `known`, why. Never throws, and
   /// waits for no connection: without one nobody is told.
   void tell_failed(const std::string& text, bool known) noexcept;
-  /// Takes back what `tell_failed` told, unless it has told something else since. Never throws.
-  void take_back(const std::string& text) noexcept;
   /// What this rank told last, also when the store was lost. Empty when it told nothing. Never
   /// blocks.
   std::string told() const;

@@ -16,7 +16,7 @@
 #include "lockstep/comm/checks/converted_work.h"
 #include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/checks/observed_call.h"
-#include "lockstep/comm/checks/p2p_gate.h"
+#include "lockstep/comm/checks/p2p_checks.h"
 #include "lockstep/comm/checks/rank_checks.h"
 
 namespace lockstep {
@@ -68,7 +68,7 @@ class CheckedBackend final : public c10d::Backend {
         options_(std::move(options)),
         context_(options_.context ? options_.context : make_context()),
         checks_(*context_, options_.announced, comparison_limit()),
-        gate_(context_, checks_) {
+        p2p_checks_(context_, checks_) {
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
     // The first comparison needs it, and who leaves tells so; by then the store's host may be gone.
@@ -199,17 +199,15 @@ class CheckedBackend final : public c10d::Backend {
 
   WorkPtr send(Tensors& tensors, int dst, int tag) override {
     return point_to_point(Operation::send, tensors, dst, tag,
-                          [this, tag](Tensors& t, int peer) { return inner_->send(t, peer, tag); });
+                          [this, dst, tag](Tensors& t) { return inner_->send(t, dst, tag); });
   }
   WorkPtr recv(Tensors& tensors, int src, int tag) override {
     return point_to_point(Operation::recv, tensors, src, tag,
-                          [this, tag](Tensors& t, int peer) { return inner_->recv(t, peer, tag); });
+                          [this, src, tag](Tensors& t) { return inner_->recv(t, src, tag); });
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    return point_to_point(
-        Operation::recv_any, tensors, P2PGate::kAnyRank, tag, [this, tag](Tensors& t, int peer) {
-          return peer < 0 ? inner_->recvAnysource(t, tag) : inner_->recv(t, peer, tag);
-        });
+    return point_to_point(Operation::recv_any, tensors, -1, tag,
+                          [this, tag](Tensors& t) { return inner_->recvAnysource(t, tag); });
   }
 
   void startCoalescing() override {
@@ -257,7 +255,7 @@ class CheckedBackend final : public c10d::Backend {
   }
   void abort() override {
     if (in_fork_) return;
-    gate_.close();  // First: what it takes back is not to be met by who sees that this rank left.
+    p2p_checks_.close();
     checks_.give_up();
     context_->tell_given_up();
     inner_->abort();
@@ -265,7 +263,7 @@ class CheckedBackend final : public c10d::Backend {
   void shutdown() override {
     if (in_fork_) return;
     const int64_t steps = options_.steps ? options_.steps->load() : 0;
-    gate_.close();  // First, as above.
+    p2p_checks_.close();
     context_->tell_left(steps);
     context_->tell_closed();
     checks_.leave(steps);
@@ -442,18 +440,16 @@ class CheckedBackend final : public c10d::Backend {
     call.operation = operation;
     call.root = peer;
     if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
-    const auto issue_decorated = [this, call, issue](Tensors& t, int source) {
-      WorkPtr work =
-          translated(call, c10d::kUnsetTimeout, source, [&] { return issue(t, source); });
-      return decorated(std::move(work), call, c10d::kUnsetTimeout, source);
+    const auto issue_decorated = [this, call, peer, issue](Tensors& t) {
+      WorkPtr work = translated(call, c10d::kUnsetTimeout, peer, [&] { return issue(t); });
+      return decorated(std::move(work), call, c10d::kUnsetTimeout, peer);
     };
     return converted([&] {
       expect_own_process();
-      WorkPtr held;
-      if (options_.needs_comparison && !coalescing_ && tensors.size() == 1 && tensors[0].is_cpu() &&
-          checks_.compares(1))
-        held = gate_.submit(operation, tensors, peer, tag, context_->timeout(), issue_decorated);
-      return held ? held : issue_decorated(tensors, peer);
+      const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
+                            tensors[0].is_cpu() && checks_.compares(1);
+      return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
+                      : issue_decorated(tensors);
     });
   }
 
@@ -491,7 +487,7 @@ class CheckedBackend final : public c10d::Backend {
   int shrink_count_ = 0;
   bool in_fork_ = false;
   std::shared_ptr<CallObserver> observer_;
-  P2PGate gate_;  ///< Last: its thread calls into the rest.
+  P2PChecks p2p_checks_;
 };
 
 }  // namespace

@@ -66,9 +66,10 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   over the store: sequence number, operation, dtype, shape, root, reduction, splits. A
 ///   difference throws MismatchError on every rank, naming both sides. A rank that does not come
 ///   gives a TimeoutError naming it. A rank whose process has ended gives a PeerLostError. The call
-///   blocks until all ranks have come. Sends and receives of CPU tensors are compared likewise, on
-///   a thread that starts with the first of them. One that waits for a rank which has closed the
-///   group, or given it up, gives a PeerLostError as well.
+///   blocks until all ranks have come.
+/// - Sends and receives of CPU tensors are compared by the side that comes second. Neither call
+///   blocks. Their waits throw as above, and give a PeerLostError also where the other rank has
+///   closed the group or given it up. Receives from any rank are not compared.
 /// - Time-outs and lost connections of the backend (at the call, from Work::wait, from the future)
 ///   become TimeoutError and PeerLostError. These name operation, sequence number, ranks and
 ///   seconds. The rank at fault is found from the processes that have ended on this host and from
