@@ -87,7 +87,8 @@ std::shared_ptr<Shard> get_shard_here(int index, int servers) {
   return shard;
 }
 
-std::shared_ptr<rpc_tutorial::StepClocks> get_clocks_here(const std::vector<std::string>& trainers) {
+std::shared_ptr<rpc_tutorial::StepClocks> get_clocks_here(
+    const std::vector<std::string>& trainers) {
   static const auto clocks = std::make_shared<rpc_tutorial::StepClocks>(trainers);
   return clocks;
 }

@@ -123,7 +123,8 @@ class StalenessBound {
   StepClocks::Clocks wait(int64_t clock, int64_t needed) const {
     StepClocks::Clocks before;
     for (auto moved = Clock::now();;) {
-      auto now = clocks_.rpc_sync(reach_clocks, agent_.name(), clock, needed, agent_.lost_workers());
+      auto now =
+          clocks_.rpc_sync(reach_clocks, agent_.name(), clock, needed, agent_.lost_workers());
       if (StepClocks::slowest_of(now) >= needed) return now;
       if (now != before) {
         before = std::move(now);

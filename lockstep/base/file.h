@@ -46,8 +46,8 @@ class TemporaryDirectory {
 /// every new folder of this process gets. Throws SystemError.
 std::filesystem::path make_unique_folder(const std::filesystem::path& prefix);
 
-/// The first line of a small file such as those of /proc and /sys, without its end. Empty where there is none or the
-/// file cannot be read.
+/// The first line of a small file such as those of /proc and /sys, without its end. Empty where
+/// there is none or the file cannot be read.
 std::string first_line(const std::filesystem::path& path);
 
 /// The whole content of a file. Throws SystemError naming the file, and DataError when it has more

@@ -126,17 +126,17 @@ TEST_P(CallsOf, EndsWhenTheWorkDoes) {
 TEST(CallRecording, ShowsMessagesOfSharedMemory) {
   test::WatchedCalls watched("shm");
   test::run_group(2,
-                     [](const ProcessGroup& group) {
-                       at::Tensor tensor = at::ones({5});
-                       if (group.rank() == 0) {
-                         group.send(tensor, 1);
-                         group.isend(tensor, 1, 2).wait();
-                       } else {
-                         group.recv(tensor, 0);
-                         group.recv_any(tensor, 2);
-                       }
-                     },
-                     {.backend = "shm"});
+                  [](const ProcessGroup& group) {
+                    at::Tensor tensor = at::ones({5});
+                    if (group.rank() == 0) {
+                      group.send(tensor, 1);
+                      group.isend(tensor, 1, 2).wait();
+                    } else {
+                      group.recv(tensor, 0);
+                      group.recv_any(tensor, 2);
+                    }
+                  },
+                  {.backend = "shm"});
   const auto calls = watched.seen();
   const std::vector<std::string> names{"shm:recv", "shm:recvAnySource", "shm:send", "shm:send"};
   ASSERT_EQ(calls.size(), names.size());
@@ -150,7 +150,7 @@ TEST(CallRecording, ShowsMessagesOfSharedMemory) {
 INSTANTIATE_TEST_SUITE_P(Backends, CallsOf,
                          ::testing::Values(test::RankOptions{.backend = "shm"},
                                            test::RankOptions{.backend = "hierarchical",
-                                                                .hosts = "aab"}),
+                                                             .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
 }  // namespace call_recording_test

@@ -16,8 +16,8 @@
 namespace lockstep {
 namespace group_numbers_test {
 
-using ::testing::HasSubstr;
 using test::message_of;
+using ::testing::HasSubstr;
 
 class GroupNumbers : public test::OverBackends {};
 INSTANTIATE_TEST_SUITE_P(All, GroupNumbers, test::over_backends(), test::backend_name);

@@ -24,8 +24,7 @@ TEST_P(LazyTensors, ConjugatedOnesTravelByTheirValues) {
 
 TEST_P(LazyTensors, NegatedOnesTravelByTheirValues) {
   run_group(
-      3, [](ProcessGroup group) { test::take_lazy_tensors(group, Laziness::negated); },
-      GetParam());
+      3, [](ProcessGroup group) { test::take_lazy_tensors(group, Laziness::negated); }, GetParam());
 }
 
 TEST_P(LazyTensors, ZerosWithoutMemoryAreGivenAndNotTaken) {
@@ -35,7 +34,7 @@ TEST_P(LazyTensors, ZerosWithoutMemoryAreGivenAndNotTaken) {
 INSTANTIATE_TEST_SUITE_P(Backends, LazyTensors,
                          ::testing::Values(test::RankOptions{.backend = "shm"},
                                            test::RankOptions{.backend = "hierarchical",
-                                                                .hosts = "aab"}),
+                                                             .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
 TEST(LazyTensorsOverGloo, AreRefused) {

@@ -77,18 +77,18 @@ TEST_P(LeftLoop, WithoutStepsARankIsLost) {
 TEST(LeftLoopOfAnotherHost, IsToldWhileALeaderWaitsForAMessage) {
   for (const int waits : {0, 1}) {
     test::run_group(4,
-                       [&](ProcessGroup group) {
-                         make_steps(group, 12);
-                         if (group.rank() == 3) return;
-                         if (group.rank() == waits) {
-                           at::Tensor message = at::ones({3});
-                           EXPECT_THROW(group.recv_any(message), PeerLostError);
-                         } else {
-                           EXPECT_THAT(told<PeerLeftError>(group),
-                                       HasSubstr("left its loop after 12 steps"));
-                         }
-                       },
-                       {.backend = "hierarchical", .hosts = "abab"});
+                    [&](ProcessGroup group) {
+                      make_steps(group, 12);
+                      if (group.rank() == 3) return;
+                      if (group.rank() == waits) {
+                        at::Tensor message = at::ones({3});
+                        EXPECT_THROW(group.recv_any(message), PeerLostError);
+                      } else {
+                        EXPECT_THAT(told<PeerLeftError>(group),
+                                    HasSubstr("left its loop after 12 steps"));
+                      }
+                    },
+                    {.backend = "hierarchical", .hosts = "abab"});
   }
 }
 

@@ -177,7 +177,7 @@ TEST_P(Outputs, MayBeLeavesThatRequireAGradient) {
 INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
                          ::testing::Values(test::RankOptions{.backend = "shm"},
                                            test::RankOptions{.backend = "hierarchical",
-                                                                .hosts = "aab"}),
+                                                             .hosts = "aab"}),
                          [](const auto& backend) { return backend.param.backend; });
 
 TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {

@@ -18,10 +18,10 @@ namespace lockstep {
 namespace process_group_test {
 
 using std::chrono::milliseconds;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using test::RankOptions;
 using test::run_group;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 using Tensors = std::vector<at::Tensor>;
 

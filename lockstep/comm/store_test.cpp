@@ -19,10 +19,10 @@ namespace lockstep {
 namespace store_test {
 
 using std::chrono::milliseconds;
+using test::message_of;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::message_of;
 
 Store new_tcp_store() {
   TcpStoreOptions options;

@@ -13,8 +13,8 @@
 namespace lockstep {
 namespace symmetric_memory_test {
 
-using ::testing::HasSubstr;
 using test::run_group;
+using ::testing::HasSubstr;
 
 uint64_t seed_of_run() {
   if (const auto given = env_string("LOCKSTEP_TEST_SEED")) return std::stoull(*given);

@@ -302,11 +302,10 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   context->debug = debug_of(options);
   if (options.backend != "auto") backend_info(options.backend);
   expect_generation_exists(options.generation);
-  Rendezvous plan =
-      options.store
-          ? plan_over_store(options.store, options.rank, options.world_size)
-          : plan_rendezvous(options.init_method, options.rank, options.world_size,
-                            [](const std::string& name) { return env_string(name); });
+  Rendezvous plan = options.store
+                        ? plan_over_store(options.store, options.rank, options.world_size)
+                        : plan_rendezvous(options.init_method, options.rank, options.world_size,
+                                          [](const std::string& name) { return env_string(name); });
   find_master(plan, timeout);
   job = plan.job;
   generation = generation_of(options, job);

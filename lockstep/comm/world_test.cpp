@@ -26,12 +26,12 @@ namespace lockstep {
 namespace world_test {
 
 using std::chrono::milliseconds;
-using ::testing::AllOf;
 using test::expect_ok;
-using ::testing::HasSubstr;
 using test::message_of;
 using test::rethrow_first;
 using test::run_ranks;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 /// Sets a variable for one test.
 class ScopedVariable {

@@ -38,9 +38,9 @@
 namespace lockstep {
 namespace loader_test {
 
+using test::message_of;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using test::message_of;
 
 /// Image i holds the byte i % 251 at every pixel but the first two, which tell i apart; target i.
 TensorDataset numbered_images(int64_t count) {

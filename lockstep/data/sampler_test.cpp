@@ -15,10 +15,10 @@
 namespace lockstep {
 namespace sampler_test {
 
+using test::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using test::message_of;
 
 // What Python's DistributedSampler gives is checked for many options by tests/interop/data_test.py;
 // the figures here were printed by Python's torch 2.13 once and keep the order from changing

@@ -32,8 +32,8 @@
 namespace lockstep {
 namespace transforms_test {
 
-using ::testing::HasSubstr;
 using test::message_of;
+using ::testing::HasSubstr;
 
 at::Tensor bytes(at::IntArrayRef shape) {
   return at::randint(256, shape, at::kByte);

@@ -52,7 +52,7 @@ class Job {
   int signalled(int signal, Time now);
   /// Nobody reads our output any more.
   int output_closed(Time now);
-  /// Our keeper is gone, or something else that leaves no choice but to end.
+  /// Our supervisor is gone, or something else that leaves no choice but to end.
   int failed(Time now);
   /// The time `deadline` named has come.
   int tick(Time now);

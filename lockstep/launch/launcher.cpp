@@ -14,9 +14,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/launch/job.h"
-#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/signals.h"
+#include "lockstep/launch/supervisor.h"
 #include "lockstep/launch/worker_streams.h"
 
 extern char** environ;
@@ -122,7 +122,7 @@ class Launcher {
                            streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
                            worker.processors, worker.inherit_stdin, worker.body});
     }
-    keeper_ = std::make_unique<Keeper>(processes, plan_.scratch);
+    supervisor_ = std::make_unique<Supervisor>(processes, plan_.scratch);
     for (auto& stream : streams_) stream->started();
   }
 
@@ -148,11 +148,11 @@ class Launcher {
   }
 
   void send(int signal) {
-    if (signal != 0) keeper_->signal_all(signal);
+    if (signal != 0) supervisor_->signal_all(signal);
   }
 
   bool finished() const {
-    if (!keeper_->gone()) return false;
+    if (!supervisor_->gone()) return false;
     const bool reading = std::any_of(streams_.begin(), streams_.end(),
                                      [](const auto& stream) { return stream->open(); });
     if (reading && Clock::now() < *drain_until_) return false;
@@ -161,7 +161,7 @@ class Launcher {
 
   void step() {
     std::vector<pollfd> fds = {{signals_.fd(), POLLIN, 0}};
-    fds.push_back({keeper_->gone() ? -1 : keeper_->event_fd(), POLLIN, 0});
+    fds.push_back({supervisor_->gone() ? -1 : supervisor_->event_fd(), POLLIN, 0});
     fds.push_back({out_.pending() ? out_.fd() : -1, POLLOUT, 0});
     fds.push_back({err_.pending() ? err_.fd() : -1, POLLOUT, 0});
     for (const auto& stream : streams_) fds.push_back({stream->poll_fd(), POLLIN, 0});
@@ -170,7 +170,7 @@ class Launcher {
     take_served(std::chrono::milliseconds(0));
     while (const auto signal = signals_.next()) take_signal(*signal, now);
     for (auto& stream : streams_) stream->read(now);
-    if (!keeper_->gone()) take_events(now);
+    if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
     ask_other_hosts(now);
     pump(now);
@@ -228,21 +228,21 @@ class Launcher {
   }
 
   void take_events(Time now) {
-    while (const auto event = keeper_->next()) {
-      if (event->kind == KeeperEvent::started) {
+    while (const auto event = supervisor_->next()) {
+      if (event->kind == SupervisorEvent::started) {
         pids_[static_cast<size_t>(event->index)] = event->value;
       } else {
         take_end(event->index, *event, now);
       }
     }
-    if (!keeper_->gone()) return;
+    if (!supervisor_->gone()) return;
     drain_until_ = now + kDrainLimit;
-    if (!job_.all_ended()) keeper_was_killed(now);
+    if (!job_.all_ended()) supervisor_was_killed(now);
   }
 
-  void take_end(int index, const KeeperEvent& event, Time now) {
+  void take_end(int index, const SupervisorEvent& event, Time now) {
     WorkerEnd end;
-    (event.kind == KeeperEvent::ended ? end.wait_status : end.start_errno) = event.value;
+    (event.kind == SupervisorEvent::ended ? end.wait_status : end.start_errno) = event.value;
     end.ended_at = std::time(nullptr);
     if (!end.succeeded()) {
       const auto worker = static_cast<size_t>(index);
@@ -261,9 +261,9 @@ class Launcher {
     if (!seen.succeeded() && is_own_cause(seen)) tell_other_hosts(failure_of(index));
   }
 
-  /// Someone killed the keeper, and the kernel the workers with it; nothing can be saved.
-  void keeper_was_killed(Time now) {
-    keeper_killed_ = true;
+  /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.
+  void supervisor_was_killed(Time now) {
+    supervisor_killed_ = true;
     for (size_t i = 0; i < pids_.size(); ++i) {
       if (job_.end_of(static_cast<int>(i))) continue;
       if (pids_[i] > 0) ::kill(-pids_[i], SIGKILL);
@@ -301,7 +301,7 @@ class Launcher {
     }
     leave_at_.reset();
     leaving_ = true;
-    keeper_->finish();
+    supervisor_->finish();
   }
 
   Failure failure_of(int index) {
@@ -327,11 +327,11 @@ class Launcher {
     for (auto& stream : streams_) stream->close();
     out_.pump();
     err_.pump();
-    keeper_.reset();
+    supervisor_.reset();
     served_.reset();
     if (job_.signal() != 0) throw InterruptedError(job_.signal());
     if (serve_failure_) std::rethrow_exception(serve_failure_);
-    if (keeper_killed_) {
+    if (supervisor_killed_) {
       throw Error("the process that keeps the workers was killed; the workers ended with it");
     }
     const auto cause = job_.root_cause();
@@ -366,12 +366,12 @@ class Launcher {
   std::optional<FailureElsewhere> elsewhere_;
   bool told_ = false;
   std::exception_ptr serve_failure_;
-  std::unique_ptr<Keeper> keeper_;
+  std::unique_ptr<Supervisor> supervisor_;
   std::optional<Time> drain_until_;
   std::optional<Time> leave_at_;
   std::optional<Time> word_until_;
   bool leaving_ = false;
-  bool keeper_killed_ = false;
+  bool supervisor_killed_ = false;
   bool leaves_at_once_ = false;  ///< Neither output nor other hosts are waited for.
   int output_failure_ = 0;
 };

@@ -16,7 +16,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/supervisor.h"
 
 namespace lockstep::launch {
 namespace launcher_test {

@@ -9,7 +9,8 @@ namespace lockstep::launch {
 namespace {
 
 // Counted on running jobs of 2 to 8 ranks over each backend, and a little more.
-constexpr int kOfALauncher = 20;  ///< Signals, events, the keeper, libraries while they are loaded.
+constexpr int kOfALauncher =
+    20;  ///< Signals, events, the supervisor, libraries while they are loaded.
 constexpr int kOfARank = 12;
 constexpr int kOfAPeer = 1;        ///< A rank's connection to another one.
 constexpr int kInTheStore = 2;     ///< A rank's connections to who holds the store.

@@ -18,10 +18,10 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/comm/store_host.h"
-#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/room_for_ranks.h"
+#include "lockstep/launch/supervisor.h"
 #include "lockstep/launch/variables.h"
 
 namespace lockstep::launch {

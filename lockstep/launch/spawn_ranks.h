@@ -24,7 +24,7 @@ struct SpawnCall {
   /// What a worker does in place of this program's `main`. It calls the function that spawns again,
   /// which returns there as in a worker. Its result is the exit code, and it must not throw.
   /// The workers are then forks of this process, which save the loading of LibTorch. Where forks
-  /// cannot go on (see keeper.h) they execute the program. None: they always do.
+  /// cannot go on (see supervisor.h) they execute the program. None: they always do.
   std::function<int()> body = {};
 };
 

@@ -258,7 +258,8 @@ int run_spawned() {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == lockstep::spawn_test::kWorker) return lockstep::run_spawned();
+  if (argc > 1 && std::string(argv[1]) == lockstep::spawn_test::kWorker)
+    return lockstep::run_spawned();
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

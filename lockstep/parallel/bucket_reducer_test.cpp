@@ -106,55 +106,55 @@ void expect_close(const Case& c, const at::Tensor& found, const at::Tensor& want
 /// the step before, and zeroed in place. `walk`: by our own backward, where it can.
 History train(const Case& c, Reducer reducer, bool walk) {
   History history;
-  test::run_group(
-      c.ranks,
-      [&](ProcessGroup group) {
-        auto net = std::make_shared<Wide>(c.type);
-        fill(*net, 1);
-        DdpOptions options;
-        options.reducer = reducer;
-        options.gradient_as_bucket_view = c.views;
-        options.bucket_cap_mb = c.cap_mb;
-        options.first_bucket_mb = c.cap_mb / 2;
-        DistributedDataParallel ddp(net, group, options);
-        const auto parameters = net->parameters();
-        auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
-        const auto backward = [&](int step) {
-          const at::Tensor loss = ddp(batch_of(c, group.rank(), step)).square().mean();
-          EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
-          walk ? lockstep::backward(loss) : loss.backward();
-        };
-        for (int step = 0; step < 8; ++step) {
-          if (step == 4) {
-            for (const auto& parameter : parameters) parameter.grad().zero_();
-          } else if (step != 3) {
-            zero_grad(parameters);
-          }
-          // Step 3 adds to the gradients of the one before.
-          const auto before =
-              step == 3 ? copies(gradients_of(parameters)) : std::vector<at::Tensor>();
-          std::vector<int> batches{step};
-          if (step % 3 == 2) {
-            const auto guard = ddp.no_sync();
-            batches.push_back(100 + step);
-            backward(100 + step);
-          }
-          backward(step);
-          if (group.rank() == 0) {
-            const auto mean = mean_gradients(c, *net, batches);
-            for (size_t i = 0; i < mean.size(); ++i) {
-              expect_close(c, parameters[i].grad(), before.empty() ? mean[i] : before[i] + mean[i]);
-            }
-          }
-          sgd->step();
-          if (group.rank() != 0) continue;
-          for (const auto& parameter : parameters)
-            history.gradients.push_back(parameter.grad().clone());
-          history.buckets.push_back(ddp.statistics().bucket_bytes);
-        }
-        if (group.rank() == 0) history.weights = copies(parameters);
-      },
-      {.backend = c.backend});
+  test::run_group(c.ranks,
+                  [&](ProcessGroup group) {
+                    auto net = std::make_shared<Wide>(c.type);
+                    fill(*net, 1);
+                    DdpOptions options;
+                    options.reducer = reducer;
+                    options.gradient_as_bucket_view = c.views;
+                    options.bucket_cap_mb = c.cap_mb;
+                    options.first_bucket_mb = c.cap_mb / 2;
+                    DistributedDataParallel ddp(net, group, options);
+                    const auto parameters = net->parameters();
+                    auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
+                    const auto backward = [&](int step) {
+                      const at::Tensor loss = ddp(batch_of(c, group.rank(), step)).square().mean();
+                      EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
+                      walk ? lockstep::backward(loss) : loss.backward();
+                    };
+                    for (int step = 0; step < 8; ++step) {
+                      if (step == 4) {
+                        for (const auto& parameter : parameters) parameter.grad().zero_();
+                      } else if (step != 3) {
+                        zero_grad(parameters);
+                      }
+                      // Step 3 adds to the gradients of the one before.
+                      const auto before =
+                          step == 3 ? copies(gradients_of(parameters)) : std::vector<at::Tensor>();
+                      std::vector<int> batches{step};
+                      if (step % 3 == 2) {
+                        const auto guard = ddp.no_sync();
+                        batches.push_back(100 + step);
+                        backward(100 + step);
+                      }
+                      backward(step);
+                      if (group.rank() == 0) {
+                        const auto mean = mean_gradients(c, *net, batches);
+                        for (size_t i = 0; i < mean.size(); ++i) {
+                          expect_close(c, parameters[i].grad(),
+                                       before.empty() ? mean[i] : before[i] + mean[i]);
+                        }
+                      }
+                      sgd->step();
+                      if (group.rank() != 0) continue;
+                      for (const auto& parameter : parameters)
+                        history.gradients.push_back(parameter.grad().clone());
+                      history.buckets.push_back(ddp.statistics().bucket_bytes);
+                    }
+                    if (group.rank() == 0) history.weights = copies(parameters);
+                  },
+                  {.backend = c.backend});
   return history;
 }
 

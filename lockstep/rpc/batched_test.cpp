@@ -13,8 +13,8 @@ namespace lockstep::rpc {
 namespace batched_test {
 
 using namespace std::chrono_literals;
-using ::testing::HasSubstr;
 using test::run_workers;
+using ::testing::HasSubstr;
 
 // Each request with the number of those in its batch.
 const auto count_together =

@@ -30,9 +30,9 @@ namespace lockstep::rpc::detail {
 namespace fast_path_test {
 
 using namespace std::chrono_literals;
+using test::run_workers;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
-using test::run_workers;
 
 FastPath* path() {
   return this_worker("a test")->fast_path();
@@ -366,8 +366,7 @@ TEST_P(FastPaths, ALargerResultThanAMessageMayHaveIsTheCallsFailure) {
 
 /// Brings worker w0 the answer 7 to its call of that number, as worker `from` does.
 const auto answer_as = function("fast.answer_as", [](int from, int64_t number) {
-  const auto deliver =
-      make_signature("lockstep.rpc.deliver", "(int32, int64, bool, any) -> None");
+  const auto deliver = make_signature("lockstep.rpc.deliver", "(int32, int64, bool, any) -> None");
   send_call_to(0, deliver, {int64_t{from}, number, false, int64_t{7}})->value({});
 });
 const auto block_for = function("fast.block_for", []() -> int64_t {

@@ -107,8 +107,8 @@ void FastPath::answer(int caller, uint64_t number, const CallOutcome& outcome) {
                                     : encode_values({outcome.value}, limits_, bytes);
   if (!fits) return deliver(caller, number, outcome);
   const Kind kind = outcome.failure ? Kind::failure : Kind::value;
-  link_->send(caller, {static_cast<uint32_t>(kind), number, 0, 0}, outcome.failure ? *outcome.failure : bytes,
-              FastLink::WhenFull::keep);
+  link_->send(caller, {static_cast<uint32_t>(kind), number, 0, 0},
+              outcome.failure ? *outcome.failure : bytes, FastLink::WhenFull::keep);
 }
 
 // LibTorch's way takes all that can travel. That something cannot is the call's failure.
@@ -118,11 +118,11 @@ void FastPath::deliver(int caller, uint64_t number, const CallOutcome& outcome) 
     if (const auto self = weak.lock()) self->answer(caller, number, self->runner_->refused(error));
   };
   try {
-    const auto delivered = send_call_to(
-        caller, delivery.signature(),
-        {link_->rank(), static_cast<int64_t>(number), outcome.failure.has_value(),
-         outcome.failure ? at::IValue(*outcome.failure) : outcome.value},
-        default_timeout());
+    const auto delivered =
+        send_call_to(caller, delivery.signature(),
+                     {link_->rank(), static_cast<int64_t>(number), outcome.failure.has_value(),
+                      outcome.failure ? at::IValue(*outcome.failure) : outcome.value},
+                     default_timeout());
     delivered->when_done([fail, state = std::weak_ptr(delivered)] {
       try {
         state.lock()->value({});

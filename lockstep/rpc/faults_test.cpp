@@ -16,10 +16,10 @@ namespace lockstep::rpc {
 namespace faults_test {
 
 using namespace std::chrono_literals;
+using test::run_workers;
 using test_wait::wait_until;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::run_workers;
 
 std::atomic<int> begun = 0;
 const Promise<int> gate;

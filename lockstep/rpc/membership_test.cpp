@@ -22,10 +22,10 @@ namespace lockstep::rpc {
 namespace membership_test {
 
 using namespace std::chrono_literals;
+using test::run_workers;
 using test_wait::wait_until;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::run_workers;
 
 struct Held {
   Held() { ++living; }
@@ -118,8 +118,8 @@ TEST(RpcMembership, WorkersComeAndGoAndTakeADeadOnesName) {
       wait_until([&] { return !agent.lost_workers().empty(); }, "the loss to be seen");
       // In the dead one's place, then a further one, then one whose name a living worker has.
       for (const char* name : {"w2", "extra", "w0"}) {
-        test::expect_success(test::start_joining(
-            agent.address(), name, "RpcMembership.DISABLED_AWorkerThatComesLater"));
+        test::expect_success(test::start_joining(agent.address(), name,
+                                                 "RpcMembership.DISABLED_AWorkerThatComesLater"));
       }
       EXPECT_EQ(arrived.load(), 2);
       EXPECT_THROW(call("extra", twice, 1), PeerLostError);

@@ -11,9 +11,8 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-const auto lifeline_function = function("lockstep.rpc.lifeline", [] {
-  return this_worker("rpc: a lifeline")->peers().lifeline();
-});
+const auto lifeline_function = function(
+    "lockstep.rpc.lifeline", [] { return this_worker("rpc: a lifeline")->peers().lifeline(); });
 
 }  // namespace
 

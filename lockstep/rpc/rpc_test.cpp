@@ -20,9 +20,9 @@
 namespace lockstep::rpc {
 namespace rpc_test {
 
+using test::run_workers;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::run_workers;
 
 struct Batch {
   at::Tensor images;

@@ -17,8 +17,8 @@ namespace seal_test {
 using namespace std::chrono_literals;
 using detail::MessagePtr;
 using detail::Seal;
-using ::testing::HasSubstr;
 using test::run_workers;
+using ::testing::HasSubstr;
 using torch::distributed::rpc::Message;
 using torch::distributed::rpc::MessageType;
 

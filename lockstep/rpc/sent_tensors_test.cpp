@@ -15,9 +15,9 @@
 namespace lockstep::rpc {
 namespace sent_tensors_test {
 
+using test::run_workers;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
-using test::run_workers;
 
 at::Tensor with_too_little_memory() {
   const at::Tensor tensor = at::ones({4});

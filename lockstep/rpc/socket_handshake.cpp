@@ -89,8 +89,9 @@ Handshake::State Handshake::on_hello() {
 
 Handshake::State Handshake::on_proof() {
   const bool is_last = heard_ == 2;
-  const std::string right =
-      session_.proof(key_, !calls() ? kOfHigher : is_last ? kLastWord : kOfLower);
+  const std::string right = session_.proof(key_, !calls()  ? kOfHigher
+                                                 : is_last ? kLastWord
+                                                           : kOfLower);
   if (CRYPTO_memcmp(in_.data(), right.data(), kCodeBytes) != 0) return State::a_stranger;
   if (!calls()) return say(session_.proof(key_, kLastWord), State::known);
   return is_last ? State::known : say(session_.proof(key_, kOfHigher), State::talks);

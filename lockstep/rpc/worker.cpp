@@ -178,8 +178,7 @@ void Worker::greet_others() {
   std::map<std::string, std::shared_ptr<CallState>> greetings;
   for (int id = 0; id < static_cast<int>(names_.size()); ++id) {
     if (id == id_) continue;
-    greetings[names_[static_cast<size_t>(id)]] =
-        send_call_to(id, greeted.signature(), {}, limit);
+    greetings[names_[static_cast<size_t>(id)]] = send_call_to(id, greeted.signature(), {}, limit);
   }
   std::vector<std::string> missing;
   for (const auto& [name, greeting] : greetings) {
@@ -213,9 +212,8 @@ void Worker::join_others(Store store) {
     transport_->add_worker(id, name, address);
     bool taken = false;
     try {
-      const auto told =
-          send_call_to(id, joined.signature(), joined.pack(id_, name_, transport_->address()),
-                       timeout_);
+      const auto told = send_call_to(id, joined.signature(),
+                                     joined.pack(id_, name_, transport_->address()), timeout_);
       taken = !Value<bool>::from(told->value({}));
     } catch (const CommError& error) {  // It was lost, or nobody is at its address.
       const std::string text = error.what();

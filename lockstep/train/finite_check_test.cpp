@@ -15,14 +15,14 @@
 namespace lockstep {
 namespace finite_check_test {
 
-using ::testing::HasSubstr;
 using test::loader_of;
 using test::noise_images;
 using test::run_group;
 using test::small_task;
-using ::testing::ThrowsMessage;
 using test::train_task;
 using test::TrainTask;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;

@@ -9,9 +9,9 @@
 namespace lockstep {
 namespace same_settings_test {
 
+using test::run_group;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using test::run_group;
 using ::testing::ThrowsMessage;
 
 class SameSettings : public ::testing::TestWithParam<std::string> {};

@@ -20,19 +20,19 @@ TEST_P(StopAgreements, ASignalWaitsForFewStepsAndEndsAllRanksAtTheSameOne) {
   constexpr int64_t kSignalled = 3000;
   std::vector<int64_t> ends(3);
   test::run_group(3,
-                     [&](ProcessGroup group) {
-                       StopAgreement agreement(group, c10::kCPU);
-                       int64_t step = 0;
-                       int agreed = 0;
-                       while (agreed == 0 && step < 2 * kSignalled) {
-                         ++step;
-                         const bool mine = group.rank() == 1 && step >= kSignalled;
-                         agreed = agreement.after_step(mine ? SIGTERM : 0);
-                       }
-                       EXPECT_EQ(agreed, SIGTERM);
-                       ends[static_cast<size_t>(group.rank())] = step;
-                     },
-                     {.backend = GetParam()});
+                  [&](ProcessGroup group) {
+                    StopAgreement agreement(group, c10::kCPU);
+                    int64_t step = 0;
+                    int agreed = 0;
+                    while (agreed == 0 && step < 2 * kSignalled) {
+                      ++step;
+                      const bool mine = group.rank() == 1 && step >= kSignalled;
+                      agreed = agreement.after_step(mine ? SIGTERM : 0);
+                    }
+                    EXPECT_EQ(agreed, SIGTERM);
+                    ends[static_cast<size_t>(group.rank())] = step;
+                  },
+                  {.backend = GetParam()});
   EXPECT_GE(ends[0], kSignalled);
   EXPECT_LE(ends[0], kSignalled + StopAgreement::kMostSteps);
   EXPECT_EQ(ends, std::vector<int64_t>(3, ends[0]));

@@ -19,12 +19,12 @@
 namespace lockstep {
 namespace trainer_test {
 
-using ::testing::HasSubstr;
 using test::loader_of;
 using test::noise_images;
 using test::small_task;
-using ::testing::ThrowsMessage;
 using test::TrainTask;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 struct Recorder : Callback {
   std::vector<int64_t> steps, logs, epochs;

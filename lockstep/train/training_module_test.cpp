@@ -23,13 +23,13 @@
 namespace lockstep {
 namespace training_module_test {
 
-using ::testing::HasSubstr;
 using test::loader_of;
 using test::noise_images;
 using test::run_group;
-using ::testing::ThrowsMessage;
 using test::train_task;
 using test::TrainTask;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 /// A batch that is no lockstep::Batch, and a loader that is no DataLoader.
 struct Pairs {

@@ -19,11 +19,11 @@
 namespace lockstep {
 namespace training_strategies_test {
 
-using ::testing::HasSubstr;
 using test::noise_images;
 using test::run_group;
 using test::small_task;
 using test::TrainTask;
+using ::testing::HasSubstr;
 
 /// Those of several processes.
 std::vector<std::string> strategies_of_ranks() {

@@ -447,11 +447,11 @@ class Killed(unittest.TestCase):
             self.all_gone(folder)
             launched.nothing_left()
 
-    def test_the_keeper(self):
+    def test_the_supervisor(self):
         with temporary_folder() as folder, self.start(folder) as launched:
-            keepers = [pid for pid, line in processes_with(launched.mark) if line.startswith(b"keeper\0")]
-            self.assertEqual(len(keepers), 1)
-            os.kill(keepers[0], signal.SIGKILL)
+            supervisors = [pid for pid, line in processes_with(launched.mark) if line.startswith(b"supervisor\0")]
+            self.assertEqual(len(supervisors), 1)
+            os.kill(supervisors[0], signal.SIGKILL)
             code, _, err = launched.end()
             self.assertEqual(code, 1)
             self.assertIn("keeps the workers was killed", err)

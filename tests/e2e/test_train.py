@@ -602,8 +602,8 @@ class Ending(unittest.TestCase):
         with t.temporary_folder() as folder:
             process, metrics = self.start(folder, "--devices", 2, "--checkpoint-dir", folder / "saved")
             t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
-            # Of every process but the keeper, which no terminal reaches: the parent forwards it as well.
-            ranks = [pid for pid, line in processes_below(process.pid) if not line.startswith(b"keeper\0")]
+            # Of every process but the supervisor, which no terminal reaches: the parent forwards it as well.
+            ranks = [pid for pid, line in processes_below(process.pid) if not line.startswith(b"supervisor\0")]
             self.assertEqual(len(ranks), 2, ranks)
             for pid in [*ranks, process.pid]:
                 os.kill(pid, signal.SIGINT)

@@ -1,6 +1,7 @@
-// Processes that form one World after the other over one store, while members die (test_generations.py):
-//   lockstep_generations store HOST       hosts the store, prints its port, ends with standard input
-//   lockstep_generations member ID MEMBERS HOST PORT BACKEND COUNT SEED
+// Processes that form one World after the other over one store, while members die
+// (test_generations.py):
+//   lockstep_generations store HOST       hosts the store, prints its port, ends with standard
+//   input lockstep_generations member ID MEMBERS HOST PORT BACKEND COUNT SEED
 //       is in each of COUNT generations; prints a line of JSON: what the process held after the
 //       first ones and at the end, and how many deaths it saw
 //   lockstep_generations mortal ID HOST PORT BACKEND GENERATION SEED
@@ -115,10 +116,10 @@ nlohmann::json held(Store& store) {
 }
 
 pid_t start_mortal(const Member& member, int members, int64_t generation, int64_t seed) {
-  std::vector<std::string> words = {"lockstep_generations",      "mortal",       std::to_string(members),
-                                    member.host,                 std::to_string(member.port),
-                                    member.backend,              std::to_string(generation),
-                                    std::to_string(seed)};
+  std::vector<std::string> words = {"lockstep_generations",      "mortal",
+                                    std::to_string(members),     member.host,
+                                    std::to_string(member.port), member.backend,
+                                    std::to_string(generation),  std::to_string(seed)};
   std::vector<char*> argv;
   for (auto& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);

@@ -7,7 +7,8 @@
 /// that loads it. Nothing is thrown across.
 extern "C" {
 
-/// The subcommands other than `run` and `bench`. argv[1] is the subcommand's name. Returns the exit code.
+/// The subcommands other than `run` and `bench`. argv[1] is the subcommand's name. Returns the exit
+/// code.
 int lockstep_cli_main(int argc, char** argv);
 
 /// In liblockstep_bench.so: `bench`. The arguments and the result are those of lockstep_cli_main.

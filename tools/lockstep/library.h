@@ -11,7 +11,8 @@ namespace lockstep::tool {
 /// What liblockstep_cli.so offers under a name (entry.h). Loads it, and LibTorch, first. Throws
 /// lockstep::Error.
 void* library_symbol(const char* name);
-/// The same of liblockstep_bench.so. A process loads one of the two: each holds what it needs of Lockstep.
+/// The same of liblockstep_bench.so. A process loads one of the two: each holds what it needs of
+/// Lockstep.
 void* bench_symbol(const char* name);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, for as long

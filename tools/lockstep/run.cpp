@@ -276,7 +276,7 @@ int run_command(const std::vector<std::string>& args) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const auto bindings = bindings_of(*options);
-  // Last, as nobody removes them should this process be killed before the keeper has started.
+  // Last, as nobody removes them should this process be killed before the supervisor has started.
   const LogFolders logs(*options);
   auto plan = launch_plan(*options, layout, program, logs, bindings);
   std::shared_ptr<launch::OtherHosts> others;

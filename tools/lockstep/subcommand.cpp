@@ -23,7 +23,8 @@ int run_from_library(const std::vector<std::string>& words) {
   launch::choose_omp_waiting();  // Before there is a thread of ours to be taken for others' work.
   if (!memory_is_limited()) grow_heap_in_huge_pages(kLoadedLibTorch);
   if (words[0] == "bench") {
-    auto* bench = reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));
+    auto* bench =
+        reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));
     return bench(static_cast<int>(all.size()), argv.data());
   }
   UnpackAhead ahead(words);

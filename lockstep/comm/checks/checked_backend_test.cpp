@@ -24,11 +24,11 @@ namespace checked_backend_test {
 
 using c10d::Backend;
 using c10d::ReduceOp;
-using test_wait::wait_until;
 using test::expect_ok;
-using ::testing::HasSubstr;
 using test::Outcome;
 using test::run_gloo;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using Part = std::function<void(int, Backend&)>;

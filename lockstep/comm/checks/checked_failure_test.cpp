@@ -21,14 +21,14 @@ namespace lockstep {
 namespace checked_failure_test {
 
 using c10d::Backend;
-using test_wait::wait_until;
 using test::expect_ok;
-using ::testing::HasSubstr;
 using test::Outcome;
 using test::outcome_of;
 using test::run_backends;
 using test::run_gloo;
 using test::run_ranks;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
 CheckedBackendOptions options_of(DebugLevel debug, int milliseconds = 20'000) {
@@ -304,8 +304,7 @@ TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
       auto options = options_of(rank ? levels.second : levels.first);
       options.announced = true;
       announce_checks(*store, rank, options.group_name, options.debug);
-      return make_checked_backend(test::make_gloo(store, rank, 2, options.timeout), store,
-                                  options);
+      return make_checked_backend(test::make_gloo(store, rank, 2, options.timeout), store, options);
     };
     expect_ok(run_backends(2, make, [](int rank, Backend& backend) {
       for (int i = 0; i < 30; ++i) {

@@ -18,12 +18,12 @@ namespace lockstep {
 namespace checked_p2p_test {
 
 using c10d::Backend;
+using test::expect_ok;
+using test::run_gloo;
 using test_wait::wait_until;
 using ::testing::AllOf;
-using test::expect_ok;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using test::run_gloo;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 

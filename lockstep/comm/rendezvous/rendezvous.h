@@ -21,8 +21,8 @@ struct Rendezvous {
 Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int asked_size,
                            const Lookup& lookup);
 
-/// The same where the ranks meet over a store that the caller has. Which ranks share a host is found
-/// out: the environment may be of another generation. Throws UsageError.
+/// The same where the ranks meet over a store that the caller has. Which ranks share a host is
+/// found out: the environment may be of another generation. Throws UsageError.
 Rendezvous plan_over_store(const Store& store, int rank, int world_size);
 
 /// Where the launcher did not say at what address rank 0 listens, finds it out. Rank 0 takes a free

@@ -25,12 +25,12 @@ namespace fd_handover_test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using ::testing::AllOf;
 using test::FileLimit;
-using ::testing::HasSubstr;
 using test::in_child;
 using test::Outcome;
 using test::outcome_of;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
 constexpr seconds kPatience{20};

@@ -12,10 +12,10 @@
 namespace lockstep::shm {
 namespace plans_test {
 
-using test::expect_ok;
 using messages_world::PlainCall;
-using test::run_ranks;
 using messages_world::World;
+using test::expect_ok;
+using test::run_ranks;
 
 constexpr std::chrono::milliseconds kLimit{20'000};
 

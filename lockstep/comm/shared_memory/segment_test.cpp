@@ -16,12 +16,12 @@
 namespace lockstep::shm {
 namespace segment_test {
 
-using test_process::Pipe;
-using ::testing::AllOf;
 using test::FileLimit;
-using ::testing::HasSubstr;
 using test::Outcome;
 using test::outcome_of;
+using test_process::Pipe;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
 SegmentOptions options_of(int rank) {

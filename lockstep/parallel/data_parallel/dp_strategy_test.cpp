@@ -148,12 +148,12 @@ TEST(DpStrategy, WrongUse) {
                 HasSubstr("-1 replicas"));
   });
   test::run_group(2,
-                     [](const ProcessGroup& group) {
-                       Job job(group, 2);
-                       EXPECT_THAT(usage_error_of([&] { make_dp_strategy(job.setup); }),
-                                   HasSubstr("one process, not in 2 ranks"));
-                     },
-                     {.backend = "shm"});
+                  [](const ProcessGroup& group) {
+                    Job job(group, 2);
+                    EXPECT_THAT(usage_error_of([&] { make_dp_strategy(job.setup); }),
+                                HasSubstr("one process, not in 2 ranks"));
+                  },
+                  {.backend = "shm"});
 }
 
 }  // namespace dp_strategy_test

@@ -74,51 +74,51 @@ TEST(DeferredInit, HasTheBitsOfTheModuleMadeAtOnce) {
 TEST(DeferredInit, AllRanksHaveRankZerosValues) {
   for (const bool share : {true, false}) {
     test::run_group(3,
-                       [&](ProcessGroup group) {
-                         // Threads draw from one generator, so each has other values; rank 0's
-                         // count.
-                         const OptimizerState state = whole_state(group, share);
-                         if (group.rank() == 0) {
-                           EXPECT_GT(state[0].second.abs().sum().item<float>(), 0);
-                           EXPECT_FALSE(at::isnan(state[0].second).any().item<bool>());
-                         }
-                       },
-                       {.backend = "shm"});
+                    [&](ProcessGroup group) {
+                      // Threads draw from one generator, so each has other values; rank 0's
+                      // count.
+                      const OptimizerState state = whole_state(group, share);
+                      if (group.rank() == 0) {
+                        EXPECT_GT(state[0].second.abs().sum().item<float>(), 0);
+                        EXPECT_FALSE(at::isnan(state[0].second).any().item<bool>());
+                      }
+                    },
+                    {.backend = "shm"});
   }
 }
 
 TEST(DeferredInit, ShardsOfAllRanksAreOfRankZerosValues) {
   for (const bool share : {true, false}) {
     test::run_group(3,
-                       [&](ProcessGroup group) {
-                         const auto module = deferred_init([&] {
-                           auto made = std::make_shared<Made>();
-                           const at::NoGradGuard no_grad;
-                           made->first->weight.fill_(group.rank() + 5);
-                           return made;
-                         });
-                         FsdpOptions options;
-                         options.share_memory = share;
-                         FullyShardedDataParallel fsdp(module, group, options);
-                         for (const auto& [name, tensor] : fsdp.full_state_dict()) {
-                           if (name == "first.weight") {
-                             EXPECT_TRUE(tensor.eq(5).all().item<bool>());
-                           }
-                         }
-                       },
-                       {.backend = "shm"});
+                    [&](ProcessGroup group) {
+                      const auto module = deferred_init([&] {
+                        auto made = std::make_shared<Made>();
+                        const at::NoGradGuard no_grad;
+                        made->first->weight.fill_(group.rank() + 5);
+                        return made;
+                      });
+                      FsdpOptions options;
+                      options.share_memory = share;
+                      FullyShardedDataParallel fsdp(module, group, options);
+                      for (const auto& [name, tensor] : fsdp.full_state_dict()) {
+                        if (name == "first.weight") {
+                          EXPECT_TRUE(tensor.eq(5).all().item<bool>());
+                        }
+                      }
+                    },
+                    {.backend = "shm"});
   }
 }
 
 /// Both change what LibTorch's dispatcher does, in one process.
 TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
   test::run_group(2,
-                     [](ProcessGroup group) {
-                       const SyncBatchNormGuard guard(group);
-                       const OptimizerState state = whole_state(group, true);
-                       EXPECT_EQ(state.empty(), group.rank() != 0);
-                     },
-                     {.backend = "shm"});
+                  [](ProcessGroup group) {
+                    const SyncBatchNormGuard guard(group);
+                    const OptimizerState state = whole_state(group, true);
+                    EXPECT_EQ(state.empty(), group.rank() != 0);
+                  },
+                  {.backend = "shm"});
 }
 
 TEST(DeferredInit, AMetaModuleOfWhichNothingIsKnownIsRefused) {

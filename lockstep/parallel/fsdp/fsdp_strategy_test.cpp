@@ -406,20 +406,20 @@ TEST(FsdpStrategy, AStateThatDoesNotFitIsRefusedByName) {
 /// TorchScript's interpreter throws another exception for one within it, and so may a user.
 TEST(FsdpStrategy, ALostRankIsACommErrorWhateverForwardMakesOfIt) {
   test::run_group(2,
-                     [](ProcessGroup group) {
-                       Task task(group, "fsdp", {.fsdp = layers_as_units(false)});
-                       if (group.rank() == 1) return;
-                       group.set_timeout(std::chrono::milliseconds(2000));
-                       const auto forward = [&]() -> at::Tensor {
-                         try {
-                           return task.model->forward(values({2, 784}, 1)).sum();
-                         } catch (const std::exception& error) {
-                           throw std::runtime_error("an error in the interpreter");
-                         }
-                       };
-                       EXPECT_THROW(task.strategy->run_batch({.loss = forward}), CommError);
-                     },
-                     {.backend = "gloo"});
+                  [](ProcessGroup group) {
+                    Task task(group, "fsdp", {.fsdp = layers_as_units(false)});
+                    if (group.rank() == 1) return;
+                    group.set_timeout(std::chrono::milliseconds(2000));
+                    const auto forward = [&]() -> at::Tensor {
+                      try {
+                        return task.model->forward(values({2, 784}, 1)).sum();
+                      } catch (const std::exception& error) {
+                        throw std::runtime_error("an error in the interpreter");
+                      }
+                    };
+                    EXPECT_THROW(task.strategy->run_batch({.loss = forward}), CommError);
+                  },
+                  {.backend = "gloo"});
 }
 
 TEST(FsdpStrategy, AStateSavedWithARankMissingNamesTheRank) {

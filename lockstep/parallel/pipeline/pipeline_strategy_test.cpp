@@ -20,8 +20,7 @@ using pipeline_test::mean_square;
 using ::testing::HasSubstr;
 
 class PipelineStrategyTest : public test::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, PipelineStrategyTest, test::over_backends(),
-                         test::backend_name);
+INSTANTIATE_TEST_SUITE_P(All, PipelineStrategyTest, test::over_backends(), test::backend_name);
 
 struct Outcome {
   std::vector<double> losses;  ///< Of all micro-batches; on the last stage.

@@ -25,9 +25,9 @@ using pipeline_test::Batch;
 using pipeline_test::batch_of;
 using pipeline_test::Chain;
 using pipeline_test::mean_square;
-using ::testing::HasSubstr;
 using test::message_of;
 using test::run_group;
+using ::testing::HasSubstr;
 
 template <class Model>
 StrategySetup setup_of(const std::shared_ptr<Model>& model, const ProcessGroup& group,

@@ -19,11 +19,11 @@
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
 #include "tools/lockstep/bench/pipeline_bench.h"
-#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/scaling.h"
 #include "tools/lockstep/entry.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/env_report.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 namespace {

@@ -18,8 +18,8 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
-#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/worker.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 namespace {

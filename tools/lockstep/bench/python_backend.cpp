@@ -3,8 +3,8 @@
 
 #include "lockstep/base/error.h"
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/runner_impl.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 namespace {

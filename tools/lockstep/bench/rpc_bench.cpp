@@ -111,8 +111,8 @@ PlainJson measure_calls(const Functions& functions, const PlainJson& config) {
 /// which goes over TCP, as calls between hosts do.
 PlainJson rows_to_measure(int64_t steps) {
   PlainJson rows = {{{"call", "own"}, {"bytes", 4}},
-               {{"call", "autograd"}, {"bytes", 4}},
-               {{"call", "fast"}, {"bytes", 4}}};
+                    {{"call", "autograd"}, {"bytes", 4}},
+                    {{"call", "fast"}, {"bytes", 4}}};
   for (const int64_t bytes : {65'536, 4'194'304}) {
     rows.push_back({{"call", "echo"},
                     {"bytes", bytes},

@@ -16,13 +16,13 @@
 #include "lockstep/base/words.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/mnist_folder.h"
 #include "tools/lockstep/bench/mpirun.h"
-#include "tools/lockstep/process.h"
 #include "tools/lockstep/bench/runner_impl.h"
 #include "tools/lockstep/bench/worker.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/env_report.h"
+#include "tools/lockstep/mnist_folder.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/process.h"
 #include "tools/lockstep/env_python.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 

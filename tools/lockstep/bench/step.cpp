@@ -23,8 +23,8 @@ PlainJson run_profile(const PlainJson& config, const World& world, StepBench& be
   const StepProfile own = run(options, config.at("steps"));
   std::vector<StepBreakdown> steps = analyse(own).steps;
   PlainJson result = {{"us_per_step", typical_step(steps).step},
-                 {"backend", world.group().backend()},
-                 {"profiles", PlainJson::array()}};
+                      {"backend", world.group().backend()},
+                      {"profiles", PlainJson::array()}};
   for (auto& profile : world.group().gather_object(to_object(own), 0)) {
     result["profiles"].push_back(std::move(profile));
   }
@@ -52,12 +52,12 @@ PlainJson bench_memory_worker(const PlainJson& config) {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
   const PlainJson own = {{"rank", world.rank()},
-                    {"parameters", bench.parameters()},
-                    {"state_bytes", bytes.total()},
-                    {"parameter_bytes", bytes.parameters},
-                    {"gradient_bytes", bytes.gradients},
-                    {"optimizer_bytes", bytes.optimizer},
-                    {"peak_rss_bytes", usage.ru_maxrss * 1024}};
+                         {"parameters", bench.parameters()},
+                         {"state_bytes", bytes.total()},
+                         {"parameter_bytes", bytes.parameters},
+                         {"gradient_bytes", bytes.gradients},
+                         {"optimizer_bytes", bytes.optimizer},
+                         {"peak_rss_bytes", usage.ru_maxrss * 1024}};
   return {{"ranks", world.group().gather_object(own, 0)}};
 }
 

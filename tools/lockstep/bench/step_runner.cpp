@@ -3,10 +3,10 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/words.h"
-#include "tools/lockstep/mnist_folder.h"
 #include "tools/lockstep/bench/runner_impl.h"
 #include "tools/lockstep/bench/scaling.h"
 #include "tools/lockstep/env_report.h"
+#include "tools/lockstep/mnist_folder.h"
 
 namespace lockstep::tool {
 namespace {

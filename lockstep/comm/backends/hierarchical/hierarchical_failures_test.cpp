@@ -15,8 +15,8 @@
 namespace lockstep::hierarchical {
 namespace hierarchical_failures_test {
 
-using ::testing::AllOf;
 using test::expect_ok;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;

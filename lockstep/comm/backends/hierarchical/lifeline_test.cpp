@@ -16,11 +16,11 @@
 namespace lockstep::hierarchical {
 namespace lifeline_test {
 
-using test_wait::wait_until;
 using test::expect_ok;
-using ::testing::HasSubstr;
 using test::rethrow_first;
 using test::run_ranks;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
 using Lines = std::vector<std::unique_ptr<Lifeline>>;
 
 Lifeline::Options options_of(const c10::intrusive_ptr<c10d::Store>& store, int host, int hosts,

@@ -233,8 +233,8 @@ class AgainstGloo : public Ranks {
   void SetUp() override {
     Ranks::SetUp();
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    gloo = lockstep::test::make_gloo(store_for(std::string("gloo") + test->name()), rank(),
-                                        size(), std::chrono::seconds(60));
+    gloo = lockstep::test::make_gloo(store_for(std::string("gloo") + test->name()), rank(), size(),
+                                     std::chrono::seconds(60));
     random.seed(seed());
     call = seed();
   }

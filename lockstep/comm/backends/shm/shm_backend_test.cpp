@@ -20,15 +20,15 @@
 namespace lockstep::shm {
 namespace shm_backend_test {
 
-using test_wait::wait_until;
-using ::testing::AllOf;
 using test::expect_ok;
 using test::expect_same;
-using ::testing::HasSubstr;
 using test::Outcome;
 using test::run_shm;
 using test::shm_options;
 using test::whole_numbers;
+using test_wait::wait_until;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 

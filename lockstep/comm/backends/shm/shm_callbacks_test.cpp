@@ -21,13 +21,13 @@
 namespace lockstep::shm {
 namespace shm_callbacks_test {
 
-using test_wait::wait_until;
 using test::expect_ok;
 using test::expect_same;
-using ::testing::HasSubstr;
 using test::message_of;
 using test::refuse_threads;
 using test::run_shm;
+using test_wait::wait_until;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
 TEST(ShmCallbacks, AGroupCanBeUsedFromACallback) {

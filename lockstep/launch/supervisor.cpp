@@ -1,4 +1,4 @@
-#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/supervisor.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -131,12 +131,12 @@ bool has_ended(pid_t pid) {
   return threads_of(std::to_string(pid)) <= 1;
 }
 
-/// The process that the keeper becomes. It only makes system calls and allocates: after a fork of a
-/// process with threads, nothing else of it is safe to touch.
-class KeeperProcess {
+/// The process that the supervisor becomes. It only makes system calls and allocates: after a fork
+/// of a process with threads, nothing else of it is safe to touch.
+class SupervisorProcess {
  public:
-  KeeperProcess(const std::vector<ProcessPlan>& plans, const std::filesystem::path& scratch,
-                int control, int events, std::vector<int> ignored)
+  SupervisorProcess(const std::vector<ProcessPlan>& plans, const std::filesystem::path& scratch,
+                    int control, int events, std::vector<int> ignored)
       : plans_(plans),
         scratch_(scratch),
         control_(control),
@@ -145,7 +145,7 @@ class KeeperProcess {
         pids_(plans.size(), -1) {}
 
   [[noreturn]] void run() {
-    become_keeper();
+    become_supervisor();
     for (size_t i = 0; i < plans_.size(); ++i) start(static_cast<int>(i));
     let_go_of_output();
     watch();
@@ -156,10 +156,10 @@ class KeeperProcess {
   }
 
  private:
-  void become_keeper() {
+  void become_supervisor() {
     setsid();
     prctl(PR_SET_CHILD_SUBREAPER, 1);
-    prctl(PR_SET_NAME, "keeper");
+    prctl(PR_SET_NAME, "supervisor");
     rename_arguments();
     std::vector<int> kept = {control_, events_};
     for (const auto& plan : plans_) kept.insert(kept.end(), {plan.stdout_fd, plan.stderr_fd});
@@ -179,42 +179,42 @@ class KeeperProcess {
     child_signals_ = signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
   }
 
-  /// A user who kills our program by the pattern of its command line should not hit the keeper.
+  /// A user who kills our program by the pattern of its command line should not hit the supervisor.
   void rename_arguments() {
     arguments_ = own_arguments();
-    constexpr char kName[] = "keeper";
+    constexpr char kName[] = "supervisor";
     if (arguments_.size() < sizeof kName) return;
     own_words_.assign(arguments_.begin(), arguments_.end());
     std::fill(arguments_.begin(), arguments_.end(), '\0');
     std::copy(std::begin(kName), std::end(kName), arguments_.begin());
   }
 
-  void report(KeeperEvent::Kind kind, int index, int value) {
-    const KeeperEvent event{kind, index, value};
+  void report(SupervisorEvent::Kind kind, int index, int value) {
+    const SupervisorEvent event{kind, index, value};
     // The pipe holds thousands of events and a reader that is gone also closed the control pipe.
     [[maybe_unused]] const auto written = ::write(events_, &event, sizeof event);
   }
 
   void start(int index) {
     const auto& plan = plans_[static_cast<size_t>(index)];
-    const pid_t keeper = getpid();
+    const pid_t supervisor = getpid();
     const pid_t pid = fork();
-    if (pid < 0) return report(KeeperEvent::not_started, index, errno);
+    if (pid < 0) return report(SupervisorEvent::not_started, index, errno);
     if (pid == 0) {
-      become_worker(plan, keeper);
-      report(KeeperEvent::not_started, index, errno);
+      become_worker(plan, supervisor);
+      report(SupervisorEvent::not_started, index, errno);
       _exit(127);
     }
     setpgid(pid, pid);  // here and in the child: neither may come too late
     pids_[static_cast<size_t>(index)] = pid;
-    report(KeeperEvent::started, index, pid);
+    report(SupervisorEvent::started, index, pid);
   }
 
   /// Returns only when the program cannot be executed, with errno set.
-  void become_worker(const ProcessPlan& plan, pid_t keeper) const {
+  void become_worker(const ProcessPlan& plan, pid_t supervisor) const {
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != keeper) _exit(127);
+    if (getppid() != supervisor) _exit(127);
     reset_signals(ignored_);
     const auto argv = pointers(plan.argv);
     const auto env = pointers(plan.env);
@@ -284,7 +284,7 @@ class KeeperProcess {
       const auto found = std::find(pids_.begin(), pids_.end(), pid);
       if (found == pids_.end()) continue;
       *found = -1;
-      report(KeeperEvent::ended, static_cast<int>(found - pids_.begin()), status);
+      report(SupervisorEvent::ended, static_cast<int>(found - pids_.begin()), status);
     }
   }
 
@@ -359,7 +359,8 @@ void kill_descendants(std::chrono::milliseconds limit) {
   }
 }
 
-Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch) {
+Supervisor::Supervisor(const std::vector<ProcessPlan>& processes,
+                       const std::filesystem::path& scratch) {
   auto control = make_pipe();
   auto events = make_pipe();
   std::vector<int> ignored;
@@ -375,7 +376,7 @@ Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem:
   if (pid == 0) {
     control.write.reset();
     events.read.reset();
-    KeeperProcess(processes, scratch, control.read.get(), events.write.get(), ignored).run();
+    SupervisorProcess(processes, scratch, control.read.get(), events.write.get(), ignored).run();
   }
   const int failure = errno;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -386,14 +387,14 @@ Keeper::Keeper(const std::vector<ProcessPlan>& processes, const std::filesystem:
   fcntl(events_.get(), F_SETFL, O_NONBLOCK);
 }
 
-Keeper::~Keeper() {
+Supervisor::~Supervisor() {
   finish();
   while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-std::optional<KeeperEvent> Keeper::next() {
-  KeeperEvent event{};
+std::optional<SupervisorEvent> Supervisor::next() {
+  SupervisorEvent event{};
   ssize_t size = 0;
   do {
     size = ::read(events_.get(), &event, sizeof event);
@@ -403,10 +404,10 @@ std::optional<KeeperEvent> Keeper::next() {
   return std::nullopt;
 }
 
-void Keeper::signal_all(int signal) {
+void Supervisor::signal_all(int signal) {
   if (!control_) return;
   const int32_t value = signal;
-  // SIGPIPE is ignored while a job runs; a keeper that is gone is seen by `next`.
+  // SIGPIPE is ignored while a job runs; a supervisor that is gone is seen by `next`.
   [[maybe_unused]] const auto written = ::write(control_.get(), &value, sizeof value);
 }
 
