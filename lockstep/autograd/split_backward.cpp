@@ -1,10 +1,9 @@
-#include "lockstep/autograd/split_backward.h"
+#include "lockstep/autograd/backward.h"
 
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
-#include "lockstep/autograd/backward.h"
 #include "lockstep/autograd/graph_walk.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
-#include "lockstep/autograd/split_backward.h"
+#include "lockstep/autograd/backward.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -8,7 +8,6 @@
 #include <functional>
 
 #include "lockstep/autograd/activation_checkpoint.h"
-#include "lockstep/autograd/backward.h"
 #include "lockstep/autograd/linear.h"
 
 namespace lockstep {

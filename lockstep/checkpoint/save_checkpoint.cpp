@@ -1,4 +1,4 @@
-#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>

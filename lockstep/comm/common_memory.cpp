@@ -1,4 +1,4 @@
-#include "lockstep/comm/common_memory.h"
+#include "lockstep/comm/process_group.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

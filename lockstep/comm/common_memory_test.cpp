@@ -1,5 +1,5 @@
 // common_empty: one memory for all ranks.
-#include "lockstep/comm/common_memory.h"
+#include "lockstep/comm/process_group.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

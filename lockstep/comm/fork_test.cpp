@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/common_memory.h"
+#include "lockstep/comm/process_group.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/page_faults.h"
 

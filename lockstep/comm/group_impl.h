@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/checks/debug_level.h"
+#include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work_state.h"

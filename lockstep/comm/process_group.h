@@ -1,18 +1,53 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <nlohmann/json_fwd.hpp>
 
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#include "lockstep/comm/number_reference.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work.h"
+
+namespace lockstep {
+
+/// What ProcessGroup::all_reduce_values takes: every arithmetic type that can be written to.
+template <class T>
+concept Reducible = std::is_arithmetic_v<T> && !std::is_const_v<T> && !std::is_volatile_v<T>;
+
+/// Refers to a number of any arithmetic type, which must outlive it.
+class NumberReference {
+ public:
+  enum class Kind : uint8_t { boolean, signed_integer, unsigned_integer, floating };
+
+  template <Reducible T>
+  explicit NumberReference(T& number) : number_(&number), kind_(kind_of<T>()), bytes_(sizeof(T)) {}
+
+  void* number() const { return number_; }
+  Kind kind() const { return kind_; }
+  /// Of the number's type, which kind and size determine on one machine.
+  uint8_t bytes() const { return bytes_; }
+
+ private:
+  template <class T>
+  static constexpr Kind kind_of() {
+    if (std::is_same_v<T, bool>) return Kind::boolean;
+    if (std::is_floating_point_v<T>) return Kind::floating;
+    return std::is_signed_v<T> ? Kind::signed_integer : Kind::unsigned_integer;
+  }
+
+  void* number_;
+  Kind kind_;
+  uint8_t bytes_;
+};
+
+}  // namespace lockstep
 
 namespace c10d {
 class ProcessGroup;
@@ -186,5 +221,15 @@ class ProcessGroup {
  private:
   std::shared_ptr<Impl> impl_;
 };
+
+/// A tensor of `numel` elements that is the same memory on all ranks of the group: what one rank
+/// writes, the others read where it lies. It exists once per host, however many ranks there are.
+/// Zeroed. Undefined, on all ranks, where they have no such memory: backends other than shm,
+/// several hosts, devices other than the CPU.
+///
+/// The caller orders reads and writes, by barriers or other calls of the group. All ranks call with
+/// the same arguments (MismatchError). The tensor may outlive the group. Collective calls take it
+/// as any other tensor.
+at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType dtype);
 
 }  // namespace lockstep

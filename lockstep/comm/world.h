@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/debug_level.h"
+#include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/download_options.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep {
 

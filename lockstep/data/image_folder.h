@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/open_dataset.h"
+#include "lockstep/data/sample_source.h"
 
 namespace lockstep {
 

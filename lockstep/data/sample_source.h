@@ -77,4 +77,14 @@ TensorDataset read_all(SampleSource& source);
 /// of contiguous rows with one target per sample.
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset);
 
+/// A data set's two parts as sources, which need not be in memory.
+struct DatasetSources {
+  std::unique_ptr<SampleSource> train;
+  std::unique_ptr<SampleSource> test;
+};
+
+/// load_dataset without the memory: images of folder:PATH are decoded when a batch needs them, in
+/// the loader's threads. All other sets are in memory. Takes names and throws as load_dataset.
+DatasetSources open_dataset(const std::string& name, const DatasetOptions& options = {});
+
 }  // namespace lockstep

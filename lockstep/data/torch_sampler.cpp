@@ -1,4 +1,4 @@
-#include "lockstep/data/torch_sampler.h"
+#include "lockstep/data/torch_dataset.h"
 
 #include <ATen/ops/tensor.h>
 #include <torch/serialize/archive.h>

@@ -1,4 +1,4 @@
-#include "lockstep/data/torch_sampler.h"
+#include "lockstep/data/torch_dataset.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>

@@ -1,4 +1,4 @@
-#include "lockstep/launch/rank_generator.h"
+#include "lockstep/launch/start.h"
 
 #include <ATen/Context.h>
 

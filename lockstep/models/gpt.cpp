@@ -1,4 +1,4 @@
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/models.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>

@@ -13,7 +13,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
-#include "lockstep/models/gpt.h"
 #include "lockstep/models/model_spec.h"
 #include "lockstep/models/norm_pool.h"
 #include "lockstep/models/resnet.h"

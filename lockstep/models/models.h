@@ -69,7 +69,7 @@ struct ModelInfo {
 /// | fashion-cnn | conv 3x3 (32 padded, 64), batch norm, ReLU, pooling; Linear | layer{1,2}.{0,1}|
 /// |             | 600, 120, 10, dropout 0.25 before the second                | .*, fc{1,2,3}.* |
 /// | wide        | 6 x Linear(784, 784) with ReLU, Linear(784, 10)             | layers.{0,2,..} |
-/// | gpt         | nanoGPT's transformer: see gpt.h                            | transformer.*,  |
+/// | gpt         | nanoGPT's transformer: see GptOptions                       | transformer.*,  |
 /// |             |                                                             | lm_head.weight  |
 /// | resnet18    | torchvision's, for images of 3 channels and any size        | conv1.*, bn1.*, |
 /// |             |                                                             | layer{1..4}.*,  |
@@ -99,5 +99,31 @@ std::vector<std::string> model_names();
 /// Throws UsageError unless make_model knows the name and its sizes; it does not look for files.
 /// `flag` is for the message: "--model".
 void check_model_name(const std::string& flag, const std::string& name);
+
+/// The sizes of a GPT. The defaults are nanoGPT's small shape for characters: 10,746,624
+/// parameters.
+struct GptOptions {
+  int64_t vocabulary = 65;  ///< Different tokens. 65: the characters of nanoGPT's Shakespeare.
+  int64_t context = 128;   ///< The most tokens that it looks back on. Each has a position's vector.
+  int64_t layers = 6;      ///< Blocks of attention and perceptron.
+  int64_t heads = 6;       ///< Of each attention; must divide `channels`.
+  int64_t channels = 384;  ///< Numbers for each token between the blocks.
+  double dropout = 0;  ///< nanoGPT's: 0 for training once over much text, 0.1 and more for less.
+  bool bias = true;    ///< In linear layers and norms, as GPT-2. Without it is a little faster.
+};
+
+/// A transformer that predicts the next token: nanoGPT's GPT (Karpathy 2022), with its names and
+/// its initial values. After torch::manual_seed(S) these are Python's bits. One thing differs: the
+/// head has weights of its own, which nanoGPT shares with the token embedding.
+///
+/// forward takes tokens [B, T], int64 or int32, from 0 to vocabulary - 1, with T from 1 to
+/// `context`. It gives [B, T, vocabulary]: at each place the logits of the token that follows. It
+/// looks at no later place. Attention is at::scaled_dot_product_attention.
+///
+/// Throws UsageError for options that check_gpt_options refuses.
+std::shared_ptr<Model> make_gpt(const GptOptions& options);
+
+/// Throws UsageError for sizes that are out of range or do not divide.
+void check_gpt_options(const GptOptions& options);
 
 }  // namespace lockstep

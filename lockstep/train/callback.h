@@ -1,11 +1,62 @@
 #pragma once
 
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
 
-#include "lockstep/train/training_results.h"
-
 namespace lockstep {
+
+/// Means over all ranks. What was not noted is NaN: `accuracy` for regression.
+struct Metrics {
+  double loss = std::numeric_limits<double>::quiet_NaN();
+  double accuracy = std::numeric_limits<double>::quiet_NaN();
+  int64_t samples = 0;
+  std::map<std::string, double> values = {};  ///< What else a TrainingModule notes, by its names.
+};
+
+/// Where training stands after an optimizer step.
+struct StepResult {
+  int64_t step = 0;         ///< Optimizer steps done in the whole run, from 1.
+  int64_t total_steps = 0;  ///< Those of the whole run, unless it stops early.
+  int64_t epoch = 0;        ///< From 0.
+  int64_t batches = 0;      ///< Batches of the epoch that this rank has used.
+  int64_t samples = 0;      ///< Of this step, over all ranks.
+  double lr = 0;            ///< The rate that the step was made with; of the first optimizer.
+  /// Of this rank's last batch alone; a LogResult has that of all. NaN where the strategy computes
+  /// it on another rank.
+  double loss = 0;
+  double seconds = 0;  ///< Since training began in this process.
+};
+
+/// Every `log_every_n_steps` steps.
+struct LogResult {
+  StepResult step;
+  Metrics metrics;           ///< Of the steps since the last one, over all ranks.
+  double samples_per_s = 0;  ///< Over all ranks, since the last one.
+};
+
+/// After each epoch and its evaluation.
+struct EpochResult {
+  int64_t epoch = 0;  ///< From 0.
+  int64_t max_epochs = 0;
+  int64_t step = 0;
+  Metrics train;  ///< Over all steps of the epoch, with the weights as they were at each step.
+  Metrics test;   ///< Of the held-out part, with the weights after the epoch.
+  double lr = 0;
+  double samples_per_s = 0;       ///< Of training, over all ranks.
+  double test_samples_per_s = 0;  ///< Of the evaluation.
+  double seconds = 0;             ///< Since training began in this process.
+};
+
+/// What became of a run.
+struct FitResult {
+  int64_t steps = 0;
+  int64_t epochs = 0;
+  Metrics test;  ///< The last evaluation.
+  bool stopped_early = false;
+  double seconds = 0;
+};
 
 class Trainer;
 

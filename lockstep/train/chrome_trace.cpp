@@ -3,7 +3,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/train/step_profile.h"
+#include "lockstep/train/step_profiler.h"
 
 namespace lockstep {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/train/batch_feed.h"
+#include "lockstep/train/callback.h"
 #include "lockstep/train/trained_part.h"
-#include "lockstep/train/training_results.h"
 
 namespace lockstep {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/train/trainer_options.h"
+#include "lockstep/train/trainer.h"
 
 namespace lockstep {
 

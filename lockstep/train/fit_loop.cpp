@@ -9,7 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/random_state.h"

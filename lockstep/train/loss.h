@@ -2,8 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "lockstep/train/loss_kind.h"
 #include "lockstep/train/metric_sums.h"
+#include "lockstep/train/model_training.h"
 
 namespace lockstep {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/train/training_results.h"
+#include "lockstep/train/callback.h"
 
 namespace lockstep {
 

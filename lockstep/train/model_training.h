@@ -8,10 +8,15 @@
 #include <vector>
 
 #include "lockstep/models/models.h"
-#include "lockstep/train/loss_kind.h"
 #include "lockstep/train/training_module.h"
 
 namespace lockstep {
+
+enum class LossKind {
+  /// Outputs [B, classes], targets int64 [B]. Or a class a token: [B, T, classes] and [B, T].
+  cross_entropy,
+  mean_squared,  ///< Outputs and targets [B, K], float32.
+};
 
 struct MetricSums;
 

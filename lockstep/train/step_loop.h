@@ -13,7 +13,7 @@
 #include "lockstep/train/batch_feed.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/trained_part.h"
-#include "lockstep/train/trainer_options.h"
+#include "lockstep/train/trainer.h"
 #include "lockstep/train/training_context.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
-#include "lockstep/train/step_profile.h"
+#include "lockstep/train/step_profiler.h"
 
 #include <algorithm>
 #include <limits>

@@ -14,7 +14,7 @@
 #include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/train/finite_check.h"
-#include "lockstep/train/trainer_options.h"
+#include "lockstep/train/trainer.h"
 #include "lockstep/train/training_module.h"
 
 namespace lockstep::detail {

@@ -11,7 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/weights.h"
 #include "tests/support/small_task.h"

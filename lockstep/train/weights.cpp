@@ -7,7 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;

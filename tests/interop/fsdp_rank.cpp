@@ -15,7 +15,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp_strategy.h"
-#include "lockstep/parallel/fsdp/fsdp_strategy.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 
 namespace {
 

@@ -18,7 +18,6 @@
 #include "lockstep/optim/averaged_model.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/averaging/averagers.h"
-#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
 #include "lockstep/parallel/comm_hooks/power_sgd_hook.h"
 #include "lockstep/parallel/ddp.h"
 

@@ -15,7 +15,6 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/join.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
-#include "lockstep/parallel/zero/zero_strategy.h"
 
 namespace {
 

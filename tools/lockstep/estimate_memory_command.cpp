@@ -9,7 +9,7 @@
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
-#include "lockstep/parallel/fsdp/fsdp_options.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/fsdp/unit_plan.h"
 #include "lockstep/parallel/memory_estimate.h"
 #include "lockstep/tool/cli.h"

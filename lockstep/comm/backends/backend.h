@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/debug_level.h"
+#include "lockstep/comm/checks/observed_call.h"
 
 namespace c10d {
 class Backend;

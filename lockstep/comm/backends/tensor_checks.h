@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/operation.h"
+#include "lockstep/comm/checks/observed_call.h"
 
 namespace lockstep::backends {
 

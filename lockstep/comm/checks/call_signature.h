@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/comm/checks/operation.h"
+#include "lockstep/comm/checks/observed_call.h"
 
 namespace lockstep {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/debug_level.h"
 #include "lockstep/comm/checks/error_conversion.h"
+#include "lockstep/comm/checks/observed_call.h"
 
 namespace c10d {
 class Backend;

@@ -2,10 +2,38 @@
 
 #include <chrono>
 #include <cstdint>
-
-#include "lockstep/comm/checks/operation.h"
+#include <string_view>
 
 namespace lockstep {
+
+/// Our names of the calls, those of ProcessGroup.
+enum class Operation : uint8_t {
+  all_reduce,
+  all_reduce_coalesced,
+  all_reduce_sparse,
+  broadcast,
+  reduce,
+  all_gather,
+  all_gather_into_tensor,
+  all_gather_coalesced,
+  all_gather_into_tensor_coalesced,
+  gather,
+  scatter,
+  reduce_scatter,
+  reduce_scatter_tensor,
+  reduce_scatter_tensor_coalesced,
+  all_to_all,
+  all_to_all_single,
+  barrier,
+  monitored_barrier,
+  symmetric_empty,
+  coalesced,
+  send,
+  recv,
+  recv_any,
+};
+
+std::string_view operation_name(Operation operation);
 
 /// When a collective of this rank began and ended, by the steady clock, which the processes of one
 /// host share. What lies between is also the wait for ranks that come later.
@@ -30,5 +58,9 @@ class CallObserver {
   /// with an error.
   virtual void call_ended(const ObservedCall& call, bool failed) noexcept = 0;
 };
+
+/// How much a group checks that its ranks agree: `off`, `info` (the first collectives of a group),
+/// `detail` (every one).
+enum class DebugLevel { off, info, detail };
 
 }  // namespace lockstep

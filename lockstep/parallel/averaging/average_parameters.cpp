@@ -1,4 +1,4 @@
-#include "lockstep/parallel/averaging/average_parameters.h"
+#include "lockstep/parallel/averaging/averagers.h"
 
 #include <ATen/ops/cat.h>
 #include <c10/core/GradMode.h>

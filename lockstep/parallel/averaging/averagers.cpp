@@ -7,7 +7,6 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
-#include "lockstep/parallel/averaging/average_parameters.h"
 
 namespace lockstep {
 namespace {

@@ -5,9 +5,7 @@
 #include <memory>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/averaging/average_parameters.h"
 #include "lockstep/parallel/averaging/averagers.h"
-#include "lockstep/parallel/averaging/post_local_sgd_optimizer.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {

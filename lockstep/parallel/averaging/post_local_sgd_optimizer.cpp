@@ -1,4 +1,4 @@
-#include "lockstep/parallel/averaging/post_local_sgd_optimizer.h"
+#include "lockstep/parallel/averaging/averagers.h"
 
 #include <ATen/ops/full.h>
 

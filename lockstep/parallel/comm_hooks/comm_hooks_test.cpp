@@ -8,7 +8,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/averaging/averagers.h"
-#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
 #include "lockstep/parallel/comm_hooks/power_sgd_hook.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/over_backends.h"

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
+#include "lockstep/parallel/comm_hooks/power_sgd_hook.h"
 
 #include <string>
 

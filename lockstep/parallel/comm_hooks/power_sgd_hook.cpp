@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/comm_hooks/post_local_sgd_hook.h"
 
 namespace lockstep {
 

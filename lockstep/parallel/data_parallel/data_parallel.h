@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "lockstep/parallel/data_parallel/parallel_apply.h"
-#include "lockstep/parallel/data_parallel/replica_threads.h"
 #include "lockstep/parallel/data_parallel/replicate.h"
-#include "lockstep/parallel/data_parallel/scatter_gather.h"
 
 namespace lockstep {
 

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/data_parallel/scatter_gather.h"
+#include "lockstep/parallel/data_parallel/replicate.h"
 
 #include <ATen/ops/cat.h>
 

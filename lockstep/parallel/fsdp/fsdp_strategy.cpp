@@ -1,4 +1,4 @@
-#include "lockstep/parallel/fsdp/fsdp_strategy.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -6,7 +6,6 @@
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {

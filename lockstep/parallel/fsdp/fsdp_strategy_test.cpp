@@ -1,5 +1,5 @@
 // The strategy against ddp, the seam's other user, to the bit.
-#include "lockstep/parallel/fsdp/fsdp_strategy.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>

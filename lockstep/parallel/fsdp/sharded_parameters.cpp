@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/common_memory.h"
+#include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
 
 namespace lockstep::detail {

@@ -10,7 +10,7 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/fsdp/flat_unit.h"
-#include "lockstep/parallel/fsdp/fsdp_options.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/fsdp/use_order.h"
 #include "lockstep/parallel/fsdp/watched_memory.h"
 

@@ -13,7 +13,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/pipeline/local_link.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
-#include "lockstep/parallel/pipeline/partition.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
 
 namespace lockstep {

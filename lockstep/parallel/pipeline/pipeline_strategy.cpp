@@ -19,7 +19,6 @@
 #include "lockstep/parallel/pipeline/gradient_exchange.h"
 #include "lockstep/parallel/pipeline/group_link.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
-#include "lockstep/parallel/pipeline/partition.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
 #include "lockstep/parallel/pipeline/stage_norm.h"
 #include "lockstep/parallel/pipeline/stage_state.h"

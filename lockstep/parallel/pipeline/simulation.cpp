@@ -1,4 +1,4 @@
-#include "lockstep/parallel/pipeline/simulation.h"
+#include "lockstep/parallel/pipeline/schedule.h"
 
 #include <algorithm>
 #include <cmath>

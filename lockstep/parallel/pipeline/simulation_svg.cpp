@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "lockstep/parallel/pipeline/simulation.h"
+#include "lockstep/parallel/pipeline/schedule.h"
 
 namespace lockstep {
 namespace {

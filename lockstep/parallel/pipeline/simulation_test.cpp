@@ -1,4 +1,4 @@
-#include "lockstep/parallel/pipeline/simulation.h"
+#include "lockstep/parallel/pipeline/schedule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/autograd/split_backward.h"
+#include "lockstep/autograd/backward.h"
 #include "lockstep/parallel/strategy.h"
 
 namespace lockstep::detail {

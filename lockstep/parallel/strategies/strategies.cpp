@@ -7,9 +7,9 @@
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
-#include "lockstep/parallel/fsdp/fsdp_strategy.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
-#include "lockstep/parallel/zero/zero_strategy.h"
+#include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
 namespace lockstep {
 namespace {

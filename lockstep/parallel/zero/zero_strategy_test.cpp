@@ -1,4 +1,4 @@
-#include "lockstep/parallel/zero/zero_strategy.h"
+#include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>

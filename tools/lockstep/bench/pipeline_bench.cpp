@@ -13,7 +13,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/pipeline/local_pipeline.h"
-#include "lockstep/parallel/pipeline/simulation.h"
+#include "lockstep/parallel/pipeline/schedule.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
 #include "tools/lockstep/bench/bench.h"

@@ -3,7 +3,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/words.h"
-#include "lockstep/train/step_profile.h"
+#include "lockstep/train/step_profiler.h"
 #include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "lockstep/data/loader.h"
-#include "lockstep/data/open_dataset.h"
+#include "lockstep/data/sample_source.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/models/models.h"
-#include "lockstep/train/loss_kind.h"
+#include "lockstep/train/model_training.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {

@@ -18,7 +18,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
-#include "lockstep/parallel/pipeline/partition.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 

@@ -12,7 +12,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
-#include "lockstep/checkpoint/save_checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"

@@ -4,7 +4,7 @@
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/world.h"
-#include "lockstep/train/training_results.h"
+#include "lockstep/train/callback.h"
 #include "tools/lockstep/train/console.h"
 #include "tools/lockstep/train/run_config.h"
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "lockstep/comm/backends/mpi/mpi_engine.h"
-#include "lockstep/comm/checks/operation.h"
+#include "lockstep/comm/checks/observed_call.h"
 
 namespace lockstep::mpi {
 

@@ -82,7 +82,7 @@ at::Tensor combine(Op op, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-// The tree that reduce.h promises, by ATen.
+// The tree that reduction_kernels.h promises, by ATen.
 at::Tensor tree(Op op, const Tensors& inputs, size_t first, size_t count) {
   if (count == 1) return inputs[first];
   size_t half = 1;
