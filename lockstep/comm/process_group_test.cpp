@@ -308,6 +308,14 @@ TEST(PointToPoint, ReceivesFromAny) {
   });
 }
 
+TEST(PointToPoint, ReceivesNothingFromAny) {
+  run_group(2, [](ProcessGroup group) {
+    at::Tensor tensor = at::empty({0});
+    if (group.rank() != 0) return group.send(tensor, 0, 1);
+    EXPECT_EQ(group.recv_any(tensor, 1), 1);
+  });
+}
+
 TEST(PointToPoint, BatchInAnyOrder) {
   run_group(2, [](ProcessGroup group) {
     const int other = 1 - group.rank();

@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/gloo/gloo.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -44,6 +45,13 @@ class Gloo final : public c10d::ProcessGroupGloo {
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     at::Tensor part = flat(output), whole = flat(input);
     return ProcessGroupGloo::_reduce_scatter_base(part, whole, options);
+  }
+  // Gloo refuses to receive an empty tensor from any rank.
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
+    if (tensors.size() != 1 || tensors[0].numel() > 0)
+      return ProcessGroupGloo::recvAnysource(tensors, tag);
+    std::vector<at::Tensor> unread{at::empty({1}, tensors[0].options())};
+    return ProcessGroupGloo::recvAnysource(unread, tag);
   }
 };
 
