@@ -96,6 +96,8 @@ function(lockstep_unite target source_dir)
     set_property(SOURCE ${source} PROPERTY UNITY_GROUP ${group})
   endforeach()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  # A class of a source may have members of types that only this source knows. GCC takes it for a header's class.
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   if(highest GREATER -1)
     list(GET LOCKSTEP_PCH_NAMES ${highest} name)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Winvalid-pch>
