@@ -2,15 +2,21 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/optim/adam.h>
+
+#include <atomic>
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/rpc/rpc.h"
 #include "tests/support/run_workers.h"
+#include "tests/support/test_wait.h"
 
 namespace lockstep::rpc {
 namespace autograd_test {
 
+using test_wait::wait_until;
 using test::run_workers;
 
 at::Tensor seeded(std::vector<int64_t> shape, uint64_t seed) {
@@ -44,6 +50,37 @@ const auto adam = function("adam", [](const std::vector<RRef<at::Tensor>>& owned
     return std::make_shared<torch::optim::Adam>(parameters);
   });
 });
+
+// Answers when the call's context is no more here.
+std::atomic<bool> waits_for_the_end = false;
+const auto outlive = function("outlive", [](const at::Tensor& x) {
+  namespace native = torch::distributed::autograd;
+  const int64_t context = native::DistAutogradContainer::currentContextId();
+  waits_for_the_end = true;
+  wait_until(
+      [&] {
+        try {
+          native::DistAutogradContainer::getInstance().retrieveContext(context);
+          return false;
+        } catch (const c10::Error&) {
+          return true;
+        }
+      },
+      "the end of the context");
+  return x * 2;
+});
+const auto outlives = function("outlives", [] { return waits_for_the_end.load(); });
+
+TEST(RpcAutograd, ACallThatOutlivesItsContextFailsByAWordOfIt) {
+  run_workers(2, [](Agent&, int rank) {
+    if (rank != 0) return;
+    std::optional<AutogradContext> context(std::in_place);
+    const auto result = call_async("w1", outlive, at::ones({2}).requires_grad_());
+    wait_until([] { return call("w1", outlives); }, "the function");
+    context.reset();
+    EXPECT_THROW(result.wait(), UsageError);
+  });
+}
 
 at::Tensor loss_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& own) {
   return (a * own + b).square().sum();

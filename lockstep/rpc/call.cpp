@@ -59,6 +59,22 @@ std::shared_ptr<void> count_call(const std::shared_ptr<Worker>& worker, const st
   });
 }
 
+using torch::distributed::autograd::DistAutogradContainer;
+
+/// The autograd context of this thread, by its number. A call may outlive it.
+std::optional<int64_t> context_here() {
+  if (!DistAutogradContainer::getInstance().hasValidContext()) return std::nullopt;
+  return DistAutogradContainer::currentContextId();
+}
+bool has_ended(const std::optional<int64_t>& context) {
+  try {
+    if (context) DistAutogradContainer::getInstance().retrieveContext(*context);
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  }
+}
+
 std::string what(const Signature& signature, const std::string& worker) {
   return "rpc: '" + signature.name + "' on worker '" + worker + "'";
 }
@@ -71,9 +87,9 @@ std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
                                 const Signature& signature, std::vector<at::IValue> arguments,
                                 Limit timeout) {
   auto state = std::make_shared<CallState>();
-  const auto failed = [state, what = what(signature, to.name_),
-                       types = signature.types](const std::exception_ptr& error) {
-    state->fail(decode_failure(error, what, types));
+  const auto failed = [state, what = what(signature, to.name_), types = signature.types,
+                       context = context_here()](const std::exception_ptr& error) {
+    state->fail(decode_failure(error, what, types, has_ended(context)));
   };
   try {
     WireCall call(signature.name, signature.hash, HandlerThreads::depth() + 1,
@@ -103,8 +119,7 @@ std::shared_ptr<CallState> send_fast(Worker& worker, const native::WorkerInfo& t
                                      const std::vector<at::IValue>& arguments, Limit timeout,
                                      const std::string& text) {
   FastPath* const path = worker.fast_path();
-  const auto& contexts = torch::distributed::autograd::DistAutogradContainer::getInstance();
-  if (!path || contexts.hasValidContext()) return nullptr;
+  if (!path || context_here()) return nullptr;
   return path->call(to.id_, signature, arguments, timeout.value_or(worker.timeout()), text);
 }
 
@@ -200,7 +215,8 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
     return info.id_ == worker->id() ? remote_here(send, std::move(counted))
                                     : remote_there(info.id_, send, std::move(counted));
   } catch (const std::exception&) {
-    std::rethrow_exception(decode_failure(std::current_exception(), text, signature.types));
+    std::rethrow_exception(decode_failure(std::current_exception(), text, signature.types,
+                                          has_ended(context_here())));
   }
 }
 

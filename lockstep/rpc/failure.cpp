@@ -58,7 +58,7 @@ std::vector<std::string> unpacked(const std::string& text, const std::string& ki
 }
 
 std::exception_ptr local_failure(const std::exception_ptr& error, const std::string& text,
-                                 const std::string& what) {
+                                 const std::string& what, bool context_ended) {
   const FailureKind kind = failure_kind(error);
   if (kind == FailureKind::ours) return error;
   if (text.find("RPCErr:1:") != std::string::npos || kind == FailureKind::timeout) {
@@ -71,6 +71,11 @@ std::exception_ptr local_failure(const std::exception_ptr& error, const std::str
   });
   if (is_lost(kind) || is_gone) {
     return lost_failure(what, failure_text(error));
+  }
+  if (context_ended) {
+    return std::make_exception_ptr(
+        UsageError(what + ": the autograd context in which it was made has ended",
+                   "keep the AutogradContext until its calls are done"));
   }
   return std::make_exception_ptr(CommError(what + ": " + failure_text(error)));
 }
@@ -98,7 +103,7 @@ std::string encode_mismatch(const std::string& function, const std::string& work
 }
 
 std::exception_ptr decode_failure(const std::exception_ptr& error, const std::string& what,
-                                  const std::string& types) {
+                                  const std::string& types, bool context_ended) {
   const std::string text = whole_text(error);
   if (const auto p = unpacked(text, kFailure, 4); !p.empty()) {
     return std::make_exception_ptr(RemoteError(p[0], p[1], p[2], p[3]));
@@ -108,7 +113,7 @@ std::exception_ptr decode_failure(const std::exception_ptr& error, const std::st
         "rpc: '" + p[0] + "' is " + types + " here, and " + p[2] + " on worker '" + p[1] + "'",
         "register the same function on both"));
   }
-  return local_failure(error, text, what);
+  return local_failure(error, text, what, context_ended);
 }
 
 std::exception_ptr late_failure(const std::string& what) {

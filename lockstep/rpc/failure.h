@@ -17,8 +17,9 @@ std::string encode_mismatch(const std::string& function, const std::string& work
 
 /// One of our errors for what LibTorch's RPC failed with: RemoteError, MismatchError, TimeoutError,
 /// PeerLostError, else CommError. `what`: "rpc: 'add' on worker 'ps'". `types`: the caller's.
+/// `context_ended`: the call's autograd context has, without which LibTorch can do nothing with it.
 std::exception_ptr decode_failure(const std::exception_ptr& error, const std::string& what,
-                                  const std::string& types);
+                                  const std::string& types, bool context_ended = false);
 
 /// The failure of a call that was not answered in time, and of one whose worker is gone. `how`:
 /// what is known of that.

@@ -12,6 +12,7 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/host_place.h"
 #include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/seal.h"
 #include "lockstep/rpc/worker.h"
@@ -172,36 +173,29 @@ detail::Worker::Setup setup_of(const Options& options, const std::string& name) 
 
 constexpr const char* kCarrier = "carrier";
 
-detail::Carrier carrier_of(const World& world, const Options& options) {
-  using detail::Carrier;
-  if (world.local_size() != world.size()) return Carrier::network;
-  return options.poll ? Carrier::polled_memory : Carrier::loopback;
+using detail::Carrier;
+constexpr std::pair<Carrier, const char*> kCarriers[] = {{Carrier::polled_memory, "memory"},
+                                                         {Carrier::loopback, "loopback"},
+                                                         {Carrier::network, "network"}};
+
+const char* carrier_of(const World& world, const Options& options) {
+  if (world.local_size() != world.size()) return "network";
+  // TensorPipe needs what our own shared memory does.
+  return options.poll && !shared_memory_place().empty() ? "memory" : "loopback";
 }
 
-std::string name_of(detail::Carrier carrier) {
-  switch (carrier) {
-    case detail::Carrier::polled_memory:
-      return "memory";
-    case detail::Carrier::loopback:
-      return "loopback";
-    case detail::Carrier::network:
-      break;
+Carrier carrier_named(const std::string& name) {
+  for (const auto& [carrier, its_name] : kCarriers) {
+    if (name == its_name) return carrier;
   }
-  return "network";
-}
-
-detail::Carrier carrier_named(const std::string& name) {
-  for (const auto carrier :
-       {detail::Carrier::polled_memory, detail::Carrier::loopback, detail::Carrier::network})
-    if (name == name_of(carrier)) return carrier;
   throw CommError("rpc: rank 0 told of a carrier '" + name + "', which this version does not know",
                   "run the same version of Lockstep on all workers");
 }
 
 /// Where others reach this worker. `towards_group`: this host's address that the group's other
 /// hosts reach.
-std::string host_of(detail::Carrier carrier, const std::function<std::string()>& towards_group) {
-  if (carrier != detail::Carrier::network) return "127.0.0.1";
+std::string host_of(Carrier carrier, const std::function<std::string()>& towards_group) {
+  if (carrier != Carrier::network) return "127.0.0.1";
   const std::string interface = env_string("TP_SOCKET_IFNAME").value_or("");
   if (interface.empty()) return towards_group();
   std::string address = address_of_interface(interface);
@@ -253,7 +247,7 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   setup.store = prefix_store("rpc", world.store().clone());
   setup.id = world.rank();
   if (world.rank() == 0) {
-    setup.store.set(kCarrier, name_of(carrier_of(world, options)));
+    setup.store.set(kCarrier, carrier_of(world, options));
     setup.store.add("workers", world.size());
   }
   setup.carrier = carrier_named(setup.store.get(kCarrier));

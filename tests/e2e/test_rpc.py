@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import unittest
 
 import lockstep_testing as t
@@ -26,6 +27,21 @@ def free_port():
         return s.getsockname()[1]
 
 
+# Runs its arguments as a program that may make no memory to share, as some containers' filters have it.
+WITHOUT_MEMFD = """
+import ctypes, os, platform, struct, sys
+number = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+load, refuse, allow = (0x20, 0, 0, 0), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000)
+steps = b"".join(struct.pack("HBBI", *step) for step in (load, (0x15, 0, 1, number), refuse, allow))
+program = ctypes.create_string_buffer(steps)
+filter = ctypes.create_string_buffer(struct.pack("HP", 4, ctypes.addressof(program)))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+if prctl(38, 1, 0, 0, 0) != 0 or prctl(22, 2, filter) != 0:
+    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Page(unittest.TestCase):
     def test_the_page_shows_the_program(self):
         page = (t.SOURCE_DIR / "docs" / "rpc.md").read_text()
@@ -39,6 +55,12 @@ class Page(unittest.TestCase):
             losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", output)]
             self.assertEqual(len(losses), 4, output)
             self.assertLess(losses[-1], 0.1 * losses[0])
+
+
+    def test_it_runs_where_memory_cannot_be_shared(self):
+        result = t.run(sys.executable, "-c", WITHOUT_MEMFD, EXAMPLES / "quickstart/rpc")
+        self.assertIn("step 100: loss", result.stdout)
+        self.assertEqual(result.stderr, "")
 
 
 class ParameterServer(unittest.TestCase):
