@@ -11,6 +11,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/wire_call.h"
 #include "lockstep/rpc/worker.h"
 
@@ -32,7 +33,7 @@ float seconds_of(Limit timeout) {
 
 const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   try {
-    return worker.transport().agent()->getWorkerInfo(name);
+    return worker.agent()->getWorkerInfo(name);
   } catch (const UsageError&) {
     throw UsageError("rpc: " + unknown_word("worker", name, worker.peers().names()));
   }
@@ -96,7 +97,7 @@ std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
                   std::move(arguments));
     native::ScriptCall message(carrier(), std::move(call).stack());
     torch::distributed::autograd::sendMessageWithAutograd(
-        *worker.transport().agent(), to, std::move(message).toMessage(),
+        *worker.agent(), to, std::move(message).toMessage(),
         /*forceGradRecording=*/true, seconds_of(timeout))
         ->addCallback([state, failed](native::JitFuture& answer) {
           try {
@@ -144,7 +145,7 @@ std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
                                         std::chrono::milliseconds timeout) {
   const auto worker = this_worker("rpc: a call to another worker");
   const auto& info =
-      worker->transport().agent()->getWorkerInfo(static_cast<native::worker_id_t>(id));
+      worker->agent()->getWorkerInfo(static_cast<native::worker_id_t>(id));
   return send(*worker, info, signature, std::move(arguments), timeout);
 }
 
@@ -208,7 +209,7 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
     native::ScriptRemoteCall message(carrier(), std::move(stack), rref, fork,
                                      /*isAsyncExecution=*/false);
     return torch::distributed::autograd::sendMessageWithAutograd(
-        *worker->transport().agent(), info, std::move(message).toMessage(),
+        *worker->agent(), info, std::move(message).toMessage(),
         /*forceGradRecording=*/true, seconds_of(to.timeout));
   };
   try {

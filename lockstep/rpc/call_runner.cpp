@@ -38,12 +38,8 @@ std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
     });
     return std::nullopt;
   } catch (...) {
-    return failed(std::current_exception(), name);
+    return refused(std::current_exception(), name);
   }
-}
-
-CallOutcome CallRunner::refused(const std::exception_ptr& error) const {
-  return failed(error, "?");
 }
 
 CallRunner::Served CallRunner::begin(const WireCall& call) const {
@@ -61,7 +57,8 @@ CallRunner::Served CallRunner::begin(const WireCall& call) const {
   return {served_.get(), [served = served_](void*) { served->fetch_sub(1); }};
 }
 
-CallOutcome CallRunner::failed(const std::exception_ptr& error, const std::string& function) const {
+CallOutcome CallRunner::refused(const std::exception_ptr& error,
+                                const std::string& function) const {
   return {{}, encode_failure(error, worker_, function)};
 }
 

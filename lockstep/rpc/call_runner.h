@@ -37,14 +37,13 @@ class CallRunner {
   /// Runs the function on this thread. None when it has returned a Future: `done` is called with
   /// the outcome when that is done, perhaps at once. Does not throw.
   std::optional<CallOutcome> run(WireCall call, Done done) const;
-  /// The outcome of a call that failed before it named its function.
-  CallOutcome refused(const std::exception_ptr& error) const;
+  /// The outcome of a call that failed; by default before it named its function.
+  CallOutcome refused(const std::exception_ptr& error, const std::string& function = "?") const;
 
  private:
   /// Counts a call until it is answered.
   using Served = std::shared_ptr<void>;
   Served begin(const WireCall& call) const;
-  CallOutcome failed(const std::exception_ptr& error, const std::string& function) const;
 
   const std::string worker_;
   RunningFunctions& running_;

@@ -1,5 +1,6 @@
 #include "lockstep/rpc/guarded_agent.h"
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/rpc/request_callback.h>
 
 #include <algorithm>
@@ -12,18 +13,31 @@ namespace lockstep::rpc::detail {
 
 namespace native = torch::distributed::rpc;
 
-GuardedAgent::GuardedAgent(const std::string& name, int id,
-                           std::shared_ptr<native::TensorPipeAgent> inner,
-                           std::shared_ptr<Guard> guard)
-    : RpcAgent(WorkerInfo(name, static_cast<native::worker_id_t>(id)), nullptr,
-               inner->getRpcTimeout()),
-      inner_(std::move(inner)),
-      guard_(std::move(guard)) {
-  add(id, name);
+GuardedAgent::GuardedAgent(TransportSetup setup)
+    : RpcAgent(WorkerInfo(setup.name, static_cast<native::worker_id_t>(setup.id)), nullptr,
+               setup.timeout),
+      guard_(std::move(setup.guard)),
+      addresses_(c10::make_intrusive<c10d::HashStore>()),
+      inner_(make_tensorpipe_agent(setup, addresses_)) {
+  add(setup.id, setup.name);
 }
 
 GuardedAgent::~GuardedAgent() {
   if (rpcAgentRunning_) shutdown();
+}
+
+std::string GuardedAgent::address() const {
+  const auto bytes = addresses_->get(address_key(workerInfo_.id_));
+  return {bytes.begin(), bytes.end()};
+}
+
+void GuardedAgent::add_worker(int id, const std::string& name, const std::string& address) {
+  if (id != workerInfo_.id_) {
+    addresses_->set(address_key(id), std::vector<uint8_t>(address.begin(), address.end()));
+    const native::WorkerInfo inner(inner_name(id), static_cast<native::worker_id_t>(id));
+    inner_->updateGroupMembership(inner, {}, {}, /*isJoin=*/true);
+  }
+  add(id, name);
 }
 
 void GuardedAgent::add(int id, const std::string& name) {

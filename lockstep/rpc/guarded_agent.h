@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 
 #include <map>
@@ -10,6 +11,7 @@
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/reference_holders.h"
 #include "lockstep/rpc/seal.h"
+#include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
 
@@ -23,10 +25,10 @@ struct Guard {
   ReferenceHolders holders;
 };
 
-/// LibTorch's RPC sends by this agent. It passes messages on to another one: seals requests, checks
-/// what is sent and what comes back, notes who gets references. It knows the workers by name, and
-/// they may change: LibTorch's own list is made once. There each is known by its number, which is
-/// never used twice. Any thread.
+/// LibTorch's references and autograd send by this agent, and so do our calls. It passes messages
+/// on to TensorPipe's: seals requests, checks what is sent and what comes back, notes who gets
+/// references. It knows the workers by name, and they may change: LibTorch's own list is made once.
+/// There each is known by its number, which is never used twice. Any thread.
 class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
  public:
   using WorkerInfo = torch::distributed::rpc::WorkerInfo;
@@ -34,14 +36,14 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
   using DeviceMap = torch::distributed::rpc::DeviceMap;
   using Answer = c10::intrusive_ptr<torch::distributed::rpc::JitFuture>;
 
-  GuardedAgent(const std::string& name, int id,
-               std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner,
-               std::shared_ptr<Guard> guard);
+  explicit GuardedAgent(TransportSetup setup);
   ~GuardedAgent() override;
 
+  /// Where others find it, once it has been started.
+  std::string address() const;
   /// Known from now on. Of several of one name the one with the highest number is
   /// found by it.
-  void add(int id, const std::string& name);
+  void add_worker(int id, const std::string& name, const std::string& address);
 
   Answer send(const WorkerInfo& to, c10::intrusive_ptr<Message> message, float timeout_s,
               const DeviceMap& devices) override;
@@ -60,18 +62,15 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
  private:
   Answer send_checked(const WorkerInfo& to, const c10::intrusive_ptr<Message>& message,
                       float timeout_s, const DeviceMap& devices);
+  void add(int id, const std::string& name);
   void addGilWaitTime(std::chrono::microseconds) override {}
 
-  const std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner_;
   const std::shared_ptr<Guard> guard_;
+  const c10::intrusive_ptr<c10d::Store> addresses_;  ///< Of this process alone.
+  const std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> inner_;
   mutable std::shared_mutex mutex_;
   std::map<int, WorkerInfo> by_id_;  ///< Never removed: LibTorch keeps references to these.
   std::map<std::string, int> by_name_;
 };
-
-/// The name of a worker for LibTorch's TensorPipe agent.
-inline std::string inner_name(int id) {
-  return std::to_string(id);
-}
 
 }  // namespace lockstep::rpc::detail

@@ -141,11 +141,6 @@ void ReferenceHolders::release(int worker) {
   }
 }
 
-bool ReferenceHolders::is_gone(int worker) const {
-  const std::lock_guard lock(mutex_);
-  return gone_.count(worker) > 0;
-}
-
 int64_t ReferenceHolders::count() const {
   const std::lock_guard lock(mutex_);
   return static_cast<int64_t>(forks_.size());

@@ -45,7 +45,6 @@ class ReferenceHolders {
 
   /// The worker is gone: frees what it held here.
   void release(int worker);
-  bool is_gone(int worker) const;
   /// References of others that are known here.
   int64_t count() const;
 

@@ -2,20 +2,13 @@
 #include <tensorpipe/transport/context.h>
 #include <tensorpipe/transport/uv/factory.h>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
 namespace {
 
 namespace native = torch::distributed::rpc;
-
-/// Where LibTorch's agent looks for a worker's address.
-std::string address_key(int id) {
-  return "addrs/" + inner_name(id);
-}
 
 /// TCP at an address of ours. LibTorch's own makers guess one, from TP_SOCKET_IFNAME or this host's
 /// name, and take loopback where that fails, which no other host reaches. Ours have no arguments
@@ -68,55 +61,22 @@ std::vector<std::string> channels_of(Carrier carrier) {
   return names;
 }
 
-class TensorPipeTransport final : public Transport {
- public:
-  explicit TensorPipeTransport(TransportSetup setup)
-      : id_(setup.id), addresses_(c10::make_intrusive<c10d::HashStore>()) {
-    listen_at(setup.host);
-    // On one host that is polled nothing listens.
-    const std::vector<std::string> transports{setup.carrier == Carrier::polled_memory ? "shm"
-                                                                                      : kTcp};
-    const native::TensorPipeRpcBackendOptions options(
-        setup.threads, transports, channels_of(setup.carrier),
-        std::chrono::duration<float>(setup.timeout).count(), "env://");
-    // A group of a fixed size, as LibTorch takes its lock for such ones only. The size of 0 lets it
-    // wait for nobody: `add_worker` makes the others known.
-    inner_ = std::make_shared<native::TensorPipeAgent>(
-        addresses_, inner_name(setup.id), static_cast<native::worker_id_t>(setup.id),
-        /*worldSize=*/0, options, std::unordered_map<std::string, native::DeviceMap>(),
-        std::vector<c10::Device>(), std::move(setup.callback));
-    guarded_ = std::make_shared<GuardedAgent>(setup.name, setup.id, inner_, std::move(setup.guard));
-    agent_ = guarded_;
-  }
-
-  const std::shared_ptr<native::RpcAgent>& agent() const override { return agent_; }
-  void start() override { agent_->start(); }
-  std::string address() override {
-    const auto bytes = addresses_->get(address_key(id_));
-    return {bytes.begin(), bytes.end()};
-  }
-  void add_worker(int id, const std::string& name, const std::string& address) override {
-    if (id != id_) {
-      addresses_->set(address_key(id), std::vector<uint8_t>(address.begin(), address.end()));
-      const native::WorkerInfo inner(inner_name(id), static_cast<native::worker_id_t>(id));
-      inner_->updateGroupMembership(inner, {}, {}, /*isJoin=*/true);
-    }
-    guarded_->add(id, name);
-  }
-  void stop() override { agent_->shutdown(); }
-
- private:
-  const int id_;
-  const c10::intrusive_ptr<c10d::HashStore> addresses_;  ///< Of this process alone.
-  std::shared_ptr<native::TensorPipeAgent> inner_;
-  std::shared_ptr<GuardedAgent> guarded_;
-  std::shared_ptr<native::RpcAgent> agent_;
-};
-
 }  // namespace
 
-std::unique_ptr<Transport> make_tensorpipe_transport(TransportSetup setup) {
-  return std::make_unique<TensorPipeTransport>(std::move(setup));
+std::shared_ptr<native::TensorPipeAgent> make_tensorpipe_agent(
+    TransportSetup& setup, const c10::intrusive_ptr<c10d::Store>& addresses) {
+  listen_at(setup.host);
+  // On one host that is polled nothing listens.
+  const std::vector<std::string> transports{setup.carrier == Carrier::polled_memory ? "shm" : kTcp};
+  const native::TensorPipeRpcBackendOptions options(
+      setup.threads, transports, channels_of(setup.carrier),
+      std::chrono::duration<float>(setup.timeout).count(), "env://");
+  // A group of a fixed size, as LibTorch takes its lock for such ones only. The size of 0 lets it
+  // wait for nobody: GuardedAgent::add_worker makes the others known.
+  return std::make_shared<native::TensorPipeAgent>(
+      addresses, inner_name(setup.id), static_cast<native::worker_id_t>(setup.id),
+      /*worldSize=*/0, options, std::unordered_map<std::string, native::DeviceMap>(),
+      std::vector<c10::Device>(), std::move(setup.callback));
 }
 
 }  // namespace lockstep::rpc::detail

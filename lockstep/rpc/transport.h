@@ -6,30 +6,17 @@
 #include <memory>
 #include <string>
 
+namespace c10d {
+class Store;
+}
 namespace torch::distributed::rpc {
 class RequestCallback;
-class RpcAgent;
+class TensorPipeAgent;
 }  // namespace torch::distributed::rpc
 
 namespace lockstep::rpc::detail {
 
 struct Guard;
-
-/// What carries messages between workers, and looks whether they can be read. LibTorch's references
-/// and autograd send theirs by its agent, and so do our calls.
-class Transport {
- public:
-  virtual ~Transport() = default;
-  virtual const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent() const = 0;
-  /// Begins to serve.
-  virtual void start() = 0;
-  /// Where others find it, once it has been started.
-  virtual std::string address() = 0;
-  /// Makes another worker known. Its number is no other one's, now or before.
-  virtual void add_worker(int id, const std::string& name, const std::string& address) = 0;
-  /// Ends all threads and connections. What is pending fails.
-  virtual void stop() = 0;
-};
 
 /// What carries messages between workers.
 enum class Carrier {
@@ -49,7 +36,16 @@ struct TransportSetup {
   std::unique_ptr<torch::distributed::rpc::RequestCallback> callback;
 };
 
-/// LibTorch's TensorPipe.
-std::unique_ptr<Transport> make_tensorpipe_transport(TransportSetup setup);
+/// LibTorch's TensorPipe. It knows a worker by `inner_name`, and its own and others' addresses by
+/// `address_key` in `addresses`.
+std::shared_ptr<torch::distributed::rpc::TensorPipeAgent> make_tensorpipe_agent(
+    TransportSetup& setup, const c10::intrusive_ptr<c10d::Store>& addresses);
+
+inline std::string inner_name(int id) {
+  return std::to_string(id);
+}
+inline std::string address_key(int id) {
+  return "addrs/" + inner_name(id);
+}
 
 }  // namespace lockstep::rpc::detail

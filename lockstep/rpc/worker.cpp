@@ -48,11 +48,11 @@ void keep_forever(std::shared_ptr<void> kept) {
   all->push_back(std::move(kept));
 }
 
-/// Stopping waits for functions on the transport's threads. False: they did not end in time.
-bool stop_within(const std::shared_ptr<Transport>& transport, milliseconds limit) {
+/// Stopping waits for functions on the agent's threads. False: they did not end in time.
+bool stop_within(const std::shared_ptr<GuardedAgent>& agent, milliseconds limit) {
   const auto stopped = std::make_shared<CallState>(CallState::Ends::perhaps_not);
   std::thread stops(
-      [transport, stopped] { complete_with<void>(*stopped, [&] { transport->stop(); }); });
+      [agent, stopped] { complete_with<void>(*stopped, [&] { agent->shutdown(); }); });
   try {
     stopped->value(limit);
   } catch (const TimeoutError&) {
@@ -122,7 +122,7 @@ Worker::Worker(const Setup& setup)
   transport.guard = guard_;
   // Half of the transport's threads stay free for answers, which complete on them as well.
   transport.callback = make_request_handler(runner_, guard_, *threads_, setup.threads / 2);
-  transport_ = make_tensorpipe_transport(std::move(transport));
+  agent_ = std::make_shared<GuardedAgent>(std::move(transport));
 }
 
 std::shared_ptr<Worker> Worker::start(const Setup& setup) {
@@ -134,12 +134,12 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
   return translated([&] {
     torch::distributed::autograd::DistAutogradContainer::init(setup.id);
     std::shared_ptr<Worker> worker(new Worker(setup));
-    const auto& agent = worker->transport_->agent();
+    const auto& agent = worker->agent_;
     native::RpcAgent::setCurrentRpcAgent(agent);
     agent->setTypeResolver(std::make_shared<native::TypeResolver>(type_of));
     current_worker = worker;
     ever_started = true;
-    worker->transport_->start();
+    agent->start();
     if (worker->fast_path_) worker->fast_path_->start();
     lock.unlock();  // Others call this worker from now on.
     if (setup.names.empty()) {
@@ -155,11 +155,11 @@ void Worker::meet(Store store) {
   const auto size = static_cast<int>(names_.size());
   const auto addresses = numbered_keys("address/", size), ready = numbered_keys("ready/", size);
   const auto self = static_cast<size_t>(id_);
-  store.set(addresses[self], packed_address(name_, transport_->address()));
+  store.set(addresses[self], packed_address(name_, agent_->address()));
   const auto all = store.multi_get(addresses);
   for (int id = 0; id < size; ++id) {
     const auto [name, address] = unpacked_address(all[static_cast<size_t>(id)]);
-    transport_->add_worker(id, name, address);
+    agent_->add_worker(id, name, address);
   }
   // Nobody calls before all know all.
   store.set(ready[self], "");
@@ -195,8 +195,8 @@ void Worker::greet_others() {
 }
 
 void Worker::join_others(Store store) {
-  store.set("address/" + std::to_string(id_), packed_address(name_, transport_->address()));
-  transport_->add_worker(id_, name_, transport_->address());
+  store.set("address/" + std::to_string(id_), packed_address(name_, agent_->address()));
+  agent_->add_worker(id_, name_, agent_->address());
   const Clock::time_point deadline = Clock::now() + timeout_;
   int found = 0;
   std::vector<std::string> failures;
@@ -209,11 +209,12 @@ void Worker::join_others(Store store) {
       continue;  // It died while it joined.
     }
     const auto [name, address] = unpacked_address(store.get(key));
-    transport_->add_worker(id, name, address);
+    agent_->add_worker(id, name, address);
     bool taken = false;
     try {
-      const auto told = send_call_to(id, joined.signature(),
-                                     joined.pack(id_, name_, transport_->address()), timeout_);
+      const auto told =
+          send_call_to(id, joined.signature(), joined.pack(id_, name_, agent_->address()),
+                       timeout_);
       taken = !Value<bool>::from(told->value({}));
     } catch (const CommError& error) {  // It was lost, or nobody is at its address.
       const std::string text = error.what();
@@ -231,7 +232,7 @@ void Worker::join_others(Store store) {
 
 bool Worker::add_joined(int id, const std::string& name, const std::string& address) {
   if (name == name_) return false;
-  transport_->add_worker(id, name, address);
+  agent_->add_worker(id, name, address);
   peers_.watch(id, name);
   return true;
 }
@@ -304,11 +305,11 @@ std::string Worker::leave() noexcept {
     if (fast_path_) fast_path_->stop();
     native::RRefContext::destroyInstance(true);
     // Both, as functions run on threads of the transport as well.
-    const bool stopped = stop_within(transport_, stop_timeout_);
+    const bool stopped = stop_within(agent_, stop_timeout_);
     const bool ended = threads_->end(time_left(deadline));
     if (native::RpcAgent::isCurrentRpcAgentSet()) native::RpcAgent::setCurrentRpcAgent(nullptr);
     if (stopped && ended) return {};
-    keep_forever(transport_);
+    keep_forever(agent_);
     keep_forever(threads_);
     keep_forever(running_);
     keep_forever(fast_path_);

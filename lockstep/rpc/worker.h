@@ -18,6 +18,8 @@
 
 namespace lockstep::rpc::detail {
 
+class GuardedAgent;
+
 /// This process as a worker. LibTorch keeps one agent, one table of references and one of autograd
 /// contexts in a process, so there is one.
 class Worker {
@@ -48,7 +50,7 @@ class Worker {
   int id() const { return id_; }
   /// Another worker has joined. False when it has this one's name.
   bool add_joined(int id, const std::string& name, const std::string& address);
-  Transport& transport() { return *transport_; }
+  const std::shared_ptr<GuardedAgent>& agent() { return agent_; }
   Peers& peers() { return peers_; }
   CallCount& calls() { return calls_; }
   /// Null: there is none.
@@ -91,7 +93,7 @@ class Worker {
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<FastPath> fast_path_;
   Peers peers_;
-  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<GuardedAgent> agent_;
   bool left_ = false;
 };
 
