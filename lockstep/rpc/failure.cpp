@@ -11,7 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
-#include "lockstep/rpc/rpc_error.h"
+#include "lockstep/rpc/future.h"
 
 namespace lockstep::rpc {
 

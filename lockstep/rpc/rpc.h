@@ -14,7 +14,6 @@
 #include "lockstep/rpc/distributed_optimizer.h"
 #include "lockstep/rpc/function.h"
 #include "lockstep/rpc/future.h"
-#include "lockstep/rpc/rpc_error.h"
 #include "lockstep/rpc/rref.h"
 #include "lockstep/rpc/value.h"
 
