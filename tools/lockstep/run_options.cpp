@@ -99,12 +99,12 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "ADDR:PORT");
   cli.option("--rdzv-id", raw.rdzv_id, "The run's name, in TORCHELASTIC_RUN_ID and log folders",
              "ID");
-  cli.option("--max-restarts", raw.max_restarts, "Only 0: restarts are not there yet");
+  cli.option("--max-restarts", raw.max_restarts, "0 only: workers are not restarted yet");
   cli.option("--role", options.role, "In ROLE_NAME", "NAME");
   cli.choice(
       "--bind-to", options.bind_to, launch::binding_names(),
       "Keep each rank to its part of the cores (core) or to a NUMA domain (numa); auto: numa "
-      "where there are several domains and nobody else has bound us");
+      "where there are several domains, unless this process is bound to cores already");
   cli.option("--numa-binding", raw.numa_binding,
              "torchrun's name for it: node is --bind-to numa, exclusive is --bind-to core", "NAME");
   cli.flag("--virtual-local-rank", options.virtual_local_rank,
