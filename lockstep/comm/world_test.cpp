@@ -146,6 +146,41 @@ TEST(World, EachStartOfAJobHasKeysOfItsOwn) {
   EXPECT_TRUE(store_of(0).check({"key"}));
 }
 
+InitOptions options_over(const Store& store, int64_t generation, int rank, int size) {
+  InitOptions options = options_of("env://", rank, size);
+  options.store = store;
+  options.generation = generation;
+  return options;
+}
+
+TEST(World, GenerationsOverOneStoreHaveKeysOfTheirOwn) {
+  const Store store = tcp_store({.is_listener = true});
+  int64_t keys = 0;
+  for (int64_t generation = 0; generation < 4; ++generation) {
+    const int size = generation % 2 == 0 ? 2 : 3;
+    rethrow_first(run_ranks(size, [&](int rank) {
+      World world = init(options_over(store, generation, rank, size));
+      EXPECT_EQ(world.generation(), generation);
+      EXPECT_FALSE(world.store().check({"word"})) << "of the generation before";
+      Store own = world.store();
+      world.group().barrier();
+      own.set("word", "said");
+      at::Tensor sum = at::ones({2});
+      world.group().all_reduce(sum);
+      EXPECT_EQ(sum[0].item<float>(), static_cast<float>(size));
+    }));
+    if (generation == 1) keys = Store(store).num_keys();
+  }
+  EXPECT_LE(Store(store).num_keys(), keys) << "keys of earlier generations are left";
+}
+
+TEST(InitErrors, AGenerationOverAStoreNeedsARankAndASize) {
+  const Store store = hash_store();
+  EXPECT_THROW(init(options_over(store, 0, -1, 2)), UsageError);
+  EXPECT_THROW(init(options_over(store, 0, 0, -1)), UsageError);
+  EXPECT_THROW(init(options_over(store, -2, 0, 1)), UsageError);
+}
+
 TEST(World, MeetsByAFile) {
   TemporaryDirectory folder;
   const auto path = folder.path() / "meet";
