@@ -10,8 +10,6 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kLeftLoop = " left its loop after ";
-
 std::string with_hint(const std::string& message, const std::string& hint) {
   return hint.empty() ? message : message + "\n  hint: " + hint;
 }
@@ -47,21 +45,35 @@ SystemError::SystemError(const std::string& message, int errno_value, const std:
             hint.empty() ? hint_of(errno_value) : hint),
       errno_value_(errno_value) {}
 
-TimeoutError::TimeoutError(const std::string& message, const std::string& hint)
-    : CommError(with_timed_out(message), hint) {}
+CommError::CommError(const std::string& message, const std::string& hint, Failure failure)
+    : Error(message, hint), failure_(std::make_shared<const Failure>(std::move(failure))) {}
 
-std::string left_after(int64_t steps) {
-  return kLeftLoop + std::to_string(steps) + (steps == 1 ? " step" : " steps");
+std::vector<int> CommError::ranks() const {
+  std::vector<int> numbers;
+  for (const auto& rank : failure_->ranks) numbers.push_back(rank.number);
+  return numbers;
 }
 
-PeerLeftError::PeerLeftError(const std::string& message)
+TimeoutError::TimeoutError(const std::string& message, const std::string& hint, Failure failure)
+    : CommError(with_timed_out(message), hint, std::move(failure)) {}
+
+PeerLeftError::PeerLeftError(const std::string& message, Failure failure)
     : PeerLostError(message,
                     "all ranks must make the same number of steps: all-reduce the criterion by "
-                    "which the loop ends. If the rank that left printed an error, look at that") {}
+                    "which the loop ends. If the rank that left printed an error, look at that",
+                    std::move(failure)) {}
 
-void throw_peer_lost(const std::string& message) {
-  if (message.find(kLeftLoop) != std::string::npos) throw PeerLeftError(message);
-  throw PeerLostError(message);
+std::exception_ptr failure_error(const std::string& message, const Failure& failure) {
+  if (failure.timed_out())
+    return std::make_exception_ptr(TimeoutError(
+        message, "do all ranks make the same calls? Else give a longer time-out", failure));
+  if (failure.has(Failure::Kind::left))
+    return std::make_exception_ptr(PeerLeftError(message, failure));
+  return std::make_exception_ptr(PeerLostError(message, kPeerLostHint, failure));
+}
+
+void throw_failure(const std::string& what, const Failure& failure) {
+  std::rethrow_exception(failure_error(what + describe(failure), failure));
 }
 
 InterruptedError::InterruptedError(int signal_number)

@@ -1,8 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "lockstep/base/failure.h"
 
 namespace lockstep {
 
@@ -52,48 +57,60 @@ class SystemError : public Error {
   int errno_value_;
 };
 
-/// Anything that goes wrong between ranks.
+/// Anything that goes wrong between ranks. It carries what is known of it as data.
 class CommError : public Error {
  public:
-  using Error::Error;
+  explicit CommError(const std::string& message, const std::string& hint = {},
+                     Failure failure = {});
+  /// Of which kind at least; the ranks as far as they are known.
+  const Failure& failure() const noexcept { return *failure_; }
+  /// The ranks that it concerns, by their numbers in the default group.
+  std::vector<int> ranks() const;
+
+ private:
+  std::shared_ptr<const Failure> failure_;
 };
 
 /// A wait between ranks ran into its time-out. `what()` contains "timed out" or "timeout", by which
 /// code written for PyTorch tells such an error.
 class TimeoutError : public CommError {
  public:
-  explicit TimeoutError(const std::string& message, const std::string& hint = {});
+  explicit TimeoutError(const std::string& message, const std::string& hint = {},
+                        Failure failure = {.kind = Failure::Kind::late});
 };
 
-/// The hint of a PeerLostError that has no better one. The launcher looks for it in what a worker
-/// printed: another worker is then the cause.
+/// The hint of a PeerLostError that has no better one.
 inline constexpr const char* kPeerLostHint =
     "look at what the lost rank printed last; it is the cause";
 
 /// A peer died, closed the group, or its connection was lost.
 class PeerLostError : public CommError {
  public:
-  explicit PeerLostError(const std::string& message, const std::string& hint = kPeerLostHint)
-      : CommError(message, hint) {}
+  explicit PeerLostError(const std::string& message, const std::string& hint = kPeerLostHint,
+                         Failure failure = {.kind = Failure::Kind::unreachable})
+      : CommError(message, hint, std::move(failure)) {}
 };
 
 /// A peer closed the group without a failure while this rank still calls: their loops are not of
 /// the same length. No peer failed, so the mistake is the program's.
 class PeerLeftError : public PeerLostError {
  public:
-  explicit PeerLeftError(const std::string& message);
+  PeerLeftError(const std::string& message, Failure failure);
 };
-
-/// How a peer is told of that left so after `steps` of its loop: " left its loop after 287 steps".
-std::string left_after(int64_t steps);
-/// Throws `message` as a PeerLeftError where `left_after` stands in it, else as a PeerLostError.
-[[noreturn]] void throw_peer_lost(const std::string& message);
 
 /// Two ranks called different collectives, or the same one with other shapes, dtypes or options.
 class MismatchError : public CommError {
  public:
-  using CommError::CommError;
+  explicit MismatchError(const std::string& message, const std::string& hint = {},
+                         Failure failure = {.kind = Failure::Kind::mismatch})
+      : CommError(message, hint, std::move(failure)) {}
 };
+
+/// The error of a failure, in these words: a TimeoutError where ranks were late, a PeerLeftError
+/// where one has left after its loop, else a PeerLostError.
+std::exception_ptr failure_error(const std::string& message, const Failure& failure);
+/// Throws it, in the words of `what` was done and those for the failure.
+[[noreturn]] void throw_failure(const std::string& what, const Failure& failure);
 
 /// A loss or gradient that is NaN or infinite.
 class NumericError : public Error {

@@ -20,9 +20,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// So a failure ends that tells of a rank which was waited for. It may live.
-constexpr const char* kLate = " had not come";
-
 /// A rank's process, as it told when the default group formed; empty where it told nothing.
 std::string identity_of(Store store, int rank) {
   const std::string key =
@@ -30,22 +27,21 @@ std::string identity_of(Store store, int rank) {
   return store.check({key}) ? store.get(key) : std::string();
 }
 
-/// How the default group's backend knows by now that the rank was lost; empty where it does not.
-/// `name`: of the rank and its process.
-std::string loss_of(GroupContext& context, int rank, const std::string& name) {
+/// How the default group's backend knows by now that the rank was lost; none where it does not.
+std::optional<Failure> loss_of(GroupContext& context, const Failure::Rank& rank) {
   const std::lock_guard lock(context.mutex);
   const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
-  if (!group) return {};
+  if (!group) return std::nullopt;
   const auto backend = unchecked_backend(group->handle());
   const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
-  if (!ours) return {};
+  if (!ours) return std::nullopt;
   // A failure over others than this rank does not count.
-  const std::string failure = ours->failure();
-  const size_t at = failure.find(name);
-  if (at != std::string::npos && !failure.substr(at + name.size()).starts_with(kLate))
-    return failure;
-  if (!ours->has_lost(rank)) return {};
-  return name + (failure.empty() ? " has ended" : " was lost: " + failure);
+  const auto failure = ours->failure();
+  if (failure && failure->tells_the_loss_of(rank.number)) return failure;
+  if (!ours->has_lost(rank.number)) return std::nullopt;
+  Failure loss{.kind = Failure::Kind::ended, .ranks = {rank}};
+  if (failure) loss.cause = std::make_shared<const Failure>(*failure);
+  return loss;
 }
 
 class WatchedStore final : public c10d::PrefixStore {
@@ -72,7 +68,7 @@ class WatchedStore final : public c10d::PrefixStore {
     Arrival arrival(keys);
     for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
       // A member may have told before it ended.
-      if (look.due() && !watch->lost(watch->others()).empty() && !arrival.complete(here))
+      if (look.due() && watch->lost(watch->others()) && !arrival.complete(here))
         watch->throw_if_lost(watch->others());
       if (timeout == kNoTimeout || Clock::now() < deadline) continue;
       C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
@@ -124,22 +120,26 @@ bool FormingWatch::may_be_missed(int global_rank) {
   return phase_ == Phase::connecting && store_.check({farewell_key(global_rank)});
 }
 
-std::string FormingWatch::lost(const std::vector<int>& missing) {
+std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {
   const std::string key = "group/" + group_ + "/lost";
-  if (store_.check({key})) return store_.get(key);
-  std::string text;
+  if (store_.check({key}))
+    return decode_failure(store_.get(key))
+        .value_or(Failure{.kind = Failure::Kind::unreachable, .text = "a member was lost"});
+  std::optional<Failure> found;
   for (const int member : missing) {
-    const int rank = ranks_[static_cast<size_t>(member)];
     std::string& identity = identities_[static_cast<size_t>(member)];
-    if (identity.empty()) identity = identity_of(store_, rank);
-    const std::string name = with_process("rank " + std::to_string(rank), identity);
+    Failure::Rank rank{.number = ranks_[static_cast<size_t>(member)],
+                       .kind = Failure::Kind::ended};
+    if (identity.empty()) identity = identity_of(store_, rank.number);
+    rank.process = process_number(identity);
     // The default group's backend knows of ranks on other hosts.
-    std::string loss = loss_of(*context_, rank, name);
-    if (process_state(identity) == ProcessState::ended) loss = name + " has ended";
-    if (!loss.empty() && !may_be_missed(rank)) text = loss;
+    auto loss = loss_of(*context_, rank);
+    if (process_state(identity) == ProcessState::ended)
+      loss = Failure{.kind = rank.kind, .ranks = {rank}};
+    if (loss && !may_be_missed(rank.number)) found = loss;
   }
-  if (!text.empty()) store_.set(key, text);
-  return text;
+  if (found) store_.set(key, encode(*found));
+  return found;
 }
 
 void FormingWatch::throw_if_lost(const std::vector<int>& missing) {
@@ -148,8 +148,9 @@ void FormingWatch::throw_if_lost(const std::vector<int>& missing) {
 }
 
 void FormingWatch::throw_if_found() const {
-  if (!found_.empty())
-    throw PeerLostError(forming(*context_, group_, ranks_.size()) + ": " + found_);
+  if (!found_) return;
+  throw PeerLostError(forming(*context_, group_, ranks_.size()) + ": " + describe(*found_),
+                      kPeerLostHint, *found_);
 }
 
 c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix,

@@ -4,9 +4,11 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/failure.h"
 #include "lockstep/comm/store.h"
 
 namespace lockstep {
@@ -24,9 +26,9 @@ class FormingWatch {
   FormingWatch(std::shared_ptr<GroupContext> context, std::string group,
                std::vector<int> global_ranks, Phase phase);
 
-  /// Of the members that are waited for, by their numbers in the group, one that was lost: "rank 1
-  /// (process 4711) has ended". Empty: none. Asks the store.
-  std::string lost(const std::vector<int>& missing);
+  /// Of the members that are waited for, by their numbers in the group, one that was lost. None:
+  /// none. Asks the store.
+  std::optional<Failure> lost(const std::vector<int>& missing);
   /// The same as a PeerLostError.
   void throw_if_lost(const std::vector<int>& missing);
   /// What that threw before, again: Gloo makes another error of it.
@@ -45,7 +47,7 @@ class FormingWatch {
   const std::vector<int> ranks_;  ///< In the default group.
   const Phase phase_;
   std::vector<std::string> identities_;  ///< Of the members; empty: not known yet.
-  std::string found_;                    ///< Who was lost.
+  std::optional<Failure> found_;         ///< Who was lost.
 };
 
 /// The start of an error's message: "rank 0: forming the group '1' of 2 ranks failed".

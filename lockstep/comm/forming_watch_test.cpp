@@ -114,11 +114,14 @@ TEST_P(Forming, ARankThatEndsIsNamedAtOnce) {
 TEST_P(Forming, ARankThatEndsOnAnotherHostIsNamedAtOnce) {
   Store own = prefix_store("lockstep/0", options_.store);
   announce(1, "another boot,pid:[1] 4711 99");
-  own.set("group/0/lost", "rank 1 (process 4711) has ended");
+  constexpr auto kEnded = Failure::Kind::ended;
+  own.set("group/0/lost", encode(Failure{.kind = kEnded, .ranks = {{1, kEnded, 4711}}}));
   try {
     std::rethrow_exception(form(0));
   } catch (const PeerLostError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("failed: rank 1 (process 4711) has ended"));
+    EXPECT_EQ(error.failure().kind, kEnded);
+    EXPECT_EQ(error.ranks(), std::vector<int>{1});
+    EXPECT_EQ(error.failure().ranks.at(0).process, 4711);
   }
 }
 

@@ -49,10 +49,13 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
 
 [[noreturn]] void throw_missing(const GroupContext& context, const std::string& what,
                                 const std::vector<int>& missing) {
+  Failure failure{.kind = Failure::Kind::late};
+  for (const int rank : missing) failure.ranks.push_back({rank, failure.kind});
   throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
                          human_seconds(static_cast<double>(context.timeout.count()) / 1000),
                      "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
-                     "WORLD_SIZE? A rank that failed has said why above");
+                     "WORLD_SIZE? A rank that failed has said why above",
+                     failure);
 }
 
 // What a backend, or the store below it, threw while the group formed.
@@ -115,7 +118,7 @@ class Members {
     Every look(watch_.interval());
     for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
       // A member may have come before it ended: then the backend is to find out.
-      if (look.due() && !watch_.lost(absent()).empty() && !all_here())
+      if (look.due() && watch_.lost(absent()) && !all_here())
         watch_.throw_if_lost(absent());
       if (std::chrono::steady_clock::now() < deadline) continue;
       throw_missing(context_, forming(context_, name_, ranks_.size()), missing());

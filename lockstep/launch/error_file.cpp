@@ -26,24 +26,56 @@ std::string text_of(const json& object, const char* key) {
   return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
 }
 
-}  // namespace
-
-void write_error_file(const std::exception& error) noexcept {
-  write_error_file(error.what(), exit_code_of(error),
-                   dynamic_cast<const PeerLostError*>(&error) != nullptr);
+json to_json(const Failure& failure) {
+  json ranks = json::array();
+  for (const auto& rank : failure.ranks)
+    ranks.push_back(
+        {{"rank", rank.number}, {"kind", name_of(rank.kind)}, {"process", rank.process}});
+  json object = {{"kind", name_of(failure.kind)}, {"ranks", ranks}};
+  if (failure.cause) object["cause"] = to_json(*failure.cause);
+  return object;
 }
 
-void write_error_file(const std::string& message, int exit_code, bool consequence) noexcept {
+/// Throws what nlohmann's json throws for an object of another form.
+Failure from_json(const json& object) {
+  const auto kind_of = [](const json& one) {
+    const auto kind = failure_kind_named(one.at("kind").get<std::string>());
+    return kind.value_or(Failure::Kind::unknown);
+  };
+  Failure failure{.kind = kind_of(object)};
+  for (const auto& rank : object.at("ranks"))
+    failure.ranks.push_back({.number = rank.at("rank").get<int>(),
+                             .kind = kind_of(rank),
+                             .process = rank.at("process").get<int>()});
+  if (object.contains("cause"))
+    failure.cause = std::make_shared<const Failure>(from_json(object["cause"]));
+  return failure;
+}
+
+}  // namespace
+
+bool ErrorReport::consequence() const {
+  if (!failure || failure->timed_out()) return false;
+  return failure->kind != Failure::Kind::unknown && failure->kind != Failure::Kind::mismatch;
+}
+
+void write_error_file(const std::exception& error) noexcept {
+  const auto* between_ranks = dynamic_cast<const CommError*>(&error);
+  write_error_file(error.what(), exit_code_of(error),
+                   between_ranks ? &between_ranks->failure() : nullptr);
+}
+
+void write_error_file(const std::string& message, int exit_code, const Failure* failure) noexcept {
   try {
     const auto path = env_string(kErrorFileVariable);
     if (!path || std::filesystem::exists(*path)) return;
-    const json report = {
+    json report = {
         {"message",
          {{"message", message},
           {"errorCode", exit_code},
-          {"consequence", consequence},
           {"extraInfo",
            {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
+    if (failure) report["message"]["failure"] = to_json(*failure);
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
     write_file_atomically(*path, report.dump(-1, ' ', false, json::error_handler_t::replace));
   } catch (...) {
@@ -66,8 +98,7 @@ std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
       report.timestamp = timestamp_of(root);
     } else if (message.is_object()) {
       report.message = text_of(message, "message");
-      const auto consequence = message.find("consequence");
-      report.consequence = consequence != message.end() && *consequence == true;
+      if (message.contains("failure")) report.failure = from_json(message["failure"]);
       const auto info = message.find("extraInfo");
       if (info != message.end() && info->is_object()) {
         report.callstack = text_of(*info, "py_callstack");

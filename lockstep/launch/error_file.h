@@ -6,24 +6,29 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/base/failure.h"
+
 namespace lockstep::launch {
 
 /// What a worker says about its own failure, in the file that the launcher named to it by
 /// TORCHELASTIC_ERROR_FILE. The format is torch.distributed.elastic's, so either side may be
-/// Python.
+/// Python. `message.failure` is ours.
 struct ErrorReport {
   std::string message;       ///< "MismatchError: ..." or any text
   std::string callstack;     ///< Python's; empty otherwise
   int64_t timestamp = 0;     ///< seconds since 1970; 0 when the worker did not say
-  bool consequence = false;  ///< The worker failed because another one was lost.
+  std::optional<Failure> failure;  ///< Between ranks, where the worker says so.
+
+  /// Whether the worker failed because another one was lost.
+  bool consequence() const;
 };
 
 /// Writes the report of `error` to the file that TORCHELASTIC_ERROR_FILE names. Writes nothing when
 /// it is unset, or already written (the first failure is the cause). Never throws: a worker that
 /// fails must still end with its own error.
 void write_error_file(const std::exception& error) noexcept;
-/// The same of what is known of a failure.
-void write_error_file(const std::string& message, int exit_code, bool consequence) noexcept;
+/// The same of what is known of a failure. `failure`: between ranks; null: of another kind.
+void write_error_file(const std::string& message, int exit_code, const Failure* failure) noexcept;
 
 /// The report in `path`. None when the file is missing, empty or not of this format.
 std::optional<ErrorReport> read_error_file(const std::filesystem::path& path);

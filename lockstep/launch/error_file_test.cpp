@@ -37,11 +37,38 @@ TEST_F(ErrorFile, WhatIsWrittenIsRead) {
 }
 
 TEST_F(ErrorFile, AReportOfWhatIsKnown) {
-  write_error_file("rank 0 is gone", 1, true);
+  write_error_file("out of memory", 1, nullptr);
   const auto report = read_error_file(path_);
   ASSERT_TRUE(report);
-  EXPECT_EQ(report->message, "rank 0 is gone");
-  EXPECT_TRUE(report->consequence);
+  EXPECT_EQ(report->message, "out of memory");
+  EXPECT_FALSE(report->failure);
+  EXPECT_FALSE(report->consequence());
+}
+
+TEST_F(ErrorFile, AFailureBetweenRanksComesBackAsData) {
+  using Kind = Failure::Kind;
+  Failure failure{.kind = Kind::closed, .ranks = {{.number = 1, .kind = Kind::closed}}};
+  failure.cause = std::make_shared<const Failure>(Failure{
+      .kind = Kind::ended, .ranks = {{.number = 2, .kind = Kind::ended, .process = 4712}}});
+  write_error_file(PeerLostError("rank 0: barrier cannot finish", "", failure));
+  const auto report = read_error_file(path_);
+  ASSERT_TRUE(report && report->failure && report->failure->cause);
+  EXPECT_EQ(report->failure->kind, Kind::closed);
+  EXPECT_EQ(report->failure->ranks, failure.ranks);
+  EXPECT_EQ(report->failure->cause->ranks, failure.cause->ranks);
+  EXPECT_TRUE(report->consequence());
+}
+
+TEST_F(ErrorFile, OnlyALostPeerMakesAConsequence) {
+  const auto consequence = [this](const std::exception& error) {
+    std::filesystem::remove(path_);
+    write_error_file(error);
+    return read_error_file(path_)->consequence();
+  };
+  EXPECT_TRUE(consequence(PeerLostError("lost")));
+  EXPECT_FALSE(consequence(TimeoutError("late")));
+  EXPECT_FALSE(consequence(MismatchError("another call")));
+  EXPECT_FALSE(consequence(CommError("look at what the lost rank printed last")));
 }
 
 TEST(ToldBy, NamesTheRankOnce) {
@@ -81,7 +108,7 @@ TEST_F(ErrorFile, PythonsFormatsAreRead) {
 
 TEST_F(ErrorFile, ForeignOrDamagedContentIsNoReport) {
   for (const char* content : {"", "{", "[]", "{}", "null", R"({"message": 3})",
-                              R"({"message": {}})", R"({"message": {"message": 1}})"}) {
+                              R"({"message": {}})", R"({"message": {"message": "x", "failure": 3}})", R"({"message": {"message": 1}})"}) {
     EXPECT_FALSE(parsed(content)) << content;
   }
   EXPECT_FALSE(read_error_file(folder_.path() / "missing.json"));

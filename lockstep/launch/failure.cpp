@@ -28,13 +28,13 @@ std::string indented(const std::vector<std::string>& lines) {
 
 }  // namespace
 
-int Failure::exit_code() const {
+int WorkerFailure::exit_code() const {
   if (start_errno != 0) return start_errno == ENOENT ? kNotFound : kCannotExecute;
   if (WIFSIGNALED(wait_status)) return 128 + WTERMSIG(wait_status);
   return WEXITSTATUS(wait_status);
 }
 
-std::string Failure::text() const {
+std::string WorkerFailure::text() const {
   std::string text = "rank " + std::to_string(rank);
   if (start_errno != 0) {
     return text + " could not be started: " + file + ": " + std::strerror(start_errno);

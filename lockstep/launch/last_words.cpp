@@ -22,7 +22,8 @@ namespace {
 struct Ending {
   std::string text;
   int code = kExitFailure;
-  bool consequence = false;  ///< Of another rank's end.
+  std::optional<Failure> failure{};  ///< Between ranks.
+  bool consequence = false;          ///< Of another rank's end.
   bool is_error = true;      ///< Else it was asked to stop.
 };
 
@@ -43,6 +44,8 @@ Ending ending_of(const std::exception_ptr& error) {
   } catch (const std::exception& other) {
     ending.code = exit_code_of(other);
     ending.consequence = dynamic_cast<const PeerLostError*>(&other) != nullptr;
+    if (const auto* between_ranks = dynamic_cast<const CommError*>(&other))
+      ending.failure = between_ranks->failure();
   } catch (...) {  // NOLINT(bugprone-empty-catch): its text says all that is known.
   }
   while (ending.text.ends_with('\n')) ending.text.pop_back();
@@ -69,7 +72,7 @@ void print(const Ending& ending, std::optional<int> rank) {
 }
 
 void report(const Ending& ending) {
-  write_error_file(ending.text, ending.code, ending.consequence);
+  write_error_file(ending.text, ending.code, ending.failure ? &*ending.failure : nullptr);
 }
 
 // A terminate handler gets nothing, so what it needs cannot but be global.

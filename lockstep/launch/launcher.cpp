@@ -49,10 +49,11 @@ std::vector<std::string> environment_of(const WorkerPlan& plan) {
   return env;
 }
 
-/// What a rank says when it ends because another one has: our words and the backends' own.
+/// What a program that writes no error file prints of a lost peer: the words of Gloo, NCCL and the
+/// kernel, and the exception's type in Python's traceback.
 bool tells_of_a_lost_peer(const std::string& text) {
   for (const char* words :
-       {kPeerLostHint, "Connection closed by peer", "Connection reset by peer",
+       {"Connection closed by peer", "Connection reset by peer",
         "NCCL communicator was aborted", "remote process exited or there was a network error",
         "PeerLostError"}) {
     if (text.find(words) != std::string::npos) return true;
@@ -206,7 +207,7 @@ class Launcher {
     return !elsewhere_ && now < *word_until_;
   }
 
-  void tell_other_hosts(Failure failure) {
+  void tell_other_hosts(WorkerFailure failure) {
     if (!others_ || told_ || elsewhere_) return;
     told_ = true;
     failure.lines_are_shown = false;  // On the consoles there.
@@ -252,8 +253,9 @@ class Launcher {
       if (report && report->timestamp > 0) end.said_at = report->timestamp;
       std::string last;
       for (const auto& line : error_stream(worker).tail().lines()) last += line + "\n";
-      end.consequence = report ? report->consequence || tells_of_a_lost_peer(report->message)
-                               : tells_of_a_lost_peer(last);
+      const bool ours = report && report->failure;
+      end.consequence = ours ? report->consequence()
+                             : tells_of_a_lost_peer(report ? report->message : last);
     }
     send(job_.ended(index, end, now));
     // The ends that follow from this one are of no interest there.
@@ -304,10 +306,10 @@ class Launcher {
     supervisor_->finish();
   }
 
-  Failure failure_of(int index) {
+  WorkerFailure failure_of(int index) {
     const auto i = static_cast<size_t>(index);
     const auto& worker = plan_.workers[i];
-    Failure failure;
+    WorkerFailure failure;
     failure.rank = worker.rank;
     failure.local_rank = worker.local_rank;
     failure.pid = pids_[i];

@@ -90,7 +90,7 @@ struct LaunchPlan {
 };
 
 /// The failure that brought the job down.
-struct Failure {
+struct WorkerFailure {
   int rank = 0;
   int local_rank = 0;
   pid_t pid = -1;

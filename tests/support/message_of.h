@@ -1,9 +1,10 @@
 #pragma once
 
-// For tests: what an error says.
+// For tests: what an error says, and whom it concerns.
 
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "lockstep/base/error.h"
 
@@ -20,6 +21,19 @@ std::string message_of(Call&& call) {
     return std::string("another error: ") + error.what();
   }
   return "no error";
+}
+
+/// The ranks that the `Expected`, a CommError that `call` throws, concerns. None for another end.
+template <class Expected, class Call>
+std::vector<int> ranks_of(Call&& call) {
+  try {
+    call();
+  } catch (const Expected& error) {
+    return error.ranks();
+  } catch (const std::exception&) {
+    return {};
+  }
+  return {};
 }
 
 }  // namespace lockstep::test

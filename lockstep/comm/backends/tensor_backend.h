@@ -2,8 +2,10 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "lockstep/base/failure.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/backends/tensor_work.h"
 #include "lockstep/comm/shared_memory/plans.h"
@@ -26,9 +28,8 @@ class TensorBackend : public c10d::Backend {
   /// Under which name calls show in LibTorch's traces, in place of the backend's own. Before the
   /// first call.
   void record_as(std::string name) { recorded_as_ = std::move(name); }
-  /// Over whose loss the group is of no more use, as this rank knows by now. Empty where it knows
-  /// of none: also after a time-out, as a rank that is late may be alive. Any thread.
-  virtual std::string failure() const { return {}; }
+  /// Why the group is of no more use, as this rank knows by now. Any thread.
+  virtual std::optional<Failure> failure() const { return std::nullopt; }
   /// Whether the rank, of the default group, was lost, as far as this rank knows by now. False
   /// where it cannot tell. Any thread.
   virtual bool has_lost(int /*rank*/) const { return false; }

@@ -212,18 +212,22 @@ void CheckContext::tell_given_up() noexcept {
   tell(connected_, given_up_key(rank_), told());
 }
 
-std::optional<std::string> CheckContext::how_it_left(int rank) {
+std::optional<Failure> CheckContext::how_it_left(int rank) {
   const QuietNativeLog quiet;
   try {
     auto& keys = store();
     if (keys.check({given_up_key(rank)})) {
       const std::string cause = keys.get_to_str(given_up_key(rank));
-      return name_with_process(rank) + " has given the group up" +
-             (cause.empty() ? cause : "; it failed in " + cause);
+      Failure failure = failure_of(rank, Failure::Kind::gave_up);
+      if (!cause.empty()) failure.detail = "; it failed in " + cause;
+      return failure;
     }
-    if (const auto steps = steps_when_left(rank))
-      return name_with_process(rank) + left_after(*steps);
-    if (keys.check({closed_key(rank)})) return name_with_process(rank) + " has closed the group";
+    if (const auto steps = steps_when_left(rank)) {
+      Failure failure = failure_of(rank, Failure::Kind::left);
+      failure.ranks[0].steps = *steps;
+      return failure;
+    }
+    if (keys.check({closed_key(rank)})) return failure_of(rank, Failure::Kind::closed);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
   return std::nullopt;
@@ -255,26 +259,21 @@ std::optional<int64_t> CheckContext::steps_when_left(int rank) {
   return parse_int(store().get_to_str(left_key(rank)));
 }
 
-void CheckContext::tell_gone(int rank, const Gone& gone) noexcept {
+void CheckContext::tell_gone(int rank, const Failure& gone) noexcept {
   auto* store = connected_.load(std::memory_order_acquire);
   if (!store) return;
   const QuietNativeLog quiet;
   try {
-    store->set(gone_key(rank),
-               (gone.ended ? "E" : "L") + std::to_string(gone.calls) + " " + gone.text);
+    store->set(gone_key(rank), encode(gone));
     store->add("gone", 1);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
 
-std::optional<CheckContext::Gone> CheckContext::gone(int rank) {
+std::optional<Failure> CheckContext::gone(int rank) {
   const QuietNativeLog quiet;
   if (!store().check({gone_key(rank)})) return std::nullopt;
-  const std::string word = store().get_to_str(gone_key(rank));
-  const size_t space = word.find(' ');
-  if (space == std::string::npos) return std::nullopt;
-  return Gone{word[0] == 'E', parse_int(word.substr(1, space - 1)).value_or(0),
-              word.substr(space + 1)};
+  return decode_failure(store().get_to_str(gone_key(rank)));
 }
 
 std::vector<int> CheckContext::unannounced() {
@@ -332,7 +331,7 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
     if (!any_gone()) return result;
     for (int rank : unseen) {
       const auto told = gone(rank);
-      if (told && told->ended) result.push_back(rank);
+      if (told && told->kind == Failure::Kind::ended) result.push_back(rank);
     }
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
@@ -344,55 +343,66 @@ std::string CheckContext::name_with_process(int group_rank) {
   return with_process(rank_list({group_rank}, names_), known_identity(group_rank));
 }
 
-void CheckContext::set_lookout(Lookout lookout) {
-  const std::lock_guard lock(looking_);
-  lookout_ = std::move(lookout);
+Failure::Rank CheckContext::member(int group_rank, Failure::Kind kind) const {
+  return {.number = names_[static_cast<size_t>(group_rank)],
+          .kind = kind,
+          .process = process_number(known_identity(group_rank))};
 }
 
-std::optional<CheckContext::Failure> CheckContext::seen_failure() const {
-  const std::lock_guard lock(looking_);
-  return lookout_ ? lookout_() : std::nullopt;
+Failure CheckContext::failure_of(int group_rank, Failure::Kind kind) const {
+  return {.kind = kind, .ranks = {member(group_rank, kind)}};
 }
 
-std::string CheckContext::how_they_ended(const std::vector<int>& ranks) {
-  std::vector<std::string> names, words, left;
+void CheckContext::set_failure_check(FailureCheck check) {
+  const std::lock_guard lock(checking_);
+  failure_check_ = std::move(check);
+}
+
+std::optional<Failure> CheckContext::seen_failure() const {
+  const std::lock_guard lock(checking_);
+  return failure_check_ ? failure_check_() : std::nullopt;
+}
+
+Failure CheckContext::end_of(const std::vector<int>& ranks) {
+  Failure ended, left;
   for (int rank : ranks) {
     try {
       if (const auto steps = steps_when_left(rank)) {
-        left.push_back(name_with_process(rank) + left_after(*steps));
+        left.add(failure_of(rank, Failure::Kind::left));
+        left.ranks.back().steps = *steps;
         continue;
       }
     } catch (const std::exception&) {  // As below.
     }
-    names.push_back(name_with_process(rank));
+    ended.add(failure_of(rank, Failure::Kind::ended));
     try {
       if (const auto word = word_of(rank))
-        words.push_back("; " + rank_list({rank}, names_) + " failed in " + word->text);
+        ended.detail += "; " + rank_list({rank}, names_) + " failed in " + word->text;
     } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
     }
   }
-  if (names.empty()) return join(left, ", ");
-  return join(names, ", ") + (names.size() == 1 ? " has ended" : " have ended") + join(words, "");
+  return ended.ranks.empty() ? left : ended;
 }
 
 std::exception_ptr CheckContext::store_lost(const std::string& what) {
   const std::string native = failure_text(std::current_exception());
   std::string text = what + " lost the store";
   if (over_tcp_) text += ", which rank 0 or the launcher holds";
-  if (const std::string why = why_store_is_lost(); !why.empty()) text += ": " + why;
+  Failure failure{.kind = Failure::Kind::store_lost};
+  if (const auto why = why_store_is_lost()) {
+    text += ": " + describe(*why);
+    failure.ranks = why->ranks;
+    failure.cause = std::make_shared<const Failure>(*why);
+  }
   const bool has_told_cause = [this] {
     const std::lock_guard lock(mutex_);
     return told_cause_;
   }();
   if (!has_told_cause) tell_failed(text, /*known=*/true);
-  try {
-    throw_peer_lost(me() + ": " + text + " [" + native + "]");
-  } catch (...) {
-    return std::current_exception();
-  }
+  return failure_error(me() + ": " + text + " [" + native + "]", failure);
 }
 
-std::string CheckContext::why_store_is_lost() {
+std::optional<Failure> CheckContext::why_store_is_lost() {
   const auto state = [this](int rank) { return process_state(known_identity(rank)); };
   // A process that ends closes its connections before others see the end.
   if (over_tcp_ && !has_looked_for_holder_.exchange(true)) {
@@ -404,18 +414,12 @@ std::string CheckContext::why_store_is_lost() {
     for (PollPause pause; holder_lives() && std::chrono::steady_clock::now() < deadline;)
       pause.sleep();
   }
-  const auto failure = seen_failure();
-  if (failure && !failure->given_up) return failure->text;
-  std::vector<std::string> names;
+  auto failure = seen_failure();
+  if (failure && failure->kind != Failure::Kind::gave_up) return failure;
+  Failure ended;
   for (int rank : others())
-    if (state(rank) == ProcessState::ended) names.push_back(name_with_process(rank));
-  if (!names.empty()) return join(names, ", ") + (names.size() == 1 ? " has" : " have") + " ended";
-  return failure ? failure->text : std::string();
-}
-
-void throw_failure(const std::string& what, const CheckContext::Failure& failure) {
-  if (failure.timed_out) throw TimeoutError(what + failure.text);
-  throw_peer_lost(what + failure.text);
+    if (state(rank) == ProcessState::ended) ended.add(failure_of(rank, Failure::Kind::ended));
+  return ended.ranks.empty() ? failure : ended;
 }
 
 void throw_in_fork(const std::string& rank, const std::string& group) {

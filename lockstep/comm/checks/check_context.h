@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/failure.h"
 #include "lockstep/comm/checks/call_signature.h"
 
 namespace c10d {
@@ -79,9 +80,9 @@ class CheckContext {
   void tell_closed() noexcept;
   /// Likewise that it has given the group up, and in what it failed if it has told that.
   void tell_given_up() noexcept;
-  /// How a rank whose process may live on has left the group: "rank 1 (process 4711) has closed the
-  /// group". None when it told nothing so, or where the store is lost. Asks the store.
-  std::optional<std::string> how_it_left(int rank);
+  /// How a rank whose process may live on has left the group. None when it told nothing so, or
+  /// where the store is lost. Asks the store.
+  std::optional<Failure> how_it_left(int rank);
   /// The ranks whose process has ended though they had not closed the group. See `ended`. Where the
   /// store is lost: only the one that may have held it.
   std::vector<int> died();
@@ -89,32 +90,22 @@ class CheckContext {
   void leave_work_behind() { work_left_behind_ = true; }
   bool has_left_work_behind() const { return work_left_behind_; }
 
-  /// What is told of a rank that has ended or left, by one that sees it from its own host.
-  struct Gone {
-    bool ended = false;  ///< Its process has ended; else it has left the group.
-    int64_t calls = 0;   ///< It makes no more collectives of the group than these.
-    std::string text;    ///< "rank 3 (process 4711) has ended"
-  };
-  /// Tells the other hosts of it. As `tell_failed`.
-  void tell_gone(int rank, const Gone& gone) noexcept;
+  /// Tells the other hosts of a rank of this host that has ended or left. Its `calls`: it makes no
+  /// more collectives of the group than these. As `tell_failed`.
+  void tell_gone(int rank, const Failure& gone) noexcept;
   /// Whether any was told of. Asks the store.
   bool any_gone() { return read_number("gone") > 0; }
   /// What was told of the rank, if anything. Asks the store.
-  std::optional<Gone> gone(int rank);
+  std::optional<Failure> gone(int rank);
   /// Each host's ranks are told of so. `ended` then looks for those whose process has.
   void expect_to_be_told() { expects_gone_ = true; }
 
-  /// Why the group is of no more use, as seen by a watch over it that uses other means.
-  struct Failure {
-    bool timed_out = false;  ///< Else a rank was lost.
-    std::string text;        ///< "rank 3 (process 4711) has ended"
-    bool given_up = false;   ///< By a rank, over what may have happened elsewhere.
-  };
-  using Lookout = std::function<std::optional<Failure>()>;
-  /// What the waits of this group ask, every 50 ms. It must not block. Once this returns, the
-  /// lookout before is asked no more. Empty: none is asked.
-  void set_lookout(Lookout lookout);
-  /// What the lookout sees.
+  /// Why the group is of no more use, as seen by other means than the store.
+  using FailureCheck = std::function<std::optional<Failure>()>;
+  /// What the waits of this group ask, every 50 ms. It must not block. Once this returns, the check
+  /// before is asked no more. Empty: none is asked.
+  void set_failure_check(FailureCheck check);
+  /// What the failure check finds.
   std::optional<Failure> seen_failure() const;
 
   /// The ranks that have not. Asks the store.
@@ -127,23 +118,26 @@ class CheckContext {
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
   /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
-  /// named the failure that the lookout sees, or else the ranks of this host that have ended. Told
-  /// as `tell_failed` unless this rank has told a cause before. Call it in the handler of the
+  /// named the failure that the failure check finds, or else the ranks of this host that have
+  /// ended. Told as `tell_failed` unless this rank has told a cause before. Call it in the handler of the
   /// store's error. It asks no store. The first call waits up to 200 ms for the end of the job's
   /// rank 0, which may hold the store.
   std::exception_ptr store_lost(const std::string& what);
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);
-  /// "rank 1 (process 4711) has ended". Where the rank told before in what it failed, that is
-  /// added: the first cause may be another rank. Of ranks that all left after their loops, "rank 1
-  /// (process 4711) left its loop after 287 steps". Asks the store. Never throws.
-  std::string how_they_ended(const std::vector<int>& ranks);
+  /// That these ranks have ended. Where one told before in what it failed, that is added: the first
+  /// cause may be another rank. Ranks that left after their loops count only where no other is
+  /// among these. Asks the store. Never throws.
+  Failure end_of(const std::vector<int>& ranks);
+  /// A rank of the group, to which this has happened.
+  Failure::Rank member(int group_rank, Failure::Kind kind) const;
+  Failure failure_of(int group_rank, Failure::Kind kind) const;
 
  private:
   c10d::Store& connected(std::chrono::milliseconds patience);
   std::string identity_of(int rank);
   std::string known_identity(int rank) const;
-  std::string why_store_is_lost();
+  std::optional<Failure> why_store_is_lost();
   /// The job's rank 0, which may hold the store.
   bool is_first(int rank) const { return names_[static_cast<size_t>(rank)] == 0; }
 
@@ -170,12 +164,9 @@ class CheckContext {
   bool told_cause_ = false;
   std::vector<std::string> identities_;  ///< Empty text: not known.
 
-  mutable std::mutex looking_;  ///< Held while the lookout is asked.
-  Lookout lookout_;
+  mutable std::mutex checking_;  ///< Held while the failure check is asked.
+  FailureCheck failure_check_;
 };
-
-/// Throws it as PeerLostError or TimeoutError in the words of `what` was done.
-[[noreturn]] void throw_failure(const std::string& what, const CheckContext::Failure& failure);
 
 /// For a call in a fork of `rank` ("rank 3"), which made the group.
 [[noreturn]] void throw_in_fork(const std::string& rank, const std::string& group);

@@ -83,7 +83,9 @@ TEST(CheckContext, AStoreThatWasLostIsNotTriedAgainByEveryCaller) {
   const auto before = Clock::now();
   for (int i = 0; i < 5; ++i) EXPECT_THROW(context->store(), std::exception);
   EXPECT_TRUE(context->ended({1}).empty());
-  EXPECT_EQ(context->how_they_ended({1}), "rank 1 has ended");
+  const Failure end = context->end_of({1});
+  EXPECT_EQ(end.kind, Failure::Kind::ended);
+  EXPECT_TRUE(end.tells_the_loss_of(1));
   EXPECT_LT(Clock::now() - before, seconds(1));
 }
 
@@ -99,26 +101,28 @@ TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
   here->expect_to_be_told();
   EXPECT_FALSE(here->any_gone());
   EXPECT_TRUE(here->ended({1, 2}).empty());
-  host_of_rank_1->tell_gone(1, {false, 12, "rank 1 (process 4711) has closed the group"});
+  const auto gone = [](Failure::Kind kind) {
+    return Failure{.kind = kind, .ranks = {{.number = 1, .kind = kind, .calls = 12}}};
+  };
+  host_of_rank_1->tell_gone(1, gone(Failure::Kind::closed));
   EXPECT_TRUE(here->any_gone());
   EXPECT_TRUE(here->ended({1, 2}).empty()) << "who left may live";
-  host_of_rank_1->tell_gone(1, {true, 12, "rank 1 (process 4711) has ended"});
+  host_of_rank_1->tell_gone(1, gone(Failure::Kind::ended));
   EXPECT_EQ(here->ended({1, 2}), std::vector<int>{1});
   ASSERT_TRUE(here->gone(1));
-  EXPECT_EQ(here->gone(1)->calls, 12);
-  EXPECT_EQ(here->gone(1)->text, "rank 1 (process 4711) has ended");
+  EXPECT_EQ(here->gone(1)->ranks, gone(Failure::Kind::ended).ranks);
   EXPECT_FALSE(here->gone(2));
 }
 
-TEST(CheckContext, ALookoutIsAskedUntilItIsReplaced) {
+TEST(CheckContext, AFailureCheckIsAskedUntilItIsReplaced) {
   auto context = std::make_shared<CheckContext>(c10::make_intrusive<c10d::HashStore>(), 0, 2,
                                                 RankNames{}, "default", seconds(60));
   EXPECT_FALSE(context->seen_failure());
-  context->set_lookout([] { return CheckContext::Failure{false, "rank 1 has ended"}; });
+  context->set_failure_check([] { return Failure{.kind = Failure::Kind::ended}; });
   ASSERT_TRUE(context->seen_failure());
   EXPECT_THROW(throw_failure("barrier: ", *context->seen_failure()), PeerLostError);
-  EXPECT_THROW(throw_failure("barrier: ", {true, "late"}), TimeoutError);
-  context->set_lookout({});
+  EXPECT_THROW(throw_failure("barrier: ", {.kind = Failure::Kind::late}), TimeoutError);
+  context->set_failure_check({});
   EXPECT_FALSE(context->seen_failure());
 }
 
@@ -133,8 +137,9 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
   CallSummary call;
   call.operation = Operation::recv_any;
   const auto text_after = [&](bool given_up) {
-    context.set_lookout([given_up] {
-      return CheckContext::Failure{false, "rank 1 has given the group up", given_up};
+    context.set_failure_check([given_up] {
+      const auto kind = given_up ? Failure::Kind::gave_up : Failure::Kind::closed;
+      return Failure{.kind = kind, .ranks = {{1, kind}}};
     });
     const auto late = std::make_exception_ptr(std::runtime_error("timed out"));
     return failure_text(translate_failure(late, context, call, seconds(5)));
@@ -162,15 +167,16 @@ TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
   context.store().set(announcement_key(2), process_identity());
   context.connect();  // Before the first call, when nothing was compared yet.
   const auto look = [&](bool given_up) {
-    context.set_lookout([given_up] {
-      return CheckContext::Failure{false, "what the lookout saw", given_up};
+    context.set_failure_check([given_up] {
+      return Failure{.kind = given_up ? Failure::Kind::gave_up : Failure::Kind::ended,
+                     .text = "what was seen"};
     });
     return lost_store_text(context);
   };
   const std::string ended = "lost the store: rank 1 (process ";
   EXPECT_THAT(lost_store_text(context), HasSubstr(ended));
   EXPECT_THAT(lost_store_text(context), Not(HasSubstr("rank 2")));
-  EXPECT_THAT(look(false), HasSubstr("lost the store: what the lookout saw [Broken pipe]"));
+  EXPECT_THAT(look(false), HasSubstr("lost the store: what was seen [Broken pipe]"));
   EXPECT_THAT(look(true), HasSubstr(ended)) << "who gave up did so over something";
 }
 

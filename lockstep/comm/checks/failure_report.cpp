@@ -23,7 +23,7 @@ struct Findings {
   std::vector<int> ended;
   std::vector<int> silent;
   std::map<int, std::string> words;  ///< What the ranks that failed as well were doing.
-  std::optional<CheckContext::Failure> seen;
+  std::optional<Failure> seen;
   bool store_lost = false;
 };
 
@@ -90,21 +90,26 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
 }
 
 /// Who is at fault, as far as it is known without what others tell.
-std::string root_cause(CheckContext& context, const Findings& findings) {
-  if (!findings.ended.empty()) return context.how_they_ended(findings.ended);
-  const auto& seen = findings.seen;
-  if (seen && (!seen->given_up || findings.silent.empty())) return seen->text;
-  if (findings.silent.empty()) return {};
-  return (seen ? seen->text + "; " : std::string()) + "no word from " +
-         rank_list(findings.silent, context.names()) +
-         (findings.silent.size() == 1 ? ", which" : ", who") +
-         " did not come, is lost or still waits";
+Failure root_cause(CheckContext& context, const Findings& findings) {
+  if (!findings.ended.empty()) return context.end_of(findings.ended);
+  Failure cause = findings.seen.value_or(Failure{.kind = Failure::Kind::late});
+  if (findings.silent.empty() ||
+      (findings.seen && findings.seen->kind != Failure::Kind::gave_up))
+    return cause;
+  cause.text = (findings.seen ? describe(cause) + "; " : std::string()) + "no word from " +
+               rank_list(findings.silent, context.names()) +
+               (findings.silent.size() == 1 ? ", which" : ", who") +
+               " did not come, is lost or still waits";
+  for (const int rank : findings.silent)
+    cause.ranks.push_back(context.member(rank, Failure::Kind::late));
+  return cause;
 }
 
 /// The sentences after the colon.
-std::string whole_cause(CheckContext& context, const Findings& findings, int peer) {
+std::string whole_cause(CheckContext& context, const Findings& findings, int peer,
+                        const Failure& root) {
   std::vector<std::string> parts;
-  if (auto root = root_cause(context, findings); !root.empty()) parts.push_back(std::move(root));
+  if (auto words = describe(root); !words.empty()) parts.push_back(std::move(words));
   if (findings.store_lost)
     parts.push_back("the store, held by rank 0 or the launcher, is lost as well");
   for (const auto& [rank, word] : findings.words)
@@ -123,7 +128,8 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   Findings findings = investigate(context, call, peer);
   if (!died.empty()) findings.ended = died;
   const std::string mine = what_i_did(context, call);
-  const std::string why = whole_cause(context, findings, peer);
+  Failure failure = root_cause(context, findings);
+  const std::string why = whole_cause(context, findings, peer, failure);
   if (!why.empty()) context.tell_failed(mine + " " + why, /*known=*/true);
   std::string text = context.me() + ": " + mine;
   text +=
@@ -134,17 +140,16 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   // The backend's own words, such as Gloo's, say no more than what was found out.
   text += why.empty() ? " [" + failure_text(error) + "]" : ": " + why;
   log_debug(mine + ": " + failure_text(error));
-  const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out);
+  const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out());
   if (is_lost(kind) || lost) {
-    try {
-      throw_peer_lost(text);
-    } catch (...) {
-      return std::current_exception();
-    }
+    if (failure.timed_out()) failure.kind = Failure::Kind::unreachable;
+    return failure_error(text, failure);
   }
+  failure.kind = Failure::Kind::late;
   return std::make_exception_ptr(TimeoutError(
       text,
-      "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail"));
+      "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail",
+      failure));
 }
 
 std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,

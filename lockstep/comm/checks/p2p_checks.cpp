@@ -121,24 +121,26 @@ class ComparedWork final : public c10d::Work {
     const auto left = context.how_it_left(peer);
     // Its call may have come since the last look for it: that is done once more.
     const bool had_left = std::exchange(peer_had_left_, left.has_value());
-    if (!context.ended({peer}).empty()) fail({false, context.how_they_ended({peer})});
-    if (const auto failure = context.seen_failure())
-      fail({failure->timed_out, "the group has failed: " + failure->text});
-    if (left && had_left) fail({false, *left});
+    if (!context.ended({peer}).empty()) fail(context.end_of({peer}));
+    if (const auto failure = context.seen_failure()) fail(*failure, "the group has failed: ");
+    if (left && had_left) fail(*left);
     if (!late) return;
     context.store().set(its_.key, kGivenUp);
     wait_for_any_end(milliseconds(1));  // Gloo breaks its connections: nothing comes any more.
     const char* call = its_.call.operation == Operation::send ? "receive" : "send";
-    fail({true, c10::str(rank_list({peer}, context.names()), " did not call the ", call, " within ",
-                         seconds_text(context.timeout()))});
+    Failure absent = context.failure_of(peer, Failure::Kind::late);
+    absent.text = c10::str(rank_list({peer}, context.names()), " did not call the ", call,
+                           " within ", seconds_text(context.timeout()));
+    fail(absent);
   }
 
-  [[noreturn]] void fail(const CheckContext::Failure& why) const {
+  [[noreturn]] void fail(const Failure& why, const std::string& of_group = {}) const {
     auto& context = *its_.context;
-    const std::string text = c10::str(describe(its_.call, context.names()), " with tag ", its_.tag,
-                                      " in group '", context.group(), "', but ", why.text);
+    const std::string text =
+        c10::str(describe(its_.call, context.names()), " with tag ", its_.tag, " in group '",
+                 context.group(), "', but ", of_group, describe(why));
     context.tell_failed(text, /*known=*/true);
-    throw_failure(context.me() + " called ", {why.timed_out, text});
+    std::rethrow_exception(failure_error(context.me() + " called " + text, why));
   }
 
   const Parts its_;

@@ -31,14 +31,12 @@ constexpr const char* kModeKey = "mode";
 constexpr const char* kStateKey = "state";
 constexpr const char* kArrivedKey = "arrived";
 constexpr const char* kBrokenKey = "broken";
-constexpr char kLost = 'L';
-constexpr char kTimeout = 'T';
 
 std::string call_key(int rank) {
   return "call/" + std::to_string(rank);
 }
-std::string verdict_key(int64_t comparison) {
-  return "verdict/" + std::to_string(comparison);
+std::string mismatch_key(int64_t comparison) {
+  return "mismatch/" + std::to_string(comparison);
 }
 
 }  // namespace
@@ -117,7 +115,7 @@ int64_t RankChecks::judge(const CallSignature& mine) {
     calls.push_back(rank == context_.rank() ? mine : decode(store.get_to_str(call_key(rank))));
   const auto mismatch = find_mismatch(calls, context_.names(), context_.group());
   if (!mismatch) return store.add(kStateKey, 1);
-  store.set(verdict_key(compared_), *mismatch);
+  store.set(mismatch_key(compared_), *mismatch);
   store.add(kStateKey, 1 + kMismatch);
   ++mismatches_;
   throw MismatchError(*mismatch);
@@ -132,7 +130,7 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
     if (passed(state) >= compared_) {
       if (mismatches(state) == mismatches_) return;
       ++mismatches_;
-      throw MismatchError(store.get_to_str(verdict_key(compared_)));
+      throw MismatchError(store.get_to_str(mismatch_key(compared_)));
     }
     throw_if_broken(state);
     const bool late = Clock::now() >= deadline;
@@ -146,22 +144,23 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
 
 void RankChecks::throw_if_broken(int64_t state) {
   if ((state & kBroken) == 0) return;
-  const std::string stored = context_.store().get_to_str(kBrokenKey);
-  throw_failure("group '" + context_.group() + "' has failed: ",
-                {stored[0] != kLost, stored.substr(1)});
+  const auto failure = decode_failure(context_.store().get_to_str(kBrokenKey));
+  throw_failure("group '" + context_.group() + "' has failed: ", failure.value_or(Failure()));
 }
 
-std::string RankChecks::who_is_missing(const CallSignature& mine) {
+std::string RankChecks::who_is_missing(const CallSignature& mine, Failure& late) {
   auto& store = context_.store();
   std::vector<std::string> parts;
   for (int rank : context_.others()) {
     const std::string name = rank_list({rank}, context_.names());
     if (!store.check({call_key(rank)})) {
+      late.ranks.push_back(context_.member(rank, late.kind));
       parts.push_back(name + " did not come (it has called no collective yet)");
       continue;
     }
     const CallSignature last = decode(store.get_to_str(call_key(rank)));
     if (last.sequence >= mine.sequence) continue;
+    late.ranks.push_back(context_.member(rank, late.kind));
     parts.push_back(name + " did not come (its last was " + describe(last, context_.names()) +
                     ", collective " + std::to_string(last.sequence) + ")");
   }
@@ -170,31 +169,33 @@ std::string RankChecks::who_is_missing(const CallSignature& mine) {
 
 void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
                          const std::vector<int>& ended) {
-  const std::string missing = who_is_missing(mine);
+  Failure absent{.kind = Failure::Kind::late};
+  const std::string missing = who_is_missing(mine, absent);
   if (!ended.empty()) {
-    const std::string text = called(mine) + ", but " + context_.how_they_ended(ended) +
-                             (missing.empty() ? missing : ": " + missing);
-    break_group(kLost, text);
-    throw_peer_lost(text);
+    const Failure failure = context_.end_of(ended);
+    break_group(failure, called(mine) + ", but " + describe(failure) +
+                             (missing.empty() ? missing : ": " + missing));
   }
   // Between telling its call and counting itself, or as the last that is to compare them all.
   const std::string stuck = rank_list(context_.others(), context_.names()) +
                             " told the same, but one of them does not go on";
   const std::string text = called(mine) + " and waited " + seconds_text(timeout) + ": " +
                            (missing.empty() ? stuck : missing);
-  break_group(kTimeout, text);
-  throw TimeoutError(text, "do all ranks make the same calls? Else give a longer time-out");
+  break_group(absent, text);
 }
 
 void RankChecks::leave(int64_t steps) noexcept {
-  tell_gone(steps > 0 ? left_after(steps) : " has closed it");
+  Failure left =
+      context_.failure_of(context_.rank(), steps > 0 ? Failure::Kind::left : Failure::Kind::closed);
+  left.ranks[0].steps = steps;
+  tell_gone(std::move(left));
 }
 
 void RankChecks::give_up() noexcept {
-  tell_gone(" has given it up");
+  tell_gone(context_.failure_of(context_.rank(), Failure::Kind::gave_up));
 }
 
-void RankChecks::tell_gone(const std::string& how) noexcept {
+void RankChecks::tell_gone(Failure how) noexcept {
   // Before the first comparison there is no connection yet, and making one now could block.
   if (context_.size() == 1 || limit_ == 0 || !decided_) return;
   // Held by a call of this rank's own that waits: then there is something to tell.
@@ -205,14 +206,24 @@ void RankChecks::tell_gone(const std::string& how) noexcept {
     // A rank that closes because it failed passes on what it found; the others want the first
     // cause.
     const auto word = context_.word_of(context_.rank());
-    break_group(kLost, context_.me() + (word ? " failed in " + word->text : how));
+    if (word)
+      how = {.kind = Failure::Kind::gave_up,
+             .text = context_.me() + " failed in " + word->text};
+    break_group(how);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
 
-void RankChecks::break_group(char kind, const std::string& text) {
+void RankChecks::break_group(const Failure& failure, const std::string& text) {
+  Failure told = failure;
+  told.text = text;
+  break_group(told);
+  std::rethrow_exception(failure_error(text, told));
+}
+
+void RankChecks::break_group(const Failure& failure) {
   auto& store = context_.store();
-  const std::string mine = kind + text;
+  const std::string mine = encode(failure);
   if (store.compareSet(kBrokenKey, "", mine) == mine) store.add(kStateKey, kBroken);
 }
 

@@ -47,7 +47,7 @@ class RankChecks {
   void give_up() noexcept;
 
  private:
-  void tell_gone(const std::string& how) noexcept;
+  void tell_gone(Failure how) noexcept;
   bool decide();
   uint64_t agree();
   int64_t judge(const CallSignature& mine);
@@ -56,8 +56,10 @@ class RankChecks {
   void throw_if_broken(int64_t state);
   [[noreturn]] void give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
                             const std::vector<int>& ended);
-  std::string who_is_missing(const CallSignature& mine);
-  void break_group(char kind, const std::string& text);
+  std::string who_is_missing(const CallSignature& mine, Failure& late);
+  void break_group(const Failure& failure);
+  /// The same, and throws it in these words.
+  [[noreturn]] void break_group(const Failure& failure, const std::string& text);
   std::string called(const CallSignature& call) const;
 
   CheckContext& context_;

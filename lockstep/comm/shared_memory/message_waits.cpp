@@ -247,7 +247,7 @@ void Messages::join_threads(bool all) {
 void Messages::attend(Clock::time_point now) {
   if (now < next_attention_) return;
   next_attention_ = now + kSlice;
-  if (group_.failed()) fail_all([this](const Message& message) { return verdict_error(message); });
+  if (group_.failed()) fail_all([this](const Message& message) { return group_error(message); });
   const std::vector<MessagePtr> all = live_;
   const bool from_any = std::any_of(
       all.begin(), all.end(), [](const MessagePtr& message) { return message->peer_ == kAnyRank; });
@@ -319,9 +319,12 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
   const std::string how = " did not finish within " + seconds_text(timeout) + ": " + what;
   late_ = message->call_->text() + how;
   late_at_ = Clock::now();
-  finish(message, std::make_exception_ptr(TimeoutError(
-                      text_of(*message) + how,
-                      "do both sides use the same ranks and tag? Else give a longer time-out")));
+  Failure failure{.kind = Failure::Kind::late, .waited_ms = timeout.count()};
+  if (!never) failure.ranks = {group_.member(message->peer_, failure.kind)};
+  finish(message,
+         std::make_exception_ptr(TimeoutError(
+             text_of(*message) + how,
+             "do both sides use the same ranks and tag? Else give a longer time-out", failure)));
 }
 
 void Messages::close() {
@@ -371,12 +374,12 @@ std::string Messages::text_of(const Message& message) const {
          message.call_->text();
 }
 
-std::exception_ptr Messages::verdict_error(const Message& message) const {
+std::exception_ptr Messages::group_error(const Message& message) const {
   try {
     std::vector<int> awaited;
     for (int rank = 0; rank < size_; ++rank)
       if (rank != rank_ && message.peer_ == kAnyRank) awaited.push_back(rank);
-    group_.throw_if_failed(message.call_->text(), group_.names_of(awaited));
+    group_.throw_if_failed(message.call_->text(), group_.members(awaited, Failure::Kind::late));
   } catch (...) {
     return std::current_exception();
   }
@@ -384,17 +387,13 @@ std::exception_ptr Messages::verdict_error(const Message& message) const {
 }
 
 std::exception_ptr Messages::lost_error(const Message& message) const {
-  std::vector<std::string> lost;
+  Failure lost;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_ || (message.peer_ != kAnyRank && message.peer_ != rank)) continue;
-    lost.push_back(group_.how_it_went(rank));
+    lost.add(group_.end_of(rank));
   }
-  group_.note_cause(join(lost, ", "));
-  try {
-    throw_peer_lost(text_of(message) + " cannot finish: " + join(lost, ", "));
-  } catch (...) {
-    return std::current_exception();
-  }
+  group_.note_cause(lost);
+  return failure_error(text_of(message) + " cannot finish: " + describe(lost), lost);
 }
 
 std::string Messages::encoded(const Message& message) {

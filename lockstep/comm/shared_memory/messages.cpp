@@ -97,7 +97,7 @@ bool Messages::admit(const MessagePtr& message) {
     return false;
   }
   if (group_.failed()) {
-    finish(message, verdict_error(*message));
+    finish(message, group_error(*message));
     return false;
   }
   message->live_ = live_.size();

@@ -141,7 +141,7 @@ struct MessageCall {
 /// - Death. Nothing is locked across processes, and what a writer has not published is not there. A
 ///   rank that waits checks every 20 ms that its peer lives. When the peer has ended, it takes out
 ///   what the peer left behind, and only then fails what is still unmet. The death of one rank
-///   fails no message between others. The group's verdict fails all.
+///   fails no message between others. The group's failure fails all.
 /// - Waiting. A thread in `wait` does the work itself: it looks for as long as waits have been
 /// worth
 ///   it (see SpinBudget), then sleeps on the rank's Mailbox. When messages are under way and no
@@ -290,7 +290,7 @@ class Messages {
   void attend(Clock::time_point now);
   void lose(int rank);
   void fail_all(const std::function<std::exception_ptr(const Message&)>& error);
-  std::exception_ptr verdict_error(const Message& message) const;
+  std::exception_ptr group_error(const Message& message) const;
   bool all_others_lost() const;
   void expire(const MessagePtr& message, std::chrono::milliseconds timeout);
   std::exception_ptr lost_error(const Message& message) const;

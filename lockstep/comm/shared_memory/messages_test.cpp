@@ -383,11 +383,11 @@ TEST(Messages, WhatWasSentIsReceivedAfterTheSenderHasLeft) {
   EXPECT_THROW(irecv(world[1], 0, got)->wait(kLong), PeerLostError);
 }
 
-TEST(Messages, TheGroupsVerdictFailsAll) {
+TEST(Messages, TheGroupsFailureFailsAll) {
   World world(3);
   Bytes bytes(8);
   const auto recv = irecv(world[0], 1, bytes);
-  world.group(2).give_up(Verdict::lost, "rank 7 has ended");
+  world.group(2).fail({.kind = Failure::Kind::ended, .ranks = {{7, Failure::Kind::ended}}});
   EXPECT_THAT(error_text(recv), HasSubstr("cannot finish: rank 7 has ended"));
   EXPECT_THROW(recv->wait(kLong), PeerLostError);
   EXPECT_THROW(isend(world[1], 0, bytes)->wait(kLong), PeerLostError);

@@ -16,7 +16,7 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::array<char, 8> kMagic{'l', 'o', 'c', 'k', 's', 'h', 'm', '\0'};
-constexpr uint32_t kVersion = 6;
+constexpr uint32_t kVersion = 7;
 
 size_t records_offset() {
   constexpr size_t kAlign = alignof(RankRecord);

@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
+#include "lockstep/base/failure.h"
 #include "lockstep/base/unforked_fd.h"
 #include "lockstep/comm/shared_memory/memory.h"
 #include "lockstep/comm/shared_memory/processors.h"
@@ -26,6 +28,16 @@ struct SlotHeader {
 inline constexpr size_t kSlotHeader = 64;
 inline constexpr size_t kInlineBytes = kSlotHeader - sizeof(SlotHeader);
 inline constexpr int kSlots = 3;  ///< See StepBarrier, 5.
+
+/// A failure in shared memory, cut to what fits, and how it is read there.
+template <size_t N>
+void store_failure(std::array<char, N>& target, const Failure& failure) {
+  encode(failure, N).copy(target.data(), N);
+}
+template <size_t N>
+std::optional<Failure> read_failure(const std::array<char, N>& source) {
+  return decode_failure({source.data(), N});
+}
 
 /// A text in shared memory, cut to what fits.
 template <size_t N>
@@ -50,11 +62,11 @@ struct alignas(64) RankRecord {
   std::array<char, 512> cause;
 };
 
-/// Why the group is of no more use: the first failure, told once, by the rank that found it first.
-struct alignas(64) Verdict {
-  enum Kind : uint32_t { none, writing, lost, timed_out, given_up };
-  std::atomic<uint32_t> kind;
-  std::array<char, 1020> text;
+/// Why the group is of no more use: the first failure, encoded, by the rank that found it first.
+struct alignas(64) FailureBoard {
+  enum State : uint32_t { empty, writing, written };
+  std::atomic<uint32_t> state;
+  std::array<char, 1980> failure;
 };
 
 struct alignas(64) SegmentHeader {
@@ -65,7 +77,7 @@ struct alignas(64) SegmentHeader {
   uint64_t message_bytes;
   uint64_t total_bytes;
   StepBarrier barrier;
-  Verdict verdict;
+  FailureBoard board;
 };
 
 struct SegmentOptions {

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 /// How long a wait sleeps before it looks who is alive: a look reads a file of /proc a rank.
 constexpr std::chrono::milliseconds kSlice{20};
-/// Who writes a verdict and dies over it leaves it unfinished.
+/// Who writes on the board and dies over it leaves it unfinished.
 constexpr std::chrono::milliseconds kWriting{100};
 
 }  // namespace
@@ -66,14 +66,14 @@ void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeo
   const auto deadline = Clock::now() + timeout;
   auto look = Clock::now() + kSlice;
   while (!barrier.reached(step_, size())) {
-    if (failed()) throw_if_failed(call.text(), names_of(missing()));
+    if (failed()) throw_if_failed(call.text(), members(missing(), Failure::Kind::late));
     barrier.sleep(step_, size(), kSlice);
     const auto now = Clock::now();
     if (now < look) continue;
     look = now + kSlice;
     const std::vector<int> absent = missing();
     if (absent.empty() || notice_lost(absent) || now < deadline) continue;
-    give_up(Verdict::timed_out, late(absent, timeout));
+    fail(late(absent, timeout));
   }
 }
 
@@ -120,35 +120,43 @@ std::vector<std::string> SharedGroup::tell_calls(const Call& call,
   return calls;
 }
 
-void SharedGroup::give_up(Verdict::Kind kind, const std::string& cause) noexcept {
-  auto& verdict = segment_.header().verdict;
-  uint32_t expected = Verdict::none;
-  if (!verdict.kind.compare_exchange_strong(expected, Verdict::writing)) return;
-  store_text(verdict.text, cause);
-  verdict.kind.store(kind, std::memory_order_seq_cst);
+void SharedGroup::fail(const Failure& failure) noexcept {
+  auto& board = segment_.header().board;
+  uint32_t expected = FailureBoard::empty;
+  if (!board.state.compare_exchange_strong(expected, FailureBoard::writing)) return;
+  store_failure(board.failure, failure);
+  board.state.store(FailureBoard::written, std::memory_order_seq_cst);
   wake_all(segment_.header().barrier.count);
 }
 
+std::optional<Failure> SharedGroup::failure() const {
+  const auto& board = segment_.header().board;
+  if (board.state.load(std::memory_order_acquire) != FailureBoard::written) return std::nullopt;
+  return read_failure(board.failure);
+}
+
 void SharedGroup::throw_if_failed(const std::string& what,
-                                  const std::vector<std::string>& awaited) const {
-  const auto& verdict = segment_.header().verdict;
-  uint32_t kind = verdict.kind.load(std::memory_order_acquire);
-  if (kind == Verdict::none) return;
-  for (const auto end = Clock::now() + kWriting; kind == Verdict::writing && Clock::now() < end;) {
+                                  const std::vector<Failure::Rank>& awaited) const {
+  if (!failed()) return;
+  auto failure = this->failure();
+  for (const auto end = Clock::now() + kWriting; !failure && Clock::now() < end;) {
     spin_pause();
-    kind = verdict.kind.load(std::memory_order_acquire);
+    failure = this->failure();
   }
+  if (!failure)
+    failure = Failure{.kind = Failure::Kind::ended,
+                      .text = "a rank ended while it told of a failure"};
+  std::vector<Failure::Rank> others;
+  for (const auto& rank : awaited)
+    if (failure->kind == Failure::Kind::gave_up && !failure->concerns(rank.number))
+      others.push_back(rank);
   const std::string me = "rank " + std::to_string(names_[static_cast<size_t>(rank())]) + ": ";
-  std::string cause =
-      kind == Verdict::writing ? "a rank ended while it told of a failure" : verdict.text.data();
-  for (const std::string& other : awaited) {
-    const std::string name = other.substr(0, other.find(','));
-    if (kind == Verdict::given_up && cause.find(name) == std::string::npos)
-      cause += "; " + other + " had not come";
-  }
-  if (kind != Verdict::timed_out) throw_peer_lost(me + what + " cannot finish: " + cause);
-  throw TimeoutError(me + what + " did not finish: " + cause,
-                     "do all ranks make the same calls? Else give a longer time-out");
+  std::string text = me + what + (failure->timed_out() ? " did not finish: " : " cannot finish: ") +
+                     describe(*failure);
+  for (const auto& rank : others)
+    text += "; " + describe({.kind = failure->kind, .ranks = {rank}});
+  failure->ranks.insert(failure->ranks.end(), others.begin(), others.end());
+  std::rethrow_exception(failure_error(text, *failure));
 }
 
 std::vector<int> SharedGroup::missing() const {
@@ -167,70 +175,80 @@ bool SharedGroup::gone(int rank) const {
 }
 
 bool SharedGroup::notice_lost(const std::vector<int>& ranks) {
-  std::vector<std::string> lost;
+  Failure lost;
   for (const int other : ranks) {
     if (!gone(other)) continue;
     const auto& record = segment_.record(other);
     // It may have arrived and gone since: then all that it had to give is there.
     if (record.step.load(std::memory_order_acquire) >= step_) continue;
-    lost.push_back(how_it_went(other));
+    lost.add(end_of(other));
   }
-  if (lost.empty()) return false;
-  give_up(Verdict::lost, join(lost, ", "));
+  if (lost.ranks.empty()) return false;
+  fail(lost);
   return true;
 }
 
 void SharedGroup::look_after(const std::vector<int>& ranks, const std::string& what) {
   throw_if_failed(what);
-  std::vector<std::string> lost;
+  Failure lost;
   for (const int other : ranks) {
-    if (gone(other)) lost.push_back(how_it_went(other));
+    if (gone(other)) lost.add(end_of(other));
   }
-  if (lost.empty()) return;
-  give_up(Verdict::lost, join(lost, ", "));
+  if (lost.ranks.empty()) return;
+  fail(lost);
   throw_if_failed(what);
 }
 
-std::string SharedGroup::late(const std::vector<int>& ranks,
-                              std::chrono::milliseconds timeout) const {
-  std::vector<std::string> parts;
+Failure SharedGroup::late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+  Failure failure{.kind = Failure::Kind::stuck,
+                  .calls = static_cast<int64_t>(calls_),
+                  .waited_ms = timeout.count()};
   for (const int other : ranks) {
     const uint64_t calls = segment_.record(other).calls.load(std::memory_order_relaxed);
-    const bool behind = calls < calls_;
-    parts.push_back(name(other) + (behind ? " did not come" : " came but does not go on") +
-                    (behind ? " (it has called " + std::to_string(calls) + " of the group's " +
-                                  std::to_string(calls_) + " collectives)"
-                            : ""));
+    const auto kind = calls < calls_ ? Failure::Kind::late : Failure::Kind::stuck;
+    if (kind == Failure::Kind::late) failure.kind = kind;
+    failure.ranks.push_back(member(other, kind));
   }
-  return join(parts, "; ") + " within " + seconds_text(timeout);
+  return failure;
 }
 
-std::string SharedGroup::how_it_went(int rank) const {
+Failure SharedGroup::end_of(int rank) const {
   const auto& record = segment_.record(rank);
   const bool left = record.state.load(std::memory_order_acquire) == RankState::left;
-  const std::string cause = noted_cause(rank);
-  const int64_t rounds = record.rounds.load(std::memory_order_relaxed);
-  if (left && cause.empty() && rounds > 0) return name(rank) + left_after(rounds);
-  return name(rank) + (left ? " has closed the group" : " has ended") + cause;
+  const auto cause = noted_cause(rank);
+  Failure::Rank member = this->member(rank, left ? Failure::Kind::closed : Failure::Kind::ended);
+  member.steps = record.rounds.load(std::memory_order_relaxed);
+  if (left && !cause && member.steps > 0) member.kind = Failure::Kind::left;
+  return {.kind = member.kind, .ranks = {member}, .cause = cause};
 }
 
-std::string SharedGroup::noted_cause(int rank) const {
+std::shared_ptr<const Failure> SharedGroup::noted_cause(int rank) const {
   const auto& record = segment_.record(rank);
-  if (record.caused.load(std::memory_order_acquire) == 0) return {};
-  return std::string(": ") + record.cause.data();
+  if (record.caused.load(std::memory_order_acquire) == 0) return nullptr;
+  const auto cause = read_failure(record.cause);
+  return cause ? std::make_shared<const Failure>(*cause) : nullptr;
 }
 
-void SharedGroup::note_cause(const std::string& cause) noexcept {
+void SharedGroup::note_cause(const Failure& cause) noexcept {
   auto& record = segment_.record(rank());
   if (record.caused.load(std::memory_order_relaxed) != 0) return;
-  store_text(record.cause, cause);
+  store_failure(record.cause, cause);
   record.caused.store(1, std::memory_order_release);
 }
 
-std::vector<std::string> SharedGroup::names_of(const std::vector<int>& ranks) const {
-  std::vector<std::string> names;
-  for (const int other : ranks) names.push_back(name(other));
-  return names;
+Failure::Rank SharedGroup::member(int rank, Failure::Kind kind) const {
+  const auto& record = segment_.record(rank);
+  return {.number = names_[static_cast<size_t>(rank)],
+          .kind = kind,
+          .process = process_number(record.identity.data()),
+          .calls = static_cast<int64_t>(record.calls.load(std::memory_order_relaxed))};
+}
+
+std::vector<Failure::Rank> SharedGroup::members(const std::vector<int>& ranks,
+                                                Failure::Kind kind) const {
+  std::vector<Failure::Rank> found;
+  for (const int other : ranks) found.push_back(member(other, kind));
+  return found;
 }
 
 std::string SharedGroup::name(int rank) const {

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,10 +48,11 @@ struct SharedGroupOptions {
 };
 
 /// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
-/// time may be in a call. `give_up` may come from any.
+/// time may be in a call. `fail` may come from any.
 ///
 /// The ranks that wait for a peer notice its end within some 20 ms. The rank that sees it first
-/// writes the group's verdict into shared memory. All waits, present and later, throw it.
+/// writes the failure on the group's board in shared memory. All waits, present and later, throw
+/// it.
 class SharedGroup {
  public:
   SharedGroup(SharedGroupOptions options, const Meeting& meeting);
@@ -97,39 +100,41 @@ class SharedGroup {
   std::chrono::nanoseconds least_spin() const { return spin_; }
   std::chrono::nanoseconds most_spin() const { return most_spin_; }
 
-  /// Fails the group for all ranks: `cause` is what the others' messages end in. Does nothing when
-  /// it has failed before. Never blocks.
-  void give_up(Verdict::Kind kind, const std::string& cause) noexcept;
+  /// Fails the group for all ranks. Does nothing when it has failed before. Never blocks.
+  void fail(const Failure& failure) noexcept;
   /// Tells the others that this rank calls nothing any more, after `rounds` of its program's loop.
   void leave(int64_t rounds = 0) noexcept {
     segment_.record(rank()).rounds.store(rounds, std::memory_order_relaxed);
     segment_.record(rank()).state.store(RankState::left, std::memory_order_seq_cst);
   }
   bool failed() const {
-    return segment_.header().verdict.kind.load(std::memory_order_acquire) != Verdict::none;
+    return segment_.header().board.state.load(std::memory_order_acquire) != FailureBoard::empty;
   }
+  /// Why the group is of no more use. None while it is not, or while that is being written.
+  std::optional<Failure> failure() const;
   /// Throws the group's failure as that of `what` this rank did. Does nothing when there is none.
   /// A rank may have given the group up over what happened elsewhere. Then the error also names the
-  /// `awaited`, for whom this rank still waited, unless it names them already. Each begins with its
-  /// name, "rank 2 (process 4712)". More may follow after a comma.
-  void throw_if_failed(const std::string& what, const std::vector<std::string>& awaited = {}) const;
+  /// `awaited`, for whom this rank still waited, unless the failure concerns them.
+  void throw_if_failed(const std::string& what,
+                       const std::vector<Failure::Rank>& awaited = {}) const;
   /// For waits outside of steps: throws the group's failure as that of `what` this rank did. Also
-  /// when one of `ranks` has ended or left: then it gives the group up first.
+  /// when one of `ranks` has ended or left: then it fails the group first.
   void look_after(const std::vector<int>& ranks, const std::string& what);
   /// Names of the ranks in messages: their numbers in the default group.
   const std::vector<int>& names() const { return names_; }
   /// "rank 1 (process 4711)".
   std::string name(int rank) const;
-  std::vector<std::string> names_of(const std::vector<int>& ranks) const;
   bool gone(int rank) const;
-  /// How a rank that is gone went, and over what: "rank 1 (process 4711) has closed the group: rank
-  /// 2 (process 4712) has ended", or "rank 1 (process 4711) left its loop after 287 steps".
-  std::string how_it_went(int rank) const;
-  /// Over what a rank's message failed, as ": rank 2 (process 4712) has ended". Empty when none
-  /// did.
-  std::string noted_cause(int rank) const;
+  /// A rank of the group, which is of this kind.
+  Failure::Rank member(int rank, Failure::Kind kind) const;
+  std::vector<Failure::Rank> members(const std::vector<int>& ranks, Failure::Kind kind) const;
+  /// How a rank that is gone went, and over what.
+  Failure end_of(int rank) const;
+  std::string how_it_went(int rank) const { return describe(end_of(rank)); }
+  /// Over what a rank's message failed. Null when none did.
+  std::shared_ptr<const Failure> noted_cause(int rank) const;
   /// Of this rank, for the others. The first counts.
-  void note_cause(const std::string& cause) noexcept;
+  void note_cause(const Failure& cause) noexcept;
 
  private:
   enum class Known : uint8_t { unknown, no, yes };
@@ -152,9 +157,9 @@ class SharedGroup {
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
   std::vector<int> missing() const;
   /// Of `ranks`, looks for those that have ended or left without having arrived at the present
-  /// step. When there are any, gives the group up and returns true.
+  /// step. When there are any, fails the group and returns true.
   bool notice_lost(const std::vector<int>& ranks);
-  std::string late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
+  Failure late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 
   Segment segment_;
   std::vector<int> names_;

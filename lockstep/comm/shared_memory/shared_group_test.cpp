@@ -20,6 +20,7 @@ namespace shared_group_test {
 
 using std::chrono::microseconds;
 using test::message_of;
+using test::ranks_of;
 using test::rethrow_first;
 using test::run_ranks;
 
@@ -63,8 +64,10 @@ TEST(SharedGroup, WhomAWaitWasForIsNamedWhenAnotherRankGivesUp) {
     groups[rank]->begin(call);
     groups[rank]->arrive();
   }
-  groups[0]->give_up(Verdict::given_up, groups[0]->name(0) + " has given the group up");
+  groups[0]->fail({.kind = Failure::Kind::gave_up,
+                   .ranks = {groups[0]->member(0, Failure::Kind::gave_up)}});
   const auto wait = [&] { groups[1]->await(call, std::chrono::seconds(60)); };
+  EXPECT_THAT(ranks_of<PeerLostError>(wait), ::testing::ElementsAre(0, 2, 3));
   EXPECT_THAT(message_of<PeerLostError>(wait),
               ::testing::StartsWith("rank 1: barrier cannot finish: " + groups[1]->name(0) +
                                     " has given the group up; " + groups[1]->name(2) +
@@ -76,11 +79,10 @@ TEST(SharedGroup, OnlyTheLostRankIsNamedOtherwise) {
   const SomeCall call;
   groups[1]->begin(call);
   groups[1]->arrive();
-  groups[0]->give_up(Verdict::lost, groups[0]->name(0) + " has ended");
-  const std::string text =
-      message_of<PeerLostError>([&] { groups[1]->await(call, std::chrono::seconds(60)); });
-  EXPECT_THAT(text, ::testing::HasSubstr("rank 0 (process "));
-  EXPECT_THAT(text, ::testing::Not(::testing::HasSubstr("rank 2")));
+  groups[0]->fail(
+      {.kind = Failure::Kind::ended, .ranks = {groups[0]->member(0, Failure::Kind::ended)}});
+  const auto wait = [&] { groups[1]->await(call, std::chrono::seconds(60)); };
+  EXPECT_THAT(ranks_of<PeerLostError>(wait), ::testing::ElementsAre(0));
 }
 
 TEST(SharedGroup, LooksForOthersWhereEachRankHasAProcessor) {

@@ -17,9 +17,9 @@ constexpr milliseconds kLook{300}, kTell{2'000};
 
 // The add makes one rank the first on every kind of store. One that ends between its two requests
 // leaves the others to what they know themselves.
-Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
+Failure tell(CheckContext& context, const Failure& cause, const std::string& call) {
   const QuietNativeLog quiet;
-  if (!call.empty()) context.tell_failed(call + " " + cause.text, /*known=*/true);
+  if (!call.empty()) context.tell_failed(call + " " + describe(cause), /*known=*/true);
   c10d::Store& store = context.store();
   if (store.add(kTold, 1) == 1) {
     store.set(kCause, encode(cause));
@@ -28,58 +28,48 @@ Cause tell(CheckContext& context, const Cause& cause, const std::string& call) {
   const auto deadline = std::chrono::steady_clock::now() + kTell / 2;
   for (PollPause pause; !store.check({kCause}); pause.sleep())
     if (std::chrono::steady_clock::now() >= deadline) return cause;
-  return decode_cause(store.get_to_str(kCause)).value_or(cause);
+  return decode_failure(store.get_to_str(kCause)).value_or(cause);
 }
 
 /// How a rank went that was told of and does not come to this call.
-std::optional<std::string> gone_before(CheckContext& context, int64_t call) {
+std::optional<Failure> gone_before(CheckContext& context, int64_t call) {
   if (call == 0 || !context.any_gone()) return std::nullopt;
   for (const int rank : context.others()) {
     const auto gone = context.gone(rank);
-    if (gone && gone->calls < call) return gone->text;
+    if (gone && !gone->ranks.empty() && gone->ranks[0].calls < call) return gone;
   }
   return std::nullopt;
 }
 
 }  // namespace
 
-std::string encode(const Cause& cause) {
-  return (cause.timed_out ? "T" : cause.given_up ? "G" : "L") + cause.text;
-}
-
-std::optional<Cause> decode_cause(const std::string& word) {
-  if (word.empty() || std::string_view("TGL").find(word[0]) == std::string_view::npos)
-    return std::nullopt;
-  return Cause{word[0] == 'T', word.substr(1), word[0] == 'G'};
-}
-
-Cause FirstFailure::raise(const Cause& cause, const std::string& call) noexcept {
+Failure FirstFailure::raise(const Failure& cause, const std::string& call) noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return *known_;
-  const auto first = requests_.ask<Cause>(
+  const auto first = requests_.ask<Failure>(
       [cause, call](CheckContext& context) { return tell(context, cause, call); }, kTell);
   known_ = first.value_or(cause);
   return *known_;
 }
 
-std::optional<Cause> FirstFailure::heard() noexcept {
+std::optional<Failure> FirstFailure::heard() noexcept {
   return ask(/*only_missed=*/false);
 }
 
-std::optional<Cause> FirstFailure::missed() noexcept {
+std::optional<Failure> FirstFailure::missed() noexcept {
   return ask(/*only_missed=*/true);
 }
 
-std::optional<Cause> FirstFailure::ask(bool only_missed) noexcept {
+std::optional<Failure> FirstFailure::ask(bool only_missed) noexcept {
   const std::lock_guard lock(mutex_);
   if (known_) return known_;
-  const auto answer = requests_.ask<std::optional<Cause>>(
-      [call = call_.load(), only_missed](CheckContext& context) -> std::optional<Cause> {
+  const auto answer = requests_.ask<std::optional<Failure>>(
+      [call = call_.load(), only_missed](CheckContext& context) -> std::optional<Failure> {
         const QuietNativeLog quiet;
         c10d::Store& store = context.store();
-        if (!only_missed && store.check({kCause})) return decode_cause(store.get_to_str(kCause));
+        if (!only_missed && store.check({kCause})) return decode_failure(store.get_to_str(kCause));
         if (const auto gone = gone_before(context, call))
-          return tell(context, {false, *gone}, "group '" + context.group() + "':");
+          return tell(context, *gone, "group '" + context.group() + "':");
         return std::nullopt;
       },
       kLook);
@@ -87,7 +77,7 @@ std::optional<Cause> FirstFailure::ask(bool only_missed) noexcept {
   return known_;
 }
 
-void FirstFailure::tell_gone(int rank, const CheckContext::Gone& gone) noexcept {
+void FirstFailure::tell_gone(int rank, const Failure& gone) noexcept {
   requests_.ask<bool>(
       [rank, gone](CheckContext& context) {
         context.tell_gone(rank, gone);

@@ -12,14 +12,6 @@
 
 namespace lockstep::hierarchical {
 
-/// Why a group is of no more use.
-using Cause = CheckContext::Failure;
-
-/// A cause as the hosts tell it each other.
-std::string encode(const Cause& cause);
-/// Of what `encode` gave. None for another text.
-std::optional<Cause> decode_cause(const std::string& word);
-
 /// The first failure of a group, told to all its hosts through the store. Any thread may call.
 /// Nothing throws or blocks for long, as a store that is lost as well changes nothing.
 class FirstFailure {
@@ -31,24 +23,24 @@ class FirstFailure {
   /// Tells it unless another cause was told before. Returns the one that holds. The checks are told
   /// that this rank failed in `call`, unless that is empty. From then on the store is asked no
   /// more.
-  Cause raise(const Cause& cause, const std::string& call) noexcept;
+  Failure raise(const Failure& cause, const std::string& call) noexcept;
   /// What was told, if anything, and what `missed` says. Asks the store.
-  std::optional<Cause> heard() noexcept;
+  std::optional<Failure> heard() noexcept;
   /// That a rank of another host is gone which has not come to the present call. This is told as a
   /// failure then. Asks the store.
-  std::optional<Cause> missed() noexcept;
+  std::optional<Failure> missed() noexcept;
 
   /// The number of the call that this rank makes; 0 between calls.
   void set_call(int64_t call) noexcept { call_ = call; }
   bool has_call() const noexcept { return call_ > 0; }
   /// Tells the other hosts of a rank of this one.
-  void tell_gone(int rank, const CheckContext::Gone& gone) noexcept;
+  void tell_gone(int rank, const Failure& gone) noexcept;
 
  private:
-  std::optional<Cause> ask(bool only_missed) noexcept;
+  std::optional<Failure> ask(bool only_missed) noexcept;
 
   std::mutex mutex_;
-  std::optional<Cause> known_;
+  std::optional<Failure> known_;
   std::atomic<int64_t> call_{0};
   StoreRequests requests_;
 };

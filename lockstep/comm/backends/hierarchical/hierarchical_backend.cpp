@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/base/error.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/staged_work.h"
@@ -94,9 +95,8 @@ void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
   flat_->setTimeout(timeout);
 }
 
-std::string HierarchicalBackend::failure() const {
-  const auto cause = hierarchy_.failure();
-  return cause && !cause->timed_out ? cause->text : std::string();
+std::optional<Failure> HierarchicalBackend::failure() const {
+  return hierarchy_.failure();
 }
 
 bool HierarchicalBackend::run(TensorWork& work) {
@@ -213,7 +213,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
 }
 
 void HierarchicalBackend::abort() {
-  hierarchy_.abort("has given the group up");
+  hierarchy_.abort();
   queue_.close();
   hierarchy_.leave();
   flat_->abort();

@@ -26,7 +26,7 @@ class HierarchicalBackend final : public backends::TensorBackend {
 
   const std::string getBackendName() const override { return "hierarchical"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  std::string failure() const override;
+  std::optional<Failure> failure() const override;
   bool has_lost(int rank) const override { return hierarchy_.has_lost(rank); }
   void abort() override;
   void shutdown() override;

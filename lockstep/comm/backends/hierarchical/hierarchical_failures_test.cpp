@@ -52,7 +52,7 @@ TEST(HierarchicalBackend, ARankThatIsLateIsNotLost) {
         if (rank == 3) return;
         EXPECT_THROW(all_reduce(backend, at::ones({4})), TimeoutError);
         const auto& ours = dynamic_cast<const backends::TensorBackend&>(backend);
-        EXPECT_EQ(ours.failure(), "");
+        EXPECT_TRUE(ours.failure() && ours.failure()->timed_out());
         EXPECT_FALSE(ours.has_lost(3));
       },
       500));
@@ -72,10 +72,9 @@ TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
       ends[static_cast<size_t>(rank)] = std::make_unique<Hierarchy>(
           options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
     }));
-    ends[0]->local().give_up(late ? shm::Verdict::timed_out : shm::Verdict::lost,
-                             with_process("rank 2", process_identity()) +
-                                 ", which speaks for ranks 2 and 3 of its host, has ended or "
-                                 "cannot be reached any more [closed]");
+    const auto kind = late ? Failure::Kind::late : Failure::Kind::unreachable;
+    ends[0]->local().fail(
+        {.kind = kind, .ranks = {{.number = 2, .kind = kind, .host = {2, 3}}}});
     for (const int rank : {0, 1}) EXPECT_FALSE(ends[1]->has_lost(rank));
     for (const int rank : {2, 3}) EXPECT_EQ(ends[1]->has_lost(rank), !late);
     for (const size_t rank : {3, 2, 1, 0}) ends[rank]->leave();

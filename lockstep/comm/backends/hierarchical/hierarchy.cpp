@@ -31,8 +31,6 @@ constexpr milliseconds kSlack{4'000};
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
 /// the less sure cause, so the other waits longer.
 constexpr milliseconds kLatePatience{600}, kLostPatience{1'000};
-/// What is told of the leader of a host that was lost.
-constexpr const char* kHostLost = " has ended or cannot be reached any more";
 
 c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& store,
                                         const std::string& part) {
@@ -115,9 +113,9 @@ std::vector<Member> meet(const BackendOptions& options) {
 }
 
 struct Hierarchy::Frame {
-  enum Verdict : uint64_t { same, differs };
+  enum Comparison : uint64_t { same, differs };
   uint64_t hash = 0;
-  uint64_t verdict = same;
+  uint64_t comparison = same;
   std::array<std::byte, SmallData::kMost> data{};
 };
 
@@ -139,7 +137,8 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
   if (lifeline_)
     lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); },
                      [this] { look_around(); });
-  checks_->set_lookout([this] { return failure(); });  // Last: the checks outlive a failed start.
+  // Last: the checks outlive a failed start.
+  checks_->set_failure_check([this] { return failure(); });
 }
 
 std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options) const {
@@ -148,7 +147,7 @@ std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options
   lifeline.store = part_of(options.store, "lifeline");
   lifeline.host = layout_.host;
   for (int host = 0; host < static_cast<int>(layout_.hosts.size()); ++host)
-    lifeline.names.push_back(name_of_host(host));
+    lifeline.names.push_back(describe({.ranks = {leader_of(host, {})}}));
   const std::string address = address_of_interface(options.interface);
   lifeline.address = address.empty() ? options.address : address;
   lifeline.timeout = options.timeout;
@@ -166,15 +165,17 @@ void Hierarchy::form_between(const BackendOptions& options) {
   } catch (const std::exception& error) {
     const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;
     if (!broken) throw;
-    const auto told = decode_cause(broken->last_words);
+    const auto told = decode_failure(broken->last_words);
+    const Failure failure = told ? *told : how_lost(broken->host, broken->why);
     throw PeerLostError(group_.name(layout_.local) + ": forming group '" + group_name_ +
-                        "' failed: " + (told ? told->text : how_lost(broken->host, broken->why)) +
-                        " [" + failure_text(std::current_exception()) + "]");
+                            "' failed: " + describe(failure) + " [" +
+                            failure_text(std::current_exception()) + "]",
+                        kPeerLostHint, failure);
   }
 }
 
 Hierarchy::~Hierarchy() {
-  checks_->set_lookout({});
+  checks_->set_failure_check({});
   try {
     if (lifeline_) lifeline_->break_off(last_words());
     if (between_) group_.failed() ? between_->abort() : between_->shutdown();
@@ -204,7 +205,7 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
     if (const auto known = failure()) first_failure_.raise(*known, call.text());
     throw;
   } catch (const std::exception& error) {
-    abort("failed in " + call.text() + " " + error.what());
+    abort(call.text() + " " + error.what());
     throw;
   }
 }
@@ -246,7 +247,7 @@ void Hierarchy::give_hash(SmallData* data) {
   if (!leaders_) return;
   Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   mine.hash = hash;
-  mine.verdict = alike_ ? Frame::same : Frame::differs;
+  mine.comparison = alike_ ? Frame::same : Frame::differs;
   if (data && alike_) data->join_ranks(ranks, mine.data.data());
   const auto* bytes = reinterpret_cast<const std::byte*>(&mine);
   for (int host = 0; host < leaders_->hosts(); ++host) {
@@ -262,7 +263,7 @@ void Hierarchy::await_frames(SmallData* data) {
   const Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   std::vector<const std::byte*> hosts;
   for (const Frame& frame : frames_) {
-    alike_ = alike_ && frame.verdict == Frame::same && frame.hash == mine.hash;
+    alike_ = alike_ && frame.comparison == Frame::same && frame.hash == mine.hash;
     hosts.push_back(frame.data.data());
   }
   if (!data || !alike_) return;
@@ -270,17 +271,17 @@ void Hierarchy::await_frames(SmallData* data) {
   data->join_hosts(hosts, result);
 }
 
-void Hierarchy::tell_verdict(SmallData* data) {
+void Hierarchy::tell_comparison(SmallData* data) {
   if (leaders_) await_frames(data);
   step([&](std::byte* slot) {
-    const uint64_t verdict = alike_ ? Frame::same : Frame::differs;
-    if (leaders_) std::memcpy(slot, &verdict, sizeof(verdict));
+    const uint64_t comparison = alike_ ? Frame::same : Frame::differs;
+    if (leaders_) std::memcpy(slot, &comparison, sizeof(comparison));
   });
   const std::byte* told = group_.given(0, group_.slot_bytes());
-  uint64_t verdict = Frame::same;
-  std::memcpy(&verdict, told, sizeof(verdict));
-  if (verdict != Frame::same) differ();
-  if (data) data->take(told + sizeof(verdict));
+  uint64_t comparison = Frame::same;
+  std::memcpy(&comparison, told, sizeof(comparison));
+  if (comparison != Frame::same) differ();
+  if (data) data->take(told + sizeof(comparison));
 }
 
 // What the ranks of this host call, as (rank, length, text) each, on its leader.
@@ -348,44 +349,51 @@ void Hierarchy::finish(Transfers& transfers) {
   leaders_->finish(transfers, Clock::now() + timeout_);
 }
 
-std::string Hierarchy::name_of_host(int host) const {
+Failure::Rank Hierarchy::leader_of(int host, Failure::Kind kind) const {
   const auto& ranks = layout_.hosts[static_cast<size_t>(host)];
   const auto leader = static_cast<size_t>(ranks.front());
-  std::string text =
-      with_process("rank " + std::to_string(names_[leader]), members_[leader].identity);
-  if (ranks.size() > 1) text += ", which speaks for " + rank_list(ranks, names_) + " of its host,";
-  return text;
+  return {.number = names_[leader],
+          .kind = kind,
+          .process = process_number(members_[leader].identity),
+          .host = picked(names_, ranks)};
 }
 
-Cause Hierarchy::cause_of(const HostFailure& failure) {
+Failure Hierarchy::cause_of(const HostFailure& failure) {
   const bool late = failure.kind == HostFailure::Kind::late;
   for (const auto end = Clock::now() + (late ? kLatePatience : kLostPatience);
        Clock::now() < end;) {
     if (auto heard = first_failure_.heard()) return *heard;
     std::this_thread::sleep_for(milliseconds(10));
   }
-  if (!late) return {false, how_lost(failure.host, failure.text)};
-  return {true, name_of_host(failure.host) + " did not come within " + seconds_text(timeout_)};
+  if (!late) return how_lost(failure.host, failure.text);
+  constexpr auto kLate = Failure::Kind::late;
+  return {.kind = kLate,
+          .ranks = {leader_of(failure.host, kLate)},
+          .waited_ms = timeout_.count()};
 }
 
-std::string Hierarchy::how_lost(int host, const std::string& why) const {
+Failure Hierarchy::how_lost(int host, const std::string& why) const {
+  Failure::Rank leader = leader_of(host, Failure::Kind::unreachable);
   try {
-    const int leader = layout_.hosts[static_cast<size_t>(host)].front();
-    if (const auto steps = checks_->steps_when_left(leader))
-      return name_of_host(host) + left_after(*steps);
+    const int first = layout_.hosts[static_cast<size_t>(host)].front();
+    if (const auto steps = checks_->steps_when_left(first)) {
+      leader.kind = Failure::Kind::left;
+      leader.steps = *steps;
+    }
   } catch (
       const std::exception&) {  // The store is lost: that the host is so is known all the same.
   }
-  return name_of_host(host) + kHostLost + " [" + why + "]";
+  const bool left = leader.kind == Failure::Kind::left;
+  return {.kind = leader.kind, .ranks = {leader}, .detail = left ? "" : " [" + why + "]"};
 }
 
 // On the lifeline's thread: no call need be under way, so those who wait for something else learn
-// of it by the verdict on their host.
+// of it by the failure board of their host.
 void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
   try {
-    auto told = decode_cause(broken.last_words);
+    auto told = decode_failure(broken.last_words);
     if (!told) told = cause_of({HostFailure::Kind::lost, broken.host, broken.why});
-    condemn(first_failure_.raise(*told, "group '" + group_name_ + "':"));
+    group_.fail(first_failure_.raise(*told, "group '" + group_name_ + "':"));
   } catch (const std::exception& error) {
     log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
   }
@@ -405,14 +413,14 @@ void Hierarchy::look_around() noexcept {
     }
     // Who waits in a call of its own host knows best whom it waits for: nothing else ends that. A
     // rank that makes no call hears for those that do, and of what became of its own word.
-    std::optional<Cause> cause;
+    std::optional<Failure> cause;
     if (first_failure_.has_call()) {
       cause = first_failure_.missed();
     } else if (has_told_gone_ || others_wait) {
       cause = first_failure_.heard();
     }
     if (!cause) return;
-    condemn(*cause);
+    group_.fail(*cause);
     if (leaders_) leaders_->interrupt();
   } catch (const std::exception& error) {
     log_debug(std::string("looking for ranks that are gone: ") + error.what());
@@ -428,23 +436,14 @@ void Hierarchy::tell_gone(int rank) {
   const auto calls = static_cast<int64_t>(record.calls.load(std::memory_order_acquire));
   // One that was killed may have been in its last call.
   const int group_rank = layout_.mine()[static_cast<size_t>(rank)];
-  first_failure_.tell_gone(group_rank, {!left, left ? calls : calls - 1, group_.how_it_went(rank)});
+  Failure gone = group_.end_of(rank);
+  gone.ranks[0].calls = left ? calls : calls - 1;
+  first_failure_.tell_gone(group_rank, gone);
   has_told_gone_ = true;
 }
 
-void Hierarchy::condemn(const Cause& cause) noexcept {
-  group_.give_up(cause.timed_out  ? shm::Verdict::timed_out
-                 : cause.given_up ? shm::Verdict::given_up
-                                  : shm::Verdict::lost,
-                 cause.text);
-}
-
-std::optional<Cause> Hierarchy::failure() const {
-  const auto& verdict = group_.segment().header().verdict;
-  const auto kind = verdict.kind.load(std::memory_order_acquire);
-  if (kind <= shm::Verdict::writing) return std::nullopt;
-  return Cause{kind == shm::Verdict::timed_out, verdict.text.data(),
-               kind == shm::Verdict::given_up};
+std::optional<Failure> Hierarchy::failure() const {
+  return group_.failure();
 }
 
 bool Hierarchy::has_lost(int rank) const {
@@ -453,26 +452,25 @@ bool Hierarchy::has_lost(int rank) const {
   const int group_rank = static_cast<int>(name - names_.begin());
   const int host = layout_.host_of(group_rank);
   if (host == layout_.host) return group_.segment().has_ended(layout_.local_of(group_rank));
-  // The verdict names the host by its leader.
   const auto cause = failure();
-  return cause && !cause->timed_out &&
-         cause->text.find(name_of_host(host) + kHostLost) != std::string::npos;
+  return cause && cause->tells_the_loss_of(rank);
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
-  const Cause cause = first_failure_.raise(cause_of(failure), call_->text());
-  condemn(cause);
-  group_.throw_if_failed(call_->text(), {name_of_host(failure.host)});
-  throw_peer_lost(call_->text() + " cannot finish: " + cause.text);
+  const Failure cause = first_failure_.raise(cause_of(failure), call_->text());
+  group_.fail(cause);
+  group_.throw_if_failed(call_->text(), {leader_of(failure.host, Failure::Kind::late)});
+  throw_failure(call_->text() + " cannot finish: ", cause);
 }
 
-void Hierarchy::abort(const std::string& cause) noexcept {
-  std::string text = group_.name(layout_.local) + " " + cause;
-  if (const std::string failed = checks_->told(); !failed.empty())
-    text += "; it failed in " + failed;
+void Hierarchy::abort(const std::string& failed_in) noexcept {
+  constexpr auto kGaveUp = Failure::Kind::gave_up;
+  Failure failure{.kind = kGaveUp, .ranks = {group_.member(layout_.local, kGaveUp)}};
+  if (const std::string failed = failed_in.empty() ? checks_->told() : failed_in; !failed.empty())
+    failure.detail = "; it failed in " + failed;
   if (const auto host = leaders_ ? leaders_->awaited() : std::nullopt)
-    text += "; " + name_of_host(*host) + " had not come";
-  condemn(first_failure_.raise({false, text, true}, /*call=*/{}));
+    failure.ranks.push_back(leader_of(*host, Failure::Kind::late));
+  group_.fail(first_failure_.raise(failure, /*call=*/{}));
   if (leaders_) leaders_->interrupt();
 }
 

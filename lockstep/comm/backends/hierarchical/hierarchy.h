@@ -61,8 +61,8 @@ class SmallData {
 ///    hosts, after a second. A call there fails if that rank has not come to it.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure. They get a lookout.
-  /// Throws PeerLostError when a host was lost meanwhile.
+  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure. They get a failure
+  /// check. Throws PeerLostError when a host was lost meanwhile.
   Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
             std::shared_ptr<CheckContext> checks);
   ~Hierarchy();
@@ -83,11 +83,11 @@ class Hierarchy {
     return alike_;
   }
   /// Throws MismatchError when the calls differ anywhere.
-  void conclude() { tell_verdict(nullptr); }
+  void conclude() { tell_comparison(nullptr); }
   /// Both, with small data.
   void exchange(SmallData& data) {
     give_hash(&data);
-    tell_verdict(&data);
+    tell_comparison(&data);
   }
 
   /// For what a hash cannot say, after the comparison: all ranks must come to it.
@@ -115,12 +115,12 @@ class Hierarchy {
   void finish(Transfers& transfers);
 
   /// Why the group is of no more use, as this host knows by now. Any thread.
-  std::optional<Cause> failure() const;
+  std::optional<Failure> failure() const;
   /// Whether the rank, of the default group, has ended on this host, or was lost with its host, as
   /// far as this host knows by now. Any thread.
   bool has_lost(int rank) const;
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
-  void abort(const std::string& cause) noexcept;
+  void abort(const std::string& failed_in = {}) noexcept;
   /// Tells the others that this rank calls nothing any more.
   void leave() noexcept;
 
@@ -129,19 +129,19 @@ class Hierarchy {
   void step(const std::function<void(std::byte*)>& give);
   void give_hash(SmallData* data);
   void await_frames(SmallData* data);
-  void tell_verdict(SmallData* data);
+  void tell_comparison(SmallData* data);
   std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
-  Cause cause_of(const HostFailure& failure);
-  std::string name_of_host(int host) const;
+  Failure cause_of(const HostFailure& failure);
+  /// The leader of a host, to which this has happened, for the ranks of its host.
+  Failure::Rank leader_of(int host, Failure::Kind kind) const;
   std::string last_words() const;
   std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;
   void form_between(const BackendOptions& options);
   void lost(const Lifeline::Break& broken) noexcept;
   void look_around() noexcept;
   void tell_gone(int rank);
-  std::string how_lost(int host, const std::string& why) const;
-  void condemn(const Cause& cause) noexcept;
+  Failure how_lost(int host, const std::string& why) const;
 
   const HostLayout layout_;
   const std::vector<Member> members_;

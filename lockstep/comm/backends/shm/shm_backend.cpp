@@ -211,10 +211,13 @@ bool ShmBackend::has_lost(int rank) const {
 }
 
 void ShmBackend::abort() {
-  std::string cause = group_.noted_cause(getRank());
-  if (const auto late = messages_.late(); cause.empty() && !late.empty())
-    cause = "; it failed in " + late;
-  group_.give_up(Verdict::given_up, group_.name(getRank()) + " has given the group up" + cause);
+  constexpr auto kGaveUp = Failure::Kind::gave_up;
+  Failure failure{.kind = kGaveUp,
+                  .ranks = {group_.member(getRank(), kGaveUp)},
+                  .cause = group_.noted_cause(getRank())};
+  if (const auto late = messages_.late(); !failure.cause && !late.empty())
+    failure.detail = "; it failed in " + late;
+  group_.fail(failure);
   shutdown();
 }
 

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+/// What has gone wrong between ranks, as data: code decides by the fields, never by words. It
+/// travels in shared memory, under keys of the store and between hosts (`encode`), and within
+/// exceptions (CommError::failure).
+struct Failure {
+  enum class Kind : uint8_t {
+    unknown,
+    ended,        ///< The process has ended.
+    left,         ///< It closed the group after a number of steps of its program's loop.
+    closed,       ///< It closed the group.
+    gave_up,      ///< It gave the group up, over what may have happened elsewhere.
+    unreachable,  ///< Its connection broke, or it was silent for too long.
+    late,         ///< It did not come within the time-out.
+    stuck,        ///< It came to the call, but did not finish it within the time-out.
+    mismatch,     ///< It called something else than the others.
+    store_lost,   ///< The store cannot be reached.
+  };
+  /// A rank that it concerns.
+  struct Rank {
+    int number = -1;    ///< In the default group.
+    Kind kind{};        ///< What became of it.
+    int process = -1;   ///< On its host; -1: not known.
+    int64_t steps = 0;  ///< Of its loop, where it has left.
+    int64_t calls = -1;        ///< How many collectives of the group it has called; -1: not known.
+    std::vector<int> host{};   ///< All ranks of its host, where it speaks for them.
+    bool operator==(const Rank&) const = default;
+  };
+
+  Kind kind = Kind::unknown;
+  std::vector<Rank> ranks{};
+  int64_t calls = 0;      ///< Where ranks are late: how many collectives the one that waits called.
+  int64_t waited_ms = 0;  ///< Likewise: for how long.
+  std::string detail{};   ///< More for the reader, which follows the words for the fields.
+  std::string text{};     ///< Words in place of those for the fields, where they say more.
+  std::shared_ptr<const Failure> cause{};  ///< Over what the ranks did so; null: not known.
+
+  /// The ranks were late. Else something was lost.
+  bool timed_out() const { return kind == Kind::late || kind == Kind::stuck; }
+  /// Whether it, or one of its causes, is of this kind.
+  bool has(Kind what) const;
+  /// Whether it, or one of its causes, concerns the rank, or the whole host of the rank.
+  bool concerns(int rank) const;
+  /// The same, and tells that the rank is gone. One that is late may live.
+  bool tells_the_loss_of(int rank) const;
+  /// Adds what became of other ranks. Of several kinds `left` counts, else the first.
+  void add(const Failure& other);
+};
+
+/// "ended", "left", ...: the name in an error file.
+std::string_view name_of(Failure::Kind kind);
+/// None for another word.
+std::optional<Failure::Kind> failure_kind_named(std::string_view name);
+
+/// The words: "rank 1 (process 4711) has closed the group: rank 2 (process 4712) has ended".
+std::string describe(const Failure& failure);
+/// How a peer is told of that left after `steps` of its loop: " left its loop after 287 steps".
+std::string left_after(int64_t steps);
+
+/// Bytes of at most `most`, which must be 64 or more: causes, words and ranks that do not fit are
+/// left out, in this order. For processes of one byte order.
+std::string encode(const Failure& failure, size_t most = 4000);
+/// Of what `encode` gave, also where more bytes follow. None for other or damaged bytes.
+std::optional<Failure> decode_failure(std::string_view bytes);
+
+}  // namespace lockstep
