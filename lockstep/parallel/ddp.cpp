@@ -101,7 +101,10 @@ struct DdpCore::Impl : Joinable {
   /// Before a forward. `joined`: this rank has no inputs left. Then its buffers do not count.
   void broadcast_buffers(bool joined) {
     if (!sync_buffers || buffers.empty()) return;
-    broadcast_tensors(buffers, group, joins() ? common_rank(!joined) : 0);
+    std::vector<at::Tensor> values;
+    // Not their versions: a graph of an earlier forward may hold them.
+    for (const at::Tensor& buffer : buffers) values.push_back(buffer.variable_data());
+    broadcast_tensors(values, group, joins() ? common_rank(!joined) : 0);
   }
 
   /// Whether ranks that have inputs average gradients in this iteration.

@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
@@ -126,6 +128,21 @@ TEST_P(Ddp, BroadcastsBuffersBeforeEachForwardUnlessTold) {
       EXPECT_EQ(module->seen[0].item<float>(), broadcast ? 1 : own);
     });
   }
+}
+
+TEST_P(Ddp, TwoForwardsOfABatchNormMayHaveOneBackward) {
+  run_group(2, [&](ProcessGroup group) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(6), torch::nn::Linear(6, 1));
+    DistributedDataParallel ddp(net, group);
+    const at::Tensor fake = ddp.forward(input(group.rank()));
+    const at::Tensor real = ddp.forward(input(group.rank(), 1));
+    EXPECT_NO_THROW((fake.mean() - real.square().mean()).backward());
+    for (const at::Tensor& gradient : gradients(*net)) {
+      at::Tensor sent = gradient.clone();
+      group.broadcast(sent, 0);
+      EXPECT_TRUE(at::equal(sent, gradient));
+    }
+  });
 }
 
 TEST_P(Ddp, NoSyncAccumulatesAndTheNextBackwardAveragesTheSum) {
