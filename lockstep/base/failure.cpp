@@ -11,9 +11,9 @@ namespace {
 
 using Kind = Failure::Kind;
 
-constexpr std::array<std::string_view, 10> kKindNames{
-    "unknown", "ended", "left", "closed", "gave_up",
-    "unreachable", "late", "stuck", "mismatch", "store_lost"};
+constexpr std::array<std::string_view, 10> kKindNames{"unknown",  "ended",       "left", "closed",
+                                                      "gave_up",  "unreachable", "late", "stuck",
+                                                      "mismatch", "store_lost"};
 constexpr uint32_t kMark = 0x316c4146;
 constexpr int kMostCauses = 8;
 
@@ -36,18 +36,25 @@ std::string who(const Failure::Rank& rank) {
 
 std::string what_became_of(const Failure::Rank& rank, const Failure& failure) {
   switch (rank.kind) {
-    case Kind::ended: return " has ended";
-    case Kind::left: return left_after(rank.steps);
-    case Kind::closed: return " has closed the group";
-    case Kind::gave_up: return " has given the group up";
-    case Kind::unreachable: return " has ended or cannot be reached any more";
+    case Kind::ended:
+      return " has ended";
+    case Kind::left:
+      return left_after(rank.steps);
+    case Kind::closed:
+      return " has closed the group";
+    case Kind::gave_up:
+      return " has given the group up";
+    case Kind::unreachable:
+      return " has ended or cannot be reached any more";
     case Kind::late:
       if (failure.kind == Kind::gave_up) return " had not come";
       if (rank.calls < 0 || rank.calls >= failure.calls) return " did not come";
       return " did not come (it has called " + std::to_string(rank.calls) + " of the group's " +
              std::to_string(failure.calls) + " collectives)";
-    case Kind::stuck: return " came but does not go on";
-    default: return "";
+    case Kind::stuck:
+      return " came but does not go on";
+    default:
+      return "";
   }
 }
 

@@ -28,12 +28,12 @@ struct Failure {
   };
   /// A rank that it concerns.
   struct Rank {
-    int number = -1;    ///< In the default group.
-    Kind kind{};        ///< What became of it.
-    int process = -1;   ///< On its host; -1: not known.
-    int64_t steps = 0;  ///< Of its loop, where it has left.
-    int64_t calls = -1;        ///< How many collectives of the group it has called; -1: not known.
-    std::vector<int> host{};   ///< All ranks of its host, where it speaks for them.
+    int number = -1;          ///< In the default group.
+    Kind kind{};              ///< What became of it.
+    int process = -1;         ///< On its host; -1: not known.
+    int64_t steps = 0;        ///< Of its loop, where it has left.
+    int64_t calls = -1;       ///< How many collectives of the group it has called; -1: not known.
+    std::vector<int> host{};  ///< All ranks of its host, where it speaks for them.
     bool operator==(const Rank&) const = default;
   };
 

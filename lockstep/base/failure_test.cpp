@@ -75,8 +75,7 @@ TEST(Failure, IsToldInWords) {
   EXPECT_EQ(of(Kind::left), "rank 3 left its loop after 287 steps");
   EXPECT_EQ(of(Kind::gave_up), "rank 3 has given the group up");
   EXPECT_EQ(of(Kind::unreachable), "rank 3 has ended or cannot be reached any more");
-  EXPECT_EQ(of(Kind::late),
-            "rank 3 did not come (it has called 4 of the group's 5 collectives)");
+  EXPECT_EQ(of(Kind::late), "rank 3 did not come (it has called 4 of the group's 5 collectives)");
   EXPECT_EQ(of(Kind::stuck), "rank 3 came but does not go on");
   EXPECT_EQ(describe({.kind = Kind::unreachable,
                       .ranks = {{.number = 2, .kind = Kind::unreachable, .host = {2, 3, 5}}}}),

@@ -74,7 +74,6 @@ class CheckpointFolder {
 /// "step-00001234".
 std::string checkpoint_name(int64_t step);
 
-
 /// Every rank of the group calls. Rank 0's `checkpoint` is written to `folder`, together with every
 /// rank's `rank_state`: uint8 tensors on the CPU, as random states are. That lands in the state as
 /// "rank3.NAME". Only rank 0 touches the disk. When it fails, every rank throws the CheckpointError

@@ -128,8 +128,7 @@ std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {
   std::optional<Failure> found;
   for (const int member : missing) {
     std::string& identity = identities_[static_cast<size_t>(member)];
-    Failure::Rank rank{.number = ranks_[static_cast<size_t>(member)],
-                       .kind = Failure::Kind::ended};
+    Failure::Rank rank{.number = ranks_[static_cast<size_t>(member)], .kind = Failure::Kind::ended};
     if (identity.empty()) identity = identity_of(store_, rank.number);
     rank.process = process_number(identity);
     // The default group's backend knows of ranks on other hosts.

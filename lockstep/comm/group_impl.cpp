@@ -118,8 +118,7 @@ class Members {
     Every look(watch_.interval());
     for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
       // A member may have come before it ended: then the backend is to find out.
-      if (look.due() && watch_.lost(absent()) && !all_here())
-        watch_.throw_if_lost(absent());
+      if (look.due() && watch_.lost(absent()) && !all_here()) watch_.throw_if_lost(absent());
       if (std::chrono::steady_clock::now() < deadline) continue;
       throw_missing(context_, forming(context_, name_, ranks_.size()), missing());
     }

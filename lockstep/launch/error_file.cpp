@@ -69,12 +69,11 @@ void write_error_file(const std::string& message, int exit_code, const Failure* 
   try {
     const auto path = env_string(kErrorFileVariable);
     if (!path || std::filesystem::exists(*path)) return;
-    json report = {
-        {"message",
-         {{"message", message},
-          {"errorCode", exit_code},
-          {"extraInfo",
-           {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
+    json report = {{"message",
+                    {{"message", message},
+                     {"errorCode", exit_code},
+                     {"extraInfo",
+                      {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
     if (failure) report["message"]["failure"] = to_json(*failure);
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
     write_file_atomically(*path, report.dump(-1, ' ', false, json::error_handler_t::replace));

@@ -14,9 +14,9 @@ namespace lockstep::launch {
 /// TORCHELASTIC_ERROR_FILE. The format is torch.distributed.elastic's, so either side may be
 /// Python. `message.failure` is ours.
 struct ErrorReport {
-  std::string message;       ///< "MismatchError: ..." or any text
-  std::string callstack;     ///< Python's; empty otherwise
-  int64_t timestamp = 0;     ///< seconds since 1970; 0 when the worker did not say
+  std::string message;             ///< "MismatchError: ..." or any text
+  std::string callstack;           ///< Python's; empty otherwise
+  int64_t timestamp = 0;           ///< seconds since 1970; 0 when the worker did not say
   std::optional<Failure> failure;  ///< Between ranks, where the worker says so.
 
   /// Whether the worker failed because another one was lost.

@@ -48,8 +48,8 @@ TEST_F(ErrorFile, AReportOfWhatIsKnown) {
 TEST_F(ErrorFile, AFailureBetweenRanksComesBackAsData) {
   using Kind = Failure::Kind;
   Failure failure{.kind = Kind::closed, .ranks = {{.number = 1, .kind = Kind::closed}}};
-  failure.cause = std::make_shared<const Failure>(Failure{
-      .kind = Kind::ended, .ranks = {{.number = 2, .kind = Kind::ended, .process = 4712}}});
+  failure.cause = std::make_shared<const Failure>(
+      Failure{.kind = Kind::ended, .ranks = {{.number = 2, .kind = Kind::ended, .process = 4712}}});
   write_error_file(PeerLostError("rank 0: barrier cannot finish", "", failure));
   const auto report = read_error_file(path_);
   ASSERT_TRUE(report && report->failure && report->failure->cause);
@@ -107,8 +107,9 @@ TEST_F(ErrorFile, PythonsFormatsAreRead) {
 }
 
 TEST_F(ErrorFile, ForeignOrDamagedContentIsNoReport) {
-  for (const char* content : {"", "{", "[]", "{}", "null", R"({"message": 3})",
-                              R"({"message": {}})", R"({"message": {"message": "x", "failure": 3}})", R"({"message": {"message": 1}})"}) {
+  for (const char* content :
+       {"", "{", "[]", "{}", "null", R"({"message": 3})", R"({"message": {}})",
+        R"({"message": {"message": "x", "failure": 3}})", R"({"message": {"message": 1}})"}) {
     EXPECT_FALSE(parsed(content)) << content;
   }
   EXPECT_FALSE(read_error_file(folder_.path() / "missing.json"));

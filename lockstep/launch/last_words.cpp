@@ -24,7 +24,7 @@ struct Ending {
   int code = kExitFailure;
   std::optional<Failure> failure{};  ///< Between ranks.
   bool consequence = false;          ///< Of another rank's end.
-  bool is_error = true;      ///< Else it was asked to stop.
+  bool is_error = true;              ///< Else it was asked to stop.
 };
 
 Ending ending_of(const std::exception_ptr& error) {

@@ -53,9 +53,8 @@ std::vector<std::string> environment_of(const WorkerPlan& plan) {
 /// kernel, and the exception's type in Python's traceback.
 bool tells_of_a_lost_peer(const std::string& text) {
   for (const char* words :
-       {"Connection closed by peer", "Connection reset by peer",
-        "NCCL communicator was aborted", "remote process exited or there was a network error",
-        "PeerLostError"}) {
+       {"Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted",
+        "remote process exited or there was a network error", "PeerLostError"}) {
     if (text.find(words) != std::string::npos) return true;
   }
   return false;
@@ -254,8 +253,8 @@ class Launcher {
       std::string last;
       for (const auto& line : error_stream(worker).tail().lines()) last += line + "\n";
       const bool ours = report && report->failure;
-      end.consequence = ours ? report->consequence()
-                             : tells_of_a_lost_peer(report ? report->message : last);
+      end.consequence =
+          ours ? report->consequence() : tells_of_a_lost_peer(report ? report->message : last);
     }
     send(job_.ended(index, end, now));
     // The ends that follow from this one are of no interest there.

@@ -16,8 +16,8 @@
 namespace lockstep::rpc {
 namespace autograd_test {
 
-using test_wait::wait_until;
 using test::run_workers;
+using test_wait::wait_until;
 
 at::Tensor seeded(std::vector<int64_t> shape, uint64_t seed) {
   at::manual_seed(seed);

@@ -144,8 +144,7 @@ std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
                                         std::vector<at::IValue> arguments,
                                         std::chrono::milliseconds timeout) {
   const auto worker = this_worker("rpc: a call to another worker");
-  const auto& info =
-      worker->agent()->getWorkerInfo(static_cast<native::worker_id_t>(id));
+  const auto& info = worker->agent()->getWorkerInfo(static_cast<native::worker_id_t>(id));
   return send(*worker, info, signature, std::move(arguments), timeout);
 }
 
@@ -216,8 +215,8 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
     return info.id_ == worker->id() ? remote_here(send, std::move(counted))
                                     : remote_there(info.id_, send, std::move(counted));
   } catch (const std::exception&) {
-    std::rethrow_exception(decode_failure(std::current_exception(), text, signature.types,
-                                          has_ended(context_here())));
+    std::rethrow_exception(
+        decode_failure(std::current_exception(), text, signature.types, has_ended(context_here())));
   }
 }
 

@@ -1,7 +1,7 @@
 #include "lockstep/rpc/guarded_agent.h"
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/rpc/request_callback.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
 #include <mutex>

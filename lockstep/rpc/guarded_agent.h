@@ -1,7 +1,7 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <map>
 #include <memory>

@@ -212,9 +212,8 @@ void Worker::join_others(Store store) {
     agent_->add_worker(id, name, address);
     bool taken = false;
     try {
-      const auto told =
-          send_call_to(id, joined.signature(), joined.pack(id_, name_, agent_->address()),
-                       timeout_);
+      const auto told = send_call_to(id, joined.signature(),
+                                     joined.pack(id_, name_, agent_->address()), timeout_);
       taken = !Value<bool>::from(told->value({}));
     } catch (const CommError& error) {  // It was lost, or nobody is at its address.
       const std::string text = error.what();

@@ -119,9 +119,9 @@ class CheckContext {
   std::vector<int> others() const;
   /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
   /// named the failure that the failure check finds, or else the ranks of this host that have
-  /// ended. Told as `tell_failed` unless this rank has told a cause before. Call it in the handler of the
-  /// store's error. It asks no store. The first call waits up to 200 ms for the end of the job's
-  /// rank 0, which may hold the store.
+  /// ended. Told as `tell_failed` unless this rank has told a cause before. Call it in the handler
+  /// of the store's error. It asks no store. The first call waits up to 200 ms for the end of the
+  /// job's rank 0, which may hold the store.
   std::exception_ptr store_lost(const std::string& what);
   /// "rank 1 (process 4711)".
   std::string name_with_process(int group_rank);

@@ -93,8 +93,7 @@ Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
 Failure root_cause(CheckContext& context, const Findings& findings) {
   if (!findings.ended.empty()) return context.end_of(findings.ended);
   Failure cause = findings.seen.value_or(Failure{.kind = Failure::Kind::late});
-  if (findings.silent.empty() ||
-      (findings.seen && findings.seen->kind != Failure::Kind::gave_up))
+  if (findings.silent.empty() || (findings.seen && findings.seen->kind != Failure::Kind::gave_up))
     return cause;
   cause.text = (findings.seen ? describe(cause) + "; " : std::string()) + "no word from " +
                rank_list(findings.silent, context.names()) +

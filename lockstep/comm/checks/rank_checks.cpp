@@ -207,8 +207,7 @@ void RankChecks::tell_gone(Failure how) noexcept {
     // cause.
     const auto word = context_.word_of(context_.rank());
     if (word)
-      how = {.kind = Failure::Kind::gave_up,
-             .text = context_.me() + " failed in " + word->text};
+      how = {.kind = Failure::Kind::gave_up, .text = context_.me() + " failed in " + word->text};
     break_group(how);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }

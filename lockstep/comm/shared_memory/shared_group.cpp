@@ -144,8 +144,8 @@ void SharedGroup::throw_if_failed(const std::string& what,
     failure = this->failure();
   }
   if (!failure)
-    failure = Failure{.kind = Failure::Kind::ended,
-                      .text = "a rank ended while it told of a failure"};
+    failure =
+        Failure{.kind = Failure::Kind::ended, .text = "a rank ended while it told of a failure"};
   std::vector<Failure::Rank> others;
   for (const auto& rank : awaited)
     if (failure->kind == Failure::Kind::gave_up && !failure->concerns(rank.number))
@@ -153,8 +153,7 @@ void SharedGroup::throw_if_failed(const std::string& what,
   const std::string me = "rank " + std::to_string(names_[static_cast<size_t>(rank())]) + ": ";
   std::string text = me + what + (failure->timed_out() ? " did not finish: " : " cannot finish: ") +
                      describe(*failure);
-  for (const auto& rank : others)
-    text += "; " + describe({.kind = failure->kind, .ranks = {rank}});
+  for (const auto& rank : others) text += "; " + describe({.kind = failure->kind, .ranks = {rank}});
   failure->ranks.insert(failure->ranks.end(), others.begin(), others.end());
   std::rethrow_exception(failure_error(text, *failure));
 }

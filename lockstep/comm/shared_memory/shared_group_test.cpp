@@ -64,8 +64,8 @@ TEST(SharedGroup, WhomAWaitWasForIsNamedWhenAnotherRankGivesUp) {
     groups[rank]->begin(call);
     groups[rank]->arrive();
   }
-  groups[0]->fail({.kind = Failure::Kind::gave_up,
-                   .ranks = {groups[0]->member(0, Failure::Kind::gave_up)}});
+  groups[0]->fail(
+      {.kind = Failure::Kind::gave_up, .ranks = {groups[0]->member(0, Failure::Kind::gave_up)}});
   const auto wait = [&] { groups[1]->await(call, std::chrono::seconds(60)); };
   EXPECT_THAT(ranks_of<PeerLostError>(wait), ::testing::ElementsAre(0, 2, 3));
   EXPECT_THAT(message_of<PeerLostError>(wait),

@@ -161,7 +161,10 @@ void FsdpCore::after_forward(bool records) {
 }
 
 void FsdpCore::share_buffers() {
-  broadcast_tensors(impl_->buffers, group());
+  std::vector<at::Tensor> values;
+  // Not their versions: a graph of an earlier forward may hold them.
+  for (const at::Tensor& buffer : impl_->buffers) values.push_back(buffer.variable_data());
+  broadcast_tensors(values, group());
 }
 
 bool& FsdpCore::synchronizing() {

@@ -73,8 +73,7 @@ TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
           options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
     }));
     const auto kind = late ? Failure::Kind::late : Failure::Kind::unreachable;
-    ends[0]->local().fail(
-        {.kind = kind, .ranks = {{.number = 2, .kind = kind, .host = {2, 3}}}});
+    ends[0]->local().fail({.kind = kind, .ranks = {{.number = 2, .kind = kind, .host = {2, 3}}}});
     for (const int rank : {0, 1}) EXPECT_FALSE(ends[1]->has_lost(rank));
     for (const int rank : {2, 3}) EXPECT_EQ(ends[1]->has_lost(rank), !late);
     for (const size_t rank : {3, 2, 1, 0}) ends[rank]->leave();

@@ -367,9 +367,7 @@ Failure Hierarchy::cause_of(const HostFailure& failure) {
   }
   if (!late) return how_lost(failure.host, failure.text);
   constexpr auto kLate = Failure::Kind::late;
-  return {.kind = kLate,
-          .ranks = {leader_of(failure.host, kLate)},
-          .waited_ms = timeout_.count()};
+  return {.kind = kLate, .ranks = {leader_of(failure.host, kLate)}, .waited_ms = timeout_.count()};
 }
 
 Failure Hierarchy::how_lost(int host, const std::string& why) const {

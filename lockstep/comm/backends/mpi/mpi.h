@@ -8,7 +8,8 @@
 /// finds an MPI. mpi_absent.cpp stands in elsewhere.
 ///
 /// MPI is the process's, not an object's: it starts once, with the first call that needs it, and
-/// ends once. One thread of ours makes all MPI calls (see mpi_engine.h), so any thread may call here.
+/// ends once. One thread of ours makes all MPI calls (see mpi_engine.h), so any thread may call
+/// here.
 namespace lockstep::mpi {
 
 inline constexpr BackendTraits kTraits{
