@@ -27,22 +27,25 @@ if [ ! -e "$build/build.ninja" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$torch" 
 fi
 
 # One line that moves on a terminal, else a line for every tenth of the work: what is done, and about how long the
-# rest takes. What the compiler says is shown as it is.
+# rest takes. What the compiler says is shown as it is. (awk would hold lines back.)
 show_progress() {
-  awk -v terminal="$([ -t 2 ] && echo 1)" '
-    match($0, /^@[0-9]+ [0-9]+ [0-9.]+@/) {
-      split(substr($0, 2, RLENGTH - 2), number, " ")
-      left = number[3] * (number[2] - number[1]) / (number[1] ? number[1] : 1)
-      text = sprintf("[%d of %d] %s", number[1], number[2], \
-                     left < 90 ? "about " int(left + 1) " s left" : "about " int(left / 60 + 0.5) " min left")
-      if (terminal) { printf "\r\033[K%s", text; shown = 1; fflush(); next }
-      tenth = int(10 * number[1] / number[2])
-      if (tenth > last) { print text; last = tenth; fflush() }
-      next
-    }
-    /^ninja: (Entering|Leaving) directory/ { next }
-    { if (shown) { printf "\n"; shown = 0 } print; fflush() }
-    END { if (shown) printf "\n" }' >&2
+  local line number tenth last=0 shown=
+  while IFS= read -r line; do
+    if [[ $line =~ ^@([0-9]+)\ ([0-9]+)\ ([0-9]+)[0-9.]*@ ]]; then
+      number=("${BASH_REMATCH[@]:1}")
+      local left=$((number[2] * (number[1] - number[0]) / (number[0] ? number[0] : 1)))
+      line="[${number[0]} of ${number[1]}] about $(((left + 59) / 60)) min left"
+      if [ -t 2 ]; then
+        printf '\r\033[K%s' "$line" && shown=1
+      elif tenth=$((10 * number[0] / number[1])) && [ "$tenth" -gt "$last" ]; then
+        last=$tenth && printf '%s\n' "$line"
+      fi
+    elif [[ $line != ninja:\ Entering* ]]; then
+      [ -z "$shown" ] || printf '\n'
+      shown= && printf '%s\n' "$line"
+    fi
+  done >&2
+  [ -z "$shown" ] || printf '\n' >&2
 }
 
 if ! ninja -C "$build" -n "${targets[@]}" 2>/dev/null | grep -q 'no work to do'; then
