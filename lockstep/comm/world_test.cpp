@@ -161,7 +161,7 @@ TEST(World, GenerationsOverOneStoreHaveKeysOfTheirOwn) {
     rethrow_first(run_ranks(size, [&](int rank) {
       World world = init(options_over(store, generation, rank, size));
       EXPECT_EQ(world.generation(), generation);
-      EXPECT_FALSE(world.store().check({"word"})) << "of the generation before";
+      EXPECT_FALSE(Store(world.store()).check({"word"})) << "of the generation before";
       Store own = world.store();
       world.group().barrier();
       own.set("word", "said");
