@@ -31,6 +31,7 @@ int train_command(const std::vector<std::string>& args) {
              "--checkpoint-dir gets the resolved one as config.toml",
              "FILE");
   if (!cli.parse(args)) return 0;
+  check_config(config);
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },
       [&](const World& world, Console& console) { run_training(config, world, console); });

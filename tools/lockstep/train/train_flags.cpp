@@ -88,7 +88,6 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
 int run_ranks(const RunConfig& config, const std::string& command,
               const std::function<int()>& again,
               const std::function<void(const World&, Console&)>& body) {
-  check_config(config);
   // Before anything that a process of its own would make again: data, threads, the group.
   if (spawn_ranks(config, command, again)) return 0;
   if (config.quiet) set_log_level(LogLevel::warning);

@@ -22,7 +22,7 @@ std::string config_file_in(const std::vector<std::string>& args);
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
 /// as a rank. What their rank 0 would check of the files is checked first. A rank is what `again`
 /// does, called again in a fork of this process, or this program where forks cannot go on (see
-/// launch::SpawnCall::body). `command` names it in errors. Throws UsageError as check_config.
+/// launch::SpawnCall::body). `command` names it in errors.
 int run_ranks(const RunConfig& config, const std::string& command,
               const std::function<int()>& again,
               const std::function<void(const World&, Console&)>& body);
