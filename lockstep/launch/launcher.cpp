@@ -49,12 +49,14 @@ std::vector<std::string> environment_of(const WorkerPlan& plan) {
   return env;
 }
 
-/// What a program that writes no error file prints of a lost peer: the words of Gloo, NCCL and the
-/// kernel, and the exception's type in Python's traceback.
+/// What a program prints of a lost peer that catches the error itself and so writes no error file:
+/// our hint, the words of Gloo, NCCL and the kernel, and the exception's type in Python's
+/// traceback.
 bool tells_of_a_lost_peer(const std::string& text) {
   for (const char* words :
-       {"Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted",
-        "remote process exited or there was a network error", "PeerLostError"}) {
+       {kPeerLostHint, "Connection closed by peer", "Connection reset by peer",
+        "NCCL communicator was aborted", "remote process exited or there was a network error",
+        "PeerLostError"}) {
     if (text.find(words) != std::string::npos) return true;
   }
   return false;
