@@ -79,7 +79,8 @@ class TimeoutError : public CommError {
                         Failure failure = {.kind = Failure::Kind::late});
 };
 
-/// The hint of a PeerLostError that has no better one.
+/// The hint of a PeerLostError that has no better one. The launcher looks for it in what a program
+/// printed that caught the error itself, and so wrote no error file.
 inline constexpr const char* kPeerLostHint =
     "look at what the lost rank printed last; it is the cause";
 

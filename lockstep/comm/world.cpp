@@ -238,14 +238,19 @@ Store own_keys(const Store& of_generation) {
   return prefix_store("lockstep", of_generation);
 }
 
-/// Deletes what earlier generations left: the keys of members that died as well.
-void forget_generations_before(const Store& root, int64_t generation) {
-  const auto store = native_store(root);
-  for (const std::string& key : store->listKeys()) {
-    const bool first = key.starts_with("default_pg/") || key.starts_with("lockstep/");
-    const auto words = split(key, '/');
-    const auto number = key.starts_with(kGenerations) ? parse_int(words[1]) : std::nullopt;
-    if (first || (number && *number < generation)) store->deleteKey(key);
+/// Deletes what earlier generations left: the keys of members that died as well. The World has
+/// formed, so a store that fails here fails nothing: its next use tells.
+void forget_generations_before(const Store& root, int64_t generation) noexcept {
+  try {
+    const auto store = native_store(root);
+    for (const std::string& key : store->listKeys()) {
+      const bool first = key.starts_with("default_pg/") || key.starts_with("lockstep/");
+      const auto words = split(key, '/');
+      const auto number = key.starts_with(kGenerations) ? parse_int(words[1]) : std::nullopt;
+      if (first || (number && *number < generation)) store->deleteKey(key);
+    }
+  } catch (const std::exception& error) {
+    log_debug(std::string("deleting the keys of earlier generations: ") + error.what());
   }
 }
 

@@ -32,7 +32,7 @@ struct InitOptions {
   int world_size = -1;  ///< Likewise.
   /// Meet over this store in place of an init method; `rank` and `world_size` must then be given.
   /// It must outlive every World over it, so hold it in a process that no rank's end takes along.
-  /// The World uses a connection of its own. Empty: as `init_method` says.
+  /// The World has its own connection to a TCP store. Empty: as `init_method` says.
   Store store = {};
   /// Which World over one store this is. All its ranks give the same number, and a later World a
   /// greater one: see `init`. -1: how often torchrun has restarted the job's ranks, else 0.

@@ -92,9 +92,11 @@ void train(const Member& member, const World& world, torch::nn::Linear& model, i
               model->weight.grad());
 }
 
-/// True when the loss of the mortal was seen as one.
-bool sees_the_death(const World& world) {
+/// True when the loss of the mortal was seen as one: in a call, or while this rank still joined.
+bool sees_the_death(const Member& member, const Store& store, int64_t generation,
+                    const Plan& plan) {
   try {
+    const World world = join(member, store, generation, plan);
     while (true) expect_sum(world, world.size());
   } catch (const PeerLostError&) {
     return true;
@@ -138,15 +140,14 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
     const Plan plan(generation, seed, members);
     const pid_t mortal =
         plan.dies && member.id == 0 ? start_mortal(member, members, generation, seed) : -1;
-    {
-      World world = join(member, store, generation, plan);
-      if (!plan.dies) {
-        expect_sum(world, members);
-        train(member, world, model, members);
-      } else {
-        result["deaths"] = result["deaths"].get<int>() + 1;
-        result["seen"] = result["seen"].get<int>() + (sees_the_death(world) ? 1 : 0);
-      }
+    if (plan.dies) {
+      const bool seen = sees_the_death(member, store, generation, plan);
+      result["deaths"] = result["deaths"].get<int>() + 1;
+      result["seen"] = result["seen"].get<int>() + (seen ? 1 : 0);
+    } else {
+      const World world = join(member, store, generation, plan);
+      expect_sum(world, members);
+      train(member, world, model, members);
     }
     if (mortal > 0) waitpid(mortal, nullptr, 0);
     if (generation == first_ones) result["before"] = held(store);
