@@ -3,6 +3,7 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
+#include <sstream>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
@@ -49,11 +50,20 @@ void check_options(const DataParallelOptions& options) {
   }
 }
 
+/// What can change without a tensor. The modes of training are kept by ReplicaSet.
+std::string members_of(const torch::nn::Module& module, std::string_view object) {
+  std::ostringstream all;
+  all << module;
+  // The base class has the mode, and no member of a user's.
+  all << object.substr(std::min(object.size(), sizeof(torch::nn::Module)));
+  return all.str();
+}
+
 }  // namespace
 
 DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
-                                   DataParallelOptions options, const Make& make)
-    : module_(std::move(module)), options_(std::move(options)) {
+                                   DataParallelOptions options, Make make)
+    : module_(std::move(module)), options_(std::move(options)), make_(std::move(make)) {
   if (!module_) throw UsageError("DataParallel: the module is null");
   if (options_.devices.empty()) options_.devices = all_devices(*module_);
   check_options(options_);
@@ -62,12 +72,18 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
   if (!options_.output_device) options_.output_device = options_.devices.front();
   check_devices();
   if (options_.devices.size() == 1) return;
+  threads_ = std::make_shared<ReplicaThreads>(options_.devices, options_.threads_per_replica);
+}
+
+void DataParallelCore::make_replicas(std::string_view members) {
+  if (options_.devices.size() == 1) return;
+  if (replicas_) earlier_copies_ += replicas_->copies();
   std::vector<std::shared_ptr<torch::nn::Module>> copies;
   for (const c10::Device device : options_.devices) {
-    copies.push_back(copy_module(module_, device, make));
+    copies.push_back(copy_module(module_, device, make_));
   }
   replicas_.emplace(module_, std::move(copies));
-  threads_ = std::make_shared<ReplicaThreads>(options_.devices, options_.threads_per_replica);
+  members_ = members_of(*module_, members);
 }
 
 void DataParallelCore::check_devices() const {
@@ -87,10 +103,13 @@ void DataParallelCore::check_devices() const {
   for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
 }
 
-void DataParallelCore::prepare(size_t count) {
+bool DataParallelCore::prepare(size_t count, std::string_view members) {
   check_devices();
+  const bool changed = members_of(*module_, members) != members_;
+  if (changed) make_replicas(members);
   replicas_->refresh(count, /*link=*/c10::GradMode::is_enabled());
   ++forwards_;
+  return changed;
 }
 
 const std::vector<std::shared_ptr<torch::nn::Module>>& DataParallelCore::replicas() const {
@@ -99,7 +118,7 @@ const std::vector<std::shared_ptr<torch::nn::Module>>& DataParallelCore::replica
 }
 
 DataParallelStatistics DataParallelCore::statistics() const {
-  return {forwards_, replicas_ ? replicas_->copies() : 0};
+  return {forwards_, earlier_copies_ + (replicas_ ? replicas_->copies() : 0)};
 }
 
 }  // namespace lockstep::detail

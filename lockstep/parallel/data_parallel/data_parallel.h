@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -43,14 +45,17 @@ class DataParallelCore {
  public:
   using Make = std::function<std::shared_ptr<torch::nn::Module>()>;
   DataParallelCore(std::shared_ptr<torch::nn::Module> module, DataParallelOptions options,
-                   const Make& make);
+                   Make make);
 
   const std::vector<c10::Device>& devices() const { return options_.devices; }
   c10::Device output_device() const { return *options_.output_device; }
   int64_t dim() const { return options_.dim; }
-  /// Before a forward of the first `count` replicas; see ReplicaSet. Throws UsageError where the
-  /// module is not on the first device.
-  void prepare(size_t count);
+  /// Before a forward of the first `count` replicas; see ReplicaSet. `members` are the bytes of the
+  /// module's object: where they, or what the module prints, are others than before, the replicas
+  /// are made anew, and the call returns true. Throws UsageError where the module is not on the
+  /// first device.
+  bool prepare(size_t count, std::string_view members);
+  void make_replicas(std::string_view members);
   const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
   const std::shared_ptr<ReplicaThreads>& threads() const { return threads_; }
   DataParallelStatistics statistics() const;
@@ -61,7 +66,10 @@ class DataParallelCore {
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<at::Tensor> tensors_;  ///< The module's.
   DataParallelOptions options_;
+  Make make_;
   std::optional<ReplicaSet> replicas_;  ///< None for one device.
+  std::string members_;                 ///< What the replicas have been made from.
+  int64_t earlier_copies_ = 0;          ///< Of replicas that were made anew.
   std::shared_ptr<ReplicaThreads> threads_;
   int64_t forwards_ = 0;
 };
@@ -84,6 +92,13 @@ class DataParallelCore {
 /// others, as in Python: batch norm's running statistics are those of the first part of the batch.
 /// Other members that forward writes are never seen in the module.
 ///
+/// Members and options that the program changes between forwards (`dropout->options.p(0)`, a number
+/// of the module's own type) are noticed, and the replicas made anew. That holds for what
+/// LibTorch's modules print, and for all that lies in the object of type ModulePtr itself. It does
+/// not hold for what such members point to (the elements of a vector), and for a type of your own
+/// within the module that does not print the member (`pretty_print`): call `remake_replicas` after
+/// a change.
+///
 /// Where the inputs are enough for one replica only, the module itself runs. The outputs have the
 /// same form: a loss of the module is a vector of one element. With one device it is a scalar.
 ///
@@ -102,9 +117,7 @@ class DataParallel {
                         const std::function<ModulePtr()>& make_replica = {})
       : module_(std::move(module)),
         core_(detail::module_pointer(module_), std::move(options), untyped(make_replica)) {
-    for (const auto& replica : core_.replicas()) {
-      replicas_.push_back(detail::typed_pointer<ModulePtr>(replica));
-    }
+    remake_replicas();
   }
 
   template <class... Args>
@@ -125,13 +138,19 @@ class DataParallel {
                                             detail::tensors_of(output)});
       return output;
     }
-    core_.prepare(parts.size());
+    if (core_.prepare(parts.size(), members())) take_replicas();
     return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
                             core_.output_device(), core_.dim());
   }
   template <class... Args>
   auto operator()(Args&&... args) {
     return forward(std::forward<Args>(args)...);
+  }
+
+  /// Makes the replicas from the module as it is now.
+  void remake_replicas() {
+    core_.make_replicas(members());
+    take_replicas();
   }
 
   /// The wrapped module: what to optimize and to save, without any prefix in its names.
@@ -152,6 +171,18 @@ class DataParallel {
       return gathers && there.dim() == 0 ? there.reshape({1}) : there;
     }
   };
+
+  std::string_view members() const {
+    using Object = std::remove_cvref_t<decltype(*module_)>;
+    return {reinterpret_cast<const char*>(std::addressof(*module_)), sizeof(Object)};
+  }
+
+  void take_replicas() {
+    replicas_.clear();
+    for (const auto& replica : core_.replicas()) {
+      replicas_.push_back(detail::typed_pointer<ModulePtr>(replica));
+    }
+  }
 
   static detail::DataParallelCore::Make untyped(const std::function<ModulePtr()>& make) {
     if (!make) return {};

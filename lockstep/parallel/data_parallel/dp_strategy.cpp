@@ -39,9 +39,8 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
         forward_context_(setup.options.forward_context),
         core_(setup.module, options_of(setup), {}) {
     own_ = {setup.module, setup.forward};
-    for (const auto& replica : core_.replicas()) {
-      replicas_.push_back(std::make_shared<Runnable>(Runnable{replica, setup.forward}));
-    }
+    core_.make_replicas({});
+    take_replicas();
   }
 
   const std::string& name() const override { return name_; }
@@ -86,10 +85,17 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
     return setup;
   }
 
+  void take_replicas() {
+    replicas_.clear();
+    for (const auto& replica : core_.replicas()) {
+      replicas_.push_back(std::make_shared<Runnable>(Runnable{replica, own_.run}));
+    }
+  }
+
   at::Tensor forward(const at::Tensor& input) {
     auto parts = lockstep::scatter(std::tuple<at::Tensor>(input), core_.devices(), core_.dim());
     if (parts.size() < 2) return own_.forward(input);
-    core_.prepare(parts.size());
+    if (core_.prepare(parts.size(), {})) take_replicas();
     return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
                             core_.output_device(), core_.dim());
   }

@@ -78,6 +78,50 @@ TEST(Replicas, FollowTheModesOfTheModulesParts) {
   EXPECT_EQ(net->buffers()[2].item<int64_t>(), seen + 1);
 }
 
+struct TemperedImpl : nn::Cloneable<TemperedImpl> {
+  TemperedImpl() { reset(); }
+  void reset() override {
+    dropout = register_module("dropout", nn::Dropout(1.0));
+    register_parameter("weight", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return dropout(x) * temperature + offsets.at(0); }
+  nn::Dropout dropout{nullptr};
+  double temperature = 1;
+  std::vector<double> offsets = {0};
+};
+TORCH_MODULE(Tempered);
+
+TEST(Replicas, FollowMembersAndOptionsThatChange) {
+  Tempered net;
+  DataParallel<Tempered> parallel(net, on_cpus(2));
+  const at::Tensor x = at::ones({4});
+  EXPECT_TRUE(at::equal(parallel.forward(x), at::zeros({4})));
+  net->dropout->options.p(0);
+  EXPECT_TRUE(at::equal(parallel.forward(x), at::ones({4}))) << "an option of LibTorch's module";
+  parallel.module().temperature = 0.5;
+  EXPECT_TRUE(at::equal(parallel.forward(x), at::full({4}, 0.5))) << "a member of the module";
+  net->offsets[0] = 1;
+  parallel.remake_replicas();
+  EXPECT_TRUE(at::equal(parallel.forward(x), at::full({4}, 1.5))) << "what a member points to";
+  EXPECT_EQ(parallel.statistics().forwards, 4);
+}
+
+TEST(Replicas, AreMadeAnewOnlyAfterAChange) {
+  auto net = make_normed();
+  int made = 0;
+  DataParallel<nn::Sequential> parallel(net, on_cpus(2), [&made] {
+    ++made;
+    return make_normed();
+  });
+  for (int step = 0; step < 2; ++step) {
+    parallel.forward(values({10, 6}, step)).sum().backward();
+    net->eval();
+    parallel.forward(values({10, 6}, step));
+    net->train();
+  }
+  EXPECT_EQ(made, 2);
+}
+
 /// Tensors on any device: modules of LibTorch cannot be moved to "meta".
 struct Anywhere : nn::Module {
   explicit Anywhere(c10::Device device) {
