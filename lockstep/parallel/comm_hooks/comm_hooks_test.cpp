@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
+#include <limits>
 #include <memory>
 
 #include "lockstep/base/error.h"
@@ -23,9 +24,10 @@ using ::testing::HasSubstr;
 class CommHooks : public test::OverBackends {};
 INSTANTIATE_TEST_SUITE_P(Over, CommHooks, test::over_backends(), test::backend_name);
 
-/// The gradients of some steps with a hook: all parameters' in one vector, a step each.
+/// The gradients of some steps with a hook: all parameters' in one vector, a step each. Those of
+/// the last rank are infinite in the step `overflow`.
 std::vector<at::Tensor> gradients(const ProcessGroup& group, const AsyncGradientHook& hook,
-                                  int steps) {
+                                  int steps, int overflow = -1) {
   auto net = std::make_shared<Net>();
   fill(*net, 0);
   DistributedDataParallel<std::shared_ptr<Net>> ddp(net, group,
@@ -33,7 +35,9 @@ std::vector<at::Tensor> gradients(const ProcessGroup& group, const AsyncGradient
   std::vector<at::Tensor> all;
   for (int step = 0; step < steps; ++step) {
     zero_grad(net->parameters());
-    ddp.forward(values({4, 6}, step + 0.3 * group.rank())).square().mean().backward();
+    const bool overflows = step == overflow && group.rank() + 1 == group.size();
+    const double factor = overflows ? std::numeric_limits<double>::infinity() : 1;
+    (ddp.forward(values({4, 6}, step + 0.3 * group.rank())).square().mean() * factor).backward();
     std::vector<at::Tensor> flat;
     for (const auto& parameter : net->parameters()) flat.push_back(parameter.grad().flatten());
     all.push_back(at::cat(flat));
@@ -131,6 +135,24 @@ TEST_P(CommHooks, PowerSgdAddsWhatItLost) {
       return sum.norm().item<double>();
     };
     EXPECT_LT(total_error(true), 0.5 * total_error(false));
+  });
+}
+
+TEST_P(CommHooks, PowerSgdGoesOnAfterAnOverflow) {
+  run_group(2, [](const ProcessGroup& group) {
+    for (const bool batched : {false, true}) {
+      auto state = std::make_shared<PowerSGDState>(
+          PowerSGDOptions{.matrix_approximation_rank = batched ? 8 : 6,
+                          .start_power_sgd_iter = 2,
+                          .min_compression_rate = 0.01});
+      const auto hook = batched ? batched_power_sgd_hook(state) : power_sgd_hook(state);
+      const auto got = gradients(group, hook, 6, 3);
+      const auto whole = gradients(group, {}, 6);
+      EXPECT_FALSE(at::isfinite(got[3]).all().item<bool>());
+      for (const size_t step : {2, 4, 5}) {
+        EXPECT_TRUE(at::allclose(got[step], whole[step], 1e-3, 1e-5)) << batched << " " << step;
+      }
+    }
   });
 }
 

@@ -22,6 +22,8 @@ struct PowerSGDState::Impl {
   /// numpy's RandomState draws from the same generator.
   std::mt19937 random;  // NOLINT(bugprone-random-generator-seed): seeded by the options.
   std::map<size_t, at::Tensor> errors, ps, qs;  ///< By bucket.
+  std::map<size_t, at::Tensor> new_errors;      ///< Of the backward that is under way.
+  bool overflowed = false;                      ///< In one of its buckets.
   int64_t iter = 0;
   CompressionStats stats;
 
@@ -35,17 +37,32 @@ struct PowerSGDState::Impl {
 
   /// False while gradients are still averaged as they are.
   bool started() const { return iter >= options.start_power_sgd_iter; }
-  void finish_bucket(bool is_last) { iter += is_last ? 1 : 0; }
 
   void add_error(size_t bucket, at::Tensor& gradients) {
     const auto known = errors.find(bucket);
     if (known != errors.end()) gradients.add_(known->second);
   }
 
-  void forget_unless_warm() {
-    if (options.warm_start) return;
-    ps.clear();
-    qs.clear();
+  /// `result` has the same values on all ranks. So they agree on whether it overflowed.
+  void keep(size_t bucket, const at::Tensor& before, const at::Tensor& result) {
+    const bool finite = std::isfinite(at::sum(result, at::kDouble).item<double>());
+    overflowed |= !finite;
+    if (!finite || !options.warm_start) {
+      ps.erase(bucket);
+      qs.erase(bucket);
+    }
+    if (options.use_error_feedback) new_errors[bucket] = before - result;
+  }
+
+  /// Whoever scales the loss skips a step whose gradients overflowed: then the errors before it
+  /// are still to be sent.
+  void finish_bucket(bool is_last) {
+    if (!is_last) return;
+    ++iter;
+    if (!overflowed) new_errors.merge(errors);
+    if (!overflowed) errors.swap(new_errors);
+    new_errors.clear();
+    overflowed = false;
   }
 };
 
@@ -212,8 +229,7 @@ struct Compression {
       }
     }
     if (!matrices.empty()) decompress();
-    if (options().use_error_feedback) kept().errors[index] = before - gradients;
-    kept().forget_unless_warm();
+    kept().keep(index, before, gradients);
     kept().finish_bucket(is_last);
     return gradients;
   }
@@ -284,8 +300,7 @@ struct SquareCompression {
     q.div_(group.size());
     at::matmul_out(matrix, p, q.t());
     const at::Tensor flat = matrix.view({-1});
-    if (kept().options.use_error_feedback) kept().errors[index] = before - flat;
-    kept().forget_unless_warm();
+    kept().keep(index, before, flat);
     kept().finish_bucket(is_last);
     return flat.narrow(0, 0, gradients.numel());
   }

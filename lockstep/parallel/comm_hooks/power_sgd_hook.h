@@ -54,7 +54,9 @@ class PowerSGDState {
 /// Sends gradients as products of two narrow matrices, in place of themselves (Vogels et al.,
 /// "PowerSGD", NeurIPS 2019). The algorithm, and over Gloo the bits, of torch's powerSGD_hook. For
 /// links that are slow: on one host it costs more than it saves. One state for one
-/// DistributedDataParallel. The parameters must be of one dtype.
+/// DistributedDataParallel. The parameters must be of one dtype. A backward with infinite or NaN
+/// gradients leaves the errors as they were before it, as a GradScaler skips its step. (Python's
+/// state becomes NaN and stays so.)
 AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state);
 
 /// torch's batched_powerSGD_hook: a bucket as one square matrix. Faster, and less exact. A rank
