@@ -14,7 +14,7 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   const c10::AutoGradMode no_grad(false);
   // One list a device and dtype, as LibTorch's list kernels want them.
   std::vector<std::vector<at::Tensor>> groups;
-  for (const at::Tensor& parameter : parameters) {
+  for (const at::Tensor& parameter : unique_parameters(parameters)) {
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     auto group = groups.begin();

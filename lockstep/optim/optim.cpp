@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <cmath>
+#include <unordered_set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
@@ -52,6 +53,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   default_learning_rate(name);  // Refuses an unknown name.
   check_options(name, options);
   if (parameters.empty()) throw UsageError(name + ": there are no parameters to optimize");
+  parameters = unique_parameters(parameters);
   if (name == "sgd") return std::make_unique<Sgd>(std::move(parameters), options);
   if ((name == "adam" || name == "adamw") && FusedAdam::takes(parameters)) {
     return std::make_unique<FusedAdam>(name, std::move(parameters), options);
@@ -65,6 +67,17 @@ double default_learning_rate(const std::string& name) {
   if (name == "rmsprop" || name == "adagrad") return 1e-2;
   if (name == "lbfgs") return 1;
   throw UsageError(unknown_word("optimizer", name, optimizer_names()));
+}
+
+std::vector<at::Tensor> unique_parameters(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> unique;
+  unique.reserve(parameters.size());
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    const bool is_new = seen.insert(parameter.unsafeGetTensorImpl()).second;
+    if (is_new || !parameter.defined()) unique.push_back(parameter);
+  }
+  return unique;
 }
 
 void zero_grad(const std::vector<at::Tensor>& parameters, bool set_to_none) {

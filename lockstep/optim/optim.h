@@ -98,8 +98,9 @@ class Optimizer {
 /// - rmsprop, adagrad: torch::optim's.
 /// - lbfgs: torch::optim's. Its step needs a closure (`step_with`).
 ///
-/// Parameters that need no gradient are allowed. Throws UsageError for an unknown name (with the
-/// nearest), for no parameters and for options out of range.
+/// Parameters that need no gradient are allowed. One that is there twice counts once: see
+/// unique_parameters. Throws UsageError for an unknown name (with the nearest), for no parameters
+/// and for options out of range.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           std::vector<at::Tensor> parameters,
                                           const OptimizerOptions& options);
@@ -108,6 +109,12 @@ std::vector<std::string> optimizer_names();
 std::vector<std::string> line_search_names();
 /// PyTorch's: 0.001 for sgd, adam and adamw, 0.01 for rmsprop and adagrad, 1 for lbfgs.
 double default_learning_rate(const std::string& name);
+
+/// `parameters` without repetitions, in the order of their first places, as Python's
+/// `module.parameters()` gives them. C++'s has a weight that several layers share once for each of
+/// them. make_optimizer, clip_grad_norm and the strategies count it once. Optimizers of
+/// torch::optim step it once for each place: give them this list.
+std::vector<at::Tensor> unique_parameters(const std::vector<at::Tensor>& parameters);
 
 /// Drops all gradients without detaching them, so that views of DDP's buckets stay valid. The next
 /// backward then stores gradients instead of adding to zeros. This is also the fastest way: nothing

@@ -38,6 +38,37 @@ double loss_after(const std::string& name, int steps, double lr) {
   return last;
 }
 
+TEST(UniqueParameters, KeepTheOrderOfTheFirstPlaces) {
+  const at::Tensor a = at::ones({2}), b = at::ones({2}), undefined;
+  const auto unique = unique_parameters({b, a, b, undefined, a, undefined});
+  ASSERT_EQ(unique.size(), 4U);
+  EXPECT_TRUE(unique[0].is_same(b));
+  EXPECT_TRUE(unique[1].is_same(a));
+}
+
+TEST(UniqueParameters, AreSteppedAndClippedOnce) {
+  for (const std::string& name : optimizer_names()) {
+    const OptimizerOptions options{.lr = 0.1, .momentum = name == "sgd" ? 0.9 : 0};
+    at::Tensor once = at::ones({3}).requires_grad_(), twice = at::ones({3}).requires_grad_();
+    const auto alone = make_optimizer(name, {once}, options);
+    const auto tied = make_optimizer(name, {twice, twice}, options);
+    EXPECT_EQ(tied->parameters().size(), 1U);
+    for (int step = 0; step < 2; ++step) {
+      once.mutable_grad() = at::full({3}, 2.0);
+      twice.mutable_grad() = at::full({3}, 2.0);
+      EXPECT_EQ(clip_grad_norm({once}, 1), clip_grad_norm({twice, twice}, 1));
+      if (tied->needs_closure()) {
+        alone->step_with([] { return 1.0; });
+        tied->step_with([] { return 1.0; });
+      } else {
+        alone->step();
+        tied->step();
+      }
+    }
+    EXPECT_TRUE(at::equal(once, twice)) << name;
+  }
+}
+
 TEST(Optimizers, EachOneMinimises) {
   for (const std::string& name : optimizer_names()) {
     EXPECT_LT(loss_after(name, 400, name == "adagrad" ? 1.0 : 0.1), 0.1) << name;

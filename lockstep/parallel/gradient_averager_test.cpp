@@ -72,6 +72,19 @@ Tensors train(Net& net, int rank, bool engine, bool ours, Forward forward) {
 class Averager : public test::OverBackends {};
 INSTANTIATE_TEST_SUITE_P(All, Averager, test::over_backends(), test::backend_name);
 
+TEST_P(Averager, TiedParametersCountOnce) {
+  run_group(2, [](const ProcessGroup& group) {
+    ddp_test::Tied net;
+    fill(net, 1);
+    GradientAverager averager(net.parameters(), group);
+    net.forward(values({3, 4}, group.rank())).sum().backward();
+    ddp_test::Tied alone;
+    fill(alone, 1);
+    for (int rank = 0; rank < 2; ++rank) alone.forward(values({3, 4}, rank)).sum().backward();
+    EXPECT_TRUE(at::allclose(net.weight.grad(), alone.weight.grad() / 2));
+  });
+}
+
 TEST_P(Averager, TrainsToDdpsBits) {
   for (const int ranks : {2, 3}) {
     for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {

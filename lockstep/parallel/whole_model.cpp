@@ -4,31 +4,17 @@
 #include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
-#include <unordered_set>
-
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
-namespace {
-
-/// A tensor that several layers share is there once, or an optimizer would step it twice.
-std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
-  }
-  return parameters;
-}
-
-}  // namespace
 
 WholeModelStrategy::WholeModelStrategy(const StrategySetup& setup)
     : module_(setup.module),
-      parameters_(unique_parameters(*setup.module)),
+      parameters_(unique_parameters(setup.module->parameters())),
       group_(setup.group),
       forward_context_(setup.options.forward_context) {
   if (!group_) throw UsageError("strategy: the process group is null");

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/output_tensors.h"
 
 namespace torch::nn {
@@ -67,10 +68,11 @@ class WrappedModule {
   /// it averages the sum. The forward must be inside too.
   NoSync no_sync() { return NoSync(core_.synchronizing()); }
 
-  /// Of the module: its mode and its parameters, for an optimizer.
+  /// Of the module: its mode and its parameters, for an optimizer. A weight that several layers
+  /// share is there once.
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
-  std::vector<at::Tensor> parameters() const { return module_->parameters(); }
+  std::vector<at::Tensor> parameters() const { return unique_parameters(module_->parameters()); }
 
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }

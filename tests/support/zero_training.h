@@ -66,6 +66,20 @@ class Normed : public Optimizer {
   double lr_ = 0.1;
 };
 
+/// The same names in the same order, and of some parameters the same values.
+inline void expect_same_entries(const OptimizerState& expected, const OptimizerState& got,
+                                const std::vector<size_t>& parameters) {
+  ASSERT_EQ(expected.size(), got.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(expected[i].first, got[i].first);
+    for (const size_t parameter : parameters) {
+      if (!expected[i].first.ends_with("." + std::to_string(parameter))) continue;
+      EXPECT_TRUE(at::equal(expected[i].second.flatten(), got[i].second.flatten()))
+          << expected[i].first;
+    }
+  }
+}
+
 struct Job {
   std::string optimizer = "adam";
   OptimizerOptions options = {.lr = 0.05};

@@ -42,8 +42,10 @@ struct FsdpCore::Impl {
   int64_t steps = 0;  ///< Forwards whose gradients are reduced.
   std::unique_ptr<ShardedParameters> parameters;
   std::vector<OptimizedPiece> pieces;
-  std::vector<at::Tensor> shards;  ///< Of `pieces`.
-  std::vector<size_t> indices;     ///< Of `pieces`.
+  std::vector<OptimizedPiece> frozen;  ///< Those that no optimizer updates.
+  OptimizerState frozen_state;         ///< What a loaded state has of them.
+  std::vector<at::Tensor> shards;      ///< Of `pieces`.
+  std::vector<size_t> indices;         ///< Of `pieces`.
   std::unique_ptr<ShardedGradients> gradients;
 
   Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
@@ -108,7 +110,10 @@ struct FsdpCore::Impl {
   void make_pieces() {
     for (const Piece& piece : parameters->pieces()) {
       const FlatParameter& parameter = parameters->parameter_of(piece);
-      if (!parameter.tensor.requires_grad()) continue;
+      if (!parameter.tensor.requires_grad()) {
+        frozen.push_back({piece, parameter.index});
+        continue;
+      }
       pieces.push_back({piece, parameter.index});
       indices.push_back(parameter.index);
       shards.push_back(parameters->shard(piece.unit)
@@ -217,12 +222,18 @@ void FsdpCore::load_sharded_state(const std::vector<Shard>& given, const std::st
 }
 
 OptimizerState FsdpCore::optimizer_state(const OptimizerState& own) {
-  return gather_optimizer_state(*impl_->parameters, impl_->pieces, own);
+  return gather_optimizer_state(*impl_->parameters,
+                                {{impl_->pieces, own}, {impl_->frozen, impl_->frozen_state}});
 }
 
 OptimizerState FsdpCore::own_optimizer_state(const OptimizerState& whole,
-                                             const std::string& source) const {
-  return detail::own_optimizer_state(*impl_->parameters, impl_->pieces, whole, source);
+                                             const std::string& source) {
+  OptimizerState own =
+      detail::own_optimizer_state(*impl_->parameters, impl_->pieces, whole, source);
+  impl_->frozen_state =
+      detail::own_optimizer_state(*impl_->parameters, impl_->frozen, whole, source);
+  for (auto& [name, tensor] : impl_->frozen_state) tensor = tensor.clone();
+  return own;
 }
 
 void FsdpCore::begin_full(bool writable) {

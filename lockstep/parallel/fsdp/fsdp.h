@@ -120,7 +120,7 @@ class FsdpCore {
   std::vector<Shard> sharded_state() const;
   void load_sharded_state(const std::vector<Shard>& given, const std::string& source);
   OptimizerState optimizer_state(const OptimizerState& own);
-  OptimizerState own_optimizer_state(const OptimizerState& whole, const std::string& source) const;
+  OptimizerState own_optimizer_state(const OptimizerState& whole, const std::string& source);
 
   void begin_full(bool writable);
   void end_full();
@@ -236,8 +236,9 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   OptimizerState full_optimizer_state(const OptimizerState& own) {
     return this->core_.optimizer_state(own);
   }
-  /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`.
-  OptimizerState own_optimizer_state(const OptimizerState& whole) const {
+  /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`. What the
+  /// state has of frozen parameters is kept here, for the next full_optimizer_state.
+  OptimizerState own_optimizer_state(const OptimizerState& whole) {
     return this->core_.own_optimizer_state(whole, "the state");
   }
 };

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <mutex>
 #include <sstream>
 
@@ -14,6 +15,7 @@
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/over_backends.h"
+#include "tests/support/zero_training.h"
 
 namespace lockstep {
 namespace fsdp_test {
@@ -263,6 +265,31 @@ TEST(Fsdp, FrozenParametersStayAndGetNoShardToOptimize) {
       }
       const auto state = whole(fsdp.full_state_dict());
       if (group.rank() == 0) expect_equal(state, alone->parameters());
+    });
+  }
+}
+
+TEST(Fsdp, KeepsTheOptimizersStateOfALayerThatIsFrozenOnResume) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto plain = filled<Net>(1), resumed = filled<Net>(1);
+      const auto whole_optimizer = adam(plain->parameters());
+      plain->forward(input(0)).square().sum().backward();
+      whole_optimizer->step();
+      resumed->first->weight.requires_grad_(false);
+      FullyShardedDataParallel fsdp(resumed, group, options);
+      const auto optimizer = adam(fsdp.parameters());
+      optimizer->load_state(fsdp.own_optimizer_state(whole_optimizer->state()));
+      fsdp.forward(input(0)).square().sum().backward();
+      optimizer->step();
+      const auto state = fsdp.full_optimizer_state(optimizer->state());
+      if (group.rank() != 0) return;
+      const auto parameters = resumed->parameters();
+      const auto frozen = std::find_if(parameters.begin(), parameters.end(), [&](const auto& each) {
+        return each.is_same(resumed->first->weight);
+      });
+      zero_test::expect_same_entries(whole_optimizer->state(), state,
+                                     {static_cast<size_t>(frozen - parameters.begin())});
     });
   }
 }

@@ -180,23 +180,26 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
 }
 
 OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
-                                      const std::vector<OptimizedPiece>& pieces,
-                                      const OptimizerState& own) {
+                                      const std::vector<PiecesState>& own) {
   const c10::AutoGradMode no_grad(false);
   const ProcessGroup& group = parameters.group();
   // What there is: of each parameter its fields in order, with a dtype, or the value of a count.
-  std::map<size_t, std::map<std::string, std::pair<size_t, at::Tensor>>> mine;
+  std::vector<OptimizedPiece> pieces;
+  std::map<size_t, std::map<std::string, at::Tensor>> mine;
   std::map<size_t, Json> described;
-  for (const auto& [name, tensor] : own) {
-    const Key key = parse_key(name, "the optimizer's state");
+  for (const PiecesState& part : own) {
     // A rank without parameters has an optimizer of one tensor without elements.
-    if (pieces.empty()) break;
-    const OptimizedPiece& piece = pieces.at(key.index);
-    Json& fields = described.try_emplace(piece.parameter_index, Json::array()).first->second;
-    mine[piece.parameter_index][key.field] = {key.index, tensor};
-    fields.push_back(is_count(tensor)
-                         ? Json{key.field, "count", tensor.item<int64_t>()}
-                         : Json{key.field, "tensor", static_cast<int>(tensor.scalar_type())});
+    if (part.pieces.empty()) continue;
+    for (const auto& [name, tensor] : part.state) {
+      const Key key = parse_key(name, "the optimizer's state");
+      const size_t index = part.pieces.at(key.index).parameter_index;
+      mine[index][key.field] = tensor;
+      described.try_emplace(index, Json::array())
+          .first->second.push_back(
+              is_count(tensor) ? Json{key.field, "count", tensor.item<int64_t>()}
+                               : Json{key.field, "tensor", static_cast<int>(tensor.scalar_type())});
+    }
+    pieces.insert(pieces.end(), part.pieces.begin(), part.pieces.end());
   }
   std::map<size_t, Json> all;
   Json objects = Json::array();
@@ -227,7 +230,7 @@ OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
         if (piece.unit != u) continue;
         const auto its = mine[optimized.parameter_index].find(field);
         if (its == mine[optimized.parameter_index].end()) continue;
-        shard.narrow(0, piece.shard_offset, piece.size).copy_(its->second.second.reshape({-1}));
+        shard.narrow(0, piece.shard_offset, piece.size).copy_(its->second.reshape({-1}));
       }
       gathered[{u, field}] = gather_unit(group, shard);
     }

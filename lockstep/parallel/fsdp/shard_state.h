@@ -32,10 +32,15 @@ struct OptimizedPiece {
   size_t parameter_index;  ///< In the module's parameters(), each counted once.
 };
 
+/// Pieces, and what there is of them, by their index.
+struct PiecesState {
+  std::vector<OptimizedPiece> pieces;
+  OptimizerState state;
+};
+
 /// The whole optimizer's state, on rank 0, from `own` of each rank. A collective.
 OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
-                                      const std::vector<OptimizedPiece>& pieces,
-                                      const OptimizerState& own);
+                                      const std::vector<PiecesState>& own);
 /// This rank's part of a whole state. Throws CheckpointError naming an entry that does not fit.
 OptimizerState own_optimizer_state(const ShardedParameters& parameters,
                                    const std::vector<OptimizedPiece>& pieces,

@@ -102,7 +102,7 @@ void ShardedOptimizer::drop_gradients() {
 }
 
 OptimizerState ShardedOptimizer::gather_state(int to, const std::string& call) const {
-  return detail::gather_state(shards_, optimizer_->state(), to, what_ + "::" + call);
+  return detail::gather_state(shards_, optimizer_->state(), frozen_, to, what_ + "::" + call);
 }
 
 OptimizerState ShardedOptimizer::copy_of_state() const {
@@ -115,9 +115,11 @@ void ShardedOptimizer::load_state(const OptimizerState& whole) {
   // What fails on the only rank changes nothing by itself.
   const bool may_go_back = shards_.group().size() > 1;
   const OptimizerState before = may_go_back ? copy_of_state() : OptimizerState();
+  CutState cut;
   std::string problem;
   try {
-    optimizer_->load_state(cut_state(shards_, whole, optimizer_->name()));
+    cut = cut_state(shards_, whole, optimizer_->name());
+    optimizer_->load_state(cut.local);
   } catch (const CheckpointError& error) {
     problem = error.what();
   }
@@ -127,6 +129,7 @@ void ShardedOptimizer::load_state(const OptimizerState& whole) {
     if (problem.empty()) optimizer_->load_state(before);
     throw CheckpointError(found.get<std::string>());
   }
+  frozen_ = std::move(cut.frozen);
 }
 
 }  // namespace lockstep::detail

@@ -38,12 +38,18 @@ Key key_of(const std::string& text, const ParameterShards& shards, const std::st
   return {text.substr(0, dot), static_cast<size_t>(*index)};
 }
 
+/// What `rank` sends of a parameter. Of one that is frozen nothing is in shards: rank 0 has it all.
+Part sent_part(const ParameterShards& shards, int rank, size_t index) {
+  if (shards.has(index)) return shards.part(rank, index);
+  return {0, rank == 0 ? shards.parameters()[index].numel() : 0};
+}
+
 /// What a rank has, for the others: counts as they are, tensors to come in this order.
 Json describe(const ParameterShards& shards, const OptimizerState& local) {
   Json list = Json::array();
   for (const auto& [text, tensor] : local) {
     const auto [name, index] = key_of(text, shards, "optimizer");
-    if (shards.part(shards.group().rank(), index).numel() == 0) continue;
+    if (sent_part(shards, shards.group().rank(), index).numel() == 0) continue;
     Json entry{{"name", name}, {"index", index}};
     if (is_count(tensor)) {
       entry["count"] = tensor.item<int64_t>();
@@ -69,7 +75,7 @@ class Whole {
       whole =
           at::zeros_like(parameter.detach(), part.options().device(at::kCPU).requires_grad(false));
     }
-    const auto [begin, end] = shards_.part(rank, key.index);
+    const auto [begin, end] = sent_part(shards_, rank, key.index);
     head(whole, whole.numel()).narrow(0, begin, end - begin).copy_(in_memory_order(part));
   }
 
@@ -102,7 +108,8 @@ class Whole {
 void send_parts(const ParameterShards& shards, const OptimizerState& local, int to) {
   for (const auto& [text, tensor] : local) {
     const Key key = key_of(text, shards, "optimizer");
-    if (is_count(tensor) || shards.part(shards.group().rank(), key.index).numel() == 0) continue;
+    if (is_count(tensor) || sent_part(shards, shards.group().rank(), key.index).numel() == 0)
+      continue;
     // A part that is a whole parameter may have another order of elements.
     shards.group().send(head(tensor, tensor.numel()), to);
   }
@@ -117,7 +124,7 @@ void receive_parts(const ParameterShards& shards, const Json& entries, int from,
     }
     const auto dtype = static_cast<at::ScalarType>(entry["dtype"].get<int>());
     const auto& parameter = shards.parameters()[key.index];
-    at::Tensor part = at::empty({shards.part(from, key.index).numel()},
+    at::Tensor part = at::empty({sent_part(shards, from, key.index).numel()},
                                 parameter.options().dtype(dtype).requires_grad(false));
     shards.group().recv(part, from);
     whole.put(key, from, part);
@@ -126,14 +133,20 @@ void receive_parts(const ParameterShards& shards, const Json& entries, int from,
 
 }  // namespace
 
-OptimizerState gather_state(const ParameterShards& shards, const OptimizerState& local, int to,
-                            const std::string& what) {
+OptimizerState gather_state(const ParameterShards& shards, const OptimizerState& optimizer,
+                            const OptimizerState& frozen, int to, const std::string& what) {
   const c10::AutoGradMode no_grad(false);
   const ProcessGroup& group = shards.group();
   if (to < 0 || to >= group.size()) {
     throw UsageError(what + ": rank " + std::to_string(to) + " is not of the group of " +
                      std::to_string(group.size()));
   }
+  // Some optimizers have an entry of every tensor, also of those without elements.
+  OptimizerState local;
+  for (const auto& [text, tensor] : optimizer) {
+    if (shards.has(key_of(text, shards, what).index)) local.emplace_back(text, tensor);
+  }
+  local.insert(local.end(), frozen.begin(), frozen.end());
   try {
     const auto all = group.gather_object(describe(shards, local), to);
     if (group.rank() != to) {
@@ -148,7 +161,7 @@ OptimizerState gather_state(const ParameterShards& shards, const OptimizerState&
       }
       for (const auto& [text, tensor] : local) {
         const Key key = key_of(text, shards, "optimizer");
-        if (shards.part(rank, key.index).numel() == 0) continue;
+        if (sent_part(shards, rank, key.index).numel() == 0) continue;
         is_count(tensor) ? whole.put_count(key, tensor.item<int64_t>())
                          : whole.put(key, rank, tensor);
       }
@@ -162,10 +175,10 @@ OptimizerState gather_state(const ParameterShards& shards, const OptimizerState&
   }
 }
 
-OptimizerState cut_state(const ParameterShards& shards, const OptimizerState& whole,
-                         const std::string& optimizer) {
+CutState cut_state(const ParameterShards& shards, const OptimizerState& whole,
+                   const std::string& optimizer) {
   const c10::AutoGradMode no_grad(false);
-  OptimizerState local;
+  CutState cut;
   for (const auto& [text, tensor] : whole) {
     const Key key = key_of(text, shards, optimizer);
     const at::Tensor& parameter = shards.parameters()[key.index];
@@ -176,10 +189,13 @@ OptimizerState cut_state(const ParameterShards& shards, const OptimizerState& wh
                                 ", the parameter has " + c10::str(parameter.sizes()),
                             "the checkpoint is of another model or optimizer");
     }
-    if (shards.part(shards.group().rank(), key.index).numel() == 0) continue;
-    local.emplace_back(text, like ? shards.cut(key.index, tensor) : tensor);
+    if (!shards.has(key.index)) {
+      if (shards.group().rank() == 0) cut.frozen.emplace_back(text, tensor.detach().clone());
+    } else if (shards.part(shards.group().rank(), key.index).numel() > 0) {
+      cut.local.emplace_back(text, like ? shards.cut(key.index, tensor) : tensor);
+    }
   }
-  return local;
+  return cut;
 }
 
 }  // namespace lockstep::detail

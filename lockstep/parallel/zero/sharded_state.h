@@ -6,14 +6,17 @@
 namespace lockstep::detail {
 
 /// The whole optimizer's state, on the CPU of rank `to`, from what each rank's optimizer has of
-/// `shards.parts()`. Empty on the others. Throws TimeoutError where a rank does not come. A
-/// collective. `what` names the caller in messages.
-OptimizerState gather_state(const ParameterShards& shards, const OptimizerState& local, int to,
-                            const std::string& what);
+/// `shards.parts()`, and from what rank 0 keeps of `frozen` parameters. Empty on the others. Throws
+/// TimeoutError where a rank does not come. A collective. `what` names the caller in messages.
+OptimizerState gather_state(const ParameterShards& shards, const OptimizerState& local,
+                            const OptimizerState& frozen, int to, const std::string& what);
 
-/// What this rank's optimizer has of a whole state. Throws CheckpointError where the state does not
-/// fit the parameters.
-OptimizerState cut_state(const ParameterShards& shards, const OptimizerState& whole,
-                         const std::string& optimizer);
+struct CutState {
+  OptimizerState local;   ///< What this rank's optimizer has.
+  OptimizerState frozen;  ///< On rank 0, of parameters that are not trained: whole, to be kept.
+};
+/// Throws CheckpointError where the whole state does not fit the parameters.
+CutState cut_state(const ParameterShards& shards, const OptimizerState& whole,
+                   const std::string& optimizer);
 
 }  // namespace lockstep::detail

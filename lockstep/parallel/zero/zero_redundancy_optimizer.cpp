@@ -52,6 +52,7 @@ struct ZeroRedundancyOptimizer::Impl {
   void add(std::vector<at::Tensor> parameters, const OptimizerFactory& make) {
     if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
     if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
+    parameters = unique_parameters(parameters);
     std::vector<at::Tensor> all = this->parameters;
     all.insert(all.end(), parameters.begin(), parameters.end());
     detail::trained_of(all, kWhat);

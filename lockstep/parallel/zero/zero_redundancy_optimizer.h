@@ -61,8 +61,8 @@ struct ParameterPart {
 /// For ranks with different numbers of inputs see `Join`.
 class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
  public:
-  /// Throws UsageError for parameters that are sparse, or there twice. A collective: ranks whose
-  /// parameters differ get a MismatchError.
+  /// A parameter that is there twice counts once. Throws UsageError for parameters that are sparse.
+  /// A collective: ranks whose parameters differ get a MismatchError.
   ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
                           const ProcessGroup& group, const ZeroOptions& options = {});
   /// For the parameters and the group of a DistributedDataParallel, which must outlive this. Then
