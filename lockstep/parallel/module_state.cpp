@@ -1,10 +1,12 @@
 #include "lockstep/parallel/module_state.h"
 
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <unordered_set>
@@ -51,6 +53,23 @@ std::string text_of(const Json& item, bool with_strides) {
   return text;
 }
 
+/// What free_values leaves has one element in memory. A FullyShardedDataParallel that is gone
+/// leaves none.
+bool is_free(const at::Tensor& parameter) {
+  if (parameter.layout() != at::kStrided || parameter.is_meta() || parameter.numel() == 0) {
+    return false;
+  }
+  const auto strides = parameter.strides();
+  return parameter.storage().nbytes() == 0 ||
+         (parameter.numel() > 1 &&
+          std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; }));
+}
+
+at::Tensor nan_like(const at::Tensor& parameter, at::IntArrayRef sizes) {
+  const double value = parameter.is_floating_point() ? std::numeric_limits<double>::quiet_NaN() : 0;
+  return at::full(sizes, value, at::dtype(parameter.scalar_type()).device(parameter.device()));
+}
+
 /// `unknown`: the names of `skip` that the module does not have.
 ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>& skip,
                           std::set<std::string>& unknown) {
@@ -63,8 +82,13 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
   };
   const auto collect = [&](const std::string& prefix, const torch::nn::Module& part) {
     const bool sparse = has_sparse_gradient(part);
-    for (const auto& item : part.named_parameters(/*recurse=*/false)) {
+    for (auto& item : part.named_parameters(/*recurse=*/false)) {
       if (!take(prefix + item.key(), item.value())) continue;
+      // Not by set_data: it counts as a use of what is gone.
+      if (is_free(item.value())) {
+        item.value().unsafeGetTensorImpl()->shallow_copy_from(
+            nan_like(item.value(), item.value().sizes()).getIntrusivePtr());
+      }
       state.parameters.push_back({prefix + item.key(), item.value()});
       if (item.value().requires_grad()) {
         state.reduced.push_back({prefix + item.key(), item.value(), sparse});
@@ -84,6 +108,11 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
 }
 
 }  // namespace
+
+void free_values(at::Tensor parameter) {
+  const c10::AutoGradMode no_grad(false);
+  parameter.set_data(nan_like(parameter, {}).expand(parameter.sizes()));
+}
 
 ModuleState whole_module_state(torch::nn::Module& module) {
   std::set<std::string> unknown;

@@ -22,6 +22,10 @@ struct ModuleState {
   std::vector<ReducedParameter> reduced;  ///< The parameters that get a gradient.
 };
 
+/// Frees the memory of a parameter that this rank does not keep. It has its shape, and NaN as its
+/// values. Whatever wraps the module next gives it memory again, still with NaN, to load a state.
+void free_values(at::Tensor parameter);
+
 /// Leaves out what is named in `ignored`. Throws UsageError for an ignored name that the module
 /// does not have and for a module without a parameter that needs a gradient. `what` names the
 /// caller in it, here and below.

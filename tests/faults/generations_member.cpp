@@ -28,7 +28,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/gradient_averager.h"
+#include "lockstep/parallel/state_dict.h"
+#include "lockstep/parallel/strategies/strategies.h"
+#include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
 
 extern char** environ;
@@ -82,6 +86,70 @@ void expect_sum(const World& world, int size) {
   TORCH_CHECK(ranks.eq(size * (size - 1) / 2.0).all().item<bool>(), "wrong sum ", ranks);
 }
 
+OptimizerState copy_of(OptimizerState state) {
+  for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
+  return state;
+}
+
+/// The model that lives on, and what it has learnt: the same on all members.
+struct Learner {
+  std::shared_ptr<torch::nn::SequentialImpl> module =
+      torch::nn::Sequential(torch::nn::Linear(3, 4), torch::nn::Linear(4, 4),
+                            torch::nn::Linear(4, 4), torch::nn::Linear(4, 4),
+                            torch::nn::Linear(4, 2))
+          .ptr();
+  OptimizerState weights = copy_of(state_dict(*module));
+};
+
+std::string strategy_of(int64_t generation) {
+  const std::vector<std::string> names = strategy_names();
+  const std::string name = names.at(static_cast<size_t>(generation) % names.size());
+  return name == "dp" ? "ddp" : name;  // It has one rank.
+}
+
+std::unique_ptr<Strategy> bind(const Learner& learner, const World& world, int64_t generation) {
+  StrategySetup setup;
+  setup.module = learner.module;
+  for (const auto& child : learner.module->named_children()) {
+    const auto linear = std::dynamic_pointer_cast<torch::nn::LinearImpl>(child.value());
+    setup.layers.push_back(
+        {child.key(), linear, [linear](const at::Tensor& x) { return linear->forward(x); }});
+  }
+  setup.make_optimizer = [](std::vector<at::Tensor> parameters) {
+    return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
+  };
+  setup.group = world.group();
+  setup.options.pipeline_balance = "parameters";
+  auto strategy = make_strategy(strategy_of(generation), setup);
+  strategy->load_model_state(learner.weights);
+  return strategy;
+}
+
+void step(Strategy& strategy, const Learner& learner, int id) {
+  BatchWork work;
+  work.input = at::full({8, 3}, id + 1.0);
+  work.target = at::zeros({8, 2});
+  work.criterion = [](const at::Tensor& output, const at::Tensor& target) {
+    return at::mse_loss(output, target);
+  };
+  work.loss = [&] { return work.criterion(learner.module->forward(work.input), work.target); };
+  strategy.run_batch(work);
+  strategy.step({});
+  strategy.zero_grad();
+}
+
+/// Binds the model that lives on to this generation, and gives all members what a step makes of it.
+void learn(Learner& learner, const World& world, int64_t generation, int id) {
+  const auto strategy = bind(learner, world, generation);
+  step(*strategy, learner, id);
+  const OptimizerState learnt = strategy->model_state();
+  for (size_t i = 0; i < learner.weights.size(); ++i) {
+    at::Tensor& weight = learner.weights[i].second;
+    weight = world.rank() == 0 ? learnt[i].second.detach().clone() : at::empty_like(weight);
+    world.group().broadcast(weight, 0);
+  }
+}
+
 /// One step of the model that lives on. Each member's gradient is its number plus 1.
 void train(const Member& member, const World& world, torch::nn::Linear& model, int members) {
   GradientAverager averager(*model, world.group());
@@ -93,11 +161,15 @@ void train(const Member& member, const World& world, torch::nn::Linear& model, i
 }
 
 /// True when the loss of the mortal was seen as one: in a call, or while this rank still joined.
-bool sees_the_death(const Member& member, const Store& store, int64_t generation,
-                    const Plan& plan) {
+bool sees_the_death(const Member& member, const Store& store, int64_t generation, const Plan& plan,
+                    const Learner& learner) {
   try {
     const World world = join(member, store, generation, plan);
-    while (true) expect_sum(world, world.size());
+    if (plan.dies_at_once) {
+      while (true) expect_sum(world, world.size());
+    }
+    const auto strategy = bind(learner, world, generation);
+    while (true) step(*strategy, learner, member.id);
   } catch (const PeerLostError&) {
     return true;
   }
@@ -134,6 +206,7 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
   at::manual_seed(0);
   Store store = connect(member);
   torch::nn::Linear model(3, 2);
+  Learner learner;
   nlohmann::json result = {{"id", member.id}, {"deaths", 0}, {"seen", 0}};
   const int64_t first_ones = std::min<int64_t>(count / 2, 30);
   for (int64_t generation = 1; generation <= count; ++generation) {
@@ -141,18 +214,22 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
     const pid_t mortal =
         plan.dies && member.id == 0 ? start_mortal(member, members, generation, seed) : -1;
     if (plan.dies) {
-      const bool seen = sees_the_death(member, store, generation, plan);
+      const bool seen = sees_the_death(member, store, generation, plan, learner);
       result["deaths"] = result["deaths"].get<int>() + 1;
       result["seen"] = result["seen"].get<int>() + (seen ? 1 : 0);
     } else {
       const World world = join(member, store, generation, plan);
       expect_sum(world, members);
       train(member, world, model, members);
+      learn(learner, world, generation, member.id);
     }
     if (mortal > 0) waitpid(mortal, nullptr, 0);
     if (generation == first_ones) result["before"] = held(store);
   }
   result["after"] = held(store);
+  for (const auto& [name, weight] : learner.weights) {
+    result["weights"][name] = weight.sum().item<double>();
+  }
   std::cout << result.dump() << std::endl;
   return 0;
 }
@@ -160,7 +237,10 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
 int run_mortal(const Member& member, int64_t generation, int64_t seed) {
   const Plan plan(generation, seed, member.id);
   const World world = join(member, connect(member), generation, plan);
-  if (!plan.dies_at_once) expect_sum(world, plan.size);
+  if (plan.dies_at_once) return raise(SIGKILL);
+  const Learner learner;
+  const auto strategy = bind(learner, world, generation);
+  step(*strategy, learner, member.id);
   return raise(SIGKILL);
 }
 

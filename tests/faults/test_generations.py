@@ -56,6 +56,7 @@ class Generations(unittest.TestCase):
                 for member in members:
                     member.kill()
                     member.wait(20)
+        weights = []
         for member, (output, errors) in zip(members, told):
             self.assertEqual(member.returncode, 0, errors)
             result = json.loads(output)
@@ -63,8 +64,10 @@ class Generations(unittest.TestCase):
             before, after = result["before"], result["after"]
             self.assertEqual((after["descriptors"], after["threads"]), (before["descriptors"], before["threads"]), result)
             self.assertLessEqual(after["mappings"], before["mappings"] + SOME_MAPPINGS, result)
+            weights.append(result["weights"])
             # Those of the last generation are left, whichever members it had.
             self.assertLess(after["keys"], 40 * (len(hosts) + 1), result)
+        self.assertTrue(all(each == weights[0] for each in weights), weights)
         if count >= 100:
             self.assertGreater(result["deaths"], 0)
 

@@ -174,8 +174,10 @@ class FsdpCore {
 ///
 /// The constructor checks that all ranks have the same module (MismatchError) and takes rank 0's
 /// values. Failures between ranks are CommErrors. One thread at a time. Keep the process group, and
-/// this, for as long as the module is used. Adding, removing or freezing parameters afterwards is
-/// not noticed.
+/// this, for as long as the module is used (UsageError otherwise). The module can be wrapped again,
+/// also over another group. Parameters that were in shards are NaN then, until a state is loaded.
+/// Adding, removing or freezing parameters
+/// afterwards is not noticed.
 template <class ModulePtr>
 class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCore> {
   using Base = WrappedModule<ModulePtr, detail::FsdpCore>;

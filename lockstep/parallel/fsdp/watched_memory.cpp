@@ -197,7 +197,10 @@ WatchedMemory::WatchedMemory(MemoryWatcher& watcher, size_t index, int64_t eleme
 }
 
 WatchedMemory::~WatchedMemory() {
-  if (watch_) watch_->watcher = nullptr;
+  if (!watch_) return;
+  watch_->watcher = nullptr;
+  // As of a storage that was resized to 0: whatever wraps the module next gives it memory.
+  if (!is_there()) tensor_.storage().set_nbytes(0);
 }
 
 WatchedMemory::WatchedMemory(WatchedMemory&&) noexcept = default;

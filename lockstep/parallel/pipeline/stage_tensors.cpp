@@ -1,11 +1,8 @@
 #include "lockstep/parallel/pipeline/stage_tensors.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <unordered_map>
 
@@ -74,12 +71,8 @@ bool StageTensors::has_tied() const {
 }
 
 void StageTensors::free_others() {
-  const at::NoGradGuard no_grad;
   for (StageTensor& parameter : parameters_) {
-    if (parameter.is_on(rank_)) continue;
-    const at::Tensor nan = at::full({}, std::numeric_limits<double>::quiet_NaN(),
-                                    parameter.tensor.options().requires_grad(false));
-    parameter.tensor.set_data(nan.expand(parameter.tensor.sizes()));
+    if (!parameter.is_on(rank_)) free_values(parameter.tensor);
   }
 }
 
