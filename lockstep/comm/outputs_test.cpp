@@ -1,11 +1,12 @@
-// What may be an output: refused are another dtype than the inputs' and elements that share memory,
-// before anything is sent, so that the group can still be used. Leaves that require a gradient are
-// taken.
+// What may be an output: refused are another dtype than the inputs' and elements or outputs that
+// share memory, before anything is sent, so that the group can still be used. Leaves that require a
+// gradient are taken, and outputs that share memory with inputs.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>
+#include <functional>
 
 #include "lockstep/base/error.h"
 #include "tests/support/run_group.h"
@@ -152,6 +153,115 @@ void takes_rows_of_ranks(const ProcessGroup& group) {
   EXPECT_TRUE(at::equal(sum, part(group.rank()) * 3)) << sum;
 }
 
+/// Calls with results and inputs in one memory give what they give with two. A call takes both
+/// memories of three parts, and says what its results are.
+class InOneMemory {
+ public:
+  InOneMemory(const ProcessGroup& group, int64_t part)
+      : group_(group), part_(part), memory_(at::arange(3 * part) + 1000 * part * group.rank()) {}
+
+  void run() const {
+    exchanges();
+    gathers();
+    reductions();
+  }
+
+ private:
+  using Call = std::function<Tensors(const at::Tensor& results, const at::Tensor& inputs)>;
+
+  void expect_same(const char* operation, const Call& call) const {
+    const Tensors wanted = call(memory_.clone(), memory_.clone());
+    const at::Tensor both = memory_.clone();
+    const Tensors got = call(both, both);
+    for (size_t i = 0; i < wanted.size(); ++i)
+      EXPECT_TRUE(at::equal(got[i], wanted[i])) << operation << ", result " << i << " of " << part_;
+  }
+  at::Tensor part(const at::Tensor& whole, int64_t index) const {
+    return whole.narrow(0, index * part_, part_);
+  }
+  Tensors parts(const at::Tensor& whole) const {
+    return {part(whole, 0), part(whole, 1), part(whole, 2)};
+  }
+
+  void exchanges() const {
+    expect_same("all_to_all_single", [&](at::Tensor result, const at::Tensor& input) {
+      group_.all_to_all_single(result, input);
+      return Tensors{result};
+    });
+    const int64_t unit = part_ / 3, mine = (group_.rank() + 1) * unit;
+    expect_same("all_to_all_single, uneven", [&](const at::Tensor& results, const at::Tensor& in) {
+      at::Tensor result = results.narrow(0, 0, 3 * mine);
+      group_.all_to_all_single(result, in.narrow(0, 0, 6 * unit), {mine, mine, mine},
+                               {unit, 2 * unit, 3 * unit});
+      return Tensors{result};
+    });
+    expect_same("all_to_all", [&](const at::Tensor& results, const at::Tensor& inputs) {
+      Tensors reversed{part(results, 2), part(results, 1), part(results, 0)};
+      group_.all_to_all(reversed, parts(inputs));
+      return reversed;
+    });
+  }
+
+  void gathers() const {
+    for (const int place : {0, group_.rank()}) {
+      expect_same("all_gather", [&](const at::Tensor& results, const at::Tensor& inputs) {
+        Tensors all = parts(results);
+        group_.all_gather(all, part(inputs, place));
+        return all;
+      });
+      expect_same("all_gather_into_tensor", [&](at::Tensor results, const at::Tensor& inputs) {
+        group_.all_gather_into_tensor(results, part(inputs, place));
+        return Tensors{results};
+      });
+      expect_same("gather", [&](const at::Tensor& results, const at::Tensor& inputs) {
+        Tensors all = group_.rank() == 1 ? parts(results) : Tensors();
+        group_.gather(all, part(inputs, place), 1);
+        return all;
+      });
+    }
+  }
+
+  void reductions() const {
+    for (const int place : {0, group_.rank()}) {
+      expect_same("scatter", [&](const at::Tensor& results, const at::Tensor& inputs) {
+        at::Tensor result = part(results, place);
+        group_.scatter(result, group_.rank() == 1 ? parts(inputs) : Tensors(), 1);
+        return Tensors{result};
+      });
+      expect_same("reduce_scatter", [&](const at::Tensor& results, const at::Tensor& inputs) {
+        at::Tensor result = part(results, place);
+        group_.reduce_scatter(result, parts(inputs));
+        return Tensors{result};
+      });
+      expect_same("reduce_scatter_tensor", [&](const at::Tensor& results, const at::Tensor& in) {
+        at::Tensor result = part(results, place);
+        group_.reduce_scatter_tensor(result, in);
+        return Tensors{result};
+      });
+    }
+  }
+
+  const ProcessGroup& group_;
+  const int64_t part_;
+  const at::Tensor memory_;
+};
+
+void takes_inputs_in_the_memory_of_results(const ProcessGroup& group) {
+  for (const int64_t part : {6, 300'000}) InOneMemory(group, part).run();
+}
+
+void refuses_one_tensor_for_several_results(const ProcessGroup& group) {
+  Tensors thrice(3, at::zeros({4}));
+  EXPECT_THROW(group.all_gather(thrice, at::ones({4})), UsageError);
+  EXPECT_THROW(group.all_to_all(thrice, one_each(group, at::kFloat)), UsageError);
+  EXPECT_THROW(group.all_reduce_coalesced(thrice), UsageError);
+  const at::Tensor whole = at::zeros({8});
+  Tensors overlapping{whole.narrow(0, 0, 4), at::zeros({4}), whole.narrow(0, 3, 4)};
+  EXPECT_THROW(group.all_gather(overlapping, at::ones({4})), UsageError);
+  EXPECT_EQ(thrice[0].sum().item<float>(), 0) << "nothing was written";
+  group.barrier();
+}
+
 class Outputs : public ::testing::TestWithParam<test::RankOptions> {};
 
 TEST_P(Outputs, CountByTheirElementsAndNotByTheirShape) {
@@ -174,6 +284,14 @@ TEST_P(Outputs, MayBeLeavesThatRequireAGradient) {
   }
 }
 
+TEST_P(Outputs, MayLieInTheMemoryOfInputs) {
+  test::run_group(3, takes_inputs_in_the_memory_of_results, GetParam());
+}
+
+TEST_P(Outputs, ThatAreOneTensorSeveralTimesAreRefused) {
+  test::run_group(3, refuses_one_tensor_for_several_results, GetParam());
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
                          ::testing::Values(test::RankOptions{.backend = "shm"},
                                            test::RankOptions{.backend = "hierarchical",
@@ -182,6 +300,14 @@ INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
 
 TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {
   test::run_group(3, refuses_other_outputs);
+}
+
+TEST(OutputsOverGloo, MayLieInTheMemoryOfInputs) {
+  test::run_group(3, takes_inputs_in_the_memory_of_results);
+}
+
+TEST(OutputsOverGloo, ThatAreOneTensorSeveralTimesAreRefused) {
+  test::run_group(3, refuses_one_tensor_for_several_results);
 }
 
 TEST(OutputsOverGloo, CountByTheirElementsAndNotByTheirShape) {

@@ -77,6 +77,9 @@ struct P2POp {
 /// a UsageError before anything is sent. Such are a rank out of range, a tensor list of the wrong
 /// length, an output of another dtype than the inputs and a tensor that must be contiguous.
 ///
+/// An input may share memory with a result: it is copied first, unless it lies where its own part
+/// of the result goes. Results that share memory with each other are a UsageError.
+///
 /// A synchronous call returns when the result is there. Its `_async` twin returns at once with a
 /// Work. Every call throws:
 /// - MismatchError when ranks disagree. Over shm every call is compared, over hierarchical every

@@ -18,6 +18,7 @@
 #include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/checks/p2p_checks.h"
 #include "lockstep/comm/checks/rank_checks.h"
+#include "lockstep/comm/checks/shared_elements.h"
 
 namespace lockstep {
 namespace {
@@ -35,6 +36,10 @@ bool is_reduce_scatter(Operation operation) {
          operation == Operation::reduce_scatter_tensor_coalesced;
 }
 
+bool is_flat(const Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
+
 /// All tensors of the lists, one list after the other.
 Tensors flattened(const TensorLists& lists) {
   Tensors result;
@@ -50,6 +55,12 @@ struct Arguments {
   const TensorLists* output_lists = nullptr;  ///< In place of the outputs.
   const std::vector<int64_t>* input_splits = nullptr;
   const std::vector<int64_t>* output_splits = nullptr;
+
+  /// What becomes of the call, where that is a list.
+  Tensors results(Operation operation) const {
+    if (operation == Operation::all_reduce_coalesced) return inputs.vec();
+    return output_lists ? flattened(*output_lists) : outputs.size() > 1 ? outputs.vec() : Tensors();
+  }
 
   void describe(CallSignature& call) const {
     call.inputs = signatures_of(input_lists ? flattened(*input_lists) : inputs.vec());
@@ -120,68 +131,81 @@ class CheckedBackend final : public c10d::Backend {
   }
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& opts) override {
-    return collective(Operation::all_gather, opts, {.inputs = inputs, .output_lists = &outputs},
-                      [&] { return inner_->allgather(outputs, inputs, opts); });
+    Tensors given = apart_from(flattened(outputs), inputs, own_place(outputs));
+    return collective(Operation::all_gather, opts, {.inputs = given, .output_lists = &outputs},
+                      [&] { return inner_->allgather(outputs, given, opts); });
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input,
                           const c10d::AllgatherOptions& opts) override {
-    return collective(Operation::all_gather_into_tensor, opts, {.inputs = input, .outputs = output},
-                      [&] { return inner_->_allgather_base(output, input, opts); });
+    Tensor given = apart_from(output, input, own_place(output, input));
+    return collective(Operation::all_gather_into_tensor, opts, {.inputs = given, .outputs = output},
+                      [&] { return inner_->_allgather_base(output, given, opts); });
   }
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& opts) override {
-    return collective(Operation::all_gather_coalesced, opts, {.inputs = inputs},
-                      [&] { return inner_->allgather_coalesced(outputs, inputs, opts); });
+    Tensors given = apart_from(flattened(outputs), inputs);
+    return collective(Operation::all_gather_coalesced, opts, {.inputs = given},
+                      [&] { return inner_->allgather_coalesced(outputs, given, opts); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) override {
+    Tensors given = apart_from(outputs, inputs);
     return collective(
-        Operation::all_gather_into_tensor_coalesced, opts, {.inputs = inputs, .outputs = outputs},
-        [&] { return inner_->allgather_into_tensor_coalesced(outputs, inputs, opts); });
+        Operation::all_gather_into_tensor_coalesced, opts, {.inputs = given, .outputs = outputs},
+        [&] { return inner_->allgather_into_tensor_coalesced(outputs, given, opts); });
   }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    Tensors given = apart_from(flattened(outputs), inputs, own_place(outputs));
     return collective(
         Operation::gather, opts,
-        {.inputs = inputs, .output_lists = getRank() == opts.rootRank ? &outputs : nullptr},
-        [&] { return inner_->gather(outputs, inputs, opts); });
+        {.inputs = given, .output_lists = getRank() == opts.rootRank ? &outputs : nullptr},
+        [&] { return inner_->gather(outputs, given, opts); });
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& opts) override {
+    TensorLists given = lists_apart_from(outputs, inputs);
     return collective(
         Operation::scatter, opts,
-        {.outputs = outputs, .input_lists = getRank() == opts.rootRank ? &inputs : nullptr},
-        [&] { return inner_->scatter(outputs, inputs, opts); });
+        {.outputs = outputs, .input_lists = getRank() == opts.rootRank ? &given : nullptr},
+        [&] { return inner_->scatter(outputs, given, opts); });
   }
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const c10d::ReduceScatterOptions& opts) override {
-    return collective(Operation::reduce_scatter, opts, {.outputs = outputs, .input_lists = &inputs},
-                      [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
+    TensorLists given = lists_apart_from(outputs, inputs);
+    return collective(Operation::reduce_scatter, opts, {.outputs = outputs, .input_lists = &given},
+                      [&] { return inner_->reduce_scatter(outputs, given, opts); });
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input,
                                const c10d::ReduceScatterOptions& opts) override {
-    return collective(Operation::reduce_scatter_tensor, opts, {.inputs = input, .outputs = output},
-                      [&] { return inner_->_reduce_scatter_base(output, input, opts); });
+    const void* place = own_place(input, output);
+    const bool in_place = place && output.const_data_ptr() == place;
+    Tensor given = in_place ? input : apart_from(output, input);
+    return collective(Operation::reduce_scatter_tensor, opts, {.inputs = given, .outputs = output},
+                      [&] { return inner_->_reduce_scatter_base(output, given, opts); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& opts) override {
+    Tensors given = apart_from(outputs, inputs);
     return collective(
-        Operation::reduce_scatter_tensor_coalesced, opts, {.inputs = inputs, .outputs = outputs},
-        [&] { return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+        Operation::reduce_scatter_tensor_coalesced, opts, {.inputs = given, .outputs = outputs},
+        [&] { return inner_->reduce_scatter_tensor_coalesced(outputs, given, opts); });
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& opts) override {
+    Tensor given = apart_from(output, input);
     return collective(
         Operation::all_to_all_single, opts,
-        {.inputs = input,
+        {.inputs = given,
          .outputs = output,
          .input_splits = &input_splits,
          .output_splits = &output_splits},
-        [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, opts); });
+        [&] { return inner_->alltoall_base(output, given, output_splits, input_splits, opts); });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    return collective(Operation::all_to_all, opts, {.inputs = inputs, .outputs = outputs},
-                      [&] { return inner_->alltoall(outputs, inputs, opts); });
+    Tensors given = apart_from(outputs, inputs);
+    return collective(Operation::all_to_all, opts, {.inputs = given, .outputs = outputs},
+                      [&] { return inner_->alltoall(outputs, given, opts); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
     return collective(Operation::barrier, opts, {}, [&] { return inner_->barrier(opts); });
@@ -322,6 +346,24 @@ class CheckedBackend final : public c10d::Backend {
     return given.count() > 0 ? given : context_->timeout();
   }
 
+  /// Where all that this rank gives may lie: backends take it from its place among the results.
+  const void* own_place(const TensorLists& outputs) const {
+    const auto me = static_cast<size_t>(getRank());
+    const bool has = outputs.size() == 1 && me < outputs[0].size() && is_flat(outputs[0][me]);
+    return has ? outputs[0][me].const_data_ptr() : nullptr;
+  }
+  /// Likewise of `part`, of which `whole` has one a rank.
+  const void* own_place(const Tensor& whole, const Tensor& part) const {
+    if (!is_flat(whole) || !is_flat(part)) return nullptr;
+    return static_cast<const std::byte*>(whole.const_data_ptr()) +
+           static_cast<size_t>(getRank()) * part.nbytes();
+  }
+  static TensorLists lists_apart_from(const Tensors& outputs, const TensorLists& inputs) {
+    TensorLists lists;
+    for (const auto& list : inputs) lists.push_back(apart_from(outputs, list));
+    return lists;
+  }
+
   /// Numbers the call and, while the group is compared, compares it.
   void begin(CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
     call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -381,6 +423,7 @@ class CheckedBackend final : public c10d::Backend {
     if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
       expect_own_process();
+      expect_apart(operation, arguments.results(operation));
       begin(call, opts.timeout, arguments);
       return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
     };
