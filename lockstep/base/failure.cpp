@@ -84,6 +84,10 @@ class FailureWriter {
     number(static_cast<uint32_t>(value.size()));
     bytes_ += value;
   }
+  void numbers(const std::vector<int>& values) {
+    number(static_cast<uint16_t>(values.size()));
+    for (const int value : values) number(int32_t{value});
+  }
   std::string& bytes() { return bytes_; }
 
  private:
@@ -100,6 +104,12 @@ class FailureReader {
     return value;
   }
   std::string text() { return std::string(take(number<uint32_t>())); }
+  std::vector<int> numbers() {
+    std::vector<int> values;
+    for (auto left = number<uint16_t>(); left > 0 && ok(); --left)
+      values.push_back(number<int32_t>());
+    return values;
+  }
   Kind kind() {
     const auto value = number<uint8_t>();
     ok_ = ok_ && value < kKindNames.size();
@@ -133,8 +143,8 @@ void write(FailureWriter& out, const Failure& failure, int causes) {
     out.number(int32_t{rank.process});
     out.number(rank.steps);
     out.number(rank.calls);
-    out.number(static_cast<uint16_t>(rank.host.size()));
-    for (const int other : rank.host) out.number(int32_t{other});
+    out.numbers(rank.host);
+    out.numbers(rank.asked_group);
   }
   const bool more = failure.cause && causes > 0;
   out.number(static_cast<uint8_t>(more));
@@ -155,8 +165,8 @@ Failure read(FailureReader& in, int causes) {
     rank.process = in.number<int32_t>();
     rank.steps = in.number<int64_t>();
     rank.calls = in.number<int64_t>();
-    for (auto others = in.number<uint16_t>(); others > 0 && in.ok(); --others)
-      rank.host.push_back(in.number<int32_t>());
+    rank.host = in.numbers();
+    rank.asked_group = in.numbers();
   }
   if (in.number<uint8_t>() != 0 && in.ok() && causes > 0)
     failure.cause = std::make_shared<const Failure>(read(in, causes - 1));

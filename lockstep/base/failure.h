@@ -34,6 +34,8 @@ struct Failure {
     int64_t steps = 0;        ///< Of its loop, where it has left.
     int64_t calls = -1;       ///< How many collectives of the group it has called; -1: not known.
     std::vector<int> host{};  ///< All ranks of its host, where it speaks for them.
+    /// The ranks that it gave to new_group, where others gave another list.
+    std::vector<int> asked_group{};
     bool operator==(const Rank&) const = default;
   };
 

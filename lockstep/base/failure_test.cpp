@@ -13,7 +13,11 @@ using Kind = Failure::Kind;
 Failure example() {
   Failure cause{.kind = Kind::ended, .ranks = {{.number = 2, .kind = Kind::ended, .process = 12}}};
   return {.kind = Kind::closed,
-          .ranks = {{.number = 1, .kind = Kind::closed, .process = 11, .calls = 7}},
+          .ranks = {{.number = 1,
+                     .kind = Kind::closed,
+                     .process = 11,
+                     .calls = 7,
+                     .asked_group = {0, 2, 5}}},
           .calls = 9,
           .detail = "!",
           .cause = std::make_shared<const Failure>(cause)};

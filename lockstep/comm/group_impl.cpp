@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <new>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -47,15 +48,20 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
   return missing;
 }
 
+constexpr const char* kDidTheyStart =
+    "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? A rank that "
+    "failed has said why above";
+constexpr const char* kAllCallNewGroup =
+    "every rank of the job calls new_group, also those that are not of the group. Where only its "
+    "members call, pass use_local_synchronization";
+
 [[noreturn]] void throw_missing(const GroupContext& context, const std::string& what,
-                                const std::vector<int>& missing) {
+                                const std::vector<int>& missing, const char* hint = kDidTheyStart) {
   Failure failure{.kind = Failure::Kind::late};
   for (const int rank : missing) failure.ranks.push_back({rank, failure.kind});
   throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
                          human_seconds(static_cast<double>(context.timeout.count()) / 1000),
-                     "did every rank start, with the same MASTER_ADDR, MASTER_PORT and "
-                     "WORLD_SIZE? A rank that failed has said why above",
-                     failure);
+                     hint, failure);
 }
 
 // What a backend, or the store below it, threw while the group formed.
@@ -100,36 +106,41 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 
-/// Waits for the members of a further group, of whom the default group knows which processes they
-/// are. One that ends before it comes is noticed on its own host, which tells the others.
-class Members {
+/// Waits until ranks have told that they come to a further group: its members, or all ranks of the
+/// job. The default group knows which processes they are. One that ends before it comes is noticed
+/// on its own host, which tells the others.
+class Comers {
  public:
-  Members(const std::shared_ptr<GroupContext>& context, const std::string& name,
-          const std::vector<int>& global_ranks)
+  /// `key`: where the rank at an index of `ranks` tells it.
+  Comers(const std::shared_ptr<GroupContext>& context, const std::string& name,
+         const std::vector<int>& ranks, std::string (*key)(const std::string& name, int index),
+         const char* hint)
       : context_(*context),
         store_(context->own_store),
         name_(name),
-        ranks_(global_ranks),
-        watch_(context, name, global_ranks, FormingWatch::Phase::meeting),
+        ranks_(ranks),
+        key_(key),
+        hint_(hint),
+        watch_(context, name, ranks, FormingWatch::Phase::meeting),
         arrival_(keys_of_ours()) {}
 
   void await() {
     const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
     Every look(watch_.interval());
     for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
-      // A member may have come before it ended: then the backend is to find out.
+      // One may have come before it ended: then the backend is to find out.
       if (look.due() && watch_.lost(absent()) && !all_here()) watch_.throw_if_lost(absent());
       if (std::chrono::steady_clock::now() < deadline) continue;
-      throw_missing(context_, forming(context_, name_, ranks_.size()), missing());
+      throw_missing(context_, forming(context_, name_, ranks_.size()), missing(), hint_);
     }
   }
 
  private:
   static constexpr std::chrono::milliseconds kLongestPause{20};
 
-  /// A member that is one of ours.
+  /// One of ours.
   struct Expected {
-    int member;  ///< Its number in this group.
+    int index;  ///< In `ranks_`.
     bool here = false;
   };
 
@@ -140,7 +151,7 @@ class Members {
     const bool all = store_.check(known);
     for (size_t i = 0; i < ranks_.size(); ++i) {
       if (!all && !store_.check({known[i]})) continue;
-      keys.push_back(member_key(name_, static_cast<int>(i)));
+      keys.push_back(key_(name_, static_cast<int>(i)));
       expected_.push_back({static_cast<int>(i)});
     }
     return keys;
@@ -152,19 +163,19 @@ class Members {
 
   /// Those of `expected_` that have not come.
   std::vector<int> absent() {
-    std::vector<int> members;
+    std::vector<int> indices;
     for (size_t i = arrival_.seen(); i < expected_.size(); ++i) {
       bool& here = expected_[i].here;
       here = here || store_.check({arrival_.keys()[i]});
-      if (!here) members.push_back(expected_[i].member);
+      if (!here) indices.push_back(expected_[i].index);
     }
-    return members;
+    return indices;
   }
 
   /// The same in the default group's numbers.
   std::vector<int> missing() {
     std::vector<int> ranks;
-    for (const int member : absent()) ranks.push_back(ranks_[static_cast<size_t>(member)]);
+    for (const int index : absent()) ranks.push_back(ranks_[static_cast<size_t>(index)]);
     return ranks;
   }
 
@@ -172,10 +183,57 @@ class Members {
   Store store_;
   const std::string& name_;
   const std::vector<int>& ranks_;
+  std::string (*const key_)(const std::string&, int);
+  const char* const hint_;
   FormingWatch watch_;
   std::vector<Expected> expected_;
   Arrival arrival_;  ///< Of `expected_`, in the same order. Made last: it fills that.
 };
+
+/// Under this key a rank of the job tells that it has called new_group for the group.
+std::string asked_key(const std::string& group, int rank) {
+  return "new_group/" + group + "/" + std::to_string(rank);
+}
+
+/// What one rank asked for: "2 0,3 gloo". A list is in ascending order.
+struct AskedGroup {
+  int rank = -1;
+  std::vector<int> ranks;
+  std::string backend;
+
+  std::string list() const {
+    std::vector<std::string> numbers;
+    for (const int one : ranks) numbers.push_back(std::to_string(one));
+    return join(numbers, ",");
+  }
+  std::string encoded() const { return std::to_string(rank) + " " + list() + " " + backend; }
+  static AskedGroup decode(const std::string& text) {
+    const auto words = split(text, ' ');
+    AskedGroup asked;
+    asked.rank = static_cast<int>(parse_int(words.at(0)).value_or(-1));
+    for (const auto& number : split(words.at(1), ','))
+      asked.ranks.push_back(static_cast<int>(parse_int(number).value_or(-1)));
+    asked.backend = words.at(2);
+    return asked;
+  }
+  bool agrees(const AskedGroup& other) const {
+    return ranks == other.ranks && backend == other.backend;
+  }
+};
+
+[[noreturn]] void throw_other_group(const AskedGroup& mine, const AskedGroup& other,
+                                    const std::string& name) {
+  const auto said = [](const AskedGroup& asked) {
+    return "rank " + std::to_string(asked.rank) + " gave the ranks {" + asked.list() +
+           "} and the backend " + asked.backend;
+  };
+  Failure failure{.kind = Failure::Kind::mismatch};
+  for (const auto* asked : {&mine, &other})
+    failure.ranks.push_back(
+        {.number = asked->rank, .kind = failure.kind, .asked_group = asked->ranks});
+  throw MismatchError("new_group, group '" + name + "': " + said(mine) + ", but " + said(other),
+                      kAllCallNewGroup, failure);
+}
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
   return c10d::ProcessGroup::strToBackendType(name);
@@ -350,6 +408,25 @@ void ProcessGroup::Impl::await_formed_by_all() {
   }
 }
 
+void agree_on_group(const std::shared_ptr<GroupContext>& context, const std::string& name,
+                    const std::vector<int>& ranks, const std::string& backend) {
+  const AskedGroup mine{context->rank, ranks, backend};
+  const std::string first_key = "new_group/" + name + "/first";
+  const std::string other_key = "new_group/" + name + "/other";
+  Store store = context->own_store;
+  const auto first = AskedGroup::decode(store.compare_set(first_key, "", mine.encoded()));
+  // Before this rank has come: who has seen all come sees it.
+  if (!mine.agrees(first)) store.set(other_key, mine.encoded());
+  store.set(asked_key(name, context->rank), "1");
+  if (!mine.agrees(first)) throw_other_group(mine, first, name);
+  if (!std::ranges::binary_search(ranks, context->rank)) return;
+  std::vector<int> everyone(static_cast<size_t>(context->world_size));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  Comers(context, name, everyone, asked_key, kAllCallNewGroup).await();
+  if (store.check({other_key}))
+    throw_other_group(mine, AskedGroup::decode(store.get(other_key)), name);
+}
+
 std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,
                                                const std::string& name,
                                                const std::vector<int>& global_ranks,
@@ -363,7 +440,7 @@ std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContex
                      "give each process a rank of its own; a file of file:// must be new for "
                      "each job, and so must a port on which an old rank 0 may still listen");
   }
-  if (name != kDefaultGroup) Members(context, name, global_ranks).await();
+  if (name != kDefaultGroup) Comers(context, name, global_ranks, member_key, kDidTheyStart).await();
   auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);
   const std::lock_guard lock(context->mutex);
   context->groups.push_back(impl);

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,6 +37,7 @@ struct GroupContext {
   std::chrono::milliseconds timeout{120'000};
   DebugLevel debug = DebugLevel::info;
   int next_group = 1;  ///< The name of the next one, counted as Python does.
+  std::map<std::vector<int>, int> local_groups;  ///< By their ranks: how many only members made.
 
   std::mutex mutex;
   std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;  ///< In the order they were made.
@@ -99,6 +101,12 @@ std::string member_key(const std::string& group, int rank);
 
 /// The key of `own_store` by which a rank of the default group tells that it leaves.
 std::string farewell_key(int rank);
+
+/// Every rank of the job calls it for a further group, with `ranks` in ascending order. Throws
+/// MismatchError where another list or backend was given. Members wait for all ranks of the job,
+/// and throw as `form_group`. Others wait for nobody.
+void agree_on_group(const std::shared_ptr<GroupContext>& context, const std::string& name,
+                    const std::vector<int>& ranks, const std::string& backend);
 
 /// Forms a group of `global_ranks`, of which this process is one. All of them call it with the
 /// same name. Blocks until all have come. Throws TimeoutError naming the missing ones, and

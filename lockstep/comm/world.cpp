@@ -446,7 +446,8 @@ const Store& World::store() const {
   return impl_->store;
 }
 
-ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& backend) const {
+ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& backend,
+                              bool use_local_synchronization) const {
   auto& context = impl_->context;
   if (!context->store) throw CommError("new_group: the World is closed");
   impl_->group.impl().expect_own_process();
@@ -462,8 +463,17 @@ ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& 
   }
   const std::string wanted = backend.empty() ? context->backend : backend;
   backend_info(wanted);
-  const std::string name = std::to_string(context->next_group++);
-  if (!std::binary_search(sorted.begin(), sorted.end(), rank())) return {};
+  const bool member = std::binary_search(sorted.begin(), sorted.end(), rank());
+  std::string name;
+  if (use_local_synchronization) {
+    if (!member) return {};
+    name = "local." + std::to_string(context->local_groups[sorted]++);
+    for (const int one : sorted) name += "_" + std::to_string(one);
+  } else {
+    name = std::to_string(context->next_group++);
+    agree_on_group(context, name, sorted, wanted);
+    if (!member) return {};
+  }
   return ProcessGroup(form_group(context, name, sorted, wanted));
 }
 

@@ -86,10 +86,16 @@ class World {
   const ProcessGroup& group() const;
   /// The job's store, under a prefix for the program's own keys.
   const Store& store() const;
-  /// Every rank calls with the same list. Ranks not in it get a null handle. The group's ranks are
-  /// in ascending order, as PyTorch's. Python ranks that call new_group with the same list join.
-  /// Blocks and throws as `init`.
-  ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {}) const;
+  /// Every rank of the job calls with the same list and backend. Ranks not in it get a null handle
+  /// and wait for nobody. The group's ranks are in ascending order, as PyTorch's. Python ranks that
+  /// call new_group with the same list join. Blocks and throws as `init`. Its MismatchError has in
+  /// `failure().ranks` two ranks that differ, each with the list that it gave (`asked_group`).
+  ///
+  /// `use_local_synchronization`, as in PyTorch: only the ranks in the list call. Calls by other
+  /// ranks count for nothing. All members give it, and make their groups of one list in the same
+  /// order. Python's ranks cannot join.
+  ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {},
+                         bool use_local_synchronization = false) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
   /// to 5 s for the others' last use of it. Nobody else waits. When an exception unwinds, nobody
   /// waits for others. What is in flight is finished first, or given up when unwinding. A store

@@ -16,6 +16,7 @@
 #include "lockstep/base/heap.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
 #include "tests/support/message_of.h"
 #include "tests/support/page_faults.h"
@@ -224,6 +225,66 @@ TEST(World, NewGroupsAndTheirErrors) {
     EXPECT_THAT(message_of<UsageError>([&] { world.new_group({0}, "glo"); }), HasSubstr("gloo"));
     const ProcessGroup all = world.new_group({0, 1, 2});
     all.barrier();
+  });
+}
+
+TEST(World, ANewGroupOfOtherRanksOrBackendsIsRefusedOnAllRanks) {
+  TemporaryDirectory folder;
+  run_worlds("file://" + (folder.path() / "meet").string(), 4, [](World& world) {
+    const auto expect_refused = [&](const std::vector<int>& mine, const std::vector<int>& others,
+                                    const std::string& backend) {
+      try {
+        world.new_group(mine, backend);
+        ADD_FAILURE() << "rank " << world.rank() << " formed a group";
+      } catch (const MismatchError& error) {
+        const auto& differ = error.failure().ranks;
+        ASSERT_EQ(differ.size(), 2U);
+        EXPECT_EQ(differ[0].number, world.rank());
+        EXPECT_EQ(differ[0].asked_group, mine);
+        EXPECT_NE(differ[1].number, world.rank());
+        EXPECT_EQ(differ[1].asked_group, others);
+      }
+    };
+    const std::vector<int> even{0, 2}, odd{1, 3};
+    const bool is_even = world.rank() % 2 == 0;
+    expect_refused(is_even ? even : odd, is_even ? odd : even, "gloo");
+    expect_refused({0, 1, 2, 3}, {0, 1, 2, 3}, is_even ? "gloo" : "shm");
+    const ProcessGroup all = world.new_group({0, 1, 2, 3});
+    EXPECT_EQ(all.size(), 4) << "the ranks count their groups alike";
+    all.barrier();
+  });
+}
+
+TEST(World, OnlyMembersCallANewGroupWithLocalSynchronization) {
+  TemporaryDirectory folder;
+  run_worlds("file://" + (folder.path() / "meet").string(), 4, [](World& world) {
+    const int rank = world.rank();
+    const std::vector<int> pair = rank % 2 == 0 ? std::vector<int>{2, 0} : std::vector<int>{1, 3};
+    const int rounds = rank % 2 == 0 ? 2 : 1;
+    for (int round = 0; round < rounds; ++round) {
+      const ProcessGroup group = world.new_group(pair, {}, /*use_local_synchronization=*/true);
+      at::Tensor sum = at::full({1}, rank);
+      group.all_reduce(sum);
+      EXPECT_EQ(sum.item<float>(), rank % 2 == 0 ? 2 : 4);
+    }
+    EXPECT_FALSE(world.new_group({rank == 0 ? 1 : 0}, {}, /*use_local_synchronization=*/true));
+    EXPECT_EQ(world.new_group({0, 1, 2, 3}).size(), 4);
+  });
+}
+
+TEST(World, ARankThatDoesNotCallNewGroupIsNamed) {
+  TemporaryDirectory folder;
+  run_worlds("file://" + (folder.path() / "meet").string(), 3, [](World& world) {
+    world.group().barrier();
+    if (world.rank() == 1) return;
+    if (world.rank() == 2) return static_cast<void>(world.new_group({0}));
+    world.group().impl().context->timeout = milliseconds(300);
+    try {
+      world.new_group({0});
+      ADD_FAILURE() << "a rank did not call";
+    } catch (const TimeoutError& error) {
+      EXPECT_EQ(error.ranks(), (std::vector<int>{1}));
+    }
   });
 }
 
