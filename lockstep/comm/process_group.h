@@ -166,7 +166,8 @@ class ProcessGroup {
   void send(const at::Tensor& tensor, int dst, int tag = 0) const;
   void recv(at::Tensor& tensor, int src, int tag = 0) const;
   /// Receives from the rank that sends first, and returns that rank. Over gloo and hierarchical it
-  /// notices a dead rank at the time-out only, and a longer message ends the process.
+  /// notices a dead rank at the time-out only, and a longer message ends the process. There this
+  /// rank's own send must come before it.
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;

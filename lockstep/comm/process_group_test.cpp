@@ -331,6 +331,58 @@ TEST(PointToPoint, BatchInAnyOrder) {
   });
 }
 
+// More rounds than are compared.
+void sends_to_all_and_itself(const ProcessGroup& group) {
+  for (int round = 0; round < 12; ++round) {
+    std::vector<P2POp> ops;
+    Tensors received;
+    for (int peer = 0; peer < group.size(); ++peer) {
+      ops.push_back({P2POp::Kind::send, own(group.rank()) * 10 + peer, peer, 3});
+      received.push_back(at::zeros_like(own(0)));
+      ops.push_back({P2POp::Kind::recv, received.back(), peer, 3});
+    }
+    for (const Work& work : group.batch_isend_irecv(ops)) work.wait();
+    for (int peer = 0; peer < group.size(); ++peer)
+      expect_equal(received[static_cast<size_t>(peer)], own(peer) * 10 + group.rank());
+  }
+  const Work sent = group.isend(own(7), group.rank(), 5);
+  at::Tensor any = at::zeros_like(own(0));
+  EXPECT_EQ(group.recv_any(any, 5), group.rank());
+  sent.wait();
+  expect_equal(any, own(7));
+  group.barrier();
+}
+
+void meets_itself_with_another_size(const ProcessGroup& group) {
+  const Work sent = group.isend(at::ones({4}), group.rank());
+  at::Tensor less = at::zeros({3});
+  EXPECT_THROW(group.irecv(less, group.rank()).wait(), MismatchError);
+  EXPECT_THROW(sent.wait(), MismatchError);
+  group.barrier();
+}
+
+void waits_for_itself_in_vain(ProcessGroup group) {
+  group.barrier();
+  group.set_timeout(milliseconds(100));
+  at::Tensor tensor = at::ones({4});
+  EXPECT_THROW(group.recv(tensor, group.rank()), TimeoutError);
+  group.set_timeout(milliseconds(20'000));
+  group.barrier();
+}
+
+TEST(PointToPoint, ReachesItselfOnEveryBackend) {
+  for (const DebugLevel debug : {DebugLevel::info, DebugLevel::off}) {
+    for (const char* backend : {"gloo", "shm", "hierarchical"}) {
+      SCOPED_TRACE(backend);
+      RankOptions options{.debug = debug, .backend = backend};
+      if (options.backend == "hierarchical") options.hosts = "aab";
+      run_group(3, sends_to_all_and_itself, options);
+      run_group(3, meets_itself_with_another_size, options);
+      run_group(3, waits_for_itself_in_vain, options);
+    }
+  }
+}
+
 TEST(PointToPoint, TellsOfItsEnd) {
   run_group(2, [](ProcessGroup group) {
     const int other = 1 - group.rank();

@@ -6,9 +6,14 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/backends/gloo/own_messages.h"
+#include "lockstep/comm/checks/call_signature.h"
 
 namespace lockstep::gloo {
 namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& options) {
   using Gloo = c10d::ProcessGroupGloo;
@@ -36,23 +41,41 @@ class Gloo final : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
 
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& options) override {
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
     at::Tensor whole = flat(output), part = flat(input);
     return ProcessGroupGloo::_allgather_base(whole, part, options);
   }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
     at::Tensor part = flat(output), whole = flat(input);
     return ProcessGroupGloo::_reduce_scatter_base(part, whole, options);
   }
+  // Gloo has no connection from a rank to itself.
+  WorkPtr send(Tensors& tensors, int dst, int tag) override {
+    if (dst != getRank() || tensors.size() != 1) return ProcessGroupGloo::send(tensors, dst, tag);
+    return own_messages_.send(tensors[0], tag, options_->timeout);
+  }
+  WorkPtr recv(Tensors& tensors, int src, int tag) override {
+    if (src != getRank() || tensors.size() != 1) return ProcessGroupGloo::recv(tensors, src, tag);
+    return own_messages_.recv(tensors[0], tag, options_->timeout);
+  }
   // Gloo refuses to receive an empty tensor from any rank.
-  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    if (tensors.size() == 1 && own_messages_.has_sent(tag)) return recv(tensors, getRank(), tag);
     if (tensors.size() != 1 || tensors[0].numel() > 0)
       return ProcessGroupGloo::recvAnysource(tensors, tag);
-    std::vector<at::Tensor> unread{at::empty({1}, tensors[0].options())};
+    Tensors unread{at::empty({1}, tensors[0].options())};
     return ProcessGroupGloo::recvAnysource(unread, tag);
   }
+
+ private:
+  RankNames rank_names() const {
+    const auto& names = options_->global_ranks_in_group;
+    return names_or_numbers({names.begin(), names.end()}, getSize());
+  }
+
+  OwnMessages own_messages_{getRank(), rank_names()[static_cast<size_t>(getRank())]};
 };
 
 }  // namespace
