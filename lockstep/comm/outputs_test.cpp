@@ -9,6 +9,8 @@
 #include <functional>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/checks/call_signature.h"
+#include "tests/support/message_of.h"
 #include "tests/support/run_group.h"
 #include "tests/support/test_wait.h"
 
@@ -262,6 +264,92 @@ void refuses_one_tensor_for_several_results(const ProcessGroup& group) {
   group.barrier();
 }
 
+void moves_every_dtype(const ProcessGroup& group) {
+  const int next = (group.rank() + 1) % 3, last = (group.rank() + 2) % 3;
+  for (const auto dtype :
+       {at::kShort, at::kUInt16, at::kUInt32, at::kUInt64, at::kBool, at::kComplexHalf,
+        at::kComplexFloat, at::kComplexDouble, at::kFloat8_e4m3fn, at::kBFloat16}) {
+    const auto of = [&](int rank) { return at::full({2}, rank + 1).to(dtype); };
+    const auto bytes = [](const at::Tensor& tensor) { return tensor.contiguous().view(at::kByte); };
+    const auto expect_of = [&](const char* call, const at::Tensor& got, int rank) {
+      EXPECT_TRUE(at::equal(bytes(got), bytes(of(rank)))) << call << " of " << dtype;
+    };
+    const auto none = [&] { return at::zeros({2}).to(dtype); };
+    at::Tensor one = of(group.rank()), other = none();
+    group.broadcast(one, 1);
+    expect_of("broadcast", one, 1);
+    Tensors all{none(), none(), none()}, none_given;
+    group.all_gather(all, of(group.rank()));
+    for (int rank = 0; rank < 3; ++rank)
+      expect_of("all_gather", all[static_cast<size_t>(rank)], rank);
+    at::Tensor whole = at::zeros({6}).to(dtype);
+    group.all_gather_into_tensor(whole, of(group.rank()));
+    expect_of("all_gather_into_tensor", whole.narrow(0, 4, 2), 2);
+    Tensors gathered = group.rank() == 1 ? Tensors{none(), none(), none()} : Tensors();
+    group.gather(gathered, of(group.rank()), 1);
+    if (!gathered.empty()) expect_of("gather", gathered[2], 2);
+    group.scatter(other, group.rank() == 1 ? all : none_given, 1);
+    expect_of("scatter", other, group.rank());
+    Tensors received{none(), none(), none()};
+    const at::Tensor mine = of(group.rank());
+    group.all_to_all(received, {mine, mine, mine});
+    expect_of("all_to_all", received[2], 2);
+    group.all_to_all_single(whole, whole.clone(), {2, 2, 2}, {2, 2, 2});
+    expect_of("all_to_all_single", whole.narrow(0, 0, 2), group.rank());
+    other = none();
+    for (const Work& work : group.batch_isend_irecv(
+             {{P2POp::Kind::send, mine, next}, {P2POp::Kind::recv, other, last}}))
+      work.wait();
+    expect_of("recv", other, last);
+  }
+}
+
+/// Each error names the rank, the call and the dtype, and the group is none the worse.
+void refuses_reductions_that_a_dtype_lacks(const ProcessGroup& group) {
+  const std::vector<std::pair<at::ScalarType, ReduceOp>> lacking{
+      {at::kUInt32, ReduceOp::sum},
+      {at::kFloat8_e4m3fn, ReduceOp::max},
+      {at::kComplexFloat, ReduceOp::max},
+      {at::kFloat, ReduceOp::band},
+      {at::kBool, ReduceOp::avg}};
+  for (const auto& [dtype, op] : lacking) {
+    at::Tensor one = at::ones({3}).to(dtype), whole = at::ones({9}).to(dtype);
+    Tensors parts{at::ones({3}).to(dtype), at::ones({3}).to(dtype), at::ones({3}).to(dtype)};
+    const auto expect_refused = [&, op = op](const std::string& name, auto call) {
+      const std::string text = test::message_of<UsageError>(call);
+      for (const std::string& part : {"rank " + std::to_string(group.rank()), name + "(",
+                                      describe(signature_of(one)), std::string("hint: ")})
+        EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+    };
+    expect_refused("all_reduce", [&, op = op] { group.all_reduce(one, op); });
+    expect_refused("all_reduce_coalesced", [&, op = op] { group.all_reduce_coalesced(parts, op); });
+    expect_refused("reduce", [&, op = op] { group.reduce(one, 1, op); });
+    expect_refused("reduce_scatter", [&, op = op] { group.reduce_scatter(one, parts, op); });
+    expect_refused("reduce_scatter_tensor",
+                   [&, op = op] { group.reduce_scatter_tensor(one, whole, op); });
+  }
+  group.barrier();
+}
+
+void sums_bools_to_bools(const ProcessGroup& group) {
+  const auto bools = [](std::vector<int64_t> bits) { return at::tensor(bits).to(at::kBool); };
+  const at::Tensor mine = bools({group.rank() == 0, 1, 0});
+  for (const auto& [op, wanted] : {std::pair(ReduceOp::sum, bools({1, 1, 0})),
+                                   std::pair(ReduceOp::product, bools({0, 1, 0}))}) {
+    at::Tensor all = mine.clone(), part = at::empty({3}, at::kBool);
+    group.all_reduce(all, op);
+    EXPECT_TRUE(at::equal(all.view(at::kByte), wanted.view(at::kByte))) << all.view(at::kByte);
+    group.reduce_scatter_tensor(part, mine.repeat({3}), op);
+    EXPECT_TRUE(at::equal(part.view(at::kByte), wanted.view(at::kByte))) << part.view(at::kByte);
+  }
+}
+
+void takes_dtypes(const ProcessGroup& group) {
+  moves_every_dtype(group);
+  refuses_reductions_that_a_dtype_lacks(group);
+  sums_bools_to_bools(group);
+}
+
 class Outputs : public ::testing::TestWithParam<test::RankOptions> {};
 
 TEST_P(Outputs, CountByTheirElementsAndNotByTheirShape) {
@@ -284,6 +372,10 @@ TEST_P(Outputs, MayBeLeavesThatRequireAGradient) {
   }
 }
 
+TEST_P(Outputs, OfEveryDtypeAreMovedAndReducedWhereTheyCanBe) {
+  test::run_group(3, takes_dtypes, GetParam());
+}
+
 TEST_P(Outputs, MayLieInTheMemoryOfInputs) {
   test::run_group(3, takes_inputs_in_the_memory_of_results, GetParam());
 }
@@ -300,6 +392,10 @@ INSTANTIATE_TEST_SUITE_P(Backends, Outputs,
 
 TEST(OutputsOverGloo, OfAnotherDtypeAreRefused) {
   test::run_group(3, refuses_other_outputs);
+}
+
+TEST(OutputsOverGloo, OfEveryDtypeAreMovedAndReducedWhereTheyCanBe) {
+  test::run_group(3, takes_dtypes);
 }
 
 TEST(OutputsOverGloo, MayLieInTheMemoryOfInputs) {

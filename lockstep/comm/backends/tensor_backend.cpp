@@ -58,6 +58,17 @@ Request TensorBackend::message_request(Operation operation, const at::Tensor& te
   return request;
 }
 
+at::ScalarType TensorBackend::reduced_dtype(Operation operation, const at::Tensor& tensor,
+                                            const c10d::ReduceOp& op) const {
+  try {
+    return reduction_dtype(tensor.scalar_type(), op);
+  } catch (const UsageError& error) {
+    const CallSignature call{operation, op.op_, -1, 0, {signature_of(tensor)}, {}, {}, {}};
+    throw UsageError(rank_list({getRank()}, names_->ranks) + ": " + describe(call, names_->ranks) +
+                     ": " + error.what());
+  }
+}
+
 void TensorBackend::add_all_reduces(TensorWork& work, const Tensors& data,
                                     const c10d::ReduceOp& op) {
   for (const auto& one : data) add_all_reduce(work, one, op);
@@ -112,7 +123,7 @@ WorkPtr TensorBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&
 WorkPtr TensorBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   const at::Tensor& tensor = only(Operation::all_reduce, tensors);
-  const at::ScalarType dtype = reduction_dtype(tensor.scalar_type(), options.reduceOp);
+  const at::ScalarType dtype = reduced_dtype(Operation::all_reduce, tensor, options.reduceOp);
   const auto work = begin(Operation::all_reduce, options, {.inputs = tensors});
   add_all_reduce(*work, work->taken(tensor, true, dtype), options.reduceOp);
   return issue(work);
@@ -124,7 +135,8 @@ WorkPtr TensorBackend::allreduce_coalesced(Tensors& tensors,
   Tensors data;
   for (const auto& tensor : tensors) {
     check_dense(Operation::all_reduce_coalesced, tensor);
-    const at::ScalarType dtype = reduction_dtype(tensor.scalar_type(), options.reduceOp);
+    const at::ScalarType dtype =
+        reduced_dtype(Operation::all_reduce_coalesced, tensor, options.reduceOp);
     data.push_back(work->taken(tensor, true, dtype));
   }
   add_all_reduces(*work, data, options.reduceOp);
@@ -177,7 +189,7 @@ WorkPtr TensorBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceO
 
 WorkPtr TensorBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const at::Tensor& tensor = only(Operation::reduce, tensors);
-  const at::ScalarType dtype = reduction_dtype(tensor.scalar_type(), options.reduceOp);
+  const at::ScalarType dtype = reduced_dtype(Operation::reduce, tensor, options.reduceOp);
   const auto work = begin(Operation::reduce, options, {.inputs = tensors});
   const int root = work->request().root;
   add_reduce(*work,
@@ -267,7 +279,7 @@ WorkPtr TensorBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   const at::Tensor& output = only(Operation::reduce_scatter, outputs);
   const Tensors& list = only_list(Operation::reduce_scatter, inputs, getSize());
   expect_alike(Operation::reduce_scatter, output, list);
-  const at::ScalarType dtype = reduction_dtype(output.scalar_type(), options.reduceOp);
+  const at::ScalarType dtype = reduced_dtype(Operation::reduce_scatter, output, options.reduceOp);
   const auto work = begin(Operation::reduce_scatter, options, {.inputs = list, .outputs = outputs});
   add_reduce_scatter(*work, work->given(list, dtype), work->taken(output, false, dtype),
                      options.reduceOp);
@@ -293,7 +305,7 @@ WorkPtr TensorBackend::scatter_each(const OwnWork& work, const c10d::ReduceOp& o
   expect_count(call.operation, "outputs", call.outputs.size(), call.inputs.size());
   for (size_t i = 0; i < call.inputs.size(); ++i) {
     expect_multiple(call.operation, call.inputs[i], call.outputs[i], getSize());
-    const at::ScalarType dtype = reduction_dtype(call.outputs[i].scalar_type(), op);
+    const at::ScalarType dtype = reduced_dtype(call.operation, call.outputs[i], op);
     add_reduce_scatter(*work, parts_of(work->given(call.inputs[i], dtype)),
                        work->taken(call.outputs[i], false, dtype), op);
   }

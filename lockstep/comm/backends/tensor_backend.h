@@ -84,8 +84,7 @@ class TensorBackend : public c10d::Backend {
   virtual OwnWork make_work(Request request) = 0;
   /// Begins the call. What becomes of it is left in the work.
   virtual void submit(const OwnWork& work) = 0;
-  /// In which dtype a reduction is done. This or `add` throws UsageError where `dtype` has not that
-  /// reduction.
+  /// In which dtype a reduction is done. Throws UsageError where `dtype` has not that reduction.
   virtual at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp&) const {
     return dtype;
   }
@@ -133,6 +132,9 @@ class TensorBackend : public c10d::Backend {
 
  private:
   [[noreturn]] static void throw_not_implemented();
+  /// As `reduction_dtype`, whose error then tells of the call.
+  at::ScalarType reduced_dtype(Operation operation, const at::Tensor& tensor,
+                               const c10d::ReduceOp& op) const;
   template <class CallOptions>
   OwnWork begin(Operation operation, const CallOptions& options, Request arguments);
   WorkPtr issue(const OwnWork& work);

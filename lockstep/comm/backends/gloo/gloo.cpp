@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/backends/gloo/gloo_dtypes.h"
 #include "lockstep/comm/backends/gloo/own_messages.h"
 #include "lockstep/comm/checks/call_signature.h"
 
@@ -13,6 +14,7 @@ namespace lockstep::gloo {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& options) {
@@ -35,22 +37,97 @@ at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_contiguous() ? tensor.view(-1) : tensor;
 }
 
+/// LibTorch's, for all dtypes where elements are only moved, and with errors that say what to do
+/// where they are reduced.
+///
 /// LibTorch's cuts the larger tensor along its first dimension, into parts that must have the
 /// smaller one's shape. Only the number of elements counts here: [size, ...] is as good.
 class Gloo final : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
 
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& options) override {
-    at::Tensor whole = flat(output), part = flat(input);
-    return ProcessGroupGloo::_allgather_base(whole, part, options);
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return ProcessGroupGloo::allreduce(tensors, reducing(Operation::all_reduce, tensors, options));
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return ProcessGroupGloo::allreduce_sparse(
+        tensors, reducing(Operation::all_reduce_sparse, tensors, options));
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override {
+    return ProcessGroupGloo::allreduce_coalesced(
+        tensors, reducing(Operation::all_reduce_coalesced, tensors, options));
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return ProcessGroupGloo::reduce(tensors, reducing(Operation::reduce, tensors, options));
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    return ProcessGroupGloo::reduce_scatter(outputs, inputs,
+                                            reducing(Operation::reduce_scatter, outputs, options));
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
     at::Tensor part = flat(output), whole = flat(input);
-    return ProcessGroupGloo::_reduce_scatter_base(part, whole, options);
+    return ProcessGroupGloo::_reduce_scatter_base(
+        part, whole, reducing(Operation::reduce_scatter_tensor, {output}, options));
   }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override {
+    return ProcessGroupGloo::reduce_scatter_tensor_coalesced(
+        outputs, inputs, reducing(Operation::reduce_scatter_tensor_coalesced, outputs, options));
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    Tensors moved = movable(tensors);
+    return ProcessGroupGloo::broadcast(moved, options);
+  }
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    TensorLists results = movable(outputs);
+    Tensors given = movable(inputs);
+    return ProcessGroupGloo::allgather(results, given, options);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    at::Tensor whole = movable(flat(output)), part = movable(flat(input));
+    return ProcessGroupGloo::_allgather_base(whole, part, options);
+  }
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override {
+    TensorLists results = movable(outputs);
+    Tensors given = movable(inputs);
+    return ProcessGroupGloo::allgather_coalesced(results, given, options);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override {
+    Tensors results = movable(outputs), given = movable(inputs);
+    return ProcessGroupGloo::allgather_into_tensor_coalesced(results, given, options);
+  }
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    TensorLists results = movable(outputs);
+    Tensors given = movable(inputs);
+    return ProcessGroupGloo::gather(results, given, options);
+  }
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override {
+    Tensors results = movable(outputs);
+    TensorLists given = movable(inputs);
+    return ProcessGroupGloo::scatter(results, given, options);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override {
+    at::Tensor result = movable(output), given = movable(input);
+    return ProcessGroupGloo::alltoall_base(result, given, output_splits, input_splits, options);
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override {
+    Tensors results = movable(outputs), given = movable(inputs);
+    return ProcessGroupGloo::alltoall(results, given, options);
+  }
+
   // Gloo has no connection from a rank to itself.
   WorkPtr send(Tensors& tensors, int dst, int tag) override {
     if (dst != getRank() || tensors.size() != 1) return ProcessGroupGloo::send(tensors, dst, tag);
@@ -70,12 +147,20 @@ class Gloo final : public c10d::ProcessGroupGloo {
   }
 
  private:
-  RankNames rank_names() const {
+  int name() const {
     const auto& names = options_->global_ranks_in_group;
-    return names_or_numbers({names.begin(), names.end()}, getSize());
+    return names_or_numbers({names.begin(), names.end()},
+                            getSize())[static_cast<size_t>(getRank())];
+  }
+  template <class CallOptions>
+  CallOptions reducing(Operation operation, const Tensors& tensors, CallOptions options) const {
+    for (const auto& tensor : tensors)
+      options.reduceOp = reduction_of(name_, operation, options.reduceOp, tensor);
+    return options;
   }
 
-  OwnMessages own_messages_{getRank(), rank_names()[static_cast<size_t>(getRank())]};
+  const int name_ = name();  ///< This rank's number in the default group.
+  OwnMessages own_messages_{getRank(), name_};
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/staged_work.h"
 #include "lockstep/comm/backends/hierarchical/tensor_joining.h"
+#include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 
@@ -106,6 +107,12 @@ bool HierarchicalBackend::run(TensorWork& work) {
 
 HierarchicalBackend::OwnWork HierarchicalBackend::make_work(backends::Request request) {
   return c10::make_intrusive<HierarchicalWork>(getRank(), std::move(request), names());
+}
+
+at::ScalarType HierarchicalBackend::reduction_dtype(at::ScalarType dtype,
+                                                    const c10d::ReduceOp& op) const {
+  shm::kernel_for(dtype, op);
+  return dtype;
 }
 
 void HierarchicalBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,

@@ -34,6 +34,7 @@ class HierarchicalBackend final : public backends::TensorBackend {
  private:
   OwnWork make_work(backends::Request request) override;
   void submit(const OwnWork& work) override { queue_.submit(work); }
+  at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const override;
   void add_all_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op) override;
   void add_all_reduces(TensorWork& work, const Tensors& data, const c10d::ReduceOp& op) override;
   void add_broadcast(TensorWork& work, const at::Tensor& data, int root) override;

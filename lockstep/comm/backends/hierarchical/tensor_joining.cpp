@@ -9,7 +9,6 @@ namespace lockstep::hierarchical {
 
 Joining joining_of(const at::Tensor& tensor, const c10d::ReduceOp& op, int ranks) {
   const at::ScalarType type = tensor.scalar_type();
-  shm::kernel_for(type, op);  // Whether the dtype has it.
   const bool average = op.op_ == c10d::ReduceOp::AVG;
   Joining joining;
   joining.type = shm::data_type(type);

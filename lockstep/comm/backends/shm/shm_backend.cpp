@@ -95,6 +95,11 @@ void ShmBackend::run_later(ShmWork& work) {
   finish(group_, work, work.plan(), work.request().timeout);
 }
 
+at::ScalarType ShmBackend::reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const {
+  kernel_for(dtype, op);
+  return dtype;
+}
+
 void ShmBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                 const c10d::ReduceOp& op) {
   const ReduceKernel kernel = kernel_for(data.scalar_type(), op);

@@ -36,6 +36,7 @@ class ShmBackend final : public backends::TensorBackend, public backends::Common
  private:
   OwnWork make_work(backends::Request request) override;
   void submit(const OwnWork& work) override;
+  at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const override;
   void add_all_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op) override;
   void add_broadcast(TensorWork& work, const at::Tensor& data, int root) override;
   void add_all_gather(TensorWork& work, const at::Tensor& input, Blocks outputs) override;
