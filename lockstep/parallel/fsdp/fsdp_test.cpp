@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/serialize.h>
 
 #include <algorithm>
 #include <mutex>
@@ -139,6 +140,33 @@ TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
 }
 
 /// Buffers made under it must not be written to later.
+// Over memory in common another rank may be in its optimizer's step meanwhile.
+TEST(Fsdp, TorchSaveOfOneRankIsAnErrorAndOfWholeParametersIsRight) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(1);
+      FullyShardedDataParallel fsdp(net, group, options);
+      const auto optimizer = adam(fsdp.parameters());
+      fsdp.forward(input(group.rank())).sum().backward();
+      optimizer->step();
+      std::stringstream file;
+      if (group.rank() == 0) EXPECT_THROW(torch::save(net, file), c10::Error);
+      const OptimizerState state = fsdp.full_state_dict();
+      file.str({});
+      {
+        const auto full = fsdp.full_parameters();
+        torch::save(net, file);
+      }
+      auto saved = filled<Net>(2);
+      torch::load(saved, file);
+      const auto parameters = saved->named_parameters();
+      for (const auto& [name, tensor] : state)
+        if (const auto* parameter = parameters.find(name))
+          EXPECT_TRUE(at::equal(*parameter, tensor)) << name;
+    });
+  }
+}
+
 TEST(Fsdp, TrainsAfterAnEvaluationInInferenceMode) {
   for (const std::string backend : {"shm", "gloo"}) {
     for (const FsdpOptions& options : {gathered(), in_common()}) {

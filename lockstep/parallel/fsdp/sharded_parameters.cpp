@@ -120,7 +120,6 @@ void ShardedParameters::adopt_module() {
          {}});
     WatchedMemory& memory = state_.back().memory;
     memory.convert_arguments(whole_dtype(u) != unit.dtype);
-    if (shared_) memory.put(common_[u]);
     for (const FlatParameter& parameter : unit.parameters) {
       at::Tensor tensor = parameter.tensor;
       const at::Tensor view = view_in(memory.tensor(), parameter.offset, tensor);
@@ -132,11 +131,21 @@ void ShardedParameters::adopt_module() {
       }
     }
   }
+  if (group_.size() == 1) open_common();
+}
+
+/// Between rounds other ranks write to the memory: a raw pointer into it would read a mixture of
+/// two steps. Operations begin a round.
+void ShardedParameters::open_common() {
+  for (size_t u = 0; u < units_.size() && shared_; ++u) state_[u].memory.put(common_[u]);
 }
 
 void ShardedParameters::begin_round() {
   if (in_round_) return;
-  if (shared_ && group_.size() > 1) group_.barrier();
+  if (group_.size() > 1) {
+    if (shared_) group_.barrier();
+    open_common();
+  }
   in_round_ = true;
   in_backward_ = false;
   order_.begin();
@@ -148,7 +157,9 @@ void ShardedParameters::end_round(bool all_know) {
   current_.reset();
   previous_.reset();
   if (shared_) {
-    if (group_.size() > 1 && !all_know) group_.barrier();
+    if (group_.size() == 1) return;
+    for (Unit& unit : state_) unit.memory.take();
+    if (!all_know) group_.barrier();
     return;
   }
   for (size_t u = 0; u < units_.size(); ++u) {

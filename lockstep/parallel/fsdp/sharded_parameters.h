@@ -25,7 +25,8 @@ namespace lockstep::detail {
 ///
 /// Where all ranks have a memory in common (`shared`), the whole parameters lie there once, and
 /// nothing is gathered. A shard is then a part of it, which its rank writes. Barriers keep the
-/// others from reading meanwhile: one when a round begins, one when it ends.
+/// others from reading meanwhile: one when a round begins, one when it ends. Between rounds the
+/// module's tensors have no memory, so that a raw pointer into one is an error.
 class ShardedParameters : private MemoryWatcher {
  public:
   /// Takes the values that the module's parameters have on this rank. Those on the meta device have
@@ -87,6 +88,7 @@ class ShardedParameters : private MemoryWatcher {
 
   void share_memory();
   void make_shards();
+  void open_common();
   int64_t whole_bytes(size_t unit) const;
   bool is_whole(size_t unit) const { return state_[unit].memory.is_there(); }
   void start_gather(size_t unit);
