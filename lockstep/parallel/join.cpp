@@ -27,6 +27,17 @@ std::string who(const ProcessGroup& group) {
   return "Join, rank " + std::to_string(group.rank()) + ": ";
 }
 
+/// How many Joins that let ranks run out of inputs run those on this thread.
+thread_local int uneven_runs = 0;
+
+struct UnevenRun {
+  explicit UnevenRun(bool uneven) : count(uneven ? 1 : 0) { uneven_runs += count; }
+  ~UnevenRun() { uneven_runs -= count; }
+  UnevenRun(const UnevenRun&) = delete;
+  UnevenRun& operator=(const UnevenRun&) = delete;
+  const int count;
+};
+
 constexpr const char* kHint =
     "give every rank as many batches, or leave JoinOptions::throw_on_early_termination false";
 
@@ -58,7 +69,10 @@ Join::~Join() {
 }
 
 void Join::run(const std::function<void()>& inputs) {
-  inputs();
+  {
+    const UnevenRun run(options_.enable && !options_.throw_on_early_termination);
+    inputs();
+  }
   if (!options_.enable) return;
   const ProcessGroup& group = joinables_.front().get().join_process_group();
   constexpr int kManyFewer = 1000;
@@ -75,6 +89,10 @@ void Join::run(const std::function<void()>& inputs) {
     is_last_joiner = false;
   }
   for (const auto& hook : hooks_) hook->post_hook(is_last_joiner);
+}
+
+bool Join::lets_ranks_run_out() {
+  return uneven_runs > 0;
 }
 
 std::optional<ActiveRanks> Join::notify_join_context(Joinable& joinable) {

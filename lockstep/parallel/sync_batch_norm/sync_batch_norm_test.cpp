@@ -14,7 +14,9 @@
 #include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/join.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/over_backends.h"
 
@@ -275,6 +277,26 @@ TEST_P(SyncBatchNorms, GuardsNest) {
       const SyncBatchNormGuard nothing{ProcessGroup()};
     }
     EXPECT_TRUE(at::equal(run(), plain));
+  });
+}
+
+TEST_P(SyncBatchNorms, UnderJoinAreRefusedWhereRanksMayRunOutOfInputs) {
+  run_group(2, [](const ProcessGroup& group) {
+    const c10::AutoGradMode gradients(true);
+    const auto train = [&](const JoinOptions& options, int inputs) {
+      auto net = std::make_shared<Mixed>();
+      DistributedDataParallel ddp(convert_sync_batchnorm(net, group), group);
+      Join join({ddp}, options);
+      join.run([&] {
+        for (int step = 0; step < inputs; ++step) {
+          ddp.forward(values({4, 2, 4, 4}, step + group.rank())).square().sum().backward();
+          zero_grad(net->parameters());
+        }
+      });
+    };
+    EXPECT_THROW(train({}, 2), UsageError);
+    train({.enable = false}, 2);
+    EXPECT_THROW(train({.throw_on_early_termination = true}, 1 + group.rank()), MismatchError);
   });
 }
 

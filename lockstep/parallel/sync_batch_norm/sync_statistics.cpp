@@ -5,10 +5,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/join.h"
 
 namespace lockstep::detail {
 namespace {
@@ -147,6 +149,13 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
 at::Tensor sync_batch_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                            const at::Tensor& running_mean, const at::Tensor& running_var,
                            double momentum, double eps, const ProcessGroup& group) {
+  if (Join::lets_ranks_run_out()) {
+    throw UsageError("SyncBatchNorm, rank " + std::to_string(group.rank()) +
+                         ": under Join ranks without inputs run no module, so its statistics would "
+                         "wait for them",
+                     "set JoinOptions::throw_on_early_termination, give every rank as many batches "
+                     "without Join, or use BatchNorm");
+  }
   at::Tensor mean, variance;
   double count = 0;
   {
