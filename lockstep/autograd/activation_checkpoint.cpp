@@ -12,6 +12,7 @@
 #include <mutex>
 #include <utility>
 
+#include "lockstep/autograd/backward_hook.h"
 #include "lockstep/autograd/make_node.h"
 #include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
@@ -114,7 +115,10 @@ class CheckpointBackward : public Node, public RunsOnce {
       roots.push_back(outputs[i]);
       given.push_back(gradients[i]);
     }
-    if (!roots.empty()) torch::autograd::backward(roots, given);
+    if (roots.empty()) return;
+    NestedBackward nested;
+    torch::autograd::backward(roots, given);
+    nested.finish();
   }
 
   Function function_;

@@ -2,7 +2,9 @@
 
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace lockstep {
 
@@ -12,7 +14,31 @@ class PlainPostHook : public torch::autograd::FunctionPostHook {};
 
 /// Runs `callback` when the backward of this thread that is under way has run all of its nodes,
 /// before it returns to its caller. What it throws leaves backward. It is dropped where backward
-/// fails. For hooks: throws where no backward is under way.
+/// fails. Of backwards within each other (NestedBackward) the outermost counts. For hooks: throws
+/// where no backward is under way.
 void after_backward(std::function<void()> callback);
+
+/// A number that this process gives to no other backward: of the one that runs on this thread, or
+/// of the outermost. For hooks.
+int64_t current_backward();
+
+/// While it lives, a backward that a node runs on this thread is a part of that node's own.
+class NestedBackward {
+ public:
+  NestedBackward();
+  ~NestedBackward();
+  NestedBackward(const NestedBackward&) = delete;
+  NestedBackward& operator=(const NestedBackward&) = delete;
+  /// Ends it. What `after_backward` was given meanwhile goes on to the node's own backward.
+  void finish();
+
+ private:
+  friend void after_backward(std::function<void()> callback);
+  friend int64_t current_backward();
+
+  const int64_t number_;
+  std::vector<std::function<void()>> callbacks_;
+  NestedBackward* const outer_;
+};
 
 }  // namespace lockstep

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "lockstep/autograd/backward_hook.h"
@@ -82,7 +83,20 @@ class WithoutEdges {
 };
 
 /// Set while this thread walks a graph.
-thread_local std::vector<std::function<void()>>* walking = nullptr;
+thread_local WalkingGuard* walking = nullptr;
+
+/// Set while a node that this thread runs makes a backward of its own.
+thread_local NestedBackward* nested = nullptr;
+
+/// The engine's numbers begin at 0.
+int64_t next_walk() {
+  static std::atomic<int64_t> last = -1;
+  return --last;
+}
+
+bool is_walking() {
+  return walking != nullptr && torch::autograd::get_current_graph_task_id() == -1;
+}
 
 /// The nodes ask the engine's thread-local task which gradients they shall compute, so one within
 /// another backward must be the engine's own.
@@ -260,9 +274,9 @@ bool may_walk(const at::Tensor& loss, const at::Tensor& gradient, Node& root) {
   return loss.numel() == 1 && loss.is_floating_point();
 }
 
-WalkingGuard::WalkingGuard() : grad_mode_(c10::GradMode::is_enabled()) {
+WalkingGuard::WalkingGuard() : number_(next_walk()), grad_mode_(c10::GradMode::is_enabled()) {
   c10::GradMode::set_enabled(false);
-  walking = &callbacks_;
+  walking = this;
 }
 
 WalkingGuard::~WalkingGuard() {
@@ -285,11 +299,32 @@ at::Tensor ones_of(const at::Tensor& loss) {
 namespace lockstep {
 
 void after_backward(std::function<void()> callback) {
-  if (detail::walking != nullptr && torch::autograd::get_current_graph_task_id() == -1) {
-    detail::walking->push_back(std::move(callback));
+  if (detail::nested != nullptr) {
+    detail::nested->callbacks_.push_back(std::move(callback));
+  } else if (detail::is_walking()) {
+    detail::walking->callbacks_.push_back(std::move(callback));
   } else {
     torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
   }
+}
+
+int64_t current_backward() {
+  if (detail::nested != nullptr) return detail::nested->number_;
+  return detail::is_walking() ? detail::walking->number_
+                              : torch::autograd::get_current_graph_task_id();
+}
+
+NestedBackward::NestedBackward() : number_(current_backward()), outer_(detail::nested) {
+  detail::nested = this;
+}
+
+NestedBackward::~NestedBackward() {
+  detail::nested = outer_;
+}
+
+void NestedBackward::finish() {
+  detail::nested = outer_;
+  for (auto& callback : std::exchange(callbacks_, {})) after_backward(std::move(callback));
 }
 
 }  // namespace lockstep

@@ -11,6 +11,8 @@
 #include <queue>
 #include <vector>
 
+#include "lockstep/autograd/backward_hook.h"
+
 namespace lockstep::detail {
 
 /// The nodes that a backward from one root runs, each after all that give it a gradient. The order
@@ -82,7 +84,11 @@ class WalkingGuard {
   void call_back();
 
  private:
+  friend void lockstep::after_backward(std::function<void()> callback);
+  friend int64_t lockstep::current_backward();
+
   std::vector<std::function<void()>> callbacks_;
+  const int64_t number_;
   bool grad_mode_;
 };
 

@@ -8,14 +8,12 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <mutex>
 #include <numeric>
 #include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/parallel/bucket_layout.h"
-#include "lockstep/parallel/gradient_listeners.h"
 #include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"
@@ -35,49 +33,41 @@ class BucketReducer : public GradientReducer {
       names_.push_back(name);
       parameters_.push_back(tensor);
     }
-    ready_.resize(parameters_.size());
     make_buckets(first_layout(parameters_, std::vector<bool>(parameters_.size()), options_));
-    for (size_t i = 0; i < parameters_.size(); ++i)
-      listeners_.add(parameters_[i], [this, i] { on_gradient(i); });
   }
 
+  ArrivalRules rules() const override { return {.can_wait = true}; }
+
   void before_forward(bool) override {
-    if (begun_) {
-      forget();
-      throw_missing();
-    }
     if (rebuilt_ || order_.size() != parameters_.size()) return;
     make_buckets(agree_on_layout(layout_by_arrival(parameters_, order_, options_), group_));
     rebuilt_ = true;
     order_ = {};
   }
 
-  void before_backward(std::vector<at::Tensor>&, bool synchronizing) override {
-    if (!synchronizing) return;
+  void begin() override {
     end_pending();
+    within_backward_ = true;
+    before_forward(true);
+    within_backward_ = false;
     for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
-    std::fill(ready_.begin(), ready_.end(), false);
     if (!rebuilt_) order_.clear();
     next_ = 0;
-    expecting_ = true;
+    begin_in(GradientPlace::of_this_backward());
   }
 
-  void begin_within_backward() override {
-    within_backward_ = true;
-    GradientReducer::begin_within_backward();
-    within_backward_ = false;
-  }
-
-  void forget_backward() override {
-    const std::lock_guard lock(mutex_);
-    end_pending();
-    forget();
+  void take(size_t index) override {
+    if (!place_.is_of_this_backward()) throw_elsewhere(index);
+    if (!rebuilt_) order_.push_back(index);
+    stage(index);
+    if (--buckets_[bucket_of_[index]].pending == 0) reduce_what_is_ready();
   }
 
   void set_divisor(int divisor) override { divisor_ = divisor; }
 
   void reduce_zeros() override {
     const c10::AutoGradMode no_grad(false);
+    place_ = {};
     for (Bucket& bucket : buckets_) {
       bucket.flat.zero_();
       group_.all_reduce(bucket.flat);
@@ -95,26 +85,6 @@ class BucketReducer : public GradientReducer {
       statistics.bucket_bytes.push_back(static_cast<int64_t>(bucket.flat.nbytes()));
   }
 
-  /// The parameter's gradient of this backward is complete. On the thread that runs backward.
-  void on_gradient(size_t index) {
-    // Distributed autograd runs a backward on several threads where gradients come from others.
-    const std::lock_guard lock(mutex_);
-    if (!expecting_) return;
-    if (ready_[index]) throw_twice(index);
-    ready_[index] = true;
-    if (!std::exchange(begun_, true)) begin_in(GradientPlace::of_this_backward());
-    try {
-      if (!place_.is_of_this_backward()) throw_elsewhere(index);
-      if (!rebuilt_) order_.push_back(index);
-      stage(index);
-      if (--buckets_[bucket_of_[index]].pending == 0) reduce_what_is_ready();
-    } catch (...) {
-      // What is missing now is not the user's fault.
-      forget();
-      throw;
-    }
-  }
-
  private:
   struct Bucket {
     at::Tensor flat;
@@ -122,11 +92,6 @@ class BucketReducer : public GradientReducer {
     size_t pending = 0;  ///< Gradients that are still to come.
     Work work;
   };
-
-  void forget() {
-    begun_ = expecting_ = false;
-    place_ = {};
-  }
 
   /// What a backward that threw has begun still writes into the buckets.
   void end_pending() {
@@ -260,7 +225,7 @@ class BucketReducer : public GradientReducer {
     }
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
-    forget();
+    place_ = {};
   }
 
   void deliver(size_t index) {
@@ -281,21 +246,6 @@ class BucketReducer : public GradientReducer {
     }
   }
 
-  [[noreturn]] void throw_missing() {
-    std::vector<std::string> missing;
-    for (size_t i = 0; i < ready_.size(); ++i) {
-      if (!ready_[i]) missing.push_back(names_[i]);
-    }
-    throw_unfinished(group_.rank(), missing);
-  }
-
-  [[noreturn]] void throw_twice(size_t index) {
-    throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
-                         ": backward gave " + names_[index] + " its gradient twice",
-                     "a module that is run again in backward (checkpointing) or outside of this "
-                     "forward needs DdpOptions::static_graph");
-  }
-
   [[noreturn]] void throw_elsewhere(size_t index) const {
     throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
                          ": the gradient of " + names_[index] +
@@ -307,23 +257,18 @@ class BucketReducer : public GradientReducer {
   const ProcessGroup group_;
   const DdpOptions options_;
   const bool as_views_;
-  std::mutex mutex_;  ///< Held while a gradient is taken, and its bucket reduced.
-  int divisor_;       ///< Of gradients, before they are summed.
+  int divisor_;  ///< Of gradients, before they are summed.
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> views_;  ///< In the buckets, by parameter.
   std::vector<size_t> bucket_of_;  ///< By parameter.
   std::vector<Bucket> buckets_;    ///< In the order of reduction.
   std::vector<size_t> order_;      ///< In which gradients came, until the buckets follow it.
-  std::vector<bool> ready_;        ///< In this backward, by parameter.
   size_t next_ = 0;                ///< The first bucket that is not being reduced.
   bool rebuilt_ = false;
-  bool expecting_ = false;  ///< Gradients to come are to be reduced.
-  bool begun_ = false;      ///< Some of them have come, and not all are reduced.
-  GradientPlace place_;     ///< Of the backward that has begun.
+  GradientPlace place_;  ///< Of the gradients that are taken.
   bool within_backward_ = false;
   bool warned_ = false;
-  GradientListeners listeners_;
 };
 
 }  // namespace

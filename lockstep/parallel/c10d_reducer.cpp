@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <unordered_map>
 
+#include "lockstep/autograd/backward_hook.h"
+#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/parallel/bucket_layout.h"
@@ -18,23 +20,23 @@
 namespace lockstep::detail {
 namespace {
 
-/// What outlives a reducer while a graph that passed its sink still waits for backward.
-struct SinkState {
-  c10d::Reducer* reducer = nullptr;  ///< Null once it is gone.
-  bool delay_all_reduce = false;     ///< A static graph before its first backward.
+/// How many forwards' outputs a backward has passed. Outlives the reducer while a graph waits for
+/// backward.
+struct Passage {
+  int64_t backward = -1;
+  int64_t forwards = 0;
 };
+using Passed = std::shared_ptr<Passage>;
 
 /// Copies the outputs of forward, so that backward passes here whichever of them the loss uses. The
 /// unused ones then send undefined gradients to their parameters, whose hooks fire all the same,
-/// and the reducer can finish. In a static graph's first backward it also asks the reducer to
-/// communicate only after everything is computed.
+/// and the reducer can finish.
 class Sink : public torch::autograd::Function<Sink> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const std::shared_ptr<SinkState>& state,
-                                                at::TensorList outputs) {
+                                                const Passed& passed, at::TensorList outputs) {
     context->set_materialize_grads(false);
-    context->saved_data["state"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(state));
+    context->saved_data["passed"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(passed));
     torch::autograd::variable_list copies;
     for (const at::Tensor& output : outputs) copies.push_back(output.clone());
     return copies;
@@ -42,22 +44,19 @@ class Sink : public torch::autograd::Function<Sink> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    auto holder = context->saved_data["state"].toCapsule();
-    const auto& state = static_cast<Holder&>(*holder).state;
-    if (state->delay_all_reduce) {
-      state->delay_all_reduce = false;
-      torch::autograd::Engine::get_default_engine().queue_callback([state] {
-        if (state->reducer != nullptr) state->reducer->delay_all_reduce();
-      });
-    }
+    auto holder = context->saved_data["passed"].toCapsule();
+    Passage& passage = *static_cast<Holder&>(*holder).passed;
+    if (std::exchange(passage.backward, current_backward()) != passage.backward)
+      passage.forwards = 0;
+    ++passage.forwards;
     gradients.insert(gradients.begin(), at::Tensor());
     return gradients;
   }
 
  private:
   struct Holder : torch::CustomClassHolder {
-    explicit Holder(std::shared_ptr<SinkState> s) : state(std::move(s)) {}
-    std::shared_ptr<SinkState> state;
+    explicit Holder(Passed p) : passed(std::move(p)) {}
+    Passed passed;
   };
 };
 
@@ -121,22 +120,19 @@ class C10dReducer : public GradientReducer {
   C10dReducer(const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
               const DdpOptions& options)
       : group_(group),
-        rank_(group.rank()),
         find_unused_(options.find_unused_parameters && !options.static_graph),
+        static_(options.static_graph),
+        delays_(static_),
         parameters_(parameters),
-        sink_(std::make_shared<SinkState>()),
         reducer_(make_reducer(parameters_, native_of(group), options)) {
     // The reducer uses its logger without asking whether it has one when unused parameters change.
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
     register_hook(*reducer_, group, options);
     if (options.static_graph) reducer_->set_static_graph();
-    sink_->reducer = reducer_.get();
-    sink_->delay_all_reduce = options.static_graph;
   }
 
   ~C10dReducer() override {
-    sink_->reducer = nullptr;
     try {
       logger_.reset();
       reducer_.reset();
@@ -145,25 +141,41 @@ class C10dReducer : public GradientReducer {
     }
   }
 
+  ArrivalRules rules() const override {
+    return {.may_repeat = static_, .may_miss = static_ || find_unused_};
+  }
+
   void before_forward(bool synchronizing) override {
     translate([&] {
-      if (synchronizing) reducer_->prepare_for_forward();
+      // Once for each backward: a static graph's first iteration is counted by it.
+      if (synchronizing && !prepared_) reducer_->prepare_for_forward();
       if (reducer_->rebuild_buckets()) rebuilt_ = true;
     });
   }
 
-  bool wants_outputs() const override {
-    return c10::GradMode::is_enabled() && (find_unused_ || sink_->delay_all_reduce);
-  }
+  bool wants_outputs() const override { return c10::GradMode::is_enabled() && find_unused_; }
 
   void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) override {
-    if (synchronizing) {
-      translate([&] {
-        reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
-      });
-    }
+    if (synchronizing) prepare(outputs);
     if (wants_outputs()) pass_sink(outputs);
   }
+
+  void begin() override {
+    if (!prepared_) {
+      if (find_unused_) throw_unknown_graph();
+      before_forward(true);
+      prepare({});
+    }
+    prepared_ = false;
+  }
+
+  void take(size_t) override {}
+
+  void end_backward() override {
+    if (std::exchange(delays_, false)) reducer_->delay_all_reduce();
+  }
+
+  int64_t used_forwards() const override { return find_unused_ ? passed_->forwards : 1; }
 
   void set_divisor(int divisor) override {
     reducer_->set_forward_pass_work_handle(c10::make_intrusive<Told>(divisor),
@@ -227,6 +239,13 @@ class C10dReducer : public GradientReducer {
     }
   }
 
+  void prepare(const std::vector<at::Tensor>& outputs) {
+    translate([&] {
+      reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
+    });
+    prepared_ = true;
+  }
+
   void pass_sink(std::vector<at::Tensor>& outputs) {
     std::vector<at::Tensor> passing;
     std::vector<size_t> places;
@@ -236,8 +255,21 @@ class C10dReducer : public GradientReducer {
       places.push_back(i);
     }
     if (passing.empty()) return;
-    const auto passed = Sink::apply(sink_, at::TensorList(passing));
+    const auto passed = Sink::apply(passed_, at::TensorList(passing));
     for (size_t i = 0; i < places.size(); ++i) outputs[places[i]] = passed[i];
+  }
+
+  std::string place() const {
+    return "DistributedDataParallel, rank " + std::to_string(group_.rank());
+  }
+
+  [[noreturn]] void throw_unknown_graph() const {
+    throw UsageError(place() +
+                         ": a backward of a forward after which another one ran, or a second "
+                         "one of one forward: find_unused_parameters knows the graph of the "
+                         "last forward only",
+                     "run the backward of each forward before the next forward, or add their "
+                     "losses up for one backward");
   }
 
   /// The reducer's complaint about parameters without a gradient, in our words and with names.
@@ -248,16 +280,18 @@ class C10dReducer : public GradientReducer {
     } catch (const c10::Error& error) {
       const std::string message = error.what_without_backtrace();
       if (message.find("Expected to have finished reduction") == std::string::npos) throw;
-      throw_unfinished(rank_, missing_names(message, parameters_));
+      throw_unfinished(place(), missing_names(message, parameters_));
     }
   }
 
   ProcessGroup group_;
-  int rank_;
-  bool find_unused_;
+  const bool find_unused_;
+  const bool static_;
+  bool delays_;            ///< A static graph before its first backward has ended.
+  bool prepared_ = false;  ///< For a backward that has not begun.
   bool rebuilt_ = false;
   std::vector<ReducedParameter> parameters_;
-  std::shared_ptr<SinkState> sink_;
+  const Passed passed_ = std::make_shared<Passage>();
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
 };

@@ -2,13 +2,16 @@
 
 #include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/gradient_listeners.h"
+#include "lockstep/base/text.h"
 #include "lockstep/parallel/gradient_reducer.h"
+#include "lockstep/parallel/gradient_tracker.h"
 #include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {
@@ -31,28 +34,55 @@ void check_values(const ModuleState& state, const std::string& what) {
   for (const NamedTensor& item : state.buffers) check("buffer", item);
 }
 
+/// A backward with retain_graph does not use its forward up.
+bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_id() != -1 &&
+         torch::autograd::get_current_graph_task_keep_graph();
+}
+
 }  // namespace
 
-struct DdpCore::Impl : Joinable {
+struct DdpCore::Impl : Joinable, GradientReceiver {
   ProcessGroup group;
   std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
   int64_t elements = 0;             ///< That get a gradient.
   int64_t iterations = 0;
-  int64_t steps = 0;  ///< Forward passes whose backward averages gradients.
+  int64_t steps = 0;           ///< That average gradients.
+  std::string what;            ///< For messages.
+  bool wrapped = true;         ///< Forwards tell of themselves.
+  bool fixed = false;          ///< The reducer is the caller's own.
+  bool forwarded = false;      ///< One has.
+  int64_t awaited = 0;         ///< Forwards whose backward is to average, and has not.
+  bool graph_is_kept = false;  ///< By the backward of this round.
   bool synchronizing = true;
   bool sync_buffers = true;
   bool adding_up = false;
   bool has_own_hook = false;           ///< Of the user's, which a Join cannot run for other ranks.
   bool divides_by_size = true;         ///< Also while some ranks have no inputs left.
   std::vector<at::Tensor> parameters;  ///< All, for a Join's end.
-  std::optional<ActiveRanks> active;   ///< In the present iteration of a Join.
+  std::vector<ReducedParameter> reduced;
+  std::optional<ActiveRanks> active;  ///< In the present iteration of a Join.
+  /// Its hooks come before those of the reducer.
+  GradientTracker tracker{*this};
   /// Null when there is nothing to do around forward: one rank and no hook that changes bits.
   std::unique_ptr<GradientReducer> reducer;
-  /// Until the first forward: gradients that come before it would not be averaged.
-  std::unique_ptr<GradientListeners> early;
+
+  Impl(ProcessGroup of, std::string name) : group(std::move(of)), what(std::move(name)) {
+    if (group) return;
+    throw UsageError(what + ": the process group is null",
+                     "ranks that are not in a group must not wrap a module with it");
+  }
+
+  void start(const ModuleState& state, const DdpOptions& options,
+             const ReducerFactory& make_reducer) {
+    check_values(state, what);
+    reduced = state.reduced;
+    for (const ReducedParameter& parameter : reduced) elements += parameter.tensor.numel();
+    if (group.size() > 1 || changes_bits(options)) prepare(state, options, make_reducer);
+  }
 
   void prepare(const ModuleState& state, const DdpOptions& options,
-               const ReducerFactory& make_reducer, const std::string& what) {
+               const ReducerFactory& make_reducer) {
     for (const NamedTensor& item : state.parameters) parameters.push_back(item.tensor.detach());
     if (options.broadcast_buffers) {
       for (const NamedTensor& item : state.buffers) buffers.push_back(item.tensor);
@@ -65,21 +95,79 @@ struct DdpCore::Impl : Joinable {
       broadcast_tensors(tensors, group);
     }
     has_own_hook = options.custom_hook || options.async_custom_hook;
-    reducer = make_reducer ? make_reducer(state.reduced)
-                           : make_gradient_reducer(state.reduced, group, options);
-    early = std::make_unique<GradientListeners>();
-    for (const ReducedParameter& parameter : state.reduced)
-      early->add(parameter.tensor, [this, name = parameter.name] { throw_early(name); });
+    std::vector<at::Tensor> tracked;
+    for (const ReducedParameter& parameter : reduced) tracked.push_back(parameter.tensor);
+    tracker.track(tracked);
+    fixed = make_reducer != nullptr;
+    reducer = fixed ? make_reducer(reduced) : make_gradient_reducer(reduced, group, options);
+    tracker.set_rules(reducer->rules());
   }
 
-  [[noreturn]] void throw_early(const std::string& name) const {
-    throw UsageError("DistributedDataParallel, rank " + std::to_string(group.rank()) +
-                         ": backward gives " + name +
+  void on_backward(size_t index) override {
+    if (!wrapped || forwarded) return;
+    throw UsageError(place() + ": backward gives " + reduced[index].name +
                          " a gradient, but forward of the wrapper was never called: ranks would "
                          "drift apart",
                      "call ddp.forward(...) in place of the module's own forward, or take a "
                      "GradientAverager, which needs no wrapper");
   }
+
+  bool begin_round() override {
+    if (!synchronizing || (wrapped && awaited == 0)) return false;
+    reducer->begin();
+    graph_is_kept = false;
+    if (!wrapped) group.note_steps(++iterations);
+    return true;
+  }
+
+  void take(size_t index) override {
+    graph_is_kept = graph_is_kept || keeps_graph();
+    reducer->take(index);
+  }
+
+  void end_round() override {
+    reducer->end_backward();
+    if (!graph_is_kept) awaited = std::max<int64_t>(0, awaited - reducer->used_forwards());
+  }
+
+  void refuse_second(size_t index, bool same_backward,
+                     const std::vector<size_t>& missing) override {
+    // The backward before may have thrown. Then the one after this is to be a fresh one.
+    awaited = 0;
+    const std::string& name = reduced[index].name;
+    if (wrapped || same_backward)
+      throw UsageError(
+          place() + ": backward gave " + name + " its gradient twice",
+          fixed ? "run the module once in each batch, and its backward once"
+                : "a module that is run again in backward (checkpointing) or outside of this "
+                  "forward needs DistributedDataParallel with DdpOptions::static_graph");
+    throw UsageError(
+        place() + ": backward gives " + name +
+            " a second gradient, but gave none yet to: " + join(names_of(missing), ", "),
+        "average only parameters that every step uses, or take "
+        "DistributedDataParallel with find_unused_parameters. Where the backward "
+        "before threw on all ranks alike, zero the gradients and go on: this comes "
+        "once, except with Reducer::c10d. Else end the run");
+  }
+
+  std::vector<std::string> names_of(const std::vector<size_t>& indices) const {
+    std::vector<std::string> names;
+    for (const size_t index : indices) names.push_back(reduced[index].name);
+    return names;
+  }
+
+  /// Throws where the last backward left parameters without a gradient.
+  void check_complete() {
+    const std::vector<size_t> missing = tracker.missing();
+    if (missing.empty()) return;
+    tracker.forget();
+    awaited = 0;
+    if (!fixed) throw_unfinished(place(), names_of(missing));
+    throw_unfinished(place(), names_of(missing),
+                     "make the loss depend on them in every batch, or freeze them");
+  }
+
+  std::string place() const { return what + ", rank " + std::to_string(group.rank()); }
 
   const ProcessGroup& join_process_group() const override { return group; }
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
@@ -152,19 +240,18 @@ std::unique_ptr<JoinHook> DdpCore::Impl::join_hook(const JoinOptions& options) {
 
 DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
                  const ReducerFactory& make_reducer, const std::string& what)
-    : impl_(std::make_unique<Impl>()) {
-  if (!group) {
-    throw UsageError(what + ": the process group is null",
-                     "ranks that are not in a group must not wrap a module with it");
-  }
-  impl_->group = std::move(group);
-  const ModuleState state = find_module_state(module, options.ignored, what);
-  check_values(state, what);
-  for (const ReducedParameter& parameter : state.reduced) {
-    impl_->elements += parameter.tensor.numel();
-  }
-  if (impl_->group.size() > 1 || changes_bits(options))
-    impl_->prepare(state, options, make_reducer, what);
+    : impl_(std::make_unique<Impl>(std::move(group), what)) {
+  impl_->start(find_module_state(module, options.ignored, what), options, make_reducer);
+}
+
+DdpCore::DdpCore(const ModuleState& state, ProcessGroup group, const DdpOptions& options,
+                 const std::string& what)
+    : impl_(std::make_unique<Impl>(std::move(group), what)) {
+  if (state.reduced.empty())
+    throw UsageError(what + ": no parameter needs a gradient",
+                     "give it the parameters that are trained");
+  impl_->wrapped = false;
+  impl_->start(state, options, {});
 }
 
 DdpCore::~DdpCore() = default;
@@ -176,7 +263,8 @@ void DdpCore::before_forward() {
   if (!impl_->reducer) return;
   impl_->active = Join::notify_join_context(*impl_);
   if (c10::GradMode::is_enabled()) {
-    impl_->early.reset();
+    impl_->check_complete();
+    impl_->forwarded = true;
     impl_->reducer->before_forward(impl_->synchronizing);
   }
   impl_->broadcast_buffers(false);
@@ -198,7 +286,10 @@ void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
   }
   // After a forward whose gradients stay local the buffers stay local too, as in Python.
   impl_->sync_buffers = will_reduce;
-  if (will_reduce) impl_->group.note_steps(++impl_->steps);
+  if (will_reduce) {
+    impl_->group.note_steps(++impl_->steps);
+    ++impl_->awaited;
+  }
   impl_->reducer->before_backward(outputs, will_reduce);
 }
 
@@ -212,6 +303,10 @@ bool DdpCore::adding_up() const {
 
 Joinable& DdpCore::joinable() {
   return *impl_;
+}
+
+void DdpCore::share_buffers() {
+  if (impl_->group.size() > 1) broadcast_tensors(impl_->buffers, impl_->group);
 }
 
 const ProcessGroup& DdpCore::group() const {

@@ -86,11 +86,13 @@ struct DdpStatistics {
 namespace detail {
 
 class GradientReducer;
+struct ModuleState;
 struct ReducedParameter;
 using ReducerFactory =
     std::function<std::unique_ptr<GradientReducer>(const std::vector<ReducedParameter>&)>;
 
-/// The part of DistributedDataParallel that does not depend on the module's type.
+/// The part of DistributedDataParallel that does not depend on the module's type, and all of
+/// GradientAverager.
 class DdpCore {
  public:
   /// `make_reducer` in place of the options' choice of a reducer. `what` names the caller in
@@ -98,13 +100,15 @@ class DdpCore {
   DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
           const ReducerFactory& make_reducer = {},
           const std::string& what = "DistributedDataParallel");
+  /// Without a wrapper: no forward tells of itself, and each backward averages.
+  DdpCore(const ModuleState& state, ProcessGroup group, const DdpOptions& options,
+          const std::string& what);
   ~DdpCore();
   DdpCore(DdpCore&&) noexcept;
   DdpCore& operator=(DdpCore&&) noexcept;
 
   void before_forward();
-  /// True when `after_forward` must see the outputs: unused parameters, a static graph's first
-  /// step.
+  /// True when `after_forward` must see the outputs: for unused parameters.
   bool wants_outputs() const;
   /// May replace the outputs by copies that autograd sees pass.
   void after_forward(std::vector<at::Tensor>& outputs);
@@ -113,6 +117,8 @@ class DdpCore {
   /// The last forward's gradients are not averaged: it was within no_sync.
   bool adding_up() const;
   Joinable& joinable();
+  /// Rank 0's buffers, for all. A collective.
+  void share_buffers();
   DdpStatistics statistics() const;
   const ProcessGroup& group() const;
 
@@ -128,7 +134,7 @@ class DdpCore {
 /// (Li et al., "PyTorch Distributed", VLDB 2020).
 ///
 /// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. Forward may take any
-/// arguments and return anything. With `find_unused_parameters` or `static_graph` the tensors in
+/// arguments and return anything. With `find_unused_parameters` the tensors in
 /// what it returns must be found: it is a tensor, tuple, pair, array, vector, map, optional, a
 /// simple struct, or a type for which `lockstep::OutputTensors` is specialised. Any other is a
 /// UsageError then, which says how.
@@ -143,7 +149,14 @@ class DdpCore {
 ///
 /// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
 /// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their
-/// gradients are not averaged.
+/// gradients are not averaged, unless forwards whose backward has not come are left.
+///
+/// Each backward is averaged: of several forwards, one after the other or in one, several of one
+/// forward (retain_graph), and a gradient penalty. With `find_unused_parameters` a forward needs
+/// its backward before the next forward, or both need one in common: anything else is a UsageError.
+/// A layer that `checkpoint` runs several times gets its whole gradient. From the second step on it
+/// must not run more often than in the first: a UsageError names it. Of c10d's reducer it needs
+/// `static_graph`.
 ///
 /// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the

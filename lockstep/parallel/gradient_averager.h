@@ -32,15 +32,16 @@ struct GradientAveragerOptions {
 ///     torch::optim::SGD optimizer(model.parameters(), 0.1);  // and the loop as it was
 ///
 /// So the model may be on the stack, go into functions as `Net&`, return structs, and run several
-/// times per step; a GAN has an averager for each network. Every rank must run the same backward
-/// passes. Gradients are averaged when all parameters have got theirs, in one backward or in
-/// several. A parameter that stays without one is a UsageError that names it, in the next backward;
-/// for such models take DistributedDataParallel with `find_unused_parameters`. The same error comes
-/// once after a backward that threw. Go on only where it threw on all ranks at the same place:
-/// their calls would no longer fit together. (LibTorch's reducer then fails for ever, as in Python:
-/// make the averager anew.) In a backward of distributed autograd the gradients of its
-/// rpc::AutogradContext are averaged. Parameters that need no gradient when this is made are left
-/// alone: do not unfreeze them afterwards.
+/// times per step; a GAN has an averager for each network. A layer that `checkpoint` runs several
+/// times in a backward must not do it more often than in the first: a UsageError names it. Every
+/// rank must run the same backward passes. Gradients are averaged when all parameters have got
+/// theirs, in one backward or in several. A parameter that stays without one is a UsageError that
+/// names it, in the next backward; for such models take DistributedDataParallel with
+/// `find_unused_parameters`. The same error comes once after a backward that threw. Go on only
+/// where it threw on all ranks at the same place: their calls would no longer fit together.
+/// (LibTorch's reducer then fails for ever, as in Python: make the averager anew.) In a backward of
+/// distributed autograd the gradients of its rpc::AutogradContext are averaged. Parameters that
+/// need no gradient when this is made are left alone: do not unfreeze them afterwards.
 ///
 /// The constructors check that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs), and broadcast those of rank 0. They are collectives. Random

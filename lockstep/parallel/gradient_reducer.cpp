@@ -35,13 +35,12 @@ std::unique_ptr<GradientReducer> make_gradient_reducer(
                    "leave DdpOptions::reducer at Reducer::automatic");
 }
 
-void throw_unfinished(int rank, const std::vector<std::string>& names) {
+void throw_unfinished(const std::string& place, const std::vector<std::string>& names,
+                      const std::string& hint) {
   throw UsageError(
-      "DistributedDataParallel, rank " + std::to_string(rank) +
-          ": the last backward gave no gradient to " +
+      place + ": the last backward gave no gradient to " +
           (names.empty() ? "some parameters" : "these parameters: " + join(names, ", ")),
-      "set DdpOptions::find_unused_parameters (or static_graph, when they are the "
-      "same in every step), or make the loss depend on every output of forward");
+      hint);
 }
 
 }  // namespace lockstep::detail

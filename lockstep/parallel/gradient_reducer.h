@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/gradient_tracker.h"
 
 namespace lockstep::detail {
 
@@ -17,28 +18,28 @@ struct ReducedParameter {
   bool sparse_gradient = false;
 };
 
-/// Averages gradients over a group's ranks while backward runs. One thread at a time, and one
-/// backward at a time.
+/// Averages gradients over a group's ranks while backward runs, as a GradientTracker says that they
+/// come. One backward at a time.
 class GradientReducer {
  public:
   virtual ~GradientReducer() = default;
-  /// Before a forward that records a graph. `synchronizing`: its backward will be reduced. Throws
-  /// UsageError naming the parameters that got no gradient in a backward that reduced others.
+  virtual ArrivalRules rules() const = 0;
+  /// Before a forward that records a graph. `synchronizing`: its backward will be reduced. May make
+  /// the buckets anew, which is a collective.
   virtual void before_forward(bool synchronizing) = 0;
   /// Whether `before_backward` must see the forward's outputs.
   virtual bool wants_outputs() const { return false; }
   /// After such a forward. May replace the outputs.
-  virtual void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) = 0;
-  /// Both of these for a backward that runs already, from the hook of its first gradient. Call it
-  /// before the reducer's own hook of that.
-  virtual void begin_within_backward() {
-    std::vector<at::Tensor> no_outputs;
-    before_forward(true);
-    before_backward(no_outputs, true);
-  }
-  /// Gives up a backward that ended with an exception. The next one is like any other. LibTorch's
-  /// reducer cannot do it.
-  virtual void forget_backward() {}
+  virtual void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) {}
+  /// The first gradient that is to be reduced has come, and is in its parameter. Several backwards
+  /// may follow one forward, or none have gone before: then it does what `before_forward` does.
+  virtual void begin() = 0;
+  /// The gradient of the parameter is complete. With the last one all are reduced.
+  virtual void take(size_t index) = 0;
+  /// Backward has ended, where `rules` let gradients be missing.
+  virtual void end_backward() {}
+  /// How many forwards the backward that has ended used up.
+  virtual int64_t used_forwards() const { return 1; }
   virtual void fill(DdpStatistics& statistics) const = 0;
   /// From the next backward on gradients are divided by this, at first by the group's size.
   virtual void set_divisor(int divisor) = 0;
@@ -61,7 +62,12 @@ std::unique_ptr<GradientReducer> make_bucket_reducer(
     const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
     const DdpOptions& options);
 
-/// The error of a backward that left parameters of these names without a gradient.
-[[noreturn]] void throw_unfinished(int rank, const std::vector<std::string>& names);
+/// The error of a backward that left parameters of these names without a gradient. `place` names
+/// the caller and its rank.
+[[noreturn]] void throw_unfinished(
+    const std::string& place, const std::vector<std::string>& names,
+    const std::string& hint =
+        "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in every "
+        "step), or make the loss depend on every output of forward");
 
 }  // namespace lockstep::detail

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/parallel/output_tensors.h"
 
 namespace lockstep::ddp_test {
@@ -60,6 +61,22 @@ struct Switch : Heads {
     const at::Tensor h = at::tanh(body(x));
     return use_left ? left(h) : right(h);
   }
+};
+
+/// One checkpointed block several times, and with `outside` once more without a checkpoint.
+struct Repeated : torch::nn::Module {
+  Repeated() {
+    register_module("block", block);
+    register_module("head", head);
+  }
+  at::Tensor forward(const at::Tensor& input, int times) {
+    at::Tensor x = outside ? at::tanh(block(input)) : input;
+    for (int i = 0; i < times; ++i)
+      x = checkpoint([this](const at::Tensor& v) { return at::tanh(block(v)); }, x);
+    return head(x);
+  }
+  bool outside = false;
+  torch::nn::Linear block{6, 6}, head{6, 1};
 };
 
 struct Counter : torch::nn::Module {

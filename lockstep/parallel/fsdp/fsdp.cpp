@@ -144,7 +144,6 @@ void FsdpCore::check_complete() {
 
 void FsdpCore::before_forward() {
   check_complete();
-  impl_->gradients->begin_forward();
   impl_->parameters->begin_round();
   if (impl_->sync_buffers) share_buffers();
 }

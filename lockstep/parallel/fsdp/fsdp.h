@@ -158,7 +158,8 @@ class FsdpCore {
 /// **Gradients.** When backward has all gradients of a unit, they are averaged over ranks by a
 /// reduce-scatter. The module's own tensors never keep a gradient, outside of no_sync, which costs
 /// the memory of all of them. While they only add up, a step of the optimizer throws UsageError. A
-/// backward of distributed autograd (rpc::AutogradContext) is a UsageError, too. Parameters
+/// backward of distributed autograd (rpc::AutogradContext) is a UsageError, too. So is a layer that
+/// `checkpoint` runs several times in a backward: its unit is reduced after the first. Parameters
 /// must be given to optimizers that treat every element alike (sgd, adam, adamw, rmsprop, adagrad).
 ///
 /// **The module's parameters** keep their shapes. Reading one anywhere gathers its unit, so all

@@ -11,10 +11,12 @@
 #include <mutex>
 #include <sstream>
 
+#include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/zero_training.h"
 
@@ -25,6 +27,7 @@ using ddp_test::Counter;
 using ddp_test::fill;
 using ddp_test::Lookup;
 using ddp_test::Net;
+using ddp_test::Repeated;
 using ddp_test::Rich;
 using ddp_test::Switch;
 using ddp_test::Tied;
@@ -95,6 +98,57 @@ void expect_bits_of_ddp(int size, const FsdpOptions& options, const Loss& loss) 
     }
     const auto state = whole(fsdp.full_state_dict());
     if (group.rank() == 0) expect_equal(state, a->parameters());
+  });
+}
+
+TEST(Fsdp, ACheckpointedLayerRunsOnceInABackward) {
+  for (FsdpOptions options : {gathered(), in_common()}) {
+    for (const bool find_unused : {false, true}) {
+      options.find_unused_parameters = find_unused;
+      // The end of a checkpoint's own backward is not the end of the backward.
+      expect_bits_of_ddp<Net>(2, options, [](auto& net, int rank, int step) {
+        auto& plain = [&]() -> Net& {
+          if constexpr (std::is_same_v<std::decay_t<decltype(net)>, Net>) return net;
+          return net.module();
+        }();
+        at::Tensor x = net.forward(input(rank, step)).sum() * 0;
+        x = checkpoint([&](const at::Tensor& v) { return plain.first(v); }, input(rank, step) + x);
+        return checkpoint([&](const at::Tensor& v) { return plain.second(v); }, at::tanh(x))
+            .square()
+            .sum();
+      });
+      over_shared_memory(2, [&](ProcessGroup group) {
+        FullyShardedDataParallel fsdp(filled<Repeated>(1), group, options);
+        EXPECT_THAT(test::message_of([&] { fsdp.forward(input(0), 2).sum().backward(); }),
+                    HasSubstr("rank " + std::to_string(group.rank()) + ": backward gave block."));
+      });
+    }
+  }
+}
+
+TEST(Fsdp, SeveralForwardsThenSeveralBackwardsAreAveraged) {
+  over_shared_memory(2, [&](ProcessGroup group) {
+    for (const FsdpOptions& options : {gathered(), in_common()}) {
+      auto a = filled<Net>(1), b = filled<Net>(1);
+      DistributedDataParallel ddp(a, group);
+      FullyShardedDataParallel fsdp(b, group, options);
+      auto ddp_sgd = make_optimizer("sgd", a->parameters(), {.lr = 0.1});
+      auto fsdp_sgd = make_optimizer("sgd", fsdp.parameters(), {.lr = 0.1});
+      for (int step = 0; step < 3; ++step) {
+        const auto run = [&](auto& net) {
+          const at::Tensor first = net.forward(input(group.rank(), step)).square().sum();
+          const at::Tensor second = net.forward(input(group.rank(), step + 7)).abs().sum();
+          first.backward();
+          second.backward();
+        };
+        run(ddp), run(fsdp);
+        ddp_sgd->step(), fsdp_sgd->step();
+        zero_grad(a->parameters()), zero_grad(fsdp.parameters());
+      }
+      const auto state = whole(fsdp.full_state_dict());
+      for (size_t i = 0; i < state.size(); ++i)
+        EXPECT_TRUE(at::allclose(state[i], a->parameters()[i], 1e-5, 1e-6)) << i;
+    }
   });
 }
 

@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -16,34 +14,6 @@
 #include "lockstep/parallel/scaled_copy.h"
 
 namespace lockstep::detail {
-namespace {
-
-using torch::autograd::variable_list;
-/// A shared pointer, of which kind depends on LibTorch's version.
-using NodePtr =
-    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
-}  // namespace
-
-class ShardedGradients::Listener : public PlainPostHook {
- public:
-  Listener(ShardedGradients& owner, size_t unit, size_t member)
-      : owner_(owner), unit_(unit), member_(member) {}
-  variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    owner_.on_gradient(unit_, member_);
-    return outputs;
-  }
-
- private:
-  ShardedGradients& owner_;
-  size_t unit_;
-  size_t member_;
-};
-
-struct ShardedGradients::Listeners {
-  std::vector<std::pair<NodePtr, uintptr_t>> all;
-};
-
 ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
                                    const FsdpOptions& options)
     : parameters_(parameters),
@@ -51,14 +21,16 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at
       reduce_dtype_(options.reduce_dtype),
       find_unused_(options.find_unused_parameters),
       units_(parameters.units().size()),
-      withheld_(pieces_, place()),
-      listeners_(std::make_unique<Listeners>()) {
+      withheld_(pieces_, place()) {
+  std::vector<at::Tensor> tracked;
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = parameters_.units()[u].parameters;
     for (size_t i = 0; i < members.size(); ++i) {
-      if (members[i].tensor.requires_grad()) units_[u].trainable.push_back(i);
+      if (!members[i].tensor.requires_grad()) continue;
+      units_[u].trainable.push_back(i);
+      members_.push_back({u, i});
+      tracked.push_back(members[i].tensor);
     }
-    for (size_t i = 0; i < units_[u].trainable.size(); ++i) listen(u, i);
     if (!units_[u].trainable.empty()) order_.insert(order_.begin(), u);
   }
   for (const Piece& piece : parameters_.pieces()) {
@@ -67,56 +39,47 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at
     units_[piece.unit].pieces.push_back(places_.size());
     places_.push_back(piece);
   }
-  expect_all();
+  tracker_.track(tracked);
 }
 
-ShardedGradients::~ShardedGradients() {
-  for (const auto& [accumulator, key] : listeners_->all) accumulator->del_post_hook(key);
-}
+ShardedGradients::~ShardedGradients() = default;
 
-void ShardedGradients::listen(size_t unit, size_t member) {
-  const auto& item = parameters_.units()[unit].parameters[units_[unit].trainable[member]];
-  // The parameter holds it weakly.
-  auto accumulator = torch::autograd::impl::grad_accumulator(item.tensor);
-  const uintptr_t key = accumulator->add_post_hook(std::make_unique<Listener>(*this, unit, member));
-  listeners_->all.emplace_back(std::move(accumulator), key);
-}
-
-void ShardedGradients::expect_all() {
-  for (Unit& unit : units_) {
-    unit.arrived.assign(unit.trainable.size(), false);
-    unit.awaited = unit.trainable.size();
-  }
+bool ShardedGradients::begin_round() {
+  if (!synchronizing_) return false;
+  for (Unit& unit : units_) unit.awaited = unit.trainable.size();
+  if (!ordered_) arrivals_.clear();
   next_ = 0;
-  open_ = false;
+  complete_ = false;
+  return true;
 }
 
 std::string ShardedGradients::place() const {
   return "FullyShardedDataParallel, rank " + std::to_string(parameters_.group().rank());
 }
 
-void ShardedGradients::on_gradient(size_t unit, size_t member) {
-  if (!begun_) {
-    refuse_distributed_autograd(place());
-    begun_ = true;
-    parameters_.begin_backward();
-    if (synchronizing_) withheld_.release();
-    after_backward([this] { on_end(); });
-  }
-  if (!synchronizing_) return;
-  open_ = true;
-  Unit& its = units_[unit];
-  if (its.arrived[member]) {
-    const auto& item = parameters_.units()[unit].parameters[its.trainable[member]];
-    throw UsageError(place() + ": backward gave " + item.name + " its gradient twice",
-                     "a module that is run again within backward must not share parameters with "
-                     "what runs outside of it");
-  }
-  its.arrived[member] = true;
-  if (--its.awaited > 0) return;
+const FlatParameter& ShardedGradients::parameter(size_t index) const {
+  return parameters_.units()[members_[index].unit].parameters[members_[index].parameter];
+}
+
+void ShardedGradients::on_backward(size_t) {
+  refuse_distributed_autograd(place());
+  parameters_.begin_backward();
+  if (synchronizing_) withheld_.release();
+  after_backward([this] { on_end(); });
+}
+
+void ShardedGradients::take(size_t index) {
+  const size_t unit = members_[index].unit;
+  if (--units_[unit].awaited > 0) return;
   if (!ordered_) arrivals_.push_back(unit);
   parameters_.release(unit);
   reduce_in_turn();
+}
+
+void ShardedGradients::refuse_second(size_t index, bool, const std::vector<size_t>&) {
+  throw UsageError(place() + ": backward gave " + parameter(index).name + " its gradient twice",
+                   "a module that is run again within backward (checkpointing) must not share "
+                   "parameters with what runs outside of it, or run twice");
 }
 
 /// All but the last, which waits for the end: then nothing is left to compute meanwhile.
@@ -126,21 +89,18 @@ void ShardedGradients::reduce_in_turn() {
     reduce(order_[next_], /*wait=*/false);
 }
 
-/// Backward has run all of its nodes, or those within a node of it.
+/// Backward has run all of its nodes.
 void ShardedGradients::on_end() {
-  begun_ = false;
   if (!synchronizing_) {
     withheld_.withhold();
     return parameters_.end_round();
   }
-  const bool complete =
-      std::all_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.awaited == 0; });
-  if (!complete && !find_unused_) return;
+  if (!complete_ && !find_unused_) return;
   const c10::AutoGradMode no_grad(false);
   for (; next_ < order_.size(); ++next_) reduce(order_[next_], /*wait=*/next_ + 1 == order_.size());
   for (Reduction& reduction : std::exchange(running_, {})) take_result(std::move(reduction));
   if (!ordered_) agree_on_order();
-  expect_all();
+  tracker_.forget();
   // No rank has finished the last reduction before all have begun it: nobody reads any more.
   parameters_.end_round(/*all_know=*/true);
 }
@@ -258,13 +218,7 @@ bool ShardedGradients::has_local() const {
 
 std::vector<std::string> ShardedGradients::missing() const {
   std::vector<std::string> names;
-  if (!open_) return names;
-  for (size_t u = 0; u < units_.size(); ++u) {
-    for (size_t i = 0; i < units_[u].trainable.size(); ++i) {
-      if (!units_[u].arrived[i])
-        names.push_back(parameters_.units()[u].parameters[units_[u].trainable[i]].name);
-    }
-  }
+  for (const size_t index : tracker_.missing()) names.push_back(parameter(index).name);
   return names;
 }
 
@@ -275,9 +229,7 @@ void ShardedGradients::forget() {
   }
   withheld_.release();
   running_.clear();
-  arrivals_.clear();
-  begun_ = false;
-  expect_all();
+  tracker_.forget();
 }
 
 int64_t ShardedGradients::bytes() const {

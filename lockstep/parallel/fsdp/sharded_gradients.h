@@ -9,6 +9,7 @@
 
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "lockstep/parallel/fsdp/withheld_gradients.h"
+#include "lockstep/parallel/gradient_tracker.h"
 
 namespace lockstep::detail {
 
@@ -18,20 +19,18 @@ namespace lockstep::detail {
 /// unit's parameters too. A reduce-scatter of the buffer adds this rank's shard to the gradients of
 /// its pieces. Units are reduced in one order on all ranks: at first the opposite of the module's,
 /// then that in which rank 0's first gradients came.
-class ShardedGradients {
+class ShardedGradients : private GradientReceiver {
  public:
   /// `pieces`: what the optimizer updates, one for each of `parameters.pieces()` that needs a
   /// gradient, in that order. They get gradients.
   ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
                    const FsdpOptions& options);
-  ~ShardedGradients();
+  ~ShardedGradients() override;
   ShardedGradients(const ShardedGradients&) = delete;
   ShardedGradients& operator=(const ShardedGradients&) = delete;
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
   bool& synchronizing() { return synchronizing_; }
-  /// Before a forward: what a backward that failed has begun is over.
-  void begin_forward() { begun_ = false; }
   /// Whether gradients wait in the module that were not reduced.
   bool has_local() const;
   /// Names of the parameters that a backward left without a gradient; empty when it is complete.
@@ -45,10 +44,9 @@ class ShardedGradients {
  private:
   struct Unit {
     std::vector<size_t> trainable;  ///< Indices of its parameters that need a gradient.
-    std::vector<bool> arrived;      ///< Of those.
-    size_t awaited = 0;
-    at::Tensor gradient;         ///< This rank's shard, with pieces' gradients in it.
-    std::vector<size_t> pieces;  ///< Indices of this rank's.
+    size_t awaited = 0;             ///< Gradients of those.
+    at::Tensor gradient;            ///< This rank's shard, with pieces' gradients in it.
+    std::vector<size_t> pieces;     ///< Indices of this rank's.
   };
   /// A reduction that is under way.
   struct Reduction {
@@ -57,12 +55,19 @@ class ShardedGradients {
     at::Tensor result;
     Work work;
   };
-  class Listener;
+  /// A parameter that needs a gradient.
+  struct Member {
+    size_t unit;
+    size_t parameter;  ///< In the unit.
+  };
 
-  void listen(size_t unit, size_t member);
-  void on_gradient(size_t unit, size_t member);
+  void on_backward(size_t index) override;
+  bool begin_round() override;
+  void take(size_t index) override;
+  void end_round() override { complete_ = true; }
+  void refuse_second(size_t index, bool same_backward, const std::vector<size_t>& missing) override;
   void on_end();
-  void expect_all();
+  const FlatParameter& parameter(size_t index) const;
   void reduce_in_turn();
   void reduce(size_t unit, bool wait);
   void stage(const Unit& unit, size_t index, const at::Tensor& staged);
@@ -82,16 +87,15 @@ class ShardedGradients {
   std::vector<size_t> arrivals_;  ///< In which they were complete, until the order follows it.
   size_t next_ = 0;               ///< In `order_`.
   bool ordered_ = false;
-  bool begun_ = false;  ///< A backward has given a gradient, and has not ended.
-  bool open_ = false;   ///< One has ended before all gradients were there, or is under way.
+  bool complete_ = false;  ///< All gradients have come in this backward or before.
   bool synchronizing_ = true;
   std::vector<at::Tensor> buffers_;  ///< In turn.
   size_t turn_ = 0;
   std::vector<Reduction> running_;
   int64_t reductions_ = 0;
   WithheldGradients withheld_;
-  struct Listeners;
-  std::unique_ptr<Listeners> listeners_;
+  std::vector<Member> members_;
+  GradientTracker tracker_{*this};
 };
 
 }  // namespace lockstep::detail

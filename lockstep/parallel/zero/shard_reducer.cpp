@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/scaled_copy.h"
@@ -24,30 +23,32 @@ constexpr size_t kInFlight = 2;
 
 }  // namespace
 
-ShardReducer::ShardReducer(ShardedOptimizer& optimizer, std::vector<std::string> names,
-                           std::string what, std::optional<at::ScalarType> dtype)
+ShardReducer::ShardReducer(ShardedOptimizer& optimizer,
+                           const std::vector<ReducedParameter>& parameters, std::string what,
+                           std::optional<at::ScalarType> dtype)
     : optimizer_(optimizer),
-      names_(std::move(names)),
       what_(std::move(what)),
       dtype_(dtype),
       divisor_(optimizer.shards().group().size()) {
   const ParameterShards& shards = optimizer_.shards();
   bucket_of_.resize(shards.parameters().size());
-  ready_.resize(bucket_of_.size());
+  names_.resize(bucket_of_.size());
   cuts_.resize(bucket_of_.size());
   means_.resize(shards.layout().size());
   order_.resize(means_.size());
   std::iota(order_.begin(), order_.end(), 0);
   for (size_t bucket = 0; bucket < means_.size(); ++bucket) {
-    for (const size_t index : shards.layout()[bucket].parameters) {
-      bucket_of_[index] = bucket;
-      listeners_.add(shards.parameters()[index], [this, index] { on_gradient(index); });
-    }
+    for (const size_t index : shards.layout()[bucket].parameters) bucket_of_[index] = bucket;
+  }
+  for (const ReducedParameter& parameter : parameters) {
+    const auto& all = shards.parameters();
+    const auto same = [&](const at::Tensor& other) { return other.is_same(parameter.tensor); };
+    indices_.push_back(std::find_if(all.begin(), all.end(), same) - all.begin());
+    names_.at(indices_.back()) = parameter.name;
   }
 }
 
 void ShardReducer::before_forward(bool) {
-  if (begun_) throw_missing();
   if (ordered_ || arrived_.size() != order_.size()) return;
   // Rank 0's order, so that all ranks make the same calls.
   at::Tensor order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
@@ -62,35 +63,21 @@ void ShardReducer::before_forward(bool) {
   ordered_ = true;
 }
 
-void ShardReducer::before_backward(std::vector<at::Tensor>&, bool synchronizing) {
-  if (!synchronizing) return;
-  const ShardLayout& layout = optimizer_.shards().layout();
+void ShardReducer::begin() {
+  before_forward(true);
+  sent_.clear();
   pending_.clear();
-  for (const ShardBucket& bucket : layout) pending_.push_back(bucket.parameters.size());
-  std::fill(ready_.begin(), ready_.end(), false);
+  for (const ShardBucket& bucket : optimizer_.shards().layout())
+    pending_.push_back(bucket.parameters.size());
   if (!ordered_) arrived_.clear();
   next_ = 0;
-  expecting_ = true;
 }
 
-void ShardReducer::on_gradient(size_t index) {
-  if (!expecting_) return;
-  if (ready_[index])
-    throw UsageError(what_ + ", rank " + std::to_string(optimizer_.shards().group().rank()) +
-                         ": backward gave " + names_[index] + " its gradient twice",
-                     "run the module once in each batch, and its backward once");
-  ready_[index] = begun_ = true;
-  const size_t bucket = bucket_of_[index];
+void ShardReducer::take(size_t index) {
+  const size_t bucket = bucket_of_[indices_[index]];
   if (--pending_[bucket] > 0) return;
   if (!ordered_) arrived_.push_back(bucket);
-  try {
-    reduce_what_is_ready();
-  } catch (...) {
-    // What is missing now is not the user's fault.
-    begun_ = expecting_ = false;
-    sent_.clear();
-    throw;
-  }
+  reduce_what_is_ready();
 }
 
 void ShardReducer::reduce_what_is_ready() {
@@ -100,8 +87,7 @@ void ShardReducer::reduce_what_is_ready() {
 }
 
 void ShardReducer::reduce_zeros() {
-  std::vector<at::Tensor> none;
-  before_backward(none, true);
+  begin();
   std::fill(pending_.begin(), pending_.end(), 0);
   for (const at::Tensor& parameter : optimizer_.shards().parameters())
     parameter.mutable_grad().reset();
@@ -248,20 +234,7 @@ void ShardReducer::finish() {
     }
     part.mutable_grad() = cuts_[i];
   }
-  begun_ = expecting_ = false;
   has_means_ = true;
-}
-
-void ShardReducer::throw_missing() const {
-  std::vector<std::string> missing;
-  const ParameterShards& shards = optimizer_.shards();
-  for (size_t i = 0; i < ready_.size(); ++i) {
-    if (shards.has(i) && !ready_[i]) missing.push_back(names_[i]);
-  }
-  throw UsageError(
-      what_ + ", rank " + std::to_string(shards.group().rank()) +
-          ": the last backward gave no gradient to these parameters: " + join(missing, ", "),
-      "make the loss depend on them in every batch, or freeze them");
 }
 
 void ShardReducer::fill(DdpStatistics& statistics) const {

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/gradient_listeners.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
 
@@ -19,13 +18,15 @@ namespace lockstep::detail {
 /// time, and one backward at a time.
 class ShardReducer : public GradientReducer {
  public:
-  /// `names`: of the optimizer's parameters, for messages. `dtype`: to reduce in, in place of the
-  /// gradients' own. A rank's optimizer must outlive this.
-  ShardReducer(ShardedOptimizer& optimizer, std::vector<std::string> names, std::string what,
-               std::optional<at::ScalarType> dtype);
+  /// `parameters`: those of the optimizer's that need a gradient. `dtype`: to reduce in, in place
+  /// of the gradients' own. A rank's optimizer must outlive this.
+  ShardReducer(ShardedOptimizer& optimizer, const std::vector<ReducedParameter>& parameters,
+               std::string what, std::optional<at::ScalarType> dtype);
 
+  ArrivalRules rules() const override { return {}; }
   void before_forward(bool synchronizing) override;
-  void before_backward(std::vector<at::Tensor>& outputs, bool synchronizing) override;
+  void begin() override;
+  void take(size_t index) override;
   void fill(DdpStatistics& statistics) const override;
   void set_divisor(int divisor) override { divisor_ = divisor; }
   void reduce_zeros() override;
@@ -46,7 +47,6 @@ class ShardReducer : public GradientReducer {
     bool adds = false;
   };
 
-  void on_gradient(size_t parameter);
   void reduce_what_is_ready();
   void reduce(size_t bucket);
   void reduce_in_parts(size_t bucket);
@@ -56,15 +56,14 @@ class ShardReducer : public GradientReducer {
             int64_t end, const at::Tensor& target) const;
   void receive(size_t most_in_flight);
   void finish();
-  [[noreturn]] void throw_missing() const;
 
   ShardedOptimizer& optimizer_;
-  const std::vector<std::string> names_;
+  std::vector<std::string> names_;  ///< By parameter of the optimizer, as all that follows.
+  std::vector<size_t> indices_;     ///< Of the parameters that need a gradient.
   const std::string what_;
   const std::optional<at::ScalarType> dtype_;
   int divisor_;
-  std::vector<size_t> bucket_of_;  ///< By parameter.
-  std::vector<bool> ready_;        ///< In this backward, by parameter.
+  std::vector<size_t> bucket_of_;
   std::vector<size_t> pending_;    ///< Gradients that are still to come, by bucket.
   std::vector<size_t> order_;      ///< In which buckets are reduced.
   std::vector<size_t> arrived_;    ///< The order in which the first backward filled them.
@@ -74,9 +73,6 @@ class ShardReducer : public GradientReducer {
   bool has_means_ = false;
   std::deque<Sent> sent_;
   size_t next_ = 0;  ///< The first of `order_` that has not been sent.
-  bool expecting_ = false;
-  bool begun_ = false;
-  GradientListeners listeners_;
 };
 
 }  // namespace lockstep::detail

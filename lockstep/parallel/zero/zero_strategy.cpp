@@ -77,8 +77,8 @@ class ZeroStrategy : public detail::WholeModelStrategy {
       options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
       average_gradients(options);
     } else {
-      average_gradients({}, [&](const auto&) {
-        auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, names(), name_,
+      average_gradients({}, [&](const auto& parameters) {
+        auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, parameters, name_,
                                                               setup.options.reduce_dtype);
         reducer_ = reducer.get();
         return reducer;
@@ -124,19 +124,6 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   }
 
  private:
-  /// Of the parameters, in their order.
-  std::vector<std::string> names() {
-    std::vector<std::string> names;
-    for (const at::Tensor& parameter : parameters()) {
-      for (const auto& item : module().named_parameters()) {
-        if (!item.value().is_same(parameter)) continue;
-        names.push_back(item.key());
-        break;
-      }
-    }
-    return names;
-  }
-
   std::string name_;
   detail::ShardedOptimizer optimizer_;
   detail::ShardReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it.

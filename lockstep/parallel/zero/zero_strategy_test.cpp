@@ -5,6 +5,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp_strategy.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/plain_optimizers.h"
 #include "tests/support/published.h"
@@ -75,6 +76,33 @@ class ZeroStrategy : public test::OverBackends {
   void SetUp() override { at::set_num_threads(1); }
 };
 INSTANTIATE_TEST_SUITE_P(All, ZeroStrategy, test::over_backends(), test::backend_name);
+
+TEST_P(ZeroStrategy, ACheckpointedLayerThatRunsTwiceIsAveragedOrRefused) {
+  run_group(2, [](const ProcessGroup& group) {
+    for (const auto& [name, make] : kStages) {
+      auto net = std::make_shared<ddp_test::Repeated>();
+      ddp_test::fill(*net, 1);
+      const auto strategy = make({.module = net,
+                                  .make_optimizer = zero_test::factory_of({.optimizer = "sgd"}),
+                                  .group = group});
+      const auto step = [&] {
+        strategy->run_batch({.loss = [&] {
+          return net->forward(ddp_test::values({4, 6}, group.rank()), 2).sum();
+        }});
+      };
+      if (name == "zero2") {
+        EXPECT_THAT(
+            test::message_of(step),
+            HasSubstr("zero2, rank " + std::to_string(group.rank()) + ": backward gave block."));
+        continue;
+      }
+      step();
+      at::Tensor mean = net->block->weight.grad().clone();
+      group.broadcast(mean, 0);
+      EXPECT_TRUE(at::equal(mean, net->block->weight.grad()));
+    }
+  });
+}
 
 TEST_P(ZeroStrategy, HasTheBitsOfDdp) {
   for (const int ranks : {1, 2, 3, 4}) {

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "lockstep/autograd/backward_hook.h"
+
+namespace lockstep::detail {
+
+/// Which gradients a receiver can do with.
+struct ArrivalRules {
+  /// It need not have a gradient at once. So one that comes several times in a backward is waited
+  /// for: until the end of the first backward, and from then on as often as it came there.
+  bool can_wait = false;
+  bool may_repeat = false;  ///< Gradients may come several times in a backward. It counts itself.
+  bool may_miss = false;    ///< A round ends with its backward, whatever has come.
+};
+
+/// What a GradientTracker tells. Calls come one at a time, on the threads that run backward.
+class GradientReceiver {
+ public:
+  virtual ~GradientReceiver() = default;
+  /// The first gradient of a backward has come, of the parameter `index`.
+  virtual void on_backward(size_t index) {}
+  /// The first gradient of a round. False: this backward's gradients are left alone.
+  virtual bool begin_round() = 0;
+  /// The gradient of this round is there.
+  virtual void take(size_t index) = 0;
+  /// All have been taken.
+  virtual void end_round() = 0;
+  /// The parameter got a second gradient in a round: in the `same_backward`, or in a later one
+  /// while others are `missing`. The round is given up. It is to throw.
+  virtual void refuse_second(size_t index, bool same_backward,
+                             const std::vector<size_t>& missing) = 0;
+};
+
+/// Sees the gradients of some parameters come: on the thread that runs backward, when one has been
+/// added to its parameter, also an undefined one. A round is one gradient of each, in one backward
+/// or in several.
+class GradientTracker {
+ public:
+  explicit GradientTracker(GradientReceiver& receiver) : receiver_(receiver) {}
+  ~GradientTracker() { let_go(); }
+  GradientTracker(const GradientTracker&) = delete;
+  GradientTracker& operator=(const GradientTracker&) = delete;
+
+  /// From now on of these, in place of those before.
+  void track(const std::vector<at::Tensor>& parameters);
+  void set_rules(const ArrivalRules& rules) { rules_ = rules; }
+  /// Indices of those that an open round lacks. Empty where none is open.
+  std::vector<size_t> missing() const;
+  /// Gives up the round.
+  void forget();
+
+ private:
+  class Hook;
+  static constexpr int64_t kNone = -1;
+  /// A shared pointer, of which kind depends on LibTorch's version.
+  using NodePtr =
+      decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  struct Tracked {
+    NodePtr accumulator;  ///< The parameter holds it weakly.
+    uintptr_t hook = 0;
+    int64_t backward = kNone;  ///< The last one in which a gradient came.
+    int64_t arrivals = 0;      ///< In that.
+    int64_t expected = 1;      ///< Of a backward, where it is known.
+    bool arrived = false;      ///< In this round.
+    bool taken = false;
+  };
+
+  void on_gradient(size_t index);
+  void on_end(int64_t backward);
+  void refuse(size_t index, bool same_backward);
+  bool is_whole(const Tracked& its) const;
+  void take(size_t index);
+  void let_go();
+
+  GradientReceiver& receiver_;
+  ArrivalRules rules_;
+  std::mutex mutex_;
+  std::vector<Tracked> all_;
+  std::vector<size_t> waiting_;  ///< Have come in this backward, and are not taken.
+  int64_t backward_ = kNone;     ///< The last one.
+  size_t awaited_ = 0;           ///< In an open round.
+  bool open_ = false;
+  bool learned_ = false;  ///< How often gradients come in a backward.
+  bool ends_ = false;     ///< `on_end` will be called for this backward.
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,253 @@
+// Gradients that come in other ways than once in the one backward of each forward.
+#include "lockstep/parallel/gradient_tracker.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/gradient_averager.h"
+#include "tests/support/ddp_test_modules.h"
+#include "tests/support/message_of.h"
+#include "tests/support/over_backends.h"
+
+namespace lockstep {
+namespace gradient_tracker_test {
+
+using ddp_test::fill;
+using ddp_test::Repeated;
+using ddp_test::values;
+using test::message_of;
+using ::testing::HasSubstr;
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor input(int rank, int step) {
+  return values({4, 6}, 10 * rank + step);
+}
+
+/// Twice differentiable in all of its parameters.
+struct Smooth : torch::nn::Module {
+  Smooth() {
+    register_module("first", first);
+    register_module("second", second);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x))); }
+  torch::nn::Linear first{6, 5}, second{torch::nn::LinearOptions(5, 3).bias(false)};
+};
+
+/// The mean over the ranks of the gradients that `run` leaves, on one process.
+template <class Module, class Run>
+Tensors mean_gradients(int ranks, const Module& like, Run run) {
+  Tensors mean;
+  for (int rank = 0; rank < ranks; ++rank) {
+    Module net;
+    const auto parameters = net.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i)
+      parameters[i].data().copy_(like.parameters()[i].detach());
+    run(net, rank);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor part = parameters[i].grad() / ranks;
+      rank == 0 ? mean.push_back(part) : static_cast<void>(mean[i] += part);
+    }
+  }
+  return mean;
+}
+
+void expect_gradients(const torch::nn::Module& module, const Tensors& expected) {
+  const auto parameters = module.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    ASSERT_TRUE(parameters[i].grad().defined()) << i;
+    EXPECT_TRUE(at::allclose(parameters[i].grad(), expected[i], 1e-4, 1e-6)) << i;
+  }
+}
+
+DdpOptions with(Reducer reducer, bool static_graph = false, bool views = false) {
+  DdpOptions options;
+  options.reducer = reducer;
+  options.static_graph = static_graph;
+  options.gradient_as_bucket_view = views || reducer == Reducer::lockstep;
+  options.bucket_cap_mb = options.first_bucket_mb = 50.0 / (1024 * 1024);
+  return options;
+}
+
+/// What can average without knowing the outputs of a forward.
+const std::vector<DdpOptions>& all_options() {
+  static const std::vector<DdpOptions> all{with(Reducer::lockstep), with(Reducer::c10d),
+                                           with(Reducer::c10d, /*static_graph=*/true),
+                                           with(Reducer::c10d, false, /*views=*/true)};
+  return all;
+}
+
+std::string name_of(const DdpOptions& options) {
+  return std::string(options.reducer == Reducer::c10d ? "c10d" : "lockstep") +
+         (options.static_graph ? ", static" : "") +
+         (options.gradient_as_bucket_view == true ? ", views" : "");
+}
+
+class Tracker : public test::OverBackends {};
+INSTANTIATE_TEST_SUITE_P(All, Tracker, test::over_backends(), test::backend_name);
+
+TEST_P(Tracker, ALayerThatIsCheckpointedTwiceGetsItsWholeGradient) {
+  for (const bool outside : {false, true}) {
+    for (const bool walks : {false, true}) {
+      run_group(2, [&](ProcessGroup group) {
+        const auto step = [&](auto&& forward, int rank, int number) {
+          const at::Tensor loss = forward(input(rank, number), 2 + number % 2).square().mean();
+          walks ? backward(loss) : loss.backward();
+        };
+        auto net = std::make_shared<Repeated>(), other = std::make_shared<Repeated>();
+        net->outside = other->outside = outside;
+        fill(*net, 1);
+        fill(*other, 1);
+        DistributedDataParallel ddp(net, group, with(Reducer::lockstep));
+        GradientAverager averager(*other, group);
+        // Once more than in the first step is refused, and once less is not.
+        for (const int number : {1, 1, 0}) {
+          const Tensors expected = mean_gradients(2, *net, [&](Repeated& one, int rank) {
+            one.outside = outside;
+            step([&](auto&&... x) { return one.forward(x...); }, rank, number);
+          });
+          zero_grad(net->parameters());
+          zero_grad(other->parameters());
+          step(ddp, group.rank(), number);
+          step([&](auto&&... x) { return other->forward(x...); }, group.rank(), number);
+          expect_gradients(*net, expected);
+          expect_gradients(*other, expected);
+        }
+        EXPECT_THAT(message_of([&] { ddp(input(0, 0), 5).sum().backward(); }),
+                    HasSubstr("DistributedDataParallel, rank " + std::to_string(group.rank()) +
+                              ": backward gave block."));
+        EXPECT_THAT(message_of([&] { other->forward(input(0, 0), 5).sum().backward(); }),
+                    HasSubstr("GradientAverager, rank " + std::to_string(group.rank()) +
+                              ": backward gave block."));
+      });
+    }
+  }
+}
+
+TEST_P(Tracker, LibTorchsReducerRefusesALayerThatIsCheckpointedTwice) {
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Repeated>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group, with(Reducer::c10d));
+    EXPECT_THAT(message_of([&] { ddp(input(0, 0), 2).sum().backward(); }),
+                ::testing::AllOf(HasSubstr("block."), HasSubstr("static_graph")));
+  });
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Repeated>();
+    fill(*net, 1);
+    DistributedDataParallel ddp(net, group, with(Reducer::c10d, /*static_graph=*/true));
+    for (int step = 0; step < 3; ++step) {
+      const auto run = [&](auto& module, int rank) {
+        module.forward(input(rank, step), 2).square().mean().backward();
+      };
+      const Tensors expected = mean_gradients(2, *net, run);
+      zero_grad(net->parameters());
+      run(ddp, group.rank());
+      expect_gradients(*net, expected);
+    }
+  });
+}
+
+TEST_P(Tracker, SeveralForwardsThenSeveralBackwardsAreAveraged) {
+  for (const DdpOptions& options : all_options()) {
+    run_group(2, [&](ProcessGroup group) {
+      SCOPED_TRACE(name_of(options));
+      auto net = std::make_shared<Smooth>();
+      fill(*net, 1);
+      DistributedDataParallel ddp(net, group, options);
+      for (int step = 0; step < 4; ++step) {
+        const auto run = [&](auto& module, int rank) {
+          const at::Tensor a = module.forward(input(rank, step)).square().mean();
+          const at::Tensor b = module.forward(input(rank, step + 7)).abs().mean();
+          a.backward();
+          const at::Tensor c = module.forward(input(rank, step + 9)).square().mean();
+          b.backward();
+          c.backward();
+        };
+        const Tensors expected = mean_gradients(2, *net, run);
+        zero_grad(net->parameters());
+        run(ddp, group.rank());
+        expect_gradients(*net, expected);
+      }
+    });
+  }
+}
+
+TEST_P(Tracker, SeveralBackwardsOfOneForwardAreAveraged) {
+  for (const DdpOptions& options : all_options()) {
+    run_group(2, [&](ProcessGroup group) {
+      SCOPED_TRACE(name_of(options));
+      auto net = std::make_shared<Smooth>();
+      fill(*net, 1);
+      DistributedDataParallel ddp(net, group, options);
+      for (int step = 0; step < 3; ++step) {
+        const auto run = [&](auto& module, int rank) {
+          const at::Tensor y = module.forward(input(rank, step));
+          y.square().mean().backward({}, /*retain_graph=*/true);
+          y.abs().mean().backward();
+        };
+        const Tensors expected = mean_gradients(2, *net, run);
+        zero_grad(net->parameters());
+        run(ddp, group.rank());
+        expect_gradients(*net, expected);
+      }
+    });
+  }
+}
+
+TEST_P(Tracker, AGradientPenaltyIsAveraged) {
+  for (const bool alone : {true, false}) {
+    for (const DdpOptions& options : all_options()) {
+      run_group(2, [&](ProcessGroup group) {
+        SCOPED_TRACE(name_of(options) + (alone ? ", alone" : ""));
+        auto net = std::make_shared<Smooth>();
+        fill(*net, 1);
+        DistributedDataParallel ddp(net, group, options);
+        for (int step = 0; step < 3; ++step) {
+          const auto run = [&](auto& module, int rank) {
+            const at::Tensor x = input(rank, step).requires_grad_();
+            const at::Tensor y = module.forward(x);
+            const at::Tensor slope =
+                torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true,
+                                      /*create_graph=*/true)[0];
+            slope.square().sum().backward({}, /*retain_graph=*/!alone);
+            if (!alone) y.square().mean().backward();
+          };
+          const Tensors expected = mean_gradients(2, *net, run);
+          zero_grad(net->parameters());
+          run(ddp, group.rank());
+          expect_gradients(*net, expected);
+        }
+      });
+    }
+  }
+}
+
+TEST_P(Tracker, UnusedParametersAreFoundForTheLastForwardOnly) {
+  run_group(2, [&](ProcessGroup group) {
+    auto net = std::make_shared<Smooth>();
+    fill(*net, 1);
+    DdpOptions options;
+    options.find_unused_parameters = true;
+    DistributedDataParallel ddp(net, group, options);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor a = ddp(input(group.rank(), step)).square().mean();
+      const at::Tensor b = ddp(input(group.rank(), step + 7)).abs().mean();
+      (a + b).backward();
+      // One backward has used both up: a plain pass is none of theirs.
+      net->forward(input(0, 0)).sum().backward();
+    }
+    const at::Tensor a = ddp(input(group.rank(), 0)).sum();
+    const at::Tensor b = ddp(input(group.rank(), 1)).sum();
+    a.backward();
+    EXPECT_THAT(message_of([&] { b.backward(); }), HasSubstr("find_unused_parameters"));
+  });
+}
+
+}  // namespace gradient_tracker_test
+}  // namespace lockstep
