@@ -107,7 +107,7 @@ std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
 
 /// One bucket on its way.
 struct Compression {
-  std::shared_ptr<PowerSGDState> state;
+  std::shared_ptr<PowerSGDState::Impl> state;
   ProcessGroup group;
   size_t index;
   bool is_last;
@@ -121,7 +121,7 @@ struct Compression {
   std::vector<at::Tensor> ps = {}, qs = {};             ///< Views of it.
   Work uncompressed_work = {}, ps_work = {};
 
-  PowerSGDState::Impl& kept() const { return state->impl(); }
+  PowerSGDState::Impl& kept() const { return *state; }
   const PowerSGDOptions& options() const { return kept().options; }
 
   void divide_tensors(const GradientBucket& bucket) {
@@ -254,7 +254,7 @@ struct Compression {
 
 /// The same with the bucket as one square matrix.
 struct SquareCompression {
-  std::shared_ptr<PowerSGDState> state;
+  std::shared_ptr<PowerSGDState::Impl> state;
   ProcessGroup group;
   size_t index;
   bool is_last;
@@ -263,7 +263,7 @@ struct SquareCompression {
   at::Tensor p = {}, q = {};  ///< The state's.
   Work p_work = {};
 
-  PowerSGDState::Impl& kept() const { return state->impl(); }
+  PowerSGDState::Impl& kept() const { return *state; }
 
   void start() {
     const int64_t length = gradients.numel();
@@ -307,13 +307,12 @@ struct SquareCompression {
 };
 
 template <class Start>
-AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState> state, const char* name, Start start) {
-  if (!state) throw UsageError(std::string(name) + ": the state is null");
+AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state, Start start) {
   return [state, start](const ProcessGroup& group,
                         GradientBucket& bucket) -> std::function<at::Tensor()> {
     const c10::AutoGradMode no_grad(false);
-    if (!state->impl().started()) {
-      state->impl().finish_bucket(bucket.is_last);
+    if (!state->started()) {
+      state->finish_bucket(bucket.is_last);
       return detail::start_mean(group, bucket.gradients);
     }
     return start(state, group, bucket);
@@ -322,7 +321,7 @@ AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState> state, const char* name
 
 }  // namespace
 
-PowerSGDState::PowerSGDState(const PowerSGDOptions& options) : impl_(std::make_unique<Impl>()) {
+PowerSGDState::PowerSGDState(const PowerSGDOptions& options) : impl_(std::make_shared<Impl>()) {
   if (options.matrix_approximation_rank < 1 || !(options.min_compression_rate > 0)) {
     throw UsageError("PowerSGDState: matrix_approximation_rank is " +
                      std::to_string(options.matrix_approximation_rank) +
@@ -354,8 +353,9 @@ int64_t PowerSGDState::iter() const {
 }
 
 AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
-  return hook_of(std::move(state), "power_sgd_hook",
-                 [](const std::shared_ptr<PowerSGDState>& kept, const ProcessGroup& group,
+  if (!state) throw UsageError("power_sgd_hook: the state is null");
+  return hook_of(state->impl_,
+                 [](const std::shared_ptr<PowerSGDState::Impl>& kept, const ProcessGroup& group,
                     GradientBucket& bucket) -> std::function<at::Tensor()> {
                    auto compression =
                        std::make_shared<Compression>(Compression{.state = kept,
@@ -369,8 +369,9 @@ AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
 }
 
 AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
-  return hook_of(std::move(state), "batched_power_sgd_hook",
-                 [](const std::shared_ptr<PowerSGDState>& kept, const ProcessGroup& group,
+  if (!state) throw UsageError("batched_power_sgd_hook: the state is null");
+  return hook_of(state->impl_,
+                 [](const std::shared_ptr<PowerSGDState::Impl>& kept, const ProcessGroup& group,
                     GradientBucket& bucket) -> std::function<at::Tensor()> {
                    auto compression = std::make_shared<SquareCompression>(
                        SquareCompression{.state = kept,

@@ -45,10 +45,11 @@ class PowerSGDState {
   int64_t iter() const;  ///< Backwards so far.
 
   struct Impl;
-  Impl& impl() { return *impl_; }
 
  private:
-  std::unique_ptr<Impl> impl_;
+  friend AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state);
+  friend AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state);
+  std::shared_ptr<Impl> impl_;
 };
 
 /// Sends gradients as products of two narrow matrices, in place of themselves (Vogels et al.,
