@@ -9,13 +9,24 @@
 #include "lockstep/optim/optim.h"
 
 namespace lockstep {
+namespace {
+
+/// What a norm is of. A sparse gradient gets each element once.
+at::Tensor numbers_of(const at::Tensor& parameter) {
+  at::Tensor& gradient = parameter.mutable_grad();
+  if (!gradient.defined() || !gradient.is_sparse()) return gradient;
+  gradient = gradient.coalesce();
+  return gradient._values();
+}
+
+}  // namespace
 
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {
   const c10::AutoGradMode no_grad(false);
   // One list a device and dtype, as LibTorch's list kernels want them.
   std::vector<std::vector<at::Tensor>> groups;
   for (const at::Tensor& parameter : unique_parameters(parameters)) {
-    const at::Tensor& gradient = parameter.grad();
+    const at::Tensor gradient = numbers_of(parameter);
     if (!gradient.defined()) continue;
     auto group = groups.begin();
     while (group != groups.end() && (group->front().dtype() != gradient.dtype() ||

@@ -1,5 +1,6 @@
 // LibTorch's reducer: for the options and devices that our own leaves to it.
 #include <ATen/ops/full.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -15,6 +16,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/comm_hook.h"
+#include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/gradient_reducer.h"
 
 namespace lockstep::detail {
@@ -167,9 +169,17 @@ class C10dReducer : public GradientReducer {
       prepare({});
     }
     prepared_ = false;
+    if (rules().may_miss) fill_sparse();
   }
 
-  void take(size_t) override {}
+  /// A sparse gradient is divided in place, and those of a sum share their values.
+  void take(size_t index) override {
+    const ReducedParameter& parameter = parameters_[index];
+    if (!parameter.sparse_gradient) return;
+    GradientPlace::of_this_backward().visit(
+        parameter.tensor, parameter.name,
+        [](at::Tensor& gradient) { gradient = gradient.defined() ? gradient.clone() : gradient; });
+  }
 
   void end_backward() override {
     if (std::exchange(delays_, false)) reducer_->delay_all_reduce();
@@ -244,6 +254,19 @@ class C10dReducer : public GradientReducer {
       reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
     });
     prepared_ = true;
+  }
+
+  /// The reducer takes no undefined gradient for a sparse one: unused parameters get empty ones.
+  void fill_sparse() const {
+    for (const ReducedParameter& parameter : parameters_) {
+      at::Tensor& gradient = parameter.tensor.mutable_grad();
+      if (!parameter.sparse_gradient || gradient.defined()) continue;
+      std::vector<int64_t> sizes = parameter.tensor.sizes().vec();
+      sizes.front() = 0;
+      const at::Tensor rows = parameter.tensor.detach().new_empty({1, 0}, at::kLong);
+      gradient = at::sparse_coo_tensor(rows, parameter.tensor.detach().new_empty(sizes),
+                                       parameter.tensor.sizes());
+    }
   }
 
   void pass_sink(std::vector<at::Tensor>& outputs) {

@@ -161,9 +161,9 @@ class DdpCore {
 /// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
 /// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
-/// set. A group of one rank without a hook communicates nothing and so does not notice. Failures
-/// between ranks leave backward as CommError. Where ranks have different numbers of inputs, see
-/// `Join`.
+/// set. A sparse one that no rank uses then gets an empty gradient. A group of one rank without a
+/// hook communicates nothing and so does not notice. Failures between ranks leave backward as
+/// CommError. Where ranks have different numbers of inputs, see `Join`.
 ///
 /// Random numbers stay each rank's own. Unseeded ranks draw other data each. Ranks seeded alike
 /// draw the same noise and dropout: `rank_generator` (lockstep/launch) gives each its own numbers.

@@ -41,7 +41,7 @@ struct Smooth : torch::nn::Module {
 
 /// The mean over the ranks of the gradients that `run` leaves, on one process.
 template <class Module, class Run>
-Tensors mean_gradients(int ranks, const Module& like, Run run) {
+Tensors mean_gradients(int ranks, const torch::nn::Module& like, Run run) {
   Tensors mean;
   for (int rank = 0; rank < ranks; ++rank) {
     Module net;
@@ -107,7 +107,7 @@ TEST_P(Tracker, ALayerThatIsCheckpointedTwiceGetsItsWholeGradient) {
         GradientAverager averager(*other, group);
         // Once more than in the first step is refused, and once less is not.
         for (const int number : {1, 1, 0}) {
-          const Tensors expected = mean_gradients(2, *net, [&](Repeated& one, int rank) {
+          const Tensors expected = mean_gradients<Repeated>(2, *net, [&](Repeated& one, int rank) {
             one.outside = outside;
             step([&](auto&&... x) { return one.forward(x...); }, rank, number);
           });
@@ -145,7 +145,7 @@ TEST_P(Tracker, LibTorchsReducerRefusesALayerThatIsCheckpointedTwice) {
       const auto run = [&](auto& module, int rank) {
         module.forward(input(rank, step), 2).square().mean().backward();
       };
-      const Tensors expected = mean_gradients(2, *net, run);
+      const Tensors expected = mean_gradients<Repeated>(2, *net, run);
       zero_grad(net->parameters());
       run(ddp, group.rank());
       expect_gradients(*net, expected);
@@ -169,7 +169,7 @@ TEST_P(Tracker, SeveralForwardsThenSeveralBackwardsAreAveraged) {
           b.backward();
           c.backward();
         };
-        const Tensors expected = mean_gradients(2, *net, run);
+        const Tensors expected = mean_gradients<Smooth>(2, *net, run);
         zero_grad(net->parameters());
         run(ddp, group.rank());
         expect_gradients(*net, expected);
@@ -191,7 +191,7 @@ TEST_P(Tracker, SeveralBackwardsOfOneForwardAreAveraged) {
           y.square().mean().backward({}, /*retain_graph=*/true);
           y.abs().mean().backward();
         };
-        const Tensors expected = mean_gradients(2, *net, run);
+        const Tensors expected = mean_gradients<Smooth>(2, *net, run);
         zero_grad(net->parameters());
         run(ddp, group.rank());
         expect_gradients(*net, expected);
@@ -218,11 +218,76 @@ TEST_P(Tracker, AGradientPenaltyIsAveraged) {
             slope.square().sum().backward({}, /*retain_graph=*/!alone);
             if (!alone) y.square().mean().backward();
           };
-          const Tensors expected = mean_gradients(2, *net, run);
+          const Tensors expected = mean_gradients<Smooth>(2, *net, run);
           zero_grad(net->parameters());
           run(ddp, group.rank());
           expect_gradients(*net, expected);
         }
+      });
+    }
+  }
+}
+
+/// Two tables of which the sum is used. The gradient of a sum is one tensor.
+template <bool sparse>
+struct Tables : torch::nn::Module {
+  Tables() {
+    register_module("token", token);
+    register_module("position", position);
+    register_module("head", head);
+  }
+  at::Tensor forward(const at::Tensor& tokens, bool with_positions) {
+    const at::Tensor rows = token(tokens);
+    return head(with_positions ? rows + position(at::arange(tokens.size(0))) : rows);
+  }
+  static torch::nn::Embedding table() {
+    return torch::nn::Embedding(torch::nn::EmbeddingOptions(8, 3).sparse(sparse));
+  }
+  torch::nn::Embedding token = table(), position = table();
+  torch::nn::Linear head{3, 1};
+};
+
+void expect_sparse_gradients(const ProcessGroup& group, const DdpOptions& options, bool averager,
+                             bool misses) {
+  auto net = std::make_shared<Tables<true>>();
+  fill(*net, 1);
+  std::optional<DistributedDataParallel<std::shared_ptr<Tables<true>>>> ddp;
+  std::optional<GradientAverager> averages;
+  averager ? static_cast<void>(averages.emplace(*net, group))
+           : static_cast<void>(ddp.emplace(net, group, options));
+  for (int step = 0; step < 4; ++step) {
+    const auto run = [&](auto& module, int rank) {
+      const at::Tensor tokens = at::tensor({1, rank + 3, 1, step}, at::kLong);
+      module.forward(tokens, !misses || (step % 2 == 0 && !options.static_graph))
+          .square()
+          .sum()
+          .backward();
+    };
+    auto expected = mean_gradients<Tables<false>>(2, *net, [&](auto& one, int rank) {
+      for (const at::Tensor& parameter : one.parameters())
+        parameter.mutable_grad() = at::zeros_like(parameter);
+      run(one, rank);
+    });
+    zero_grad(net->parameters());
+    averager ? run(*net, group.rank()) : run(*ddp, group.rank());
+    for (at::Tensor& parameter : net->parameters()) {
+      if (parameter.grad().defined()) parameter.mutable_grad() = parameter.grad().to_dense();
+    }
+    expect_gradients(*net, expected);
+  }
+}
+
+TEST_P(Tracker, SparseGradientsThatShareTheirValuesAreAveraged) {
+  DdpOptions options;
+  run_group(2, [&](ProcessGroup group) { expect_sparse_gradients(group, options, true, false); });
+  run_group(2, [&](ProcessGroup group) { expect_sparse_gradients(group, options, false, false); });
+  for (const bool find_unused : {true, false}) {
+    for (const bool misses : {false, true}) {
+      options.find_unused_parameters = find_unused;
+      options.static_graph = !find_unused;
+      run_group(2, [&](ProcessGroup group) {
+        SCOPED_TRACE(find_unused ? "find_unused_parameters" : "static_graph");
+        expect_sparse_gradients(group, options, false, misses);
       });
     }
   }
