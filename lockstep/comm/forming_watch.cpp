@@ -62,7 +62,7 @@ class WatchedStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
     const auto watch = watch_.lock();
     if (!watch) return PrefixStore::wait(keys, timeout);
-    const auto deadline = Clock::now() + timeout;
+    const auto deadline = Clock::now() + std::max(timeout, watch->patience());
     const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
     Every look(watch->interval());
     Arrival arrival(keys);
@@ -106,6 +106,10 @@ milliseconds FormingWatch::interval() const {
   // All ranks ask one store: many of them look less often.
   constexpr size_t kFew = 32;
   return milliseconds(ranks_.size() <= kFew ? 50 : 500);
+}
+
+milliseconds FormingWatch::patience() const {
+  return context_->timeout;
 }
 
 std::vector<int> FormingWatch::others() const {

@@ -33,8 +33,9 @@ class FormingWatch {
   void throw_if_lost(const std::vector<int>& missing);
   /// What that threw before, again: Gloo makes another error of it.
   void throw_if_found() const;
-  /// How often to look.
+  /// How often to look, and how long to wait for members.
   std::chrono::milliseconds interval() const;
+  std::chrono::milliseconds patience() const;
   /// All members but this rank.
   std::vector<int> others() const;
 
@@ -57,7 +58,8 @@ std::string forming(const GroupContext& context, const std::string& group, size_
 std::string check_part(const std::string& group);
 
 /// A view of `store` in which `prefix` and "/" are put before every key. As long as `watch` lives a
-/// wait for a key throws PeerLostError when another member was lost.
+/// wait for a key throws PeerLostError when another member was lost, and takes at least the group's
+/// time-out.
 c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::shared_ptr<FormingWatch>& watch);

@@ -3,15 +3,20 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <future>
 #include <nlohmann/json.hpp>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
 #include "tests/support/run_group.h"
 
 namespace lockstep {
@@ -521,6 +526,73 @@ TEST(Errors, FormingNamesTheMissingRanks) {
   } catch (const TimeoutError& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("ranks 1, 2"), HasSubstr("300ms")));
   }
+}
+
+// Gloo's own is that with which the group was formed.
+TEST(Errors, AMessageGivesUpAfterTheTimeoutOfNow) {
+  std::promise<void> over;
+  auto wait_over = over.get_future().share();
+  run_group(2,
+            [&](ProcessGroup group) {
+              group.barrier();
+              if (group.rank() == 1) return wait_over.wait();
+              group.set_timeout(milliseconds(300));
+              at::Tensor tensor = at::ones({4});
+              const auto start = std::chrono::steady_clock::now();
+              EXPECT_THROW(group.recv(tensor, 1), TimeoutError);
+              EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(15'000));
+              over.set_value();
+            },
+            {.debug = DebugLevel::off});
+}
+
+/// Where packets vanish: its queue of connections is full, so that the kernel drops what comes.
+class SilentPort {
+ public:
+  SilentPort() {
+    EXPECT_EQ(::listen(listener_.get(), 0), 0);
+    for (int i = 0; i < 8; ++i) {
+      try {
+        queued_.push_back(connect_to("127.0.0.1", port(), milliseconds(100)));
+      } catch (const TimeoutError&) {
+        return;
+      }
+    }
+    ADD_FAILURE() << "the queue takes any number";
+  }
+  uint16_t port() const { return bound_port(listener_.get()); }
+
+ private:
+  const UniqueFd listener_ = listen_on("127.0.0.1", 0);
+  std::vector<UniqueFd> queued_;
+};
+
+TEST(Errors, FormingNamesTheRanksFromWhichNothingAnswers) {
+  const SilentPort silent;
+  RankOptions options;
+  options.timeout = milliseconds(300);
+  options.store = hash_store();
+  options.store.set_timeout(milliseconds(20'000));
+  std::thread rank_1([store = options.store, port = htons(silent.port())]() mutable {
+    // What rank 0's Gloo tells, at another port: a host's name and an address behind their sizes.
+    const std::string keys = "default_pg/0//cpu//0/";
+    std::string place = store.get(keys + "0");
+    uint64_t name = 0;
+    std::memcpy(&name, place.data(), sizeof(name));
+    std::memcpy(place.data() + 2 * sizeof(name) + name + offsetof(sockaddr_in, sin_port), &port,
+                sizeof(port));
+    store.set(keys + "1", place);
+  });
+  try {
+    form_group(test::test_context(0, 2, options), "0", {0, 1}, "gloo");
+    ADD_FAILURE() << "a group formed with a rank that does not answer";
+  } catch (const TimeoutError& error) {
+    EXPECT_EQ(error.ranks(), (std::vector<int>{1}));
+    EXPECT_EQ(error.failure().waited_ms, 300);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr(endpoint_text("127.0.0.1", silent.port())),
+                                    HasSubstr("GLOO_SOCKET_IFNAME")));
+  }
+  rank_1.join();
 }
 
 TEST(Errors, ARankGivenTwiceIsNamed) {

@@ -390,9 +390,12 @@ class CheckedBackend final : public c10d::Backend {
 
   WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
     if (!work || options_.names_failures) return work;
-    const bool in_slices = call.operation < Operation::send && !is_reduce_scatter(call.operation);
-    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer,
-                             options_.misses_deaths && in_slices);
+    const bool is_message = call.operation >= Operation::send;
+    const auto watch = !options_.misses_deaths || is_reduce_scatter(call.operation)
+                           ? WorkWatch::none
+                       : is_message ? WorkWatch::limit
+                                    : WorkWatch::deaths;
+    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer, watch);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as

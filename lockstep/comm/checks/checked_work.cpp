@@ -38,13 +38,14 @@ struct Report {
 
 class CheckedWork final : public TranslatedWork {
  public:
-  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, bool misses_deaths)
+  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, WorkWatch watch)
       : TranslatedWork(report.context->rank(), std::move(inner)),
         report_(std::move(report)),
-        misses_deaths_(misses_deaths) {}
+        watch_(watch) {}
 
   bool wait(milliseconds timeout) override {
-    if (!misses_deaths_ || timeout.count() < 0) return TranslatedWork::wait(timeout);
+    if (watch_ == WorkWatch::limit && timeout == kNoTimeout) timeout = report_.timeout;
+    if (watch_ != WorkWatch::deaths || timeout.count() < 0) return TranslatedWork::wait(timeout);
     const auto begin = Clock::now();
     std::optional<Clock::time_point> seen;  // The first death that is still one.
     while (true) {
@@ -103,7 +104,7 @@ class CheckedWork final : public TranslatedWork {
   }
 
   const Report report_;
-  const bool misses_deaths_;
+  const WorkWatch watch_;
   mutable std::exception_ptr failure_;
 };
 
@@ -113,9 +114,9 @@ c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> 
                                                  std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
                                                  std::chrono::milliseconds timeout, int peer,
-                                                 bool misses_deaths) {
-  return c10::make_intrusive<CheckedWork>(
-      std::move(inner), Report{std::move(context), call, timeout, peer}, misses_deaths);
+                                                 WorkWatch watch) {
+  return c10::make_intrusive<CheckedWork>(std::move(inner),
+                                          Report{std::move(context), call, timeout, peer}, watch);
 }
 
 }  // namespace lockstep

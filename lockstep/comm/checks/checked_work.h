@@ -14,13 +14,19 @@ class Work;
 
 namespace lockstep {
 
+/// What a wait does for a backend that does not do it itself.
+enum class WorkWatch {
+  none,
+  deaths,  ///< It looks for ranks that have died: see CheckedBackendOptions::misses_deaths.
+  limit,   ///< Without a time-out it takes that of the call: Gloo's is the one of forming.
+};
+
 /// Decorates a backend's work: wait, exception and future give our errors. All else passes. `peer`
-/// is the other side of a message, -1 for a collective. `misses_deaths`: a wait looks for ranks
-/// that have died (see CheckedBackendOptions).
+/// is the other side of a message, -1 for a collective.
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
                                                  const CallSummary& call,
                                                  std::chrono::milliseconds timeout, int peer = -1,
-                                                 bool misses_deaths = false);
+                                                 WorkWatch watch = WorkWatch::none);
 
 }  // namespace lockstep

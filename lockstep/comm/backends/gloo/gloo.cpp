@@ -2,13 +2,21 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/backends/gloo/gloo_dtypes.h"
 #include "lockstep/comm/backends/gloo/own_messages.h"
 #include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::gloo {
 namespace {
@@ -163,19 +171,88 @@ class Gloo final : public c10d::ProcessGroupGloo {
   OwnMessages own_messages_{getRank(), name_};
 };
 
+uint16_t port_of(const sockaddr_storage& address) {
+  sockaddr_in in{};  // Of both families the port stands at one place.
+  static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
+  std::memcpy(&in, &address, sizeof(in));
+  return ntohs(in.sin_port);
+}
+
+/// Where another rank listens, as its Gloo has told the others: its host's name and an address,
+/// each behind its size. None where it has not, or has told otherwise.
+std::optional<sockaddr_storage> place_of(const BackendOptions& options, int rank) {
+  const std::string key = "0/" + std::to_string(rank);
+  if (!options.store->check({key})) return std::nullopt;
+  const std::string told = options.store->get_to_str(key);
+  uint64_t name = 0;
+  sockaddr_storage address{};
+  if (told.size() < sizeof(name)) return std::nullopt;
+  std::memcpy(&name, told.data(), sizeof(name));
+  const size_t at = sizeof(name) + std::min<uint64_t>(name, told.size()) + sizeof(uint64_t);
+  if (told.size() < at + sizeof(address)) return std::nullopt;
+  std::memcpy(&address, told.data() + at, sizeof(address));
+  const bool known = address.ss_family == AF_INET || address.ss_family == AF_INET6;
+  return known ? std::optional(address) : std::nullopt;
+}
+
+/// After Gloo has found no connection in time: throws TimeoutError naming the ranks that have told
+/// where they listen, and from where nothing answers.
+void expect_peers(const BackendOptions& options) {
+  constexpr std::chrono::milliseconds kEach{500}, kAll{2000};
+  const auto names = names_or_numbers(options.global_ranks, options.size);
+  const auto end = std::chrono::steady_clock::now() + kAll;
+  Failure failure{.kind = Failure::Kind::late, .waited_ms = options.timeout.count()};
+  std::vector<std::string> silent;
+  for (int rank = 0; rank < options.size && std::chrono::steady_clock::now() < end; ++rank) {
+    const auto place = rank == options.rank ? std::nullopt : place_of(options, rank);
+    if (!place) continue;
+    const std::string host = numeric_text(*place);
+    const uint16_t port = port_of(*place);
+    try {
+      connect_to(host, port, kEach);
+    } catch (const TimeoutError&) {
+      const int name = names[static_cast<size_t>(rank)];
+      silent.push_back("rank " + std::to_string(name) + " at " + endpoint_text(host, port));
+      failure.ranks.push_back({name, failure.kind});
+    } catch (const CommError&) {
+      // It answers: it has given up, too.
+    }
+  }
+  if (silent.empty()) return;
+  throw TimeoutError("rank " + std::to_string(names[static_cast<size_t>(options.rank)]) +
+                         ": forming the group '" + options.group_name + "' over gloo: within " +
+                         seconds_text(options.timeout) + " nothing answers from " +
+                         join(silent, ", "),
+                     "the hosts must reach each other at these addresses: GLOO_SOCKET_IFNAME, or "
+                     "the option `interface`, names the network interface; else a firewall drops "
+                     "what is sent",
+                     failure);
+}
+
 }  // namespace
 
 BackendInfo info() {
   return {"gloo", true, {}, {}, kTraits};
 }
 
+// Gloo waits for a first connection for five time-outs. What it waits for in the store is not cut
+// short: see watched_store.
 MadeBackend make(const BackendOptions& options) {
-  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  constexpr int kGlooWaits = 5;
+  const auto shortest = std::chrono::milliseconds(1);
+  auto gloo =
+      c10d::ProcessGroupGloo::Options::create(std::max(options.timeout / kGlooWaits, shortest));
   gloo->devices.push_back(make_device(options));
   gloo->group_name = options.group_name;
   gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  return {c10::make_intrusive<Gloo>(options.store, options.rank, options.size, std::move(gloo)),
-          kTraits};
+  try {
+    auto backend = c10::make_intrusive<Gloo>(options.store, options.rank, options.size, gloo);
+    backend->setTimeout(options.timeout);
+    return {std::move(backend), kTraits};
+  } catch (const std::exception&) {
+    if (failure_kind(std::current_exception()) == FailureKind::timeout) expect_peers(options);
+    throw;
+  }
 }
 
 }  // namespace lockstep::gloo

@@ -111,10 +111,11 @@ void Lifeline::connect_to_host(int host, const std::string& word) {
   while (!connection) {
     try {
       connection = connect_to(place.address, place.port, std::min(kConnect, left()));
-    } catch (const TimeoutError& error) {
+    } catch (const TimeoutError&) {
       // It listened when it told where: it may have ended since.
       if (options_.look) options_.look({host});
-      if (Clock::now() >= deadline_) throw_missing(host, error.what());
+      if (Clock::now() >= deadline_)
+        throw_missing(host, "nothing answers from " + endpoint_text(place.address, place.port));
     } catch (const CommError& error) {
       throw_missing(host, error.what());
     }
