@@ -15,8 +15,10 @@ namespace lockstep {
 
 /// While it lives, every batch norm that this thread runs in training mode takes the mean and
 /// variance of all ranks' batches: at::batch_norm itself is replaced, whichever module calls it.
-/// Instance norms stay as they are. All ranks must run the same ones in the same order, forward and
-/// backward. Guards nest; a null group, or one of one rank, changes nothing.
+/// Instance norms stay as they are. LibTorch's modules refuse a rank's batch of one value per
+/// channel before that; a SyncBatchNorm counts the values of all ranks. All ranks must run the same
+/// ones in the same order, forward and backward. Guards nest; a null group, or one of one rank,
+/// changes nothing.
 class SyncBatchNormGuard {
  public:
   explicit SyncBatchNormGuard(ProcessGroup group);
