@@ -22,6 +22,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
+#include "lockstep/data/pt_file.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/data/sample_source.h"
 #include "lockstep/data/sampler.h"

@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 
 #include <functional>
+#include <map>
 #include <random>
 
 #include "lockstep/base/env.h"
@@ -12,7 +13,9 @@
 #include "lockstep/base/random.h"
 #include "lockstep/data/idx.h"
 #include "lockstep/data/npy.h"
+#include "lockstep/data/pt_file.h"
 #include "lockstep/data/safetensors.h"
+#include "lockstep/data/zip.h"
 #include "tests/support/test_files.h"
 
 namespace lockstep {
@@ -136,6 +139,43 @@ TEST_F(Fuzz, Safetensors) {
                     {"empty", at::ones({0, 7})}},
                    {{"format", "pt"}});
   run(read_file(path), load_safetensors_file);
+}
+
+NamedTensors some_tensors() {
+  const at::Tensor tied = at::ones({3, 4});
+  return {{"weight", tied},
+          {"again", tied},
+          {"bias", at::arange(3, at::kHalf)},
+          {"empty", at::ones({0, 7})}};
+}
+
+TEST_F(Fuzz, Pt) {
+  const TemporaryDirectory folder;
+  const fs::path path = folder.path() / "whole";
+  save_pt(path, some_tensors());
+  run(read_file(path), [](const fs::path& file) { load_pt(file); });
+}
+
+TEST_F(Fuzz, ThePickleOfAPt) {
+  const TemporaryDirectory folder;
+  const fs::path path = folder.path() / "whole";
+  save_pt(path, some_tensors());
+  const ZipArchive archive(path);
+  std::map<std::string, std::string> contents;
+  for (const ZipMember& member : archive.members()) {
+    contents[member.name].resize(member.size);
+    archive.open(member)->read_exact(contents[member.name].data(), member.size, "a member");
+  }
+  // The damage is not found by the archive's checksums.
+  run(contents.at("archive/data.pkl"), [&](const fs::path& file) {
+    std::vector<test_files::ZipEntry> entries;
+    for (const auto& [name, content] : contents) {
+      entries.push_back({name, name == "archive/data.pkl" ? read_file(file) : content, false});
+    }
+    const fs::path damaged_file = file.string() + ".pt";
+    test_files::write(damaged_file, test_files::zip(entries));
+    load_pt(damaged_file);
+  });
 }
 
 }  // namespace fuzz_test

@@ -140,33 +140,42 @@ TEST(Weights, HaveTheNamesOfPythonsStateDict) {
                                             "layer1.1.num_batches_tracked", "fc.bias"}));
 }
 
-TEST(Weights, ComeBackFromAFileWithAndWithoutDdpsPrefix) {
+TEST(Weights, ComeBackFromEachFormatAndFromWhatWrapsThem) {
   TemporaryDirectory folder;
-  const auto path = folder.path() / "w.safetensors";
   const auto saved = make_model("convnet");
-  save_weights(*saved, path);
-  const auto loaded = make_model("convnet");
-  load_weights(*loaded, path);
-  NamedTensors prefixed = state_dict(*saved);
-  for (auto& [name, tensor] : prefixed) name = "module." + name;
-  save_safetensors(path, prefixed);
-  const auto unwrapped = make_model("convnet");
-  load_weights(*unwrapped, path);
   const NamedTensors expected = state_dict(*saved);
-  for (const auto& model : {loaded, unwrapped}) {
-    const NamedTensors found = state_dict(*model);
-    ASSERT_EQ(found.size(), expected.size());
-    for (size_t i = 0; i < found.size(); ++i) {
-      EXPECT_TRUE(at::equal(found[i].second, expected[i].second)) << found[i].first;
+  for (const std::string prefix : {"", "module.", "_orig_mod.module.", "model_state_dict."}) {
+    for (const std::string name : {"w.safetensors", "w.pt"}) {
+      NamedTensors prefixed = expected;
+      for (auto& [key, tensor] : prefixed) key = prefix + key;
+      prefixed.emplace_back("optimizer.step", at::ones({1}));
+      if (prefix.empty()) prefixed.pop_back();
+      save_weights(prefixed, folder.path() / name);
+      const auto loaded = make_model("convnet");
+      load_weights(*loaded, folder.path() / name);
+      const NamedTensors found = state_dict(*loaded);
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t i = 0; i < found.size(); ++i) {
+        EXPECT_TRUE(at::equal(found[i].second, expected[i].second)) << name << found[i].first;
+      }
     }
   }
+}
+
+TEST(Weights, APartOfALargerModelIsNoWrapper) {
+  TemporaryDirectory folder;
+  const auto saved = make_model("mlp");
+  NamedTensors prefixed = state_dict(*saved);
+  for (auto& [name, tensor] : prefixed) name = "encoder." + name;
+  save_weights(prefixed, folder.path() / "w.pt");
+  EXPECT_THROW(load_weights(*make_model("mlp"), folder.path() / "w.pt"), CheckpointError);
 }
 
 TEST(Weights, ANameOfAnotherFormatIsRefused) {
   for (const char* name : {"m.safetensors", "folder.d/m", "m"}) check_weights_name("-s", name);
   EXPECT_THAT([] { check_weights_name("-s", "out.onnx"); },
               ThrowsMessage<UsageError>(HasSubstr("-s out.onnx: weights are written as")));
-  EXPECT_THROW(BestModel("m.pt"), UsageError);
+  EXPECT_THROW(BestModel("m.onnx"), UsageError);
 }
 
 TEST(Weights, ThoseThatDoNotFitAreNamedAndChangeNothing) {

@@ -4,10 +4,12 @@
 
 #include <map>
 #include <optional>
+#include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/data/pt_file.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -22,14 +24,48 @@ std::optional<Checkpoint> checkpoint_at(const fs::path& folder) {
   return std::move(newest->second);
 }
 
+bool is_pt(const fs::path& path) {
+  const std::string extension = path.extension().string();
+  return extension == ".pt" || extension == ".pth" || extension == ".bin";
+}
+
 NamedTensors read_weights(const fs::path& path) {
-  if (!fs::is_directory(path)) return load_safetensors(path).tensors;
+  if (!fs::is_directory(path))
+    return is_pt(path) ? load_pt(path).tensors : load_safetensors(path).tensors;
   if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
   const fs::path file = path / "model.safetensors";
   if (fs::exists(file)) return load_safetensors(file).tensors;
   throw DataError("folder " + path.string() +
                       " holds no weights: neither model.safetensors nor a checkpoint (step-*)",
                   "give a safetensors file, or the --checkpoint-dir of a run");
+}
+
+/// Whether a file's prefix is of what wraps a module or names a part of a checkpoint.
+bool is_wrapper(const std::string& prefix) {
+  static const std::set<std::string> known = {
+      "module",      "_orig_mod",        "model",      "net", "state_dict",
+      "model_state", "model_state_dict", "MODEL_STATE"};
+  size_t begin = 0;
+  for (size_t dot = 0; (dot = prefix.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    if (!known.contains(prefix.substr(begin, dot - begin))) return false;
+  }
+  return begin == prefix.size();
+}
+
+/// What stands in `tensors` before the names of `wanted`. Empty where nothing that is known does.
+std::string prefix_of(const NamedTensors& tensors, const NamedTensors& wanted) {
+  if (wanted.empty()) return {};
+  const std::string& first = wanted.front().first;
+  std::string shortest;
+  for (const auto& [name, tensor] : tensors) {
+    if (name == first) return {};
+    if (!name.ends_with("." + first)) continue;
+    const std::string prefix = name.substr(0, name.size() - first.size());
+    if (is_wrapper(prefix) && (shortest.empty() || prefix.size() < shortest.size())) {
+      shortest = prefix;
+    }
+  }
+  return shortest;
 }
 
 }  // namespace
@@ -44,21 +80,22 @@ void check_weights_exist(const fs::path& path) {
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
   check_weights_exist(path);
   NamedTensors tensors = read_weights(path);
-  NamedTensors unwrapped = with_prefix_removed(tensors, "module.");
-  if (unwrapped.size() == tensors.size()) tensors = std::move(unwrapped);
+  const std::string prefix = prefix_of(tensors, state_dict(module));
+  if (!prefix.empty()) tensors = with_prefix_removed(tensors, prefix);
   load_state_dict(module, tensors, path.string());
 }
 
 void check_weights_name(const std::string& what, const fs::path& path) {
   const std::string extension = path.extension().string();
-  if (extension.empty() || extension == ".safetensors") return;
-  throw UsageError(what + " " + path.string() + ": weights are written as safetensors, not as " +
-                       extension.substr(1),
+  if (extension.empty() || extension == ".safetensors" || is_pt(path)) return;
+  throw UsageError(what + " " + path.string() +
+                       ": weights are written as safetensors or .pt, not as " + extension.substr(1),
                    "name the file " + fs::path(path).replace_extension(".safetensors").string());
 }
 
 void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
+  if (is_pt(path)) return save_pt(path, tensors);
   std::map<std::string, std::string> all = metadata;
   all.emplace("format", "pt");
   save_safetensors(path, tensors, all);

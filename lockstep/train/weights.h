@@ -18,19 +18,22 @@ void check_weights_exist(const std::filesystem::path& path);
 
 /// Reads weights into a model. `path` is one of these:
 /// - a safetensors file,
+/// - a file of torch.save, named .pt, .pth or .bin: see load_pt,
 /// - a checkpoint (`step-*`), whose hashes are checked,
 /// - a folder of checkpoints, of which the newest whole one is read,
 /// - a folder with model.safetensors.
 ///
-/// A prefix "module.", as DDP in Python leaves behind, is taken away. Throws DataError and
-/// CheckpointError.
+/// Prefixes that wrappers and checkpoints in Python leave behind are taken away: "module.",
+/// "_orig_mod.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like. Throws
+/// DataError and CheckpointError.
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
 
 /// Throws UsageError, which begins with `what`, for the name of a file to be written that says
-/// another format than safetensors ("model.pt"). A name without an extension says none.
+/// another format than safetensors or .pt ("model.onnx"). A name without an extension says none.
 void check_weights_name(const std::string& what, const std::filesystem::path& path);
 
-/// Writes tensors, as a Strategy's model_state gives them, as Python's safetensors.torch would.
+/// Writes tensors, as a Strategy's model_state gives them, as Python's safetensors.torch would, or
+/// as torch.save where the name ends with .pt, .pth or .bin: then without the metadata.
 void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata = {});
 /// Writes a model's state_dict as safetensors.

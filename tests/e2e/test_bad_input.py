@@ -399,7 +399,7 @@ class Places(BadInput):
         self.refuse_early(("--save-weights", file, "--save-best", file), 2,
                           f"--save-weights and --save-best name the same file, {file}")
         for flag in ("--save-weights", "--save-best"):
-            self.refuse_early((flag, file.parent / "m.pt"), 2, "weights are written as safetensors, not as pt",
+            self.refuse_early((flag, file.parent / "m.onnx"), 2, "weights are written as safetensors or .pt, not as onnx",
                               f"name the file {file.parent / 'm.safetensors'}")
         self.assertEqual(file.read_text(), "x")
         self.refuse_early(("--checkpoint-dir", "/proc/x"), 2,

@@ -1,5 +1,6 @@
 """Files that Python writes and we read, and the other way round: safetensors, npy, npz, MNIST, random."""
 
+import collections
 import gzip
 import importlib.util
 import struct
@@ -55,6 +56,39 @@ class Files(unittest.TestCase):
         self.assert_same(self.copied(path), tensors)
         with safetensors.safe_open(self.out, "pt") as file:
             self.assertEqual(file.metadata(), {"format": "pt", "note": "a\nb"})
+
+    def check_pt(self, value, wanted, **options):
+        path = self.folder / "in.pt"
+        torch.save(value, path, **options)
+        self.assert_same(self.copied(path), wanted)
+
+    def test_pt_of_every_dtype_and_protocol(self):
+        tensors = {d: (torch.rand(3, 5) * 100).to(getattr(torch, d)) for d in DTYPES}
+        tensors.update(scalar=torch.tensor(1.5), empty=torch.zeros(0, 4), strided=torch.rand(4, 6).t()[1:, ::2])
+        for protocol in (2, 3, 4, 5):
+            self.check_pt(collections.OrderedDict(tensors), tensors, pickle_protocol=protocol)
+
+    def test_pt_of_modules_optimizers_and_checkpoints(self):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        module.register_parameter("tied", module[0].weight)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        module(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+        state = module.state_dict()
+        self.check_pt(state, state)
+        self.check_pt(module, state)  # the whole module: nothing of its class is run
+        states = {f"o.state.{i}.{k}": v for i, of in optimizer.state_dict()["state"].items() for k, v in of.items()}
+        self.check_pt({"epoch": 3, "m": state, "o": optimizer.state_dict(), "x": [None, True, {"y": (1.5, "z")}]},
+                      {**{f"m.{k}": v for k, v in state.items()}, **states})
+
+    def test_python_loads_our_pt(self):
+        tensors = {d: (torch.rand(3, 5) * 100).to(getattr(torch, d)) for d in DTYPES}
+        tensors.update(scalar=torch.tensor(1.5), empty=torch.zeros(0, 4))
+        path, out = self.folder / "in.safetensors", self.folder / "out.pt"
+        safetensors.torch.save_file(tensors, path)
+        lt.run(TOOL, "copy", path, out)
+        self.assert_same(torch.load(out, weights_only=True), tensors)
+        self.assert_same(self.copied(out), tensors)
 
     def test_numpy_reads_ours(self):
         path = self.folder / "in.safetensors"

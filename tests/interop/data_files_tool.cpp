@@ -1,5 +1,5 @@
 // What the data room reads from files, for data_files_test.py.
-//   data_files_tool copy IN OUT.safetensors     IN is .safetensors, .npy or .npz; metadata is kept
+//   data_files_tool copy IN OUT                 IN is .safetensors, .npy, .npz or .pt; metadata is kept
 //   data_files_tool dataset NAME DATA_DIR SEED OUT.safetensors
 //     OUT gets data, targets, test_data and test_targets.
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/npy.h"
+#include "lockstep/data/pt_file.h"
 #include "lockstep/data/safetensors.h"
 
 namespace lockstep {
@@ -21,11 +22,13 @@ namespace {
 SafetensorsFile read(const std::filesystem::path& path) {
   if (path.extension() == ".npy") return {{{"array", load_npy(path)}}, {}};
   if (path.extension() == ".npz") return {load_npz(path), {}};
+  if (path.extension() == ".pt") return {load_pt(path).tensors, {}};
   return load_safetensors(path);
 }
 
 void copy(const std::string& in, const std::string& out) {
   const SafetensorsFile file = read(in);
+  if (out.ends_with(".pt")) return save_pt(out, file.tensors);
   save_safetensors(out, file.tensors, file.metadata);
 }
 

@@ -11,10 +11,11 @@ int eval_command(const std::vector<std::string>& args) {
   cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
   cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
   add_flags(cli, config, {"Model and data"});
-  cli.option("--load-weights", config.load_weights,
-             "The weights: a safetensors file, a checkpoint's folder (step-*), or a folder of "
-             "checkpoints, whose newest is taken",
-             "PATH");
+  cli.option(
+      "--load-weights", config.load_weights,
+      "The weights: a safetensors or .pt file, a checkpoint's folder (step-*), or a folder of "
+      "checkpoints, whose newest is taken",
+      "PATH");
   add_flags(cli, config, {"Processes"});
   if (!cli.parse(args)) return 0;
   check_config(config);

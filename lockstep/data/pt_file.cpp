@@ -1,0 +1,369 @@
+#include "lockstep/data/pt_file.h"
+
+#include <ATen/ops/empty.h>
+#include <caffe2/serialize/inline_container.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <unordered_map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/data/pickle.h"
+#include "lockstep/data/tensor_bytes.h"
+#include "lockstep/data/zip.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+using Kind = PickleValue::Kind;
+
+constexpr std::string_view kPickle = "/data.pkl";
+
+using Dtypes = std::vector<std::pair<std::string_view, at::ScalarType>>;
+
+/// By the names of their storages in Python, or by their own.
+const Dtypes& dtypes() {
+  static const Dtypes dtypes = {{"torch.FloatStorage", at::kFloat},
+                                {"torch.DoubleStorage", at::kDouble},
+                                {"torch.HalfStorage", at::kHalf},
+                                {"torch.BFloat16Storage", at::kBFloat16},
+                                {"torch.LongStorage", at::kLong},
+                                {"torch.IntStorage", at::kInt},
+                                {"torch.ShortStorage", at::kShort},
+                                {"torch.CharStorage", at::kChar},
+                                {"torch.ByteStorage", at::kByte},
+                                {"torch.BoolStorage", at::kBool},
+                                {"torch.ComplexFloatStorage", at::kComplexFloat},
+                                {"torch.ComplexDoubleStorage", at::kComplexDouble},
+                                {"torch.storage.UntypedStorage", at::kByte},
+                                {"torch.uint16", at::kUInt16},
+                                {"torch.uint32", at::kUInt32},
+                                {"torch.uint64", at::kUInt64},
+                                {"torch.float8_e4m3fn", at::kFloat8_e4m3fn},
+                                {"torch.float8_e5m2", at::kFloat8_e5m2},
+                                {"torch.float8_e4m3fnuz", at::kFloat8_e4m3fnuz},
+                                {"torch.float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
+                                {"torch.float8_e8m0fnu", at::kFloat8_e8m0fnu}};
+  return dtypes;
+}
+
+std::optional<at::ScalarType> dtype_of(std::string_view name) {
+  for (const auto& [known, dtype] : dtypes()) {
+    if (known == name) return dtype;
+  }
+  return std::nullopt;
+}
+
+class PtReader {
+ public:
+  explicit PtReader(const fs::path& path) : path_(path), archive_(path) {
+    const auto& members = archive_.members();
+    const auto pickle = std::find_if(members.begin(), members.end(), [](const ZipMember& member) {
+      return member.name.ends_with(kPickle);
+    });
+    if (pickle == members.end())
+      throw DataError(path_.string() + " is a zip archive without data.pkl",
+                      "expected what torch.save has written");
+    prefix_ = pickle->name.substr(0, pickle->name.size() - kPickle.size()) + "/";
+    for (const ZipMember& member : members) {
+      if (member.name.starts_with(prefix_))
+        members_.emplace(member.name.substr(prefix_.size()), &member);
+    }
+    if (const auto order = members_.find("byteorder");
+        order != members_.end() && content_of(*order->second) != "little")
+      throw DataError(path_.string() + " has its numbers in big-endian order",
+                      "save it on a little-endian machine");
+    const std::string bytes = content_of(*pickle);
+    pickle_ = read_pickle(bytes, [&](size_t offset, const std::string& complaint) {
+      throw DataError(
+          path_.string() + ", byte " + std::to_string(offset) + " of data.pkl: " + complaint,
+          "expected what torch.save has written");
+    });
+  }
+
+  PtFile read() {
+    walk(pickle_.root, "", 0);
+    return std::move(file_);
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& name, const std::string& complaint,
+                         const std::string& hint = {}) const {
+    throw DataError(path_.string() + ": '" + name + "' " + complaint, hint);
+  }
+
+  std::string content_of(const ZipMember& member) const {
+    const auto reader = archive_.open(member);
+    if (member.size > reader->remaining_limit())
+      reader->fail(0, "the archive promises " + std::to_string(member.size) + " bytes of " +
+                          member.name + ", of which it has less");
+    std::string content(member.size, '\0');
+    reader->read_exact(content.data(), content.size(), member.name);
+    reader->expect_end();
+    return content;
+  }
+
+  /// Values may contain themselves, and be contained many times.
+  void walk(const PickleValue* value, const std::string& name, int depth) {
+    constexpr size_t kMostSteps = 20'000'000;
+    if (depth > 200 || ++steps_ > kMostSteps) fail(name, "holds too many values within each other");
+    switch (value->kind) {
+      case Kind::none:
+        file_.values[name] = std::monostate();
+        return;
+      case Kind::boolean:
+        file_.values[name] = value->integer != 0;
+        return;
+      case Kind::integer:
+        file_.values[name] = value->integer;
+        return;
+      case Kind::real:
+        file_.values[name] = value->real;
+        return;
+      case Kind::text:
+      case Kind::bytes:
+      case Kind::global:
+        file_.values[name] = value->text;
+        return;
+      case Kind::sequence:
+        return walk_items(*value, name, depth);
+      case Kind::dict:
+        return walk_entries(*value, name, depth);
+      case Kind::object:
+        break;
+    }
+    if (is_tensor(*value)) {
+      file_.tensors.emplace_back(name, tensor_of(*value, name));
+    } else if (value->state != nullptr && !value->text.starts_with("torch._utils.")) {
+      walk(value->state, name, depth + 1);
+    } else if (value->text == "torch.Size") {
+      for (const PickleValue* sizes : value->items) walk(sizes, name, depth + 1);
+    } else {
+      file_.values[name] = value->text;
+    }
+  }
+
+  void walk_items(const PickleValue& value, const std::string& name, int depth) {
+    for (size_t i = 0; i < value.items.size(); ++i)
+      walk(value.items[i], join(name, std::to_string(i)), depth + 1);
+  }
+
+  void walk_entries(const PickleValue& value, const std::string& name, int depth) {
+    for (const auto& [key, item] : value.entries) {
+      const std::string word =
+          key->kind == Kind::integer ? std::to_string(key->integer) : key->text;
+      // How a module that was saved whole keeps its own.
+      const bool is_inner = word == "_parameters" || word == "_buffers" || word == "_modules";
+      walk(item, is_inner ? name : join(name, word), depth + 1);
+    }
+  }
+
+  static std::string join(const std::string& name, const std::string& word) {
+    return name.empty() ? word : name + "." + word;
+  }
+
+  static bool is_tensor(const PickleValue& value) {
+    return value.text.starts_with("torch._utils._rebuild_") ||
+           value.text.starts_with("torch._tensor._rebuild_");
+  }
+
+  at::Tensor tensor_of(const PickleValue& value, const std::string& name) {
+    if (const auto known = tensors_.find(&value); known != tensors_.end()) return known->second;
+    const auto is = [&](const char* function) {
+      return value.text == std::string("torch._utils._rebuild_") + function;
+    };
+    at::Tensor tensor;
+    if ((is("parameter") || is("parameter_with_state")) && !value.items.empty() &&
+        value.items[0]->kind == Kind::object && !value.items[0]->text.ends_with("parameter")) {
+      tensor = tensor_of(*value.items[0], name);
+    } else if (is("tensor") || is("tensor_v2")) {
+      tensor = dense_tensor(value, name, std::nullopt);
+    } else if (is("tensor_v3") && value.items.size() > 6) {
+      tensor = dense_tensor(value, name, dtype_of(value.items[6]->text));
+    } else {
+      fail(name, "is made by " + value.text, "expected a dense tensor: save tensor.to_dense()");
+    }
+    tensors_.emplace(&value, tensor);
+    return tensor;
+  }
+
+  /// From its storage, offset, sizes and strides.
+  at::Tensor dense_tensor(const PickleValue& value, const std::string& name,
+                          std::optional<at::ScalarType> dtype) {
+    if (value.items.size() < 4 || value.items[0]->items.size() != 1)
+      fail(name, "has not the storage, offset, sizes and strides of a tensor");
+    const PickleValue& id = *value.items[0]->items[0];
+    if (id.items.size() < 5) fail(name, "names no storage");
+    if (!dtype) dtype = dtype_of(id.items[1]->text);
+    if (!dtype) fail(name, "is of " + id.items[1]->text + ", which is not known");
+    const at::Tensor bytes = storage(id.items[2]->text, name);
+    const std::vector<int64_t> sizes = numbers(*value.items[2], name);
+    const std::vector<int64_t> strides = numbers(*value.items[3], name);
+    const int64_t offset = value.items[1]->integer;
+    check_fits(offset, sizes, strides, bytes.numel() / static_cast<int64_t>(elementSize(*dtype)),
+               name);
+    return at::empty({0}, at::dtype(*dtype)).set_(bytes.storage(), offset, sizes, strides);
+  }
+
+  std::vector<int64_t> numbers(const PickleValue& list, const std::string& name) const {
+    std::vector<int64_t> numbers;
+    for (const PickleValue* item : list.items) {
+      if (item->kind != Kind::integer || item->integer < 0)
+        fail(name, "has a size or stride that is no count");
+      numbers.push_back(item->integer);
+    }
+    return numbers;
+  }
+
+  void check_fits(int64_t offset, const std::vector<int64_t>& sizes,
+                  const std::vector<int64_t>& strides, int64_t elements,
+                  const std::string& name) const {
+    const std::vector<uint64_t> shape(sizes.begin(), sizes.end());
+    bool fits = offset >= 0 && sizes.size() == strides.size() &&
+                bytes_of_shape(at::kByte, shape).has_value();
+    int64_t last = offset;
+    for (size_t i = 0; fits && i < sizes.size(); ++i) {
+      int64_t reach = 0;
+      fits = !__builtin_mul_overflow(std::max<int64_t>(sizes[i] - 1, 0), strides[i], &reach) &&
+             !__builtin_add_overflow(last, reach, &last);
+    }
+    const bool is_empty = std::count(sizes.begin(), sizes.end(), 0) > 0;
+    if (!fits || (is_empty ? offset > elements : last >= elements))
+      fail(name, "reaches over the end of its storage of " + std::to_string(elements) +
+                     " elements: the file is damaged");
+  }
+
+  const at::Tensor& storage(const std::string& key, const std::string& name) {
+    const auto known = storages_.find(key);
+    if (known != storages_.end()) return known->second;
+    const auto member = members_.find("data/" + key);
+    if (member == members_.end()) fail(name, "lies in storage " + key + ", which is not there");
+    const auto reader = archive_.open(*member->second);
+    at::Tensor bytes = read_tensor(*reader, at::kByte, {member->second->size}, std::endian::little,
+                                   "storage " + key);
+    reader->expect_end();
+    return storages_.emplace(key, std::move(bytes)).first->second;
+  }
+
+  const fs::path& path_;
+  const ZipArchive archive_;
+  std::string prefix_;
+  std::map<std::string, const ZipMember*> members_;  ///< Without the prefix.
+  Pickle pickle_;
+  std::map<std::string, at::Tensor> storages_;
+  std::unordered_map<const PickleValue*, at::Tensor> tensors_;
+  size_t steps_ = 0;
+  PtFile file_;
+};
+
+/// The pickle of a state_dict, of protocol 2.
+class PtWriter {
+ public:
+  void add(const std::string& name, const at::Tensor& tensor) {
+    text(name);
+    const at::ScalarType dtype = tensor.scalar_type();
+    const std::string type(name_of(dtype));
+    const bool has_storage = type.ends_with("Storage");
+    global("torch._utils", has_storage ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
+    const auto [key, values] = storage_of(tensor);
+    bytes_ += "((";
+    text("storage");
+    has_storage ? global("torch", type) : global("torch.storage", "UntypedStorage");
+    text(std::to_string(key));
+    text("cpu");
+    integer(has_storage ? values.numel() : static_cast<int64_t>(values.nbytes()));
+    bytes_ += "tQ";
+    integer(0);
+    tuple(values.sizes());
+    tuple(values.strides());
+    bytes_ += '\x89';  // It needs no gradient.
+    global("collections", "OrderedDict");
+    bytes_ += ")R";
+    if (!has_storage) global("torch", type);
+    bytes_ += "tR";
+  }
+  std::string finish() { return bytes_ + "u."; }
+  const std::vector<at::Tensor>& storages() const { return storages_; }
+
+ private:
+  /// A tensor of several names is there once.
+  std::pair<size_t, at::Tensor> storage_of(const at::Tensor& tensor) {
+    const auto [place, is_new] = keys_.emplace(tensor.unsafeGetTensorImpl(), storages_.size());
+    if (is_new) storages_.push_back(tensor.detach().cpu().contiguous());
+    return {place->second, storages_[place->second]};
+  }
+  static std::string_view name_of(at::ScalarType dtype) {
+    for (const auto& [name, known] : dtypes()) {
+      if (known == dtype) return name.substr(name.rfind('.') + 1);
+    }
+    throw UsageError(std::string("save_pt: a tensor is of ") + c10::toString(dtype),
+                     "convert it to a dtype that torch.save knows");
+  }
+  void global(std::string_view module, std::string_view name) {
+    bytes_.append("c").append(module).append("\n").append(name).append("\n");
+  }
+  void number(uint64_t value, size_t size) {
+    for (size_t i = 0; i < size; ++i) bytes_ += static_cast<char>(value >> (8 * i));
+  }
+  void text(std::string_view text) {
+    bytes_ += 'X';
+    number(text.size(), 4);
+    bytes_ += text;
+  }
+  void integer(int64_t value) {
+    bytes_ += "\x8a\x08";
+    number(static_cast<uint64_t>(value), 8);
+  }
+  void tuple(at::IntArrayRef values) {
+    bytes_ += '(';
+    for (const int64_t value : values) integer(value);
+    bytes_ += 't';
+  }
+
+  std::string bytes_ = "\x80\x02}(";
+  std::vector<at::Tensor> storages_;
+  std::unordered_map<const c10::TensorImpl*, size_t> keys_;
+};
+
+void check_is_zip(const fs::path& path) {
+  ContentReader reader(path, {.packing = ContentOptions::Packing::plain});
+  std::string start(4, '\0');
+  start.resize(reader.read_some(start.data(), start.size()));
+  if (start.starts_with("PK")) return;
+  throw DataError(path.string() + " is no zip archive, as torch.save writes since PyTorch 1.6",
+                  "load and save it again with a newer PyTorch, or give a safetensors file "
+                  "(.safetensors)");
+}
+
+}  // namespace
+
+PtFile load_pt(const fs::path& path) {
+  check_is_zip(path);
+  return PtReader(path).read();
+}
+
+void save_pt(const fs::path& path, const NamedTensors& tensors) {
+  PtWriter pickle;
+  for (const auto& [name, tensor] : tensors) pickle.add(name, tensor);
+  const std::string bytes = pickle.finish();
+  // In memory: what a callback of this writer throws would have to leave C code.
+  std::string content;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
+    content.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  archive.writeRecord("data.pkl", bytes.data(), bytes.size());
+  archive.writeRecord("byteorder", "little", 6);
+  for (size_t key = 0; key < pickle.storages().size(); ++key) {
+    const at::Tensor& values = pickle.storages()[key];
+    archive.writeRecord("data/" + std::to_string(key), values.const_data_ptr(), values.nbytes());
+  }
+  archive.writeEndOfFile();
+  write_file_atomically(path, content);
+}
+
+}  // namespace lockstep
