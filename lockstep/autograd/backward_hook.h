@@ -12,6 +12,9 @@ namespace lockstep {
 /// `backward` may call it without one.
 class PlainPostHook : public torch::autograd::FunctionPostHook {};
 
+/// The same of a leaf's hook that runs when a gradient has been added, whichever node adds it.
+class PlainAccumulateHook : public torch::autograd::PostAccumulateGradHook {};
+
 /// Runs `callback` when the backward of this thread that is under way has run all of its nodes,
 /// before it returns to its caller. What it throws leaves backward. It is dropped where backward
 /// fails. Of backwards within each other (NestedBackward) the outermost counts. For hooks: throws

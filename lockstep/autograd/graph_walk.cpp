@@ -31,6 +31,11 @@ bool fits(const InputMetadata& expected, const at::Tensor& gradient) {
          gradient.layout() == expected.layout() && expected.is_same_shape(gradient);
 }
 
+bool plain_accumulation(Node& node) {
+  const auto& hook = node.tensor_post_acc_grad_hooks();
+  return !hook || dynamic_cast<const PlainAccumulateHook*>(hook.get()) != nullptr;
+}
+
 bool is_plain(Node& node) {
   const auto plain_input = [&](uint32_t input) {
     const InputMetadata& metadata = node.input_metadata(input);
@@ -44,7 +49,7 @@ bool is_plain(Node& node) {
     return dynamic_cast<const PlainPostHook*>(hook.get()) != nullptr;
   };
   return node.pre_hooks().empty() && node.tensor_pre_hooks().empty() &&
-         node.retains_grad_hooks().empty() && !node.tensor_post_acc_grad_hooks() &&
+         node.retains_grad_hooks().empty() && plain_accumulation(node) &&
          std::all_of(node.post_hooks().begin(), node.post_hooks().end(), plain_hook);
 }
 

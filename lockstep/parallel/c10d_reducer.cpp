@@ -147,6 +147,8 @@ class C10dReducer : public GradientReducer {
     return {.may_repeat = static_, .may_miss = static_ || find_unused_};
   }
 
+  bool has_hooks() const override { return true; }
+
   void before_forward(bool synchronizing) override {
     translate([&] {
       // Once for each backward: a static graph's first iteration is counted by it.

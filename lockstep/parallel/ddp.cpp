@@ -40,6 +40,18 @@ bool keeps_graph() {
          torch::autograd::get_current_graph_task_keep_graph();
 }
 
+/// What a reducer builds upon.
+struct Kind {
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  bool needs_gradient;
+
+  explicit Kind(const at::Tensor& tensor)
+      : dtype(tensor.scalar_type()),
+        sizes(tensor.sizes().vec()),
+        needs_gradient(tensor.requires_grad()) {}
+};
+
 }  // namespace
 
 struct DdpCore::Impl : Joinable, GradientReceiver {
@@ -47,21 +59,24 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
   std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
   int64_t elements = 0;             ///< That get a gradient.
   int64_t iterations = 0;
-  int64_t steps = 0;           ///< That average gradients.
-  std::string what;            ///< For messages.
-  bool wrapped = true;         ///< Forwards tell of themselves.
-  bool fixed = false;          ///< The reducer is the caller's own.
+  int64_t steps = 0;    ///< That average gradients.
+  std::string what;     ///< For messages.
+  bool wrapped = true;  ///< Forwards tell of themselves.
+  bool fixed = false;   ///< The reducer is the caller's own.
+  DdpOptions options;
   bool forwarded = false;      ///< One has.
   int64_t awaited = 0;         ///< Forwards whose backward is to average, and has not.
   bool graph_is_kept = false;  ///< By the backward of this round.
   bool synchronizing = true;
   bool sync_buffers = true;
   bool adding_up = false;
-  bool has_own_hook = false;           ///< Of the user's, which a Join cannot run for other ranks.
-  bool divides_by_size = true;         ///< Also while some ranks have no inputs left.
-  std::vector<at::Tensor> parameters;  ///< All, for a Join's end.
-  std::vector<ReducedParameter> reduced;
-  std::optional<ActiveRanks> active;  ///< In the present iteration of a Join.
+  bool all_frozen = false;      ///< At the last forward, as a GAN's discriminator is at times.
+  bool has_own_hook = false;    ///< Of the user's, which a Join cannot run for other ranks.
+  bool divides_by_size = true;  ///< Also while some ranks have no inputs left.
+  ModuleState state;            ///< Its `reduced` are the reducer's.
+  std::vector<Kind> kinds;      ///< Of the state's parameters, when the reducer was made.
+  std::vector<ReducedParameter> frozen;  ///< Of the parameters, when this was made.
+  std::optional<ActiveRanks> active;     ///< In the present iteration of a Join.
   /// Its hooks come before those of the reducer.
   GradientTracker tracker{*this};
   /// Null when there is nothing to do around forward: one rank and no hook that changes bits.
@@ -73,39 +88,115 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
                      "ranks that are not in a group must not wrap a module with it");
   }
 
-  void start(const ModuleState& state, const DdpOptions& options,
-             const ReducerFactory& make_reducer) {
-    check_values(state, what);
-    reduced = state.reduced;
-    for (const ReducedParameter& parameter : reduced) elements += parameter.tensor.numel();
-    if (group.size() > 1 || changes_bits(options)) prepare(state, options, make_reducer);
+  void start(ModuleState of_module, DdpOptions with, const ReducerFactory& make_reducer) {
+    check_values(of_module, what);
+    state = std::move(of_module);
+    options = std::move(with);
+    for (const ReducedParameter& parameter : state.reduced) elements += parameter.tensor.numel();
+    if (group.size() > 1 || changes_bits(options)) prepare(make_reducer);
   }
 
-  void prepare(const ModuleState& state, const DdpOptions& options,
-               const ReducerFactory& make_reducer) {
-    for (const NamedTensor& item : state.parameters) parameters.push_back(item.tensor.detach());
+  void prepare(const ReducerFactory& make_reducer) {
     if (options.broadcast_buffers) {
       for (const NamedTensor& item : state.buffers) buffers.push_back(item.tensor);
     }
     if (options.init_sync) {
       check_same_state(state, group, what);
-      std::vector<at::Tensor> tensors;
-      for (const NamedTensor& item : state.parameters) tensors.push_back(item.tensor.detach());
+      std::vector<at::Tensor> tensors = values();
       tensors.insert(tensors.end(), buffers.begin(), buffers.end());
       broadcast_tensors(tensors, group);
     }
     has_own_hook = options.custom_hook || options.async_custom_hook;
-    std::vector<at::Tensor> tracked;
-    for (const ReducedParameter& parameter : reduced) tracked.push_back(parameter.tensor);
-    tracker.track(tracked);
     fixed = make_reducer != nullptr;
-    reducer = fixed ? make_reducer(reduced) : make_gradient_reducer(reduced, group, options);
+    set_up_reducer(make_reducer);
+    if (!wrapped) watch_all();
+  }
+
+  /// The parameters' memory as it is now.
+  std::vector<at::Tensor> values() const {
+    std::vector<at::Tensor> values;
+    for (const NamedTensor& item : state.parameters) values.push_back(item.tensor.detach());
+    return values;
+  }
+
+  void set_up_reducer(const ReducerFactory& make_reducer) {
+    kinds.clear();
+    for (const NamedTensor& item : state.parameters) kinds.emplace_back(item.tensor);
+    std::vector<at::Tensor> tracked;
+    for (const ReducedParameter& parameter : state.reduced) tracked.push_back(parameter.tensor);
+    tracker.track(std::move(tracked));
+    reducer = make_reducer ? make_reducer(state.reduced)
+                           : make_gradient_reducer(state.reduced, group, options);
     tracker.set_rules(reducer->rules());
+  }
+
+  void watch_all() {
+    std::vector<at::Tensor> others;
+    for (const NamedTensor& item : state.parameters) {
+      if (item.tensor.requires_grad()) continue;
+      frozen.push_back(item);
+      others.push_back(item.tensor);
+    }
+    tracker.watch(others);
+  }
+
+  /// Before a forward. Values that were put into the module (torch::load, set_data) may come with
+  /// other nodes that add gradients, and layers may have been frozen or unfrozen.
+  void follow_module() {
+    const auto is_frozen = [](const NamedTensor& item) { return !item.tensor.requires_grad(); };
+    all_frozen = std::all_of(state.parameters.begin(), state.parameters.end(), is_frozen);
+    if (all_frozen) return;
+    const bool loses_hooks = tracker.refresh() && reducer->has_hooks();
+    const NamedTensor* const changed = find_changed();
+    if (!changed && !loses_hooks) return;
+    if (fixed || has_own_hook) refuse(changed ? *changed : state.reduced.front());
+    state.reduced.clear();
+    elements = 0;
+    for (const NamedTensor& item : state.parameters) {
+      if (!item.tensor.requires_grad()) continue;
+      state.reduced.push_back(item);
+      elements += item.tensor.numel();
+    }
+    // A rank that sees no change makes another call, which the comparison of calls finds.
+    check_same_state(state, group, what);
+    reducer.reset();
+    set_up_reducer({});
+  }
+
+  /// A parameter that was frozen or unfrozen. Throws for one of another dtype or shape.
+  const NamedTensor* find_changed() const {
+    const NamedTensor* changed = nullptr;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const NamedTensor& item = state.parameters[i];
+      const bool same =
+          item.tensor.scalar_type() == kinds[i].dtype && item.tensor.sizes() == kinds[i].sizes;
+      if (kinds[i].needs_gradient && !same)
+        throw UsageError(place() + ": parameter " + item.name + " is " + item.tensor.toString() +
+                             c10::str(item.tensor.sizes()) + " now, and was " +
+                             c10::toString(kinds[i].dtype) + c10::str(kinds[i].sizes) +
+                             " when this was made",
+                         "convert the module first, then make this");
+      if (item.tensor.requires_grad() != kinds[i].needs_gradient) changed = &item;
+    }
+    return changed;
+  }
+
+  [[noreturn]] void refuse(const NamedTensor& item) const {
+    throw UsageError(place() + ": parameter " + item.name +
+                         " was frozen, unfrozen or given other memory after this was made",
+                     "make this anew after such a change");
+  }
+
+  void on_other(size_t index) override { refuse(frozen[index]); }
+
+  void on_new_node(size_t index) override {
+    find_changed();
+    if (reducer->has_hooks()) refuse(state.reduced[index]);
   }
 
   void on_backward(size_t index) override {
     if (!wrapped || forwarded) return;
-    throw UsageError(place() + ": backward gives " + reduced[index].name +
+    throw UsageError(place() + ": backward gives " + state.reduced[index].name +
                          " a gradient, but forward of the wrapper was never called: ranks would "
                          "drift apart",
                      "call ddp.forward(...) in place of the module's own forward, or take a "
@@ -114,6 +205,8 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
 
   bool begin_round() override {
     if (!synchronizing || (wrapped && awaited == 0)) return false;
+    const NamedTensor* const changed = wrapped ? nullptr : find_changed();
+    if (changed) refuse(*changed);
     reducer->begin();
     graph_is_kept = false;
     if (!wrapped) group.note_steps(++iterations);
@@ -134,7 +227,7 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
                      const std::vector<size_t>& missing) override {
     // The backward before may have thrown. Then the one after this is to be a fresh one.
     awaited = 0;
-    const std::string& name = reduced[index].name;
+    const std::string& name = state.reduced[index].name;
     if (wrapped || same_backward)
       throw UsageError(
           place() + ": backward gave " + name + " its gradient twice",
@@ -152,7 +245,7 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
 
   std::vector<std::string> names_of(const std::vector<size_t>& indices) const {
     std::vector<std::string> names;
-    for (const size_t index : indices) names.push_back(reduced[index].name);
+    for (const size_t index : indices) names.push_back(state.reduced[index].name);
     return names;
   }
 
@@ -176,7 +269,9 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
 
   /// A number for the others, where the group communicates.
   at::Tensor number(int64_t value) const {
-    return at::full({1}, value, parameters.front().options().dtype(at::kLong));
+    return at::full(
+        {1}, value,
+        state.parameters.front().tensor.options().dtype(at::kLong).requires_grad(false));
   }
 
   /// The largest rank for which `candidate` holds: all ranks agree on it.
@@ -219,7 +314,7 @@ class DdpCore::Impl::Hook : public JoinHook {
   void post_hook(bool is_last_joiner) override {
     if (!ddp_.reducer) return;
     const int src = ddp_.common_rank(is_last_joiner);
-    std::vector<at::Tensor> tensors = ddp_.parameters;
+    std::vector<at::Tensor> tensors = ddp_.values();
     tensors.insert(tensors.end(), ddp_.buffers.begin(), ddp_.buffers.end());
     broadcast_tensors(tensors, ddp_.group, src);
     ddp_.reducer->set_divisor(ddp_.group.size());
@@ -264,6 +359,7 @@ void DdpCore::before_forward() {
   impl_->active = Join::notify_join_context(*impl_);
   if (c10::GradMode::is_enabled()) {
     impl_->check_complete();
+    impl_->follow_module();
     impl_->forwarded = true;
     impl_->reducer->before_forward(impl_->synchronizing);
   }
@@ -278,7 +374,8 @@ bool DdpCore::wants_outputs() const {
 void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
   if (c10::GradMode::is_enabled()) impl_->adding_up = !impl_->synchronizing;
   if (!impl_->reducer) return;
-  const bool will_reduce = impl_->synchronizing && c10::GradMode::is_enabled();
+  const bool will_reduce =
+      impl_->synchronizing && c10::GradMode::is_enabled() && !impl_->all_frozen;
   if (impl_->active) {
     const int ranks = impl_->active->wait();
     impl_->active.reset();

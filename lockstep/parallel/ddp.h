@@ -144,8 +144,14 @@ class DdpCore {
 ///
 /// The constructor checks that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs). It broadcasts rank 0's parameters and buffers. The wrapper
-/// works on the module's own parameters: give those to the optimizer. Do not add, remove or freeze
-/// parameters afterwards. Throws UsageError when no parameter needs a gradient.
+/// works on the module's own parameters: give those to the optimizer. Throws UsageError when no
+/// parameter needs a gradient.
+///
+/// What becomes of the parameters later is seen at the next forward. Values may be put in
+/// (torch::load, set_data), and layers may be frozen or unfrozen, on all ranks alike (MismatchError
+/// else). Then the buckets are made anew, which is a collective; with a hook of the user's own it
+/// is a UsageError that names a parameter. So is another dtype or shape. Do not add or remove
+/// parameters.
 ///
 /// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
 /// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their

@@ -11,7 +11,7 @@
 
 namespace lockstep::detail {
 
-/// A parameter that gets a gradient, with what a reducer wants to know of it.
+/// A parameter, with what a reducer wants to know of it where it gets a gradient.
 struct ReducedParameter {
   std::string name;
   at::Tensor tensor;
@@ -24,6 +24,8 @@ class GradientReducer {
  public:
   virtual ~GradientReducer() = default;
   virtual ArrivalRules rules() const = 0;
+  /// Whether it has hooks of its own at the nodes that add gradients when it is made.
+  virtual bool has_hooks() const { return false; }
   /// Before a forward that records a graph. `synchronizing`: its backward will be reduced. May make
   /// the buckets anew, which is a collective.
   virtual void before_forward(bool synchronizing) = 0;

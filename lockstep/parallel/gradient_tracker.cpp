@@ -7,7 +7,13 @@
 namespace lockstep::detail {
 namespace {
 
+using torch::autograd::PostAccumulateGradHook;
 using torch::autograd::variable_list;
+
+/// A tensor, by a reference of which the kind depends on LibTorch's version.
+template <class Hook, class Tensor>
+Tensor argument_of(void (Hook::*)(Tensor));
+using Accumulated = decltype(argument_of(&PostAccumulateGradHook::operator()));
 
 /// Such a backward has an end on another thread, when others have sent their gradients.
 bool in_distributed_autograd() {
@@ -29,19 +35,83 @@ class GradientTracker::Hook : public PlainPostHook {
   size_t index_;
 };
 
-void GradientTracker::track(const std::vector<at::Tensor>& parameters) {
+/// A tensor has one such hook. So each keeps the one before it.
+class GradientTracker::Watch : public PlainAccumulateHook {
+ public:
+  static void add(GradientTracker& tracker, const at::Tensor& parameter, size_t index) {
+    torch::autograd::impl::materialize_autograd_meta(parameter);
+    auto& place = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    place = std::make_unique<Watch>(tracker, index, std::move(place));
+  }
+  static void remove(const GradientTracker& tracker, const at::Tensor& parameter) {
+    auto* place = &torch::autograd::impl::post_acc_grad_hooks(parameter);
+    while (auto* watch = dynamic_cast<Watch*>(place->get())) {
+      if (&watch->tracker_ == &tracker) {
+        *place = std::move(watch->before_);
+        return;
+      }
+      place = &watch->before_;
+    }
+  }
+
+  Watch(GradientTracker& tracker, size_t index, std::unique_ptr<PostAccumulateGradHook> before)
+      : tracker_(tracker), index_(index), before_(std::move(before)) {}
+  void operator()(Accumulated tensor) override {
+    tracker_.on_accumulation(index_);
+    if (before_) (*before_)(tensor);
+  }
+
+ private:
+  GradientTracker& tracker_;
+  size_t index_;
+  std::unique_ptr<PostAccumulateGradHook> before_;
+};
+
+void GradientTracker::track(std::vector<at::Tensor> parameters) {
   let_go();
   all_.resize(parameters.size());
   for (size_t i = 0; i < all_.size(); ++i) {
-    all_[i].accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
-    all_[i].hook = all_[i].accumulator->add_post_hook(std::make_unique<Hook>(*this, i));
+    all_[i].parameter = std::move(parameters[i]);
+    refresh(i);
   }
   learned_ = false;
   forget();
 }
 
+bool GradientTracker::refresh(size_t index) {
+  Tracked& its = all_[index];
+  // A parameter that was frozen meanwhile has none.
+  auto now = torch::autograd::impl::grad_accumulator(its.parameter);
+  if (!now || now == its.accumulator) return false;
+  if (its.accumulator) its.accumulator->del_post_hook(its.hook);
+  its.accumulator = std::move(now);
+  its.hook = its.accumulator->add_post_hook(std::make_unique<Hook>(*this, index));
+  return true;
+}
+
+bool GradientTracker::refresh() {
+  bool any = false;
+  for (size_t i = 0; i < all_.size(); ++i) any = refresh(i) || any;
+  return any;
+}
+
+void GradientTracker::watch(const std::vector<at::Tensor>& others) {
+  for (const Tracked& its : all_) watched_.push_back(its.parameter);
+  watched_.insert(watched_.end(), others.begin(), others.end());
+  for (size_t i = 0; i < watched_.size(); ++i) Watch::add(*this, watched_[i], i);
+}
+
+void GradientTracker::on_accumulation(size_t index) {
+  if (index >= all_.size()) return receiver_.on_other(index - all_.size());
+  if (!refresh(index)) return;
+  receiver_.on_new_node(index);
+  on_gradient(index);  // The node's hooks run only where it had some before it ran.
+}
+
 void GradientTracker::let_go() {
+  for (const at::Tensor& parameter : watched_) Watch::remove(*this, parameter);
   for (const Tracked& its : all_) its.accumulator->del_post_hook(its.hook);
+  watched_.clear();
   all_.clear();
 }
 

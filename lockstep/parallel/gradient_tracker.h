@@ -30,6 +30,10 @@ class GradientReceiver {
   virtual ~GradientReceiver() = default;
   /// The first gradient of a backward has come, of the parameter `index`.
   virtual void on_backward(size_t index) {}
+  /// A parameter that is watched only has got a gradient.
+  virtual void on_other(size_t index) {}
+  /// A parameter has a new node that adds its gradients, in a backward that has come to it.
+  virtual void on_new_node(size_t index) {}
   /// The first gradient of a round. False: this backward's gradients are left alone.
   virtual bool begin_round() = 0;
   /// The gradient of this round is there.
@@ -53,7 +57,12 @@ class GradientTracker {
   GradientTracker& operator=(const GradientTracker&) = delete;
 
   /// From now on of these, in place of those before.
-  void track(const std::vector<at::Tensor>& parameters);
+  void track(std::vector<at::Tensor> parameters);
+  /// Where the parameters have other nodes now that add their gradients, as after `set_data`, goes
+  /// on with those. Gives whether there were such.
+  bool refresh();
+  /// Does so by itself within the backward, and tells of gradients of `others`.
+  void watch(const std::vector<at::Tensor>& others);
   void set_rules(const ArrivalRules& rules) { rules_ = rules; }
   /// Indices of those that an open round lacks. Empty where none is open.
   std::vector<size_t> missing() const;
@@ -62,11 +71,13 @@ class GradientTracker {
 
  private:
   class Hook;
+  class Watch;
   static constexpr int64_t kNone = -1;
   /// A shared pointer, of which kind depends on LibTorch's version.
   using NodePtr =
       decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   struct Tracked {
+    at::Tensor parameter;
     NodePtr accumulator;  ///< The parameter holds it weakly.
     uintptr_t hook = 0;
     int64_t backward = kNone;  ///< The last one in which a gradient came.
@@ -78,6 +89,8 @@ class GradientTracker {
 
   void on_gradient(size_t index);
   void on_end(int64_t backward);
+  void on_accumulation(size_t index);
+  bool refresh(size_t index);
   void refuse(size_t index, bool same_backward);
   bool is_whole(const Tracked& its) const;
   void take(size_t index);
@@ -87,9 +100,10 @@ class GradientTracker {
   ArrivalRules rules_;
   std::mutex mutex_;
   std::vector<Tracked> all_;
-  std::vector<size_t> waiting_;  ///< Have come in this backward, and are not taken.
-  int64_t backward_ = kNone;     ///< The last one.
-  size_t awaited_ = 0;           ///< In an open round.
+  std::vector<at::Tensor> watched_;  ///< Those of `all_`, and the others.
+  std::vector<size_t> waiting_;      ///< Have come in this backward, and are not taken.
+  int64_t backward_ = kNone;         ///< The last one.
+  size_t awaited_ = 0;               ///< In an open round.
   bool open_ = false;
   bool learned_ = false;  ///< How often gradients come in a backward.
   bool ends_ = false;     ///< `on_end` will be called for this backward.

@@ -11,19 +11,22 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/gradient_averager.h"
 #include "tests/support/ddp_test_modules.h"
+#include "tests/support/mean_gradients.h"
 #include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 
 namespace lockstep {
 namespace gradient_tracker_test {
 
+using ddp_test::expect_gradients;
 using ddp_test::fill;
+using ddp_test::mean_gradients;
 using ddp_test::Repeated;
 using ddp_test::values;
 using test::message_of;
 using ::testing::HasSubstr;
 
-using Tensors = std::vector<at::Tensor>;
+using ddp_test::Tensors;
 
 at::Tensor input(int rank, int step) {
   return values({4, 6}, 10 * rank + step);
@@ -38,32 +41,6 @@ struct Smooth : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x))); }
   torch::nn::Linear first{6, 5}, second{torch::nn::LinearOptions(5, 3).bias(false)};
 };
-
-/// The mean over the ranks of the gradients that `run` leaves, on one process.
-template <class Module, class Run>
-Tensors mean_gradients(int ranks, const torch::nn::Module& like, Run run) {
-  Tensors mean;
-  for (int rank = 0; rank < ranks; ++rank) {
-    Module net;
-    const auto parameters = net.parameters();
-    for (size_t i = 0; i < parameters.size(); ++i)
-      parameters[i].data().copy_(like.parameters()[i].detach());
-    run(net, rank);
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor part = parameters[i].grad() / ranks;
-      rank == 0 ? mean.push_back(part) : static_cast<void>(mean[i] += part);
-    }
-  }
-  return mean;
-}
-
-void expect_gradients(const torch::nn::Module& module, const Tensors& expected) {
-  const auto parameters = module.parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    ASSERT_TRUE(parameters[i].grad().defined()) << i;
-    EXPECT_TRUE(at::allclose(parameters[i].grad(), expected[i], 1e-4, 1e-6)) << i;
-  }
-}
 
 DdpOptions with(Reducer reducer, bool static_graph = false, bool views = false) {
   DdpOptions options;

@@ -89,10 +89,8 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
         item.value().unsafeGetTensorImpl()->shallow_copy_from(
             nan_like(item.value(), item.value().sizes()).getIntrusivePtr());
       }
-      state.parameters.push_back({prefix + item.key(), item.value()});
-      if (item.value().requires_grad()) {
-        state.reduced.push_back({prefix + item.key(), item.value(), sparse});
-      }
+      state.parameters.push_back({prefix + item.key(), item.value(), sparse});
+      if (item.value().requires_grad()) state.reduced.push_back(state.parameters.back());
     }
     for (const auto& item : part.named_buffers(/*recurse=*/false)) {
       if (take(prefix + item.key(), item.value())) {
@@ -152,6 +150,19 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group,
               std::to_string(rank) + " has " + text_of(b, strides),
           "make the same module, with the same options, on every rank");
     }
+  }
+}
+
+void check_same_on_all(const std::vector<size_t>& changed, const ProcessGroup& group,
+                       const std::string& what) {
+  const std::vector<Json> all = group.all_gather_object(changed);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all.front()) continue;
+    throw MismatchError(what +
+                            ": the ranks have put values into different parameters: rank 0 into " +
+                            all.front().dump() + ", rank " + std::to_string(rank) + " into " +
+                            all[rank].dump() + ", by their numbers in the module",
+                        "load the same file on every rank");
   }
 }
 

@@ -10,10 +10,7 @@
 
 namespace lockstep::detail {
 
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
+using NamedTensor = ReducedParameter;
 
 /// What DistributedDataParallel works on, each tensor once, in Python's order.
 struct ModuleState {
@@ -37,6 +34,12 @@ ModuleState whole_module_state(torch::nn::Module& module);
 /// Throws MismatchError on every rank when a parameter or buffer differs from rank 0's in name,
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.
 void check_same_state(const ModuleState& state, const ProcessGroup& group, const std::string& what);
+
+/// Throws MismatchError unless all ranks have put values into the same parameters, given by number.
+/// A collective: a rank that has put in none makes another call, which the comparison of calls
+/// finds.
+void check_same_on_all(const std::vector<size_t>& changed, const ProcessGroup& group,
+                       const std::string& what);
 
 /// The values of rank `src` go to all ranks, in as few operations as possible. A collective.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGroup& group,

@@ -143,13 +143,14 @@ void FsdpCore::check_complete() {
 }
 
 void FsdpCore::before_forward() {
-  check_complete();
-  impl_->parameters->begin_round();
+  begin_use();
+  if (c10::GradMode::is_enabled()) impl_->gradients->follow_module();
   if (impl_->sync_buffers) share_buffers();
 }
 
 void FsdpCore::begin_use() {
   check_complete();
+  impl_->parameters->take_values();
   impl_->parameters->begin_round();
 }
 
@@ -203,6 +204,7 @@ double FsdpCore::clip_grad_norm(double max_norm) {
 }
 
 OptimizerState FsdpCore::model_state() {
+  impl_->parameters->take_values();
   return gather_model_state(*impl_->module, *impl_->parameters);
 }
 
@@ -236,6 +238,7 @@ OptimizerState FsdpCore::own_optimizer_state(const OptimizerState& whole,
 }
 
 void FsdpCore::begin_full(bool writable) {
+  impl_->parameters->take_values();
   impl_->parameters->begin_full(writable);
 }
 

@@ -126,6 +126,66 @@ TEST(Fsdp, ACheckpointedLayerRunsOnceInABackward) {
   }
 }
 
+TEST(Fsdp, ValuesThatArePutInAfterWrappingAreTrained) {
+  FsdpOptions bfloat = gathered();
+  bfloat.parameter_dtype = at::kBFloat16;
+  for (const FsdpOptions& options : {gathered(), in_common(), bfloat}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto a = filled<Net>(1), b = filled<Net>(1);
+      DistributedDataParallel ddp(a, group);
+      FullyShardedDataParallel fsdp(b, group, options);
+      auto ddp_adam = adam(a->parameters()), fsdp_adam = adam(fsdp.parameters());
+      const auto expect_same_state = [&] {
+        const auto state = whole(fsdp.full_state_dict());
+        if (group.rank() == 0 && !options.parameter_dtype) expect_equal(state, a->parameters());
+        for (size_t i = 0; i < state.size(); ++i)
+          EXPECT_TRUE(at::allclose(state[i], a->parameters()[i], 0, 0.02)) << i;
+      };
+      for (int step = 0; step < 6; ++step) {
+        if (step % 3 == 0) {
+          std::stringstream file;
+          torch::save(filled<Net>(3 + step), file);
+          std::stringstream again(file.str());
+          torch::load(a, file);
+          torch::load(b, again);
+          if (step == 3) expect_same_state();
+        }
+        const auto train = [&](auto& net) {
+          net.forward(input(group.rank(), step)).square().sum().backward();
+        };
+        train(ddp), train(fsdp);
+        ddp_adam->step(), fsdp_adam->step();
+        zero_grad(a->parameters()), zero_grad(fsdp.parameters());
+        expect_same_state();
+      }
+      if (options.parameter_dtype) return;
+      b->to(at::kDouble);
+      EXPECT_THAT(test::message_of([&] { fsdp.forward(input(0).to(at::kDouble)); }),
+                  ::testing::AllOf(HasSubstr("rank " + std::to_string(group.rank())),
+                                   HasSubstr("parameter first.weight"), HasSubstr("Double")));
+    });
+  }
+}
+
+TEST(Fsdp, LayersThatAreFrozenOrUnfrozenAfterWrappingAreNamed) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    for (const bool begins_frozen : {false, true}) {
+      over_shared_memory(2, [&](ProcessGroup group) {
+        auto net = filled<Net>(1);
+        net->first->bias.requires_grad_(!begins_frozen);
+        FullyShardedDataParallel fsdp(net, group, options);
+        fsdp.forward(input(group.rank())).sum().backward();
+        net->first->bias.requires_grad_(begins_frozen);
+        EXPECT_THAT(test::message_of([&] { fsdp.forward(input(0)).sum().backward(); }),
+                    ::testing::AllOf(HasSubstr("rank " + std::to_string(group.rank())),
+                                     HasSubstr("parameter first.bias")));
+        for (at::Tensor& parameter : net->parameters()) parameter.requires_grad_(false);
+        EXPECT_NO_THROW(fsdp.forward(input(0)));
+      });
+    }
+  }
+}
+
 TEST(Fsdp, SeveralForwardsThenSeveralBackwardsAreAveraged) {
   over_shared_memory(2, [&](ProcessGroup group) {
     for (const FsdpOptions& options : {gathered(), in_common()}) {

@@ -207,6 +207,21 @@ void ShardedGradients::take_result(Reduction reduction) {
   }
 }
 
+void ShardedGradients::follow_module() {
+  tracker_.refresh();
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& members = parameters_.units()[u].parameters;
+    const auto& trainable = units_[u].trainable;
+    for (size_t i = 0; i < members.size(); ++i) {
+      const bool was = std::find(trainable.begin(), trainable.end(), i) != trainable.end();
+      if (members[i].tensor.requires_grad() == was || parameters_.all_frozen()) continue;
+      throw UsageError(place() + ": parameter " + members[i].name + " was " +
+                           (was ? "frozen" : "unfrozen") + " after this was made",
+                       "wrap the module anew, from full_state_dict(), after such a change");
+    }
+  }
+}
+
 bool ShardedGradients::has_local() const {
   for (size_t u = 0; u < units_.size(); ++u) {
     for (const size_t member : units_[u].trainable) {

@@ -31,6 +31,9 @@ class ShardedGradients : private GradientReceiver {
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
   bool& synchronizing() { return synchronizing_; }
+  /// Before a forward. Goes on with parameters that have new nodes which add gradients. Throws
+  /// UsageError for one that was frozen or unfrozen.
+  void follow_module();
   /// Whether gradients wait in the module that were not reduced.
   bool has_local() const;
   /// Names of the parameters that a backward left without a gradient; empty when it is complete.

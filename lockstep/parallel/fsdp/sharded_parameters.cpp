@@ -11,6 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
+#include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {
 namespace {
@@ -19,6 +20,14 @@ namespace {
 /// value in every floating-point dtype.
 double marker_of(size_t unit) {
   return static_cast<double>(unit % 125 + 1);
+}
+
+/// Without a look at the memory, which may not be there.
+bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  const auto impl_of = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  };
+  return impl_of(a) == impl_of(b);
 }
 
 int64_t line_up(int64_t bytes) {
@@ -117,12 +126,14 @@ void ShardedParameters::adopt_module() {
     state_.push_back(
         {WatchedMemory(*this, u, unit.shard_size * group_.size(), whole_dtype(u), device_),
          {},
+         {},
          {}});
     WatchedMemory& memory = state_.back().memory;
     memory.convert_arguments(whole_dtype(u) != unit.dtype);
     for (const FlatParameter& parameter : unit.parameters) {
       at::Tensor tensor = parameter.tensor;
-      const at::Tensor view = view_in(memory.tensor(), parameter.offset, tensor);
+      const at::Tensor view =
+          state_.back().views.emplace_back(view_in(memory.tensor(), parameter.offset, tensor));
       // set_data refuses to change the kind of device.
       if (is_deferred(tensor)) {
         tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
@@ -138,6 +149,52 @@ void ShardedParameters::adopt_module() {
 /// two steps. Operations begin a round.
 void ShardedParameters::open_common() {
   for (size_t u = 0; u < units_.size() && shared_; ++u) state_[u].memory.put(common_[u]);
+}
+
+void ShardedParameters::take_values() {
+  std::vector<std::pair<size_t, size_t>> moved;  // Units and places in them.
+  std::vector<size_t> indices;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
+      const FlatParameter& parameter = units_[u].parameters[i];
+      if (same_storage(parameter.tensor, state_[u].memory.tensor())) continue;
+      check_kind(parameter, state_[u].views[i], units_[u].dtype);
+      moved.emplace_back(u, i);
+      indices.push_back(parameter.index);
+    }
+  }
+  if (moved.empty()) return;
+  end_round();
+  check_same_on_all(indices, group_, "FullyShardedDataParallel");
+  const c10::AutoGradMode no_grad(false);
+  const Unwatched unwatched;
+  for (const auto& [u, i] : moved) {
+    at::Tensor tensor = units_[u].parameters[i].tensor;
+    const at::Tensor values = tensor.detach();
+    tensor.set_data(state_[u].views[i]);
+    set_values(tensor, values);
+  }
+}
+
+void ShardedParameters::check_kind(const FlatParameter& parameter, const at::Tensor& view,
+                                   at::ScalarType dtype) const {
+  const at::Tensor& tensor = parameter.tensor;
+  const bool same_dtype = tensor.scalar_type() == dtype || tensor.dtype() == view.dtype();
+  if (same_dtype && tensor.sizes() == view.sizes()) return;
+  throw UsageError("FullyShardedDataParallel, rank " + std::to_string(group_.rank()) +
+                       ": parameter " + parameter.name + " is " + tensor.toString() +
+                       c10::str(tensor.sizes()) + " now, and was " + c10::toString(dtype) +
+                       c10::str(view.sizes()) + " when this was made",
+                   "convert the module first, then make this");
+}
+
+bool ShardedParameters::all_frozen() const {
+  for (const FlatUnit& unit : units_) {
+    for (const FlatParameter& parameter : unit.parameters) {
+      if (parameter.tensor.requires_grad()) return false;
+    }
+  }
+  return true;
 }
 
 void ShardedParameters::begin_round() {

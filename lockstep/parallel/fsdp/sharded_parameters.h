@@ -37,12 +37,18 @@ class ShardedParameters : private MemoryWatcher {
   ShardedParameters(const ShardedParameters&) = delete;
   ShardedParameters& operator=(const ShardedParameters&) = delete;
 
+  /// Takes the values of parameters that were given other memory (set_data, torch::load) into the
+  /// shards, and gives them the units' memory again. A collective where there are such. Throws
+  /// UsageError for one of another shape or dtype. Ends a round.
+  void take_values();
   /// Puts this rank's pieces of a parameter into its shards. `values` is of the parameter's shape.
   void set_values(const at::Tensor& parameter, const at::Tensor& values);
   /// The module's tensors become views of the units' memory. Their old memory is freed. Once.
   void adopt_module();
 
   const std::vector<FlatUnit>& units() const { return units_; }
+  /// Whether no parameter needs a gradient now, as of a GAN's discriminator at times.
+  bool all_frozen() const;
   const FlatParameter& parameter_of(const Piece& piece) const {
     return units_[piece.unit].parameters[piece.parameter];
   }
@@ -78,14 +84,17 @@ class ShardedParameters : private MemoryWatcher {
  private:
   struct Unit {
     WatchedMemory memory;
-    at::Tensor buffer;  ///< Gathered values.
-    Work work;          ///< Gathers them, until they are put into the memory.
+    at::Tensor buffer;              ///< Gathered values.
+    Work work;                      ///< Gathers them, until they are put into the memory.
+    std::vector<at::Tensor> views;  ///< Of the memory, by parameter.
   };
 
   void before_use(const std::vector<size_t>& memories) override;
   void after_use() noexcept override;
   void before_write(size_t memory, const std::string& operation) override;
 
+  void check_kind(const FlatParameter& parameter, const at::Tensor& view,
+                  at::ScalarType dtype) const;
   void share_memory();
   void make_shards();
   void open_common();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
 
 namespace lockstep::detail {
@@ -24,7 +25,8 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout
     : parameters_(std::move(parameters)),
       layout_(std::move(layout)),
       group_(std::move(group)),
-      place_(parameters_.size()) {
+      place_(parameters_.size()),
+      views_(parameters_.size()) {
   const c10::AutoGradMode no_grad(false);
   // Autograd need not know that they are views: it would forbid to change them in place.
   const at::AutoDispatchBelowADInplaceOrView untracked;
@@ -35,7 +37,8 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout
     if (mine.numel() == 0) {
       parts_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
     } else if (mine.numel() == parameter.numel()) {
-      parts_.push_back(view_of(i));
+      parts_.push_back(flats_[place_[i].bucket].as_strided(parameter.sizes(), views_[i].strides(),
+                                                           views_[i].storage_offset()));
     } else {
       const Place& place = place_[i];
       parts_.push_back(flats_[place.bucket].narrow(0, place.offset + mine.begin, mine.numel()));
@@ -59,9 +62,9 @@ void ParameterShards::move(size_t bucket) {
     place_[index] = {bucket, entry.offsets[k]};
     flat.narrow(0, end, entry.offsets[k] - end).zero_();
     end = entry.offsets[k] + parameter.numel();
-    const at::Tensor view = view_of(index);
-    view.copy_(parameter.detach());
-    parameter.set_data(view);
+    views_[index] = view_of(index);
+    views_[index].copy_(parameter.detach());
+    parameter.set_data(views_[index]);
   }
   flat.narrow(0, end, flat.numel() - end).zero_();
 }
@@ -73,6 +76,26 @@ at::Tensor ParameterShards::view_of(size_t index) const {
   if (parameter.is_non_overlapping_and_dense())
     return flats_[bucket].as_strided(parameter.sizes(), parameter.strides(), offset);
   return flats_[bucket].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+}
+
+std::vector<size_t> ParameterShards::take_values(const std::string& what) {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<size_t> taken;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& parameter = parameters_[i];
+    if (!has(i) || parameter.is_alias_of(views_[i])) continue;
+    if (parameter.scalar_type() != views_[i].scalar_type() ||
+        parameter.sizes() != views_[i].sizes())
+      throw UsageError(what + ": parameter " + std::to_string(i) + " is " + parameter.toString() +
+                           c10::str(parameter.sizes()) + " now, and was " + views_[i].toString() +
+                           c10::str(views_[i].sizes()) + " when this was made",
+                       "convert the module first, then make this");
+    views_[i].copy_(parameter.detach());
+    parameter.set_data(views_[i]);
+    parameter.unsafeGetTensorImpl()->bump_version();
+    taken.push_back(i);
+  }
+  return taken;
 }
 
 Part ParameterShards::part(int rank, size_t parameter) const {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
@@ -37,6 +38,10 @@ class ParameterShards {
   /// This rank's part of a tensor of the parameter's shape, in the shape of `parts()`. Shares its
   /// memory where that has the parameter's order.
   at::Tensor cut(size_t parameter, const at::Tensor& tensor) const;
+  /// Takes the values of parameters that were given other memory (set_data, torch::load) into the
+  /// flat one, where they lie from then on. Gives their indices. Throws UsageError for one of
+  /// another shape or dtype; `what` begins it.
+  std::vector<size_t> take_values(const std::string& what);
   /// Gives every rank the values of all parts. A collective.
   void share();
   /// The same for some parameters. What it returns must be waited for.
@@ -57,6 +62,7 @@ class ParameterShards {
   ProcessGroup group_;
   std::vector<Place> place_;       ///< By parameter.
   std::vector<at::Tensor> flats_;  ///< By bucket.
+  std::vector<at::Tensor> views_;  ///< By parameter, in `flats_`.
   std::vector<at::Tensor> parts_;  ///< By parameter.
 };
 

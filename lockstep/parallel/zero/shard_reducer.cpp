@@ -49,6 +49,11 @@ ShardReducer::ShardReducer(ShardedOptimizer& optimizer,
 }
 
 void ShardReducer::before_forward(bool) {
+  optimizer_.follow_parameters();
+  agree_on_order();
+}
+
+void ShardReducer::agree_on_order() {
   if (ordered_ || arrived_.size() != order_.size()) return;
   // Rank 0's order, so that all ranks make the same calls.
   at::Tensor order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
@@ -64,7 +69,7 @@ void ShardReducer::before_forward(bool) {
 }
 
 void ShardReducer::begin() {
-  before_forward(true);
+  agree_on_order();
   sent_.clear();
   pending_.clear();
   for (const ShardBucket& bucket : optimizer_.shards().layout())

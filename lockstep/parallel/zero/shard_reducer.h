@@ -47,6 +47,7 @@ class ShardReducer : public GradientReducer {
     bool adds = false;
   };
 
+  void agree_on_order();
   void reduce_what_is_ready();
   void reduce(size_t bucket);
   void reduce_in_parts(size_t bucket);

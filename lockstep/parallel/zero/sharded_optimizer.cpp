@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_state.h"
 
@@ -59,8 +60,14 @@ ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const Opt
                  "looks at all parameters as one vector, of which a rank updates a part only");
 }
 
+void ShardedOptimizer::follow_parameters() {
+  const std::vector<size_t> taken = shards_.take_values(what_);
+  if (!taken.empty()) check_same_on_all(taken, shards_.group(), what_);
+}
+
 void ShardedOptimizer::take_gradients() {
   const c10::AutoGradMode no_grad(false);
+  follow_parameters();
   const auto& parameters = shards_.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& gradient = parameters[i].grad();
@@ -79,6 +86,7 @@ void ShardedOptimizer::take_gradients() {
 }
 
 void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& elements) {
+  follow_parameters();
   const at::Tensor& part = shards_.parts()[index];
   if (part.numel() == 0) return;
   const at::AutoDispatchBelowADInplaceOrView untracked;
@@ -88,6 +96,7 @@ void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& elements) {
 }
 
 void ShardedOptimizer::update(const StepScale& scale) {
+  follow_parameters();
   scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
                                                           : optimizer_->step();
 }

@@ -27,6 +27,9 @@ class ShardedOptimizer {
   Optimizer& local() { return *optimizer_; }
   const Optimizer& local() const { return *optimizer_; }
 
+  /// Goes on with values that were put into the parameters since the last step. A collective where
+  /// there are such: MismatchError where other ranks have put in others.
+  void follow_parameters();
   /// Gives each part its part of the parameter's whole gradient. Throws UsageError for a gradient
   /// that is sparse, and for that of a parameter that was frozen when this was made.
   void take_gradients();

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
+#include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 #include "tests/support/zero_training.h"
 
@@ -139,6 +140,33 @@ TEST_P(ZeroOptimizer, PartsSeeThatAParameterChanged) {
     of_one_rank.step();
     EXPECT_GT(small._version(), of_small);
   });
+}
+
+TEST_P(ZeroOptimizer, GoesOnWithValuesThatWerePutIn) {
+  for (const bool on_all : {true, false}) {
+    run_group(2, [&](ProcessGroup group) {
+      auto net = std::make_shared<ddp_test::Net>(), other = std::make_shared<ddp_test::Net>();
+      ddp_test::fill(*other, 5);
+      DistributedDataParallel ddp(net, group);
+      ZeroRedundancyOptimizer zero(ddp, factory_of({.optimizer = "sgd", .options = {.lr = 0.5}}));
+      if (on_all || group.rank() == 0) {
+        for (size_t i = 0; i < 4; ++i)
+          net->parameters()[i].set_data(other->parameters()[i].detach().clone());
+      }
+      ddp.forward(ddp_test::values({4, 6}, group.rank())).sum().backward();
+      if (!on_all) {
+        EXPECT_THROW(zero.step(), CommError);
+        return;
+      }
+      zero.step();
+      for (size_t i = 0; i < 4; ++i) {
+        const at::Tensor parameter = net->parameters()[i];
+        EXPECT_TRUE(at::allclose(parameter, other->parameters()[i] - 0.5 * parameter.grad())) << i;
+      }
+      net->to(at::kDouble);
+      EXPECT_THAT(test::message_of([&] { zero.step(); }), HasSubstr("parameter 0 is"));
+    });
+  }
 }
 
 TEST_P(ZeroOptimizer, TakesFurtherGroups) {

@@ -104,6 +104,60 @@ TEST_P(ZeroStrategy, ACheckpointedLayerThatRunsTwiceIsAveragedOrRefused) {
   });
 }
 
+TEST_P(ZeroStrategy, ValuesThatArePutInAfterwardsAreTrained) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto train_on = [&](const MakeStrategy& make) {
+      auto net = std::make_shared<ddp_test::Net>();
+      ddp_test::fill(*net, 1);
+      const auto strategy =
+          make({.module = net, .make_optimizer = zero_test::factory_of({}), .group = group});
+      for (int step = 0; step < 6; ++step) {
+        if (step % 3 == 0) {
+          ddp_test::Net other;
+          ddp_test::fill(other, 3 + step);
+          for (size_t i = 0; i < other.parameters().size(); ++i)
+            net->parameters()[i].set_data(other.parameters()[i].detach());
+        }
+        strategy->run_batch({.loss = [&] {
+          return net->forward(ddp_test::values({4, 6}, 10 * group.rank() + step)).square().sum();
+        }});
+        strategy->step();
+        strategy->zero_grad();
+      }
+      return net;
+    };
+    const auto expected = train_on(make_ddp);
+    for (const auto& [name, make] : kStages) {
+      const auto net = train_on(make);
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TRUE(at::equal(net->parameters()[i], expected->parameters()[i])) << name << i;
+    }
+  });
+}
+
+TEST_P(ZeroStrategy, OtherDtypesAndFrozenLayersAreNamed) {
+  run_group(2, [](const ProcessGroup& group) {
+    for (const auto& [name, make] : kStages) {
+      auto net = std::make_shared<ddp_test::Net>();
+      const auto strategy =
+          make({.module = net, .make_optimizer = zero_test::factory_of({}), .group = group});
+      const auto run = [&] {
+        strategy->run_batch({.loss = [&] {
+          return net->forward(ddp_test::values({4, 6}, 0).to(net->first->weight.dtype())).sum();
+        }});
+      };
+      run();
+      net->first->bias.requires_grad_(false);
+      const auto message = test::message_of(run);
+      // Stage 1 gives the parameter no gradient from now on, as ddp does.
+      EXPECT_THAT(message, HasSubstr(name == "zero2" ? "parameter first.bias" : "no error"));
+      net->first->bias.requires_grad_(true);
+      net->to(at::kDouble);
+      EXPECT_THAT(test::message_of(run), HasSubstr("parameter first.weight"));
+    }
+  });
+}
+
 TEST_P(ZeroStrategy, HasTheBitsOfDdp) {
   for (const int ranks : {1, 2, 3, 4}) {
     if (ranks == 1 && GetParam() == "hierarchical") continue;
