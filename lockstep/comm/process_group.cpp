@@ -8,6 +8,7 @@
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/first_step.h"
 #include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -428,6 +429,7 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
                                      input_splits);
 }
 void ProcessGroup::note_steps(int64_t steps) const noexcept {
+  made_first_step = true;
   if (!impl_) return;
   // Written by one thread, that of the loop.
   if (steps > impl_->steps->load(std::memory_order_relaxed))

@@ -26,7 +26,7 @@ constexpr std::string_view kPickle = "/data.pkl";
 using Dtypes = std::vector<std::pair<std::string_view, at::ScalarType>>;
 
 /// By the names of their storages in Python, or by their own.
-const Dtypes& dtypes() {
+const Dtypes& pt_dtypes() {
   static const Dtypes dtypes = {{"torch.FloatStorage", at::kFloat},
                                 {"torch.DoubleStorage", at::kDouble},
                                 {"torch.HalfStorage", at::kHalf},
@@ -51,8 +51,8 @@ const Dtypes& dtypes() {
   return dtypes;
 }
 
-std::optional<at::ScalarType> dtype_of(std::string_view name) {
-  for (const auto& [known, dtype] : dtypes()) {
+std::optional<at::ScalarType> pt_dtype_of(std::string_view name) {
+  for (const auto& [known, dtype] : pt_dtypes()) {
     if (known == name) return dtype;
   }
   return std::nullopt;
@@ -183,7 +183,7 @@ class PtReader {
     } else if (is("tensor") || is("tensor_v2")) {
       tensor = dense_tensor(value, name, std::nullopt);
     } else if (is("tensor_v3") && value.items.size() > 6) {
-      tensor = dense_tensor(value, name, dtype_of(value.items[6]->text));
+      tensor = dense_tensor(value, name, pt_dtype_of(value.items[6]->text));
     } else {
       fail(name, "is made by " + value.text, "expected a dense tensor: save tensor.to_dense()");
     }
@@ -198,7 +198,7 @@ class PtReader {
       fail(name, "has not the storage, offset, sizes and strides of a tensor");
     const PickleValue& id = *value.items[0]->items[0];
     if (id.items.size() < 5) fail(name, "names no storage");
-    if (!dtype) dtype = dtype_of(id.items[1]->text);
+    if (!dtype) dtype = pt_dtype_of(id.items[1]->text);
     if (!dtype) fail(name, "is of " + id.items[1]->text + ", which is not known");
     const at::Tensor bytes = storage(id.items[2]->text, name);
     const std::vector<int64_t> sizes = numbers(*value.items[2], name);
@@ -297,7 +297,7 @@ class PtWriter {
     return {place->second, storages_[place->second]};
   }
   static std::string_view name_of(at::ScalarType dtype) {
-    for (const auto& [name, known] : dtypes()) {
+    for (const auto& [name, known] : pt_dtypes()) {
       if (known == dtype) return name.substr(name.rfind('.') + 1);
     }
     throw UsageError(std::string("save_pt: a tensor is of ") + c10::toString(dtype),

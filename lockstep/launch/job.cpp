@@ -61,11 +61,13 @@ int Job::ended(int index, WorkerEnd end, Time now) {
 }
 
 int Job::signalled(int signal, Time now) {
-  if (phase_ == Phase::killing) return 0;
   if (phase_ == Phase::interrupting) {
     return now - *signalled_at_ < options_.same_signal ? 0 : kill();
   }
-  if (failed_ || output_closed_) return phase_ == Phase::settling ? stop(now) : 0;
+  if (failed_ || output_closed_ || phase_ == Phase::killing) {
+    late_signal_ = signal;
+    return phase_ == Phase::settling ? stop(now) : 0;
+  }
   signal_ = signal;
   signalled_at_ = now;
   phase_ = Phase::interrupting;

@@ -64,6 +64,8 @@ class Job {
   Ending ending() const;
   /// The signal of `Ending::interrupted`.
   int signal() const { return signal_; }
+  /// One that came when a failure had the workers stopped already. 0: none.
+  int late_signal() const { return late_signal_; }
   /// Which worker's failure is the cause. None when none failed of itself.
   std::optional<int> root_cause() const;
   const std::optional<WorkerEnd>& end_of(int index) const { return ends_.at(index); }
@@ -80,6 +82,7 @@ class Job {
   std::optional<Time> deadline_;
   std::optional<Time> signalled_at_;
   int signal_ = 0;
+  int late_signal_ = 0;
   bool failed_ = false;
   bool output_closed_ = false;
 };

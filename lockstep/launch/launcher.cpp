@@ -13,6 +13,8 @@
 #include <set>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/launch/attempts.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/signals.h"
@@ -78,17 +80,29 @@ bool stops_workers(const LaunchPlan& plan) {
                                       [](const auto& worker) { return worker.inherit_stdin; });
 }
 
+/// What they mean is the workers' to know: Slurm sends one before it ends a job.
+constexpr int kMessages[] = {SIGUSR1, SIGUSR2};
+
+bool is_message(const LaunchPlan& plan, int signal) {
+  return std::find(std::begin(kMessages), std::end(kMessages), signal) != std::end(kMessages) &&
+         std::find(plan.signals.begin(), plan.signals.end(), signal) == plan.signals.end();
+}
+
 std::vector<int> caught_signals(const LaunchPlan& plan) {
   auto signals = plan.signals;
+  for (const int signal : kMessages) {
+    if (std::find(signals.begin(), signals.end(), signal) == signals.end())
+      signals.push_back(signal);
+  }
   if (stops_workers(plan)) signals.push_back(SIGTSTP);
   return signals;
 }
 
 class Launcher {
  public:
-  explicit Launcher(const LaunchPlan& plan)
+  Launcher(const LaunchPlan& plan, SignalCatcher& signals)
       : plan_(plan),
-        signals_(caught_signals(plan)),
+        signals_(signals),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
@@ -106,12 +120,15 @@ class Launcher {
     reports_.resize(plan.workers.size());
   }
 
-  void run() {
+  /// The failure that ended it; none: success.
+  std::optional<WorkerFailure> run() {
     start();
     serve();
     while (!finished()) step();
-    conclude();
+    return conclude();
   }
+  /// See Job.
+  int late_signal() const { return job_.late_signal(); }
 
  private:
   WorkerStream& error_stream(size_t worker) { return *streams_[2 * worker + 1]; }
@@ -225,6 +242,7 @@ class Launcher {
 
   void take_signal(int signal, Time now) {
     if (signal == SIGTSTP && stops_workers(plan_)) return stop_and_continue();
+    if (is_message(plan_, signal)) return send(signal);
     if (job_.all_ended()) leaves_at_once_ = true;
     send(job_.signalled(signal, now));
   }
@@ -325,7 +343,7 @@ class Launcher {
     return failure;
   }
 
-  void conclude() {
+  std::optional<WorkerFailure> conclude() {
     if (serving_.valid()) take_served(kServeLimit);
     for (auto& stream : streams_) stream->close();
     out_.pump();
@@ -340,19 +358,17 @@ class Launcher {
     const auto cause = job_.root_cause();
     if (elsewhere_ && !(cause && is_own_cause(*job_.end_of(*cause))))
       throw WorkerError(elsewhere_->text, elsewhere_->exit_code);
-    if (job_.ending() == Job::Ending::failure && cause) {
-      const auto failure = failure_of(*cause);
-      throw WorkerError(failure.text(), failure.exit_code());
-    }
+    if (job_.ending() == Job::Ending::failure && cause) return failure_of(*cause);
     if (output_failure_ == EPIPE) throw InterruptedError(SIGPIPE);
     if (output_failure_ != 0) throw SystemError("cannot write the output", output_failure_);
+    return std::nullopt;
   }
 
   /// Neither another rank's end nor our own signals brought it about.
   static bool is_own_cause(const WorkerEnd& end) { return !end.consequence && !end.after_stop; }
 
   const LaunchPlan& plan_;
-  SignalCatcher signals_;
+  SignalCatcher& signals_;
   OutputQueue out_;
   OutputQueue err_;
   bool one_console_;
@@ -379,12 +395,67 @@ class Launcher {
   int output_failure_ = 0;
 };
 
+AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
+  if (!failure) return {.succeeded = true};
+  AttemptEnd end{.signal = signal, .line = failure->line(), .exit_code = failure->exit_code()};
+  end.executed = failure->start_errno == 0;
+  if (!failure->report) return end;
+  end.before_first_step = failure->report->before_first_step;
+  end.said = failure->report->message;
+  return end;
+}
+
+/// The last failure at length, those before in a line each.
+std::string text_of(const WorkerFailure& last, const Decision& decision,
+                    const std::string& how_to_go_on) {
+  std::string text = last.text();
+  const bool was_killed = last.start_errno == 0 && WIFSIGNALED(last.wait_status);
+  if (was_killed && decision.attempts.max_restarts == 0 && !how_to_go_on.empty())
+    text += "\n  hint: " + how_to_go_on;
+  if (!decision.hint.empty()) text += "\n  " + decision.hint;
+  const auto& lines = decision.attempts.failures;
+  for (size_t i = 0; i + 1 < lines.size(); ++i)
+    text += "\n  before, attempt " + std::to_string(i) + ": " + lines[i];
+  return text;
+}
+
+void tell_restart(const LaunchPlan& plan, const Attempts& attempts) {
+  log_warning(plan.told_by + attempts.failures.back() + "; all ranks start again (restart " +
+              std::to_string(attempts.current()) + " of " + std::to_string(attempts.max_restarts) +
+              ")");
+}
+
 }  // namespace
 
-void launch(const LaunchPlan& plan) {
+void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_restarts) {
   ensure_standard_descriptors();
+  LaunchPlan plan = plan_of(0);
+  SignalCatcher signals(caught_signals(plan));  // Between attempts too.
   if (plan.owns_process) prctl(PR_SET_CHILD_SUBREAPER, 1);
-  Launcher(plan).run();
+  Attempts attempts{.max_restarts = max_restarts};
+  while (true) {
+    auto launcher = std::make_unique<Launcher>(plan, signals);
+    const auto failure = launcher->run();
+    const auto decision = decide(std::move(attempts), end_of(failure, launcher->late_signal()));
+    switch (decision.verdict) {
+      case Verdict::done:
+        return;
+      case Verdict::interrupted:
+        throw InterruptedError(launcher->late_signal());
+      case Verdict::give_up:
+        throw WorkerError(text_of(*failure, decision, plan.how_to_go_on), failure->exit_code());
+      case Verdict::restart:
+        break;
+    }
+    launcher.reset();
+    attempts = decision.attempts;
+    tell_restart(plan, attempts);
+    plan = plan_of(attempts.current());
+  }
+}
+
+void launch(const LaunchPlan& plan) {
+  launch([&](int) { return plan; }, 0);
 }
 
 }  // namespace lockstep::launch

@@ -84,6 +84,9 @@ struct LaunchPlan {
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
+  std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
+  /// How the user goes on after a worker was killed by a signal and no restart was asked for.
+  std::string how_to_go_on = {};
   /// Where a worker reads our input, SIGTSTP (Ctrl-Z) stops the workers and then us. These are
   /// called before and after. They may be empty.
   std::function<void()> at_stop, at_continue;
@@ -108,16 +111,26 @@ struct WorkerFailure {
   int exit_code() const;
   /// "rank 1 (pid 4711) was killed by SIGSEGV (signal 11)" and what it said itself. Or that alone.
   std::string text() const;
+  /// The same in one line.
+  std::string line() const;
+
+ private:
+  std::string ending() const;
+  bool report_is_all() const;
 };
 
-/// Runs the workers to their end. Returns when all succeeded. Throws
+/// Runs the workers to their end, and again after a failure that a restart may mend (attempts.h),
+/// up to `max_restarts` times. `plan_of` gives the plan of each attempt, from 0, when nothing of
+/// the one before is left. What it holds outlives the attempt. Returns when all succeeded. Throws
 /// - WorkerError when one failed, here or on another host. The others got TERM and, after `grace`,
-///   KILL.
+///   KILL. It tells the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
 ///   `signal_grace` or at the second signal.
 /// - SystemError(EPIPE) when nobody reads our output any more. The workers were told to stop.
 /// - what `serve` throws, after the workers are gone.
 /// In each case no worker and no descendant of one is left.
+void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_restarts);
+/// One attempt.
 void launch(const LaunchPlan& plan);
 
 }  // namespace lockstep::launch

@@ -3,6 +3,8 @@
 #include <cstdlib>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/variables.h"
 
@@ -52,8 +54,8 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
       {"ROLE_WORLD_SIZE", world},
       {"MASTER_ADDR", layout.master_addr},
       {"MASTER_PORT", std::to_string(layout.master_port)},
-      {"TORCHELASTIC_RESTART_COUNT", "0"},
-      {"TORCHELASTIC_MAX_RESTARTS", "0"},
+      {"TORCHELASTIC_RESTART_COUNT", std::to_string(layout.restart_count)},
+      {"TORCHELASTIC_MAX_RESTARTS", std::to_string(layout.max_restarts)},
       {"TORCHELASTIC_RUN_ID", layout.run_id},
       {"TORCHELASTIC_USE_AGENT_STORE", layout.agent_store ? "True" : "False"},
       {kErrorFileVariable, error_file},
@@ -68,6 +70,18 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
   }
   if (const auto waiting = omp_waiting()) env.push_back(*waiting);
   return env;
+}
+
+ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said) {
+  if (const auto text = env_string(kShutdownVariable); text && !said) {
+    const auto seconds = parse_double(*text);
+    if (!seconds || !(*seconds >= 0 && *seconds <= 86400)) {
+      throw UsageError("environment variable " + std::string(kShutdownVariable) + "='" + *text +
+                       "': expected seconds from 0 to 86400");
+    }
+    said = std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
+  }
+  return said ? ShutdownTimeout{*said, *said} : ShutdownTimeout{};
 }
 
 }  // namespace lockstep::launch

@@ -25,6 +25,8 @@ struct RankLayout {
   bool agent_store = true;
   std::string run_id = "none";
   std::string role = "default";
+  int restart_count = 0;  ///< How often the launcher has started the ranks again.
+  int max_restarts = 0;
   std::string token = random_hex(8);  ///< See kTokenVariable.
 };
 
@@ -41,5 +43,14 @@ UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve);
 std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayout& layout,
                                                                   int local_rank,
                                                                   const std::string& error_file);
+
+/// Between telling workers to end and killing them. Where `said` is none, the seconds of torchrun's
+/// variable count, else 0.8 s after a failure, and 30 s after a signal that the user has sent: long
+/// enough to save a checkpoint. Throws UsageError for a variable that is no number of seconds.
+struct ShutdownTimeout {
+  std::chrono::milliseconds after_failure{800}, after_signal{30'000};
+};
+ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said);
+inline constexpr const char* kShutdownVariable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
 
 }  // namespace lockstep::launch

@@ -22,9 +22,13 @@ struct SpawnOptions {
   /// env://).
   std::string master_addr = {};
   int master_port = 0;
-  /// How long the others get to end after TERM when one has failed, before KILL: all are gone
-  /// within a second.
-  std::chrono::milliseconds grace{800};
+  /// How often all start again after one has failed, as with `lockstep run --max-restarts`. On a
+  /// single host. 0: nobody has said that the program goes on from where it was.
+  int max_restarts = 0;
+  /// How long workers get to end before KILL, after a failure of another one and after a signal to
+  /// this process. None: TORCH_ELASTIC_SHUTDOWN_TIMEOUT says so, or else 0.8 s after a failure, so
+  /// that all are gone within a second, and 30 s after a signal, so that they can save their work.
+  std::optional<std::chrono::milliseconds> shutdown_timeout = {};
   /// Local ranks whose standard output is shown, where `lockstep run` has --local-ranks-filter.
   /// What the others write is read and dropped. None: that of all. Standard error is always shown.
   std::optional<std::set<int>> stdout_ranks = {};
@@ -50,10 +54,12 @@ struct SpawnOptions {
 /// standard error passes through this process. OMP_NUM_THREADS is 1 in them where it is unset and
 /// nprocs is over 1.
 ///
-/// When a worker fails, the others get TERM, then KILL. The first failure is rethrown here as a
-/// WorkerError with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and
-/// QUIT are forwarded and end in InterruptedError, after up to 30 s for the workers or at the
-/// second signal. No worker outlives this process, even when it is killed with -9.
+/// When a worker fails, the others get TERM, then KILL. Then all start again, where `max_restarts`
+/// allows it and it can help. The last attempt's first failure is rethrown here as a WorkerError
+/// with the rank, how it ended and its last lines of standard error. INT, TERM, HUP and QUIT are
+/// forwarded and end in InterruptedError, after `shutdown_timeout` or at the second signal. USR1
+/// and USR2 are forwarded and end nothing. No worker outlives this process, even when it is killed
+/// with -9.
 ///
 /// Blocks. One call at a time in a process.
 bool spawn(int nprocs, const SpawnOptions& options = {});

@@ -99,6 +99,11 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
   layout.nodes = (layout.world_size + nprocs - 1) / nprocs;
   layout.node_rank = layout.first_rank / nprocs;
   layout.agent_store = layout.world_size == nprocs;
+  layout.max_restarts = options.max_restarts;
+  if (options.max_restarts < 0 || (options.max_restarts > 0 && !layout.agent_store)) {
+    throw UsageError(name + ": max_restarts is " + std::to_string(options.max_restarts),
+                     "expected 0 or more, and 0 with several hosts");
+  }
   layout.run_id = random_hex(16);
   const auto address =
       options.master_addr.empty() ? env_string("MASTER_ADDR") : options.master_addr;
@@ -142,41 +147,64 @@ WorkerPlan worker_plan(const RankLayout& layout, int local_rank, int64_t number,
   return plan;
 }
 
+/// What all attempts of a call have in common.
+struct Parent {
+  int nprocs;
+  const SpawnOptions& options;
+  const SpawnCall& call;
+  int64_t number;
+  std::optional<std::set<int>> shown;
+  std::vector<std::string> argv;
+
+  LaunchPlan plan_of(RankLayout layout, const fs::path& folder) const {
+    LaunchPlan plan;
+    if (layout.agent_store) {
+      const auto listener = std::make_shared<UniqueFd>(listen_for_ranks(layout));
+      plan.serve = [listener] { return host_store(listener->release()); };
+    }
+    const bool forks = call.body && forks_can_go_on();
+    for (int i = 0; i < nprocs; ++i) {
+      plan.workers.push_back(worker_plan(layout, i, number, argv, folder));
+      if (forks) {
+        plan.workers.back().body = [this] {
+          calls() = number - 1;  // As in a program that was executed, this call is the next one.
+          return call.body();
+        };
+      }
+      // What is not shown comes to us, who drop it, as in `lockstep run`.
+      plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
+    }
+    plan.scratch = folder;
+    const auto timeout = shutdown_timeout(options.shutdown_timeout);
+    plan.grace = timeout.after_failure;
+    plan.signal_grace = timeout.after_signal;
+    plan.repeat_shown_lines = !call.prints_failure;
+    plan.reports_suffice = call.prints_failure;
+    plan.told_by = call.name + ": ";
+    plan.how_to_go_on = call.how_to_go_on;
+    if (forks) std::fflush(nullptr);  // What our buffers hold is not for the forks to write.
+    return plan;
+  }
+};
+
 void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, int64_t number) {
   auto layout = layout_of(nprocs, options, call.name);
-  const auto shown = stdout_ranks(nprocs, options, call);
+  Parent parent{
+      nprocs, options, call, number, stdout_ranks(nprocs, options, call), own_command_line()};
   make_room_for_ranks(layout, {});
-  UniqueFd listener;
-  LaunchPlan plan;
-  if (layout.agent_store) {
-    listener = listen_for_ranks(layout);
-    plan.serve = [&] { return host_store(listener.release()); };
-  }
-  auto argv = own_command_line();
   if (!options.args.empty()) {
-    argv.resize(1);
-    argv.insert(argv.end(), options.args.begin(), options.args.end());
-    number = 1;  // another command line, another way through the program
+    parent.argv.resize(1);
+    parent.argv.insert(parent.argv.end(), options.args.begin(), options.args.end());
+    parent.number = 1;  // another command line, another way through the program
   }
-  const bool forks = call.body && forks_can_go_on();
-  const TemporaryDirectory folder("lockstep-spawn");
-  for (int i = 0; i < nprocs; ++i) {
-    plan.workers.push_back(worker_plan(layout, i, number, argv, folder.path()));
-    if (forks) {
-      plan.workers.back().body = [&call, number] {
-        calls() = number - 1;  // As in a program that was executed, this call is the next one.
-        return call.body();
-      };
-    }
-    // What is not shown comes to us, who drop it, as in `lockstep run`.
-    plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
-  }
-  plan.scratch = folder.path();
-  plan.grace = options.grace;
-  plan.repeat_shown_lines = !call.prints_failure;
-  plan.reports_suffice = call.prints_failure;
-  if (forks) std::fflush(nullptr);  // What our buffers hold is not for the forks to write.
-  launch(plan);
+  std::optional<TemporaryDirectory> folder;
+  const auto plan_of = [&](int attempt) {
+    folder.emplace("lockstep-spawn");
+    layout.token = random_hex(8);
+    layout.restart_count = attempt;
+    return parent.plan_of(layout, folder->path());
+  };
+  launch(plan_of, options.max_restarts);
 }
 
 }  // namespace

@@ -31,7 +31,8 @@ void expect_first_call() {
 
 /// The world is this process alone, whether a launcher has started it or a person.
 bool is_alone(int nprocs, const SpawnOptions& options) {
-  return nprocs == 1 && options.world_size <= 1 && options.first_rank <= 0 && options.args.empty();
+  return nprocs == 1 && options.world_size <= 1 && options.first_rank <= 0 &&
+         options.args.empty() && options.max_restarts == 0;
 }
 
 launch::SpawnCall spawn_call() {
@@ -90,7 +91,9 @@ void seed_alike(const World& world, std::optional<uint64_t> seed) {
 
 World start(int nprocs, const StartOptions& options) {
   expect_first_call();
-  launch::end_in_words(become_rank(nprocs, options.spawn));
+  SpawnOptions spawn = options.spawn;
+  if (options.max_restarts != 0) spawn.max_restarts = options.max_restarts;
+  launch::end_in_words(become_rank(nprocs, spawn));
   World world = init(options.init);
   seed_alike(world, options.seed);
   return world;

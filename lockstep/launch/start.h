@@ -31,6 +31,8 @@ struct StartOptions {
   /// 0 prints, so that each line appears once.
   SpawnOptions spawn = {};
   InitOptions init = {};  ///< How the ranks meet: the backend, the time-out.
+  /// Wins over `spawn.max_restarts` where it is not 0.
+  int max_restarts = 0;
   /// Given: at::manual_seed with rank 0's value on every rank, so that it may come from a clock.
   /// Ranks then draw the same numbers: weights begin alike, but dropout and noise are the same on
   /// all ranks too, see rank_generator. None: nothing is seeded, and each rank draws other numbers.

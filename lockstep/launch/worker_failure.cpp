@@ -34,17 +34,32 @@ int WorkerFailure::exit_code() const {
   return WEXITSTATUS(wait_status);
 }
 
-std::string WorkerFailure::text() const {
+bool WorkerFailure::report_is_all() const {
+  return start_errno == 0 && report_suffices && report && WIFEXITED(wait_status);
+}
+
+std::string WorkerFailure::ending() const {
   std::string text = "rank " + std::to_string(rank);
   if (start_errno != 0) {
     return text + " could not be started: " + file + ": " + std::strerror(start_errno);
   }
-  if (report_suffices && report && WIFEXITED(wait_status)) return told_by(rank, report->message);
   if (local_rank != rank) text += " (local rank " + std::to_string(local_rank) + ")";
   text += " (pid " + std::to_string(pid) + ")";
-  text += WIFSIGNALED(wait_status)
-              ? " was killed by " + signal_text(WTERMSIG(wait_status))
-              : " exited with code " + std::to_string(WEXITSTATUS(wait_status));
+  return text + (WIFSIGNALED(wait_status)
+                     ? " was killed by " + signal_text(WTERMSIG(wait_status))
+                     : " exited with code " + std::to_string(WEXITSTATUS(wait_status)));
+}
+
+std::string WorkerFailure::line() const {
+  if (start_errno != 0 || !WIFEXITED(wait_status)) return ending();
+  if (report) return told_by(rank, split(report->message, '\n').front());
+  return ending() + (last_lines.empty() ? "" : ": " + last_lines.back());
+}
+
+std::string WorkerFailure::text() const {
+  if (report_is_all()) return told_by(rank, report->message);
+  std::string text = ending();
+  if (start_errno != 0) return text;
   const std::string said = join(last_lines, "\n");
   if (report && said.find(split(report->message, '\n').front()) == std::string::npos) {
     text += "\n  it reported:" + indented(split(report->message, '\n'));

@@ -120,6 +120,12 @@ void do_task(const std::string& task, const World& world) {
   if (task == "print") return print_place(world);
   if (task == "numbers") return print_numbers(world);
   if (task == "input") std::printf("read %d\n", std::getchar());
+  if (task == "killed-once") {
+    const auto restarts = lockstep::env_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+    if (restarts == 0 && world.rank() == 1) std::raise(SIGKILL);
+    world.group().barrier();
+    std::printf("finished after %d restart\n", static_cast<int>(restarts));
+  }
   if (task == "missing-data") {
     lockstep::DatasetOptions options;
     options.data_dir = "/nowhere";
@@ -144,6 +150,7 @@ lockstep::StartOptions options_of_environment() {
   options.init.backend = lockstep::env_string("TEST_BACKEND").value_or("auto");
   options.spawn.first_rank = static_cast<int>(lockstep::env_int("TEST_FIRST").value_or(-1));
   options.spawn.world_size = static_cast<int>(lockstep::env_int("TEST_WORLD").value_or(-1));
+  options.max_restarts = static_cast<int>(lockstep::env_int("TEST_RESTARTS").value_or(0));
   if (const auto ranks = lockstep::env_string("TEST_STDOUT")) {
     options.spawn.stdout_ranks.emplace();
     for (const char digit : *ranks) options.spawn.stdout_ranks->insert(digit - '0');

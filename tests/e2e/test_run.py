@@ -533,7 +533,7 @@ class Usage(unittest.TestCase):
         self.refused("-m", "--no-python", "x", says="exclude each other")
 
     def test_what_is_not_there_yet_is_said(self):
-        self.refused("--max-restarts", 3, "true", says=["--max-restarts 3", "hint:"])
+        self.refused("--max-restarts", 3, "--nnodes", 2, "--master-addr", "127.0.0.1", "true", says=["--max-restarts 3", "hint:"])
         self.refused("--nnodes", "1:4", "true", says=["--nnodes 1:4", "hint:"])
         self.refused("--nnodes", 2, "--rdzv-backend", "c10d", "true", says=["c10d", "--node-rank"])
         self.refused("--rdzv-backend", "stati", "true", says="did you mean 'static'?")

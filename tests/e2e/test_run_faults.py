@@ -55,7 +55,7 @@ class Failures(unittest.TestCase):
             code, _, err = lockstep_run("--nproc-per-node", 2, "sh", "-c",
                                         f"[ $RANK = 1 ] && kill -{name} $$; sleep 1000")
             self.assertEqual(code, 128 + number)
-            self.assertRegex(err, rf"rank 1 \(pid \d+\) was killed by SIG{name} \(signal {number}\)\n$")
+            self.assertRegex(err, rf"rank 1 \(pid \d+\) was killed by SIG{name} \(signal {number}\)\n  hint: .*--max-restarts.*\n$")
 
     def seconds_to_end(self, folder):
         """From the end of rank 1 to that of a job whose other ranks ignore TERM."""
@@ -291,7 +291,7 @@ class Hosts(unittest.TestCase):
                     ends, times = self.killed(rank)
                     own, other = ends[rank // 2], ends[1 - rank // 2]
                     self.assertEqual((own[0], other[0]), (137, 137), ends)
-                    said = rf"rank {rank} (\(local rank \d\) )?\(pid \d+\) was killed by SIGKILL \(signal 9\)\n$"
+                    said = rf"rank {rank} (\(local rank \d\) )?\(pid \d+\) was killed by SIGKILL \(signal 9\)\n(  hint: .*\n)?$"
                     self.assertRegex(own[2], "lockstep run: error: " + said)
                     self.assertRegex(other[2], rf"lockstep run: error: on host {rank // 2}: " + said)
                     took.append(max(times))

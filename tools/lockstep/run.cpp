@@ -52,7 +52,7 @@ std::string prefix_of(const RunOptions& options, int rank, int local_rank) {
   return prefix;
 }
 
-/// The folders of one run: <base>/<run id>_<random>/attempt_0/<local rank>, as torchrun lays them
+/// The folders of one run: <base>/<run id>_<random>/attempt_N/<local rank>, as torchrun lays them
 /// out. Without --log-dir they are temporary, unless a log was asked for.
 class LogFolders {
  public:
@@ -73,11 +73,15 @@ class LogFolders {
       scratch_ = std::make_unique<TemporaryDirectory>("lockstep-run");
       run_folder_ = scratch_->path();
     }
-    for (int i = 0; i < options.nproc; ++i) fs::create_directories(folder(i));
   }
 
+  /// From now on the folders are those of this attempt.
+  void begin(int attempt, int nproc) {
+    attempt_ = "attempt_" + std::to_string(attempt);
+    for (int i = 0; i < nproc; ++i) fs::create_directories(folder(i));
+  }
   fs::path folder(int local_rank) const {
-    return run_folder_ / "attempt_0" / std::to_string(local_rank);
+    return run_folder_ / attempt_ / std::to_string(local_rank);
   }
   /// Where a stream is kept; /dev/null with --log-dir /dev/null.
   fs::path file(int local_rank, const char* name) const {
@@ -85,7 +89,7 @@ class LogFolders {
   }
   /// The same for a file of all ranks.
   fs::path shared_file(const char* name) const {
-    return discard_ ? fs::path(kNoLogs) : run_folder_ / "attempt_0" / name;
+    return discard_ ? fs::path(kNoLogs) : run_folder_ / attempt_ / name;
   }
   /// What is to be removed at the end; empty: nothing.
   fs::path scratch() const { return scratch_ ? scratch_->path() : fs::path(); }
@@ -108,6 +112,7 @@ class LogFolders {
   bool discard_;
   std::unique_ptr<TemporaryDirectory> scratch_;
   fs::path run_folder_;
+  std::string attempt_;
 };
 
 /// Of the terminal on standard input.
@@ -191,6 +196,7 @@ launch::RankLayout layout_of(const RunOptions& options) {
   layout.master_port = options.master_port.value_or(0);
   layout.run_id = options.run_id;
   layout.role = options.role;
+  layout.max_restarts = options.max_restarts;
   return layout;
 }
 
@@ -244,8 +250,14 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
   plan.scratch = logs.scratch();
   plan.owns_process = true;
   plan.repeat_shown_lines = false;
-  plan.grace = options.grace;
+  const auto timeout = launch::shutdown_timeout(options.shutdown_timeout);
+  plan.grace = timeout.after_failure;
+  plan.signal_grace = timeout.after_signal;
   plan.signals = options.signals;
+  plan.told_by = "lockstep run: ";
+  plan.how_to_go_on =
+      "with --max-restarts N all ranks start again; a program that saves snapshots goes on from "
+      "the last one, also when the same command is given again";
   return plan;
 }
 
@@ -277,22 +289,32 @@ int run_command(const std::vector<std::string>& args) {
   }
   const auto bindings = bindings_of(*options);
   // Last, as nobody removes them should this process be killed before the supervisor has started.
-  const LogFolders logs(*options);
-  auto plan = launch_plan(*options, layout, program, logs, bindings);
+  LogFolders logs(*options);
   std::shared_ptr<launch::OtherHosts> others;
-  if (listener) plan.serve = [&] { return serve_store(listener.release()); };
-  if (options->nodes > 1) {
-    plan.other_hosts = [&] {
-      others = join_hosts(layout.master_addr, layout.master_port, layout.node_rank, layout.nodes);
-      return others.get();
-    };
-  }
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();
   TerminalSettings terminal;
-  plan.at_stop = [&] { terminal.lend(); };
-  plan.at_continue = [&] { terminal.take_back(); };
-  launch::launch(plan);
+  const auto plan_of = [&](int attempt) {
+    if (attempt > 0) {
+      // Nothing that the ranks of the attempt before have left in their store is there.
+      layout = layout_of(*options);
+      layout.restart_count = attempt;
+      listener = launch::listen_for_ranks(layout);
+    }
+    logs.begin(attempt, options->nproc);
+    auto plan = launch_plan(*options, layout, program, logs, bindings);
+    if (listener) plan.serve = [&] { return serve_store(listener.release()); };
+    if (options->nodes > 1) {
+      plan.other_hosts = [&] {
+        others = join_hosts(layout.master_addr, layout.master_port, layout.node_rank, layout.nodes);
+        return others.get();
+      };
+    }
+    plan.at_stop = [&] { terminal.lend(); };
+    plan.at_continue = [&] { terminal.take_back(); };
+    return plan;
+  };
+  launch::launch(plan_of, options->max_restarts);
   return kExitSuccess;
 }
 

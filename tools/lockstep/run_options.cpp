@@ -53,7 +53,6 @@ struct RawFlags {
   std::string filter;
   std::string signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
   std::optional<double> shutdown_timeout;
-  int max_restarts = 0;
   bool standalone = false;
   bool module = false;
   bool no_python = false;
@@ -62,9 +61,6 @@ struct RawFlags {
   std::string err_filters;
   std::optional<std::string> numa_binding;
 };
-
-/// The variable of torchrun that holds the seconds of --shutdown-timeout.
-constexpr const char* kShutdownVariable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
 
 void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.example("lockstep run --nproc-per-node 2 ./mnist_distributed --epochs 3");
@@ -99,7 +95,8 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "ADDR:PORT");
   cli.option("--rdzv-id", raw.rdzv_id, "The run's name, in TORCHELASTIC_RUN_ID and log folders",
              "ID");
-  cli.option("--max-restarts", raw.max_restarts, "0 only: workers are not restarted yet");
+  cli.option("--max-restarts", options.max_restarts,
+             "How often all ranks start again after one has failed; on a single host", {0, 1e6});
   cli.option("--role", options.role, "In ROLE_NAME", "NAME");
   cli.choice(
       "--bind-to", options.bind_to, launch::binding_names(),
@@ -119,7 +116,7 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
            "reads the terminal");
   cli.option("--log-dir", options.log_dir,
              "Keep logs and error files in "
-             "DIR/<run id>_<random>/attempt_0/<local rank>",
+             "DIR/<run id>_<random>/attempt_N/<local rank>",
              "DIR");
   cli.option("-r,--redirects", raw.redirects,
              "Into files only: 0 nothing, 1 standard output, 2 "
@@ -130,18 +127,19 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "R1,R2");
   cli.option("--duplicate-stdout-filters", raw.out_filters,
              "Lines of standard output that contain one of these words go into "
-             "attempt_0/filtered_stdout.log as well; ,, is a comma",
+             "attempt_N/filtered_stdout.log as well; ,, is a comma",
              "A,B");
   cli.option("--duplicate-stderr-filters", raw.err_filters,
              "The same for standard error and filtered_stderr.log", "A,B");
   cli.group("End");
-  cli.option("--signals-to-handle", raw.signals,
-             "Forwarded to the workers, who then have 30 s; a "
-             "second signal ends them at once",
-             "NAMES");
+  cli.option(
+      "--signals-to-handle", raw.signals,
+      "Forwarded to the workers, who are then to end; a second signal ends them at once. USR1 "
+      "and USR2 are forwarded always, and end nothing unless they are named here",
+      "NAMES");
   cli.option("--shutdown-timeout", raw.shutdown_timeout,
-             "Seconds between TERM and KILL for the "
-             "others when a rank has failed [TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 0.8]",
+             "Seconds between a signal to the ranks and KILL [TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else "
+             "0.8 for the others when a rank has failed, and 30 after a signal to this command]",
              {0, 86400});
   cli.group("Of torchrun, without effect here");
   for (const auto& known : kNoEffect) {
@@ -242,12 +240,13 @@ void take_endpoint(const std::string& text, RunOptions& options) {
 }
 
 void resolve_meeting(const RawFlags& raw, RunOptions& options) {
-  if (raw.max_restarts != 0) {
-    throw UsageError(
-        "--max-restarts " + std::to_string(raw.max_restarts) + ": restarts are not supported yet",
-        "leave it at 0 and start the job again, from its checkpoint");
-  }
   options.nodes = raw.standalone ? 1 : parse_nodes(raw.nodes);
+  if (options.nodes > 1 && options.max_restarts > 0) {
+    throw UsageError("--max-restarts " + std::to_string(options.max_restarts) + " with " +
+                         std::to_string(options.nodes) +
+                         " hosts: ranks start again on a single host only",
+                     "leave it at 0 and start the job again, from its checkpoint");
+  }
   if (raw.standalone) options.node_rank = 0;
   expect_one_of("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"});
   if (!raw.standalone && raw.rdzv_backend != "static" &&
@@ -345,19 +344,6 @@ void resolve_binding(const RawFlags& raw, bool bind_to_given, RunOptions& option
   options.bind_to = word;
 }
 
-std::chrono::milliseconds parse_grace(const RawFlags& raw, std::chrono::milliseconds unless_said) {
-  auto seconds = raw.shutdown_timeout;
-  if (const auto text = env_string(kShutdownVariable); text && !seconds) {
-    seconds = parse_double(*text);
-    if (!seconds || !(*seconds >= 0 && *seconds <= 86400)) {
-      throw UsageError("environment variable " + std::string(kShutdownVariable) + "='" + *text +
-                       "': expected seconds from 0 to 86400");
-    }
-  }
-  if (!seconds) return unless_said;
-  return std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
-}
-
 launch::ProgramKind program_kind(const RawFlags& raw) {
   if (raw.run_path) return launch::ProgramKind::path;  // As with torchrun it wins.
   if (raw.module && raw.no_python) throw UsageError("-m and --no-python exclude each other");
@@ -387,7 +373,9 @@ void resolve(const RawFlags& raw, const Cli& cli, RunOptions& options) {
   resolve_output(raw, options);
   options.signals = parse_signals(raw.signals);
   options.signal_names = raw.signals;
-  options.grace = parse_grace(raw, options.grace);
+  if (raw.shutdown_timeout)
+    options.shutdown_timeout =
+        std::chrono::milliseconds(static_cast<int64_t>(*raw.shutdown_timeout * 1000));
   resolve_binding(raw, cli.given("--bind-to"), options);
   options.kind = program_kind(raw);
   if (options.program.empty()) {

@@ -50,7 +50,8 @@ struct RunOptions {
   /// LOCAL_RANK is 0 in every worker, and its own GPU the only one that it sees.
   bool virtual_local_rank = false;
   std::string bind_to = "auto";  ///< See launch::choose_binding.
-  std::chrono::milliseconds grace{800};
+  int max_restarts = 0;
+  std::optional<std::chrono::milliseconds> shutdown_timeout;  ///< See launch::shutdown_timeout.
   std::vector<int> signals;
   std::string signal_names;  ///< As given, for the workers.
   launch::ProgramKind kind = launch::ProgramKind::guess;

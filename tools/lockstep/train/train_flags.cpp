@@ -66,7 +66,7 @@ void tell_crowd(const RunConfig& config) {
 /// True in the parent, when all ranks are done.
 bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& again) {
-  if (config.devices == 1) return false;
+  if (config.devices == 1 && config.max_restarts == 0) return false;
   const JobEnvironment job = read_job_environment();
   if (job.started_as_rank()) {
     tell_of_ignored_devices(config, job);
@@ -75,11 +75,24 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
     tell_crowd(config);
   }
   launch::SpawnCall call;
+  call.name = command;
+  if (command == "lockstep train")
+    call.how_to_go_on =
+        config.checkpoint_dir.empty()
+            ? "--checkpoint-dir DIR saves what was trained, to go on from with --resume auto"
+            : "the same command with --resume auto goes on from the newest checkpoint; with "
+              "--max-restarts N that happens by itself";
   // CUDA does not survive a fork.
   if (config.accelerator == "cpu" || !at::hasCUDA()) {
     call.body = [&] { return run_guarded(command, again); };
   }
-  const auto role = launch::spawn_ranks(static_cast<int>(config.devices), {}, call);
+  SpawnOptions options;
+  options.max_restarts = static_cast<int>(config.max_restarts);
+  if (config.shutdown_timeout) {
+    options.shutdown_timeout =
+        std::chrono::milliseconds(static_cast<int64_t>(*config.shutdown_timeout * 1000));
+  }
+  const auto role = launch::spawn_ranks(static_cast<int>(config.devices), options, call);
   return role != launch::SpawnRole::worker;
 }
 

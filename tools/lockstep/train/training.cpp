@@ -13,6 +13,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
@@ -225,8 +226,15 @@ CheckpointFolder check_files(const RunConfig& config) {
   return folder;
 }
 
+/// A launcher has started the ranks again: the same command goes on from what was saved.
+void go_on_after_restart(RunConfig& config) {
+  if (read_job_environment().restart_count == 0 || config.checkpoint_dir.empty()) return;
+  if (config.resume == "none" || !checkpoint_folder(config).list().empty()) config.resume = "auto";
+}
+
 FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
   RunConfig config = resolved(wanted);
+  go_on_after_restart(config);
   check_same_settings(settings_of_all_ranks(config), world.group());
   CheckpointFolder folder = world.rank() == 0 ? check_files(config) : checkpoint_folder(config);
   ModelTask made = make_train_task(config, world);
