@@ -145,6 +145,23 @@ TEST_P(ChangedParameters, AnotherDtypeIsRefusedByName) {
   });
 }
 
+TEST_P(ChangedParameters, ValuesOfOneRankOnlyAreTold) {
+  for (const bool averager : {true, false}) {
+    for (const PutIn put_in : kPutIn) {
+      run_group(2, [&](ProcessGroup group) {
+        const auto net = filled(1);
+        std::optional<DistributedDataParallel<std::shared_ptr<Net>>> ddp;
+        std::optional<GradientAverager> averages;
+        averager ? static_cast<void>(averages.emplace(*net, group))
+                 : static_cast<void>(ddp.emplace(net, group));
+        if (group.rank() == 0) put_in(net);
+        const at::Tensor x = values({4, 6}, 1);
+        EXPECT_THROW((averager ? net->forward(x) : ddp->forward(x)).sum().backward(), CommError);
+      });
+    }
+  }
+}
+
 TEST_P(ChangedParameters, LayersMayBeFrozenAndUnfrozenUnderDdp) {
   for (const bool begins_frozen : {false, true}) {
     for (const DdpOptions& options : all_options()) {

@@ -45,11 +45,14 @@ struct Kind {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
   bool needs_gradient;
+  /// Weak: it neither keeps values alive, nor can another one have its address.
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
 
   explicit Kind(const at::Tensor& tensor)
       : dtype(tensor.scalar_type()),
         sizes(tensor.sizes().vec()),
-        needs_gradient(tensor.requires_grad()) {}
+        needs_gradient(tensor.requires_grad()),
+        memory(tensor.storage().getWeakStorageImpl()) {}
 };
 
 }  // namespace
@@ -163,9 +166,11 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
     set_up_reducer({});
   }
 
-  /// A parameter that was frozen or unfrozen. Throws for one of another dtype or shape.
-  const NamedTensor* find_changed() const {
+  /// A parameter that was frozen or unfrozen. Throws for one of another dtype or shape, and, on all
+  /// ranks, where values were put in on some only.
+  const NamedTensor* find_changed() {
     const NamedTensor* changed = nullptr;
+    std::vector<size_t> moved;
     for (size_t i = 0; i < kinds.size(); ++i) {
       const NamedTensor& item = state.parameters[i];
       const bool same =
@@ -177,7 +182,13 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
                              " when this was made",
                          "convert the module first, then make this");
       if (item.tensor.requires_grad() != kinds[i].needs_gradient) changed = &item;
+      if (kinds[i].memory._unsafe_get_target() == item.tensor.storage().unsafeGetStorageImpl())
+        continue;
+      kinds[i].memory = item.tensor.storage().getWeakStorageImpl();
+      moved.push_back(i);
     }
+    // In a Join some ranks make no forward.
+    if (!moved.empty() && !joins()) check_same_on_all(moved, group, what);
     return changed;
   }
 

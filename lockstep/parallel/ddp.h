@@ -148,10 +148,10 @@ class DdpCore {
 /// parameter needs a gradient.
 ///
 /// What becomes of the parameters later is seen at the next forward. Values may be put in
-/// (torch::load, set_data), and layers may be frozen or unfrozen, on all ranks alike (MismatchError
-/// else). Then the buckets are made anew, which is a collective; with a hook of the user's own it
-/// is a UsageError that names a parameter. So is another dtype or shape. Do not add or remove
-/// parameters.
+/// (torch::load, set_data: they are not broadcast), and layers may be frozen or unfrozen, on all
+/// ranks alike (MismatchError else). Then the buckets are made anew, which is a collective; with a
+/// hook of the user's own it is a UsageError that names a parameter. So is another dtype or shape.
+/// Do not add or remove parameters.
 ///
 /// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
 /// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their
