@@ -11,6 +11,8 @@ namespace lockstep::shm {
 namespace {
 
 constexpr size_t kNotLive = SIZE_MAX;
+/// Of a message's pieces: while one is copied out, the next is copied in.
+constexpr size_t kMostOfPiece = 32 << 10;
 /// Tags that have come and gone are forgotten when there are more.
 constexpr size_t kTagsKept = 1024;
 
@@ -59,7 +61,7 @@ Messages::Messages(SharedGroup& group, MessagesOptions options)
                      " bytes for messages between two ranks; at least " + std::to_string(kLeast) +
                      " are needed");
   constexpr size_t kLine = 64;
-  chunk_ = ring_capacity(memory) / 4 / kLine * kLine - kLine;
+  chunk_ = std::min(ring_capacity(memory) / 4, kMostOfPiece) / kLine * kLine - kLine;
   eager_ = std::min(options_.eager_bytes, ring_capacity(memory) / 8 - kLine);
   mailbox_ = reinterpret_cast<Mailbox*>(segment.messages(rank_, rank_));
   for (int other = 0; other < size_; ++other) {

@@ -23,6 +23,13 @@ ShmWork& own(TensorWork& work) {
   return static_cast<ShmWork&>(work);
 }
 
+/// Of the ring between two ranks. The longer it is, the less often they wait for each other, which
+/// on a machine that others use too costs milliseconds each time. A rank's rings share 4 MB.
+size_t ring_bytes(int ranks) {
+  constexpr size_t kOfRank = 4 << 20, kLeast = 64 << 10, kMost = 2 << 20;
+  return std::clamp(kOfRank / static_cast<size_t>(std::max(1, ranks - 1)), kLeast, kMost);
+}
+
 SharedGroupOptions group_options(const BackendOptions& options) {
   SharedGroupOptions group;
   group.segment.rank = options.rank;
@@ -30,6 +37,7 @@ SharedGroupOptions group_options(const BackendOptions& options) {
   group.segment.timeout = options.timeout;
   group.segment.group = options.group_name;
   group.segment.look = options.look;
+  group.segment.message_bytes = ring_bytes(options.size);
   group.names = options.global_ranks;
   group.judge = [names = options.global_ranks,
                  name = options.group_name](const std::vector<std::string>& encoded) {
