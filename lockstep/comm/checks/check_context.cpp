@@ -124,7 +124,8 @@ CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int 
       names_(names_or_numbers(std::move(names), size)),
       group_(std::move(group)),
       timeout_ms_(timeout.count()),
-      identities_(static_cast<size_t>(size)) {}
+      identities_(static_cast<size_t>(size)),
+      closed_(static_cast<size_t>(size)) {}
 
 CheckContext::~CheckContext() = default;
 
@@ -236,14 +237,19 @@ std::optional<Failure> CheckContext::how_it_left(int rank) {
 std::vector<int> CheckContext::died() {
   const QuietNativeLog quiet;
   const auto closed = [this](int rank) {
-    if (is_first(rank) && first_has_closed_) return true;
-    try {
-      const bool has = store().check({closed_key(rank)});
-      if (has && is_first(rank)) first_has_closed_ = true;
-      return has;
-    } catch (const std::exception&) {  // The store is lost, perhaps with the job's rank 0.
-      return !is_first(rank);
+    const auto number = static_cast<size_t>(rank);
+    {
+      const std::lock_guard lock(mutex_);
+      if (closed_[number]) return true;
     }
+    try {
+      if (!store().check({closed_key(rank)})) return false;
+    } catch (const std::exception&) {  // The store is lost, perhaps with that rank.
+      return false;
+    }
+    const std::lock_guard lock(mutex_);
+    closed_[number] = true;
+    return true;
   };
   // While the store is there: it may end with that rank.
   for (const int rank : others())

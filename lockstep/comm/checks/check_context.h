@@ -83,8 +83,8 @@ class CheckContext {
   /// How a rank whose process may live on has left the group. None when it told nothing so, or
   /// where the store is lost. Asks the store.
   std::optional<Failure> how_it_left(int rank);
-  /// The ranks whose process has ended though they had not closed the group. See `ended`. Where the
-  /// store is lost: only the one that may have held it.
+  /// The ranks whose process has ended though they had not closed the group, as far as is known
+  /// where the store is lost. See `ended`.
   std::vector<int> died();
   /// A wait has ended though the backend's work has not.
   void leave_work_behind() { work_left_behind_ = true; }
@@ -145,7 +145,6 @@ class CheckContext {
   const bool over_tcp_;
   std::atomic<bool> expects_gone_{false};
   std::atomic<bool> work_left_behind_{false};
-  std::atomic<bool> first_has_closed_{false};  ///< See is_first.
   const int rank_;
   const int size_;
   const RankNames names_;
@@ -159,10 +158,11 @@ class CheckContext {
 
   std::atomic<bool> has_looked_for_holder_{false};  ///< Of the store, once it was lost.
 
-  mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next three.
+  mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next four.
   std::string told_;
   bool told_cause_ = false;
   std::vector<std::string> identities_;  ///< Empty text: not known.
+  std::vector<bool> closed_;             ///< Which ranks are known to have closed the group.
 
   mutable std::mutex checking_;  ///< Held while the failure check is asked.
   FailureCheck failure_check_;

@@ -208,6 +208,19 @@ TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
   }
 }
 
+TEST(CheckedFailure, ADeathEndsAWaitThoughTheStoreIsLostAtOnce) {
+  const auto store = c10::make_intrusive<test::StoreLostToMessages>(/*to_all=*/true);
+  CheckContext dead(store, 1, 2, {}, "default", std::chrono::seconds(60));
+  dead.store().set(announcement_key(1), test_process::ended_identity());
+  auto options = options_of(DebugLevel::info, 60'000);
+  options.needs_comparison = false;
+  const auto backend = make_checked_backend(c10::make_intrusive<NeverEnds>(0, 2), store, options);
+  EXPECT_THROW(store->compareSet("p2p/", {}, {}), std::system_error);
+  const auto outcome =
+      outcome_of([&] { all_reduce(*backend, at::ones({2}))->wait(std::chrono::seconds(20)); });
+  EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
+}
+
 TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
   const auto outcome = wait_beside_a_dead_rank(
       std::chrono::seconds(4), [](CheckContext& dead, const auto&) { dead.tell_closed(); });
