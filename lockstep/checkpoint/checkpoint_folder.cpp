@@ -4,8 +4,10 @@
 #include <stdio.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <string>
+#include <utility>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
@@ -26,6 +28,12 @@ std::optional<int64_t> step_of(const fs::path& folder) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
   const auto step = parse_int(name.substr(kStepPrefix.size()));
   return step && *step >= 0 && checkpoint_name(*step) == name ? step : std::nullopt;
+}
+
+/// How file systems without symbolic links refuse one: FAT, SMB, FUSE, VirtualBox's folders.
+bool has_no_links(const std::error_code& error) {
+  constexpr std::array kRefusals = {EPERM, ENOTSUP, ENOSYS, EINVAL, EROFS};
+  return std::find(kRefusals.begin(), kRefusals.end(), error.value()) != kRefusals.end();
 }
 
 /// A folder under construction, removed with its content unless it has been moved away.
@@ -122,6 +130,7 @@ void CheckpointFolder::prepare() {
     }
     AsideFolder probe(path_, "probe");
     write_file_atomically(probe.path() / "probe", "can this be written?\n");
+    make_link(probe.path() / "probe", probe.path() / kLatest);
   } catch (const FolderInUseError&) {
     throw;
   } catch (const std::exception& error) {
@@ -166,12 +175,26 @@ fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
   return target;
 }
 
+/// False, with a warning at first, where the file system has no symbolic links.
+bool CheckpointFolder::make_link(const fs::path& target, const fs::path& link) {
+  std::error_code error;
+  fs::create_directory_symlink(target.filename(), link, error);
+  if (!error) return true;
+  if (!has_no_links(error)) throw SystemError("cannot make " + link.string(), error.value());
+  if (!std::exchange(told_of_links_, true)) {
+    log_warning("the file system of " + path_.string() + " has no symbolic links (" +
+                error.message() + "): there is no `latest`; the newest checkpoint is the " +
+                std::string(kStepPrefix) + "* with the highest number");
+  }
+  return false;
+}
+
 /// The checkpoint is on the disk before this, and a reader does not need the link. So from its
 /// rename on nothing is thrown.
 void CheckpointFolder::point_latest_at(const fs::path& target) {
   const fs::path link = path_ / (std::string(kAsidePrefix) + std::string(kLatest));
   fs::remove(link);
-  fs::create_directory_symlink(target.filename(), link);
+  if (!make_link(target, link)) return;
   std::error_code error;
   fs::rename(link, path_ / kLatest, error);
   if (error) {

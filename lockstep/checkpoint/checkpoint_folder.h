@@ -25,8 +25,9 @@ class FolderInUseError : public CheckpointError {
 };
 
 /// A folder of checkpoints, one per sub-folder: `step-00001234`. `latest` is a symbolic link to the
-/// newest. A checkpoint is written aside (`.tmp-*`), flushed and renamed. So a reader sees whole
-/// ones only, at any moment, also after a crash or a loss of power.
+/// newest, which a file system without such links lacks, with a warning. A checkpoint is written
+/// aside (`.tmp-*`), flushed and renamed. So a reader sees whole ones only, at any moment, also
+/// after a crash or a loss of power.
 ///
 /// One process writes at a time. The first call that writes takes the folder for this process. It
 /// has it until the last copy of this object is gone or the process ends. Meanwhile the file
@@ -63,12 +64,14 @@ class CheckpointFolder {
 
  private:
   void take();
+  bool make_link(const std::filesystem::path& target, const std::filesystem::path& link);
   void point_latest_at(const std::filesystem::path& target);
   void remove_old();
 
   std::filesystem::path path_;
   int64_t keep_;
   std::shared_ptr<CheckpointLock> lock_;
+  bool told_of_links_ = false;
 };
 
 /// "step-00001234".

@@ -3,15 +3,29 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <fstream>
 #include <thread>
 
 #include "lockstep/base/file.h"
 #include "tests/support/other_process.h"
+
+namespace {
+int symlink_refusal = 0;  // 0: links can be made.
+}
+
+/// In place of the C library's, as on a file system without symbolic links.
+extern "C" int symlink(const char* target, const char* path) noexcept {
+  if (symlink_refusal == 0) return ::symlinkat(target, AT_FDCWD, path);
+  errno = symlink_refusal;
+  return -1;
+}
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -135,6 +149,31 @@ TEST(CheckpointFolder, PrepareNamesAFolderThatCannotBe) {
   EXPECT_THAT([&] { folder.prepare(); },
               testing::ThrowsMessage<CheckpointError>(
                   testing::HasSubstr("cannot write checkpoints to " + folder.path().string())));
+}
+
+TEST(CheckpointFolder, IsWrittenWhereThereAreNoSymbolicLinks) {
+  for (const int refusal : {EPERM, EOPNOTSUPP, ENOSYS, EROFS}) {
+    TemporaryDirectory temporary;
+    CheckpointFolder folder(temporary.path());
+    symlink_refusal = refusal;
+    testing::internal::CaptureStderr();
+    folder.prepare();
+    const std::string told = testing::internal::GetCapturedStderr();
+    for (int64_t step : {1, 2}) folder.write(at_step(step));
+    symlink_refusal = 0;
+    EXPECT_THAT(told, testing::HasSubstr(temporary.path().string()));
+    EXPECT_THAT(names_in(temporary.path()),
+                testing::ElementsAre(".in-use", "step-00000001", "step-00000002"));
+    EXPECT_EQ(folder.read_newest()->second.info.step, 2);
+  }
+}
+
+TEST(CheckpointFolder, AFailureToMakeALinkOnADiskThatHasThemIsAnError) {
+  TemporaryDirectory temporary;
+  CheckpointFolder folder(temporary.path());
+  symlink_refusal = ENOSPC;
+  EXPECT_THROW(folder.prepare(), CheckpointError);
+  symlink_refusal = 0;
 }
 
 /// A folder where a link must go: no link can be renamed over it.

@@ -156,8 +156,9 @@ bool open_file(UnforkedFd& fd, const fs::path& path) {
   if (const UniqueFd made(::open(path.c_str(), kFlags | O_CREAT, 0666)); made) {
     if (fd.open(path.c_str(), kFlags)) return true;
   }
-  if (errno == ENOENT && fs::exists(path.parent_path())) return false;
-  throw SystemError("cannot open " + path.string(), errno,
+  const int reason = errno;  // What is asked from here on sets errno too.
+  if (reason == ENOENT && fs::exists(path.parent_path())) return false;
+  throw SystemError("cannot open " + path.string(), reason,
                     fs::exists(path) ? "if no process of its owner writes there, remove it" : "");
 }
 

@@ -56,6 +56,16 @@ TEST_F(LockedFolder, SaysWhoseItIsAndIsFreeAfterwards) {
   EXPECT_TRUE(fs::is_empty(folder_.path()));
 }
 
+TEST_F(LockedFolder, SaysWhyItsFileCannotBeOpened) {
+  std::filesystem::create_symlink("nowhere", file_);
+  try {
+    CheckpointLock::acquire(folder_.path());
+    ADD_FAILURE();
+  } catch (const SystemError& error) {
+    EXPECT_EQ(error.errno_value(), ELOOP) << error.what();
+  }
+}
+
 TEST_F(LockedFolder, OfThisProcessIsNoObstacle) {
   const auto lock = acquire();
   EXPECT_EQ(acquire(), nullptr);

@@ -28,7 +28,8 @@ void Checkpointer::on_epoch_end(Trainer& trainer, const EpochResult& result) {
 
 void Checkpointer::on_interrupt(Trainer& trainer, int signal_number) {
   trainer.save(folder_);
-  if (saved_) saved_(folder_.path() / "latest");
+  const auto all = folder_.list();
+  if (saved_ && !all.empty()) saved_(all.front());
 }
 
 void EarlyStop::observe(const Metrics& test) {

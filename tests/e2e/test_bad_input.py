@@ -49,6 +49,7 @@ class Words(BadInput):
             (("-lr", 3), "did you mean '--lr'?"),
             (("--gpus", 2), "did you mean '--devices'?"),
             (("--nproc_per_node=2",), "did you mean '--devices'?"),
+            (("-np", 2), "did you mean '--devices'?"),
             (("--model", "convnt"), "did you mean 'convnet'?"),
             (("--dataset", "mnits"), "did you mean 'mnist'?"),
             (("--optimizer", "adm"), "did you mean 'adam'?"),
@@ -94,6 +95,9 @@ class Words(BadInput):
             self.assertIn(f"Usage: lockstep {' '.join(words)}", page.stdout)
             pages.add(page.stdout)
         self.assertEqual(len(pages), 11, "each has a page of its own")
+        files = t.run(t.LOCKSTEP, "help", "train", "files").stdout
+        self.assertIn("--checkpoint-dir", files)
+        self.assertNotIn("--max-epochs", files)
         sizes = t.run(t.LOCKSTEP, "bench", "step", "--help").stdout
         self.assertNotIn("--sizes", sizes)
         self.refuse(("bench", "step", "--sizes", 4), 2, "unknown flag '--sizes'")
