@@ -3,6 +3,8 @@
 // <torch/nn/modules/linear.h>.
 #pragma once
 
+#include <nlohmann/json.hpp>  // What all_gather_object and its like take.
+
 #include "lockstep/amp/autocast.h"
 #include "lockstep/amp/grad_scaler.h"
 #include "lockstep/amp/precision.h"

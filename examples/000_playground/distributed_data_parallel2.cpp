@@ -14,7 +14,6 @@
 #include <torch/nn/functional/loss.h>
 
 #include <cstdio>
-#include <nlohmann/json.hpp>
 
 #include "000_playground/mlp.h"
 #include "common/data.h"
@@ -51,9 +50,11 @@ Options read_options(int argc, char** argv) {
   flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
   flags.option("--lr", options.lr, "Learning rate", {0});
   flags.option("--backend", options.backend, "auto, gloo or nccl", "NAME");
+  flags.also_called("--rank", {"--nr", "--node-rank"});
   examples::add_data_flags(flags, options.data);
   examples::parse(flags, argc, argv, {"-ip"});
   examples::check_node_rank("-r", options.node_rank, options.nodes);
+  lockstep::check_weights_name("--savefile", options.savefile);
   return options;
 }
 
@@ -199,6 +200,7 @@ int main(int argc, char** argv) try {
   spawn_options.master_addr = lockstep::env_string("MASTER_ADDR").value_or(options.ip);
   spawn_options.master_port =
       static_cast<int>(lockstep::env_int("MASTER_PORT", 1, 65535).value_or(options.port));
+  spawn_options.master_port_flag = "--port or MASTER_PORT";
   lockstep::spawn([&](int) { train(options); }, options.gpus, spawn_options);
   return 0;
 } catch (...) {

@@ -4,7 +4,7 @@
 //   $P
 // A launcher, `lockstep run`, torchrun or mpirun, starts as many as you like:
 //   build/bin/lockstep run --nproc-per-node 4 $P
-//   mpirun -np 4 $P
+//   mpirun -np 2 $P
 // On two hosts, IP being the address of the first; there:
 //   HOSTS="--nnodes 2 --nproc-per-node 2 --master-addr IP --master-port 29500"
 //   build/bin/lockstep run $HOSTS --node-rank 0 $P

@@ -96,8 +96,8 @@ UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& 
   const std::string reason = std::strerror(error);
   if (error == EADDRINUSE) {
     throw CommError(text + "the port is taken (" + reason + ")",
-                    "give another one by --master-port or MASTER_PORT (`lockstep run` on a single "
-                    "host needs none), or end the program that holds it (ss -ltnp shows which)");
+                    "give another one by " + options.port_setting +
+                        ", or end the program that holds it (ss -ltnp shows which)");
   }
   if (error == EADDRNOTAVAIL) {
     throw CommError(text + "that address is not of this host (" + reason + ")",

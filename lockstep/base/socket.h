@@ -22,6 +22,9 @@ struct ListenOptions {
   /// Where the address is none of this host (it is reached through address translation): on all
   /// interfaces. Off: an error.
   bool else_all = false;
+  /// What sets the port, for the hint where it is taken.
+  std::string port_setting =
+      "--master-port or MASTER_PORT (`lockstep run` on a single host needs none)";
 };
 
 /// A bound and listening TCP socket. Connections wait in it until someone serves them. `host`

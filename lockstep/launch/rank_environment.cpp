@@ -32,6 +32,7 @@ UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve) {
   ListenOptions options;
   options.resolve = resolve;
   options.else_all = true;
+  options.port_setting = layout.port_setting;
   UniqueFd listener = listen_as_master(layout.master_addr, layout.master_port, one_host, options);
   layout.master_port = bound_port(listener.get());
   return listener;

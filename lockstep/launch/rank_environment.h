@@ -21,6 +21,7 @@ struct RankLayout {
   int nodes = 1;       ///< Hosts.
   std::string master_addr = "127.0.0.1";
   uint16_t master_port = 0;
+  std::string port_setting = ListenOptions().port_setting;  ///< What has set the port.
   /// The launcher serves the store: rank 0 connects to it like the others. Off: rank 0 listens.
   bool agent_store = true;
   std::string run_id = "none";

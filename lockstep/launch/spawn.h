@@ -22,6 +22,9 @@ struct SpawnOptions {
   /// env://).
   std::string master_addr = {};
   int master_port = 0;
+  /// What the program's user changes where that port is taken, as the hint of the error has it:
+  /// "--port". Empty: MASTER_PORT or this structure.
+  std::string master_port_flag = {};
   /// How often all start again after one has failed, as with `lockstep run --max-restarts`. On a
   /// single host. 0: nobody has said that the program goes on from where it was.
   int max_restarts = 0;

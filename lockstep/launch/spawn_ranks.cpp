@@ -115,6 +115,8 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
   }
   layout.master_addr = without_brackets(address.value_or("127.0.0.1"));
   layout.master_port = static_cast<uint16_t>(port.value_or(0));
+  layout.port_setting = options.master_port_flag.empty() ? "MASTER_PORT or SpawnOptions::master_port"
+                                                         : options.master_port_flag;
   return layout;
 }
 

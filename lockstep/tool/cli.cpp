@@ -259,7 +259,7 @@ struct Cli::Impl : HelpPage {
     if (equals != std::string::npos) return {dashed.substr(0, equals), dashed.substr(equals + 1)};
     const bool is_short = word.size() > 2 && word[0] == '-' && word[1] != '-';
     const auto* info = is_short ? find(word.substr(0, 2)) : nullptr;
-    if (info && !info->placeholder.empty()) return {word.substr(0, 2), word.substr(2)};
+    if (info && info->may_have(word.substr(2))) return {word.substr(0, 2), word.substr(2)};
     return {dashed, std::nullopt};
   }
 
@@ -436,11 +436,12 @@ bool Cli::parse(const std::vector<std::string>& args) {
   } catch (const CLI::ParseError& error) {
     throw UsageError(error.what(), "'" + impl.command + " --help' lists the flags");
   }
+  auto words = impl.app.remaining();
   if (impl.help_asked) {
-    print(help(help_width()));
+    words.insert(words.end(), rest.begin(), rest.end());
+    print(impl.text(help_width(), words.empty() ? "" : words.front()));
     return false;
   }
-  auto words = impl.app.remaining();
   if (impl.trailing) {
     *impl.trailing = rest;
   } else {

@@ -87,7 +87,7 @@ class Cli {
   void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);
 
   /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
-  /// command then returns 0. Throws UsageError.
+  /// command then returns 0. "--help files" prints the heading "Files" alone. Throws UsageError.
   [[nodiscard]] bool parse(const std::vector<std::string>& args);
   /// True when the user gave the option ("--lr"), by any of its names. After `parse`.
   bool given(const std::string& name) const;

@@ -80,8 +80,36 @@ std::string example_lines(const std::string& line, const std::string& what, size
   return text + "  " + wrapped(line, {2, kIndent, width - 2, {}, " \\"}) + "\n";
 }
 
-std::string HelpPage::text(int width) const {
+std::vector<std::string> HelpPage::headings() const {
+  std::vector<std::string> all;
+  for (const auto& info : options) {
+    if (std::find(all.begin(), all.end(), info.group) == all.end()) all.push_back(info.group);
+  }
+  return all;
+}
+
+std::string HelpPage::flags_of(const std::string& heading, size_t columns) const {
+  std::string text = heading + ":\n";
+  for (const auto& info : options) {
+    if (info.group != heading) continue;
+    std::string left = join(info.names, ", ");
+    if (!info.placeholder.empty()) left += " " + info.placeholder;
+    const bool has_default = !info.shown_default.empty();
+    text +=
+        help_row(left, info.help + (has_default ? " [" + info.shown_default + "]" : ""), columns);
+  }
+  return text;
+}
+
+std::string HelpPage::text(int width, const std::string& section) const {
+  constexpr size_t kWorthSections = 4;
   const auto columns = static_cast<size_t>(width);
+  const auto groups = headings();
+  for (const auto& group : groups) {
+    if (!section.empty() && to_lower(group).starts_with(to_lower(section))) {
+      return flags_of(group, columns);
+    }
+  }
   std::string usage = command + " [FLAGS]";
   for (const auto& info : positionals) {
     usage += info.required ? " " + info.name : " [" + info.name + "]";
@@ -92,26 +120,13 @@ std::string HelpPage::text(int width) const {
   if (!positionals.empty() || !trailing_name.empty()) text += "\nArguments:\n";
   for (const auto& info : positionals) text += help_row(info.name, info.help, columns);
   if (!trailing_name.empty()) text += help_row(trailing_name, trailing_help, columns);
-  std::vector<std::string> groups;
-  for (const auto& info : options) {
-    if (std::find(groups.begin(), groups.end(), info.group) == groups.end()) {
-      groups.push_back(info.group);
-    }
-  }
-  for (const auto& group : groups) {
-    text += "\n" + group + ":\n";
-    for (const auto& info : options) {
-      if (info.group != group) continue;
-      std::string left = join(info.names, ", ");
-      if (!info.placeholder.empty()) left += " " + info.placeholder;
-      const bool has_default = !info.shown_default.empty();
-      text +=
-          help_row(left, info.help + (has_default ? " [" + info.shown_default + "]" : ""), columns);
-    }
-  }
+  for (const auto& group : groups) text += "\n" + flags_of(group, columns);
   if (!examples.empty()) text += "\nExamples:\n";
   for (const auto& [line, what] : examples) text += example_lines(line, what, columns);
-  return text;
+  if (groups.size() < kWorthSections) return text;
+  const std::string one = "'" + command + " --help " + split(to_lower(groups.front()), ' ').front() +
+                          "' prints one section: " + join(groups, ", ");
+  return text + "\n" + wrapped(one, {0, 0, columns}) + "\n";
 }
 
 int help_width() {

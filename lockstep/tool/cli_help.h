@@ -22,6 +22,11 @@ struct OptionInfo {
   CLI::Option* option = nullptr;  // owned by the CLI::App
 
   std::string main_name() const { return names.back(); }
+  /// Whether "-n4" is this flag with a value: "-nr" is another program's flag.
+  bool may_have(const std::string& joined) const {
+    if (placeholder != "N" && placeholder != "X") return !placeholder.empty();
+    return joined.find_first_of("0123456789") != std::string::npos;
+  }
   bool has(const std::string& name) const {
     return std::find(names.begin(), names.end(), name) != names.end();
   }
@@ -45,8 +50,13 @@ struct HelpPage {
   std::string trailing_help;
   std::vector<std::pair<std::string, std::string>> examples;  // command line, what it shows
 
-  /// The page, wrapped to `width` columns.
-  std::string text(int width) const;
+  /// The page, wrapped to `width` columns; only the flags of a heading that begins with `section`,
+  /// in any case, where there is one.
+  std::string text(int width, const std::string& section = {}) const;
+
+ private:
+  std::vector<std::string> headings() const;
+  std::string flags_of(const std::string& heading, size_t columns) const;
 };
 
 /// How a text is broken into lines.

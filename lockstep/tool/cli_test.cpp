@@ -233,6 +233,43 @@ TEST(Cli, HelpNamesEverythingWithinItsWidth) {
   }
 }
 
+TEST(Cli, AShortFlagOfTwoLettersIsNoNumberJoinedToAFlag) {
+  int nodes = 1;
+  std::string file;
+  Cli cli("lockstep test", "Tests.");
+  cli.option("-n,--nodes", nodes, "N", {1});
+  cli.option("-f,--file", file, "F", "FILE");
+  cli.also_called("--nodes", {"--nr"});
+  EXPECT_TRUE(cli.parse({"-n3", "-fr"}));
+  EXPECT_EQ(nodes, 3);
+  EXPECT_EQ(file, "r");
+  try {
+    (void)cli.parse({"-nr", "0"});
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find("unknown flag '-nr'; did you mean '--nodes'?"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(Cli, HelpOfOneSection) {
+  for (const std::string word : {"output", "Out", "elsewhere"}) {
+    bool quiet = false, loud = false;
+    Cli cli("lockstep test", "Tests.");
+    cli.group("Input");
+    cli.flag("--loud", loud, "L");
+    cli.group("Output");
+    cli.flag("--quiet", quiet, "Q");
+    testing::internal::CaptureStdout();
+    EXPECT_FALSE(cli.parse({"--help", word}));
+    std::fflush(stdout);
+    const std::string text = testing::internal::GetCapturedStdout();
+    EXPECT_NE(text.find("--quiet"), std::string::npos);
+    EXPECT_EQ(text.find("--loud") != std::string::npos, word == "elsewhere") << text;
+  }
+}
+
 TEST(RunGuarded, ExitCodesAreThoseOfTheErrors) {
   testing::internal::CaptureStderr();
   EXPECT_EQ(run_guarded("lockstep x", [] { return 0; }), 0);

@@ -76,12 +76,12 @@ std::vector<std::string> words_for_suggestion() {
   return words;
 }
 
-/// `help bench step` is `bench step --help`.
+/// `help train files` is `train --help files`.
 std::vector<std::string> without_help(std::vector<std::string> words) {
   const bool asks = words.size() > 1 && words[0] == "help";
   if (!asks) return words;
   words.erase(words.begin());
-  words.push_back("--help");
+  words.insert(words.begin() + 1, "--help");
   return words;
 }
 

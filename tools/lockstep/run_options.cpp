@@ -57,6 +57,7 @@ struct RawFlags {
   bool module = false;
   bool no_python = false;
   bool run_path = false;
+  bool use_env = false;
   std::string out_filters;
   std::string err_filters;
   std::optional<std::string> numa_binding;
@@ -71,6 +72,12 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
               "all output into files, that of local rank 0 shown as well");
   cli.example("PET_NPROC_PER_NODE=4 lockstep run ./prog",
               "a flag's default may stand in PET_ and its name, as schedulers for torchrun set it");
+  cli.also_called("--nproc-per-node", {"--devices", "--gpus", "--num-gpus", "--num-processes",
+                                       "--nproc", "--nprocs", "--np"});
+  cli.also_called("--nnodes", {"--num-machines", "--num-nodes"});
+  cli.also_called("--node-rank", {"--machine-rank"});
+  cli.also_called("--master-addr", {"--main-process-ip"});
+  cli.also_called("--master-port", {"--main-process-port"});
   cli.group("Processes");
   cli.option("--nproc-per-node", raw.nproc,
              "Ranks on this host: a number, cpu, gpu, or auto (a "
@@ -142,6 +149,7 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "0.8 for the others when a rank has failed, and 30 after a signal to this command]",
              {0, 86400});
   cli.group("Of torchrun, without effect here");
+  cli.flag("--use-env", raw.use_env, "The launcher's variables are always set");
   for (const auto& known : kNoEffect) {
     std::string help = known.why;
     help[0] = static_cast<char>(std::toupper(help[0]));
@@ -179,8 +187,8 @@ std::vector<std::string> flags_from_environment(const Cli& cli) {
     const std::string variable = variable_of(name);
     const auto value = env_string(variable);
     if (!value) continue;
-    const std::array flags = {"--standalone", "--module",    "--no-python",
-                              "--run-path",   "--no-prefix", "--virtual-local-rank"};
+    const std::array flags = {"--standalone", "--module",  "--no-python",         "--run-path",
+                              "--no-prefix",  "--use-env", "--virtual-local-rank"};
     const bool is_flag = std::find(flags.begin(), flags.end(), name) != flags.end();
     if (!is_flag) args.push_back(name + "=" + *value);
     if (is_flag && env_flag(variable)) args.push_back(name);

@@ -130,6 +130,25 @@ TEST(RunOptions, NumbersOfProcesses) {
   unsetenv("CUDA_VISIBLE_DEVICES");
 }
 
+TEST(RunOptions, WordsOfOtherLaunchers) {
+  EXPECT_EQ(parsed({"--use_env"}).program.front(), "prog");
+  for (const auto& [word, flag] :
+       std::vector<std::pair<std::string, std::string>>{{"--gpus", "--nproc-per-node"},
+                                                        {"-np", "--nproc-per-node"},
+                                                        {"--num_processes", "--nproc-per-node"},
+                                                        {"--num_machines", "--nnodes"},
+                                                        {"--machine_rank", "--node-rank"},
+                                                        {"--main_process_ip", "--master-addr"}}) {
+    try {
+      parsed({word, "2"});
+      ADD_FAILURE() << word;
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("did you mean '" + flag + "'?"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 TEST(StreamMap, AllOrByLocalRank) {
   const auto all = StreamMap::parse("--tee", "2");
   EXPECT_FALSE(all.of(5).out);

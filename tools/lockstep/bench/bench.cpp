@@ -257,6 +257,7 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.flag("--training", options.training, "Measure forward and backward in place of inference");
   }
   if (takes("--devices")) {
+    cli.also_called("--devices", {"--gpus", "--nproc-per-node"});
     cli.list("--devices", options.devices,
              (several ? "Ranks, several measured one after the other; " : "Ranks; ") + devices,
              {1, 1024});
@@ -375,7 +376,11 @@ std::string bench_table(const BenchRows& rows) {
 }
 
 void bench_progress(const std::string& text) {
-  if (::isatty(STDERR_FILENO)) std::fprintf(stderr, "\r\033[K%s\r", text.c_str());
+  if (::isatty(STDERR_FILENO)) {
+    std::fprintf(stderr, "\r\033[K%s\r", text.c_str());
+  } else if (!text.empty()) {
+    std::fprintf(stderr, "%s\n", text.c_str());
+  }
 }
 
 namespace {

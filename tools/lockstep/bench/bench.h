@@ -122,7 +122,7 @@ BenchRows bench_targets(BenchOptions options, bool print_table);
 /// Rows as a text table: one column per key, numbers to the right.
 std::string bench_table(const BenchRows& rows);
 
-/// A line about what is being measured, on standard error when that is a terminal.
+/// A line about what is being measured, on standard error. A terminal shows the newest alone.
 void bench_progress(const std::string& text);
 
 double median(std::vector<double> values);
