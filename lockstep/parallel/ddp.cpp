@@ -385,15 +385,15 @@ bool DdpCore::wants_outputs() const {
 void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
   if (c10::GradMode::is_enabled()) impl_->adding_up = !impl_->synchronizing;
   if (!impl_->reducer) return;
-  const bool will_reduce =
-      impl_->synchronizing && c10::GradMode::is_enabled() && !impl_->all_frozen;
+  const bool synchronizes = impl_->synchronizing && c10::GradMode::is_enabled();
+  const bool will_reduce = synchronizes && !impl_->all_frozen;
   if (impl_->active) {
     const int ranks = impl_->active->wait();
     impl_->active.reset();
     if (!impl_->divides_by_size) impl_->reducer->set_divisor(ranks);
   }
   // After a forward whose gradients stay local the buffers stay local too, as in Python.
-  impl_->sync_buffers = will_reduce;
+  impl_->sync_buffers = synchronizes;
   if (will_reduce) {
     impl_->group.note_steps(++impl_->steps);
     ++impl_->awaited;
