@@ -30,6 +30,8 @@ ResolvedAddress describe(const addrinfo& info) {
   ResolvedAddress address;
   address.family = info.ai_family;
   address.text = numeric_text(storage);
+  if (address.family == AF_INET6)
+    address.scope = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_scope_id;
   address.is_loopback = address.text == "::1" || address.text.starts_with("127.");
   return address;
 }
@@ -140,6 +142,7 @@ sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, s
     auto* in = reinterpret_cast<sockaddr_in6*>(&storage);
     in->sin6_family = AF_INET6;
     in->sin6_port = htons(port);
+    in->sin6_scope_id = address.scope;
     inet_pton(AF_INET6, address.text.c_str(), &in->sin6_addr);
     size = sizeof *in;
   }

@@ -14,6 +14,7 @@ struct ResolvedAddress {
   int family = 0;  ///< AF_INET or AF_INET6
   std::string text;
   bool is_loopback = false;
+  uint32_t scope = 0;  ///< The interface of an address of the link alone: "fe80::1%eth0".
 };
 
 /// The addresses of a host. An unknown name is asked for again for `unknown_for`: a cluster's names

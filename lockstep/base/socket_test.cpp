@@ -1,7 +1,10 @@
 #include "lockstep/base/socket.h"
 
+#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <ifaddrs.h>
+#include <netinet/in.h>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
@@ -46,6 +49,29 @@ TEST(ListenOn, TakesAFreePortOnTheGivenAddressOnly) {
   EXPECT_TRUE(connect_to("127.0.0.1", bound_port(listener.get()), milliseconds(10'000)))
       << "connections wait before anyone serves them";
   EXPECT_TRUE(is_loopback_host(bound_host(listen_on("localhost", 0).get())));
+}
+
+/// "fe80::1%eth0"; empty: no interface has one.
+std::string link_local_address() {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    if (!entry->ifa_addr || entry->ifa_addr->sa_family != AF_INET6) continue;
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(entry->ifa_addr);
+    if (!IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr)) continue;
+    char text[INET6_ADDRSTRLEN] = {};
+    inet_ntop(AF_INET6, &v6->sin6_addr, text, sizeof text);
+    return std::string(text) + "%" + entry->ifa_name;
+  }
+  return {};
+}
+
+TEST(ListenOn, AnAddressOfTheLinkAlone) {
+  const std::string address = link_local_address();
+  if (address.empty()) GTEST_SKIP() << "no interface has an address fe80::";
+  const UniqueFd listener = listen_on(address, 0);
+  EXPECT_TRUE(connect_to(address, bound_port(listener.get()), milliseconds(10'000)));
 }
 
 TEST(ListenOn, NoAddressMeansAll) {

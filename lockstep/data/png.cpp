@@ -31,9 +31,23 @@ void read_bytes(png_structp decoder, png_bytep to, size_t size) {
   reading->left.remove_prefix(size);
 }
 
+/// What is over 255 is white: Pillow does not scale grey of 16 bits.
+void clip_to_bytes(png_structp, png_row_infop row, png_bytep data) {
+  for (size_t i = 0; i < row->rowbytes / 2; ++i) {
+    data[i] = data[2 * i] != 0 ? 255 : data[2 * i + 1];
+  }
+}
+
 /// 8 bits of red, green and blue, whatever the file has.
 void ask_for_rgb(png_structp decoder, png_infop info) {
-  png_set_strip_16(decoder);
+  const bool is_deep_grey = png_get_bit_depth(decoder, info) == 16 &&
+                            png_get_color_type(decoder, info) == PNG_COLOR_TYPE_GRAY;
+  if (is_deep_grey) {
+    png_set_read_user_transform_fn(decoder, clip_to_bytes);
+    png_set_user_transform_info(decoder, nullptr, 8, 3);
+  } else {
+    png_set_strip_16(decoder);
+  }
   png_set_packing(decoder);
   const int color = png_get_color_type(decoder, info);
   if (color == PNG_COLOR_TYPE_PALETTE) png_set_palette_to_rgb(decoder);

@@ -105,18 +105,22 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
                      "expected 0 or more, and 0 with several hosts");
   }
   layout.run_id = random_hex(16);
-  const auto address =
-      options.master_addr.empty() ? env_string("MASTER_ADDR") : options.master_addr;
   const auto port = options.master_port != 0 ? std::optional<int64_t>(options.master_port)
                                              : env_int("MASTER_PORT", 1, 65535);
+  // Without a port nobody else can come there: the variable is left over from another job.
+  const bool alone = layout.agent_store && !port;
+  const auto address = !options.master_addr.empty() ? std::optional(options.master_addr)
+                       : alone                      ? std::nullopt
+                                                    : env_string("MASTER_ADDR");
   if (!layout.agent_store && (!address || !port)) {
     throw UsageError("several hosts, but no address of rank 0",
                      "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT");
   }
   layout.master_addr = without_brackets(address.value_or("127.0.0.1"));
   layout.master_port = static_cast<uint16_t>(port.value_or(0));
-  layout.port_setting = options.master_port_flag.empty() ? "MASTER_PORT or SpawnOptions::master_port"
-                                                         : options.master_port_flag;
+  layout.port_setting = options.master_port_flag.empty()
+                            ? "MASTER_PORT or SpawnOptions::master_port"
+                            : options.master_port_flag;
   return layout;
 }
 

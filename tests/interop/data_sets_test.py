@@ -101,10 +101,12 @@ class DataSets(unittest.TestCase):
         from PIL import Image
 
         wanted = []
-        modes = ("RGB", "L", "CMYK", "RGBA", "P", "LA", "1")
+        modes = ("RGB", "L", "CMYK", "RGBA", "P", "LA", "1", "I;16")
         for i, mode in enumerate(modes):
             # Smooth, as photographs are; of the size that is cut out, so that nothing is scaled.
-            image = Image.fromarray(self.image(16, 16).numpy()).resize((256, 256)).convert(mode)
+            image = Image.fromarray(self.image(16, 16).numpy()).resize((256, 256)).convert("L" if mode == "I;16" else mode)
+            if mode == "I;16":
+                image = Image.fromarray(numpy.asarray(image).astype("uint16") * 3)
             for kind in ("png", "jpeg") if mode in ("RGB", "L") else ("jpeg",) if mode == "CMYK" else ("png",):
                 content = io.BytesIO()
                 image.save(content, kind)
