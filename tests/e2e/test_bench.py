@@ -33,10 +33,10 @@ class Bench(unittest.TestCase):
         rows = report["results"]
         self.assertEqual([(r["batch_size"], r["replicas"], r["threads"]) for r in rows], [(1, 2, 1), (16, 2, 1)])
         for row in rows:
-            for key in ("us_one", "us_threads", "us_part", "us_start", "us"):
+            for key in ("single_us", "single_all_threads_us", "replica_us", "start_us", "us"):
                 self.assertGreater(row[key], 0, key)
-            self.assertAlmostEqual(row["of_one"], row["us"] / row["us_one"], places=6)
-            self.assertEqual(row["pays"], "yes" if row["of_one"] < 1 and row["batch_size"] > 1 else "no")
+            self.assertAlmostEqual(row["ratio"], row["us"] / row["single_us"], places=6)
+            self.assertEqual(row["faster"], "yes" if row["ratio"] < 1 and row["batch_size"] > 1 else "no")
             self.assertTrue(row["why"])
         self.assertIn("one sample cannot be cut", rows[0]["why"])
 

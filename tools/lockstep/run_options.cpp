@@ -1,13 +1,12 @@
 #include "run_options.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
@@ -202,7 +201,7 @@ int parse_nproc(const std::string& text) {
     throw UsageError("--nproc-per-node: " + text + " is not from 1 to 4096");
   }
   const int gpus = count_gpus();
-  if (text == "cpu" || (text == "auto" && gpus == 0)) return count_cpus();
+  if (text == "cpu" || (text == "auto" && gpus == 0)) return usable_processors();
   if (text == "auto" || (text == "gpu" && gpus > 0)) return gpus;
   if (text == "gpu") {
     throw UsageError("--nproc-per-node gpu: no GPU was found",
@@ -450,12 +449,6 @@ std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args
     rethrow_naming_variable(error, cli);
   }
   return options;
-}
-
-int count_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
 }
 
 int count_gpus() {

@@ -63,8 +63,7 @@ struct RunOptions {
 /// None when --help was asked for and printed. Throws UsageError.
 std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args);
 
-/// CPUs that this process may use; GPUs that CUDA would find here.
-int count_cpus();
+/// GPUs that CUDA would find here.
 int count_gpus();
 
 }  // namespace lockstep::tool

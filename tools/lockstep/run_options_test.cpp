@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdlib>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::tool {
@@ -121,9 +122,9 @@ TEST(RunOptions, FiltersAreWordsBetweenCommas) {
 }
 
 TEST(RunOptions, NumbersOfProcesses) {
-  EXPECT_EQ(parsed({"--nproc-per-node", "cpu"}).nproc, count_cpus());
+  EXPECT_EQ(parsed({"--nproc-per-node", "cpu"}).nproc, usable_processors());
   EXPECT_EQ(parsed({"--nproc-per-node", "auto"}).nproc,
-            count_gpus() > 0 ? count_gpus() : count_cpus());
+            count_gpus() > 0 ? count_gpus() : usable_processors());
   setenv("CUDA_VISIBLE_DEVICES", "", 1);
   EXPECT_EQ(count_gpus(), 0);
   EXPECT_THROW(parsed({"--nproc-per-node", "gpu"}), UsageError);

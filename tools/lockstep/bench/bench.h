@@ -91,9 +91,9 @@ class BenchRunner {
   std::unique_ptr<Impl> impl_;
 };
 
-/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, us_one (the model by
-/// itself), us_threads (with the threads of all replicas), us_part (on a replica's part), us_start
-/// (replicas that do nothing), us, of_one, pays, why.
+/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, single_us (the model by
+/// itself), single_all_threads_us (with the threads of all replicas), replica_us (on a replica's
+/// part), start_us (replicas that do nothing), us, ratio, faster, why.
 BenchRows bench_data_parallel(const BenchOptions& options);
 
 /// Adds to a row of `bench step` what its ranks' profiles say:

@@ -58,16 +58,16 @@ class DataParallelBench {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t steps = steps_ / blocks + (block < steps_ % blocks ? 1 : 0);
       time_block(
-          threads_, [&] { alone(batch); }, steps, times["us_one"]);
+          threads_, [&] { alone(batch); }, steps, times["single_us"]);
       time_block(
           threads_, [&] { several(batch); }, steps, times["us"]);
       time_block(
-          threads_, [&] { alone(part); }, steps, times["us_part"]);
+          threads_, [&] { alone(part); }, steps, times["replica_us"]);
       time_block(
-          threads_, [&] { idle(batch); }, steps, times["us_start"]);
+          threads_, [&] { idle(batch); }, steps, times["start_us"]);
       time_block(
           threads_ * static_cast<int>(replicas_), [&] { alone(batch); }, steps,
-          times["us_threads"]);
+          times["single_all_threads_us"]);
     }
     nlohmann::json result;
     for (auto& [name, values] : times) result[name] = median(std::move(values));
@@ -135,8 +135,8 @@ std::string microseconds(double us) {
 
 /// Why replicas are faster or slower than the model by itself, from what was measured.
 std::string reason(const Json& row, int64_t replicas) {
-  const double one = row["us_one"], several = row["us"], start = row["us_start"],
-               part = row["us_part"];
+  const double one = row["single_us"], several = row["us"], start = row["start_us"],
+               part = row["replica_us"];
   const double saved = one - part, crowded = several - start - part;
   const std::string parts = "a part takes " + microseconds(part);
   if (row["batch_size"].get<int64_t>() < 2) {
@@ -174,17 +174,17 @@ BenchRow row_of(const Json& config, int64_t batch_size, const std::vector<Json>&
   for (const Json& round : rounds) {
     const Json& result = round["sizes"][index];
     for (const auto& [name, value] : result.items()) figures[name].push_back(value);
-    ratios.push_back(result["us"].get<double>() / result["us_one"].get<double>());
+    ratios.push_back(result["us"].get<double>() / result["single_us"].get<double>());
   }
   BenchRow row = {{"model", config["model"]},
                   {"batch_size", batch_size},
                   {"replicas", config["replicas"]},
                   {"threads", config["threads"]}};
-  for (const char* name : {"us_one", "us_threads", "us_part", "us_start", "us"}) {
+  for (const char* name : {"single_us", "single_all_threads_us", "replica_us", "start_us", "us"}) {
     row[name] = median(figures[name]);
   }
-  row["of_one"] = median(ratios);
-  row["pays"] = batch_size > 1 && row["of_one"].get<double>() < 1 ? "yes" : "no";
+  row["ratio"] = median(ratios);
+  row["faster"] = batch_size > 1 && row["ratio"].get<double>() < 1 ? "yes" : "no";
   row["why"] = reason(row, config["replicas"]);
   return row;
 }
