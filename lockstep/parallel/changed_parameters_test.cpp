@@ -229,5 +229,14 @@ TEST_P(ChangedParameters, RanksThatFreezeDifferentLayersAreTold) {
   }
 }
 
+TEST_P(ChangedParameters, ALayerThatIsAddedIsAnError) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto net = filled(1);
+    DistributedDataParallel ddp(net, group);
+    net->register_parameter("late", at::ones({2}));
+    EXPECT_THROW(ddp.forward(values({4, 6}, group.rank())), UsageError);
+  });
+}
+
 }  // namespace changed_parameters_test
 }  // namespace lockstep

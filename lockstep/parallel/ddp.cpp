@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/gradient_tracker.h"
 #include "lockstep/parallel/module_state.h"
@@ -76,8 +77,11 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
   bool all_frozen = false;      ///< At the last forward, as a GAN's discriminator is at times.
   bool has_own_hook = false;    ///< Of the user's, which a Join cannot run for other ranks.
   bool divides_by_size = true;  ///< Also while some ranks have no inputs left.
-  ModuleState state;            ///< Its `reduced` are the reducer's.
-  std::vector<Kind> kinds;      ///< Of the state's parameters, when the reducer was made.
+  const torch::nn::Module* module = nullptr;  ///< Where forwards tell of themselves. It lives on.
+  size_t all_parameters = 0;                  ///< Of the module, when it was wrapped.
+  int64_t forwards = 0;
+  ModuleState state;                     ///< Its `reduced` are the reducer's.
+  std::vector<Kind> kinds;               ///< Of the state's parameters, when the reducer was made.
   std::vector<ReducedParameter> frozen;  ///< Of the parameters, when this was made.
   std::optional<ActiveRanks> active;     ///< In the present iteration of a Join.
   /// Its hooks come before those of the reducer.
@@ -143,9 +147,22 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
     tracker.watch(others);
   }
 
+  /// At the first forward and every 100th, as it takes a walk through the module.
+  void expect_all_parameters() {
+    if (!module || forwards++ % 100 != 0) return;
+    const size_t now = module->parameters().size();
+    if (now == all_parameters) return;
+    throw UsageError(place() + ": the module has " +
+                         counted(static_cast<int64_t>(now), "parameter") + ", and had " +
+                         std::to_string(all_parameters) +
+                         " when it was wrapped: new ones would not be averaged",
+                     "wrap the module after its last layer was added");
+  }
+
   /// Before a forward. Values that were put into the module (torch::load, set_data) may come with
   /// other nodes that add gradients, and layers may have been frozen or unfrozen.
   void follow_module() {
+    expect_all_parameters();
     const auto is_frozen = [](const NamedTensor& item) { return !item.tensor.requires_grad(); };
     all_frozen = std::all_of(state.parameters.begin(), state.parameters.end(), is_frozen);
     if (all_frozen) return;
@@ -347,6 +364,8 @@ std::unique_ptr<JoinHook> DdpCore::Impl::join_hook(const JoinOptions& options) {
 DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
                  const ReducerFactory& make_reducer, const std::string& what)
     : impl_(std::make_unique<Impl>(std::move(group), what)) {
+  impl_->module = &module;
+  impl_->all_parameters = module.parameters().size();
   impl_->start(find_module_state(module, options.ignored, what), options, make_reducer);
 }
 
