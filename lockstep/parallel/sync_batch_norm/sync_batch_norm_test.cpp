@@ -14,7 +14,6 @@
 #include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
-#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/join.h"
 #include "tests/support/ddp_test_modules.h"
@@ -290,7 +289,7 @@ TEST_P(SyncBatchNorms, UnderJoinAreRefusedWhereRanksMayRunOutOfInputs) {
       join.run([&] {
         for (int step = 0; step < inputs; ++step) {
           ddp.forward(values({4, 2, 4, 4}, step + group.rank())).square().sum().backward();
-          zero_grad(net->parameters());
+          net->zero_grad();
         }
       });
     };

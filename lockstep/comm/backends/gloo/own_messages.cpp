@@ -61,6 +61,9 @@ class OwnMessages::OwnWork final : public c10d::Work {
   const std::shared_ptr<std::mutex> meeting_;  ///< Held while two meet.
 };
 
+OwnMessages::OwnMessages(int rank, int name) : rank_(rank), name_(name) {}
+OwnMessages::~OwnMessages() = default;
+
 c10::intrusive_ptr<OwnMessages::OwnWork> OwnMessages::make(
     c10d::OpType type, const at::Tensor& tensor, int tag, std::chrono::milliseconds timeout) const {
   return c10::make_intrusive<OwnWork>(rank_, name_, type, tensor, tag, timeout, mutex_);

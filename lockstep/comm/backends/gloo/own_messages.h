@@ -17,7 +17,8 @@ class OwnMessages {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   /// `name`: the rank's number in the default group.
-  OwnMessages(int rank, int name) : rank_(rank), name_(name) {}
+  OwnMessages(int rank, int name);
+  ~OwnMessages();
 
   /// `timeout`: of a wait that has none.
   WorkPtr send(const at::Tensor& tensor, int tag, std::chrono::milliseconds timeout);
