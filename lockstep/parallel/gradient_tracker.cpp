@@ -26,7 +26,7 @@ class GradientTracker::Hook : public PlainPostHook {
  public:
   Hook(GradientTracker& tracker, size_t index) : tracker_(tracker), index_(index) {}
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    tracker_.on_gradient(index_);
+    if (!std::exchange(tracker_.all_[index_].told, false)) tracker_.on_gradient(index_);
     return outputs;
   }
 
@@ -103,9 +103,10 @@ void GradientTracker::watch(const std::vector<at::Tensor>& others) {
 
 void GradientTracker::on_accumulation(size_t index) {
   if (index >= all_.size()) return receiver_.on_other(index - all_.size());
-  if (!refresh(index)) return;
+  all_[index].told = refresh(index);
+  if (!all_[index].told) return;
   receiver_.on_new_node(index);
-  on_gradient(index);  // The node's hooks run only where it had some before it ran.
+  on_gradient(index);
 }
 
 void GradientTracker::let_go() {

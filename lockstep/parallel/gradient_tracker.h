@@ -85,6 +85,9 @@ class GradientTracker {
     int64_t expected = 1;      ///< Of a backward, where it is known.
     bool arrived = false;      ///< In this round.
     bool taken = false;
+    /// Of this gradient already, from a node that was without a hook. LibTorch's engine runs the
+    /// hook that it has got meanwhile, and our walk does not.
+    bool told = false;
   };
 
   void on_gradient(size_t index);
