@@ -494,6 +494,17 @@ class Quickstart(unittest.TestCase):
         self.assertEqual(len(accuracies), 3)  # rank 0's alone
         self.assertGreater(accuracies[-1], 0.9)
 
+    def test_collectives(self):
+        lines = run("quickstart/collectives", MASTER_PORT="").stdout.splitlines()
+        numbers = {"message": [[42], [42], [0]], "all_reduce": [[6]] * 3, "all_gather": [[0, 10, 20]] * 3, "ring": [[6]] * 3}
+        self.assertEqual(lines, [f"{what}, rank {rank}: {' '.join(map(str, values))}"
+                                 for what, of_ranks in numbers.items() for rank, values in enumerate(of_ranks)])
+
+    def test_parameter_averaging(self):
+        accuracies = self.accuracies(run("quickstart/parameter_averaging", MASTER_PORT="").stdout)
+        self.assertEqual(len(accuracies), 3)
+        self.assertGreater(accuracies[-1], 0.85)
+
     def test_under_the_launcher(self):
         """All ranks' standard output is the launcher's to show."""
         command = (t.LOCKSTEP, "run", "--nproc-per-node", 3)
