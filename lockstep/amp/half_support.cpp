@@ -33,24 +33,29 @@ std::vector<std::string> cpu_flags() {
   return {};
 }
 
-/// The least of several times of a product of square matrices, in microseconds.
-double product_us(at::ScalarType dtype) {
+/// The least of several times of a product of square matrices in `dtype` and in float32, in
+/// microseconds. They take turns, so that other work on the machine disturbs both alike.
+std::pair<double, double> product_us(at::ScalarType dtype) {
   using Clock = std::chrono::steady_clock;
-  constexpr int kRuns = 7;
-  const at::Tensor matrix = at::ones({kProductSize, kProductSize}, dtype);
-  auto least = Clock::duration::max();
-  for (int run = 0; run < kRuns; ++run) {
+  constexpr int kRuns = 15;
+  const at::Tensor half = at::ones({kProductSize, kProductSize}, dtype), full = half.to(at::kFloat);
+  const auto timed = [](const at::Tensor& matrix) {
     const auto begin = Clock::now();
     at::mm(matrix, matrix);
-    least = std::min(least, Clock::now() - begin);
+    return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
+  };
+  std::pair<double, double> least{timed(half), timed(full)};
+  for (int run = 1; run < kRuns; ++run) {
+    least.first = std::min(least.first, timed(half));
+    least.second = std::min(least.second, timed(full));
   }
-  return std::chrono::duration<double, std::micro>(least).count();
+  return least;
 }
 
 /// Instructions say little about speed: without AMX LibTorch's products may take twice float32's
 /// time.
 HalfSupport measured_support(at::ScalarType dtype, const std::string& instructions) {
-  const double half = product_us(dtype), full = product_us(at::kFloat);
+  const auto [half, full] = product_us(dtype);
   if (half < kWorthIt * full) return {true, instructions, true};
   char text[160];
   std::snprintf(

@@ -140,7 +140,10 @@ std::string Precision::slow_because() const {
   const HalfSupport support = half_support(device_, dtype_);
   if (support.fast) return {};
   return "precision " + name_ + ": " + detail::dtype_name(dtype_) +
-         " is no faster than float32 on " + device_.str() + ": " + support.reason;
+         " is no faster than float32 on " + device_.str() + ": " + support.reason +
+         (dtype_ == at::kHalf && half_support(device_, at::kBFloat16).fast
+              ? "; bfloat16 is faster here (bf16-mixed, or bf16-true)"
+              : "");
 }
 
 std::function<std::shared_ptr<void>()> Precision::forward_context() const {
