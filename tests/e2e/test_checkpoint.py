@@ -222,7 +222,7 @@ class Folder(unittest.TestCase):
         self.save()
         for devices in (1, 2):
             result = self.resume("--devices", devices, check=False, resume="none")
-            self.assertEqual(result.returncode, 1)
+            self.assertEqual(result.returncode, 2)
             self.assertIn("holds checkpoints of another run already (step-00000010)", result.stderr)
             self.assertIn("--resume auto", result.stderr)
         self.assertEqual(steps_in(self.saved), ["step-00000005", "step-00000010"])

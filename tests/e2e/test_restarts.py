@@ -157,6 +157,15 @@ class Programs(unittest.TestCase):
             self.assertIn("resumed after step", out)
             self.assertEqual(got, expected)
 
+    def test_another_runs_checkpoints_are_not_gone_on_with(self):
+        words = ("train", "--dataset", "digits", "--checkpoint-dir", "run", "--max-epochs")
+        with t.temporary_folder() as folder:
+            t.run(t.LOCKSTEP, *words, 1, "--devices", 2, cwd=folder)
+            code, out, err = lockstep_run("--max-restarts", 3, "--nproc-per-node", 2, t.LOCKSTEP, *words, 2, cwd=folder)
+            self.assertEqual(code, 2, err)
+            self.assertNotIn("start again", err)
+            self.assertNotIn("resumed", out)
+
 
 if __name__ == "__main__":
     t.main()

@@ -256,8 +256,11 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
   plan.signals = options.signals;
   plan.told_by = "lockstep run: ";
   plan.how_to_go_on =
-      "with --max-restarts N all ranks start again; a program that saves snapshots goes on from "
-      "the last one, also when the same command is given again";
+      options.nodes > 1
+          ? "a program that saves snapshots goes on from the last one, when the same commands are "
+            "given again"
+          : "with --max-restarts N all ranks start again; a program that saves snapshots goes on "
+            "from the last one, also when the same command is given again";
   return plan;
 }
 

@@ -93,9 +93,10 @@ void check_checkpoint_dir(const RunConfig& config, CheckpointFolder& folder) {
   folder.prepare();
   const auto others = folder.list();
   if (config.resume != "none" || others.empty()) return;
-  throw CheckpointError(what + " holds checkpoints of another run already (" +
-                            others.front().filename().string() + ")",
-                        "--resume auto goes on with that run; a new one needs another folder");
+  // No failure of the run, after which a launcher starts it again with --resume auto implied.
+  throw UsageError(what + " holds checkpoints of another run already (" +
+                       others.front().filename().string() + ")",
+                   "--resume auto goes on with that run; a new one needs another folder");
 }
 
 void check_resume(const std::string& resume) {
