@@ -15,85 +15,89 @@
 namespace lockstep {
 
 struct DownloadOptions {
-  /// To reach the server: a live one answers within a round trip or two.
+  /// Time to connect to the server. A live one answers within a round trip or two.
   std::chrono::seconds connect_timeout{20};
-  /// A transfer without a byte for this long is given up and resumed by the next attempt.
+  /// A transfer that receives no byte for this long is aborted. The next attempt resumes it.
   std::chrono::milliseconds stall_timeout{30'000};
-  /// Tries at each address, for failures that may pass: a lost connection, a time-out, HTTP 408,
-  /// 429 and 5xx.
+  /// Attempts at each address. Only failures that may pass are tried again: a lost connection, a
+  /// time-out, HTTP 408, 429 and 5xx.
   int attempts = 5;
   /// The pause before the second try. It doubles from try to try (0.5 + 1 + 2 + 4 seconds).
   std::chrono::milliseconds first_pause{500};
-  /// Certificates to trust in place of the system's. Empty: CURL_CA_BUNDLE, then SSL_CERT_FILE (as
-  /// the program curl has it), then the system's.
+  /// Certificates to trust instead of the system's. Empty: CURL_CA_BUNDLE, then SSL_CERT_FILE (as
+  /// the curl program does), then the system's.
   std::filesystem::path ca_file = {};
 };
 
 /// Samples held in memory. Row i of `data` belongs to row i of `targets`. Both are CPU tensors
-/// whose rows are contiguous. Rows may overlap, as windows over a text do. They are shared, never
-/// written to.
+/// whose rows are contiguous. Rows may overlap, as windows over a text do. The tensors are shared
+/// and never written to.
 struct TensorDataset {
   std::string name;  ///< "mnist", "digits", ...: used in messages.
   /// [N, ...]; images are uint8 [N, H, W] or [N, C, H, W], tokens int64 [N, T].
   at::Tensor data;
-  /// int64 [N] class indices, or [N, T] for a class a token. float32 [N, K] for regression.
+  /// int64 [N] class indices, or [N, T] for one class per token. float32 [N, K] for regression.
   at::Tensor targets;
   int64_t num_classes = 0;  ///< 0 for regression.
-  /// What each class is called. For a text each token, in UTF-8. Empty where nobody has named them.
+  /// The name of each class. For a text: each token, in UTF-8. Empty when the classes have no
+  /// names.
   std::vector<std::string> classes = {};
 
   int64_t size() const { return data.size(0); }
 };
 
-/// What training needs of a dataset: a part to learn from and a held-out part.
+/// The two parts of a dataset: one to train on, and one that is held out for evaluation.
 struct DatasetSplits {
   TensorDataset train;
   TensorDataset test;
 };
 
 struct DatasetOptions {
-  /// Where the files of mnist, fashion-mnist and cifar10 lie, directly or in a folder of the set's
-  /// name, and where they are downloaded to. Empty: LOCKSTEP_DATA_DIR, else "data", as most
-  /// programs have it.
+  /// The folder of the files of mnist, fashion-mnist and cifar10, and the destination of downloads.
+  /// The files are in it directly, or in a subfolder named after the set. Empty: LOCKSTEP_DATA_DIR,
+  /// else "data".
   std::filesystem::path data_dir = {};
-  /// mnist, fashion-mnist: the content of files, for whoever has unpacked them already. The key is
-  /// `dataset_folder(name, options) / FILE`, spelled as this gives it; others are not looked at.
-  /// The images and labels are taken from here in place of the file. That must be there all the
-  /// same, and hold this: by it a set is told from the other one. The content must outlive the
-  /// data set, which lies in it and does not change it.
+  /// mnist, fashion-mnist: the content of files that the program has already unpacked. The key is
+  /// `dataset_folder(name, options) / FILE`, spelled exactly so. Other keys are ignored. Images and
+  /// labels are taken from here instead of the file. The file itself must still exist with this
+  /// content, because it tells which of the two sets this is. The content must outlive the dataset,
+  /// which refers to it and does not change it.
   std::map<std::filesystem::path, std::span<const std::byte>> unpacked = {};
-  /// Fetch what is missing. Off, because a job must not reach out to the network unasked.
+  /// Download files that are missing. Off by default, because a job must not use the network
+  /// unasked.
   bool download = false;
-  /// A base URL to fetch from in place of the public mirrors. Empty: LOCKSTEP_MNIST_URL,
+  /// A base URL to download from instead of the public mirrors. Empty: LOCKSTEP_MNIST_URL,
   /// LOCKSTEP_FASHION_MNIST_URL or LOCKSTEP_CIFAR10_URL, else the public ones.
   std::string mirror = {};
-  /// Seeds digits and random: fixed by itself, so that runs with other seeds of the model and of
-  /// the shuffling compare on the same data.
+  /// The seed of digits and random. It is separate from the seeds of the model and of shuffling, so
+  /// that runs with different seeds use the same data.
   uint64_t data_seed = 0;
-  /// digits: enough for the mlp to reach 97% in a few seconds.
+  /// digits: the number of samples. The default is enough for the mlp to reach 97% in a few
+  /// seconds.
   int64_t digits_train = 10000;
   int64_t digits_test = 2000;
-  /// random: the seeds' size. The held-out part is the continuation of the same stream.
+  /// random: the number of samples; 2048 as in PyTorch's DDP tutorials. The held-out part continues
+  /// the same random stream.
   int64_t random_train = 2048;
   int64_t random_test = 256;
-  /// file, text: the share from the end that is held out when there is no test part.
+  /// file, text, folder: the fraction that is held out, from the end, when there is no test part.
   double test_fraction = 0.1;
-  /// text: tokens of a sample, which are to be as many as the model looks back on.
+  /// text: tokens per sample. It should equal the model's context length.
   int64_t context = 128;
-  /// text: tokens from the start of a sample to that of the next. 0: `context`, so that an epoch
-  /// predicts each token once. 1: every window, as minGPT has it. That takes no more memory.
+  /// text: tokens from the start of one sample to the start of the next. 0: `context`, so that an
+  /// epoch predicts each token once. 1: every window, as in minGPT; this needs no more memory.
   int64_t stride = 0;
-  /// folder: height and width of the images. 224: what ImageNet's models are made for.
+  /// folder: height and width of the images. 224 is the usual size for ImageNet models.
   int64_t image_size = 224;
-  /// folder: an image's shorter side is scaled to this, and the middle cut out. 0: 8/7 of
-  /// `image_size`, as torchvision's recipes (256 for 224).
+  /// folder: an image's shorter side is resized to this, then the centre is cropped. 0: 8/7 of
+  /// `image_size`, as in torchvision's recipes (256 for 224).
   int64_t image_resize = 0;
-  /// folder: `image_size` of the training part, where random_crop is to cut further. 0: the same.
+  /// folder: `image_size` of the training part, if random_crop will crop it further. 0: the same.
   int64_t train_image_size = 0;
-  /// How long a process waits for another one of this host that downloads the same files: a slow
-  /// line takes minutes for MNIST's 12 MB.
+  /// How long a process waits while another one on this host downloads the same files. On a slow
+  /// connection MNIST's 12 MB take minutes.
   std::chrono::seconds lock_timeout{600};
-  /// Time-outs and tries of the download.
+  /// Time-outs and attempts of the download.
   DownloadOptions transfer = {};
 };
 
@@ -101,44 +105,47 @@ struct DatasetOptions {
 ///  - mnist, fashion-mnist: the four IDX files, plain or gzip. They lie in `data_dir` itself, in
 ///    `data_dir`/mnist (fashion-mnist) or in torchvision's `data_dir`/MNIST/raw (FashionMNIST/raw).
 ///    uint8 [60000, 28, 28] and [10000, 28, 28], 10 classes.
-///  - cifar10: the binary version's six files, in `data_dir` itself or in its cifar-10-batches-bin,
-///    also below cifar10. uint8 [50000, 3, 32, 32] and [10000, 3, 32, 32], 10 classes.
-///  - digits: made up on the spot, the same for the same seed everywhere. uint8 [N, 28, 28].
+///  - cifar10: the six files of the binary version, in `data_dir` itself, in cifar-10-batches-bin,
+///    or in cifar10/cifar-10-batches-bin. uint8 [50000, 3, 32, 32] and [10000, 3, 32, 32], 10
+///    classes.
+///  - digits: generated images; the same seed gives the same images on every machine. uint8 [N, 28,
+///    28].
 ///  - random: the regression set of PyTorch's DDP tutorials, data [2048, 20] and targets [2048, 1],
 ///    uniform in [0, 1). Right after torch.manual_seed(data_seed) Python gives the same numbers:
 ///    `[(torch.rand(20), torch.rand(1)) for _ in range(2048)]`.
 ///  - file:PATH: a .safetensors or .npz file, or a folder of .npy files. Its tensors are named
 ///    data/targets, x/y or images/labels. A test part is named test_data/test_targets or
-///    x_test/y_test and so on. Whole-numbered targets are classes, others regression.
-///  - text:PATH: any file as a sequence of characters, for models that predict the next one. Tokens
-///    are numbered by the order of the code points that the whole file has, as nanoGPT does.
-///    Samples are windows of `context` tokens, data [N, T], and the same one token further on,
-///    targets [N, T]. The last `test_fraction` of the text is held out. A file that is no UTF-8 is
-///    taken byte by byte, with a warning.
-///
-///  - folder:PATH: images as torchvision's ImageFolder has them: a folder for each class, with JPEG
-///    and PNG files. Where PATH has a folder train, that is learned from, and val, else test, is
-///    held out. Otherwise the last `test_fraction` of each class is held out. An image's shorter
-///    side is scaled (bilinear, with antialias), then the middle cut out: uint8 [N, 3, S, S] with S
-///    of `image_size`. All of them are in memory: see open_dataset for more images than fit there.
+///    x_test/y_test and so on. Integer targets are classes, others are for regression.
+///  - text:PATH: any file as a sequence of characters, for models that predict the next one. As in
+///    nanoGPT, tokens are the file's distinct code points, numbered in sorted order. Data [N, T]
+///    are windows of `context` tokens. Targets [N, T] are the same windows, shifted by one token.
+///    The last `test_fraction` of the text is held out. A file that is not UTF-8 is read byte by
+///    byte, with a warning.
+///  - folder:PATH: images in the layout of torchvision's ImageFolder: one folder per class, with
+///    JPEG and PNG files. If PATH has a folder `train`, that is the training part, and `val`, else
+///    `test`, is held out. Otherwise the last `test_fraction` of each class is held out. An image's
+///    shorter side is resized (bilinear, with antialias), then the centre is cropped: uint8 [N, 3,
+///    S, S], where S is `image_size`. All images are in memory: see open_dataset for more images
+///    than fit there.
 ///
 /// Blocks on disk and, with `download`, on the network. No group is needed: of several processes on
-/// one host, one downloads and the others wait for it. Throws UsageError for an unknown name (with
-/// the nearest one). Throws DataError for files that are missing, truncated, damaged, foreign or do
-/// not belong together. The error names the file, the offset and what was expected.
+/// one host, one downloads and the others wait for it. Throws UsageError for an unknown name, and
+/// suggests the nearest one. Throws DataError for files that are missing, truncated, damaged, of
+/// another format, or that do not belong together. The error names the file, the offset and what
+/// was expected.
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options = {});
 
-/// The folder where load_dataset would find all files of mnist or fashion-mnist by these options.
-/// None when it would have to download some. Throws UsageError for a set that is not one of them.
+/// The folder in which load_dataset would find all files of mnist or fashion-mnist with these
+/// options. Empty when it would have to download some. Throws UsageError for any other dataset.
 std::optional<std::filesystem::path> dataset_folder(const std::string& name,
                                                     const DatasetOptions& options = {});
 
-/// The names that load_dataset knows, those with a path (path_dataset_names) left out.
+/// The names that load_dataset knows, without those that take a path (path_dataset_names).
 std::vector<std::string> dataset_names();
 /// "file:PATH" and the like.
 std::vector<std::string> path_dataset_names();
-/// Throws UsageError unless load_dataset knows the name; it does not look for files. `flag` is for
-/// the message: "--dataset".
+/// Throws UsageError unless load_dataset knows the name; it does not look for files. `flag` is
+/// named in the message: "--dataset".
 void check_dataset_name(const std::string& flag, const std::string& name);
 
 }  // namespace lockstep

@@ -15,7 +15,7 @@ struct MnistFile {
   std::string gzip_md5;     ///< Of the published .gz file; empty when not known.
 };
 
-/// A data set published as MNIST is: four IDX files of 28 x 28 images and labels of ten classes.
+/// A dataset published as MNIST is: four IDX files of 28 x 28 images and labels of ten classes.
 struct MnistLike {
   std::string name;
   std::vector<std::filesystem::path> folders;  ///< Below data_dir, in the order they are looked in.

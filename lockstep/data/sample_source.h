@@ -13,12 +13,12 @@
 
 namespace lockstep {
 
-/// Shape and dtype of one sample, without the batch's dimension.
+/// Shape and dtype of one sample, without the batch dimension.
 struct SampleSpec {
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
 
-  /// Of each row of [rows, shape...].
+  /// The spec of one row of a tensor [rows, shape...].
   static SampleSpec of_rows(const at::Tensor& rows);
   int64_t numel() const;
   /// [rows, shape...].
@@ -28,8 +28,8 @@ struct SampleSpec {
   bool operator==(const SampleSpec&) const = default;
 };
 
-/// Rows of a CPU tensor, each of them contiguous, in the order of a list: what a batch is gathered
-/// from. It points at both. They must outlive it.
+/// The rows of a CPU tensor from which a batch is gathered, in the order of a list of indices. Each
+/// row is contiguous. The view refers to the tensor and the list, which must outlive it.
 class RowView {
  public:
   RowView(const at::Tensor& source, std::span<const int64_t> rows);
@@ -55,36 +55,37 @@ class SampleSource {
   virtual int64_t size() const = 0;
   virtual SampleSpec data_spec() const = 0;
   virtual SampleSpec target_spec() const = 0;
-  /// As TensorDataset's: 0 for regression, or where it is not known.
+  /// As in TensorDataset: 0 for regression, or when it is not known.
   virtual int64_t num_classes() const { return 0; }
   virtual std::vector<std::string> classes() const { return {}; }
   virtual std::unique_ptr<SampleSource> clone() const = 0;
 
-  /// All samples' data [size(), ...], its rows contiguous, when they are in memory: then a loader
-  /// gathers straight from it. Otherwise null, and `read` is used.
+  /// The data of all samples [size(), ...] with contiguous rows, if it is in memory. A loader then
+  /// gathers directly from it. Otherwise null, and the loader calls `read`.
   virtual const at::Tensor* rows() const { return nullptr; }
-  /// Writes the samples of `indices` into `data` [n, ...] (not when it is undefined) and `target`
-  /// [n, ...], contiguous CPU tensors of the specs above.
+  /// Writes the samples of `indices` into `data` [n, ...] and `target` [n, ...], contiguous CPU
+  /// tensors of the specs above. An undefined `data` is not written.
   virtual void read(std::span<const int64_t> indices, const at::Tensor& data,
                     const at::Tensor& target) = 0;
 };
 
-/// All samples of a source in memory. Where the source does not know `num_classes`, it is the
-/// largest target and one for int64 targets [N], else 0.
+/// Reads all samples of a source into memory. If the source does not know `num_classes`, it becomes
+/// the largest target plus 1 for int64 targets [N], else 0.
 TensorDataset read_all(SampleSource& source);
 
-/// A TensorDataset as a source. Shares its tensors. Throws DataError when they are not CPU tensors
-/// of contiguous rows with one target per sample.
+/// A TensorDataset as a source. It shares the tensors. Throws DataError unless they are CPU tensors
+/// with contiguous rows and one target per sample.
 std::unique_ptr<SampleSource> tensor_source(TensorDataset dataset);
 
-/// A data set's two parts as sources, which need not be in memory.
+/// A dataset's two parts as sources, which need not be in memory.
 struct DatasetSources {
   std::unique_ptr<SampleSource> train;
   std::unique_ptr<SampleSource> test;
 };
 
-/// load_dataset without the memory: images of folder:PATH are decoded when a batch needs them, in
-/// the loader's threads. All other sets are in memory. Takes names and throws as load_dataset.
+/// Like load_dataset, but the images of folder:PATH are not kept in memory: the loader's threads
+/// decode them when a batch needs them. All other datasets are in memory. Takes the same names and
+/// throws the same errors as load_dataset.
 DatasetSources open_dataset(const std::string& name, const DatasetOptions& options = {});
 
 }  // namespace lockstep

@@ -6,8 +6,8 @@
 
 namespace lockstep {
 
-/// A number of samples. Any whole number becomes one without a warning, `size_t` too. One beyond
-/// int64_t becomes negative.
+/// A number of samples. Any integer converts to it without a warning, including `size_t`. A value
+/// that does not fit in int64_t becomes negative.
 class SampleCount {
  public:
   SampleCount() = default;
@@ -21,20 +21,20 @@ class SampleCount {
 };
 
 struct SamplerOptions {
-  SampleCount dataset_size = 0;  ///< Samples in the whole data set; at least 1.
+  SampleCount dataset_size = 0;  ///< Samples in the whole dataset; at least 1.
   int rank = 0;                  ///< This process, in [0, world_size).
   int world_size = 1;            ///< Processes that share an epoch. 1: all samples are this one's.
   /// A new order every epoch, as training needs. Evaluation sets false.
   bool shuffle = true;
   /// The same on every rank, else ranks would draw overlapping parts. 0 as in Python.
   uint64_t seed = 0;
-  /// True: the last dataset_size % world_size samples of an epoch's order are left out.
-  /// False: the first ones are given twice, so that all ranks have equally many.
+  /// True: the last dataset_size % world_size samples of an epoch's order are dropped. False: the
+  /// first samples are repeated, so that all ranks have the same number.
   bool drop_last = false;
 };
 
-/// Where a rank stands in its data: `position` of its samples of `epoch` are behind it. It belongs
-/// in a checkpoint. It is valid for a sampler with the same options.
+/// A rank's position in its data: it has used `position` of its samples of `epoch`. Save it in a
+/// checkpoint. It is valid for a sampler with the same options.
 struct SamplerState {
   int64_t epoch = 0;
   int64_t position = 0;
@@ -44,25 +44,25 @@ struct SamplerState {
 /// Which samples a rank sees in an epoch, and in which order: exactly the indices that Python's
 /// `torch.utils.data.distributed.DistributedSampler` gives after `set_epoch(epoch)`.
 ///
-/// It holds its options only. The epoch is an argument, so it cannot be forgotten. Const calls may
-/// come from several threads.
+/// It holds only its options. The epoch is an argument, so a program cannot forget to set it. Const
+/// functions may be called from several threads.
 class DistributedSampler {
  public:
-  /// Throws UsageError for an empty data set, or a rank outside the world.
+  /// Throws UsageError for an empty dataset, or a rank outside the world.
   explicit DistributedSampler(SamplerOptions options);
 
   /// This rank's samples_per_rank() indices in [0, dataset_size).
   std::vector<int64_t> indices(int64_t epoch) const;
-  /// Those that are left after `state.position` of them. Throws UsageError when the position is not
-  /// in [0, samples_per_rank()].
+  /// The indices that remain after the first `state.position`. Throws UsageError when the position
+  /// is not in [0, samples_per_rank()].
   std::vector<int64_t> indices(const SamplerState& state) const;
 
   /// Samples of each rank in an epoch. 0 only with drop_last and fewer samples than ranks.
   int64_t samples_per_rank() const { return samples_per_rank_; }
   /// samples_per_rank() * world_size.
   int64_t total_size() const { return samples_per_rank_ * options_.world_size; }
-  /// How many of this rank's last samples only fill up: another rank (or this one) has seen them in
-  /// the same epoch. Leave them out of an evaluation, and every sample counts exactly once.
+  /// How many of this rank's last samples are padding: another rank, or this one, has seen them in
+  /// the same epoch. An evaluation that leaves them out counts every sample exactly once.
   int64_t padding() const;
   const SamplerOptions& options() const { return options_; }
 

@@ -20,7 +20,7 @@
 namespace lockstep {
 namespace detail {
 
-/// What a data set gave for a list of indices: one tensor each, or, when `stacked`, one for all
+/// What a dataset gave for a list of indices: one tensor each, or, when `stacked`, one for all
 /// with a leading dimension.
 struct Examples {
   std::vector<at::Tensor> data;
@@ -42,7 +42,7 @@ class ExampleSource : public SampleSource {
 
  protected:
   explicit ExampleSource(std::string name) : name_(std::move(name)) {}
-  /// Reads sample 0. Throws DataError for a data set that has none.
+  /// Reads sample 0. Throws DataError for a dataset that has none.
   void inspect(int64_t size);
   virtual Examples fetch(const std::vector<size_t>& indices) = 0;
 
@@ -97,10 +97,10 @@ class TorchDatasetSource : public ExampleSource {
 
 }  // namespace detail
 
-/// Any `torch::data` data set with random access as a source for a DataLoader: a
-/// `Dataset<Self, Example<>>`, or one mapped by transforms, also by `Stack<>`. Its samples are read
-/// when a batch needs them, in the loader's threads. Each thread has its own copy of the data set,
-/// as in LibTorch's own loader.
+/// Any `torch::data` dataset with random access as a source for a DataLoader: a `Dataset<Self,
+/// Example<>>`, or one mapped by transforms, including `Stack<>`. The loader's threads read samples
+/// when a batch needs them. Each thread has its own copy of the dataset, as in LibTorch's own
+/// loader.
 ///
 ///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
 template <typename Dataset>
@@ -108,8 +108,8 @@ std::unique_ptr<SampleSource> torch_source(Dataset dataset, std::string name = "
   return std::make_unique<detail::TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
 }
 
-/// All samples of a `torch::data` data set, read once into memory. Where they fit, this is faster
-/// from the end of the first epoch on.
+/// All samples of a `torch::data` dataset, read once into memory. If they fit, epochs after the
+/// first one are faster.
 template <typename Dataset>
 TensorDataset load_torch_dataset(Dataset dataset, std::string name = "torch::data") {
   return read_all(*torch_source(std::move(dataset), std::move(name)));
@@ -131,35 +131,37 @@ struct TorchSamplerOptions {
   bool drop_last = false;  ///< As SamplerOptions::drop_last.
 };
 
-/// A rank's share of a data set, for LibTorch's own loader. It has what
-/// `torch::data::make_data_loader` asks of a sampler. Its indices are those of DistributedSampler,
-/// and so Python's. Each pass over the loader is the next epoch: the first is epoch 0.
+/// A rank's share of a dataset, for LibTorch's own loader. It has the interface that
+/// `torch::data::make_data_loader` requires of a sampler. Its indices are those of
+/// DistributedSampler, and so those of Python. Each pass over the loader is the next epoch. The
+/// first is epoch 0.
 ///
 /// LibTorch's DistributedRandomSampler repeats one order in every pass: the loader takes the
-/// sampler by value, so nobody can set its epoch.
+/// sampler by value, so a program cannot set its epoch.
 ///
-/// One thread at a time, as the loader uses it. A copy counts its passes by itself.
+/// One thread at a time, as the loader uses it. Each copy counts its own passes.
 class TorchSampler {
  public:
   using BatchRequestType = std::vector<size_t>;
 
-  /// Throws UsageError for an empty data set, or a rank outside the world.
+  /// Throws UsageError for an empty dataset, or a rank outside the world.
   explicit TorchSampler(SamplerOptions options) : sampler_(options) {}
 
-  /// Begins the next epoch, as the loader's begin() does. `new_size` replaces the data set's size.
+  /// Begins the next epoch, as the loader's begin() does. `new_size` replaces the dataset's size.
   void reset(std::optional<size_t> new_size = std::nullopt);
-  /// Up to `batch_size` of what is left of this rank's indices. None at the end of the epoch.
-  /// Without a `reset` before it begins epoch 0.
+  /// Up to `batch_size` of this rank's remaining indices. Empty at the end of the epoch. Begins
+  /// epoch 0 if `reset` was not called before.
   std::optional<std::vector<size_t>> next(size_t batch_size);
 
-  /// The epoch of the present pass. Before the first one -1.
+  /// The epoch of the current pass; -1 before the first one.
   int64_t epoch() const { return epoch_; }
-  /// The epoch of the next pass, to go on from a checkpoint. Call it before the loader gets this.
+  /// Sets the epoch of the next pass, to resume from a checkpoint. Call it before the sampler is
+  /// given to the loader.
   void set_epoch(int64_t epoch);
   /// Samples of each rank in an epoch, as DistributedSampler says.
   int64_t samples_per_rank() const { return sampler_.samples_per_rank(); }
 
-  /// Where the pass stands, as LibTorch's samplers save it.
+  /// Save and load the position in the pass, as LibTorch's samplers do.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
@@ -172,15 +174,15 @@ class TorchSampler {
   size_t position_ = 0;
 };
 
-/// What has a rank among several: a World or a ProcessGroup.
+/// A type with a rank and a size: a World or a ProcessGroup.
 template <class T>
 concept RankOfSeveral = requires(const T& ranks) {
   { ranks.rank() } -> std::convertible_to<int>;
   { ranks.size() } -> std::convertible_to<int>;
 };
 
-/// The share of this rank of `world` in a data set of `size` samples. `size` may be what the data
-/// set's own size() gives. Throws UsageError when that says none.
+/// A sampler of this rank's share of a dataset of `size` samples. `size` may be the result of the
+/// dataset's size(). Throws UsageError when that is empty.
 ///
 ///     auto data = torch::data::datasets::MNIST("mnist").map(torch::data::transforms::Stack<>());
 ///     auto sampler = lockstep::torch_sampler(data.size(), world);

@@ -15,28 +15,28 @@
 
 namespace lockstep {
 
-/// What a transform may draw its random numbers from. A sample's numbers come from the seed, the
-/// epoch and the sample's index in the data set, and from nothing else. So neither the number of
-/// workers nor that of ranks changes them.
+/// What a transform's random numbers depend on: the seed, the epoch and the sample's index in the
+/// dataset, and nothing else. So they do not change with the number of workers or ranks.
 struct TransformContext {
   uint64_t seed = 0;  ///< Already mixed with the transform's place in its Compose.
   int64_t epoch = 0;
-  std::span<const int64_t> indices;  ///< The samples' indices in the data set, one per row.
+  std::span<const int64_t> indices;  ///< The samples' indices in the dataset, one per row.
 };
 
-/// A step from raw samples to what the model gets. It works on a whole batch. Const: one object
-/// serves all threads.
+/// One step from raw samples to the model's input. It works on a whole batch. Its functions are
+/// const, so that all threads can share one object.
 class Transform {
  public:
   virtual ~Transform() = default;
   virtual std::string name() const = 0;
-  /// What comes out when samples like `input` go in. Throws UsageError when they cannot.
+  /// The spec of the output for samples like `input`. Throws UsageError if it cannot take them.
   virtual SampleSpec output(const SampleSpec& input) const = 0;
-  /// Reads the rows, each one contiguous sample like `input`, and writes all of `out` [rows.size(),
-  /// ...], contiguous. The rows may lie in the data set itself and must not be written to.
+  /// Reads the rows, each a contiguous sample like `input`, and writes all of `out`, a contiguous
+  /// tensor [rows.size(), ...]. The rows may be the dataset's own memory and must not be written
+  /// to.
   virtual void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
                      const TransformContext& context) const = 0;
-  /// True when only the shape changes and no byte moves: `apply` is not called then.
+  /// True if only the shape changes and no byte moves. Then `apply` is not called.
   virtual bool is_reshape() const { return false; }
 };
 
@@ -44,8 +44,8 @@ using TransformPtr = std::shared_ptr<const Transform>;
 
 /// torchvision's ToTensor and Normalize in one pass, to the last bit. uint8 [H, W] or [C, H, W]
 /// becomes float32 [C, H, W], divided by 255, minus mean, divided by std. float32 [C, ...] is only
-/// normalised. One mean and std serve all channels, or there is one per channel.
-/// The defaults are those of MNIST's training images. Throws UsageError for a std of 0.
+/// normalised. Give one mean and std for all channels, or one per channel. The defaults are those
+/// of MNIST's training images. Throws UsageError for a std of 0.
 TransformPtr normalize(std::vector<double> mean = {0.1307}, std::vector<double> std = {0.3081});
 
 /// torchvision's ToTensor alone: uint8 [H, W] or [C, H, W] becomes float32 [C, H, W] in [0, 1].
@@ -55,22 +55,22 @@ TransformPtr to_float();
 struct RandomCropOptions {
   int64_t height = 0;   ///< Of the crop; 0: the image's own, for use with padding.
   int64_t width = 0;    ///< As height.
-  int64_t padding = 0;  ///< Pixels added at every side before the crop.
+  int64_t padding = 0;  ///< Pixels added on every side before the crop.
   double fill = 0;      ///< The padding's value, in the image's own dtype and scale.
 };
-/// Images [H, W] or [C, H, W] of any dtype. Every position is equally likely.
+/// Crops at a random position. Images [H, W] or [C, H, W] of any dtype.
 TransformPtr random_crop(RandomCropOptions options);
 
-/// Mirrors left and right with probability p. Images [H, W] or [C, H, W] of any dtype.
+/// Flips each image horizontally with probability p. Images [H, W] or [C, H, W] of any dtype.
 TransformPtr random_horizontal_flip(double p = 0.5);
 
 enum class Interpolation { nearest, bilinear };
 struct RandomRotationOptions {
-  double degrees = 10;  ///< The angle is uniform in [-degrees, degrees); positive turns left.
+  double degrees = 10;  ///< Uniform in [-degrees, degrees); positive is counter-clockwise.
   Interpolation interpolation = Interpolation::nearest;  ///< As torchvision's default.
-  double fill = 0;  ///< For pixels from outside, in the image's own dtype and scale.
+  double fill = 0;  ///< Value of pixels from outside, in the image's own dtype and scale.
 };
-/// Turns the image about its centre and keeps its size. Images [H, W] or [C, H, W], uint8 or
+/// Rotates the image about its centre and keeps its size. Images [H, W] or [C, H, W], uint8 or
 /// float32. Source positions and rounding are those of torchvision on tensors (affine_grid and
 /// grid_sample with align_corners false).
 TransformPtr random_rotation(RandomRotationOptions options = {});
@@ -86,8 +86,8 @@ TransformPtr reshape(std::vector<int64_t> shape);
 TransformPtr batch_transform(std::string name,
                              std::function<at::Tensor(const at::Tensor&)> function);
 
-/// Transforms one after the other, as torchvision.transforms.Compose. None: samples pass as they
-/// are. Cheap to copy.
+/// Applies transforms one after the other, as torchvision.transforms.Compose. An empty list leaves
+/// samples unchanged. Cheap to copy.
 class Compose {
  public:
   Compose() = default;
@@ -99,7 +99,7 @@ class Compose {
   /// Throws UsageError naming the transform that cannot take what reaches it.
   SampleSpec output(const SampleSpec& input) const;
 
-  /// Transforms a whole tensor [N, ...] at once, as a loader would with these seed and epoch and
+  /// Transforms a whole tensor [N, ...] at once, as a loader would with this seed, this epoch and
   /// indices 0..N-1.
   at::Tensor operator()(const at::Tensor& batch, uint64_t seed = 0, int64_t epoch = 0) const;
 
