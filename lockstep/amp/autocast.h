@@ -7,9 +7,9 @@
 
 namespace lockstep {
 
-/// PyTorch's torch.autocast as a guard. While it lives, operations on this thread take the dtype
-/// that suits each: matrix products and convolutions take `dtype`, sums and losses float32.
-/// Parameters stay as they are. Run forward and the loss in it, and backward outside:
+/// PyTorch's torch.autocast as a guard. While it lives, each operation on this thread runs in the
+/// dtype that suits it: matrix products and convolutions in `dtype`, sums and losses in float32.
+/// Parameters keep their dtype. Run forward and the loss in it, and backward outside:
 ///
 ///     at::Tensor loss;
 ///     {
@@ -18,23 +18,23 @@ namespace lockstep {
 ///     }
 ///     lockstep::backward(loss);
 ///
-/// Guards nest: an inner one with `enabled` false computes in the tensors' own dtypes, and each
-/// restores what was there before. Inside the outermost one a parameter is cast once and kept. The
-/// outermost one drops these casts at its end, so parameters must not change within it.
-/// Guards end in the reverse order of their starts, on the thread that made them. Threads that a
-/// guard's owner starts are not under it.
+/// Guards nest. An inner one with `enabled` false computes in the tensors' own dtypes. Each guard
+/// restores the previous state. Within the outermost guard the cast of a parameter is cached. The
+/// outermost guard clears this cache at its end, so parameters must not change within it. Destroy
+/// guards in reverse order, on the thread that made them. A guard does not apply to threads that
+/// are started within it.
 class Autocast {
  public:
   struct Options {
-    /// False turns autocast off inside, as around an operation that needs float32.
+    /// False turns autocast off, for example around an operation that needs float32.
     bool enabled = true;
-    /// Whether casts of parameters are kept. None: as outside. False where a graph is recorded for
-    /// replay, or to save their memory.
+    /// Whether casts of parameters are cached. None: as outside. Use false when recording a graph
+    /// for replay, or to save memory.
     std::optional<bool> cache_enabled = {};
   };
 
   /// Throws UsageError for a dtype other than bfloat16 and float16, and for a device without
-  /// autocast. With `enabled` false any dtype goes.
+  /// autocast. With `enabled` false any dtype is accepted.
   Autocast(c10::DeviceType device, at::ScalarType dtype) : Autocast(device, dtype, Options()) {}
   Autocast(c10::DeviceType device, at::ScalarType dtype, const Options& options);
   ~Autocast();

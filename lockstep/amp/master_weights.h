@@ -12,20 +12,21 @@
 
 namespace lockstep {
 
-/// An optimizer of parameters in 16 bits that keeps a float32 copy of each, the master weights of
-/// Micikevicius et al. 2018 (Apex's O2). An update that is small against its weight would be lost
-/// in 16 bits. A step turns the gradients into float32, divides them by their scale there, steps
-/// the copies with the optimizer inside, and rounds them into the parameters. Parameters of other
-/// dtypes (batch norm's in float32) are the inner optimizer's own.
+/// An optimizer of 16-bit parameters that keeps a float32 copy of each: the master weights of
+/// Micikevicius et al. 2018 (Apex's O2). Without them an update that is small relative to its
+/// weight would be lost in rounding. A step converts the gradients to float32 and divides them by
+/// their scale. It then steps the copies with the inner optimizer, and rounds them into the
+/// parameters. Parameters of other dtypes (batch norm's in float32) have no copy: the inner
+/// optimizer steps them directly.
 ///
-/// A parameter's element that somebody else has changed since the last step (loaded weights, a
-/// broadcast, averaging) wins over its copy, however it was written: a step first compares all
-/// elements with what it rounded into them.
+/// If other code has changed an element of a parameter since the last step (loaded weights, a
+/// broadcast, averaging), the element replaces its copy. Any way of writing is noticed: a step
+/// first compares all elements with what it rounded into them.
 class MasterWeights : public Optimizer {
  public:
   using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
 
-  /// `make` gets the copies, and those parameters that have none, in the order of `parameters`.
+  /// `make` gets the copies, and the parameters that have no copy, in the order of `parameters`.
   MasterWeights(std::vector<at::Tensor> parameters, const Factory& make);
 
   void step() override { step_scaled({}); }
@@ -34,15 +35,15 @@ class MasterWeights : public Optimizer {
   double lr() const override { return inner_->lr(); }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   bool takes_grad_scale() const override { return true; }
-  /// The inner optimizer's, in float32, and the copies as "master_param.INDEX".
+  /// The inner optimizer's state, in float32, and the copies as "master_param.INDEX".
   OptimizerState state() const override;
-  /// Rounds the copies into the parameters. A state without copies, of a run in float32, leaves the
-  /// parameters as they are and takes the copies from them.
+  /// Loads the copies and rounds them into the parameters. A state without copies, from a run in
+  /// float32, leaves the parameters unchanged, and the copies are made from them.
   void load_state(const OptimizerState& state) override;
   const std::string& name() const override { return inner_->name(); }
   bool is_elementwise() const override { return inner_->is_elementwise(); }
 
-  /// The float32 tensors that are stepped: copies, and parameters that have none.
+  /// The tensors that are stepped: the copies, and the parameters that have no copy.
   const std::vector<at::Tensor>& master_parameters() const { return masters_; }
 
  private:

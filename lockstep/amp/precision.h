@@ -23,19 +23,20 @@ class LossScale;
 }
 
 struct PrecisionOptions {
-  /// One of precision_names(). Twice the memory of 16 bits, and the only one that never needs care.
+  /// One of precision_names(). The default takes twice the memory of 16-bit numbers, and is always
+  /// safe.
   std::string precision = "32-true";
-  /// Apex's level, O0 to O3; empty: as `precision` says. With a level, `precision` says which 16
-  /// bits are meant: bf16-mixed or bf16-true for bfloat16, anything else for Apex's own, float16.
+  /// Apex's opt_level, O0 to O3. Empty: `precision` decides. With a level, `precision` selects the
+  /// 16-bit dtype: bf16-mixed or bf16-true for bfloat16, anything else for float16, as in Apex.
   std::string amp_level = {};
-  /// "dynamic", or a number by which the loss is multiplied in every step. Empty: dynamic where
-  /// gradients are made in float16 and kept in float32, else none, as in Apex.
+  /// "dynamic", or a fixed number by which the loss is multiplied in every step. Empty: dynamic if
+  /// gradients are computed in float16 and kept in float32, else none, as in Apex.
   std::string loss_scale = {};
   c10::Device device = c10::kCPU;
 };
 
-/// In which numbers a model computes. It knows no strategy and no trainer; a step loop asks it at
-/// each of its joints. In 32-true every one of them does nothing.
+/// The numeric precision in which a model computes. It knows no strategy and no trainer: a training
+/// loop calls it at the points shown below. With 32-true these calls do nothing.
 ///
 /// | precision  | level | parameters                         | computes in  | loss scale |
 /// |------------|-------|------------------------------------|--------------|------------|
@@ -47,7 +48,7 @@ struct PrecisionOptions {
 /// | bf16-true  |       | bfloat16                           | bfloat16     | none       |
 /// | 16-true    | O3    | float16                            | float16      | none       |
 ///
-/// In a step loop:
+/// In a training loop:
 ///
 ///     Precision precision({.precision = "16-mixed"});
 ///     if (rank == 0 && !precision.slow_because().empty()) log_warning(precision.slow_because());
@@ -66,84 +67,89 @@ struct PrecisionOptions {
 ///           strategy->gradients(),
 ///           strategy->has_sharded_gradients() ? strategy->group() : ProcessGroup());
 ///       precision.clip_grad_norm(1.0, [&](double max) { return strategy->clip_grad_norm(max); });
-///       strategy->step(scale);                                 // changes nothing after an
-///       overflow strategy->zero_grad(); precision.update();
+///       strategy->step(scale);  // changes nothing after an overflow
+///       strategy->zero_grad();
+///       precision.update();
 ///     }
 ///
-/// An evaluation runs `convert_output(forward(convert_input(x)))` as the strategy's predict does
-/// it, in the forward context, and needs nothing else.
+/// Evaluation needs only `convert_output(forward(convert_input(x)))` in the forward context, as the
+/// strategy's predict does.
 ///
-/// One thread at a time, but for `scale` and the conversions: several threads may call these. Every
-/// rank makes the same calls.
+/// Only one thread at a time may use it, except `scale` and the conversions, which several threads
+/// may call. Every rank makes the same calls.
 class Precision {
  public:
-  /// Throws UsageError for an unknown name (with the nearest), for a level that contradicts the
-  /// precision, for a loss scale that is no number above 0, and for a precision that the device
-  /// lacks. That last is tried out, in a few milliseconds.
+  /// Throws UsageError for an unknown name (with the nearest one), for a level that contradicts the
+  /// precision, for a loss scale that is not a number above 0, and for a precision that the device
+  /// does not support. The support is tested, which takes a few milliseconds.
   explicit Precision(const PrecisionOptions& options = {});
   ~Precision();
   Precision(Precision&&) noexcept;
   Precision& operator=(Precision&&) noexcept;
 
-  /// "32-true", "O2 in float16", ...: for messages and for what a checkpoint belongs to.
+  /// "32-true", "O2 in float16", ...: for messages and for the identity of a checkpoint.
   const std::string& name() const { return name_; }
   /// float32, or the 16-bit dtype.
   at::ScalarType dtype() const { return dtype_; }
-  /// Empty, or why this precision will not be faster than float32 here, for a warning.
+  /// Why this precision will not be faster than float32 on this machine, for a warning. Empty if
+  /// there is no such reason.
   std::string slow_because() const;
 
-  /// For StrategyOptions::forward_context: enters Autocast. Empty where forward needs none.
+  /// For StrategyOptions::forward_context: enters Autocast. Empty if forward needs no autocast.
   std::function<std::shared_ptr<void>()> forward_context() const;
-  /// The same for a loop of one's own: autocast until the result is let go. Null where there is
-  /// none.
+  /// The same for your own loop: autocast until the result is destroyed. Null if forward needs no
+  /// autocast.
   [[nodiscard]] std::shared_ptr<void> autocast() const;
-  /// Gives parameters and buffers their dtypes, in place. Whatever holds the module's tensors must
-  /// be made after it. Batch norm is every module with running statistics.
+  /// Converts parameters and buffers to their dtypes, in place. Objects that hold the module's
+  /// tensors must be made after it. Every module with running statistics counts as batch norm.
   void convert(torch::nn::Module& module) const;
-  /// A floating-point tensor in the dtype of the model's inputs; every other tensor as it is.
+  /// Converts a floating-point tensor to the dtype of the model's inputs. Any other tensor is
+  /// returned unchanged.
   at::Tensor convert_input(const at::Tensor& input) const;
-  /// A 16-bit output in float32, so that a loss is computed there. Under autocast too.
+  /// Converts a 16-bit output to float32, so that the loss is computed in float32, under autocast
+  /// too.
   at::Tensor convert_output(const at::Tensor& output) const;
-  /// The same optimizer, over float32 copies of the parameters where the level has them. The type
-  /// is a strategy's OptimizerFactory.
+  /// A factory of the same optimizer, over float32 copies of the parameters if the level has them.
+  /// The type is OptimizerFactory of the strategies.
   using OptimizerFactory =
       std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
   OptimizerFactory optimizer_factory(OptimizerFactory make) const;
 
-  /// The loss from which backward runs.
+  /// The scaled loss, on which to call backward.
   at::Tensor scale(const at::Tensor& loss) const;
-  /// After a step's last batch: divides the gradients by the scale, and looks for an infinity or
-  /// NaN where the scale is dynamic. With a group, where ranks have different gradients, it tells
-  /// all ranks: a collective. What it gives goes to the optimizer's step. Where there are float32
-  /// copies the gradients keep their scale until then. Throws UsageError when called twice.
+  /// Call it after the last batch of a step. Divides the gradients by the scale. If the scale is
+  /// dynamic, also checks them for infinity and NaN. Give a group if ranks have different
+  /// gradients: then it is a collective, and all ranks learn of an overflow. Pass the result to the
+  /// optimizer's step. With float32 copies the gradients stay scaled until that step. Throws
+  /// UsageError when called twice.
   StepScale unscale(const std::vector<at::Tensor>& gradients,
                     const ProcessGroup& sharded_over = {});
-  /// For a loop of one's own with one optimizer whose gradients are the same on all ranks:
-  /// `unscale` (unless that has been called, to clip), the optimizer's step, and `update`. Whether
-  /// it stepped.
+  /// For your own loop with one optimizer whose gradients are the same on all ranks: calls
+  /// `unscale` (unless it was called before, to clip), the optimizer's step, and `update`. Returns
+  /// whether the optimizer stepped.
   bool step(Optimizer& optimizer);
-  /// Clips through `clip`, which gets the norm that scaled gradients may have. Returns what it
-  /// returns, without the scale. Throws UsageError before `unscale`.
+  /// Clips by calling `clip` with the maximum norm, multiplied by the scale if the gradients are
+  /// still scaled. Returns the norm without the scale. Throws UsageError before `unscale`.
   double clip_grad_norm(double max_norm, const std::function<double(double max_norm)>& clip) const;
-  /// Whether gradients overflowed, so that this step changes nothing: from `unscale` to the next
-  /// one. Only ever with a dynamic scale. Waits for a CUDA device.
+  /// Whether gradients overflowed, so that this step changes nothing. Valid from one `unscale` to
+  /// the next. Always false without a dynamic scale. Waits for a CUDA device.
   bool skipped() const;
-  /// At the step's end. A dynamic scale shrinks after an overflow and grows after 2,000 steps
-  /// without. Throws NumericError, on all ranks, when it has shrunk to nothing: then the gradients
-  /// are not finite at any scale. Throws UsageError without `unscale`.
+  /// Call it at the end of a step. A dynamic scale shrinks after an overflow and grows after 2,000
+  /// steps without one. Throws NumericError on all ranks when the scale has become too small: then
+  /// the gradients are not finite at any scale. Throws UsageError without `unscale`.
   void update();
 
   /// Whether the loss is scaled.
   bool scales() const { return loss_scale_ != nullptr; }
-  /// Whether infinite gradients are routine: they end in a skipped step and a smaller scale. A loop
-  /// that stops at one must not then.
+  /// Whether infinite gradients are expected: they cause a skipped step and a smaller scale. Then a
+  /// loop must not stop because of one.
   bool expects_overflow() const { return dynamic_; }
   double loss_scale() const;
 
   /// The scaler's state; empty without a dynamic scale. See GradScaler::state_dict.
   OptimizerState state() const;
-  /// Takes an empty state too, of a run in another precision: the scale starts anew. Throws
-  /// CheckpointError where an entry is missing.
+  /// Accepts an empty state too, from a run in another precision: then the scale starts from its
+  /// initial value. Throws CheckpointError if an entry is missing.
   void load_state(const OptimizerState& state);
 
  private:

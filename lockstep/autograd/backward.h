@@ -6,50 +6,51 @@
 
 namespace lockstep {
 
-/// What `loss.backward(gradient)` does, with the same order and the same bits, at less cost. For a
-/// small model on a CPU most of backward's time is not the mathematics. It is what LibTorch's
-/// engine does around each node of the graph: it sets all of the thread's state anew, locks and
-/// looks up. Here the calling thread walks the graph's own nodes and keeps its state.
+/// Does what `loss.backward(gradient)` does, in the same order and with the same bits, in less
+/// time. For a small model on a CPU most of backward's time is not arithmetic. It is the work of
+/// LibTorch's engine around each node of the graph: it resets the thread-local state, takes locks
+/// and does look-ups. Here the calling thread runs the graph's nodes itself and keeps its state.
 ///
-/// `loss` has one element unless `gradient`, of its shape, is given. The gradients are added to
-/// those of the leaves, and the graph is used up, as with retain_graph = false. Blocks until all is
-/// done. Any thread may call. Throws what `loss.backward` throws.
+/// `loss` must have one element, unless `gradient`, of the same shape, is given. Gradients
+/// accumulate in the leaves, and the graph is freed, as with retain_graph = false. Blocks until all
+/// is done. Any thread may call it. Throws what `loss.backward` throws.
 ///
-/// What the walk does not know goes to LibTorch's engine:
+/// These cases are left to LibTorch's engine:
 /// - tensors that are not on the CPU, nested tensors and subclasses
 /// - hooks on tensors or nodes other than those of DistributedDataParallel's own reducer
 /// - anomaly and inference mode
-/// - a call within another backward, as checkpointing makes
+/// - a call within another backward, as in activation checkpointing
 ///
-/// A node of the user's own that asks the engine for a callback at the end of backward needs
+/// A custom node that queues a callback in the engine for the end of backward needs
 /// `loss.backward()`.
 void backward(const at::Tensor& loss, const at::Tensor& gradient = {});
 
-/// Whether `backward(loss)` walks the graph itself. For tests, and to see why a step is slow.
+/// Whether `backward(loss)` runs the graph itself. For tests, and to see why a step is slow.
 bool walks_backward(const at::Tensor& loss);
 
 namespace detail {
 class GraphWalk;
 }
 
-/// A backward in two halves, as zero-bubble pipelines want it (Qi et al. 2023): first the gradient
-/// of the input, for which another stage waits, and later, when nobody waits, those of the weights.
-/// Together they are `backward(output, gradient)`, to the bit. A node of both halves, such as a
-/// linear layer's, runs in each for its own products only.
+/// A backward in two halves, as zero-bubble pipelines need it (Qi et al. 2023). The first computes
+/// the gradient of the input, for which another stage waits. The second computes the gradients of
+/// the weights, later. Together they give the bits of `backward(output, gradient)`. A node that
+/// belongs to both halves, such as a linear layer's, computes in each only what that half needs.
 ///
-/// Where `backward` would leave the graph to LibTorch's engine (CUDA, hooks), and where something
-/// in it is checkpointed, the first half is the whole backward and the second nothing.
+/// If `backward` would leave the graph to LibTorch's engine (CUDA, hooks), or if the graph holds an
+/// activation checkpoint, the first half is the whole backward and the second does nothing.
 class SplitBackward {
  public:
-  /// Runs the first half: `input`, a leaf that requires a gradient, has it afterwards. Other leaves
-  /// are as before. With an `input` that needs none, or that `output` does not depend on, the first
-  /// half is nothing. `gradient` is as for `backward`. Throws what `backward` throws.
+  /// Runs the first half: afterwards `input`, a leaf that requires a gradient, has its gradient.
+  /// Other leaves are unchanged. If `input` requires no gradient, or `output` does not depend on
+  /// it, the first half does nothing. `gradient` is as for `backward`. Throws what `backward`
+  /// throws.
   SplitBackward(const at::Tensor& output, const at::Tensor& gradient, const at::Tensor& input);
   ~SplitBackward();
   SplitBackward(SplitBackward&&) noexcept;
   SplitBackward& operator=(SplitBackward&&) noexcept;
 
-  /// The second half, once. Uses the graph up.
+  /// Runs the second half, once, and frees the graph.
   void finish();
 
  private:

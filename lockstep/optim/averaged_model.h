@@ -17,17 +17,17 @@ class Module;
 namespace lockstep {
 
 struct AveragedModelOptions {
-  /// Of the exponential moving average, 0 to 1: average = decay * average + (1 - decay) * model.
-  /// 0.999 is PyTorch's. None: the plain mean of all updates (Izmailov et al. 2018).
+  /// Decay of the exponential moving average, 0 to 1: average = decay * average + (1 - decay) *
+  /// model. 0.999 is PyTorch's default. None: the plain mean of all updates (Izmailov et al. 2018).
   std::optional<double> decay = 0.999;
-  /// Whether buffers (batch norm's statistics) are averaged too. False: the newest are copied, and
-  /// statistics for averaged weights have to be made anew.
+  /// Whether buffers (batch norm's statistics) are averaged too. False: the latest are copied, and
+  /// batch norm's statistics must be recomputed for the averaged weights.
   bool use_buffers = false;
 };
 
-/// Averages of a module's weights over the steps of a training, which often predict better than the
-/// last ones: torch.optim.swa_utils.AveragedModel, to its bits (with get_ema_multi_avg_fn where
-/// there is a decay).
+/// Averages of a module's weights over the training steps, which often predict better than the last
+/// weights. It is torch.optim.swa_utils.AveragedModel with the same bits (with get_ema_multi_avg_fn
+/// if there is a decay).
 ///
 ///     AveragedModel average(*model, {.decay = 0.999});
 ///     for (...) { ...; optimizer->step(); average.update_parameters(); }
@@ -43,18 +43,18 @@ class AveragedModel {
   /// tensors.
   explicit AveragedModel(torch::nn::Module& module, const AveragedModelOptions& options = {});
 
-  /// Takes the module's present weights into the average: the first time it copies them.
+  /// Adds the module's current weights to the average. The first call copies them.
   void update_parameters();
   int64_t n_averaged() const { return n_averaged_; }
 
-  /// The averages, in the order of the module's parameters and then of its buffers. A tensor that
-  /// the module has under two names is there twice.
+  /// The averages: first of the module's parameters, then of its buffers, in their order. A tensor
+  /// with two names in the module is listed twice.
   const std::vector<at::Tensor>& averages() const { return averages_; }
-  /// Until the result is let go, the module has the averages, and these have its weights. Do not
-  /// step meanwhile; this object's other calls throw UsageError, but for averages(). Throws
-  /// UsageError before the first update, and while it is swapped in.
+  /// Swaps the averages with the module's weights until the result is destroyed. Do not step the
+  /// optimizer meanwhile. Until then all other functions of this object except averages() throw
+  /// UsageError. Throws UsageError before the first update, and while already swapped in.
   [[nodiscard]] std::shared_ptr<void> swapped_in();
-  /// Gives the averages to the module for good.
+  /// Copies the averages into the module, permanently.
   void copy_to_module() const;
 
   /// "n_averaged" (int64, one number), and the averages by the module's names as "module.NAME".
