@@ -18,11 +18,11 @@ struct CheckpointInfo {
   /// What must be the same in the run that resumes: model, world_size, batch_size, ... Compared as
   /// text by `check_identity`.
   std::map<std::string, std::string> identity;
-  /// What the run that resumes may change, at the price of another course: lr, schedule, ... See
-  /// `changed_settings`. Empty in a checkpoint that was written before there was such a list.
+  /// What a resumed run may change, although training then differs: lr, schedule, ... See
+  /// `changed_settings`. Empty in checkpoints from before this field existed.
   std::map<std::string, std::string> settings;
   std::string libtorch;  ///< The version that wrote it; filled in by `write_checkpoint`.
-  /// Numbers that callbacks keep ("early_stop.best"). Not finite ones are not stored.
+  /// Numbers that callbacks keep ("early_stop.best"). Numbers that are not finite are not stored.
   std::map<std::string, double> values;
 };
 
@@ -49,8 +49,8 @@ void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& che
 
 /// Reads what `write_checkpoint` wrote, after comparing sizes and hashes. Throws
 /// DamagedCheckpointError naming the file and what is wrong with it, and CheckpointError for
-/// another version of the layout, naming both. Another LibTorch is only warned of: it reads the
-/// same files, but may compute other last bits.
+/// another version of the layout, naming both. Another version of LibTorch only causes a warning:
+/// it reads the same files, but may round differently.
 Checkpoint read_checkpoint(const std::filesystem::path& folder);
 
 /// Throws CheckpointError naming every key whose value differs, with both values. Keys that only

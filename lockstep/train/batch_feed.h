@@ -10,9 +10,9 @@
 
 namespace lockstep {
 
-/// A loader of batches of type `B`, as a Trainer reads it. DataLoader is one. Every rank's gives
-/// equally many batches: those of its share of the data. The same epoch and first batch give the
-/// same batches, if a resumed run is to go on to the same bits.
+/// A loader of batches of type `B`, as a Trainer reads it. DataLoader is one. It gives the batches
+/// of its rank's share of the data, the same number on every rank. For a resumed run to have the
+/// same bits, the same epoch and first batch must give the same batches.
 template <class L, class B>
 concept BatchLoader = requires(L loader, const L& constant, B batch, int64_t number) {
   /// Starts an epoch (from 0) at one of its batches.

@@ -7,12 +7,13 @@
 
 namespace lockstep {
 
-/// Means over all ranks. What was not noted is NaN: `accuracy` for regression.
+/// Means over all ranks. A metric that was not logged is NaN, such as `accuracy` for regression.
 struct Metrics {
   double loss = std::numeric_limits<double>::quiet_NaN();
   double accuracy = std::numeric_limits<double>::quiet_NaN();
   int64_t samples = 0;
-  std::map<std::string, double> values = {};  ///< What else a TrainingModule notes, by its names.
+  /// Other metrics that a TrainingModule logs, by name.
+  std::map<std::string, double> values = {};
 };
 
 /// Where training stands after an optimizer step.
@@ -60,13 +61,14 @@ struct FitResult {
 
 class Trainer;
 
-/// Something that goes on beside training. A Trainer calls its callbacks in the order in which they
-/// were added, on the training thread. A callback that communicates must be added on every rank.
-/// One that only prints or writes is best added on rank 0 alone. What it throws ends the run.
+/// Code that runs at fixed points of training. A Trainer calls its callbacks in the order in which
+/// they were added, on the training thread. A callback that communicates must be added on every
+/// rank. One that only prints or writes is best added on rank 0 alone. What it throws ends the run.
 class Callback {
  public:
   virtual ~Callback() = default;
-  /// Before the first step of a fit, when all is made and what a checkpoint holds is restored.
+  /// Before the first step of a fit, when everything is set up and a checkpoint's state is
+  /// restored.
   virtual void on_start(Trainer& trainer) {}
   /// After every optimizer step, and after its `on_log` where there is one: keep it cheap.
   virtual void on_step(Trainer& trainer, const StepResult& result) {}
@@ -80,7 +82,7 @@ class Callback {
   /// True to end the run after this epoch. Must be the same on all ranks.
   virtual bool wants_to_stop() const { return false; }
 
-  /// Numbers that a checkpoint keeps for it, by names that no other callback uses.
+  /// The callback's own state, saved in checkpoints, under names that no other callback uses.
   virtual std::map<std::string, double> values() const { return {}; }
   virtual void load_values(const std::map<std::string, double>& values) {}
 };

@@ -14,7 +14,7 @@ namespace lockstep {
 /// keep.
 class Checkpointer : public Callback {
  public:
-  /// Is told of a checkpoint that was saved because a signal ends the run.
+  /// Called with the checkpoint that was saved because a signal ends the run.
   using OnInterruptSaved = std::function<void(const std::filesystem::path& latest)>;
   Checkpointer(CheckpointFolder folder, int64_t every_n_steps, OnInterruptSaved saved = {})
       : folder_(std::move(folder)), every_n_steps_(every_n_steps), saved_(std::move(saved)) {}
@@ -52,7 +52,7 @@ class EarlyStop : public Callback {
 /// it on every rank, so that a checkpoint keeps what the best was.
 class BestModel : public Callback {
  public:
-  /// Throws UsageError for a name that says another format.
+  /// Throws UsageError for a name whose extension is of another format.
   explicit BestModel(std::filesystem::path path);
   void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
   std::map<std::string, double> values() const override { return {{"best_model.loss", best_}}; }

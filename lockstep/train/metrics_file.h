@@ -9,22 +9,22 @@
 namespace lockstep {
 
 /// Writes metrics as JSON lines, each a whole line at once. Add it on rank 0 alone.
-/// - a row for every log and for the rest of each epoch (split "train": the steps since the row
-///   before it or the resumption),
+/// - a row for every log, and for the rest of each epoch (split "train": the steps since the
+///   previous row or since the resume),
 /// - a row for every evaluation (split "test").
 ///
 /// Keys: step, epoch (from 1, as it is shown), split, loss, accuracy (null for regression), lr,
-/// samples_per_s, seconds, and what else the module notes (Metrics::values) by its names. Seconds
-/// count since training began in the process that wrote the row. A number that is not finite is
-/// null.
+/// samples_per_s, seconds, and the other metrics of the module (Metrics::values) by name. Seconds
+/// are counted from the start of training in the process that wrote the row. A number that is not
+/// finite is written as null.
 class MetricsFile : public Callback {
  public:
   explicit MetricsFile(std::filesystem::path path);
   ~MetricsFile() override;
 
-  /// Opens the file. When training goes on from a checkpoint, the rows up to there stay. Else the
-  /// file is emptied, with a warning where it held rows. While this lives, no other process can
-  /// open the file so. Throws SystemError naming the file, and Error when another process writes to
+  /// Opens the file. If training resumes from a checkpoint, the rows up to it stay. Else the file
+  /// is emptied, with a warning if it held rows. While this object lives, no other MetricsFile can
+  /// open the file. Throws SystemError naming the file, and Error when another process writes to
   /// it. A device, a pipe or /dev/stdout is only written to.
   void on_start(Trainer& trainer) override;
   void on_log(Trainer& trainer, const LogResult& result) override;

@@ -36,7 +36,7 @@ struct CallSpan {
   std::string name;
   int64_t bytes = 0;
   TimeSpan time;
-  int64_t returned = 0;  ///< When the caller got its thread back.
+  int64_t returned = 0;  ///< When the call returned to the caller.
 };
 
 /// One of LibTorch's operations. Those that it calls lie within it.
@@ -122,11 +122,11 @@ struct StepProfilerOptions {
 ///   }
 ///   const StepProfile profile = profiler.finish();
 ///
-/// A mark is a reading of the clock and an append, some 50 ns. A step of four parts has ten marks.
-/// Collectives come from observe_calls: those of this group only. LibTorch's own profiler would
-/// give the operations too. But it knows neither the parts nor the communication of a backend that
-/// is foreign to it, and it costs several microseconds per mark. One thread. One profiler per group
-/// at a time. `group` may be null: then there is no communication.
+/// A mark reads the clock and appends to a vector, which takes some 50 ns. A step of four parts has
+/// ten marks. Collectives come from observe_calls: those of this group only. LibTorch's own
+/// profiler does not know the parts, nor the communication of backends other than its own, and
+/// costs several microseconds per mark. Use it from one thread. One profiler per group at a time.
+/// `group` may be null: then there is no communication.
 class StepProfiler {
  public:
   explicit StepProfiler(const ProcessGroup& group, const StepProfilerOptions& options = {});

@@ -25,7 +25,7 @@ enum class OnNan {
 };
 
 struct TrainerOptions {
-  /// Enough for the small models on the small data sets. Everything else is the user's to say.
+  /// The default is enough for the small models on the small datasets.
   int64_t max_epochs = 5;
   /// Batches whose gradients are averaged before a step. 1: every batch is a step.
   int64_t accumulate_grad_batches = 1;
@@ -38,14 +38,15 @@ struct TrainerOptions {
   /// Metrics of training are reduced over ranks this often: one small all-reduce (0.2 ms over
   /// Gloo). 50 as in Lightning.
   int64_t log_every_n_steps = 50;
-  /// A NaN never goes away by itself. A run that goes on with it only burns hours.
+  /// The default is to stop: a NaN never disappears by itself, and a run that goes on with it
+  /// wastes hours.
   OnNan on_nan = OnNan::stop;
-  /// In which numbers the model computes. Its device is the Trainer's to set.
+  /// The model's precision. The Trainer sets `precision.device`.
   PrecisionOptions precision = {};
   /// How the model is spread over ranks: see strategy_names().
   std::string strategy = "ddp";
   StrategyOptions strategy_options = {};
-  /// What a checkpoint of this run belongs to besides the world size and the LibTorch: see
+  /// What must be the same in a run that resumes, besides the world size: see
   /// CheckpointInfo::identity.
   std::map<std::string, std::string> identity = {};
   /// What a run that resumes may change: see CheckpointInfo::settings. `Trainer::restore` warns of
@@ -53,9 +54,9 @@ struct TrainerOptions {
   std::map<std::string, std::string> settings = {};
 };
 
-/// Trains modules over all ranks of a world: epochs of the step loop, with an evaluation after each
-/// and callbacks beside it. How a module is spread over the ranks is an option. States can be
-/// saved, and training goes on from them to the same bits, also with another strategy.
+/// Trains modules over all ranks of a world: runs the training loop, evaluates after each epoch and
+/// calls callbacks. The strategy, which spreads a module over the ranks, is an option. A saved
+/// state resumes with the same bits, or with another strategy.
 ///
 ///     auto module = std::make_shared<Classifier>();  // see TrainingModule
 ///     lockstep::Trainer trainer(world, {.max_epochs = 3, .strategy = "fsdp"});
@@ -78,11 +79,11 @@ class Trainer {
   /// what the strategy cannot do with it, and MismatchError where ranks differ in their options,
   /// loaders or parameters.
   ///
-  /// INT, TERM, HUP, QUIT and a closed standard output end it. All ranks agree on the step, or on
-  /// the batch of an evaluation: within a fraction of a second, and at most 16 of them. Then the
-  /// callbacks' on_interrupt is called and InterruptedError thrown, on every rank. After a resume
-  /// an epoch whose evaluation was cut off is evaluated anew. Throws NumericError (see OnNan),
-  /// CommError and what callbacks throw.
+  /// The signals INT, TERM, HUP and QUIT, and a closed standard output, end it. All ranks stop at
+  /// the same step, or the same batch of an evaluation, within a fraction of a second and after at
+  /// most 16 more of them. Then every rank calls the callbacks' on_interrupt and throws
+  /// InterruptedError. If an evaluation was interrupted, a resumed run repeats it from its start.
+  /// Throws NumericError (see OnNan), CommError and what callbacks throw.
   template <class M, class Train>
   requires BatchLoader<Train, typename M::BatchType> FitResult fit(std::shared_ptr<M> module,
                                                                    Train train) {
@@ -95,18 +96,18 @@ class Trainer {
     return fit(detail::train_task(module, std::move(train), std::move(validation)));
   }
 
-  /// The metrics of the module over all of `data`, of which the loader has this rank's share. After
-  /// `fit` of the same module as the strategy has spread it, else of the module as it is. Every
-  /// rank calls. Throws as `fit`.
+  /// The metrics of the module over all of `data`, of which the loader has this rank's share. If
+  /// `fit` was called with the same module, it is evaluated as the strategy has spread it, else as
+  /// it is. Every rank calls. Throws as `fit`.
   template <class M, class Data>
   requires BatchLoader<Data, typename M::BatchType> Metrics
   validate(const std::shared_ptr<M>& module, Data data) {
     return validate(*module, *detail::feed_of(module, std::move(data)));
   }
 
-  /// Lets the next `fit` go on from a checkpoint. Every rank calls with the same one. Warns of
-  /// other TrainerOptions::settings. Throws CheckpointError for one within an epoch that another
-  /// strategy has cut otherwise; `fit` throws it when the tensors do not fit.
+  /// Lets the next `fit` go on from a checkpoint. Every rank calls with the same one. Warns if
+  /// TrainerOptions::settings differ. Throws CheckpointError for a checkpoint within an epoch if
+  /// another strategy splits the data differently. `fit` throws it if the tensors do not fit.
   void restore(Checkpoint checkpoint);
 
   // What follows is about the latest fit, and throws UsageError before one. Callbacks may call it.
@@ -122,7 +123,7 @@ class Trainer {
   void save_weights(const std::filesystem::path& path,
                     const std::map<std::string, std::string>& metadata = {});
 
-  /// Steps done in the whole run, and whole epochs.
+  /// Steps done in the whole run, and completed epochs.
   int64_t global_step() const;
   int64_t current_epoch() const;
 
@@ -130,7 +131,7 @@ class Trainer {
   const TrainerOptions& options() const;
   bool is_first_rank() const;
 
-  /// The same without the types.
+  /// The same for a task or feed whose batch type is erased.
   FitResult fit(detail::TrainTask task);
   Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
 

@@ -21,9 +21,9 @@
 
 namespace lockstep {
 
-/// What a Trainer must know of a type of batches. Specialise it for one of your own, or override
-/// TrainingModule's batch_size and prepare_batch. By itself a batch that has a `size()` counts that
-/// many samples, any other one, and it stays where it is.
+/// What a Trainer must know of a batch type. Specialise it for your own type, or override
+/// TrainingModule's batch_size and prepare_batch. By default a batch has `size()` samples if it has
+/// that function, else one, and it is not moved to the device.
 template <class B>
 struct BatchTraits {
   static int64_t size(const B& batch) {
@@ -38,7 +38,7 @@ struct BatchTraits {
   static B to(const B& batch, c10::Device) { return batch; }
 };
 
-/// A tensor's first dimension are the samples.
+/// The first dimension of a tensor is the batch dimension.
 template <>
 struct BatchTraits<at::Tensor> {
   static int64_t size(const at::Tensor& batch) { return batch.dim() > 0 ? batch.size(0) : 1; }
@@ -60,7 +60,7 @@ struct BatchTraits<Batch> {
     moved.target = BatchTraits<at::Tensor>::to(batch.target, device);
     return moved;
   }
-  /// The loss is computed in float32, and so is what it compares with.
+  /// Targets keep their dtype: the loss is computed in float32.
   static void cast(Batch& batch, at::ScalarType dtype) {
     BatchTraits<at::Tensor>::cast(batch.data, dtype);
   }
@@ -115,8 +115,8 @@ struct BatchTraits<std::vector<at::Tensor>> {
 
 namespace detail {
 
-/// A batch on its way from a loader to the module that takes batches of its type, through code that
-/// does not know the type. It refers to the batch, which must outlive it.
+/// A type-erased batch, passed from a loader to the module that takes batches of its type. It
+/// refers to the batch, which must outlive it.
 class AnyBatch {
  public:
   template <class B>
@@ -147,12 +147,12 @@ struct OptimizerConfig {
   OptimizerFactory make;
   /// `total_steps` of 0 stands for all steps of the run.
   ScheduleOptions schedule = {};
-  /// A schedule of the user's own, in place of `schedule`: the rate of update `step` (from 0).
+  /// Your own schedule instead of `schedule`: the learning rate of update `step` (from 0).
   std::function<double(int64_t step, double base_lr)> lr_at = {};
   /// Whose parameters they are. Null: the whole TrainingModule. The modules of two optimizers must
   /// share no parameter.
   std::shared_ptr<torch::nn::Module> module = {};
-  /// By which `update` and checkpoints know it. Needed where there are several.
+  /// The name for `update` and in checkpoints. Required if there are several optimizers.
   std::string name = {};
 };
 
@@ -177,7 +177,7 @@ class TrainingModuleBase : public torch::nn::Module {
   /// With the metrics of all ranks.
   virtual void on_validation_epoch_end(const Metrics& metrics) {}
 
-  /// For strategies that cut a module in parts. Null: it cannot be cut.
+  /// For strategies that split a module into parts. Null: it cannot be split.
   virtual SupervisedModule* as_supervised() { return nullptr; }
 
   /// What a Trainer calls: the functions of TrainingModule, on batches of its type.
@@ -186,12 +186,12 @@ class TrainingModuleBase : public torch::nn::Module {
   virtual int64_t samples_of(detail::AnyBatch batch) const = 0;
 
  protected:
-  /// Notes a metric: the mean of `count` samples of this rank. What ranks note under one name is
-  /// added up in double and divided by all their counts: each sample counts once, however unevenly
-  /// batches are spread. In training the values go to the next log and to the epoch's metrics, in
-  /// validation to the epoch's. "loss" and "accuracy" are those of Metrics, other names are in
-  /// Metrics::values. A loss that `training_step` returns is noted as "loss" by itself, where it
-  /// did not note one.
+  /// Logs a metric: the mean over `count` samples of this rank. The values of all ranks under one
+  /// name are summed in double and divided by the sum of their counts. So each sample counts once,
+  /// even if ranks have different numbers of them. In training the values go to the next log and to
+  /// the epoch's metrics, in validation to the epoch's. "loss" and "accuracy" are those of Metrics,
+  /// other names are in Metrics::values. The loss that `training_step` returns is logged as "loss",
+  /// unless the step logged one itself.
   void log(const std::string& name, double mean, int64_t count = 1);
   void log(const std::string& name, const at::Tensor& mean, int64_t count = 1);
   /// The same for a sum over `count` samples. Counts are exact: 61 correct of 64.
@@ -218,9 +218,8 @@ class TrainingModuleBase : public torch::nn::Module {
   detail::TrainingContext* context_ = nullptr;  ///< The Trainer's, during its calls.
 };
 
-/// What Lightning's LightningModule is: parameters, how a batch becomes a loss, and with what that
-/// is made smaller. Everything else (ranks, devices, precision, clipping, checkpoints) is the
-/// Trainer's.
+/// The counterpart of Lightning's LightningModule: the parameters, the loss of a batch, and the
+/// optimizers. The Trainer does everything else (ranks, devices, precision, clipping, checkpoints).
 ///
 ///     struct Classifier : lockstep::TrainingModule<lockstep::Batch> {
 ///       torch::nn::Linear layer = register_module("layer", torch::nn::Linear(784, 10));
@@ -240,11 +239,11 @@ class TrainingModule : public TrainingModuleBase {
   using TrainingModuleBase::TrainingModuleBase;
   using BatchType = B;
 
-  /// The loss of a batch on the Trainer's device: a tensor of no dimension, from which backward
+  /// Returns the loss of a batch on the Trainer's device: a scalar tensor, from which backward
   /// starts. Without automatic optimization what it returns is not used.
   virtual at::Tensor training_step(const B& batch, int64_t batch_index) = 0;
-  /// Notes metrics of a held-out batch, in evaluation mode and without a graph. All ranks are
-  /// called equally often. The padding of a Batch is left out.
+  /// Logs metrics of a held-out batch, in evaluation mode and without gradients. It is called the
+  /// same number of times on all ranks. The padding of a Batch is removed before.
   virtual void validation_step(const B& batch, int64_t batch_index) {}
 
   /// Samples of a batch, by which its loss counts. See BatchTraits.
@@ -263,8 +262,8 @@ class TrainingModule : public TrainingModuleBase {
   int64_t samples_of(detail::AnyBatch batch) const final { return batch_size(batch.as<B>()); }
 };
 
-/// A module of one input and one output, which every strategy can train: also those that run it in
-/// parts, if it has `layers`.
+/// A module of one input and one output, which every strategy can train. Strategies that run a
+/// model in parts need `layers`.
 class SupervisedModule : public TrainingModule<Batch> {
  public:
   using TrainingModule<Batch>::TrainingModule;
@@ -272,11 +271,12 @@ class SupervisedModule : public TrainingModule<Batch> {
   virtual at::Tensor forward(const at::Tensor& input) = 0;
   /// The mean over the samples.
   virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& target) = 0;
-  /// Notes metrics of a batch, or of a part of one. `loss` is a number.
+  /// Logs metrics of a batch, or of a part of one.
   virtual void measure(const at::Tensor& output, const at::Tensor& target, double loss) {}
-  /// Notes metrics of a held-out batch. By itself: the loss, and what `measure` notes.
+  /// Logs metrics of a held-out batch. By default: the loss, and what `measure` logs.
   virtual void validate(const at::Tensor& output, const at::Tensor& target);
-  /// The module as a chain: their forwards one after the other are `forward`. Empty: it is none.
+  /// The module as a chain of layers, whose forwards one after the other give `forward`. Empty: it
+  /// is not a chain.
   virtual std::vector<Layer> layers() { return {}; }
   /// `forward` of a copy of the optimizer's module: see StrategySetup::forward. Empty: copies
   /// cannot be run.
@@ -288,7 +288,7 @@ class SupervisedModule : public TrainingModule<Batch> {
   at::Tensor training_step(const Batch& batch, int64_t batch_index) override;
   void validation_step(const Batch& batch, int64_t batch_index) override;
   SupervisedModule* as_supervised() override { return this; }
-  /// What `loss`, `measure` and `validate` get of an output in 16 bits.
+  /// Converts a 16-bit output to float32 for `loss`, `measure` and `validate`.
   static at::Tensor in_float32(const at::Tensor& output);
   /// The loss of an output, after its metrics are noted.
   at::Tensor measured_loss(const at::Tensor& output, const at::Tensor& target);
