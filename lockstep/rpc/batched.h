@@ -121,8 +121,8 @@ auto add_batched(std::string name, std::function<std::vector<R>(List)> run,
 /// together, which is faster where one large operation takes the place of many small ones:
 ///
 ///     const auto select_action = rpc::batched(
-///         "select_action", [](std::vector<at::Tensor> states) { return
-///         policy(at::stack(states)).unbind(); },
+///         "select_action",
+///         [](std::vector<at::Tensor> states) { return policy(at::stack(states)).unbind(); },
 ///         {.size = 8});
 ///
 /// No thread waits meanwhile. The batches are no part of the callers' autograd contexts. A failure

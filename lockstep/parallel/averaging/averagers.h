@@ -13,14 +13,15 @@
 
 namespace lockstep {
 
-/// Averages parameters over ranks every now and then, in place of their gradients in every step:
-/// local SGD. Call after each step of the optimizer. The classes, formulas and bits are those of
-/// torch.distributed.algorithms.model_averaging. One thread; every rank calls alike.
+/// Averages parameters over ranks periodically, instead of gradients in every step: local SGD. Call
+/// it after each step of the optimizer. The classes, formulas and bits are those of
+/// torch.distributed.algorithms.model_averaging. Use it from one thread. Every rank makes the same
+/// calls.
 class ModelAverager {
  public:
   virtual ~ModelAverager() = default;
-  /// Averages where this step's turn has come, and counts the step. Only parameters that have a
-  /// gradient are averaged: call before zero_grad.
+  /// Averages if this step is due, and counts the step. Only parameters that have a gradient are
+  /// averaged: call before zero_grad.
   virtual void average_parameters(const std::vector<at::Tensor>& parameters) = 0;
 
   /// Steps counted so far. Set it when a run resumes.
@@ -35,8 +36,8 @@ class ModelAverager {
 /// warmup_steps + period, and so on, counted from 0.
 class PeriodicModelAverager : public ModelAverager {
  public:
-  /// Throws UsageError for a period below 1 and negative warm-up. A period of 1 is warned about:
-  /// there DistributedDataParallel sends no more.
+  /// Throws UsageError for a period below 1 and negative warm-up. Warns about a period of 1,
+  /// because DistributedDataParallel then sends no more than this.
   PeriodicModelAverager(int64_t period, int64_t warmup_steps, ProcessGroup group);
   void average_parameters(const std::vector<at::Tensor>& parameters) override;
 
@@ -91,11 +92,11 @@ std::vector<at::Tensor> get_params_to_average(const std::vector<at::Tensor>& par
 /// ranks of a host later, while parameters are averaged over all ranks every now and then.
 ///
 ///     auto state = std::make_shared<PostLocalSGDState>(group, subgroup, 100);
-///     DistributedDataParallel ddp(model, group, {.async_custom_hook =
-///     post_local_sgd_hook(state)}); PostLocalSGDOptimizer optimizer(make_optimizer("sgd",
-///     model->parameters(), {.lr = 0.01}),
-///                                     model->parameters(),
-///                                     std::make_shared<PeriodicModelAverager>(4, 100, group));
+///     auto hook = post_local_sgd_hook(state);
+///     DistributedDataParallel ddp(model, group, {.async_custom_hook = hook});
+///     auto sgd = make_optimizer("sgd", model->parameters(), {.lr = 0.01});
+///     auto averager = std::make_shared<PeriodicModelAverager>(4, 100, group);
+///     PostLocalSGDOptimizer optimizer(std::move(sgd), model->parameters(), averager);
 ///
 /// `state()` is the optimizer's, and "averager_step.0", so that a resumed run does not warm up
 /// again. A state without it is taken with a warning: the averager's count is then 0.
