@@ -8,13 +8,13 @@
 
 namespace lockstep::rpc {
 
-/// Records what crosses workers, so that `backward` goes the same way back. Made on a thread, which
-/// makes its calls within it. Functions that those calls run, and their own calls, belong to it as
-/// well. Of the design of torch.distributed.autograd, whose FAST mode this is: every call that was
-/// recorded takes part in backward. Ends with the object, on all workers that took part.
+/// Records calls between workers, so that `backward` can go back through them. While it lives, the
+/// calls of the thread that made it are recorded, and so are the calls of the functions that they
+/// run. It is torch.distributed.autograd's context in FAST mode: every recorded call takes part in
+/// backward. Destroying the object ends the context on all workers that took part.
 ///
-/// Gradients lie in the context, not in `grad()`: several contexts do not disturb each other. One a
-/// thread at a time; not copied or moved.
+/// Gradients are stored in the context, not in `grad()`, so contexts do not affect each other. A
+/// thread may have one at a time.
 class AutogradContext {
  public:
   /// Throws UsageError without an agent and within another context on this thread.

@@ -16,11 +16,11 @@
 namespace lockstep::rpc {
 
 struct BatchOptions {
-  /// So many requests are gathered. One of the callers' number is a good choice: more never come
+  /// The most requests in a batch. The number of callers is a good choice: more never arrive
   /// together.
   int64_t size = 16;
-  /// The first request of a batch waits no longer than this for others. Some times what one call
-  /// takes, so that callers which work meanwhile are waited for.
+  /// The first request of a batch waits no longer than this for others. The default is several
+  /// times the duration of a call, so that slower callers are included.
   std::chrono::milliseconds delay{10};
 };
 
@@ -125,8 +125,8 @@ auto add_batched(std::string name, std::function<std::vector<R>(List)> run,
 ///         [](std::vector<at::Tensor> states) { return policy(at::stack(states)).unbind(); },
 ///         {.size = 8});
 ///
-/// No thread waits meanwhile. The batches are no part of the callers' autograd contexts. A failure
-/// fails all requests of its batch. One thread at a time gathers, but batches may run side by side.
+/// No thread waits while requests are gathered. Batches do not belong to the callers' autograd
+/// contexts. An exception fails all requests of its batch. Several batches may run at once.
 template <class F>
 auto batched(std::string name, F function, const BatchOptions& options = {}) {
   return detail::add_batched(std::move(name), std::function(std::move(function)), options);

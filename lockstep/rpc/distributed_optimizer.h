@@ -41,10 +41,10 @@ using OptimizerMaker = Function<RRef<OwnerOptimizer>(std::vector<RRef<at::Tensor
 /// autograd context. Each owner has an optimizer for this object, with a state of its own. Owners
 /// step side by side. After torch.distributed.optim.DistributedOptimizer.
 ///
-/// Several trainers may update the same parameters at once, in the manner of HogWild: steps on a
-/// worker come one after the other, each with the gradients of its own context. Forward and
-/// backward passes do not wait for them. One that runs meanwhile goes on with the new values, and
-/// autograd does not complain of it. `grad()` of the parameters is left alone.
+/// Several trainers may update the same parameters at once, as in HogWild. Steps on one worker run
+/// one after the other, each with the gradients of its own context. Forward and backward passes do
+/// not wait for them. A pass during a step continues with the new values, and autograd does not
+/// report an error. `grad()` of the parameters is not changed.
 class DistributedOptimizer {
  public:
   /// One of `make_optimizer`. Blocks until all owners have made theirs. Throws RemoteError when one

@@ -156,9 +156,10 @@ Registrar<R, A...> registrar_of(const std::function<R(A...)>*);
 ///     const auto add = rpc::function("add", [](at::Tensor a, at::Tensor b) { return a + b; });
 ///
 /// - Arguments and result are of the types of value.h. References are to values of the call's own.
-/// - A function that returns a Future answers when that is done, and its thread is free before.
+/// - A function that returns a Future answers when the Future is done, and frees its thread at
+///   once.
 /// - One that returns a std::shared_ptr to, or an object of, any other class is for `remote` only.
-/// - Functions may call others, to any depth.
+/// - Functions may call other workers' functions, nested to any depth.
 ///
 /// Throws UsageError when the name is taken.
 template <class F>

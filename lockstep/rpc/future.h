@@ -24,8 +24,8 @@ class RemoteError : public Error {
  public:
   RemoteError(std::string worker, std::string function, std::string type, std::string message);
 
-  /// The worker on which the exception was thrown. Of nested calls this is the last worker, and so
-  /// are the type and the message.
+  /// The worker on which the exception was thrown. For nested calls it is the innermost worker, and
+  /// the type and message are of its exception.
   const std::string& worker() const noexcept { return worker_; }
   const std::string& function() const noexcept { return function_; }
   /// The exception's C++ type: "std::out_of_range", "lockstep::UsageError".

@@ -20,45 +20,48 @@
 namespace lockstep::rpc {
 
 struct Options {
-  /// A call without an answer for so long fails by TimeoutError. PyTorch's own default.
+  /// A call without an answer for this long fails with TimeoutError. PyTorch's default.
   std::chrono::milliseconds timeout{60'000};
-  /// How long a graceful shutdown waits for the others. A trainer may go on for long after a server
-  /// has nothing left to do, so this is longer than a call's.
+  /// How long a graceful shutdown waits for the other workers. It is longer than a call's time-out,
+  /// because a trainer may run long after a server has finished.
   std::chrono::milliseconds shutdown_timeout{600'000};
-  /// How long leaving waits for functions that still run here: as a rule they end when their own
-  /// calls fail. A thread cannot be ended from outside, so one that runs longer is left behind.
+  /// How long shutdown waits for functions that still run here. Usually they end when their own
+  /// calls fail. A thread cannot be stopped from outside, so one that runs longer is left running.
   std::chrono::milliseconds stop_timeout{10'000};
-  /// Threads that run functions while none of them waits for another worker. More are started as
-  /// needed: no nesting of calls locks up. PyTorch's own default.
+  /// Threads that run functions, not counting threads that wait for another worker. More are
+  /// started as needed, so nested calls never deadlock. PyTorch's own default.
   int threads = 16;
-  /// A call beyond so many that are under way waits until one of them is answered. Calls within
-  /// functions do not wait, as others may wait for them. One takes some 1 KB and its arguments.
+  /// The most calls in flight. A further call waits until one of them is answered. Calls within
+  /// functions do not wait, because others may wait for them. A call in flight takes some 1 KB and
+  /// its arguments.
   int64_t max_pending = 16'384;
-  /// A worker refuses calls beyond so many that it has not answered: those of several callers that
-  /// each keep to `max_pending`.
+  /// The most unanswered calls that a worker accepts; further ones are refused. It bounds the sum
+  /// over callers that each stay within `max_pending`.
   int64_t max_served = 65'536;
-  /// A call within so many others is refused. Each holds a thread: a function that calls itself
-  /// without end fails before the machine has none left.
+  /// The greatest depth of nested calls; a deeper one is refused. Each level holds a thread:
+  /// endless recursion fails before the machine runs out of threads.
   int64_t max_call_depth = 2'048;
-  /// A message with more bytes is refused, by its sender and by its receiver: as many as a billion
-  /// weights of float32. What is larger is a mistake, or travels in parts.
+  /// The largest message in bytes. A larger one is refused by its sender and by its receiver. The
+  /// default holds a billion float32 weights. Send larger data in parts.
   int64_t max_message_bytes = int64_t{1} << 32;
-  /// Lists within lists deeper than this are refused: no type that a program writes down is.
+  /// Lists nested deeper than this are refused. No type in a program's source is nested so deep.
   int max_depth = 64;
   /// Only workers with the same secret can call, and none can change what others send. At least 16
   /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
   std::string secret = {};
-  /// Small calls between ranks go a way of their own, which takes a fraction of the time. False:
-  /// all go LibTorch's way, say to measure that. One rank's false counts for all.
+  /// Small calls between ranks bypass LibTorch's RPC, which takes a fraction of the time. False:
+  /// all calls go through LibTorch's RPC, for example to measure it. If one rank sets false, it
+  /// applies to all.
   bool fast_calls = true;
-  /// They go over shared memory, if all ranks are of one host and the job has no secret: up to 256
-  /// KiB for each two ranks and direction. Else over TCP, by one connection for each two ranks,
-  /// also for those that share a host. False: over TCP anyway. One rank's false counts for all.
+  /// Small calls use shared memory if all ranks are on one host and the job has no secret: up to
+  /// 256 KiB per pair of ranks and direction. Otherwise they use TCP, with one connection per pair
+  /// of ranks, including pairs on one host. False: always TCP. If one rank sets false, it applies
+  /// to all.
   bool shared_memory = true;
-  /// What goes LibTorch's way between workers of one host: over its shared memory, where each
-  /// worker looks for messages without ever sleeping, and takes what a processor has to spare.
-  /// False: over loopback, where workers sleep, and such a call takes twice as long. Rank 0's
-  /// choice holds for all, and for those that join. Over several hosts they always sleep.
+  /// How LibTorch's RPC connects workers on one host. True: through its shared memory, where each
+  /// worker polls without sleeping and so uses idle processor time. False: over loopback, where
+  /// workers sleep and such a call takes twice as long. Rank 0's value applies to all workers,
+  /// including those that join. On several hosts workers always sleep.
   bool poll = true;
 };
 
@@ -73,24 +76,24 @@ class Agent {
   Agent& operator=(Agent&&) noexcept;
 
   const std::string& name() const;
-  /// For workers that `join` later: where the group meets. Empty for a group without a launcher's
+  /// The group's address, for workers that `join` later. Empty for a group without a launcher's
   /// store, such as one process.
   const std::string& address() const;
-  /// The ranks, in their order, then those that joined and are here.
+  /// The names of the ranks in order, then of the workers that joined and have not left.
   std::vector<std::string> workers() const;
 
-  /// Those that died or left without the others, and have not joined again. Calls to them fail by
+  /// Workers that died or left alone, and have not joined again. Calls to them fail with
   /// PeerLostError.
   std::vector<std::string> lost_workers() const;
 
-  /// A rank waits until all workers that are not lost have come here and no call is under way, then
-  /// leaves. A worker that joined waits for its own calls only. Serves calls meanwhile. Throws
-  /// TimeoutError, with those that have not come, after Options::shutdown_timeout, and has then
-  /// left as well. Throws TimeoutError, with the functions, when some still run here
-  /// Options::stop_timeout later. Idempotent.
+  /// Graceful shutdown. A rank waits until all workers that are not lost have called shutdown and
+  /// no call is in flight, then leaves. A worker that joined waits for its own calls only. Serves
+  /// calls meanwhile. After Options::shutdown_timeout it leaves and throws TimeoutError, which
+  /// names the workers that did not come. If functions still run here Options::stop_timeout later,
+  /// it throws TimeoutError, which names them. Idempotent.
   void shutdown();
-  /// Leaves at once. Pending calls fail, and those of others to this worker. Functions that run
-  /// here are waited for as by `shutdown`; those that were left behind are logged.
+  /// Leaves at once. Pending calls fail, and those of others to this worker. Waits for running
+  /// functions as `shutdown` does, and logs those that are left running.
   void shutdown_now() noexcept;
 
  private:
@@ -108,18 +111,18 @@ Agent init(const World& world, const std::string& name, const Options& options =
 
 /// Makes this process a further worker of a group that `init` has made: it comes later, perhaps in
 /// the place of one that died, whose name it may take. `address`: the group's, from Agent::address.
-/// All that are there know it when this returns, and it them. A dead worker's references and
-/// objects are gone: the new one starts with none.
+/// When this returns, the new worker and all others know each other. The references and objects of
+/// a dead worker are lost: the new one starts without any.
 ///
-/// A process that dies in this call, while it connects, may leave workers deaf: LibTorch's agent
-/// accepts no connection after that, and warns of it. Those that are connected go on. Further ones
+/// If a process dies in this call while it connects, LibTorch's agent on other workers may stop
+/// accepting connections, with a warning. Existing connections still work. Workers that join later
 /// cannot reach such a worker.
 ///
 /// The group's ranks shut down when those that joined have left. On one host a group talks over
 /// shared memory or loopback: then workers join from that host only. Throws:
-/// - UsageError for a name that a living worker has, for what is no address, and as `init`,
+/// - UsageError for the name of a living worker, for an invalid address, and as `init`,
 /// - TimeoutError or CommError when there is no such group,
-/// - PeerLostError when nobody is there any more,
+/// - PeerLostError when no worker of the group is left,
 /// - RemoteError when the group has another secret.
 Agent join(const std::string& address, const std::string& name, const Options& options = {});
 

@@ -67,7 +67,7 @@ struct ReferredTo<Future<T>> : ReferredTo<T> {};
 }  // namespace detail
 
 /// A reference to a value on some worker, its owner. A handle, whose copies share the reference.
-/// Sent to another worker it is a reference there, too (a fork). The owner keeps the value until
+/// Sent to another worker, it is a reference there too (a fork). The owner keeps the value until
 /// all references are gone. Any thread.
 ///
 /// T either travels (see value.h), or is any class: then the object stays with its owner, and only

@@ -17,9 +17,10 @@
 
 namespace lockstep::rpc {
 
-/// How a type travels: its name in signatures, and its form as a LibTorch value. There are those of
-/// tensors, numbers, bool, strings, vectors, maps, optionals, pairs, tuples, RRefs and of structs
-/// with `rpc_fields`. A program may add its own by a specialisation with the same three functions.
+/// How a type is sent: its name in signatures, and its conversion to and from a LibTorch value.
+/// Supported are tensors, numbers, bool, strings, vectors, maps, optionals, pairs, tuples, RRefs
+/// and structs with `rpc_fields`. A program may add a type by a specialisation with the same three
+/// functions.
 ///
 /// - `type()`: the name, such as "list[float64]".
 /// - `to(value)`: what is sent. Tensors in it are shared, not copied. It is made of None, bool,
