@@ -27,7 +27,8 @@ class Error : public std::runtime_error {
   virtual int exit_code() const noexcept { return kExitFailure; }
 };
 
-/// A mistake in a flag, an option, a configuration file or the environment.
+/// A mistake of the caller: in a flag, an option, an argument, a configuration file or the
+/// environment.
 class UsageError : public Error {
  public:
   using Error::Error;
@@ -62,7 +63,7 @@ class CommError : public Error {
  public:
   explicit CommError(const std::string& message, const std::string& hint = {},
                      Failure failure = {});
-  /// Of which kind at least; the ranks as far as they are known.
+  /// The failure as data, as far as it is known.
   const Failure& failure() const noexcept { return *failure_; }
   /// The ranks that it concerns, by their numbers in the default group.
   std::vector<int> ranks() const;
@@ -110,7 +111,7 @@ class MismatchError : public CommError {
 /// The error of a failure, in these words: a TimeoutError where ranks were late, a PeerLeftError
 /// where one has left after its loop, else a PeerLostError.
 std::exception_ptr failure_error(const std::string& message, const Failure& failure);
-/// Throws it, in the words of `what` was done and those for the failure.
+/// Throws failure_error with a message of `what` was done and the failure's description.
 [[noreturn]] void throw_failure(const std::string& what, const Failure& failure);
 
 /// A loss or gradient that is NaN or infinite.

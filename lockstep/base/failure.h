@@ -19,7 +19,7 @@ struct Failure {
     ended,        ///< The process has ended.
     left,         ///< It closed the group after a number of steps of its program's loop.
     closed,       ///< It closed the group.
-    gave_up,      ///< It gave the group up, over what may have happened elsewhere.
+    gave_up,      ///< It gave up the group because of a failure that may be elsewhere.
     unreachable,  ///< Its connection broke, or it was silent for too long.
     late,         ///< It did not come within the time-out.
     stuck,        ///< It came to the call, but did not finish it within the time-out.
@@ -45,7 +45,7 @@ struct Failure {
   int64_t waited_ms = 0;  ///< Likewise: for how long.
   std::string detail{};   ///< More for the reader, which follows the words for the fields.
   std::string text{};     ///< Words in place of those for the fields, where they say more.
-  std::shared_ptr<const Failure> cause{};  ///< Over what the ranks did so; null: not known.
+  std::shared_ptr<const Failure> cause{};  ///< What caused it; null: not known.
 
   /// The ranks were late. Else something was lost.
   bool timed_out() const { return kind == Kind::late || kind == Kind::stuck; }
@@ -53,7 +53,7 @@ struct Failure {
   bool has(Kind what) const;
   /// Whether it, or one of its causes, concerns the rank, or the whole host of the rank.
   bool concerns(int rank) const;
-  /// The same, and tells that the rank is gone. One that is late may live.
+  /// The same, and whether it says that the rank is gone. A late rank may still be alive.
   bool tells_the_loss_of(int rank) const;
   /// Adds what became of other ranks. Of several kinds `left` counts, else the first.
   void add(const Failure& other);

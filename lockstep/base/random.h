@@ -7,7 +7,7 @@ namespace lockstep {
 /// A random source whose stream is a function of its keys alone. The same (seed, a, b) gives the
 /// same numbers on every machine, in every thread, in any order of use. It is SplitMix64 (Steele,
 /// Lea, Flood: "Fast splittable pseudorandom number generators", 2014) from a state mixed of the
-/// keys. Philox would serve too. Not for cryptography. Cheap to make. One thread at a time.
+/// keys. Not for cryptography. Cheap to construct. Only one thread at a time may use it.
 class KeyedRandom {
  public:
   explicit KeyedRandom(uint64_t seed, uint64_t a = 0, uint64_t b = 0);

@@ -23,14 +23,13 @@ void check_range(const std::string& name, double value, Range range);
 /// `--max_epochs=a_b` becomes `--max-epochs=a_b`. Other words stay.
 std::string with_dashes(const std::string& word);
 
-/// The flags of a program or subcommand: CLI11 with the manners that users of torchrun and git
-/// expect.
+/// The flags of a program or subcommand, parsed by CLI11 with the conventions of torchrun and git.
 ///
 /// A name is "--max-epochs" or "-t,--tee". `--max_epochs` and `--max-epochs=3` are understood too.
-/// Of a flag given twice the last one counts. Values land in the variables given here, whose
-/// present value is shown as the default in --help. The variables must outlive `parse`. A mistake
-/// is a UsageError that names the flag, the value, what was expected and the known ones that may be
-/// meant.
+/// If a flag is given twice, the last value counts. Values are stored in the variables given here,
+/// whose initial value is shown as the default in --help. The variables must outlive `parse`. A
+/// mistake throws UsageError, which names the flag, the value, what was expected and similar known
+/// flags.
 class Cli {
  public:
   /// `command` as the user types it: "lockstep train".
@@ -76,8 +75,8 @@ class Cli {
   /// For what the overloads above do not cover.
   void custom(const std::string& names, const std::string& placeholder, const std::string& help,
               const std::string& shown_default, std::function<void(const std::string&)> set);
-  /// Words of other tools for the flag `name`, as "--gpus" for "--devices". Each is as unknown as
-  /// any other word, but gets the flag as its suggestion.
+  /// Names in other tools for the flag `name`, such as "--gpus" for "--devices". They are not
+  /// accepted, but the error message suggests the flag.
   void also_called(const std::string& name, const std::vector<std::string>& words);
   /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`.
   void positional(const std::string& name, std::string& value, const std::string& help,
@@ -110,9 +109,9 @@ void print(const std::string& text);
 /// so that it is printed once.
 int run_guarded(const std::string& command, const std::function<int()>& body);
 
-/// A program that runs out of memory where nobody can catch it, as in a thread of a library or
-/// while a library is loaded, ends with words and exit code 1 and not by abort. `command` as
-/// run_guarded.
+/// Makes a program that runs out of memory where no code can catch it end with a message and exit
+/// code 1, not by abort. Examples are a library's thread, or the loading of a library. `command` is
+/// as for run_guarded.
 void end_in_words_without_memory(const std::string& command);
 
 /// Columns of the terminal, within 40 and 100; 80 when the output is none.
