@@ -20,13 +20,13 @@
 namespace lockstep {
 
 struct DataParallelOptions {
-  /// A replica's device each. One may be named twice. Empty: for a module on the CPU that device as
-  /// often as the process has cores, else all devices of the module's type.
+  /// One device per replica; a device may be listed twice. Empty: for a module on the CPU one
+  /// replica per core of the process, else all devices of the module's type.
   std::vector<c10::Device> devices = {};
   std::optional<c10::Device> output_device = {};  ///< Where outputs are gathered. None: the first.
   int64_t dim = 0;                                ///< Along which inputs are cut.
-  /// LibTorch's threads of a replica on the CPU. 0: those of the thread that constructs, in equal
-  /// parts, at least 1. More threads in all than cores slow all of them down.
+  /// LibTorch threads per replica on the CPU. 0: an equal part of the constructing thread's number,
+  /// at least 1. More threads in total than cores slow all of them down.
   int threads_per_replica = 0;
 };
 
@@ -104,9 +104,9 @@ class DataParallelCore {
 ///
 /// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
 /// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
-/// order in which the threads ask, so such runs differ. On the CPU gradients of gradients need
-/// `create_graph` in backward only, as ever. One backward of the outputs and of such gradients
-/// together needs `retain_graph` as well. Hooks of the module itself are not called on replicas.
+/// order in which the threads ask, so such runs differ. On the CPU double backward needs only
+/// `create_graph` in backward, as usual. One backward of the outputs and of such gradients together
+/// needs `retain_graph` as well. Hooks of the module itself are not called on replicas.
 ///
 /// The module must be on the first device (UsageError). What a replica throws is a ReplicaError
 /// with its device, in forward and backward. One thread at a time.

@@ -27,13 +27,13 @@ namespace lockstep {
 ///   one, as at the end of an epoch, may be cut unevenly or into fewer parts. Its parts then weigh
 ///   as many samples as they have. So may the first batch after load_optimizer_state, which may be
 ///   the last of an epoch.
-/// - Parameters of other ranks' stages give their memory back and are NaN from then on. Models are
-///   saved by `model_state`.
+/// - The memory of parameters of other ranks' stages is freed, and their values are NaN from then
+///   on. Save the model with `model_state`.
 /// - Layers must give one tensor whose shape depends on the input's shape alone.
 ///
-/// A collective of `setup.group`. Throws UsageError for what cannot be: no layers, more stages than
-/// layers, a mesh with other dimensions than dp and pp, a plan that names no layer, a parameter in
-/// no layer. Throws MismatchError where the ranks' modules differ.
+/// A collective of `setup.group`. Throws UsageError for an impossible setup: no layers, more stages
+/// than layers, a mesh with dimensions other than dp and pp, a plan with an unknown layer name, or
+/// a parameter in no layer. Throws MismatchError where the ranks' modules differ.
 std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup);
 
 /// Its data_share(), from the mesh alone: all ranks of one pipeline share the data. Throws as
@@ -41,8 +41,8 @@ std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup);
 DataShare pipeline_data_share(const StrategyOptions& options, int rank, int size);
 
 /// Cuts a chain of layers into stages: the first layer of each stage, beginning with 0. Every stage
-/// gets a layer at least, and the costliest stage costs as little as it can. Of equal cuts the one
-/// with the latest bounds wins. Throws UsageError for more stages than layers.
+/// gets at least one layer, and the cost of the costliest stage is minimal. Among equal solutions
+/// the one with the latest boundaries is taken. Throws UsageError for more stages than layers.
 std::vector<size_t> balance_stages(const std::vector<double>& costs, int num_stages);
 
 /// The stages of a plan that names the layers at which the second and all further stages begin, as
@@ -51,7 +51,7 @@ std::vector<size_t> balance_stages(const std::vector<double>& costs, int num_sta
 std::vector<size_t> planned_stages(const std::vector<Layer>& layers,
                                    const std::vector<std::string>& plan, int num_stages);
 
-/// A guess at what layers cost before any was run: their parameters' elements.
+/// Estimates the costs of layers without running them: their numbers of parameter elements.
 std::vector<double> estimate_layer_costs(const std::vector<Layer>& layers);
 
 /// Seconds of each layer's forward and backward for an input, the least of some runs on this

@@ -89,14 +89,14 @@ std::optional<PipelineAction> needed_send(const PipelineSchedule& schedule,
 /// travel while the rank computes. Between stages of one rank nothing is sent.
 void add_communication(PipelineSchedule& schedule);
 
-/// What is wrong with a schedule; empty when nothing is. It finds:
+/// The fault of a schedule; empty if it is valid. It finds:
 /// - a computation that is missing, comes twice, or is on another stage's rank
 /// - B, I or W before what it needs; micro-batches of a stage out of their order
 /// - a send or receive without its other half, or begun too early or too late
 /// - a deadlock, with what each rank waits for
 ///
-/// It is a proof: nothing in a run depends on time but the order in which ranks get on. When one
-/// order of progress ends, each does, for no action can take away what another waits for.
+/// This is a proof: time affects only the order in which ranks make progress. If the schedule ends
+/// in one such order, it ends in all, because no action can take away what another one waits for.
 std::string fault_of(const PipelineSchedule& schedule);
 /// Throws UsageError with that fault.
 void check_pipeline_schedule(const PipelineSchedule& schedule);
@@ -132,8 +132,8 @@ struct PipelineTimeline {
   std::vector<int> peak_activations;
 };
 
-/// Runs a schedule by the clock: a rank computes without a pause when it has what it needs. Throws
-/// UsageError for a schedule that cannot run and for costs of another number of stages.
+/// Simulates a schedule in time: a rank computes as soon as it has what it needs. Throws UsageError
+/// for a schedule that cannot run and for costs of another number of stages.
 PipelineTimeline simulate_pipeline(const PipelineSchedule& schedule, const PipelineCosts& costs);
 
 /// The bubble that the schedule's authors give, for equal stages and no transfer. With p ranks, m

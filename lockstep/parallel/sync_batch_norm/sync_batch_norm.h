@@ -37,7 +37,7 @@ class SyncBatchNormGuard {
 /// Inputs of 16 bits may have weights and running statistics of 16 bits or of float32.
 ///
 /// Equal to plain batch norm over the ranks' joined batches, up to rounding: sums over a rank's
-/// values are joined in double. Gradients of gradients are not there. Forward and backward are
+/// values are joined in double. Double backward is not supported. Forward and backward are
 /// collectives, a gather of 2C + 1 and an all-reduce of 2C numbers: every rank must run backward.
 /// With DistributedDataParallel gradients of weight and bias are right, as they are averaged there.
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormImpl> {
@@ -101,8 +101,8 @@ class SyncBatchNormed {
 ///
 ///     DistributedDataParallel ddp(convert_sync_batchnorm(model, group), group);
 ///
-/// A C++ module calls its own members, which cannot be exchanged from outside. So the module stays
-/// as it is, and what it calls is replaced for the time of forward. Tensors keep their names. A
+/// A C++ module calls its own members, which cannot be replaced from outside. So the module is not
+/// changed: at::batch_norm, which it calls, is replaced during forward. Tensors keep their names. A
 /// batch norm that tracks no running statistics is synchronised by the root's training mode. Batch
 /// norms refuse a rank's batch of one value per channel, where SyncBatchNorm itself takes it. Do
 /// not call `module` itself in training; evaluate with either.
