@@ -65,8 +65,8 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   bool json = false;
   Cli cli("lockstep estimate-memory",
           "Predicts what each rank keeps for training a model, in bytes, before it is made: "
-          "parameters, gradients, optimizer state, and buffers to work in. Activations, the data "
-          "and the program itself (some 120 MB) come on top. `lockstep bench memory` measures it.");
+          "parameters, gradients, optimizer state, and work buffers. Activations, the data and the "
+          "program itself (some 120 MB) are not included. `lockstep bench memory` measures it.");
   cli.example("lockstep estimate-memory --model gpt --strategy ddp,fsdp --devices 2,8");
   cli.example("lockstep estimate-memory --model gpt:layers=48,heads=25,channels=1600,context=1024");
   cli.group("What is trained");
@@ -75,7 +75,7 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   cli.list("--devices", devices, "Ranks, several one after the other", {1, 1'000'000});
   cli.choice("--optimizer", optimizer, optimizer_names(), "The optimizer");
   cli.group("Output");
-  cli.flag("--json", json, "One JSON object in place of the table");
+  cli.flag("--json", json, "Print one JSON object instead of the table");
   if (!cli.parse(args)) return 0;
   check_model_name("--model", model);
   for (const auto& name : strategies) expect_one_of("--strategy", name, estimated_strategies());

@@ -50,42 +50,41 @@ const std::vector<Kind>& kinds() {
       {"data-parallel",
        "Measures the inference of a model with DataParallel on the CPU, in microseconds, beside "
        "the "
-       "model by itself, for batches of several sizes, and says when replicas pay and why.",
+       "model by itself, for batches of several sizes, and says when replicas are faster, and why.",
        {"--model", "--batch-sizes", "--replicas", "--training", "--steps", "--threads"},
        {"lockstep bench data-parallel --model convnet,fashion-cnn --batch-sizes 1,64,1024"}},
       {"memory",
        "Measures what each rank keeps for training with each strategy, in bytes: parameters, "
-       "gradients and optimizer state right after backward, and the most that its process had.",
+       "gradients and optimizer state right after backward, and the peak memory of its process.",
        {"--model", "--batch-size", "--devices", "--backend", "--strategy", "--optimizer",
         "--precision", "--threads", "--bind-to"},
        {"lockstep bench memory --model wide --strategy ddp,zero1,zero2,fsdp --optimizer adam"}},
       {"scaling",
        "Measures the same job, epochs of training on all samples, with several numbers of ranks: "
-       "time, speed-up, efficiency, and which parts of the steps ate the rest.",
+       "time, speed-up, efficiency, and which parts of the steps limit the speed-up.",
        {"--model", "--batch-size", "--devices", "--backend", "--strategy", "--optimizer",
         "--precision", "--epochs", "--threads", "--bind-to", "--data-dir", "--plot"},
        {"lockstep bench scaling --devices 1,2 --model mlp,convnet --plot scaling.svg"}},
       {"allreduce",
-       "Measures all-reduces of tensors of several sizes, in microseconds, beside the bound that "
-       "memory sets: the time in which all ranks at once, without waiting for each other, copy "
-       "what "
-       "each of two must move at least, its tensor into shared memory and as much from there back "
-       "into it (twice the tensor's bytes read and twice written).",
+       "Measures all-reduces of tensors of several sizes, in microseconds, beside a lower bound: "
+       "the time to copy each tensor into shared memory and back (two reads and two writes of its "
+       "bytes), on all ranks at once and without waiting for each other.",
        {"--devices", "--backend", "--sizes", "--steps", "--threads", "--bind-to"},
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"}},
       {"rpc",
        "Measures calls between two workers, in microseconds: a function of one-element tensors "
-       "LibTorch's way (own), the same in an autograd context and by the fast path (fast), tensors "
-       "sent there and back (echo), and 64 calls under way to a layer that answers them one by one "
-       "or 16 at a time (unbatched, batched).",
+       "through LibTorch's RPC (own), the same in an autograd context (autograd) and by the fast "
+       "path (fast), tensors sent there and back (echo), and 64 calls in flight to a layer that "
+       "answers them one by one or 16 at a time (unbatched, batched).",
        {"--steps", "--threads", "--bind-to"},
        {"lockstep bench rpc --steps 2000 --compare-python"}},
       {"loader",
-       "Measures the loader on MNIST with normalisation, in samples a second.",
+       "Measures the loader on MNIST with normalisation, in samples per second.",
        {"--batch-size", "--steps", "--threads", "--bind-to", "--data-dir"},
        {"lockstep bench loader --data-dir data --compare-python"}},
       {"launch",
-       "Measures `lockstep run` to the first all-reduce and out, in seconds.",
+       "Measures `lockstep run` from its start through the first all-reduce to its exit, in "
+       "seconds.",
        {"--devices", "--backend", "--threads", "--bind-to"},
        {"lockstep bench launch --devices 2,4 --compare-python"}},
       {"train",
@@ -95,12 +94,12 @@ const std::vector<Kind>& kinds() {
        {"lockstep bench train --epochs 3 --compare-python"}},
       {"python",
        "Measures Python's DDP, all-reduces and launch over the backend \"lockstep\" against Gloo "
-       "and torchrun, with 2 ranks. 'alone' is the step where each of the two processes is a group "
-       "of its own: what no backend can be faster than. Needs the Python package.",
+       "and torchrun, with 2 ranks. 'alone' is the step without communication, where each of the "
+       "two processes is its own group: no backend can be faster. Needs the Python package.",
        {"--steps", "--threads"},
        {"LOCKSTEP_PYTHON=venv/bin/python lockstep bench python"}},
       {"targets",
-       "Measures all figures that the project promises, against Python, and says which are met.",
+       "Measures all figures that have a target, mostly against Python, and says which are met.",
        {"--steps", "--threads", "--bind-to", "--data-dir"},
        {"lockstep bench targets --output targets.json"}},
   };
@@ -209,15 +208,16 @@ void check(const BenchOptions& options) {
 void add_profile_options(Cli& cli, BenchOptions& options) {
   cli.group("Where the time goes");
   cli.flag("--profile", options.profile,
-           "A table of the step's parts (data, forward, backward, communication, optimizer) with "
-           "batches from a loader. Communication is exposed while the step waits for it and hidden "
-           "while backward computes. Times are means of the middle half of the steps, which add "
-           "up, and medians, which need not; rank 0's, and the least and most of all ranks. Marks "
-           "cost some 0.5 us a step. Without --devices 2");
+           "Print a table of the step's parts (data, forward, backward, communication, optimizer), "
+           "with batches from a loader. Communication is exposed while the step waits for it, and "
+           "hidden while backward computes. Times are means over the middle half of the steps, "
+           "which add up, and medians, which need not. The table has rank 0's times, and the "
+           "minimum and maximum over all ranks. Profiling costs some 0.5 us per step. Default of "
+           "--devices with it: 2");
   cli.flag(
       "--operations", options.operations,
-      "With --profile also LibTorch's operations, by the time that they take themselves; slows "
-      "each by some 0.5 us");
+      "With --profile: also list LibTorch's operations by self time. This slows each operation by "
+      "some 0.5 us");
   cli.option("--trace", options.trace,
              "With --profile: write all ranks' steps for Perfetto or Chrome's about:tracing",
              "FILE");
@@ -254,7 +254,7 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.option("--replicas", options.replicas, "Replicas; 0: one for each core", {0, 1024});
   }
   if (takes("--training")) {
-    cli.flag("--training", options.training, "Measure forward and backward in place of inference");
+    cli.flag("--training", options.training, "Measure forward and backward instead of inference");
   }
   if (takes("--devices")) {
     cli.also_called("--devices", {"--gpus", "--nproc-per-node"});
@@ -291,10 +291,11 @@ void add_options(Cli& cli, const Kind& kind, BenchOptions& options) {
     cli.option("--plot", options.plot, "Draw speed-up over ranks into this file", "FILE.svg");
   }
   if (takes("--data-dir")) {
-    cli.option("--data-dir", options.data_dir,
-               "Where MNIST lies; without it LOCKSTEP_DATA_DIR, else ./data, and where there is "
-               "none the built-in digits",
-               "DIR");
+    cli.option(
+        "--data-dir", options.data_dir,
+        "Folder of MNIST; default: LOCKSTEP_DATA_DIR, else ./data. If MNIST is not there, the "
+        "built-in digits are used",
+        "DIR");
   }
 }
 
@@ -302,7 +303,7 @@ void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool&
                         std::string& output) {
   const bool always = kind.name == "targets" || kind.name == "python";
   cli.option("--rounds", options.rounds,
-             std::string("Runs of each side, whose median counts; 0: ") +
+             std::string("Runs of each side; the result is their median. 0: ") +
                  (always ? "5" : "3, or 5 with --compare-python"),
              {0, 1000});
   // Python's DataParallel refuses the CPU, and it has no strategy of each of our names.
@@ -310,10 +311,10 @@ void add_common_options(Cli& cli, const Kind& kind, BenchOptions& options, bool&
       kind.name != "memory" && kind.name != "scaling" && kind.name != "data-parallel";
   if (!always && python) {
     cli.flag("--compare-python", options.compare_python,
-             "Run the same work in Python in alternation, and show the ratios");
+             "Run the same work in Python in turns, and show the ratios");
   }
   cli.group("Output");
-  cli.flag("--json", json, "One JSON object on standard output in place of the table");
+  cli.flag("--json", json, "Print one JSON object instead of the table");
   cli.option("--output", output, "Write the JSON object to this file too", "FILE");
 }
 

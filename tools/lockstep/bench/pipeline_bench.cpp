@@ -158,8 +158,8 @@ void add_options(Cli& cli, Options& options) {
              "Time of backward for the stage's weights", {0, 1e6});
   cli.option("--transfer", options.transfer, "Time of a message between two ranks", {0, 1e6});
   cli.option("--sleep-ms", options.sleep_ms,
-             "Also run the schedule in threads, with stages that sleep so many milliseconds for "
-             "each unit of their time; 0: simulate only",
+             "Also run the schedule in threads, with stages that sleep this many milliseconds per "
+             "unit of time; 0: simulate only",
              {0, 10'000});
 }
 
@@ -185,7 +185,7 @@ int bench_pipeline(const std::vector<std::string>& args) {
   add_options(cli, options);
   cli.group("Output");
   cli.option("--plot", options.plot, "Draw the schedule's timeline", "FILE.svg");
-  cli.flag("--json", json, "One JSON object on standard output in place of the table");
+  cli.flag("--json", json, "Print one JSON object instead of the table");
   cli.option("--output", output, "Write the JSON object to this file too", "FILE");
   cli.example("lockstep bench pipeline --stages 2,4 --num-micro-batches 4,8 --sleep-ms 20");
   cli.example("lockstep bench pipeline --schedule zero-bubble --stages 4 --plot zero-bubble.svg");

@@ -7,7 +7,7 @@ namespace lockstep::tool {
 
 int eval_command(const std::vector<std::string>& args) {
   RunConfig config;
-  Cli cli("lockstep eval", "Tests saved weights on the held-out part of a data set.");
+  Cli cli("lockstep eval", "Tests saved weights on the held-out part of a dataset.");
   cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
   cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
   add_flags(cli, config, {"Model and data"});

@@ -26,10 +26,11 @@ int train_command(const std::vector<std::string>& args) {
   Cli cli("lockstep train", "Trains a model over several processes.");
   add_examples(cli);
   add_flags(cli, config, {"Model and data", "Processes", "Training", "Files", "Output"});
-  cli.option("--config", config_file,
-             "Read flags from a TOML file (max-epochs = 3); those on the command line win. "
-             "--checkpoint-dir gets the resolved one as config.toml",
-             "FILE");
+  cli.option(
+      "--config", config_file,
+      "Read flags from a TOML file (max-epochs = 3). Flags on the command line take precedence. "
+      "The resolved configuration is saved as config.toml in --checkpoint-dir",
+      "FILE");
   if (!cli.parse(args)) return 0;
   check_config(config);
   return run_ranks(
