@@ -35,7 +35,7 @@ class UsageError : public Error {
   int exit_code() const noexcept override { return kExitUsage; }
 };
 
-/// A file or data that is missing, truncated, damaged, foreign or of another kind than expected.
+/// A file or data that is missing, truncated, damaged, or of another format or kind than expected.
 class DataError : public Error {
  public:
   using Error::Error;
@@ -130,7 +130,7 @@ class WorkerError : public Error {
   int exit_code_;
 };
 
-/// The process was asked to stop by a signal and unwound in order.
+/// A signal asked the process to stop, and the stack was unwound.
 class InterruptedError : public Error {
  public:
   explicit InterruptedError(int signal_number);

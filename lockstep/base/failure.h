@@ -55,7 +55,8 @@ struct Failure {
   bool concerns(int rank) const;
   /// The same, and whether it says that the rank is gone. A late rank may still be alive.
   bool tells_the_loss_of(int rank) const;
-  /// Adds what became of other ranks. Of several kinds `left` counts, else the first.
+  /// Adds the other failure's ranks. If the kinds differ, the result is `left` if one of them is,
+  /// else the first kind.
   void add(const Failure& other);
 };
 
@@ -66,13 +67,13 @@ std::optional<Failure::Kind> failure_kind_named(std::string_view name);
 
 /// The words: "rank 1 (process 4711) has closed the group: rank 2 (process 4712) has ended".
 std::string describe(const Failure& failure);
-/// How a peer is told of that left after `steps` of its loop: " left its loop after 287 steps".
+/// The text for a peer that left after `steps` of its loop: " left its loop after 287 steps".
 std::string left_after(int64_t steps);
 
-/// Bytes of at most `most`, which must be 64 or more: causes, words and ranks that do not fit are
-/// left out, in this order. For processes of one byte order.
+/// Encodes it in at most `most` bytes; `most` must be 64 or more. Causes, words and ranks that do
+/// not fit are left out, in this order. The processes must have the same byte order.
 std::string encode(const Failure& failure, size_t most = 4000);
-/// Of what `encode` gave, also where more bytes follow. None for other or damaged bytes.
+/// Decodes the result of `encode`, even if more bytes follow. Empty for other or damaged bytes.
 std::optional<Failure> decode_failure(std::string_view bytes);
 
 }  // namespace lockstep
