@@ -69,10 +69,11 @@ class HierarchicalModelAverager : public ModelAverager {
   int64_t warmup_steps_;
 };
 
-/// The group's ranks in groups of `size`, neighbours together, as torch.distributed.new_subgroups:
-/// gives this rank's. A collective. Throws UsageError where `size` does not divide the group.
+/// Divides the group into subgroups of `size` consecutive ranks, as
+/// torch.distributed.new_subgroups, and returns this rank's. A collective. Throws UsageError where
+/// `size` does not divide the group.
 ProcessGroup new_subgroups(const ProcessGroup& group, int size);
-/// The group's ranks by hosts: this host's. A collective.
+/// Divides the group by hosts and returns this host's subgroup. A collective.
 ProcessGroup new_subgroup_of_host(const ProcessGroup& group);
 
 /// Replaces each parameter by its mean over the group's ranks, with one all-reduce of all of them
@@ -102,7 +103,7 @@ std::vector<at::Tensor> get_params_to_average(const std::vector<at::Tensor>& par
 /// again. A state without it is taken with a warning: the averager's count is then 0.
 class PostLocalSGDOptimizer : public Optimizer {
  public:
-  /// `parameters` are those that are averaged, mostly the optimizer's. Throws UsageError for nulls.
+  /// `parameters` are averaged; usually they are the optimizer's. Throws UsageError for nulls.
   PostLocalSGDOptimizer(std::unique_ptr<Optimizer> optimizer, std::vector<at::Tensor> parameters,
                         std::shared_ptr<ModelAverager> averager);
 

@@ -86,21 +86,20 @@ class DataParallelCore {
 /// modules of the same structure (UsageError otherwise). Their values are overwritten. Forward may
 /// take and return what `scatter` and `gather` handle.
 ///
-/// Replicas stay from forward to forward. A parameter is copied again only when the module's has
-/// changed, by its version counter. On the module's own device nothing is copied: replicas use the
-/// module's memory. What a forward writes into buffers is kept of the first replica and lost of the
-/// others, as in Python: batch norm's running statistics are those of the first part of the batch.
-/// Other members that forward writes are never seen in the module.
+/// Replicas are kept from forward to forward. A parameter is copied again only if its version
+/// counter in the module has changed. On the module's own device nothing is copied: replicas use
+/// the module's memory. What a forward writes into buffers is kept for the first replica and lost
+/// for the others, as in Python: batch norm's running statistics are those of the first part of the
+/// batch. Changes that forward makes to other members never reach the module.
 ///
 /// Members and options that the program changes between forwards (`dropout->options.p(0)`, a number
-/// of the module's own type) are noticed, and the replicas made anew. That holds for what
-/// LibTorch's modules print, and for all that lies in the object of type ModulePtr itself. It does
-/// not hold for what such members point to (the elements of a vector), and for a type of your own
-/// within the module that does not print the member (`pretty_print`): call `remake_replicas` after
-/// a change.
+/// of the module's own type) are noticed, and the replicas are made again. This covers everything
+/// that LibTorch's modules print, and all direct members of the module's own object. It does not
+/// cover memory that members point to (the elements of a vector), nor your own submodules that do
+/// not print the member (`pretty_print`). After such a change call `remake_replicas`.
 ///
-/// Where the inputs are enough for one replica only, the module itself runs. The outputs have the
-/// same form: a loss of the module is a vector of one element. With one device it is a scalar.
+/// If the inputs suffice for only one replica, the module itself runs. The outputs have the same
+/// form: a loss of the module is a vector of one element. With one device it is a scalar.
 ///
 /// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
 /// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
@@ -194,8 +193,8 @@ class DataParallel {
   std::vector<ModulePtr> replicas_;
 };
 
-/// One forward of a module over several devices, as torch.nn.parallel.data_parallel. Makes the
-/// replicas anew: keep a DataParallel for more than one.
+/// One forward of a module over several devices, as torch.nn.parallel.data_parallel. It makes the
+/// replicas again each time: for several forwards keep a DataParallel.
 template <class ModulePtr, class... Args>
 auto data_parallel(const ModulePtr& module, std::tuple<Args...> inputs,
                    const DataParallelOptions& options = {}) {

@@ -147,8 +147,8 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
 /// per module as well. `devices` names the modules' devices in errors, and says where streams are
 /// taken from. Empty: those of their first parameters.
 ///
-/// Inputs may depend on each other and on the modules' parameters. With gradients, use no input
-/// again that a module has written to: the caller's graph does not know of that.
+/// Inputs may depend on each other and on the modules' parameters. If gradients are needed, do not
+/// use an input again that a module has written to: the caller's graph does not record the write.
 ///
 /// Throws ReplicaError when a module throws, and UsageError for lists of different lengths.
 template <class ModulePtr, class... Args>

@@ -71,7 +71,7 @@ class ReplicaSet {
 /// A copy of the module on each device, as torch.nn.parallel.replicate. A device may be named
 /// twice. Unless `detach` is set, backward through a copy reaches the module's parameters. On the
 /// module's own device a copy's parameters share their memory. The copies are for one forward: make
-/// new ones, or use DataParallel, which keeps them, after the parameters have changed.
+/// new ones after the parameters have changed, or use DataParallel, which updates them.
 ///
 /// The module must be torch::nn::Cloneable, as LibTorch's own modules are, or override `clone`.
 /// Throws UsageError where it is not.
@@ -148,10 +148,10 @@ std::vector<T> scatter(const T& value, const std::vector<c10::Device>& devices, 
   return parts;
 }
 
-/// Puts the replicas' outputs together: the tensors along `dim`, on `device`. Tensors without
-/// dimensions become a vector of one element for each replica. Everything that is no tensor is the
-/// first replica's. Gradients flow back. Throws UsageError where the replicas gave different
-/// numbers of tensors or maps with different keys, and for no outputs.
+/// Concatenates the replicas' output tensors along `dim`, on `device`. Tensors without dimensions
+/// become a vector of one element per replica. Everything that is not a tensor is taken from the
+/// first replica. Gradients flow back. Throws UsageError where the replicas gave different numbers
+/// of tensors or maps with different keys, and for no outputs.
 template <class T>
 T gather(const std::vector<T>& outputs, c10::Device device, int64_t dim = 0) {
   std::vector<T> copies = outputs;

@@ -17,7 +17,7 @@ struct LocalPipelineOptions {
   std::string schedule = "1f1b";
   /// Parts of a batch. 4 keep two stages busy for 4/5 of the time.
   int64_t num_micro_batches = 4;
-  /// Stages of a device; 0 is the schedule's own: 2 for interleaved-1f1b, else 1.
+  /// Stages per device. 0: the schedule's default, 2 for interleaved-1f1b, else 1.
   int64_t stages_per_device = 0;
   /// The layers at which the second and all further stages begin. Empty: stages of equal cost,
   /// guessed from the layers' parameters (see measure_layer_costs for a better guess).
@@ -59,7 +59,7 @@ class LocalPipeline {
   /// The output of a batch, without a graph, on the last stage's device.
   at::Tensor predict(const at::Tensor& input);
 
-  /// Of all layers, each once, in their order.
+  /// The parameters of all layers, each once, in order.
   const std::vector<at::Tensor>& parameters() const;
   /// The first layer of each stage.
   const std::vector<size_t>& stage_starts() const;

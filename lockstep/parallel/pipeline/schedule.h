@@ -52,7 +52,7 @@ struct PipelineSchedule {
 struct PipelineShape {
   int num_ranks = 1;
   int num_micro_batches = 4;
-  /// 0 is the schedule's own: 2 for interleaved-1f1b, which needs several, else 1.
+  /// 0: the schedule's default, 2 for interleaved-1f1b, which needs several, else 1.
   int stages_per_rank = 0;
 };
 
