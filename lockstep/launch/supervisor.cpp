@@ -265,8 +265,11 @@ class SupervisorProcess {
       const ssize_t size = ::read(control_, &signal, sizeof signal);
       if (size < 0 && errno == EINTR) continue;
       if (size != sizeof signal) return;
+      // What USR1 and USR2 mean is between the worker and who sends them: a child of the worker's
+      // would die of them.
+      const bool is_message = signal == SIGUSR1 || signal == SIGUSR2;
       for (const pid_t pid : pids_) {
-        if (pid > 0) ::kill(-pid, signal);
+        if (pid > 0) ::kill(is_message ? pid : -pid, signal);
       }
     }
   }

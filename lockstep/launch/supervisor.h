@@ -72,7 +72,8 @@ class Supervisor {
   std::optional<SupervisorEvent> next();
   /// True once `next` has found the supervisor gone.
   bool gone() const { return gone_; }
-  /// Sends a signal to the process groups of all workers that live.
+  /// Sends a signal to the process groups of all workers that live; USR1 and USR2 to the workers
+  /// alone.
   void signal_all(int signal);
   /// Has the supervisor kill what is left and end. Does not wait.
   void finish() { control_.reset(); }
