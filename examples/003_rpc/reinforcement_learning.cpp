@@ -34,7 +34,10 @@ using rpc_tutorial::CartPole;
 
 struct Options {
   int world_size = 3;
-  int episodes = 100;
+  int episodes = 100;  ///< Rounds of learning.
+  /// Of each observer in a round. All make equally many, so that none waits for a batch that the
+  /// others no longer fill. A pole that falls stands up again.
+  int steps = 500;
   double gamma = 0.99;
   double lr = 0.01;
   int64_t seed = 543;
@@ -67,36 +70,43 @@ class Policy {
       const int64_t observer = requests[i].observer;
       std::bernoulli_distribution right(chances[static_cast<int64_t>(i)][1].item<double>());
       selected.push_back(right(random_of(observer)) ? 1 : 0);
-      auto& episode = episodes_[observer];
+      auto& episode = current_episode(observer);
       episode.states.push_back(requests[i].state);
       episode.actions.push_back(selected.back());
     }
     return selected;
   }
 
-  void report_reward(int64_t observer, double reward) {
+  void report_reward(int64_t observer, double reward, bool done) {
     const std::lock_guard lock(mutex_);
-    episodes_[observer].rewards.push_back(reward);
+    auto& episode = current_episode(observer);
+    episode.rewards.push_back(reward);
+    episode.done = done;
   }
 
-  /// Learns from the episodes that ended and forgets them. Returns the mean of their rewards.
+  /// Learns from a round's episodes and forgets them. Returns the mean of their rewards.
   double learn() {
     const std::lock_guard lock(mutex_);
     std::vector<at::Tensor> states;
     std::vector<int64_t> actions;
     std::vector<double> returns;
     double total = 0;
-    for (const auto& [observer, episode] : episodes_) {
-      states.insert(states.end(), episode.states.begin(), episode.states.end());
-      actions.insert(actions.end(), episode.actions.begin(), episode.actions.end());
-      // What came after each action, later rewards counting less.
-      std::vector<double> its(episode.rewards.size());
-      double sum = 0;
-      for (size_t i = its.size(); i-- > 0;) its[i] = sum = episode.rewards[i] + options.gamma * sum;
-      returns.insert(returns.end(), its.begin(), its.end());
-      total += static_cast<double>(its.size());
+    size_t count = 0;
+    for (const auto& [observer, episodes] : episodes_) {
+      for (const auto& episode : episodes) {
+        ++count;
+        states.insert(states.end(), episode.states.begin(), episode.states.end());
+        actions.insert(actions.end(), episode.actions.begin(), episode.actions.end());
+        // What came after each action, later rewards counting less.
+        std::vector<double> its(episode.rewards.size());
+        double sum = 0;
+        for (size_t i = its.size(); i-- > 0;)
+          its[i] = sum = episode.rewards[i] + options.gamma * sum;
+        returns.insert(returns.end(), its.begin(), its.end());
+        total += static_cast<double>(its.size());
+      }
     }
-    const double mean = total / static_cast<double>(episodes_.size());
+    const double mean = total / static_cast<double>(count);
     episodes_.clear();
     auto weights = at::tensor(returns, at::kFloat);
     weights = (weights - weights.mean()) / (weights.std() + 1e-6);
@@ -113,7 +123,13 @@ class Policy {
     std::vector<at::Tensor> states;
     std::vector<int64_t> actions;
     std::vector<double> rewards;
+    bool done = false;
   };
+  Episode& current_episode(int64_t observer) {
+    auto& episodes = episodes_[observer];
+    if (episodes.empty() || episodes.back().done) episodes.emplace_back();
+    return episodes.back();
+  }
   static nn::Sequential make_scores() {
     at::manual_seed(static_cast<uint64_t>(options.seed));
     return nn::Sequential(nn::Linear(4, 128), nn::ReLU(), nn::Linear(128, 2));
@@ -130,7 +146,7 @@ class Policy {
   nn::Sequential scores_ = make_scores();
   std::unique_ptr<lockstep::Optimizer> optimizer_ =
       lockstep::make_optimizer("adam", scores_->parameters(), {.lr = options.lr});
-  std::map<int64_t, Episode> episodes_;
+  std::map<int64_t, std::vector<Episode>> episodes_;  ///< Of this round, by observer.
 };
 
 /// The agent's, made anew for each way.
@@ -142,9 +158,10 @@ std::unique_ptr<Policy>& policy() {
 const auto select_action = rpc::function("select_action", [](const Request& request) {
   return policy()->select_actions({request}).front();
 });
-const auto report_reward = rpc::function("report_reward", [](int64_t observer, double reward) {
-  policy()->report_reward(observer, reward);
-});
+const auto report_reward =
+    rpc::function("report_reward", [](int64_t observer, double reward, bool done) {
+      policy()->report_reward(observer, reward, done);
+    });
 
 using BatchedSelect = rpc::Function<rpc::Future<int64_t>(Request)>;
 // Registered when the number of observers is known.
@@ -161,18 +178,16 @@ class Observer {
   explicit Observer(int64_t number)
       : number_(number), environment_(static_cast<uint64_t>(options.seed + number)) {}
 
-  /// Returns how many steps the pole stood.
-  int64_t run_episode(bool batched) {
+  void run_round(bool batched) {
     auto state = environment_.reset();
-    for (int64_t steps = 1;; ++steps) {
+    for (int step_number = 0; step_number < options.steps; ++step_number) {
       const Request request{number_, at::tensor(at::ArrayRef<float>(state))};
       const int64_t action = batched
                                  ? rpc::call("agent", BatchedSelect("select_action_batch"), request)
                                  : rpc::call("agent", select_action, request);
       const auto step = environment_.step(action);
-      rpc::call("agent", report_reward, number_, step.reward);
-      if (step.done) return steps;
-      state = step.state;
+      rpc::call("agent", report_reward, number_, step.reward, step.done);
+      state = step.done ? environment_.reset() : step.state;
     }
   }
 
@@ -182,7 +197,7 @@ class Observer {
 };
 const auto make_observer = rpc::function(
     "make_observer", [](int64_t number) { return std::make_shared<Observer>(number); });
-const auto run_episode = rpc::method("Observer.run_episode", &Observer::run_episode);
+const auto run_round = rpc::method("Observer.run_round", &Observer::run_round);
 
 void run_agent(bool batched) {
   const char* way = batched ? "batched" : "one by one";
@@ -195,11 +210,12 @@ void run_agent(bool batched) {
   int64_t requests = 0;
   const auto start = std::chrono::steady_clock::now();
   for (int episode = 1; episode <= options.episodes; ++episode) {
-    std::vector<rpc::Future<int64_t>> running;
+    std::vector<rpc::Future<void>> running;
     for (const auto& observer : observers) {
-      running.push_back(observer.rpc_async(run_episode, batched));
+      running.push_back(observer.rpc_async(run_round, batched));
     }
-    for (const int64_t steps : rpc::when_all(running).wait()) requests += steps;
+    for (const auto& round : running) round.wait();
+    requests += static_cast<int64_t>(observers.size()) * options.steps;
     const double reward = policy()->learn();
     average = 0.05 * reward + 0.95 * average;
     if (episode % options.log_interval == 0) {
@@ -232,7 +248,8 @@ void run_worker() {
 void read_options(int argc, char** argv) {
   examples::Flags flags("An agent that learns to balance the poles of its observers, over RPC");
   flags.option("--world-size", options.world_size, "The agent and its observers together", {2, 64});
-  flags.option("--episodes", options.episodes, "Episodes of each observer, at most", {1});
+  flags.option("--episodes", options.episodes, "Rounds of learning, at most", {1});
+  flags.option("--steps", options.steps, "Steps of each observer in a round", {1});
   flags.option("--gamma", options.gamma, "How much the next reward counts beside the last");
   flags.option("--lr", options.lr, "The learning rate");
   flags.option("--seed", options.seed, "Of the policy and the poles", {0});

@@ -347,9 +347,11 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
 }
 
 void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op) const {
+  made_first_step.store(true, std::memory_order_relaxed);
   lockstep::all_reduce(checked(impl_), Mode::blocking, tensor, op).wait();
 }
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
+  made_first_step.store(true, std::memory_order_relaxed);
   return lockstep::all_reduce(checked(impl_), Mode::async, tensor, op);
 }
 void ProcessGroup::all_reduce_coalesced(Tensors& tensors, ReduceOp op) const {
@@ -429,7 +431,7 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
                                      input_splits);
 }
 void ProcessGroup::note_steps(int64_t steps) const noexcept {
-  made_first_step = true;
+  made_first_step.store(true, std::memory_order_relaxed);
   if (!impl_) return;
   // Written by one thread, that of the loop.
   if (steps > impl_->steps->load(std::memory_order_relaxed))

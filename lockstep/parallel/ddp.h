@@ -151,7 +151,7 @@ class DdpCore {
 /// (torch::load, set_data: they are not broadcast), and layers may be frozen or unfrozen, on all
 /// ranks alike (MismatchError else). Then the buckets are made anew, which is a collective; with a
 /// hook of the user's own it is a UsageError that names a parameter. So is another dtype or shape.
-/// Do not add or remove parameters.
+/// Adding or removing parameters is a UsageError, noticed at the first forward and every 100th.
 ///
 /// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
 /// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their

@@ -17,7 +17,7 @@ namespace lockstep::rpc {
 
 struct BatchOptions {
   /// The most requests in a batch. The number of callers is a good choice: more never arrive
-  /// together.
+  /// together. Callers that stop while others go on leave batches short: each then takes `delay`.
   int64_t size = 16;
   /// The first request of a batch waits no longer than this for others. The default is several
   /// times the duration of a call, so that slower callers are included.

@@ -149,7 +149,7 @@ class Rnn(unittest.TestCase):
 class ReinforcementLearning(unittest.TestCase):
     def test_both_ways_learn(self):
         """A pole that is pushed at random stands for some 22 steps."""
-        output = run("003_rpc/reinforcement_learning", "--episodes", 60, "--world-size", 3)
+        output = run("003_rpc/reinforcement_learning", "--episodes", 25, "--world-size", 3)
         for way in ("one by one", "batched"):
             found = re.search(rf"{way}: (\d+) actions/s, average ([\d.]+)", output)
             self.assertTrue(found, output)

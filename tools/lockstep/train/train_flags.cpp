@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "lockstep/base/cores.h"
+#include "lockstep/base/env.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
@@ -47,10 +48,13 @@ namespace {
 /// A variable that was left behind, or --devices in a configuration file, would surprise silently.
 void tell_of_ignored_devices(const RunConfig& config, const JobEnvironment& job) {
   const int here = job.local_size > 0 ? job.local_size : job.world_size;
-  if (job.rank != 0 || config.devices == here) return;
+  // Variables that no launcher of ours or torchrun's has set may be left over, with any rank.
+  const bool by_hand = job.launcher == "torchrun" && !env_string("TORCHELASTIC_RUN_ID");
+  if ((job.rank != 0 && !by_hand) || config.devices == here) return;
   log_warning("--devices " + std::to_string(config.devices) +
-              " is ignored: by its environment variables this process is rank 0 of " +
-              std::to_string(job.world_size) + ", started by " + job.launcher +
+              " is ignored: by its environment variables this process is rank " +
+              std::to_string(job.rank) + " of " + std::to_string(job.world_size) + ", started by " +
+              job.launcher +
               ". Where no launcher has started it, unset them (RANK, WORLD_SIZE, ...)");
 }
 
