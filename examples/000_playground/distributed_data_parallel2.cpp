@@ -45,7 +45,7 @@ Options read_options(int argc, char** argv) {
   flags.option("--ip", options.ip, "-ip: the address of machine 0", "ADDRESS");
   flags.option("--port", options.port, "Where machine 0 listens", {1, 65535});
   flags.option("-s,--savefile", options.savefile,
-               "Save the model here after each epoch, as safetensors", "FILE");
+               "Save the model here after each epoch: safetensors, or FILE.pt", "FILE");
   flags.option("--epochs", options.epochs, "Passes over the data", {0});
   flags.option("--batch-size", options.batch_size, "Samples of a process in a step", {1});
   flags.option("--lr", options.lr, "Learning rate", {0});
@@ -181,10 +181,9 @@ void train(const Options& options) {
         epoch + 1, options.epochs, trained.loss(), trained.accuracy(), tested.loss(),
         tested.accuracy(), static_cast<long long>(tested.samples));
     if (!options.savefile.empty()) {
-      lockstep::save_safetensors(options.savefile, lockstep::state_dict(*model),
-                                 {{"epoch", std::to_string(epoch + 1)}});
-      std::printf("Epoch %d/%d saved to %s as safetensors\n", epoch + 1, options.epochs,
-                  options.savefile.c_str());
+      lockstep::save_weights(lockstep::state_dict(*model), options.savefile,
+                             {{"epoch", std::to_string(epoch + 1)}});
+      std::printf("Epoch %d/%d saved to %s\n", epoch + 1, options.epochs, options.savefile.c_str());
     }
     std::fflush(stdout);
   }

@@ -57,10 +57,13 @@ class Run(unittest.TestCase):
             self.assertEqual(code, 0, err)
 
     def test_attempts_have_numbers_logs_and_lines(self):
-        with t.temporary_folder() as folder:
-            text = "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; [ $RANK = 0 ] && exit 0; exit $((5 + TORCHELASTIC_RESTART_COUNT))"
+        with t.temporary_folder() as folder, t.temporary_folder() as out:
+            said = "$OUT/$TORCHELASTIC_RESTART_COUNT"
+            text = ("echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; "
+                    f"[ $RANK = 0 ] && {{ touch {said}; exit 0; }}; until [ -e {said} ]; do sleep 0.01; done; "
+                    "exit $((5 + TORCHELASTIC_RESTART_COUNT))")
             code, _, err = lockstep_run("--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", folder, "--redirects", 1,
-                                        "sh", "-c", text)
+                                        "sh", "-c", text, env={"OUT": str(out)})
             self.assertEqual(code, 7)
             run = next(folder.iterdir())
             for attempt in range(3):
