@@ -41,7 +41,12 @@ struct GradientAveragerOptions {
 /// where it threw on all ranks at the same place: their calls would no longer fit together.
 /// (LibTorch's reducer then fails for ever, as in Python: make the averager anew.) In a backward of
 /// distributed autograd the gradients of its rpc::AutogradContext are averaged. Parameters that
-/// need no gradient when this is made are left alone: do not unfreeze them afterwards.
+/// need no gradient when this is made are left alone.
+///
+/// Values may be put into the parameters afterwards (torch::load, set_data). Of `Reducer::c10d`,
+/// hooks and sparse gradients that may be a UsageError that names a parameter. To freeze or
+/// unfreeze layers, or to convert them, is always one, in the next backward: make the averager
+/// anew.
 ///
 /// The constructors check that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs), and broadcast those of rank 0. They are collectives. Random

@@ -62,7 +62,9 @@ class Generations(unittest.TestCase):
             result = json.loads(output)
             self.assertEqual(result["seen"], result["deaths"], result)
             before, after = result["before"], result["after"]
-            self.assertEqual((after["descriptors"], after["threads"]), (before["descriptors"], before["threads"]), result)
+            self.assertEqual(after["descriptors"], before["descriptors"], result)
+            # One may just be ending.
+            self.assertLessEqual(after["threads"], before["threads"], result)
             self.assertLessEqual(after["mappings"], before["mappings"] + SOME_MAPPINGS, result)
             weights.append(result["weights"])
             # Those of the last generation are left, whichever members it had.
