@@ -218,9 +218,12 @@ Step make_step(const Job& job, Carrier carrier, int size, uint64_t key, int uniq
   Step step;
   step.key = key;
   step.kind = random_kind(random);
-  // It tells by a time-out alone that a rank is gone, so it does not belong to a program where one
-  // goes.
+  // These tell by a time-out alone that a rank is gone, so they do not belong to a program where
+  // one goes: recv_any over gloo and between hosts, too.
   if (step.kind == Kind::monitored_barrier && !job.ending.empty()) step.kind = Kind::barrier;
+  const bool over_gloo = job.backend == "gloo" || job.backend == "hierarchical";
+  if (step.kind == Kind::collect_any && over_gloo && !job.ending.empty())
+    step.kind = Kind::exchange;
   step.dtype = any_of(dtypes_of(carrier, step.kind), random);
   step.reduction = any_of(reductions(), random);
   while (reduces(step.kind) && !has_reduction(carrier, step.dtype, step.reduction))
