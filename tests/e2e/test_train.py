@@ -448,7 +448,7 @@ class Files(unittest.TestCase):
                     "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n"):
             with t.temporary_folder() as folder:
                 optional = folder / "run.toml"
-                optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-val-batches = 1\n" + own)
+                optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-val-batches = 1\nshutdown-timeout = 5\n" + own)
                 train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
                 keys |= set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))
