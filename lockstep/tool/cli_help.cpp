@@ -124,7 +124,8 @@ std::string HelpPage::text(int width, const std::string& section) const {
   if (!examples.empty()) text += "\nExamples:\n";
   for (const auto& [line, what] : examples) text += example_lines(line, what, columns);
   if (groups.size() < kWorthSections) return text;
-  const std::string one = "'" + command + " --help " + split(to_lower(groups.front()), ' ').front() +
+  const std::string one = "'" + command + " --help " +
+                          split(to_lower(groups.front()), ' ').front() +
                           "' prints one section: " + join(groups, ", ");
   return text + "\n" + wrapped(one, {0, 0, columns}) + "\n";
 }

@@ -1,6 +1,6 @@
 // What the data room reads from files, for data_files_test.py.
-//   data_files_tool copy IN OUT                 IN is .safetensors, .npy, .npz or .pt; metadata is kept
-//   data_files_tool dataset NAME DATA_DIR SEED OUT.safetensors
+//   data_files_tool copy IN OUT                 IN is .safetensors, .npy, .npz or .pt; metadata is
+//   kept data_files_tool dataset NAME DATA_DIR SEED OUT.safetensors
 //     OUT gets data, targets, test_data and test_targets.
 #include <ATen/core/Tensor.h>
 
