@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +25,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "lockstep/base/error.h"
@@ -179,12 +181,22 @@ size_t entries(const char* folder) {
   return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
 }
 
-nlohmann::json held(Store& store) {
+/// The kernel lists a thread for a moment after it was joined: at most 5 s until there are
+/// `wanted`.
+size_t count_threads(size_t wanted) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  while (entries("/proc/self/task") > wanted && std::chrono::steady_clock::now() < limit)
+    std::this_thread::yield();
+  return entries("/proc/self/task");
+}
+
+/// `threads`: as many as there should be.
+nlohmann::json held(Store& store, size_t threads) {
   std::ifstream maps("/proc/self/maps");
   const auto mappings =
       std::count(std::istreambuf_iterator<char>(maps), std::istreambuf_iterator<char>(), '\n');
   return {{"descriptors", entries("/proc/self/fd")},
-          {"threads", entries("/proc/self/task")},
+          {"threads", count_threads(threads)},
           {"mappings", mappings},
           {"keys", store.num_keys()}};
 }
@@ -208,6 +220,7 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
   torch::nn::Linear model(3, 2);
   Learner learner;
   nlohmann::json result = {{"id", member.id}, {"deaths", 0}, {"seen", 0}};
+  const size_t threads = entries("/proc/self/task");  // No World has a thread yet.
   const int64_t first_ones = std::min<int64_t>(count / 2, 30);
   for (int64_t generation = 1; generation <= count; ++generation) {
     const Plan plan(generation, seed, members);
@@ -224,9 +237,9 @@ int run_member(const Member& member, int members, int64_t count, int64_t seed) {
       learn(learner, world, generation, member.id);
     }
     if (mortal > 0) waitpid(mortal, nullptr, 0);
-    if (generation == first_ones) result["before"] = held(store);
+    if (generation == first_ones) result["before"] = held(store, threads);
   }
-  result["after"] = held(store);
+  result["after"] = held(store, threads);
   for (const auto& [name, weight] : learner.weights) {
     result["weights"][name] = weight.sum().item<double>();
   }

@@ -63,7 +63,6 @@ class Generations(unittest.TestCase):
             self.assertEqual(result["seen"], result["deaths"], result)
             before, after = result["before"], result["after"]
             self.assertEqual(after["descriptors"], before["descriptors"], result)
-            # One may just be ending.
             self.assertLessEqual(after["threads"], before["threads"], result)
             self.assertLessEqual(after["mappings"], before["mappings"] + SOME_MAPPINGS, result)
             weights.append(result["weights"])
