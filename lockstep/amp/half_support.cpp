@@ -21,6 +21,9 @@ namespace {
 constexpr int64_t kProductSize = 256;
 /// A gain that is smaller does not pay for the conversions.
 constexpr double kWorthIt = 0.9;
+/// A convolution that is this much slower outweighs what the products gain.
+constexpr double kMuchSlower = 4;
+constexpr int kProductRuns = 15, kGradientRuns = 3;
 
 /// The names by which the kernel knows this processor's instructions.
 std::vector<std::string> cpu_flags() {
@@ -33,35 +36,63 @@ std::vector<std::string> cpu_flags() {
   return {};
 }
 
-/// The least of several times of a product of square matrices in `dtype` and in float32, in
-/// microseconds. They take turns, so that other work on the machine disturbs both alike.
-std::pair<double, double> product_us(at::ScalarType dtype) {
+at::Tensor leaf(at::IntArrayRef shape, const at::TensorOptions& options) {
+  return at::ones(shape, options).requires_grad_();
+}
+
+/// A sum over the operation's output, and its gradients.
+void run_backward(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
+  torch::autograd::grad({output.sum()}, inputs);
+}
+
+void product(at::ScalarType dtype) {
+  const at::Tensor matrix = at::ones({kProductSize, kProductSize}, dtype);
+  at::mm(matrix, matrix);
+}
+
+/// LibTorch has kernels for the products in float16 on processors where it has none for these.
+void convolution_gradients(at::ScalarType dtype) {
+  const at::AutoGradMode with_graph(true);
+  const at::Tensor x = leaf({1, 8, 12, 12}, dtype), weight = leaf({8, 8, 3, 3}, dtype);
+  run_backward(at::conv2d(x, weight), {x, weight});
+}
+
+struct Times {
+  double half, full;  ///< Microseconds.
+};
+
+/// The least of several times in `dtype` and in float32. They take turns, so that other work on the
+/// machine disturbs both alike.
+Times least_times(void (*operation)(at::ScalarType), at::ScalarType dtype, int runs) {
   using Clock = std::chrono::steady_clock;
-  constexpr int kRuns = 15;
-  const at::Tensor half = at::ones({kProductSize, kProductSize}, dtype), full = half.to(at::kFloat);
-  const auto timed = [](const at::Tensor& matrix) {
+  const auto timed = [operation](at::ScalarType in) {
     const auto begin = Clock::now();
-    at::mm(matrix, matrix);
+    operation(in);
     return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
   };
-  std::pair<double, double> least{timed(half), timed(full)};
-  for (int run = 1; run < kRuns; ++run) {
-    least.first = std::min(least.first, timed(half));
-    least.second = std::min(least.second, timed(full));
+  Times least{timed(dtype), timed(at::kFloat)};
+  for (int run = 1; run < runs; ++run) {
+    least.half = std::min(least.half, timed(dtype));
+    least.full = std::min(least.full, timed(at::kFloat));
   }
   return least;
 }
 
 /// Instructions say little about speed: without AMX LibTorch's products may take twice float32's
-/// time.
+/// time, and the gradients of convolutions in float16 a hundred times.
 HalfSupport measured_support(at::ScalarType dtype, const std::string& instructions) {
-  const auto [half, full] = product_us(dtype);
-  if (half < kWorthIt * full) return {true, instructions, true};
-  char text[160];
-  std::snprintf(
-      text, sizeof text,
-      "though the processor has %s, a product of %ld x %ld takes %.0f us, and %.0f us in float32",
-      instructions.c_str(), kProductSize, kProductSize, half, full);
+  const Times product_us = least_times(product, dtype, kProductRuns);
+  const Times gradient_us = least_times(convolution_gradients, dtype, kGradientRuns);
+  const bool slow_product = product_us.half >= kWorthIt * product_us.full;
+  if (!slow_product && gradient_us.half < kMuchSlower * gradient_us.full)
+    return {true, instructions, true};
+  const Times& told = slow_product ? product_us : gradient_us;
+  char text[192];
+  std::snprintf(text, sizeof text,
+                "though the processor has %s, %s takes %.0f us, and %.0f us in float32",
+                instructions.c_str(),
+                slow_product ? "a product of 256 x 256" : "the gradient of a small convolution",
+                told.half, told.full);
   return {false, text, true};
 }
 
@@ -96,15 +127,6 @@ HalfSupport cuda_support(at::ScalarType dtype) {
   return at::detail::getCUDAHooks().supportsBFloat16ConvolutionWithCuDNNv8()
              ? HalfSupport{true, "tensor cores", true}
              : HalfSupport{false, "the GPU's compute capability is below 8.0"};
-}
-
-/// A sum over the operation's output, and its gradients.
-void run_backward(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
-  torch::autograd::grad({output.sum()}, inputs);
-}
-
-at::Tensor leaf(at::IntArrayRef shape, const at::TensorOptions& options) {
-  return at::ones(shape, options).requires_grad_();
 }
 
 void try_linear(const at::TensorOptions& options) {
