@@ -5,6 +5,7 @@ torch_minimum=2.11
 clang_tidy_version=22.1.8
 scikit_build_core_version=1.1.2
 expecttest_version=0.3.0
+pillow_version=13.0.0
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {

@@ -67,15 +67,15 @@ install_torch() {
   touch .venv/.complete
 }
 
-# What pip builds the wheel with, and what PyTorch's own tests import. Without them the tests of the wheel say that
-# they are skipped.
-install_wheel_tools() {
+# What pip builds the wheel with, what PyTorch's own tests import, and Pillow, which our images are compared with. Without
+# them the tests that need them say that they are skipped.
+install_test_modules() {
   [ -x .venv/bin/python3 ] || return 0
-  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core' 2>/dev/null || return 0
-  say "Installing scikit-build-core and expecttest into .venv"
+  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core, PIL' 2>/dev/null || return 0
+  say "Installing scikit-build-core, expecttest and Pillow into .venv"
   .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" \
-    "expecttest==$expecttest_version" ||
-    fail "pip could not install scikit-build-core and expecttest" "check the network and run this again"
+    "expecttest==$expecttest_version" "pillow==$pillow_version" ||
+    fail "pip could not install scikit-build-core, expecttest and Pillow" "check the network and run this again"
 }
 
 # Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.
@@ -90,5 +90,5 @@ install_clang_tidy() {
 
 install_packages "$@"
 install_torch
-[ "${1:-}" != --test ] || install_wheel_tools
+[ "${1:-}" != --test ] || install_test_modules
 [ "${1:-}" != --dev ] || install_clang_tidy
