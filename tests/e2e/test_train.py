@@ -196,6 +196,17 @@ class Outcome(unittest.TestCase):
         result = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, t.LOCKSTEP, *flags, 2)
         self.assertNotIn("ignored", result.stderr)
 
+    def test_variables_that_were_left_over_are_told(self):
+        """They name as many ranks as --devices does, so nothing else says why it waits."""
+        with subprocess.Popen([t.LOCKSTEP, "train", "--devices", "2"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                              text=True, env=t.clean_environment(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1",
+                                                                 MASTER_PORT=1)) as process:
+            try:
+                line = process.stderr.readline()
+            finally:
+                process.kill()
+        self.assertIn("rank 1 of 2, by RANK and WORLD_SIZE", line)
+
     def test_ranks_are_forks_where_these_can_go_on(self):
         """They share what LibTorch has set up, which shows in the pages that are touched for the first time."""
         def pages(folder, **env):
