@@ -43,5 +43,6 @@
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/metrics_file.h"
 #include "lockstep/train/step_profiler.h"
+#include "lockstep/train/threads.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"

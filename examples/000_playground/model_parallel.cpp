@@ -112,6 +112,7 @@ void train(const Options& options) {
   };
   at::manual_seed(0);
   auto model = std::make_shared<ModelParallelMlp>(device(0), device(1));
+  lockstep::set_num_threads_for(*model, options.batch_size);
   const auto parameters = model->parameters();
   const auto optimizer =
       lockstep::make_optimizer("sgd", parameters, {.lr = options.lr, .momentum = 0.9});

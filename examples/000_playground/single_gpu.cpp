@@ -53,6 +53,7 @@ void train(const Options& options) {
   at::manual_seed(0);
   auto model = playground::make_mlp();
   model->to(device);
+  lockstep::set_num_threads_for(*model, options.batch_size);
   const auto parameters = model->parameters();
   const auto optimizer =
       lockstep::make_optimizer("sgd", parameters, {.lr = options.lr, .momentum = 0.9});

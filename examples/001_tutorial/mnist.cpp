@@ -23,6 +23,7 @@ void train(const tutorial::Options& args) {
   at::manual_seed(0);
   tutorial::ConvNet model;
   model->to(device);
+  lockstep::set_num_threads_for(*model, args.batch_size);
   // The loss (cross-entropy) is a function here. The learning rate is the tutorial's.
   const auto parameters = model->parameters();
   const auto optimizer = lockstep::make_optimizer("sgd", parameters, {.lr = 1e-4});

@@ -87,6 +87,7 @@ void run(int device, const series::Args& args) {
   torch::nn::Linear model(20, 1);                         // load your model
   if (torch::cuda::is_available())
     model->to(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  lockstep::set_num_threads_for(*model, args.batch_size);
   auto optimizer = lockstep::make_optimizer("sgd", model->parameters(), {.lr = 1e-3});
   Trainer trainer(model, prepare_dataloader(dataset, args.batch_size), std::move(optimizer), device,
                   args.save_every);

@@ -1,11 +1,14 @@
 #include "lockstep/launch/omp_waiting.h"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
+#include <future>
+#include <mutex>
 #include <thread>
 
 #include "lockstep/base/env.h"
@@ -47,7 +50,35 @@ const char* spins_of_this_process() {
   return spins;
 }
 
+/// What `#pragma omp parallel` compiles to: the function, its argument, threads, flags.
+using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+/// One more thread than there are processors, in a team of its own that ends with the process.
+void start_idle_team(ParallelRegion parallel_region) {
+  std::promise<void> started;
+  std::thread([&started, parallel_region] {
+    const auto threads = static_cast<unsigned>(::sysconf(_SC_NPROCESSORS_ONLN)) + 1;
+    parallel_region([](void*) {}, nullptr, threads, 0);
+    started.set_value();
+    while (true) ::pause();
+  }).detach();
+  started.get_future().wait();
+}
+
 }  // namespace
+
+bool shorten_omp_waiting() {
+  static std::mutex mutex;
+  static bool shortened = false;
+  const std::lock_guard lock(mutex);
+  if (shortened) return true;
+  const auto chosen = omp_waiting();
+  const auto parallel_region =
+      reinterpret_cast<ParallelRegion>(::dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  if (!parallel_region || !chosen || chosen->second != kShortSpins) return false;
+  start_idle_team(parallel_region);
+  return shortened = true;
+}
 
 int others_running(const std::string& loadavg) {
   const size_t end = loadavg.find('/');

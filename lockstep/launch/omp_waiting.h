@@ -27,6 +27,14 @@ const char* omp_spins(int others, int processors);
 /// Sets it in this process. For programs that load LibTorch afterwards.
 void choose_omp_waiting();
 
+/// For a process that has loaded LibTorch already, as a program that no launcher of ours started:
+/// makes threads spin some 50 us before they sleep, where `omp_waiting` would choose that. GNU's
+/// OpenMP does so while it has more threads than processors. So the first call that finds the
+/// machine busy starts one thread and as many more as there are processors. They sleep until the
+/// process ends. Thread-safe. Returns whether they are there. False on a quiet machine, where the
+/// user has chosen, and with another OpenMP.
+bool shorten_omp_waiting();
+
 /// Takes our own choice, which this process may have made, out of the environment of a program to
 /// be started: an empty value unsets. For programs that we compare ourselves with.
 void forget_omp_waiting(std::map<std::string, std::string>& environment);

@@ -12,6 +12,7 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
+#include "lockstep/train/threads.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/model_and_data.h"
 #include "tools/lockstep/train/placement.h"

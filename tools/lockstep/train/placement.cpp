@@ -1,29 +1,15 @@
 #include "tools/lockstep/train/placement.h"
 
 #include <ATen/Parallel.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 
 #include "lockstep/base/cores.h"
-#include "lockstep/base/env.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
-#include "lockstep/launch/variables.h"
+#include "lockstep/train/threads.h"
 
 namespace lockstep {
 namespace {
-
-constexpr int64_t kMostThreads = 4096;
-
-/// "4,2" sets the threads of nested regions too; the first is ours. What OpenMP would not take
-/// either counts as unset.
-std::optional<int64_t> omp_threads() {
-  const auto text = env_string("OMP_NUM_THREADS");
-  if (!text) return std::nullopt;
-  const auto value = parse_int(split(*text, ',').front());
-  return value && *value >= 1 && *value <= kMostThreads ? value : std::nullopt;
-}
 
 /// How many of the host's ranks share this process's processors.
 int sharers(const JobEnvironment& job, int local_size) {
@@ -37,9 +23,7 @@ int sharers(const JobEnvironment& job, int local_size) {
 
 ThreadChoice choose_threads(const ThreadRequest& request) {
   if (request.asked) return {static_cast<int>(*request.asked), "--threads"};
-  if (request.omp && !request.omp_is_the_launchers) {
-    return {static_cast<int>(*request.omp), "OMP_NUM_THREADS"};
-  }
+  if (request.omp) return {static_cast<int>(*request.omp), "OMP_NUM_THREADS"};
   return {std::max(1, request.cores / std::max(1, request.local_size)),
           counted(request.cores, "core") + ", " + counted(request.local_size, "rank") +
               "; fewer for small models"};
@@ -51,8 +35,7 @@ Placement choose_placement(std::optional<int64_t> threads, const std::string& bi
   const int local_size = job.local_size > 0 ? job.local_size : job.world_size;
   ThreadRequest request;
   request.asked = threads;
-  request.omp = omp_threads();
-  request.omp_is_the_launchers = env_flag(launch::kThreadsByLauncherVariable);
+  request.omp = users_omp_threads();
   request.cores = usable_cores();
   request.local_size = sharers(job, local_size);
   Placement placement;
@@ -70,18 +53,7 @@ Placement choose_placement(std::optional<int64_t> threads, const std::string& bi
 }
 
 bool threads_are_asked_for(std::optional<int64_t> threads) {
-  return threads || (omp_threads() && !env_flag(launch::kThreadsByLauncherVariable));
-}
-
-int threads_worth_using(int threads, const torch::nn::Module& module, int64_t batch_size) {
-  constexpr int64_t kWorthAThread = 5'000'000;
-  int64_t parameters = 0;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.dim() > 2) return threads;
-    parameters += parameter.numel();
-  }
-  const int64_t worth = std::max<int64_t>(1, parameters * batch_size / kWorthAThread);
-  return static_cast<int>(std::min<int64_t>(threads, worth));
+  return threads || users_omp_threads();
 }
 
 void apply(const Placement& placement) {

@@ -10,7 +10,6 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/variables.h"
-#include "lockstep/models/models.h"
 
 namespace lockstep {
 namespace placement_test {
@@ -36,21 +35,9 @@ TEST(Threads, WhatIsAskedForWins) {
   request.omp = 3;
   EXPECT_EQ(choose_threads(request).threads, 3);
   EXPECT_EQ(choose_threads(request).reason, "OMP_NUM_THREADS");
-  request.omp_is_the_launchers = true;
-  EXPECT_EQ(choose_threads(request).threads, 4);
   request.asked = 5;
   EXPECT_EQ(choose_threads(request).threads, 5);
   EXPECT_EQ(choose_threads(request).reason, "--threads");
-}
-
-TEST(Threads, LittleWorkIsNotHandedOut) {
-  const auto mlp = make_model("mlp"), wide = make_model("wide"), convnet = make_model("convnet");
-  EXPECT_EQ(threads_worth_using(8, *mlp, 32), 1);
-  EXPECT_EQ(threads_worth_using(8, *mlp, 128), 2);
-  EXPECT_EQ(threads_worth_using(1, *mlp, 128), 1);
-  EXPECT_EQ(threads_worth_using(8, *wide, 32), 8);
-  EXPECT_EQ(threads_worth_using(8, *convnet, 1), 8);
-  EXPECT_EQ(threads_worth_using(8, *make_model("linear"), 32), 1);
 }
 
 class InEnvironment : public ::testing::Test {
