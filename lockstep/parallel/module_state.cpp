@@ -84,11 +84,7 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
     const bool sparse = has_sparse_gradient(part);
     for (auto& item : part.named_parameters(/*recurse=*/false)) {
       if (!take(prefix + item.key(), item.value())) continue;
-      // Not by set_data: it counts as a use of what is gone.
-      if (is_free(item.value())) {
-        item.value().unsafeGetTensorImpl()->shallow_copy_from(
-            nan_like(item.value(), item.value().sizes()).getIntrusivePtr());
-      }
+      restore_memory(item.value());
       state.parameters.push_back({prefix + item.key(), item.value(), sparse});
       if (item.value().requires_grad()) state.reduced.push_back(state.parameters.back());
     }
@@ -106,6 +102,13 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
 }
 
 }  // namespace
+
+void restore_memory(const at::Tensor& parameter) {
+  if (!is_free(parameter)) return;
+  // Not by set_data: it counts as a use of what is gone.
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(
+      nan_like(parameter, parameter.sizes()).getIntrusivePtr());
+}
 
 void free_values(at::Tensor parameter) {
   const c10::AutoGradMode no_grad(false);

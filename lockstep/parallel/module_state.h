@@ -22,6 +22,9 @@ struct ModuleState {
 /// Frees the memory of a parameter that this rank does not keep. It has its shape, and NaN as its
 /// values. Whatever wraps the module next gives it memory again, still with NaN, to load a state.
 void free_values(at::Tensor parameter);
+/// Gives memory, and NaN in it, to a parameter whose values were freed, or were those of a
+/// FullyShardedDataParallel that is gone. Leaves any other as it is.
+void restore_memory(const at::Tensor& parameter);
 
 /// Leaves out what is named in `ignored`. Throws UsageError for an ignored name that the module
 /// does not have and for a module without a parameter that needs a gradient. `what` names the

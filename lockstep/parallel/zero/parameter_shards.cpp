@@ -8,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
+#include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {
 namespace {
@@ -30,6 +31,7 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout
   const c10::AutoGradMode no_grad(false);
   // Autograd need not know that they are views: it would forbid to change them in place.
   const at::AutoDispatchBelowADInplaceOrView untracked;
+  for (const at::Tensor& parameter : parameters_) restore_memory(parameter);
   for (size_t bucket = 0; bucket < layout_.size(); ++bucket) move(bucket);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Part mine = part(group_.rank(), i);

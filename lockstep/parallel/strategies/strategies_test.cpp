@@ -1,0 +1,87 @@
+#include "lockstep/parallel/strategies/strategies.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/state_dict.h"
+#include "tests/support/run_group.h"
+
+namespace lockstep {
+namespace strategies_test {
+
+using test::run_group;
+using torch::nn::Linear;
+
+std::shared_ptr<torch::nn::SequentialImpl> make_module() {
+  return torch::nn::Sequential(Linear(3, 4), Linear(4, 4), Linear(4, 2)).ptr();
+}
+
+OptimizerState copy_of(OptimizerState state) {
+  for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
+  return state;
+}
+
+std::unique_ptr<Strategy> wrap(const std::string& name,
+                               const std::shared_ptr<torch::nn::SequentialImpl>& module,
+                               const ProcessGroup& group) {
+  StrategySetup setup;
+  setup.module = module;
+  for (const auto& child : module->named_children()) {
+    const auto linear = std::dynamic_pointer_cast<torch::nn::LinearImpl>(child.value());
+    setup.layers.push_back(
+        {child.key(), linear, [linear](const at::Tensor& x) { return linear->forward(x); }});
+  }
+  setup.make_optimizer = [](std::vector<at::Tensor> parameters) {
+    return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
+  };
+  setup.group = group;
+  setup.options.pipeline_balance = "parameters";
+  return make_strategy(name, setup);
+}
+
+void step(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
+  BatchWork work;
+  work.input = at::full({8, 3}, rank + 1.0);
+  work.target = at::zeros({8, 2});
+  work.criterion = [](const at::Tensor& output, const at::Tensor& target) {
+    return at::mse_loss(output, target);
+  };
+  work.loss = [&] { return work.criterion(module.forward(work.input), work.target); };
+  strategy.run_batch(work);
+  strategy.step({});
+  strategy.zero_grad();
+}
+
+/// A living module goes from one strategy to the next, as from one generation to the next.
+TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
+  const OptimizerState weights = copy_of(state_dict(*make_module()));
+  run_group(2, [&](ProcessGroup group) {
+    for (const auto& second : strategy_names()) {
+      if (second == "dp") continue;  // It has one rank.
+      const auto fresh = make_module();
+      const auto alone = wrap(second, fresh, group);
+      alone->load_model_state(weights);
+      step(*alone, *fresh, group.rank());
+      const OptimizerState wanted = alone->model_state();
+      for (const auto& first : strategy_names()) {
+        if (first == "dp") continue;
+        const auto module = make_module();
+        step(*wrap(first, module, group), *module, group.rank());
+        const auto next = wrap(second, module, group);
+        next->load_model_state(weights);
+        step(*next, *module, group.rank());
+        const OptimizerState found = next->model_state();
+        ASSERT_EQ(found.size(), wanted.size());
+        for (size_t i = 0; i < found.size(); ++i)
+          EXPECT_TRUE(at::equal(found[i].second, wanted[i].second))
+              << first << ", then " << second << ": " << found[i].first;
+      }
+    }
+  });
+}
+
+}  // namespace strategies_test
+}  // namespace lockstep
