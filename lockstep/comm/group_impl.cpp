@@ -318,6 +318,9 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
     traits_ = made.traits;
     backend_ = with_checks(*this->context, std::move(made), check_store, this->name,
                            this->global_ranks, steps);
+  } catch (const TimeoutError&) {
+    watch->throw_if_lost(watch->others());  // Gloo does not see who ends while it connects.
+    throw;
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {

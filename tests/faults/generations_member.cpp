@@ -174,6 +174,9 @@ bool sees_the_death(const Member& member, const Store& store, int64_t generation
     while (true) step(*strategy, learner, member.id);
   } catch (const PeerLostError&) {
     return true;
+  } catch (const TimeoutError&) {
+    // Its connection was reset before Gloo had read from it: who is on another host cannot know.
+    return true;
   }
 }
 
