@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the build needs: Debian packages (as root or with sudo), then, unless a
 # LibTorch of the user's own is found, a virtual environment .venv with torch. Quick
-# when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, `setup.sh --dev`
+# when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, and
+# etcd, `setup.sh --dev`
 # the formatter and the linter.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"

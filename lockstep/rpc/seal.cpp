@@ -1,9 +1,6 @@
 #include "lockstep/rpc/seal.h"
 
 #include <ATen/core/Tensor.h>
-#include <openssl/crypto.h>
-#include <openssl/evp.h>
-#include <openssl/params.h>
 #include <torch/csrc/distributed/rpc/message.h>
 
 #include <algorithm>
@@ -21,61 +18,7 @@ using native::Message;
 /// Sender and number.
 constexpr size_t kHeadBytes = 2 + 8;
 
-/// HMAC-SHA256 in pieces.
-class Hmac {
- public:
-  explicit Hmac(const std::string& key) {
-    char digest[] = "SHA256";
-    const OSSL_PARAM parameters[] = {OSSL_PARAM_construct_utf8_string("digest", digest, 0),
-                                     OSSL_PARAM_construct_end()};
-    if (!context_ ||
-        EVP_MAC_init(context_.get(), reinterpret_cast<const unsigned char*>(key.data()), key.size(),
-                     parameters) != 1) {
-      throw Error("OpenSSL refuses HMAC-SHA256");
-    }
-  }
-  void add(const void* data, size_t size) {
-    EVP_MAC_update(context_.get(), static_cast<const unsigned char*>(data), size);
-  }
-  void add_number(int64_t number) { add(&number, sizeof(number)); }
-  std::string finish() {
-    std::string code(kCodeBytes, '\0');
-    size_t size = 0;
-    EVP_MAC_final(context_.get(), reinterpret_cast<unsigned char*>(code.data()), &size,
-                  code.size());
-    return code;
-  }
-
- private:
-  struct Free {
-    void operator()(EVP_MAC* mac) const { EVP_MAC_free(mac); }
-    void operator()(EVP_MAC_CTX* context) const { EVP_MAC_CTX_free(context); }
-  };
-  const std::unique_ptr<EVP_MAC, Free> mac_{EVP_MAC_fetch(nullptr, "HMAC", nullptr)};
-  const std::unique_ptr<EVP_MAC_CTX, Free> context_{mac_ ? EVP_MAC_CTX_new(mac_.get()) : nullptr};
-};
-
 }  // namespace
-
-std::string hmac_sha256(const std::string& key, const std::string& text) {
-  Hmac hmac(key);
-  hmac.add(text.data(), text.size());
-  return hmac.finish();
-}
-
-bool UsedNumbers::use(uint64_t number) {
-  if (number > newest_) {
-    const uint64_t skipped = std::min(number - newest_, kWindow);
-    for (uint64_t i = 1; i <= skipped; ++i) used_->reset((newest_ + i) % kWindow);
-    if (skipped == kWindow) used_->reset();
-    newest_ = number;
-  } else if (newest_ - number >= kWindow) {
-    return false;
-  }
-  if (used_->test(number % kWindow)) return false;
-  used_->set(number % kWindow);
-  return true;
-}
 
 Seal::Seal(int self, const std::string& secret, const std::string& job)
     : self_(self), key_(secret.empty() ? "" : hmac_sha256(secret, job)) {}
@@ -137,7 +80,7 @@ Seal::Opened Seal::take_off(Message& message) const {
   opened.sender = sender;
   if (!key_.empty()) {
     const std::string its = code(message, opened.sender, self_, opened.number);
-    if (CRYPTO_memcmp(its.data(), seal.data() + kHeadBytes, kCodeBytes) != 0) {
+    if (!same_code(its, {seal.data() + kHeadBytes, kCodeBytes})) {
       throw DataError("rpc: a message that was not made with the job's secret, or was changed");
     }
   }

@@ -2,13 +2,14 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
+
+#include "lockstep/base/hmac.h"
+#include "lockstep/base/used_numbers.h"
 
 namespace torch::distributed::rpc {
 class Message;
@@ -18,18 +19,10 @@ namespace lockstep::rpc::detail {
 
 using MessagePtr = c10::intrusive_ptr<torch::distributed::rpc::Message>;
 
-/// The numbers that one sender has used. Any order; those far behind the newest count as used.
-class UsedNumbers {
- public:
-  /// More than a worker's calls under way, so that none which is late is refused.
-  static constexpr uint64_t kWindow = 1 << 17;
-  /// True for the first time.
-  bool use(uint64_t number);
-
- private:
-  std::unique_ptr<std::bitset<kWindow>> used_ = std::make_unique<std::bitset<kWindow>>();
-  uint64_t newest_ = 0;
-};
+/// The window is more than a worker's calls under way, so that none which is late is refused.
+using UsedNumbers = lockstep::UsedNumbers<1 << 17>;
+using lockstep::hmac_sha256;
+inline constexpr size_t kCodeBytes = kHmacBytes;
 
 /// What a worker puts behind the bytes of each message: who sends it, the request's number, and, in
 /// a job with a secret, an HMAC-SHA256 of all that is in the message. So only who knows the secret
@@ -64,9 +57,5 @@ class Seal {
   uint64_t last_ = 0;
   std::map<int, UsedNumbers> used_;  ///< By sender.
 };
-
-/// HMAC-SHA256, of so many bytes.
-inline constexpr size_t kCodeBytes = 32;
-std::string hmac_sha256(const std::string& key, const std::string& text);
 
 }  // namespace lockstep::rpc::detail

@@ -29,20 +29,6 @@ MessagePtr message(std::vector<at::Tensor> tensors = {}) {
                                       MessageType::SCRIPT_CALL, 1);
 }
 
-TEST(UsedNumbers, CountOnceInAnyOrder) {
-  detail::UsedNumbers used;
-  EXPECT_TRUE(used.use(3));
-  EXPECT_TRUE(used.use(1));
-  EXPECT_FALSE(used.use(3));
-  EXPECT_FALSE(used.use(1));
-  EXPECT_TRUE(used.use(2));
-  constexpr uint64_t kFar = 10 * detail::UsedNumbers::kWindow;
-  EXPECT_TRUE(used.use(kFar));
-  EXPECT_FALSE(used.use(4));  // So far behind that it counts as used.
-  EXPECT_TRUE(used.use(kFar - detail::UsedNumbers::kWindow + 1));
-  EXPECT_FALSE(used.use(kFar));
-}
-
 TEST(Seal, ATensorThatWasChangedIsRefused) {
   Seal sender(1, kSecret, "job"), receiver(2, kSecret, "job");
   const at::Tensor tensor = at::ones({3, 2}).t();
@@ -64,13 +50,6 @@ TEST(Seal, IsForOneReceiverAndOneJob) {
   EXPECT_THROW(caller.open_answer(*sender.close(message(), 2, 5), 1, 6), DataError);
   EXPECT_THROW(caller.open_answer(*sender.close(message(), 2, 5), 3, 5), DataError);
   caller.open_answer(*sender.close(message(), 2, 5), 1, 5);
-}
-
-TEST(Seal, HmacIsThatOfTheStandard) {
-  // RFC 4231, test case 2.
-  const std::string code = detail::hmac_sha256("Jefe", "what do ya want for nothing?");
-  EXPECT_EQ(code.substr(0, 4), std::string("\x5b\xdc\xc1\x46", 4));
-  EXPECT_EQ(code.size(), 32U);
 }
 
 const auto doubled = function("guarded.doubled", [](const at::Tensor& x) { return 2 * x; });

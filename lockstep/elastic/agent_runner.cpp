@@ -1,0 +1,340 @@
+#include "lockstep/elastic/agent_runner.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
+#include "lockstep/elastic/agent.h"
+
+namespace lockstep::elastic {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using launch::HostOrder;
+using std::chrono::milliseconds;
+
+/// How long the end of the job waits for the registry to take the lease back.
+constexpr milliseconds kLetGo{1'000};
+/// How long nothing is said about the wait for other hosts.
+constexpr milliseconds kSilence{3'000};
+
+UniqueFd new_event() {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event) throw SystemError("eventfd", errno);
+  return event;
+}
+
+HostOrder order_of(const StartWorkers& start) {
+  const GenerationRecord& record = *start.record;
+  HostOrder order{HostOrder::Kind::run};
+  order.generation = {.number = record.number,
+                      .restarts = record.restarts,
+                      .first_rank = record.members[start.index].first_rank,
+                      .world_size = record.world_size(),
+                      .node_rank = static_cast<int>(start.index),
+                      .nodes = static_cast<int>(record.members.size()),
+                      .master_addr = record.store_address,
+                      .master_port = record.store_port};
+  return order;
+}
+
+HostOrder::Kind kind_of(Finish::Kind kind) {
+  switch (kind) {
+    case Finish::Kind::success:
+      return HostOrder::Kind::success;
+    case Finish::Kind::failure:
+      return HostOrder::Kind::failure;
+    case Finish::Kind::interrupted:
+      return HostOrder::Kind::interrupted;
+    default:
+      return HostOrder::Kind::lost;
+  }
+}
+
+std::vector<Entry> entries_of(const std::vector<Record>& records, size_t prefix) {
+  std::vector<Entry> entries;
+  for (const auto& record : records)
+    entries.push_back({record.key.substr(prefix), record.value, record.revision});
+  return entries;
+}
+
+class AgentRunner : public launch::HostAgent {
+ public:
+  AgentRunner(RunnerOptions options, std::unique_ptr<Registry> registry)
+      : options_(std::move(options)),
+        prefix_("lockstep/" + options_.run_id + "/"),
+        registry_(std::move(registry)),
+        agent_(options_.agent),
+        thread_([this] { run(); }) {}
+
+  ~AgentRunner() override {
+    over_ = true;
+    ::eventfd_write(wake_.get(), 1);
+    thread_.join();
+  }
+
+  int event_fd() const override { return changed_.get(); }
+
+  HostOrder order() override {
+    const std::lock_guard lock(mutex_);
+    eventfd_t count = 0;
+    ::eventfd_read(changed_.get(), &count);
+    return order_;
+  }
+
+  void ended(int64_t generation, const launch::HostEnd& end) override {
+    hand_in(WorkersEnded{.generation = generation,
+                         .succeeded = end.succeeded,
+                         .exit_code = end.exit_code,
+                         .text = "on host " + where_ + ": " + end.text,
+                         .can_retry = end.can_retry,
+                         .consequence = end.consequence});
+  }
+
+  void leave() override { hand_in(Leave{}); }
+
+ private:
+  void hand_in(Event event) {
+    const std::lock_guard lock(mutex_);
+    handed_in_.push_back(std::move(event));
+    ::eventfd_write(wake_.get(), 1);
+  }
+
+  void give(HostOrder order) {
+    const std::lock_guard lock(mutex_);
+    order_ = std::move(order);
+    ::eventfd_write(changed_.get(), 1);
+  }
+
+  /// The agent's thread.
+  void run() {
+    try {
+      perform(agent_.start(Clock::now()));
+      while (!agent_.finished() && !over_) step();
+    } catch (const std::exception& error) {
+      give({.kind = HostOrder::Kind::lost,
+            .exit_code = exit_code_of(error),
+            .text = std::string("the host's part in the job has failed: ") + error.what()});
+    }
+  }
+
+  void step() {
+    pollfd fds[] = {{registry_->descriptor(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    ::poll(fds, 2, wait_ms());
+    for (auto& event : take_handed_in()) take(event);
+    while (auto event = registry_->next_event(milliseconds(0))) {
+      std::visit([this](auto& one) { arrived(one); }, *event);
+      if (agent_.finished()) return;
+    }
+    const auto now = Clock::now();
+    tell_wait(now);
+    if (agent_.deadline() && now >= *agent_.deadline()) take(Tick{});
+    keep_lease(now);
+  }
+
+  /// Who sees nothing shall know what for.
+  void tell_wait(Time now) {
+    if (has_run_ || told_wait_ || now < started_ + kSilence) return;
+    told_wait_ = true;
+    options_.say("waiting for " + counted(options_.agent.min_agents, "host") + " to meet, for " +
+                 seconds_text(options_.agent.join_timeout) + " at most");
+  }
+
+  int wait_ms() const {
+    auto next = agent_.deadline();
+    if (keep_at_ && (!next || *keep_at_ < *next)) next = keep_at_;
+    if (!has_run_ && !told_wait_)
+      next = std::min(next.value_or(started_ + kSilence), started_ + kSilence);
+    if (!next) return -1;
+    const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
+    return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
+  }
+
+  std::deque<Event> take_handed_in() {
+    const std::lock_guard lock(mutex_);
+    eventfd_t count = 0;
+    ::eventfd_read(wake_.get(), &count);
+    return std::exchange(handed_in_, {});
+  }
+
+  void take(const Event& event) { perform(agent_.take(event, Clock::now())); }
+
+  // ---- From the registry
+
+  void arrived(const Reply& reply) {
+    if (reply.error && reply.error->kind() != RegistryError::Kind::unreachable) throw *reply.error;
+    if (reply.request == granting_) {
+      take_lease(reply);
+    } else if (const auto kept = keeping_.find(reply.request); kept != keeping_.end()) {
+      const auto [lease, sent] = kept->second;
+      keeping_.erase(kept);
+      if (lease != lease_) return;
+      if (reply.outcome == Reply::Outcome::done) take(LeaseKept{sent});
+      if (reply.outcome == Reply::Outcome::lease_gone) lose_lease();
+    } else if (const auto write = writes_.find(reply.request); write != writes_.end()) {
+      const Answered answered{.request = write->second,
+                              .outcome = static_cast<Answered::Outcome>(reply.outcome),
+                              .entry = entry_of(reply),
+                              .revision = reply.revision};
+      writes_.erase(write);
+      take(answered);
+    }
+  }
+
+  std::optional<Entry> entry_of(const Reply& reply) const {
+    const auto entries = entries_of(reply.records, prefix_.size());
+    return entries.empty() ? std::nullopt : std::optional(entries.front());
+  }
+
+  void arrived(const Change& change) {
+    const auto watch = watches_.find(change.watch);
+    if (watch == watches_.end()) return;
+    if (change.error) throw *change.error;
+    Changed changed{.prefix = watch->second,
+                    .written = entries_of(change.written, prefix_.size()),
+                    .revision = change.revision,
+                    .whole = change.whole};
+    for (const auto& key : change.erased) changed.erased.push_back(key.substr(prefix_.size()));
+    take(changed);
+  }
+
+  // ---- The lease
+
+  void take_lease(const Reply& reply) {
+    granting_ = 0;
+    if (reply.outcome != Reply::Outcome::done) return take(LeaseLost{});
+    lease_ = reply.lease;
+    keep_at_ = Clock::now() + options_.agent.keep_alive / 3;
+    take(LeaseGranted{});
+  }
+
+  void keep_lease(Time now) {
+    if (!keep_at_ || now < *keep_at_) return;
+    keep_at_ = now + options_.agent.keep_alive / 3;
+    Request request{.kind = Request::Kind::keep_lease};
+    request.lease = lease_;
+    request.timeout = options_.agent.keep_alive;
+    keeping_[registry_->submit(std::move(request))] = {lease_, now};
+  }
+
+  void lose_lease() {
+    lease_ = 0;
+    keep_at_.reset();
+    take(LeaseLost{});
+  }
+
+  // ---- What the agent wants
+
+  void perform(const std::vector<Action>& actions) {
+    for (const auto& action : actions) std::visit([this](const auto& one) { on(one); }, action);
+  }
+
+  void on(const CompareAndSet& action) {
+    Request request{.kind = Request::Kind::put};
+    request.key = prefix_ + action.key;
+    request.value = action.value;
+    request.expected = action.expected;
+    if (action.with_lease) request.lease = lease_;
+    writes_[registry_->submit(std::move(request))] = action.request;
+  }
+  void on(const Watch& action) {
+    watches_[registry_->watch(prefix_ + action.prefix)] = action.prefix;
+  }
+  void on(const Unwatch& action) {
+    for (const auto& [number, prefix] : watches_) {
+      if (prefix == action.prefix) registry_->unwatch(number);
+    }
+    std::erase_if(watches_, [&](const auto& watch) { return watch.second == action.prefix; });
+  }
+  void on(const GrantLease&) {
+    lease_ = 0;
+    keep_at_.reset();
+    Request request{.kind = Request::Kind::grant_lease};
+    request.ttl = std::max(std::chrono::ceil<std::chrono::seconds>(options_.agent.keep_alive),
+                           std::chrono::seconds(1));
+    granting_ = registry_->submit(std::move(request));
+  }
+  void on(const LetGoLease&) {
+    keep_at_.reset();
+    if (lease_ == 0) return;
+    Request request{.kind = Request::Kind::revoke_lease};
+    request.lease = std::exchange(lease_, 0);
+    request.timeout = kLetGo;
+    try {
+      registry_->call(std::move(request));
+    } catch (const RegistryError&) {
+      // It expires.
+    }
+  }
+  void on(const OpenStore& action) {
+    store_ = {};
+    try {
+      store_ = options_.serve_store();
+      hand_in(StoreOpened{action.generation, store_.address, store_.port});
+    } catch (const std::exception& error) {
+      hand_in(StoreFailed{action.generation, error.what()});
+    }
+  }
+  void on(const StartWorkers& action) {
+    has_run_ = true;
+    give(order_of(action));
+  }
+  void on(const StopWorkers& action) {
+    give({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
+  }
+  void on(const Finish& action) {
+    give({.kind = kind_of(action.kind), .exit_code = action.exit_code, .text = action.text});
+  }
+  void on(const Say& action) { options_.say(action.text); }
+
+  const RunnerOptions options_;
+  const std::string prefix_;
+  /// For messages: its number, where it has one.
+  const std::string where_ =
+      options_.agent.node_rank ? std::to_string(*options_.agent.node_rank) : options_.agent.host;
+  const std::unique_ptr<Registry> registry_;
+  const UniqueFd wake_ = new_event(), changed_ = new_event();
+  std::atomic<bool> over_{false};
+
+  std::mutex mutex_;  ///< Of these two, and of the events' numbers.
+  HostOrder order_;
+  std::deque<Event> handed_in_;
+
+  // Of the agent's thread.
+  Agent agent_;
+  int64_t lease_ = 0;  ///< 0: none.
+  std::optional<Time> keep_at_;
+  uint64_t granting_ = 0;
+  std::map<uint64_t, std::pair<int64_t, Time>> keeping_;  ///< Requests, with lease and time.
+  std::map<uint64_t, uint64_t> writes_;                   ///< Requests, and the agent's numbers.
+  std::map<uint64_t, std::string> watches_;
+  ServedStore store_;
+  bool has_run_ = false, told_wait_ = false;
+  const Time started_ = Clock::now();
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<launch::HostAgent> run_agent(RunnerOptions options,
+                                             std::unique_ptr<Registry> registry) {
+  return std::make_unique<AgentRunner>(std::move(options), std::move(registry));
+}
+
+}  // namespace lockstep::elastic
