@@ -41,6 +41,10 @@ std::string hint_of(const Attempts& before, const AttemptEnd& end) {
 
 }  // namespace
 
+bool may_help(const AttemptEnd& end) {
+  return why_not_again({}, end).empty();
+}
+
 Decision decide(Attempts attempts, const AttemptEnd& end) {
   if (end.succeeded) return {Verdict::done, std::move(attempts)};
   const bool can = attempts.current() < attempts.max_restarts;

@@ -37,6 +37,9 @@ struct Decision {
   std::string hint = {};  ///< Why it is not tried again, or how it could be; may be empty.
 };
 
+/// Whether another attempt may end in another way, by this end alone.
+bool may_help(const AttemptEnd& end);
+
 /// What to do after an attempt: a function of its arguments alone.
 ///
 /// All start again while --max-restarts allows it, unless it cannot help: the program cannot be

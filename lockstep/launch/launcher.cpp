@@ -31,11 +31,9 @@ using Time = Clock::time_point;
 
 /// Once every process is gone, for how long a pipe that someone else still holds is read.
 constexpr std::chrono::milliseconds kDrainLimit{1000};
-constexpr std::chrono::milliseconds kLeaveInterval{50};
-constexpr std::chrono::milliseconds kOtherHostsInterval{100};
 constexpr std::chrono::milliseconds kServedInterval{10};
 constexpr std::chrono::milliseconds kServeLimit{60'000};
-/// How long a worker that lost a peer may have lost it on another host, whose launcher tells it.
+/// How long a worker that lost a peer may have lost it on another host.
 constexpr std::chrono::milliseconds kSettleAcrossHosts{1000};
 constexpr std::chrono::milliseconds kOrphanLimit{1000};
 
@@ -64,11 +62,11 @@ bool tells_of_a_lost_peer(const std::string& text) {
   return false;
 }
 
-Job::Options job_options(const LaunchPlan& plan) {
+Job::Options job_options(const LaunchPlan& plan, bool several_hosts) {
   Job::Options options;
+  if (several_hosts) options.settle = kSettleAcrossHosts;
   options.grace = plan.grace;
   options.signal_grace = plan.signal_grace;
-  if (plan.other_hosts) options.settle = kSettleAcrossHosts;
   return options;
 }
 
@@ -100,15 +98,17 @@ std::vector<int> caught_signals(const LaunchPlan& plan) {
 
 class Launcher {
  public:
-  Launcher(const LaunchPlan& plan, SignalCatcher& signals)
+  /// `agent`: of a job of several hosts, else null.
+  Launcher(const LaunchPlan& plan, SignalCatcher& signals, HostAgent* agent = nullptr)
       : plan_(plan),
         signals_(signals),
+        agent_(agent),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
         out_copies_(plan.out_copies),
         err_copies_(plan.err_copies),
-        job_(static_cast<int>(plan.workers.size()), job_options(plan)) {
+        job_(static_cast<int>(plan.workers.size()), job_options(plan, agent != nullptr)) {
     for (const auto& worker : plan.workers) {
       streams_.push_back(std::make_unique<WorkerStream>(worker.out, worker.rank, worker.prefix,
                                                         STDOUT_FILENO, out_, out_copies_));
@@ -129,6 +129,12 @@ class Launcher {
   }
   /// See Job.
   int late_signal() const { return job_.late_signal(); }
+  bool succeeded() const { return job_.ending() == Job::Ending::success; }
+  /// Whether the failure follows from another one, as far as the worker says.
+  bool is_consequence() const {
+    const auto cause = job_.root_cause();
+    return cause && job_.end_of(*cause)->consequence;
+  }
 
  private:
   WorkerStream& error_stream(size_t worker) { return *streams_[2 * worker + 1]; }
@@ -147,11 +153,7 @@ class Launcher {
 
   /// On a thread of its own: LibTorch takes 0.3 s to load, in which a rank may fail.
   void serve() {
-    if (!plan_.serve && !plan_.other_hosts) return;
-    serving_ = std::async(std::launch::async, [this] {
-      if (plan_.serve) served_ = plan_.serve();
-      if (plan_.other_hosts) found_others_ = plan_.other_hosts();
-    });
+    if (plan_.serve) serving_ = std::async(std::launch::async, [this] { served_ = plan_.serve(); });
   }
 
   /// Whether what the workers need is there, or has failed.
@@ -159,7 +161,6 @@ class Launcher {
     if (!serving_.valid() || serving_.wait_for(patience) != std::future_status::ready) return;
     try {
       serving_.get();
-      others_ = found_others_;
     } catch (...) {
       serve_failure_ = std::current_exception();
       send(job_.failed(Clock::now()));
@@ -180,6 +181,7 @@ class Launcher {
 
   void step() {
     std::vector<pollfd> fds = {{signals_.fd(), POLLIN, 0}};
+    fds.push_back({agent_ && !told_to_stop_ ? agent_->event_fd() : -1, POLLIN, 0});
     fds.push_back({supervisor_->gone() ? -1 : supervisor_->event_fd(), POLLIN, 0});
     fds.push_back({out_.pending() ? out_.fd() : -1, POLLOUT, 0});
     fds.push_back({err_.pending() ? err_.fd() : -1, POLLOUT, 0});
@@ -191,45 +193,26 @@ class Launcher {
     for (auto& stream : streams_) stream->read(now);
     if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
-    ask_other_hosts(now);
+    follow_agent(now);
     pump(now);
-    if (job_.all_ended() && !leaving_) leave_if_ready(now);
+    if (job_.all_ended() && !leaving_) leave_if_ready();
   }
 
   int wait_ms() const {
     std::optional<Time> next = job_.deadline();
-    for (const auto& other : {leave_at_, drain_until_}) {
-      if (other && (!next || *other < *next)) next = other;
-    }
-    int64_t longest = others_ ? kOtherHostsInterval.count() : 60'000;
-    if (serving_.valid()) longest = kServedInterval.count();
-    if (!next) return others_ || serving_.valid() ? static_cast<int>(longest) : -1;
+    if (drain_until_ && (!next || *drain_until_ < *next)) next = drain_until_;
+    const int64_t longest = serving_.valid() ? kServedInterval.count() : 60'000;
+    if (!next) return serving_.valid() ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
     return static_cast<int>(std::clamp<int64_t>(left, 0, longest));
   }
 
-  void ask_other_hosts(Time now) {
-    if (!others_ || elsewhere_ || job_.all_ended()) return;
-    elsewhere_ = others_->failure();
-    if (elsewhere_) send(job_.failed(now));
-  }
-
-  /// All ranks here ended because they lost a peer: the launcher of its host knows why.
-  bool waits_for_the_cause(Time now) {
-    const auto cause = job_.root_cause();
-    const bool has_it = !cause || !job_.end_of(*cause)->consequence;
-    if (!others_ || elsewhere_ || told_ || has_it || job_.ending() != Job::Ending::failure)
-      return false;
-    elsewhere_ = others_->failure();
-    if (!word_until_) word_until_ = now + kSettleAcrossHosts;
-    return !elsewhere_ && now < *word_until_;
-  }
-
-  void tell_other_hosts(WorkerFailure failure) {
-    if (!others_ || told_ || elsewhere_) return;
-    told_ = true;
-    failure.lines_are_shown = false;  // On the consoles there.
-    others_->tell({failure.exit_code(), failure.text()});
+  void follow_agent(Time now) {
+    if (!agent_ || told_to_stop_ || job_.all_ended()) return;
+    const auto order = agent_->order();
+    if (order.kind == HostOrder::Kind::run) return;
+    told_to_stop_ = true;
+    send(order.interrupted ? job_.signalled(SIGTERM, now) : job_.failed(now));
   }
 
   void stop_and_continue() {
@@ -243,6 +226,7 @@ class Launcher {
   void take_signal(int signal, Time now) {
     if (signal == SIGTSTP && stops_workers(plan_)) return stop_and_continue();
     if (is_message(plan_, signal)) return send(signal);
+    if (agent_) agent_->leave();
     if (job_.all_ended()) leaves_at_once_ = true;
     send(job_.signalled(signal, now));
   }
@@ -277,9 +261,6 @@ class Launcher {
           ours ? report->consequence() : tells_of_a_lost_peer(report ? report->message : last);
     }
     send(job_.ended(index, end, now));
-    // The ends that follow from this one are of no interest there.
-    const auto& seen = *job_.end_of(index);
-    if (!seen.succeeded() && is_own_cause(seen)) tell_other_hosts(failure_of(index));
   }
 
   /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.
@@ -306,21 +287,8 @@ class Launcher {
     }
   }
 
-  void leave_if_ready(Time now) {
-    if (serving_.valid() || (leave_at_ && now < *leave_at_)) return;
-    if (!leaves_at_once_ && waits_for_the_cause(now)) {
-      leave_at_ = now + kLeaveInterval;
-      return;
-    }
-    const bool succeeded = job_.ending() == Job::Ending::success;
-    if (job_.ending() == Job::Ending::failure && job_.root_cause())
-      tell_other_hosts(failure_of(*job_.root_cause()));
-    const bool asks = succeeded || job_.ending() == Job::Ending::failure;
-    if (others_ && asks && !leaves_at_once_ && !others_->may_leave(succeeded)) {
-      leave_at_ = now + kLeaveInterval;
-      return;
-    }
-    leave_at_.reset();
+  void leave_if_ready() {
+    if (serving_.valid()) return;
     leaving_ = true;
     supervisor_->finish();
   }
@@ -356,19 +324,15 @@ class Launcher {
       throw Error("the process that keeps the workers was killed; the workers ended with it");
     }
     const auto cause = job_.root_cause();
-    if (elsewhere_ && !(cause && is_own_cause(*job_.end_of(*cause))))
-      throw WorkerError(elsewhere_->text, elsewhere_->exit_code);
     if (job_.ending() == Job::Ending::failure && cause) return failure_of(*cause);
     if (output_failure_ == EPIPE) throw InterruptedError(SIGPIPE);
     if (output_failure_ != 0) throw SystemError("cannot write the output", output_failure_);
     return std::nullopt;
   }
 
-  /// Neither another rank's end nor our own signals brought it about.
-  static bool is_own_cause(const WorkerEnd& end) { return !end.consequence && !end.after_stop; }
-
   const LaunchPlan& plan_;
   SignalCatcher& signals_;
+  HostAgent* const agent_;
   OutputQueue out_;
   OutputQueue err_;
   bool one_console_;
@@ -379,19 +343,14 @@ class Launcher {
   std::vector<pid_t> pids_;
   std::vector<std::optional<ErrorReport>> reports_;
   std::shared_ptr<void> served_;
-  OtherHosts* found_others_ = nullptr;
   std::future<void> serving_;
-  OtherHosts* others_ = nullptr;
-  std::optional<FailureElsewhere> elsewhere_;
-  bool told_ = false;
+  bool told_to_stop_ = false;  ///< By the agent.
   std::exception_ptr serve_failure_;
   std::unique_ptr<Supervisor> supervisor_;
   std::optional<Time> drain_until_;
-  std::optional<Time> leave_at_;
-  std::optional<Time> word_until_;
   bool leaving_ = false;
   bool supervisor_killed_ = false;
-  bool leaves_at_once_ = false;  ///< Neither output nor other hosts are waited for.
+  bool leaves_at_once_ = false;  ///< Output is not waited for.
   int output_failure_ = 0;
 };
 
@@ -456,6 +415,104 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
 
 void launch(const LaunchPlan& plan) {
   launch([&](int) { return plan; }, 0);
+}
+
+namespace {
+
+/// The host's part in a job of several hosts, from generation to generation.
+class HostLaunch {
+ public:
+  HostLaunch(HostAgent& agent, const std::function<LaunchPlan(const HostGeneration&)>& plan_of)
+      : agent_(agent), plan_of_(plan_of) {}
+
+  void run(SignalCatcher& signals) {
+    while (true) {
+      const HostOrder order = agent_.order();
+      if (order.kind == HostOrder::Kind::run && order.generation.number != last_) {
+        run_generation(order.generation, signals);
+      } else if (has_ended(order)) {
+        return;
+      } else {
+        wait(signals);
+      }
+    }
+  }
+
+ private:
+  void wait(SignalCatcher& signals) {
+    pollfd fds[] = {{signals.fd(), POLLIN, 0}, {agent_.event_fd(), POLLIN, 0}};
+    ::poll(fds, 2, -1);
+    while (const auto signal = signals.next()) {
+      if (signal == SIGUSR1 || signal == SIGUSR2) continue;  // To workers, and there are none.
+      const auto now = Clock::now();
+      const bool again = signal_ != 0 && now - signalled_at_ >= kSameSignal;
+      if (again) throw InterruptedError(*signal);
+      if (signal_ == 0) signalled_at_ = now;
+      signal_ = *signal;
+      agent_.leave();
+    }
+  }
+
+  /// True when all of the job succeeded.
+  bool has_ended(const HostOrder& order) const {
+    switch (order.kind) {
+      case HostOrder::Kind::success:
+        return true;
+      case HostOrder::Kind::interrupted:
+        throw InterruptedError(signal_ != 0 ? signal_ : SIGTERM);
+      case HostOrder::Kind::lost:
+        throw Error(order.text);
+      case HostOrder::Kind::failure:
+        throw WorkerError(order.text, order.exit_code);
+      default:
+        return false;
+    }
+  }
+
+  void run_generation(const HostGeneration& generation, SignalCatcher& signals) {
+    last_ = generation.number;
+    const LaunchPlan plan = plan_of_(generation);
+    Launcher launcher(plan, signals, &agent_);
+    HostEnd end;
+    try {
+      const auto failure = launcher.run();
+      end = end_of_host(failure, launcher);
+    } catch (const InterruptedError& error) {
+      signal_ = error.signal_number();
+      agent_.leave();
+    } catch (const std::exception& error) {
+      end = {.exit_code = exit_code_of(error), .text = error.what(), .can_retry = false};
+    }
+    agent_.ended(last_, end);
+  }
+
+  static HostEnd end_of_host(std::optional<WorkerFailure> failure, const Launcher& launcher) {
+    if (!failure) return {.succeeded = launcher.succeeded()};
+    failure->lines_are_shown = false;  // On the consoles of other hosts.
+    const AttemptEnd end = end_of(failure, launcher.late_signal());
+    return {.exit_code = end.exit_code,
+            .text = failure->text(),
+            .can_retry = may_help(end),
+            .consequence = launcher.is_consequence()};
+  }
+
+  HostAgent& agent_;
+  const std::function<LaunchPlan(const HostGeneration&)>& plan_of_;
+  int64_t last_ = 0;  ///< The generation that was run last.
+  int signal_ = 0;    ///< That the user has sent.
+  Time signalled_at_;
+};
+
+}  // namespace
+
+void launch(HostAgent& agent, const std::vector<int>& signals,
+            const std::function<LaunchPlan(const HostGeneration&)>& plan_of) {
+  ensure_standard_descriptors();
+  LaunchPlan any;
+  any.signals = signals;
+  SignalCatcher catcher(caught_signals(any));
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+  HostLaunch(agent, plan_of).run(catcher);
 }
 
 }  // namespace lockstep::launch

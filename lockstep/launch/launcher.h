@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/launch/error_file.h"
+#include "lockstep/launch/host_agent.h"
 #include "lockstep/launch/line_copies.h"
 
 namespace lockstep::launch {
@@ -42,33 +43,12 @@ struct WorkerPlan {
   std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.
 };
 
-/// A failure on another host of the job, as the launcher there has told it.
-struct FailureElsewhere {
-  int exit_code = 1;
-  std::string text;  ///< "rank 3 (pid 4711) was killed by SIGKILL (signal 9)".
-};
-
-/// What the launchers of a job's hosts tell each other. No call blocks.
-class OtherHosts {
- public:
-  virtual ~OtherHosts() = default;
-  /// The first failure that any other host has told of. Asked about every 100 ms.
-  virtual std::optional<FailureElsewhere> failure() = 0;
-  /// Tells the others of a failure here.
-  virtual void tell(const FailureElsewhere& failure) = 0;
-  /// Asked about every 50 ms once the workers here have ended, until it returns true: the others
-  /// know of that, and need nothing of this host any more.
-  virtual bool may_leave(bool succeeded) = 0;
-};
-
 struct LaunchPlan {
   std::vector<WorkerPlan> workers;
   /// Serves what the workers connect to. Called once, right after they were started, on a thread of
   /// its own. So its own start and theirs overlap. What it returns lives until they have ended. May
   /// be empty.
   std::function<std::shared_ptr<void>()> serve;
-  /// Other hosts, if there are any. Asked for after `serve` was called. May be empty.
-  std::function<OtherHosts*()> other_hosts;
   /// What is shown of the workers' standard output and error is copied there in parts.
   LineCopiesPlan out_copies, err_copies;
   /// The last lines of a failed worker are part of the error also where they were shown just
@@ -122,7 +102,7 @@ struct WorkerFailure {
 /// Runs the workers to their end, and again after a failure that a restart may mend (attempts.h),
 /// up to `max_restarts` times. `plan_of` gives the plan of each attempt, from 0, when nothing of
 /// the one before is left. What it holds outlives the attempt. Returns when all succeeded. Throws
-/// - WorkerError when one failed, here or on another host. The others got TERM and, after `grace`,
+/// - WorkerError when one failed. The others got TERM and, after `grace`,
 ///   KILL. It tells the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
 ///   `signal_grace` or at the second signal.
@@ -132,5 +112,10 @@ struct WorkerFailure {
 void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_restarts);
 /// One attempt.
 void launch(const LaunchPlan& plan);
+/// The same for a host of a job that several share: runs the workers whenever `agent` says so, and
+/// stops them when it says so. `plan_of` gives the plan of each generation, with these `signals`.
+/// Returns and throws when the job has ended, as above.
+void launch(HostAgent& agent, const std::vector<int>& signals,
+            const std::function<LaunchPlan(const HostGeneration&)>& plan_of);
 
 }  // namespace lockstep::launch

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <future>
+#include <mutex>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -81,29 +83,44 @@ class LauncherTest : public testing::Test {
   TemporaryDirectory folder_{"lockstep-launcher-test"};
 };
 
-/// The other hosts of a job, as a test wants them.
-struct Others : OtherHosts {
-  std::optional<FailureElsewhere> failure() override {
-    return ++looked > appears_after ? failed : std::nullopt;
+/// Gives its orders one after another: the next one once workers have ended, or the user leaves.
+struct Agent : HostAgent {
+  int event_fd() const override { return event.get(); }
+  HostOrder order() override {
+    const std::lock_guard lock(mutex);
+    uint64_t count = 0;
+    [[maybe_unused]] const auto read = ::read(event.get(), &count, sizeof count);
+    return orders.at(at);
   }
-  void tell(const FailureElsewhere& text) override {
-    told.push_back(text);
-    if (at_telling) at_telling();
+  void ended(int64_t, const HostEnd& end) override {
+    ends.push_back(end);
+    // A stop has moved on already.
+    if (orders.at(at).kind == HostOrder::Kind::run || !end.succeeded) next();
   }
-  bool may_leave(bool) override {
-    if (at_each_asking) at_each_asking();
-    return ++asked >= leaves_when_asked;
+  void leave() override {
+    ++left;
+    next();
+  }
+  void next() {
+    const std::lock_guard lock(mutex);
+    ++at;
+    const uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
   }
 
-  std::optional<FailureElsewhere> failed;
-  int appears_after = 0;
-  int looked = 0;
-  int leaves_when_asked = 0;
-  int asked = 0;
-  int living_when_told = -1;
-  std::vector<FailureElsewhere> told;
-  std::function<void()> at_each_asking, at_telling;
+  UniqueFd event{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+  std::mutex mutex;
+  std::vector<HostOrder> orders;
+  size_t at = 0;
+  std::vector<HostEnd> ends;
+  int left = 0;
 };
+
+HostOrder generation(int64_t number) {
+  HostOrder order{HostOrder::Kind::run};
+  order.generation.number = number;
+  return order;
+}
 
 TEST_F(LauncherTest, StreamsGoIntoTheirFilesByteForByte) {
   const std::string binary = R"(printf 'a\000b\r\nc'; printf e >&2; head -c 300000 /dev/zero)";
@@ -271,92 +288,79 @@ TEST_F(LauncherTest, WhatServeThrowsIsThrownOnceTheWorkersAreGone) {
   EXPECT_NE(kill(std::stoi(content("pid")), 0), 0);
 }
 
-TEST_F(LauncherTest, WhatIsServedLivesUntilItMayLeave) {
-  auto with_serve = plan({"true"});
-  auto served = std::make_shared<int>(1);
-  const std::weak_ptr<int> seen = served;
-  with_serve.serve = [&] { return std::move(served); };
-  Others others;
-  others.leaves_when_asked = 3;
-  others.at_each_asking = [&] { EXPECT_FALSE(seen.expired()); };
-  with_serve.other_hosts = [&] { return &others; };
-  launch(with_serve);
-  EXPECT_EQ(others.asked, 3);
-  EXPECT_TRUE(seen.expired());
-  EXPECT_EQ(others.told.size(), 0u);
+TEST_F(LauncherTest, GenerationsOfSeveralHostsRunAsTheAgentSays) {
+  Agent agent;
+  agent.orders = {generation(1), generation(2), {HostOrder::Kind::success}};
+  launch(agent, {SIGTERM}, [&](const HostGeneration& generation) {
+    return plan({"echo " + std::to_string(generation.number) + " >> $OUT/ran"});
+  });
+  EXPECT_EQ(content("ran"), "1\n2\n");
+  ASSERT_EQ(agent.ends.size(), 2u);
+  EXPECT_TRUE(agent.ends[1].succeeded);
 }
 
-TEST_F(LauncherTest, AFailureIsToldToOtherHostsBeforeTheWorkersHaveEnded) {
-  Others others;
-  others.at_telling = [&] {
-    others.living_when_told = fs::exists(folder_.path() / "ended") ? 0 : 1;
+TEST_F(LauncherTest, AFailureIsToldToTheAgentWithItsReason) {
+  Agent agent;
+  agent.orders = {generation(1), {.kind = HostOrder::Kind::failure, .exit_code = 9, .text = "why"}};
+  const auto failing = [&](const HostGeneration&) {
+    auto one = plan({"echo because >&2; exit 3", "sleep 1000"});
+    one.workers[0].err.console = true;
+    one.repeat_shown_lines = false;
+    return one;
   };
-  auto failing =
-      plan({"until [ -e $OUT/up ]; do sleep 0.01; done; echo why >&2; exit 3",
-            "trap 'touch $OUT/ended; exit 0' TERM; touch $OUT/up; while :; do sleep 0.01; done"});
-  failing.grace = std::chrono::seconds(20);
-  failing.other_hosts = [&] { return &others; };
-  failure(failing, 3);
-  ASSERT_EQ(others.told.size(), 1u);
-  EXPECT_EQ(others.told[0].exit_code, 3);
-  expect_contains(others.told[0].text, "rank 0 (pid ");
-  expect_contains(others.told[0].text, "why");
-  EXPECT_EQ(others.living_when_told, 1);
-}
-
-TEST_F(LauncherTest, OtherHostsAreToldTheReasonThatStandsOnThisConsole) {
-  Others others;
-  auto failing = plan({"echo why >&2; exit 3"});
-  failing.workers[0].err.console = true;
-  failing.repeat_shown_lines = false;
-  failing.other_hosts = [&] { return &others; };
   testing::internal::CaptureStderr();
-  const auto text = failure(failing, 3);
-  expect_contains(testing::internal::GetCapturedStderr(), "why");
-  EXPECT_EQ(text.find("last lines"), std::string::npos) << text;
-  ASSERT_EQ(others.told.size(), 1u);
-  expect_contains(others.told[0].text, "\n    why");
+  try {
+    launch(agent, {SIGTERM}, failing);
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const WorkerError& error) {
+    EXPECT_EQ(error.exit_code(), 9);
+  }
+  expect_contains(testing::internal::GetCapturedStderr(), "because");
+  ASSERT_EQ(agent.ends.size(), 1u);
+  EXPECT_EQ(agent.ends[0].exit_code, 3);
+  EXPECT_TRUE(agent.ends[0].can_retry);
+  EXPECT_FALSE(agent.ends[0].consequence);
+  expect_contains(agent.ends[0].text, "\n    because");
 }
 
-TEST_F(LauncherTest, ASignalEndsTheWaitForOtherHosts) {
-  Others others;
-  others.leaves_when_asked = 100;
-  others.at_each_asking = [] { kill(getpid(), SIGINT); };
-  auto failing = plan({"exit 3"});
-  failing.other_hosts = [&] { return &others; };
-  expect_contains(failure(failing, 3), "rank 0");
-  EXPECT_LT(others.asked, 50);
+TEST_F(LauncherTest, WhatCannotSucceedAndWhatFollowsFromAnotherHostIsToldAsSuch) {
+  Agent agent;
+  agent.orders = {generation(1), generation(2), {HostOrder::Kind::success}};
+  launch(agent, {SIGTERM}, [&](const HostGeneration& generation) {
+    return generation.number == 1 ? plan({"exit 2"})
+                                  : plan({"echo Connection closed by peer >&2; exit 4"});
+  });
+  ASSERT_EQ(agent.ends.size(), 2u);
+  EXPECT_FALSE(agent.ends[0].can_retry);
+  EXPECT_TRUE(agent.ends[1].consequence);
 }
 
-TEST_F(LauncherTest, AFailureOnAnotherHostEndsTheWorkersAndIsTheCause) {
-  Others others;
-  auto waiting = plan({"sleep 1000", "sleep 1000"});
-  others.failed =
-      FailureElsewhere{137, "on host 1: rank 3 (pid 7) was killed by SIGKILL (signal 9)"};
-  waiting.other_hosts = [&] { return &others; };
-  const auto begin = Clock::now();
-  EXPECT_EQ(failure(waiting, 137), "on host 1: rank 3 (pid 7) was killed by SIGKILL (signal 9)");
-  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
-  EXPECT_EQ(others.told.size(), 0u) << "the others know";
+TEST_F(LauncherTest, WorkersStopWhenTheAgentSaysSo) {
+  Agent agent;
+  agent.orders = {generation(1), {HostOrder::Kind::wait}, {HostOrder::Kind::success}};
+  std::thread stopper([&] {
+    wait_for("up");
+    agent.next();
+  });
+  launch(agent, {SIGTERM},
+         [&](const HostGeneration&) { return plan({"touch $OUT/up; sleep 1000"}); });
+  stopper.join();
+  ASSERT_EQ(agent.ends.size(), 1u);
+  EXPECT_FALSE(agent.ends[0].succeeded);
 }
 
-TEST_F(LauncherTest, APeerThatWasLostElsewhereIsNamedByItsOwnLauncher) {
-  Others others;
-  others.appears_after = 3;  // Times asked.
-  others.failed = FailureElsewhere{9, "on host 1: rank 3 failed"};
-  auto losing = plan({"echo PeerLostError: rank 2 >&2; exit 4", "sleep 1000"});
-  losing.other_hosts = [&] { return &others; };
-  EXPECT_EQ(failure(losing, 9), "on host 1: rank 3 failed");
-}
-
-TEST_F(LauncherTest, TheCauseIsWaitedForAlsoWhenAllRanksHereHaveEnded) {
-  Others others;
-  others.appears_after = 3;
-  others.failed = FailureElsewhere{9, "on host 1: rank 3 failed"};
-  auto losing = plan({"echo Connection closed by peer >&2; exit 4"});
-  losing.other_hosts = [&] { return &others; };
-  EXPECT_EQ(failure(losing, 9), "on host 1: rank 3 failed");
-  EXPECT_EQ(others.told.size(), 0u);
+TEST_F(LauncherTest, ASignalTellsTheAgentToLeave) {
+  Agent agent;
+  agent.orders = {{HostOrder::Kind::wait}, {HostOrder::Kind::interrupted}};
+  std::thread sender([] { kill(getpid(), SIGTERM); });
+  try {
+    launch(agent, {SIGTERM}, [&](const HostGeneration&) { return plan({"true"}); });
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const InterruptedError& error) {
+    EXPECT_EQ(error.signal_number(), SIGTERM);
+  }
+  sender.join();
+  EXPECT_EQ(agent.left, 1);
 }
 
 TEST_F(LauncherTest, ABodyRunsAsAProgramOfItsOwnWould) {

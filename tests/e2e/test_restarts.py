@@ -10,7 +10,7 @@ import time
 import unittest
 
 import lockstep_testing as t
-from run_testing import Launched, lockstep_run, processes_with, wait_for_files
+from run_testing import Launched, lockstep_run, processes_with, running, wait_for_files
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 SNAPSHOTS = t.BUILD_DIR / "examples/002_ddp_series/multigpu_torchrun"
@@ -19,18 +19,6 @@ START = t.BUILD_DIR / "tests/lockstep_start_program"
 
 def setUpModule():
     print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
-
-
-def running(mark, program):
-    """The processes of a job that run this program as ranks."""
-    found = []
-    for pid, _ in processes_with(mark):
-        try:
-            if os.readlink(f"/proc/{pid}/exe") == str(program) and b"\0RANK=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-        except OSError:
-            continue
-    return found
 
 
 class Run(unittest.TestCase):

@@ -121,5 +121,37 @@ def two_hosts(netem=None):
         wait_until(lambda: not any(n in _run_output("ip", "netns", "list") for n in made), 20, "the end of the namespaces")
 
 
+def _done(*words):
+    code, error = attempt(*words)
+    assert code == 0, f"{words}: {error}"
+
+
+@contextlib.contextmanager
+def bridged_hosts(count):
+    """As two_hosts, of any number: each has a cable to a bridge in a network namespace of its own."""
+    bridge = f"lockstep{os.getpid()}br"
+    with contextlib.ExitStack() as stack:
+        _done("ip", "netns", "add", bridge)
+        stack.callback(attempt, "ip", "netns", "del", bridge)
+        _done("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        _done("ip", "-n", bridge, "link", "set", "bridge", "up")
+        hosts = []
+        for i in range(count):
+            name, port = f"lockstep{os.getpid()}{'abcdefgh'[i]}", f"port{i}"
+            _done("ip", "netns", "add", name)
+            undo = stack.enter_context(contextlib.ExitStack())
+            undo.callback(attempt, "ip", "netns", "del", name)
+            _done("ip", "link", "add", "veth", "netns", name, "type", "veth", "peer", "name", port, "netns", bridge)
+            _done("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
+            _done("ip", "-n", name, "addr", "add", f"10.231.78.{i + 1}/24", "dev", "veth")
+            for link in ("lo", "veth"):
+                _done("ip", "-n", name, "link", "set", link, "up")
+            wait_until(lambda name=name: "state UP" in shown_link(name), 20, f"veth of {name} up")
+            hosts.append(Host(name, f"10.231.78.{i + 1}"))
+            undo.pop_all()
+            stack.callback(hosts[-1].close)
+        yield hosts
+
+
 def _run_output(*words):
     return subprocess.run(words, capture_output=True, text=True).stdout

@@ -35,6 +35,18 @@ def processes_with(mark):
     return found
 
 
+def running(mark, program):
+    """The processes of a job that run this program as ranks."""
+    found = []
+    for pid, _ in processes_with(mark):
+        try:
+            if os.readlink(f"/proc/{pid}/exe") == str(program) and b"\0RANK=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
 def alive(pid):
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"

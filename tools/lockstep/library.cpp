@@ -68,15 +68,15 @@ std::shared_ptr<void> serve_store(int listen_fd) {
   return {store, release};
 }
 
-std::shared_ptr<launch::OtherHosts> join_hosts(const std::string& address, uint16_t port, int host,
-                                               int hosts) {
-  auto* join =
-      symbol<void*(const char*, uint16_t, int, int, char*, size_t)>("lockstep_cli_join_hosts");
-  auto* leave = symbol<void(void*)>("lockstep_cli_leave_hosts");
+std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options) {
+  auto* join = symbol<void*(const void*, int*, char*, size_t)>("lockstep_cli_join_job");
+  auto* leave = symbol<void(void*)>("lockstep_cli_leave_job");
   char error[1024] = "";
-  void* joined = join(address.c_str(), port, host, hosts, error, sizeof error);
-  if (!joined) throw CommError(std::string("cannot watch the other hosts: ") + error);
-  return {static_cast<launch::OtherHosts*>(joined), leave};
+  int exit_code = kExitFailure;
+  void* joined = join(&options, &exit_code, error, sizeof error);
+  if (!joined && exit_code == kExitUsage) throw UsageError(error);
+  if (!joined) throw CommError(std::string("cannot meet the other hosts: ") + error);
+  return {static_cast<launch::HostAgent*>(joined), leave};
 }
 
 }  // namespace lockstep::tool

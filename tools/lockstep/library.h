@@ -4,7 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/host_agent.h"
+#include "run_options.h"
 
 namespace lockstep::tool {
 
@@ -19,9 +20,8 @@ void* bench_symbol(const char* name);
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.
 std::shared_ptr<void> serve_store(int listen_fd);
 
-/// What the launchers of the job's hosts tell each other, in the store at address and port; see
-/// hosts_board.h. Loads LibTorch for it. Throws lockstep::Error.
-std::shared_ptr<launch::OtherHosts> join_hosts(const std::string& address, uint16_t port, int host,
-                                               int hosts);
+/// This host's part in a job of several; see job_host.h. Loads LibTorch for the store. Throws
+/// lockstep::Error.
+std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options);
 
 }  // namespace lockstep::tool

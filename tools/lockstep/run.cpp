@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -185,18 +186,27 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   return plan;
 }
 
+/// On a single host.
 launch::RankLayout layout_of(const RunOptions& options) {
   launch::RankLayout layout;
-  layout.local_size = options.nproc;
-  layout.first_rank = options.node_rank * options.nproc;
-  layout.world_size = options.nodes * options.nproc;
-  layout.node_rank = options.node_rank;
-  layout.nodes = options.nodes;
+  layout.local_size = layout.world_size = options.nproc;
   layout.master_addr = options.master_addr;
   layout.master_port = options.master_port.value_or(0);
   layout.run_id = options.run_id;
   layout.role = options.role;
   layout.max_restarts = options.max_restarts;
+  return layout;
+}
+
+launch::RankLayout layout_of(const RunOptions& options, const launch::HostGeneration& generation) {
+  launch::RankLayout layout = layout_of(options);
+  layout.first_rank = generation.first_rank;
+  layout.world_size = generation.world_size;
+  layout.node_rank = generation.node_rank;
+  layout.nodes = generation.nodes;
+  layout.master_addr = generation.master_addr;
+  layout.master_port = generation.master_port;
+  layout.restart_count = generation.restarts;
   return layout;
 }
 
@@ -256,11 +266,8 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
   plan.signals = options.signals;
   plan.told_by = "lockstep run: ";
   plan.how_to_go_on =
-      options.nodes > 1
-          ? "a program that saves snapshots goes on from the last one, when the same commands are "
-            "given again"
-          : "with --max-restarts N all ranks start again; a program that saves snapshots goes on "
-            "from the last one, also when the same command is given again";
+      "with --max-restarts N all ranks start again; a program that saves snapshots goes on from "
+      "the last one, also when the same command is given again";
   return plan;
 }
 
@@ -276,6 +283,37 @@ launch::RankStreams streams_of(const RunOptions& options) {
   return most;
 }
 
+/// A job of this host alone.
+void run_here(const RunOptions& options, LogFolders& logs,
+              const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of) {
+  launch::RankLayout layout = layout_of(options);
+  UniqueFd listener = launch::listen_for_ranks(layout);
+  const auto attempt_plan = [&](int attempt) {
+    if (attempt > 0) {
+      // Nothing that the ranks of the attempt before have left in their store is there.
+      layout = layout_of(options);
+      layout.restart_count = attempt;
+      listener = launch::listen_for_ranks(layout);
+    }
+    logs.begin(attempt, options.nproc);
+    auto plan = plan_of(layout);
+    plan.serve = [&] { return serve_store(listener.release()); };
+    return plan;
+  };
+  launch::launch(attempt_plan, options.max_restarts);
+}
+
+/// This host's part in a job of several.
+void run_with_others(const RunOptions& options, LogFolders& logs,
+                     const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of) {
+  const auto agent = join_job(options);
+  int attempt = 0;
+  launch::launch(*agent, options.signals, [&](const launch::HostGeneration& generation) {
+    logs.begin(attempt++, options.nproc);
+    return plan_of(layout_of(options, generation));
+  });
+}
+
 }  // namespace
 
 int run_command(const std::vector<std::string>& args) {
@@ -283,41 +321,26 @@ int run_command(const std::vector<std::string>& args) {
   if (!options) return kExitSuccess;
   for (const auto& text : options->without_effect) say(text);
   const auto program = launch::find_program(options->program, options->kind);
-  auto layout = layout_of(*options);
-  launch::make_room_for_ranks(layout, streams_of(*options));
-  UniqueFd listener;
-  if (options->node_rank == 0) listener = launch::listen_for_ranks(layout);
+  launch::RankLayout most = layout_of(*options);
+  most.nodes = options->nodes;
+  most.world_size = options->nodes * options->nproc;
+  launch::make_room_for_ranks(most, streams_of(*options));
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const auto bindings = bindings_of(*options);
   // Last, as nobody removes them should this process be killed before the supervisor has started.
   LogFolders logs(*options);
-  std::shared_ptr<launch::OtherHosts> others;
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();
   TerminalSettings terminal;
-  const auto plan_of = [&](int attempt) {
-    if (attempt > 0) {
-      // Nothing that the ranks of the attempt before have left in their store is there.
-      layout = layout_of(*options);
-      layout.restart_count = attempt;
-      listener = launch::listen_for_ranks(layout);
-    }
-    logs.begin(attempt, options->nproc);
+  const auto plan_of = [&](const launch::RankLayout& layout) {
     auto plan = launch_plan(*options, layout, program, logs, bindings);
-    if (listener) plan.serve = [&] { return serve_store(listener.release()); };
-    if (options->nodes > 1) {
-      plan.other_hosts = [&] {
-        others = join_hosts(layout.master_addr, layout.master_port, layout.node_rank, layout.nodes);
-        return others.get();
-      };
-    }
     plan.at_stop = [&] { terminal.lend(); };
     plan.at_continue = [&] { terminal.take_back(); };
     return plan;
   };
-  launch::launch(plan_of, options->max_restarts);
+  (options->has_meeting() ? run_with_others : run_here)(*options, logs, plan_of);
   return kExitSuccess;
 }
 

@@ -19,8 +19,8 @@
 namespace lockstep::tool {
 namespace {
 
-/// torchrun's own default for several hosts.
-constexpr uint16_t kDefaultPort = 29500;
+/// torchrun's own defaults for several hosts: static, and c10d.
+constexpr uint16_t kDefaultPort = 29500, kMeetingPort = 29400;
 
 /// torchrun's flags that change nothing here.
 struct NoEffect {
@@ -34,8 +34,6 @@ constexpr NoEffect kNoEffect[] = {
     {"--start-method", "NAME", "workers are always programs of their own"},
     {"--event-log-handler", "NAME", "events are not recorded; --log-dir keeps logs"},
     {"--logs-specs", "NAME", "see --log-dir, --redirects and --tee"},
-    {"--local-addr", "ADDR", "hosts meet at --master-addr"},
-    {"--rdzv-conf", "K=V", "the static meeting has no settings"},
 };
 
 /// What the flags say, before it is made sense of.
@@ -44,6 +42,9 @@ struct RawFlags {
   std::string nodes = "1";
   std::string rdzv_backend = "static";
   std::string rdzv_endpoint;
+  std::string rdzv_conf;
+  std::string token_file;
+  double keep_alive = 2;
   std::optional<std::string> rdzv_id;
   std::optional<std::string> master_addr;
   std::optional<int> master_port;
@@ -82,8 +83,12 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "Ranks on this host: a number, cpu, gpu, or auto (a "
              "rank a GPU, else a rank a CPU)",
              "N");
-  cli.option("--nnodes", raw.nodes, "Hosts", "N");
-  cli.option("--node-rank", options.node_rank, "This host's number, from 0", {0, 1e6});
+  cli.option("--nnodes", raw.nodes,
+             "Hosts. MIN:MAX lets hosts join and leave while the job runs, which starts all ranks "
+             "again but counts as no restart",
+             "N");
+  cli.option("--node-rank", options.node_rank,
+             "This host's number, from 0; needed by the static meeting only", {0, 1e6});
   cli.option("--master-addr", raw.master_addr,
              "Address of host 0, which serves the store "
              "[127.0.0.1]",
@@ -93,16 +98,30 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "hosts]",
              {0, 65535});
   cli.flag("--standalone", raw.standalone, "One host, whatever --nnodes and --rdzv-* say");
-  cli.option("--rdzv-backend", raw.rdzv_backend, "How hosts meet; only static with several",
+  cli.option("--rdzv-backend", raw.rdzv_backend,
+             "How hosts meet: static at host 0, of a fixed number; c10d at the host of "
+             "--rdzv-endpoint; etcd at an etcd, so that any host may be lost",
              "NAME");
   cli.option("--rdzv-endpoint", raw.rdzv_endpoint,
-             "Another way to give --master-addr and "
-             "--master-port",
+             "Where hosts meet; with static another way to give --master-addr and --master-port; "
+             "of etcd all members, A:2379,B:2379",
              "ADDR:PORT");
+  cli.option("--rdzv-conf", raw.rdzv_conf,
+             "join_timeout (600 s for MIN hosts to come), last_call_timeout (0.3 s for more), "
+             "is_host (0 or 1); for etcd protocol (https), cacert, cert, key, user, password",
+             "K=V,...");
+  cli.option("--local-addr", options.meeting.local_addr,
+             "This host's address for the others [the way to where they meet]", "ADDR");
+  cli.option("--keep-alive", raw.keep_alive,
+             "Seconds after which a host that is silent counts as lost", {1, 3600});
+  cli.option("--token-file", raw.token_file,
+             "Hosts prove to each other that they know what stands in this file, of mode 0600 "
+             "[the variable LOCKSTEP_TOKEN, else no proof]",
+             "FILE");
   cli.option("--rdzv-id", raw.rdzv_id, "The run's name, in TORCHELASTIC_RUN_ID and log folders",
              "ID");
   cli.option("--max-restarts", options.max_restarts,
-             "How often all ranks start again after one has failed; on a single host", {0, 1e6});
+             "How often all ranks start again after one has failed", {0, 1e6});
   cli.option("--role", options.role, "In ROLE_NAME", "NAME");
   cli.choice(
       "--bind-to", options.bind_to, launch::binding_names(),
@@ -210,18 +229,16 @@ int parse_nproc(const std::string& text) {
   throw UsageError("--nproc-per-node: '" + text + "' is neither a number nor auto, cpu or gpu");
 }
 
-int parse_nodes(const std::string& text) {
+/// "2", or "1:4".
+void take_nodes(const std::string& text, RunOptions& options) {
   const auto parts = split(text, ':');
   const auto first = parse_int(parts[0]);
   const auto last = parse_int(parts.back());
   if (parts.size() > 2 || !first || !last || *first < 1 || *last < *first || *last > 100'000) {
-    throw UsageError("--nnodes: '" + text + "' is not a number of hosts");
+    throw UsageError("--nnodes: '" + text + "' is not a number of hosts, nor MIN:MAX");
   }
-  if (*first != *last) {
-    throw UsageError("--nnodes " + text + ": a changing number of hosts is not supported yet",
-                     "give the one number of hosts that all take part");
-  }
-  return static_cast<int>(*first);
+  options.min_nodes = static_cast<int>(*first);
+  options.nodes = static_cast<int>(*last);
 }
 
 uint16_t parse_port(const std::string& flag, const std::string& text) {
@@ -246,39 +263,117 @@ void take_endpoint(const std::string& text, RunOptions& options) {
   }
 }
 
-void resolve_meeting(const RawFlags& raw, RunOptions& options) {
-  options.nodes = raw.standalone ? 1 : parse_nodes(raw.nodes);
-  if (options.nodes > 1 && options.max_restarts > 0) {
-    throw UsageError("--max-restarts " + std::to_string(options.max_restarts) + " with " +
-                         std::to_string(options.nodes) +
-                         " hosts: ranks start again on a single host only",
-                     "leave it at 0 and start the job again, from its checkpoint");
+std::chrono::milliseconds parse_seconds(const std::string& what, const std::string& text) {
+  const auto seconds = parse_double(text);
+  if (!seconds || !(*seconds >= 0 && *seconds <= 1e7))
+    throw UsageError(what + "=" + text + " is not a number of seconds");
+  return std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
+}
+
+/// --rdzv-conf. `protocol`: of etcd's endpoints.
+void take_conf(const std::string& text, MeetingOptions& meeting, std::string& protocol) {
+  for (const auto& part : split(text, ',')) {
+    if (part.empty()) continue;
+    const auto name = part.substr(0, part.find('='));
+    const auto value = part.substr(std::min(part.size(), name.size() + 1));
+    const std::string what = "--rdzv-conf " + name;
+    if (name == "join_timeout" || name == "timeout") {
+      meeting.join_timeout = parse_seconds(what, value);
+    } else if (name == "last_call_timeout") {
+      meeting.last_call = parse_seconds(what, value);
+    } else if (name == "is_host") {
+      meeting.is_host = to_lower(value) == "true" || value == "1";
+    } else if (name == "protocol") {
+      protocol = value;
+    } else if (name == "cacert") {
+      meeting.ca_file = value;
+    } else if (name == "cert") {
+      meeting.certificate = value;
+    } else if (name == "key") {
+      meeting.key = value;
+    } else if (name == "user") {
+      meeting.user = value;
+    } else if (name == "password") {
+      meeting.password = value;
+    } else {
+      expect_one_of("--rdzv-conf", name,
+                    {"join_timeout", "timeout", "last_call_timeout", "is_host", "protocol",
+                     "cacert", "cert", "key", "user", "password"});
+    }
   }
-  if (raw.standalone) options.node_rank = 0;
-  expect_one_of("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"});
-  if (!raw.standalone && raw.rdzv_backend != "static" &&
-      (options.nodes > 1 || raw.rdzv_backend != "c10d")) {
-    throw UsageError("--rdzv-backend " + raw.rdzv_backend + " is not supported yet",
-                     "give every host --node-rank, --master-addr and --master-port (static)");
+}
+
+void take_etcd(const RawFlags& raw, const std::string& protocol, RunOptions& options) {
+  if (raw.rdzv_endpoint.empty())
+    throw UsageError("--rdzv-backend etcd: --rdzv-endpoint is missing",
+                     "name etcd's members: --rdzv-endpoint host0:2379,host1:2379");
+  for (const auto& endpoint : split(raw.rdzv_endpoint, ',')) {
+    options.meeting.endpoints.push_back(
+        endpoint.find("://") == std::string::npos ? protocol + "://" + endpoint : endpoint);
   }
-  if (!raw.standalone) {
-    if (!raw.rdzv_endpoint.empty()) take_endpoint(raw.rdzv_endpoint, options);
-    if (raw.master_addr) options.master_addr = without_brackets(*raw.master_addr);
-    if (raw.master_port) options.master_port = static_cast<uint16_t>(*raw.master_port);
-  }
-  if (options.node_rank >= options.nodes) {
-    throw UsageError("--node-rank " + std::to_string(options.node_rank) + " with --nnodes " +
+  // The way to it tells which of this host's addresses the others reach.
+  const std::string& first = options.meeting.endpoints.front();
+  RunOptions meeting;
+  take_endpoint(first.substr(first.find("://") + 3), meeting);
+  options.master_addr = meeting.master_addr;
+}
+
+void check_node_rank(const RunOptions& options) {
+  if (options.node_rank.value_or(0) >= options.nodes) {
+    throw UsageError("--node-rank " + std::to_string(*options.node_rank) + " with --nnodes " +
                          std::to_string(options.nodes),
                      "hosts are numbered from 0 to " + std::to_string(options.nodes - 1));
   }
+  const bool fixed = options.meeting.backend == MeetingOptions::Backend::fixed;
+  if (fixed && options.min_nodes != options.nodes) {
+    throw UsageError("--nnodes " + std::to_string(options.min_nodes) + ":" +
+                         std::to_string(options.nodes) +
+                         " with --rdzv-backend static, whose hosts are fixed",
+                     "take --rdzv-backend c10d and --rdzv-endpoint, or etcd");
+  }
+}
+
+void take_address(const RawFlags& raw, RunOptions& options) {
+  if (!raw.rdzv_endpoint.empty()) take_endpoint(raw.rdzv_endpoint, options);
+  if (raw.master_addr) options.master_addr = without_brackets(*raw.master_addr);
+  if (raw.master_port) options.master_port = static_cast<uint16_t>(*raw.master_port);
   if (options.nodes > 1 && options.master_port.value_or(kDefaultPort) == 0) {
     throw UsageError("--master-port 0 with several hosts: they could not know the port",
                      "give all hosts the same port, free on host 0");
   }
-  if (options.nodes > 1 && !options.master_port) options.master_port = kDefaultPort;
+  const bool fixed = options.meeting.backend == MeetingOptions::Backend::fixed;
+  if (options.nodes > 1 && !fixed && raw.rdzv_endpoint.empty() && !raw.master_addr)
+    throw UsageError(
+        "--rdzv-backend c10d: --rdzv-endpoint is missing",
+        "name one of the hosts, the same in all commands: --rdzv-endpoint host0:29400");
+  if (options.nodes > 1 && !options.master_port)
+    options.master_port = fixed ? kDefaultPort : kMeetingPort;
+}
+
+void resolve_meeting(const RawFlags& raw, RunOptions& options) {
+  using Backend = MeetingOptions::Backend;
+  expect_one_of("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"});
+  MeetingOptions& meeting = options.meeting;
+  meeting.keep_alive = std::chrono::milliseconds(static_cast<int64_t>(raw.keep_alive * 1000));
+  meeting.token_file = raw.token_file;
+  std::string protocol = "http";
+  take_conf(raw.rdzv_conf, meeting, protocol);
+  if (raw.standalone) {
+    options.node_rank = 0;
+  } else {
+    take_nodes(raw.nodes, options);
+    if (raw.rdzv_backend == "c10d") meeting.backend = Backend::embedded;
+    if (raw.rdzv_backend.starts_with("etcd")) meeting.backend = Backend::etcd;
+    check_node_rank(options);
+    if (meeting.backend == Backend::etcd) {
+      take_etcd(raw, protocol, options);
+    } else {
+      take_address(raw, options);
+    }
+  }
   const bool named = raw.rdzv_id && !raw.standalone;
   if (named) options.run_id = *raw.rdzv_id;
-  if (!named) options.run_id = options.nodes > 1 ? "none" : random_hex(16);
+  if (!named) options.run_id = options.has_meeting() ? "none" : random_hex(16);
 }
 
 std::set<int> parse_filter(const std::string& text, int nproc) {

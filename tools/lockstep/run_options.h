@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <set>
 #include <string>
@@ -31,11 +32,32 @@ class StreamMap {
   std::vector<std::pair<int, Streams>> single_;
 };
 
+/// How the hosts of a job find each other: --rdzv-backend, --rdzv-conf and what goes with them.
+struct MeetingOptions {
+  enum class Backend {
+    fixed,     ///< static: host 0 of a fixed number serves the registry of hosts.
+    embedded,  ///< c10d: the host of the endpoint serves it.
+    etcd,      ///< etcd has it.
+  };
+  Backend backend = Backend::fixed;
+  std::vector<std::string> endpoints = {};  ///< URLs of etcd's members.
+  std::optional<bool> is_host = {};  ///< This host serves it; none: where the endpoint is here.
+  std::chrono::milliseconds join_timeout{600'000};  ///< For MIN hosts to come. torchrun's.
+  std::chrono::milliseconds last_call{300};  ///< After MIN have come: hosts start within moments.
+  std::chrono::milliseconds keep_alive{2'000};  ///< A host that vanishes is noticed within it.
+  std::string local_addr = {};  ///< Of this host for the others; empty: the way to the endpoint.
+  std::filesystem::path token_file = {};  ///< Empty: the variable LOCKSTEP_TOKEN, or none.
+  std::filesystem::path ca_file = {}, certificate = {}, key = {};  ///< For etcd over TLS.
+  std::string user = {}, password = {};                            ///< Of etcd.
+};
+
 /// What `lockstep run` was asked for, checked.
 struct RunOptions {
   int nproc = 1;
-  int nodes = 1;
-  int node_rank = 0;
+  int nodes = 1;      ///< At most.
+  int min_nodes = 1;  ///< The job runs with so many hosts, too.
+  std::optional<int> node_rank = {};
+  MeetingOptions meeting = {};
   std::string master_addr = "127.0.0.1";
   std::optional<uint16_t> master_port;  ///< None: any free one on a single host, else 29500.
   std::string run_id;
@@ -58,6 +80,9 @@ struct RunOptions {
   std::vector<std::string> program;  ///< With its arguments.
   /// What was asked for and has no effect, with the reason: torchrun's flags.
   std::vector<std::string> without_effect;
+
+  /// Hosts agree on what to run. Else this one decides alone.
+  bool has_meeting() const { return nodes > 1 || meeting.backend == MeetingOptions::Backend::etcd; }
 };
 
 /// None when --help was asked for and printed. Throws UsageError.

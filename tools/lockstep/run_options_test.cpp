@@ -57,8 +57,42 @@ TEST(RunOptions, StandaloneWinsOverTheMeeting) {
 }
 
 TEST(RunOptions, OneHostMayNameC10d) {
-  EXPECT_EQ(parsed({"--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"}).master_port, 0);
+  const auto options = parsed({"--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"});
+  EXPECT_EQ(options.master_port, 0);
+  EXPECT_FALSE(options.has_meeting());
+}
+
+TEST(RunOptions, HostsThatComeAndGo) {
+  using Backend = MeetingOptions::Backend;
+  const auto options = parsed({"--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h0",
+                               "--rdzv-conf", "join_timeout=5,last_call_timeout=0.5,is_host=true",
+                               "--keep-alive", "1.5", "--max-restarts", "3"});
+  EXPECT_TRUE(options.has_meeting());
+  EXPECT_EQ(options.min_nodes, 1);
+  EXPECT_EQ(options.nodes, 4);
+  EXPECT_EQ(options.max_restarts, 3);
+  EXPECT_FALSE(options.node_rank);
+  EXPECT_EQ(options.master_port, 29400);
+  EXPECT_EQ(options.meeting.backend, Backend::embedded);
+  EXPECT_EQ(options.meeting.join_timeout, std::chrono::seconds(5));
+  EXPECT_EQ(options.meeting.last_call, std::chrono::milliseconds(500));
+  EXPECT_EQ(options.meeting.keep_alive, std::chrono::milliseconds(1500));
+  EXPECT_EQ(options.meeting.is_host, true);
+  EXPECT_THROW(parsed({"--nnodes", "1:4"}), UsageError);  // Of the static meeting all are fixed.
   EXPECT_THROW(parsed({"--nnodes", "2", "--rdzv-backend", "c10d"}), UsageError);
+  EXPECT_THROW(parsed({"--rdzv-conf", "join_timeout=soon"}), UsageError);
+  EXPECT_THROW(parsed({"--rdzv-conf", "jointimeout=5"}), UsageError);
+}
+
+TEST(RunOptions, EtcdHasMembersAndCertificates) {
+  const auto options =
+      parsed({"--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:2379,b:2379",
+              "--rdzv-conf", "protocol=https,cacert=ca.pem,user=me,password=word"});
+  EXPECT_EQ(options.meeting.endpoints, (Words{"https://a:2379", "https://b:2379"}));
+  EXPECT_EQ(options.meeting.ca_file, "ca.pem");
+  EXPECT_EQ(options.meeting.user, "me");
+  EXPECT_EQ(options.master_addr, "a");
+  EXPECT_TRUE(parsed({"--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"}).has_meeting());
   EXPECT_THROW(parsed({"--rdzv-backend", "etcd"}), UsageError);
 }
 

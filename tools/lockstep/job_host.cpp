@@ -1,0 +1,142 @@
+#include "job_host.h"
+
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/host_address.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/store_host.h"
+#include "lockstep/elastic/agent_runner.h"
+#include "lockstep/elastic/embedded_registry.h"
+#include "lockstep/elastic/etcd_registry.h"
+#include "lockstep/elastic/proof.h"
+
+namespace lockstep::tool {
+namespace {
+
+using Backend = MeetingOptions::Backend;
+
+/// So many time-outs of the lease without a word from the embedded registry: it is gone.
+constexpr int kSilences = 5;
+/// A name server that is silent for longer is not there.
+constexpr std::chrono::milliseconds kAnswerWithin{2'000};
+constexpr const char* kTokenVariable = "LOCKSTEP_TOKEN";
+
+std::string host_name() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+/// Whether `address` is one of this host's, as far as a socket can be bound to it.
+bool is_here(const std::string& address) {
+  try {
+    listen_on(address, 0);
+    return true;
+  } catch (const CommError&) {
+    return false;
+  }
+}
+
+std::string token_of(const MeetingOptions& meeting) {
+  return elastic::read_token(meeting.token_file, kTokenVariable).value_or("");
+}
+
+/// None where another host serves it.
+std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& options,
+                                                          const std::string& token) {
+  const MeetingOptions& meeting = options.meeting;
+  if (meeting.backend == Backend::etcd) return nullptr;
+  const bool fixed = meeting.backend == Backend::fixed;
+  const bool ours = fixed ? options.node_rank.value_or(0) == 0
+                          : meeting.is_host.value_or(is_here(options.master_addr));
+  if (!ours) return nullptr;
+  // Else nobody but the other hosts would tell that the name is mistyped, and later.
+  resolve_host(options.master_addr, kAnswerWithin, std::chrono::milliseconds(0));
+  elastic::EmbeddedRegistryOptions server;
+  server.port = *options.master_port;
+  server.token = token;
+  const std::string& address = options.master_addr;
+  if (is_loopback_host(address) || (is_numeric_host(address) && is_here(address)))
+    server.host = address;
+  try {
+    return std::make_shared<elastic::EmbeddedRegistry>(server);
+  } catch (const CommError&) {
+    // Another agent of this host may serve it already.
+    if (fixed || meeting.is_host.value_or(false)) throw;
+    return nullptr;
+  }
+}
+
+elastic::EtcdRegistryOptions registry_options(const RunOptions& options, const std::string& token) {
+  const MeetingOptions& meeting = options.meeting;
+  elastic::EtcdRegistryOptions client;
+  client.endpoints = meeting.endpoints;
+  client.ca_file = meeting.ca_file;
+  client.certificate = meeting.certificate;
+  client.key = meeting.key;
+  client.user = meeting.user;
+  client.password = meeting.password;
+  if (meeting.backend == Backend::etcd) return client;
+  client.endpoints = {"http://" + endpoint_text(options.master_addr, *options.master_port)};
+  client.token = token;
+  return client;
+}
+
+/// By which the other hosts reach this one.
+std::string own_address(const RunOptions& options) {
+  const MeetingOptions& meeting = options.meeting;
+  if (!meeting.local_addr.empty()) return meeting.local_addr;
+  const bool first = meeting.backend == Backend::fixed && options.node_rank.value_or(0) == 0;
+  if (first || is_loopback_host(options.master_addr)) return options.master_addr;
+  return reachable_address(options.master_addr);
+}
+
+elastic::AgentOptions agent_options(const RunOptions& options) {
+  const MeetingOptions& meeting = options.meeting;
+  elastic::AgentOptions agent;
+  agent.host = host_name();
+  agent.id = agent.host + "-" + std::to_string(::getpid()) + "-" + random_hex(4);
+  agent.address = own_address(options);
+  agent.min_agents = options.min_nodes;
+  agent.max_agents = options.nodes;
+  agent.nproc = options.nproc;
+  agent.node_rank = options.node_rank;
+  agent.max_restarts = options.max_restarts;
+  agent.keep_alive = meeting.keep_alive;
+  agent.last_call = meeting.last_call;
+  agent.join_timeout = meeting.join_timeout;
+  agent.embedded_registry = meeting.backend != Backend::etcd;
+  // Nobody can go on without an embedded registry, so nobody waits for it for long.
+  if (agent.embedded_registry) agent.contact_limit = kSilences * meeting.keep_alive;
+  return agent;
+}
+
+elastic::ServedStore serve_workers_store(const std::string& address) {
+  UniqueFd listener = listen_as_master(address, 0, is_loopback_host(address));
+  elastic::ServedStore store{address, bound_port(listener.get()), {}};
+  store.server = host_store(listener.release());
+  return store;
+}
+
+}  // namespace
+
+std::unique_ptr<launch::HostAgent> join_job_of_hosts(const RunOptions& options) {
+  const std::string token = token_of(options.meeting);
+  elastic::RunnerOptions runner;
+  runner.agent = agent_options(options);
+  runner.run_id = options.run_id;
+  runner.registry_server = serve_registry(options, token);
+  runner.agent.hosts_registry = runner.registry_server != nullptr;
+  runner.serve_store = [address = runner.agent.address] { return serve_workers_store(address); };
+  runner.say = [](const std::string& text) { log_info("lockstep run: " + text); };
+  auto registry = elastic::connect_registry(registry_options(options, token));
+  return elastic::run_agent(std::move(runner), std::move(registry));
+}
+
+}  // namespace lockstep::tool
