@@ -188,6 +188,7 @@ struct Parent {
     plan.reports_suffice = call.prints_failure;
     plan.told_by = call.name + ": ";
     plan.how_to_go_on = call.how_to_go_on;
+    plan.signals = call.signals;
     if (forks) std::fflush(nullptr);  // What our buffers hold is not for the forks to write.
     return plan;
   }

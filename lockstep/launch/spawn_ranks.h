@@ -1,9 +1,11 @@
 #pragma once
 
+#include <csignal>
 #include <functional>
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "lockstep/launch/spawn.h"
 
@@ -21,7 +23,8 @@ struct SpawnCall {
   /// The caller prints the failure where the workers' standard error went. So what stands there is
   /// not repeated, and of a rank that has reported its failure its own words are enough.
   bool prints_failure = false;
-  std::string how_to_go_on = {};  ///< See LaunchPlan.
+  std::string how_to_go_on = {};  ///< See LaunchPlan, here and below.
+  std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
   /// What a worker does in place of this program's `main`. It calls the function that spawns again,
   /// which returns there as in a worker. Its result is the exit code, and it must not throw.
   /// The workers are then forks of this process, which save the loading of LibTorch. Where forks

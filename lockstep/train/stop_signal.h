@@ -5,10 +5,11 @@
 
 namespace lockstep {
 
-/// While one lives, INT, TERM, HUP and QUIT only set a flag, which the training loop looks at. A
-/// second signal of the same kind ends the process at once, unless it comes so soon that it is the
-/// first once more (kSameSignal). Signals that are ignored when it is made (nohup, background jobs)
-/// stay ignored. One at a time in a process, since signal handlers are the process's own.
+/// While one lives, INT, TERM, HUP, QUIT and USR1, by which Slurm tells of the end of a job's time,
+/// only set a flag, which the training loop looks at. A second signal of the same kind ends the
+/// process at once, unless it comes so soon that it is the first once more (kSameSignal). Signals
+/// that are ignored when it is made (nohup, background jobs) stay ignored. One at a time in a
+/// process, since signal handlers are the process's own.
 class StopSignal {
  public:
   StopSignal();
@@ -22,7 +23,7 @@ class StopSignal {
   static void request(int signal_number);
 
  private:
-  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1};
   struct sigaction before_[std::size(kSignals)];
 };
 

@@ -33,7 +33,7 @@ TEST(StopSignal, StartsAnewAndPutsHandlersBack) {
 }
 
 TEST(StopSignal, NotesEachThatAUserMaySend) {
-  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) {
     const StopSignal signals;
     ::raise(number);
     EXPECT_EQ(signals.received(), number);
@@ -41,7 +41,7 @@ TEST(StopSignal, NotesEachThatAUserMaySend) {
 }
 
 TEST(StopSignal, LeavesIgnoredSignalsIgnored) {
-  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) {
     ::signal(number, SIG_IGN);
     {
       const StopSignal signals;

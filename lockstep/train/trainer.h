@@ -79,9 +79,9 @@ class Trainer {
   /// what the strategy cannot do with it, and MismatchError where ranks differ in their options,
   /// loaders or parameters.
   ///
-  /// The signals INT, TERM, HUP and QUIT, and a closed standard output, end it. All ranks stop at
-  /// the same step, or the same batch of an evaluation, within a fraction of a second and after at
-  /// most 16 more of them. Then every rank calls the callbacks' on_interrupt and throws
+  /// The signals INT, TERM, HUP, QUIT and USR1, and a closed standard output, end it. All ranks
+  /// stop at the same step, or the same batch of an evaluation, within a fraction of a second and
+  /// after at most 16 more of them. Then every rank calls the callbacks' on_interrupt and throws
   /// InterruptedError. If an evaluation was interrupted, a resumed run repeats it from its start.
   /// Throws NumericError (see OnNan), CommError and what callbacks throw.
   template <class M, class Train>

@@ -521,7 +521,7 @@ class Terminal(unittest.TestCase):
         self.assertNotIn("\r", result.stdout)
 
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 class Ending(unittest.TestCase):
@@ -550,7 +550,8 @@ class Ending(unittest.TestCase):
         t.wait_until(lambda: not group_members(process.pid), 10, "the end of every process")
 
     def test_signals_end_it_in_order_with_a_checkpoint(self):
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131),
+                             (signal.SIGUSR1, 138)):
             for devices in (1, 2):
                 with self.subTest(signal=number, devices=devices), t.temporary_folder() as folder:
                     saved = folder / "saved"

@@ -15,6 +15,9 @@ using Clock = std::chrono::steady_clock;
 
 /// How long a wait sleeps before it looks who is alive: a look reads a file of /proc a rank.
 constexpr std::chrono::milliseconds kSlice{20};
+/// A wait that wakes so much later stood still, perhaps with its whole machine. That counts for
+/// nobody's lateness.
+constexpr std::chrono::seconds kStandstill{1};
 /// Who writes on the board and dies over it leaves it unfinished.
 constexpr std::chrono::milliseconds kWriting{100};
 
@@ -63,12 +66,15 @@ void SharedGroup::await_as_caller(const Call& call, std::chrono::milliseconds ti
 
 void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeout) {
   auto& barrier = segment_.header().barrier;
-  const auto deadline = Clock::now() + timeout;
-  auto look = Clock::now() + kSlice;
+  auto last = Clock::now();
+  auto deadline = last + timeout;
+  auto look = last + kSlice;
   while (!barrier.reached(step_, size())) {
     if (failed()) throw_if_failed(call.text(), members(missing(), Failure::Kind::late));
     barrier.sleep(step_, size(), kSlice);
     const auto now = Clock::now();
+    if (now - last > kStandstill) deadline += now - last;
+    last = now;
     if (now < look) continue;
     look = now + kSlice;
     const std::vector<int> absent = missing();

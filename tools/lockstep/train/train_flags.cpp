@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <csignal>
 #include <exception>
 #include <variant>
 
@@ -96,6 +97,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
             ? "--checkpoint-dir DIR saves what was trained, to go on from with --resume auto"
             : "the same command with --resume auto goes on from the newest checkpoint; with "
               "--max-restarts N that happens by itself";
+  call.signals.push_back(SIGUSR1);  // Training saves and ends, as after TERM.
   // CUDA does not survive a fork.
   if (config.accelerator == "cpu" || !at::hasCUDA()) {
     call.body = [&] { return run_guarded(command, again); };

@@ -1,6 +1,7 @@
 #include "lockstep/comm/backends/hierarchical/transfer_wait.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace lockstep::hierarchical {
 namespace {
@@ -9,6 +10,9 @@ namespace {
 constexpr std::chrono::milliseconds kLook{40};
 /// Longer than any deadline. A wait without a time-out would be given the group's by Gloo.
 constexpr std::chrono::hours kWithoutEnd{24 * 365};
+/// Who wakes so much later than it meant to stood still, perhaps with its whole machine. That counts
+/// for nobody's lateness: what came meanwhile is not read yet.
+constexpr std::chrono::seconds kStandstill{1};
 /// Waits that follow each other within this time need not wake the thread.
 constexpr std::chrono::seconds kAwake{1};
 
@@ -52,13 +56,16 @@ TransferWait::End TransferWait::wait(c10d::Work& work, Clock::time_point deadlin
 }
 
 TransferWait::End TransferWait::poll(c10d::Work& work, Clock::time_point deadline) {
-  while (true) {
+  for (auto last = Clock::now();;) {
     try {
       if (work.wait(kLook)) return End::done;
     } catch (const std::exception&) {
       if (work.isCompleted()) throw;
     }
-    if (Clock::now() >= deadline) return End::late;
+    const auto now = Clock::now();
+    if (now - last > kStandstill) deadline += now - last;
+    last = now;
+    if (now >= deadline) return End::late;
     const std::lock_guard lock(mutex_);
     if (interrupted_ || first_failure_.heard()) return End::failed_elsewhere;
   }
@@ -74,6 +81,7 @@ void TransferWait::interrupt() {
 
 void TransferWait::run() {
   std::unique_lock lock(mutex_);
+  auto last = Clock::now();
   while (!stop_) {
     if (!current_ && Clock::now() - last_ > kAwake) {
       asleep_ = true;
@@ -85,7 +93,11 @@ void TransferWait::run() {
     auto pause = std::chrono::duration_cast<Clock::duration>(kLook);
     if (current_) pause = std::clamp(deadline_ - now, Clock::duration(1'000'000), pause);
     changed_.wait_for(lock, pause);
-    if (!stop_ && current_) look(lock);
+    const auto woken = Clock::now();
+    const auto gap = woken - std::max(std::exchange(last, woken), since_);
+    if (stop_ || !current_) continue;
+    if (gap > kStandstill) deadline_ += gap;
+    look(lock);
   }
 }
 
