@@ -34,7 +34,10 @@ ProcessGroup::Impl& checked(const std::shared_ptr<ProcessGroup::Impl>& impl) {
 }
 
 using backends::check_rank;
-using backends::is_plain;
+using backends::check_tensor;
+using backends::expect_count;
+using backends::expect_multiple;
+using backends::expect_one_dtype;
 using backends::rows_of_ranks;
 using Impl = ProcessGroup::Impl;
 
@@ -58,52 +61,20 @@ CallOptions options_of(const Impl& impl, Mode mode, ReduceOp op) {
 
 void check_count(const Impl& impl, Operation operation, const char* argument, size_t count,
                  bool one_a_rank = true) {
-  const size_t expected = one_a_rank ? static_cast<size_t>(impl.size) : 0;
-  if (count == expected) return;
-  throw UsageError(std::string(operation_name(operation)) + ": " + argument + " has " +
-                   std::to_string(count) + " tensors on rank " + std::to_string(impl.rank) +
-                   ", expected " + std::to_string(expected) +
-                   (one_a_rank ? ", one a rank" : " on a rank other than the root"));
+  expect_count(operation, argument, count, one_a_rank ? static_cast<size_t>(impl.size) : 0);
 }
 
-void check_tensor(const Impl& impl, Operation operation, const at::Tensor& tensor) {
-  const std::string name(operation_name(operation));
-  if (!tensor.defined()) throw UsageError(name + ": an undefined tensor");
-  if (tensor.layout() != at::kStrided || impl.traits().takes_strided || is_plain(tensor)) return;
-  if (!tensor.is_contiguous())
-    throw UsageError(name + ": the tensor is not contiguous",
-                     "pass tensor.contiguous(), and copy the result back where it is an output");
-  throw UsageError(name + ": the tensor is lazily conjugated or negated, or has no memory",
-                   "pass tensor.clone(), and copy the result back where it is an output");
+/// Of one dtype.
+void check_tensors(const Impl& impl, Operation operation, at::TensorList some,
+                   at::TensorList others = {}) {
+  for (const at::TensorList list : {some, others})
+    for (const auto& tensor : list) check_tensor(operation, tensor, impl.traits().takes_strided);
+  expect_one_dtype(operation, some, others);
 }
 
 void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
-  check_tensor(impl, operation, tensor);
+  check_tensors(impl, operation, tensor);
   if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);
-}
-
-/// Of one dtype: outputs and inputs are, where a call has both.
-template <class... Lists>
-void check_tensors(const Impl& impl, Operation operation, const Lists&... lists) {
-  const at::Tensor* first = nullptr;
-  for (const c10::ArrayRef<at::Tensor> list : {c10::ArrayRef<at::Tensor>(lists)...}) {
-    for (const auto& tensor : list) {
-      check_tensor(impl, operation, tensor);
-      if (!first) first = &tensor;
-      if (tensor.scalar_type() == first->scalar_type()) continue;
-      throw UsageError(std::string(operation_name(operation)) + " of " +
-                       describe(signature_of(*first)) + " and " + describe(signature_of(tensor)) +
-                       ": expected one dtype");
-    }
-  }
-}
-
-void check_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
-                    int size) {
-  if (large.numel() == small.numel() * size) return;
-  throw UsageError(std::string(operation_name(operation)) + ": the larger tensor has " +
-                   std::to_string(large.numel()) + " elements, expected " + std::to_string(size) +
-                   " times the smaller one's " + std::to_string(small.numel()));
 }
 
 /// Some backends tell of the end of these only to who waits for it: Gloo of messages and of a
@@ -129,7 +100,7 @@ Tensors without_grad(Tensors tensors) {
 }
 
 Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
-  check_tensor(impl, Operation::all_reduce, tensor);
+  check_tensors(impl, Operation::all_reduce, tensor);
   const auto options = options_of<c10d::AllreduceOptions>(impl, mode, op);
   Tensors tensors{without_grad(tensor)};
   return started(impl, {tensor}, {}, [&] { return impl.backend().allreduce(tensors, options); });
@@ -137,7 +108,7 @@ Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
 
 Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceOp op) {
   if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
-  for (const auto& tensor : tensors) check_tensor(impl, Operation::all_reduce_coalesced, tensor);
+  check_tensors(impl, Operation::all_reduce_coalesced, tensors);
   const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, mode, op);
   Tensors results = without_grad(tensors);
   return started(impl, tensors, {},
@@ -146,7 +117,7 @@ Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceO
 
 Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp op) {
   check_rank(Operation::reduce, "dst", dst, impl.size);
-  check_tensor(impl, Operation::reduce, tensor);
+  check_tensors(impl, Operation::reduce, tensor);
   auto options = options_of<c10d::ReduceOptions>(impl, mode, op);
   options.rootRank = dst;
   Tensors tensors{without_grad(tensor)};
@@ -155,7 +126,7 @@ Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp o
 
 Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
   check_rank(Operation::broadcast, "src", src, impl.size);
-  check_tensor(impl, Operation::broadcast, tensor);
+  check_tensors(impl, Operation::broadcast, tensor);
   auto options = options_of<c10d::BroadcastOptions>(impl, mode);
   options.rootRank = src;
   Tensors tensors{without_grad(tensor)};
@@ -174,7 +145,7 @@ Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor&
 
 Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input) {
   check_tensors(impl, Operation::all_gather_into_tensor, output, input);
-  check_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
+  expect_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
   const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
   at::Tensor result = without_grad(output);
   return started(impl, {output}, {input},
@@ -222,7 +193,7 @@ Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tenso
 Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
                            ReduceOp op) {
   check_tensors(impl, Operation::reduce_scatter_tensor, output, input);
-  check_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
+  expect_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
   const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
   at::Tensor result = without_grad(output);
   return started(
@@ -303,7 +274,7 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
 Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   auto& impl = checked(impl_);
   check_rank(Operation::send, "dst", dst, impl.size);
-  check_tensor(impl, Operation::send, tensor);
+  check_tensors(impl, Operation::send, tensor);
   Tensors tensors{tensor};
   return started(
       impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, Tells::waiters);

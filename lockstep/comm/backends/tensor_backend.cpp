@@ -84,6 +84,10 @@ TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptio
     check_rank(operation, "root", options.rootRank, getSize());
     arguments.root = static_cast<int>(options.rootRank);
   }
+  if (operation != Operation::all_reduce_sparse) {
+    for (const auto& tensor : arguments.inputs) check_dense(operation, tensor);
+    for (const auto& tensor : arguments.outputs) check_dense(operation, tensor);
+  }
   arguments.timeout = options.timeout.count() > 0 ? options.timeout : timeout();
   arguments.async = options.asyncOp;
   auto work = make_work(std::move(arguments));
@@ -134,7 +138,6 @@ WorkPtr TensorBackend::allreduce_coalesced(Tensors& tensors,
   const auto work = begin(Operation::all_reduce_coalesced, options, {.inputs = tensors});
   Tensors data;
   for (const auto& tensor : tensors) {
-    check_dense(Operation::all_reduce_coalesced, tensor);
     const at::ScalarType dtype =
         reduced_dtype(Operation::all_reduce_coalesced, tensor, options.reduceOp);
     data.push_back(work->taken(tensor, true, dtype));
@@ -220,7 +223,6 @@ WorkPtr TensorBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs
   }
   const auto work = begin(operation, options, std::move(request));
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_dense(operation, inputs[i]);
     Tensors list;
     for (const auto& of_rank : outputs) list.push_back(of_rank[i]);
     expect_alike(operation, inputs[i], list);
@@ -317,7 +319,7 @@ WorkPtr TensorBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                      std::vector<int64_t>& input_splits,
                                      const c10d::AllToAllOptions& options) {
   constexpr Operation operation = Operation::all_to_all_single;
-  expect_one_dtype(operation, {input}, {output});
+  expect_one_dtype(operation, input, output);
   const auto sent = rows_of_ranks(operation, "input_splits", input, input_splits, getSize());
   const auto received = rows_of_ranks(operation, "output_splits", output, output_splits, getSize());
   const auto work = begin(operation, options,

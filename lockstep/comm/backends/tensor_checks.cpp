@@ -36,6 +36,16 @@ at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::empty(tensor.sizes(), tensor.options().dtype(dtype)).copy_(tensor.resolve_neg());
 }
 
+void check_tensor(Operation operation, const at::Tensor& tensor, bool takes_strided) {
+  if (!tensor.defined()) refuse(operation, "an undefined tensor");
+  if (tensor.layout() != at::kStrided || takes_strided || is_plain(tensor)) return;
+  refuse(operation,
+         tensor.is_contiguous() ? "the tensor is lazily conjugated or negated, or has no memory"
+                                : "the tensor is not contiguous",
+         "pass tensor.clone(at::MemoryFormat::Contiguous), and copy the result back where it is an "
+         "output");
+}
+
 void check_dense(Operation operation, const at::Tensor& tensor) {
   if (!tensor.is_cpu())
     refuse(operation,
@@ -56,13 +66,11 @@ const at::Tensor& only(Operation operation, const Tensors& tensors) {
 const Tensors& only_list(Operation operation, const std::vector<Tensors>& lists, int size) {
   if (lists.size() != 1 || lists[0].size() != static_cast<size_t>(size))
     refuse(operation, "expected one list of " + std::to_string(size) + " tensors, one a rank");
-  for (const auto& tensor : lists[0]) check_dense(operation, tensor);
   return lists[0];
 }
 
 void expect_alike(Operation operation, const at::Tensor& one, const Tensors& others) {
   for (const auto& other : others) {
-    check_dense(operation, other);
     if (other.sizes() == one.sizes() && other.scalar_type() == one.scalar_type()) continue;
     refuse(operation, "a rank's tensor is " + describe(signature_of(one)) + ", the list holds " +
                           describe(signature_of(other)));
@@ -71,21 +79,19 @@ void expect_alike(Operation operation, const at::Tensor& one, const Tensors& oth
 
 void expect_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
                      int size) {
-  check_dense(operation, large);
-  check_dense(operation, small);
   if (large.scalar_type() == small.scalar_type() && large.numel() == small.numel() * size) return;
   refuse(operation, describe(signature_of(large)) + " is not " + std::to_string(size) + " times " +
                         describe(signature_of(small)));
 }
 
-void expect_one_dtype(Operation operation, const Tensors& inputs, const Tensors& outputs) {
-  for (const auto* list : {&inputs, &outputs}) {
-    for (const auto& tensor : *list) {
-      check_dense(operation, tensor);
-      if (tensor.scalar_type() == inputs[0].scalar_type()) continue;
-      refuse(operation, std::string("an ") + (list == &inputs ? "input" : "output") + " is " +
-                            describe(signature_of(tensor)) + ", the first input " +
-                            describe(signature_of(inputs[0])));
+void expect_one_dtype(Operation operation, at::TensorList some, at::TensorList others) {
+  const at::Tensor* first = nullptr;
+  for (const at::TensorList list : {some, others}) {
+    for (const auto& tensor : list) {
+      if (!first) first = &tensor;
+      if (tensor.scalar_type() == first->scalar_type()) continue;
+      refuse(operation, "tensors are " + describe(signature_of(*first)) + " and " +
+                            describe(signature_of(tensor)) + ", expected one dtype");
     }
   }
 }

@@ -16,25 +16,26 @@ bool is_plain(const at::Tensor& tensor);
 /// Such a copy of a dense tensor, made outside autograd; of `dtype` where one is given.
 at::Tensor plain_copy(const at::Tensor& tensor, at::ScalarType dtype = at::ScalarType::Undefined);
 
-// What callers may pass to a backend for CPU tensors. Each throws UsageError naming the operation.
+// What callers may pass to a group. Each throws UsageError naming the operation.
 
+/// A defined tensor; where it is dense, one that `is_plain`, unless the backend `takes_strided`.
+void check_tensor(Operation operation, const at::Tensor& tensor, bool takes_strided);
 /// A dense tensor of the CPU.
 void check_dense(Operation operation, const at::Tensor& tensor);
 /// One such tensor.
 const at::Tensor& only(Operation operation, const std::vector<at::Tensor>& tensors);
-/// One list of such tensors, one per rank.
+/// One list of tensors, one per rank.
 const std::vector<at::Tensor>& only_list(Operation operation,
                                          const std::vector<std::vector<at::Tensor>>& lists,
                                          int size);
-/// Dense others of one's shape and dtype.
+/// Others of one's shape and dtype.
 void expect_alike(Operation operation, const at::Tensor& one,
                   const std::vector<at::Tensor>& others);
-/// Two dense tensors of the CPU and of one dtype, the first `size` times the second.
+/// Two tensors of one dtype, the first `size` times the second.
 void expect_multiple(Operation operation, const at::Tensor& large, const at::Tensor& small,
                      int size);
-/// Dense tensors of one dtype.
-void expect_one_dtype(Operation operation, const std::vector<at::Tensor>& inputs,
-                      const std::vector<at::Tensor>& outputs);
+/// Tensors of one dtype: outputs and inputs are, where a call has both.
+void expect_one_dtype(Operation operation, at::TensorList some, at::TensorList others);
 /// A result whose elements have memory and do not share it, as those of an expanded tensor do.
 void expect_own_elements(Operation operation, const at::Tensor& output);
 /// As many `what` as expected.
