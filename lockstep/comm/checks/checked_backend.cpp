@@ -6,19 +6,18 @@
 #include <atomic>
 #include <csignal>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <type_traits>
 
 #include "lockstep/base/known_to_forks.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
-#include "lockstep/comm/checks/converted_work.h"
 #include "lockstep/comm/checks/failure_report.h"
 #include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/checks/p2p_checks.h"
 #include "lockstep/comm/checks/rank_checks.h"
 #include "lockstep/comm/checks/shared_elements.h"
+#include "lockstep/comm/checks/translated_work.h"
 
 namespace lockstep {
 namespace {
@@ -96,10 +95,8 @@ class CheckedBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return inner_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  bool supportsSplitting() const override { return inner_->supportsSplitting(); }
   bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
   bool supportsTimeEstimation() const override { return inner_->supportsTimeEstimation(); }
-  bool supportsShrinking() const override { return inner_->supportsShrinking(); }
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
     return inner_->supportsTensorAlloc(device);
   }
@@ -294,31 +291,6 @@ class CheckedBackend final : public c10d::Backend {
     inner_->shutdown();
   }
 
-  BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
-                   const c10::intrusive_ptr<Options>& opts) override {
-    converted([&] { expect_own_process(); });
-    return like_this(inner_->split(store, ranks, opts), store, picked_names(ranks),
-                     opts ? opts->group_name : std::string());
-  }
-  BackendPtr merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
-                   const int& size) override {
-    converted([&] { expect_own_process(); });
-    return like_this(inner_->merge(store, opts, rank, size), store, {},
-                     opts ? opts->group_name : std::string());
-  }
-  BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
-                    const c10::intrusive_ptr<Options>& opts) override {
-    converted([&] { expect_own_process(); });
-    std::vector<int> ranks;
-    for (int rank = 0; rank < getSize(); ++rank)
-      if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), rank) ==
-          ranks_to_exclude.end())
-        ranks.push_back(rank);
-    auto store =
-        c10::make_intrusive<c10d::PrefixStore>("shrunk" + std::to_string(++shrink_count_), store_);
-    return like_this(inner_->shrink(ranks_to_exclude, flags, opts), store, picked_names(ranks), {});
-  }
-
  private:
   friend struct KnownToForks<CheckedBackend>;
 
@@ -405,7 +377,9 @@ class CheckedBackend final : public c10d::Backend {
     if (!options_.convert) return call();
     try {
       if constexpr (std::is_same_v<decltype(call()), WorkPtr>) {
-        return make_converted_work(call(), options_.convert);
+        WorkPtr work = call();
+        if (!work) return work;
+        return c10::make_intrusive<TranslatedWork>(-1, std::move(work), options_.convert);
       } else {
         return call();
       }
@@ -499,25 +473,6 @@ class CheckedBackend final : public c10d::Backend {
     });
   }
 
-  RankNames picked_names(const std::vector<int>& ranks) const {
-    RankNames names;
-    for (int rank : ranks) names.push_back(context_->names().at(static_cast<size_t>(rank)));
-    return names;
-  }
-
-  BackendPtr like_this(BackendPtr inner, const StorePtr& store, RankNames names,
-                       const std::string& group) const {
-    if (!inner) return inner;
-    CheckedBackendOptions options = options_;
-    options.context = nullptr;
-    options.steps = nullptr;
-    options.global_ranks = std::move(names);
-    options.timeout = context_->timeout();
-    options.announced = false;
-    if (!group.empty()) options.group_name = group;
-    return make_checked_backend(std::move(inner), store, std::move(options));
-  }
-
   std::shared_ptr<CheckContext> make_context() const {
     return std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
                                           options_.group_name, options_.timeout);
@@ -530,7 +485,6 @@ class CheckedBackend final : public c10d::Backend {
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
-  int shrink_count_ = 0;
   bool in_fork_ = false;
   std::shared_ptr<CallObserver> observer_;
   P2PChecks p2p_checks_;

@@ -88,7 +88,7 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///
 /// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options
 /// compare as much as the one that makes the first call says. A group of one compares nothing.
-/// Splitting it gives a decorated backend again. Threads: as the backend.
+/// c10d's split, merge and shrink are not offered. Threads: as the backend.
 c10::intrusive_ptr<c10d::Backend> make_checked_backend(c10::intrusive_ptr<c10d::Backend> inner,
                                                        c10::intrusive_ptr<c10d::Store> store,
                                                        CheckedBackendOptions options = {});
@@ -102,7 +102,7 @@ c10::intrusive_ptr<c10d::Backend> unchecked_backend(
 
 class CallObserver;
 /// See observe_calls (call_observer.h), which is the way for a group. `backend` must be a decorated
-/// one. The backends that it is split into do not inherit the observer.
+/// one.
 void set_call_observer(c10d::Backend& backend, std::shared_ptr<CallObserver> observer);
 
 }  // namespace lockstep

@@ -1,6 +1,5 @@
 // The checked backend gives what the backend inside gives, and costs next to nothing.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -260,7 +259,6 @@ TEST(CheckedBackend, SaysWhatTheInnerOneSays) {
     EXPECT_EQ(backend.getBackendName(), "gloo");
     EXPECT_EQ(backend.getRank(), rank);
     EXPECT_EQ(backend.getSize(), 2);
-    EXPECT_TRUE(backend.supportsSplitting());
     EXPECT_FALSE(backend.supportsCoalescing());
     EXPECT_EQ(backend.getBackendOptions()->timeout, std::chrono::seconds(20));
     backend.setTimeout(std::chrono::seconds(9));
@@ -327,39 +325,6 @@ TEST(CheckedBackend, ComparisonsLeaveNoKeysBehind) {
       store));
   // The last message's two keys may or may not be gone at either moment.
   EXPECT_LE(late, early + 2);
-}
-
-TEST(CheckedBackend, SplitGivesACheckedGroup) {
-  auto options = options_of(DebugLevel::info);
-  options.global_ranks = {5, 6, 7};
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto outcomes = run_gloo(
-      3, options,
-      [&](int rank, Backend& backend) {
-        if (rank == 0) return;
-        auto gloo = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(20));
-        gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-        gloo->group_name = "half";
-        auto half = backend.split(c10::make_intrusive<c10d::PrefixStore>("half", store), {1, 2},
-                                  c10::static_intrusive_pointer_cast<Backend::Options>(gloo));
-        ASSERT_TRUE(half);
-        EXPECT_NE(unchecked_backend(half), half);
-        EXPECT_EQ(half->getSize(), 2);
-        Tensors tensors{at::ones({2})};
-        half->allreduce(tensors, {})->wait();
-        EXPECT_EQ(tensors[0][1].item<float>(), 2);
-        tensors = {at::ones({rank})};
-        half->allreduce(tensors, {})->wait();
-      },
-      store);
-  EXPECT_TRUE(outcomes[0].ok());
-  for (int rank : {1, 2}) {
-    const auto& outcome = outcomes[static_cast<size_t>(rank)];
-    EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
-    EXPECT_THAT(outcome.text(),
-                ::testing::HasSubstr("rank 6 called all_reduce(sum) of float32 [1] as collective 2 "
-                                     "of group 'half', but rank 7 called"));
-  }
 }
 
 }  // namespace checked_pass_through_test

@@ -39,7 +39,10 @@ struct Report {
 class CheckedWork final : public TranslatedWork {
  public:
   CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, WorkWatch watch)
-      : TranslatedWork(report.context->rank(), std::move(inner)),
+      : TranslatedWork(report.context->rank(), std::move(inner),
+                       [report](const std::exception_ptr& error) {
+                         return report.translate(error, kNoTimeout);
+                       }),
         report_(std::move(report)),
         watch_(watch) {}
 
@@ -95,12 +98,6 @@ class CheckedWork final : public TranslatedWork {
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = report_.translate(error, timeout);
     return failure_;
-  }
-
-  ErrorConversion future_conversion() const override {
-    return [report = report_](const std::exception_ptr& error) {
-      return report.translate(error, kNoTimeout);
-    };
   }
 
   const Report report_;

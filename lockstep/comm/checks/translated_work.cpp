@@ -28,8 +28,11 @@ FuturePtr converted_future(const FuturePtr& inner, ErrorConversion convert) {
 
 }  // namespace
 
-TranslatedWork::TranslatedWork(int rank, c10::intrusive_ptr<c10d::Work> inner)
-    : c10d::Work(rank, inner->retrieveOpType()), inner_(std::move(inner)) {}
+TranslatedWork::TranslatedWork(int rank, c10::intrusive_ptr<c10d::Work> inner,
+                               ErrorConversion convert)
+    : c10d::Work(rank, inner->retrieveOpType()),
+      inner_(std::move(inner)),
+      convert_(std::move(convert)) {}
 
 std::exception_ptr TranslatedWork::exception() const {
   const auto error = inner_->exception();
@@ -59,7 +62,7 @@ void TranslatedWork::blockCurrentStream() {
 
 FuturePtr TranslatedWork::getFuture() {
   const std::lock_guard lock(mutex_);
-  if (!future_) future_ = converted_future(inner_->getFuture(), future_conversion());
+  if (!future_) future_ = converted_future(inner_->getFuture(), convert_);
   return future_;
 }
 

@@ -11,9 +11,11 @@
 
 namespace lockstep {
 
-/// Decorates a work: wait, exception and future give other errors. All else passes.
+/// Decorates a work: wait, exception and future give what `convert` makes of its errors. All else
+/// passes.
 class TranslatedWork : public c10d::Work {
  public:
+  TranslatedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, ErrorConversion convert);
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   int sourceRank() const override { return inner_->sourceRank(); }
@@ -32,13 +34,12 @@ class TranslatedWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
-  TranslatedWork(int rank, c10::intrusive_ptr<c10d::Work> inner);
-  /// What the caller gets for the inner work's error. `timeout`: of the wait that met it, or
-  /// kNoTimeout.
+  /// What the caller gets for the inner work's error, except from the future, which may outlive
+  /// this work. `timeout`: of the wait that met it, or kNoTimeout.
   virtual std::exception_ptr translate(const std::exception_ptr& error,
-                                       std::chrono::milliseconds timeout) const = 0;
-  /// The same for the future, which may outlive this work.
-  virtual ErrorConversion future_conversion() const = 0;
+                                       std::chrono::milliseconds /*timeout*/) const {
+    return convert_(error);
+  }
   c10d::Work& inner() const { return *inner_; }
 
  private:
@@ -46,6 +47,7 @@ class TranslatedWork : public c10d::Work {
   auto translated(std::chrono::milliseconds timeout, Call call) -> decltype(call());
 
   const c10::intrusive_ptr<c10d::Work> inner_;
+  const ErrorConversion convert_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
