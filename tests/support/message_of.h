@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "lockstep/base/error.h"
@@ -34,6 +35,17 @@ std::vector<int> ranks_of(Call&& call) {
     return {};
   }
   return {};
+}
+
+/// Whether `call` throws a CommError of no further type: not one of a time-out or a lost peer.
+template <class Call>
+bool is_plain_comm_error(Call&& call) {
+  try {
+    call();
+  } catch (const CommError& error) {
+    return typeid(error) == typeid(CommError);
+  }
+  return false;
 }
 
 }  // namespace lockstep::test

@@ -10,11 +10,30 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/error.h"
+
 namespace lockstep::test {
+
+/// What a CommError carries; nothing for another end.
+inline Failure failure_in(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const CommError& e) {
+    return e.failure();
+  } catch (...) {
+  }
+  return {};
+}
+
+/// Whether a failure, or one of its causes, is of the kind and concerns the rank.
+inline bool tells(const Failure& failure, Failure::Kind kind, int rank) {
+  return failure.has(kind) && failure.concerns(rank);
+}
 
 /// How a rank's part ended.
 struct Outcome {
   std::exception_ptr error;
+  Failure failure() const { return failure_in(error); }
   bool ok() const { return !error; }
   std::string text() const {
     if (!error) return {};

@@ -9,8 +9,6 @@
 namespace lockstep {
 namespace call_signature_test {
 
-using ::testing::HasSubstr;
-
 const RankNames kNames{0, 1, 2, 3};
 
 CallSignature all_to_all(std::vector<int64_t> input_splits, std::vector<int64_t> output_splits,
@@ -98,9 +96,9 @@ TEST(FindMismatch, SequenceNumber) {
   two.sequence = 4;
   const auto text = find_mismatch({one, two}, kNames, "g");
   ASSERT_TRUE(text);
-  EXPECT_THAT(*text, HasSubstr("as collective 3 of group 'g', but rank 1 called"));
-  EXPECT_THAT(*text, HasSubstr("as collective 4"));
-  EXPECT_THAT(*text, HasSubstr("differs: sequence number"));
+  EXPECT_THAT(*text,
+              ::testing::MatchesRegex(".*as collective 3 of group 'g', but rank 1 called.*as "
+                                      "collective 4.*differs: sequence number"));
 }
 
 TEST(FindMismatch, UnevenAllGatherOfBackendsThatHaveIt) {
@@ -127,8 +125,9 @@ TEST(FindMismatch, AllToAllLists) {
   two.outputs[0].dtype = at::kLong;
   const auto text = find_mismatch({one, two}, kNames, "g");
   ASSERT_TRUE(text);
-  EXPECT_THAT(*text, HasSubstr("gives rank 1 float32 [2], but rank 1 called"));
-  EXPECT_THAT(*text, HasSubstr("expects int64 [2]"));
+  EXPECT_THAT(*text,
+              ::testing::MatchesRegex(".*gives rank 1 float32 .2., but rank 1 called.*expects "
+                                      "int64 .2..*"));
 }
 
 TEST(FindMismatch, ScatterRootsListOfTheWrongLengthIsLeftToTheBackend) {
@@ -156,10 +155,10 @@ TEST(FindP2PMismatch, SizeAndDtypeButNotShape) {
   recv.outputs = {{at::kDouble, {5}}};
   const auto text = find_p2p_mismatch(send, 0, recv, 1, 7, kNames, "g");
   ASSERT_TRUE(text);
-  EXPECT_THAT(*text, HasSubstr("rank 0 called send(to rank 1) of float32 [2, 2] as message 2 with "
-                               "tag 7 of group 'g', but rank 1 called recv(from rank 0) into "
-                               "float64 [5]"));
-  EXPECT_THAT(*text, HasSubstr("differs: dtype and size"));
+  EXPECT_EQ(*text,
+            "rank 0 called send(to rank 1) of float32 [2, 2] as message 2 with tag 7 of group 'g', "
+            "but rank 1 called recv(from rank 0) into float64 [5]\n  hint: a receive must have the "
+            "dtype and the number of elements of its send; here differs: dtype and size");
 }
 
 }  // namespace call_signature_test

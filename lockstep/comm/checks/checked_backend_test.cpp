@@ -27,6 +27,7 @@ using c10d::ReduceOp;
 using test::expect_ok;
 using test::Outcome;
 using test::run_gloo;
+using test::tells;
 using test_wait::wait_until;
 using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
@@ -255,9 +256,9 @@ TEST(CheckedBackendMismatch, NamesRanksOfTheDefaultGroup) {
       2, options, [](int rank, Backend& backend) { broadcast(backend, at::ones({1}), rank); });
   for (const auto& outcome : outcomes) {
     EXPECT_TRUE(outcome.is<MismatchError>());
-    EXPECT_THAT(outcome.text(), HasSubstr("rank 4 called broadcast(root 4)"));
-    EXPECT_THAT(outcome.text(), HasSubstr("rank 7 called broadcast(root 7)"));
-    EXPECT_THAT(outcome.text(), HasSubstr("of group 'right'"));
+    EXPECT_THAT(outcome.text(),
+                HasSubstr("rank 4 called broadcast(root 4) of float32 [1] as collective 1 of group "
+                          "'right', but rank 7 called broadcast(root 7)"));
   }
 }
 
@@ -327,8 +328,7 @@ TEST(CheckedBackendMissing, TimesOutNamingWhoDidNotCome) {
   for (int rank : {0, 2}) {
     const auto& outcome = outcomes[static_cast<size_t>(rank)];
     EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
-    EXPECT_THAT(outcome.text(), HasSubstr("all_reduce(sum) of float32 [3] as collective 2"));
-    EXPECT_THAT(outcome.text(), HasSubstr("waited 0.7 s"));
+    EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::late, 1));
     EXPECT_THAT(outcome.text(), HasSubstr("rank 1 did not come (its last was broadcast(root 0) of "
                                           "float32 [2], collective 1)"));
   }
@@ -347,9 +347,10 @@ TEST(CheckedBackendMissing, WhoComesLaterHearsThatTheGroupFailed) {
       throw;
     }
   });
-  EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 1 did not come (it has called no collective"));
-  EXPECT_TRUE(outcomes[1].is<TimeoutError>());
-  EXPECT_THAT(outcomes[1].text(), HasSubstr("group 'default' has failed: rank 0 called barrier"));
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+    EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::late, 1));
+  }
 }
 
 /// It cannot be announced.
