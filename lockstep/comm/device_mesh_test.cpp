@@ -87,7 +87,7 @@ TEST_P(DeviceMeshTest, ASliceIsAMeshThroughThisRank) {
 TEST_P(DeviceMeshTest, OneDimensionOfAllRanksIsTheGroupItself) {
   run_group(3, [](ProcessGroup group) {
     const DeviceMesh mesh = init_device_mesh(group, "pp=3");
-    EXPECT_EQ(&mesh.get_group().impl(), &group.impl());
+    EXPECT_TRUE(mesh.get_group() == group);
     EXPECT_THROW(init_device_mesh(group, "dp=2,pp=2"), UsageError);
     using Dimensions = std::vector<MeshDimension>;
     for (const Dimensions& wrong : {Dimensions{{"dp", -1}, {"pp", 3}}, {{"a", -3}, {"b", -1}}})

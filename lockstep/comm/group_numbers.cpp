@@ -167,7 +167,7 @@ class Gathered {
       std::memcpy(bytes + static_cast<int64_t>(i + 1) * kLane, numbers[i].number(),
                   numbers[i].bytes());
     }
-    const c10::Device device = group.impl().device();
+    const c10::Device device = impl_of(group).device();
     at::Tensor all = at::empty({ranks_ * lanes_ * kLane}, at::dtype(at::kByte).device(device));
     group.all_gather_into_tensor(all, mine.to(device));
     all_ = all.cpu();

@@ -84,7 +84,7 @@ std::vector<std::string> barrier_keys(const ProcessGroup::Impl& impl, int64_t nu
 
 std::vector<json> ProcessGroup::all_gather_object(const json& object) const {
   check_open(*this);
-  const c10::Device where = impl().device();
+  const c10::Device where = impl_->device();
   const auto [sizes, longest, mine] = Padded(*this, object, where);
   at::Tensor output = byte_tensor(size() * longest, where);
   all_gather_into_tensor(output, mine);
@@ -98,7 +98,7 @@ std::vector<json> ProcessGroup::all_gather_object(const json& object) const {
 std::vector<json> ProcessGroup::gather_object(const json& object, int dst) const {
   check_open(*this);
   backends::check_rank("gather_object", "dst", dst, size());
-  const c10::Device where = impl().device();
+  const c10::Device where = impl_->device();
   const auto [sizes, longest, mine] = Padded(*this, object, where);
   Tensors outputs;
   for (int i = 0; i < size() && rank() == dst; ++i) outputs.push_back(byte_tensor(longest, where));
@@ -111,7 +111,7 @@ std::vector<json> ProcessGroup::gather_object(const json& object, int dst) const
 json ProcessGroup::broadcast_object(const json& object, int src) const {
   check_open(*this);
   backends::check_rank("broadcast_object", "src", src, size());
-  const c10::Device where = impl().device();
+  const c10::Device where = impl_->device();
   at::Tensor bytes = rank() == src ? encode(object).to(where) : at::Tensor();
   at::Tensor length =
       at::full({1}, rank() == src ? bytes.numel() : 0, at::dtype(at::kLong).device(where));
@@ -124,7 +124,7 @@ json ProcessGroup::broadcast_object(const json& object, int src) const {
 json ProcessGroup::scatter_object(const std::vector<json>& objects, int src) const {
   check_open(*this);
   backends::check_rank("scatter_object", "src", src, size());
-  const c10::Device where = impl().device();
+  const c10::Device where = impl_->device();
   // Two numbers go first: the longest size, for all, and each one's own.
   Tensors encoded, headers;
   if (rank() == src) {

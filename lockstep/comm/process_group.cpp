@@ -9,8 +9,11 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/first_step.h"
+#include "lockstep/comm/backends/common_memory.h"
 #include "lockstep/comm/backends/tensor_checks.h"
+#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/group_impl.h"
 
@@ -401,6 +404,22 @@ Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor&
   return lockstep::all_to_all_single(checked(impl_), Mode::async, output, input, output_splits,
                                      input_splits);
 }
+at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType dtype) {
+  if (!group) throw UsageError("common_empty: the process group is null");
+  if (numel < 0)
+    throw UsageError("common_empty: " + std::to_string(numel) + " elements, expected 0 or more");
+  impl_of(group).backend();  // Throws once the group is closed.
+  impl_of(group).expect_own_process();
+  const auto backend = unchecked_backend(impl_of(group).handle());
+  auto* const memory = dynamic_cast<backends::CommonMemory*>(backend.get());
+  return memory != nullptr ? memory->allocate_common(numel, dtype) : at::Tensor();
+}
+
+void observe_calls(const ProcessGroup& group, std::shared_ptr<CallObserver> observer) {
+  if (!group) throw UsageError("observe_calls: the process group is null");
+  set_call_observer(impl_of(group).backend(), std::move(observer));
+}
+
 void ProcessGroup::note_steps(int64_t steps) const noexcept {
   made_first_step.store(true, std::memory_order_relaxed);
   if (!impl_) return;

@@ -218,11 +218,13 @@ class ProcessGroup {
   void note_steps(int64_t steps) const noexcept;
 
   explicit operator bool() const { return impl_ != nullptr; }
+  bool operator==(const ProcessGroup&) const = default;  ///< Whether they are the same group.
   /// The c10d group (its calls pass through our checks too), for code that speaks c10d.
   c10d::ProcessGroup& native() const;
-  Impl& impl() const { return *impl_; }
 
  private:
+  friend Impl& impl_of(const ProcessGroup& group) { return *group.impl_; }
+
   std::shared_ptr<Impl> impl_;
 };
 

@@ -248,14 +248,14 @@ TEST(MonitoredBarrier, OfTwoGroupsInTwoThreadsDoesNotLockUp) {
       2,
       [](ProcessGroup first) {
         const ProcessGroup second(
-            form_group(first.impl().context, "1", first.global_ranks(), first.backend()));
+            form_group(impl_of(first).context, "1", first.global_ranks(), first.backend()));
         const auto& early = first.rank() == 0 ? first : second;
         const auto& late = first.rank() == 0 ? second : first;
         const auto start = std::chrono::steady_clock::now();
         std::thread waiting(
             [&] { EXPECT_NO_THROW(early.monitored_barrier(milliseconds(10'000))); });
         // So long that the other thread is surely within its wait.
-        Store store = first.impl().context->own_store;
+        Store store = impl_of(first).context->own_store;
         while (std::chrono::steady_clock::now() - start < milliseconds(50)) store.check({"other"});
         EXPECT_NO_THROW(late.monitored_barrier(milliseconds(10'000)));
         waiting.join();

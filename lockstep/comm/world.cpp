@@ -450,7 +450,7 @@ ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& 
                               bool use_local_synchronization) const {
   auto& context = impl_->context;
   if (!context->store) throw CommError("new_group: the World is closed");
-  impl_->group.impl().expect_own_process();
+  impl_of(impl_->group).expect_own_process();
   std::vector<int> sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   if (sorted.empty() || std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {

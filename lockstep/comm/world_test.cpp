@@ -278,7 +278,7 @@ TEST(World, ARankThatDoesNotCallNewGroupIsNamed) {
     world.group().barrier();
     if (world.rank() == 1) return;
     if (world.rank() == 2) return static_cast<void>(world.new_group({0}));
-    world.group().impl().context->timeout = milliseconds(300);
+    impl_of(world.group()).context->timeout = milliseconds(300);
     try {
       world.new_group({0});
       ADD_FAILURE() << "a rank did not call";

@@ -51,9 +51,9 @@ int ActiveRanks::wait() {
 Join::Join(std::vector<std::reference_wrapper<Joinable>> joinables, const JoinOptions& options)
     : joinables_(std::move(joinables)), options_(options) {
   if (joinables_.empty()) throw UsageError("Join: there is nothing to join");
-  const auto* group = &joinables_.front().get().join_process_group().impl();
+  const ProcessGroup& group = joinables_.front().get().join_process_group();
   for (Joinable& joinable : joinables_) {
-    if (&joinable.join_process_group().impl() != group)
+    if (joinable.join_process_group() != group)
       throw UsageError("Join: what is joined has different process groups");
     hooks_.push_back(joinable.join_hook(options_));
   }
