@@ -119,9 +119,8 @@ class Forming {
     for (size_t i = 0; i < keys.size(); ++i)
       if (!options_.store->check({keys[i]})) missing.push_back(options_.global_ranks.at(i));
     if (missing.empty()) return;
-    throw TimeoutError(what() + ": " + ranks_text(missing) + " did not come within " +
-                           seconds_text(options_.timeout),
-                       "did every rank start, and make the same groups in the same order?");
+    throw_late(what() + ": ", missing, options_.timeout,
+               "did every rank start, and make the same groups in the same order?");
   }
 
   const BackendOptions options_;

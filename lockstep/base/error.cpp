@@ -7,6 +7,8 @@
 #include <csignal>
 #include <cstring>
 
+#include "lockstep/base/text.h"
+
 namespace lockstep {
 namespace {
 
@@ -56,6 +58,15 @@ std::vector<int> CommError::ranks() const {
 
 TimeoutError::TimeoutError(const std::string& message, const std::string& hint, Failure failure)
     : CommError(with_timed_out(message), hint, std::move(failure)) {}
+
+void throw_late(const std::string& what, const std::vector<int>& ranks,
+                std::chrono::milliseconds timeout, const std::string& hint) {
+  Failure failure{.kind = Failure::Kind::late, .waited_ms = timeout.count()};
+  for (const int rank : ranks) failure.ranks.push_back({rank, failure.kind});
+  throw TimeoutError(what + ranks_text(ranks) + " did not come within " +
+                         human_seconds(static_cast<double>(timeout.count()) / 1000),
+                     hint, failure);
+}
 
 PeerLeftError::PeerLeftError(const std::string& message, Failure failure)
     : PeerLostError(message,

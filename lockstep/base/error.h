@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -79,6 +80,11 @@ class TimeoutError : public CommError {
   explicit TimeoutError(const std::string& message, const std::string& hint = {},
                         Failure failure = {.kind = Failure::Kind::late});
 };
+
+/// Throws the TimeoutError of ranks, by their numbers in the default group, that did not come
+/// within the time-out. The message begins with `what`.
+[[noreturn]] void throw_late(const std::string& what, const std::vector<int>& ranks,
+                             std::chrono::milliseconds timeout, const std::string& hint = {});
 
 /// The hint of a PeerLostError that has no better one. The launcher looks for it in what a program
 /// printed that caught the error itself, and so wrote no error file.

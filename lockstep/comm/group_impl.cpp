@@ -55,15 +55,6 @@ constexpr const char* kAllCallNewGroup =
     "every rank of the job calls new_group, also those that are not of the group. Where only its "
     "members call, pass use_local_synchronization";
 
-[[noreturn]] void throw_missing(const GroupContext& context, const std::string& what,
-                                const std::vector<int>& missing, const char* hint = kDidTheyStart) {
-  Failure failure{.kind = Failure::Kind::late};
-  for (const int rank : missing) failure.ranks.push_back({rank, failure.kind});
-  throw TimeoutError(what + ": " + ranks_text(missing) + " did not come within " +
-                         human_seconds(static_cast<double>(context.timeout.count()) / 1000),
-                     hint, failure);
-}
-
 // What a backend, or the store below it, threw while the group formed.
 [[noreturn]] void throw_forming(GroupContext& context, const std::string& name,
                                 const std::vector<int>& global_ranks, Store& backend_store,
@@ -83,7 +74,7 @@ constexpr const char* kAllCallNewGroup =
     // The reason at hand must do.
   }
   if (kind == FailureKind::connection) throw PeerLostError(reason);
-  if (!missing.empty()) throw_missing(context, what, missing);
+  if (!missing.empty()) throw_late(what + ": ", missing, context.timeout, kDidTheyStart);
   if (kind == FailureKind::timeout || kind == FailureKind::silence) throw TimeoutError(reason);
   throw CommError(reason);
 }
@@ -131,7 +122,8 @@ class Comers {
       // One may have come before it ended: then the backend is to find out.
       if (look.due() && watch_.lost(absent()) && !all_here()) watch_.throw_if_lost(absent());
       if (std::chrono::steady_clock::now() < deadline) continue;
-      throw_missing(context_, forming(context_, name_, ranks_.size()), missing(), hint_);
+      throw_late(forming(context_, name_, ranks_.size()) + ": ", missing(), context_.timeout,
+                 hint_);
     }
   }
 

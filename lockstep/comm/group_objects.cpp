@@ -168,10 +168,9 @@ void ProcessGroup::monitored_barrier(std::chrono::milliseconds timeout) const {
       if (!store.check({keys[i]})) missing.push_back(impl.global_ranks[i]);
     }
     if (missing.empty()) return;  // The last came while this rank was giving up.
-    throw TimeoutError("rank " + std::to_string(impl.context->rank) + ": monitored_barrier " +
-                       std::to_string(number + 1) + " of group '" + impl.name +
-                       "': " + ranks_text(missing) + " did not come within " +
-                       human_seconds(static_cast<double>(timeout.count()) / 1000));
+    throw_late("rank " + std::to_string(impl.context->rank) + ": monitored_barrier " +
+                   std::to_string(number + 1) + " of group '" + impl.name + "': ",
+               missing, timeout);
   }
   // All have come here, so all have left the barrier before: nobody waits for its key any more.
   if (number > 0) store.delete_key(barrier_keys(impl, number - 1)[me]);

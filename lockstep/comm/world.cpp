@@ -99,11 +99,8 @@ void default_local_ranks(JobEnvironment& job) {
   for (size_t rank = 0; rank < keys.size(); ++rank) {
     if (!store.check({keys[rank]})) missing.push_back(static_cast<int>(rank));
   }
-  throw TimeoutError(
-      "init: of " + std::to_string(keys.size()) + " ranks, " + ranks_text(missing) +
-          " did not come within " +
-          human_seconds(static_cast<double>(store.timeout().count()) / 1000),
-      "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?");
+  throw_late("init: of " + std::to_string(keys.size()) + " ranks, ", missing, store.timeout(),
+             "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?");
 }
 
 void wait_for_all(Store store, const std::string& what, int world_size) {
