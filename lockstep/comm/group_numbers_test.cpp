@@ -123,15 +123,10 @@ TEST_P(GroupNumbers, OfOtherTypesOnAnotherRankAreAMismatch) {
   run_group(2, [&](ProcessGroup group) {
     double real = 1;
     int64_t whole = 1;
-    EXPECT_THAT(message_of<MismatchError>([&] {
-                  group.rank() == 0 ? group.all_reduce_values(real)
-                                    : group.all_reduce_values(whole);
-                }),
-                HasSubstr("gave numbers of different types"));
-    EXPECT_THAT(message_of<MismatchError>([&] {
-                  group.all_reduce_values(group.rank() == 0 ? ReduceOp::min : ReduceOp::max, real);
-                }),
-                HasSubstr("gave different reductions"));
+    EXPECT_THROW(group.rank() == 0 ? group.all_reduce_values(real) : group.all_reduce_values(whole),
+                 MismatchError);
+    EXPECT_THROW(group.all_reduce_values(group.rank() == 0 ? ReduceOp::min : ReduceOp::max, real),
+                 MismatchError);
     group.all_reduce_values(real);  // The group goes on.
     EXPECT_EQ(real, 2);
   });
@@ -142,8 +137,7 @@ TEST_P(GroupNumbers, RefuseWhatATypeHasNot) {
     bool flag = true;
     int64_t whole = 1;
     double real = 1;
-    EXPECT_THAT(message_of<UsageError>([&] { group.all_reduce_values(real, flag); }),
-                HasSubstr("argument 2 is a bool, which has no sum\n  hint: take ReduceOp::max"));
+    EXPECT_THROW(group.all_reduce_values(real, flag), UsageError);
     EXPECT_THROW(group.all_reduce_values(ReduceOp::avg, whole), UsageError);
     EXPECT_THROW(group.all_reduce_values(ReduceOp::bxor, real), UsageError);
   });
