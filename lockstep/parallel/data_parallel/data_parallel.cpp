@@ -103,18 +103,11 @@ void DataParallelCore::check_devices() const {
   for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
 }
 
-bool DataParallelCore::prepare(size_t count, std::string_view members) {
+void DataParallelCore::prepare(size_t count, std::string_view members) {
   check_devices();
-  const bool changed = members_of(*module_, members) != members_;
-  if (changed) make_replicas(members);
+  if (members_of(*module_, members) != members_) make_replicas(members);
   replicas_->refresh(count, /*link=*/c10::GradMode::is_enabled());
   ++forwards_;
-  return changed;
-}
-
-const std::vector<std::shared_ptr<torch::nn::Module>>& DataParallelCore::replicas() const {
-  static const std::vector<std::shared_ptr<torch::nn::Module>> none;
-  return replicas_ ? replicas_->replicas() : none;
 }
 
 DataParallelStatistics DataParallelCore::statistics() const {

@@ -50,19 +50,26 @@ class DataParallelCore {
   const std::vector<c10::Device>& devices() const { return options_.devices; }
   c10::Device output_device() const { return *options_.output_device; }
   int64_t dim() const { return options_.dim; }
-  /// Before a forward of the first `count` replicas; see ReplicaSet. `members` are the bytes of the
-  /// module's object: where they, or what the module prints, are others than before, the replicas
-  /// are made anew, and the call returns true. Throws UsageError where the module is not on the
-  /// first device.
-  bool prepare(size_t count, std::string_view members);
   void make_replicas(std::string_view members);
-  const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
-  const std::shared_ptr<ReplicaThreads>& threads() const { return threads_; }
+  /// Runs each part on a replica, which `typed` makes of the copied module, and gathers the
+  /// outputs. `members` are the bytes of the module's object: where they, or what the module
+  /// prints, are others than before, the replicas are made anew. Throws UsageError where the module
+  /// is not on the first device.
+  template <class Inputs, class Typed>
+  auto run(std::vector<Inputs>& parts, std::string_view members, const Typed& typed) {
+    prepare(parts.size(), members);
+    std::vector<decltype(typed(module_))> replicas;
+    for (const auto& replica : replicas_->replicas()) replicas.push_back(typed(replica));
+    return lockstep::gather(apply_modules(threads_, replicas, parts), output_device(), dim());
+  }
   DataParallelStatistics statistics() const;
   int64_t own_bytes() const { return replicas_ ? replicas_->own_bytes() : 0; }
   void check_devices() const;
 
  private:
+  /// Before a forward of the first `count` replicas; see ReplicaSet.
+  void prepare(size_t count, std::string_view members);
+
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<at::Tensor> tensors_;  ///< The module's.
   DataParallelOptions options_;
@@ -137,9 +144,7 @@ class DataParallel {
                                             detail::tensors_of(output)});
       return output;
     }
-    if (core_.prepare(parts.size(), members())) take_replicas();
-    return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
-                            core_.output_device(), core_.dim());
+    return core_.run(parts, members(), detail::typed_pointer<ModulePtr>);
   }
   template <class... Args>
   auto operator()(Args&&... args) {
@@ -147,10 +152,7 @@ class DataParallel {
   }
 
   /// Makes the replicas from the module as it is now.
-  void remake_replicas() {
-    core_.make_replicas(members());
-    take_replicas();
-  }
+  void remake_replicas() { core_.make_replicas(members()); }
 
   /// The wrapped module: what to optimize and to save, without any prefix in its names.
   auto& module() { return *module_; }
@@ -176,13 +178,6 @@ class DataParallel {
     return {reinterpret_cast<const char*>(std::addressof(*module_)), sizeof(Object)};
   }
 
-  void take_replicas() {
-    replicas_.clear();
-    for (const auto& replica : core_.replicas()) {
-      replicas_.push_back(detail::typed_pointer<ModulePtr>(replica));
-    }
-  }
-
   static detail::DataParallelCore::Make untyped(const std::function<ModulePtr()>& make) {
     if (!make) return {};
     return [make] { return detail::module_pointer(make()); };
@@ -190,7 +185,6 @@ class DataParallel {
 
   ModulePtr module_;
   detail::DataParallelCore core_;
-  std::vector<ModulePtr> replicas_;
 };
 
 /// One forward of a module over several devices, as torch.nn.parallel.data_parallel. It makes the

@@ -40,13 +40,12 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
         core_(setup.module, options_of(setup), {}) {
     own_ = {setup.module, setup.forward};
     core_.make_replicas({});
-    take_replicas();
   }
 
   const std::string& name() const override { return name_; }
 
   void run_batch(const BatchWork& work) override {
-    if (replicas_.empty()) return backward(compute_loss(work));
+    if (core_.devices().size() == 1) return backward(compute_loss(work));
     if (!work.criterion || !work.input.defined() || !work.target.defined()) {
       throw UsageError("strategy dp: the batch has no input, target and criterion",
                        "dp cuts batches itself: give BatchWork all three, or use ddp, which calls "
@@ -59,7 +58,8 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
 
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>& whole,
                                     const at::Tensor& input) override {
-    if (replicas_.empty() || !input.defined()) return WholeOptimizerStrategy::predict(whole, input);
+    if (core_.devices().size() == 1 || !input.defined())
+      return WholeOptimizerStrategy::predict(whole, input);
     const at::NoGradGuard no_grad;
     const auto context = forward_context_ ? forward_context_() : nullptr;
     return forward(input);
@@ -85,26 +85,18 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
     return setup;
   }
 
-  void take_replicas() {
-    replicas_.clear();
-    for (const auto& replica : core_.replicas()) {
-      replicas_.push_back(std::make_shared<Runnable>(Runnable{replica, own_.run}));
-    }
-  }
-
   at::Tensor forward(const at::Tensor& input) {
     auto parts = lockstep::scatter(std::tuple<at::Tensor>(input), core_.devices(), core_.dim());
     if (parts.size() < 2) return own_.forward(input);
-    if (core_.prepare(parts.size(), {})) take_replicas();
-    return lockstep::gather(detail::apply_modules(core_.threads(), replicas_, parts),
-                            core_.output_device(), core_.dim());
+    return core_.run(parts, {}, [this](const std::shared_ptr<torch::nn::Module>& replica) {
+      return std::make_shared<Runnable>(Runnable{replica, own_.run});
+    });
   }
 
   std::string name_ = "dp";
   ForwardContext forward_context_;
   detail::DataParallelCore core_;
   Runnable own_;
-  std::vector<std::shared_ptr<Runnable>> replicas_;
 };
 
 }  // namespace
