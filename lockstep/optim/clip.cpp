@@ -1,10 +1,12 @@
+#include "lockstep/optim/clip.h"
+
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <optional>
 
-#include "lockstep/base/error.h"
 #include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/optim.h"
 
@@ -19,44 +21,66 @@ at::Tensor numbers_of(const at::Tensor& parameter) {
   return gradient._values();
 }
 
+/// Gradients of one device and dtype, as LibTorch's list kernels want them.
+struct Alike {
+  std::vector<at::Tensor> gradients;
+  std::vector<size_t> places;
+};
+
+std::vector<Alike> grouped(const std::vector<at::Tensor>& gradients) {
+  std::vector<Alike> groups;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& gradient = gradients[i];
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const Alike& other) {
+      const at::Tensor& first = other.gradients.front();
+      return first.dtype() == gradient.dtype() && first.device() == gradient.device();
+    });
+    if (group == groups.end()) group = groups.emplace(groups.end());
+    group->gradients.push_back(gradient);
+    group->places.push_back(i);
+  }
+  return groups;
+}
+
 }  // namespace
 
-double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {
+double detail::clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
+                              const TotalNorm& total_norm) {
   const c10::AutoGradMode no_grad(false);
-  // One list a device and dtype, as LibTorch's list kernels want them.
-  std::vector<std::vector<at::Tensor>> groups;
-  for (const at::Tensor& parameter : unique_parameters(parameters)) {
-    const at::Tensor gradient = numbers_of(parameter);
-    if (!gradient.defined()) continue;
-    auto group = groups.begin();
-    while (group != groups.end() && (group->front().dtype() != gradient.dtype() ||
-                                     group->front().device() != gradient.device())) {
-      ++group;
-    }
-    if (group == groups.end()) group = groups.emplace(groups.end());
-    group->push_back(gradient);
-  }
-  if (groups.empty()) return 0;
-  const c10::Device first = groups.front().front().device();
+  const std::vector<Alike> groups = grouped(gradients);
   std::vector<at::Tensor> norms;
-  for (const auto& group : groups) {
+  std::vector<size_t> places;
+  for (const Alike& group : groups) {
     // A norm of float16 gradients need not fit into float16.
-    const bool half = group.front().scalar_type() == at::kHalf;
+    const bool half = group.gradients.front().scalar_type() == at::kHalf;
     const auto dtype = half ? std::optional<at::ScalarType>(at::kFloat) : std::nullopt;
-    for (const at::Tensor& norm : at::_foreach_norm(group, 2.0, dtype)) {
-      norms.push_back(norm.to(first));
-    }
+    for (const at::Tensor& norm : at::_foreach_norm(group.gradients, 2.0, dtype))
+      norms.push_back(norm.to(gradients.front().device()));
+    places.insert(places.end(), group.places.begin(), group.places.end());
   }
-  const at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2.0);
+  const at::Tensor total = total_norm(norms, places);
   // Python's `max_norm / tensor` is a reciprocal and a product; so it is here, for the same bits.
   const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
   const double norm = total.item<double>();
   // A product by 1 changes no bit. (Asking a CUDA device again would wait for it.)
-  if (groups.size() == 1 && first.is_cpu() && factor.item<double>() == 1) return norm;
-  for (const auto& group : groups) {
-    at::_foreach_mul_(flat_runs(group), factor.to(group.front().device()));
+  if (total.is_cpu() && factor.item<double>() == 1) return norm;
+  for (const Alike& group : groups) {
+    at::_foreach_mul_(flat_runs(group.gradients), factor.to(group.gradients.front().device()));
   }
   return norm;
+}
+
+double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : unique_parameters(parameters)) {
+    at::Tensor gradient = numbers_of(parameter);
+    if (gradient.defined()) gradients.push_back(std::move(gradient));
+  }
+  if (gradients.empty()) return 0;
+  return detail::clip_gradients(gradients, max_norm, [](const auto& norms, const auto&) {
+    return at::linalg_vector_norm(at::stack(norms), 2.0);
+  });
 }
 
 }  // namespace lockstep

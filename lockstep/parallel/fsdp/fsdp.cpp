@@ -200,7 +200,7 @@ double FsdpCore::clip_grad_norm(double max_norm) {
   for (const at::Tensor& shard : shards()) {
     if (shard.grad().defined()) gradients.push_back(shard.grad());
   }
-  return lockstep::clip_grad_norm(gradients, max_norm, group());
+  return clip_shards(gradients, max_norm, group());
 }
 
 OptimizerState FsdpCore::model_state() {

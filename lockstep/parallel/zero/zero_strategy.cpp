@@ -96,7 +96,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   bool has_sharded_gradients() const override { return reducer_ != nullptr; }
   double clip_grad_norm(double max_norm) override {
     if (!reducer_) return WholeModelStrategy::clip_grad_norm(max_norm);
-    return lockstep::clip_grad_norm(reducer_->gradients(), max_norm, group());
+    return detail::clip_shards(reducer_->gradients(), max_norm, group());
   }
 
   void step(const StepScale& scale) override {
