@@ -9,7 +9,6 @@
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/hierarchical/staged_work.h"
-#include "lockstep/comm/backends/hierarchical/tensor_joining.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -35,6 +34,20 @@ class HierarchicalWork final : public TensorWork {
 
 HierarchicalWork& own(TensorWork& work) {
   return static_cast<HierarchicalWork&>(work);
+}
+
+/// How tensors like this one are joined. Throws UsageError where the dtype has not that reduction.
+Joining joining_of(const at::Tensor& tensor, const c10d::ReduceOp& op, int ranks) {
+  const at::ScalarType type = tensor.scalar_type();
+  const bool average = op.op_ == c10d::ReduceOp::AVG;
+  Joining joining;
+  joining.type = shm::data_type(type);
+  joining.kernel = shm::kernel_for(type, average ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op);
+  if (average)
+    joining.divide = [type, ranks](std::byte* data, size_t count) {
+      backends::divide(at::from_blob(data, {static_cast<int64_t>(count)}, type), ranks);
+    };
+  return joining;
 }
 
 c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {

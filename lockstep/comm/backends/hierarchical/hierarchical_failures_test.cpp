@@ -16,8 +16,7 @@ namespace lockstep::hierarchical {
 namespace hierarchical_failures_test {
 
 using test::expect_ok;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
+using test::tells;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using test_wait::wait_until;
@@ -37,10 +36,12 @@ TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
       if (rank == late) continue;
       const auto& outcome = outcomes[static_cast<size_t>(rank)];
       EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
-      EXPECT_THAT(outcome.text(), AllOf(HasSubstr("rank " + std::to_string(rank) +
-                                                  ": all_reduce(sum) of float32 [4], collective 2"),
-                                        HasSubstr("rank " + std::to_string(late) + " (process "),
-                                        HasSubstr("within 0.5 s")));
+      EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::late, late)) << outcome.text();
+      EXPECT_THAT(
+          outcome.text(),
+          ::testing::MatchesRegex("rank " + std::to_string(rank) +
+                                  ": all_reduce\\(sum\\) of float32 \\[4\\], collective 2.*rank " +
+                                  std::to_string(late) + " \\(process .*within 0.5 s.*"));
     }
   }
 }
@@ -90,8 +91,10 @@ TEST(HierarchicalBackend, AHostOfWhichNobodyComesIsNamed) {
       500);
   for (const size_t rank : {0, 1}) {
     EXPECT_TRUE(outcomes[rank].is<TimeoutError>()) << outcomes[rank].text();
-    EXPECT_THAT(outcomes[rank].text(),
-                AllOf(HasSubstr("rank 2 (process "), HasSubstr("ranks 2 and 3 of its host")));
+    const Failure failure = outcomes[rank].failure();
+    ASSERT_EQ(failure.ranks.size(), 1U);
+    EXPECT_EQ(failure.ranks[0].number, 2);
+    EXPECT_EQ(failure.ranks[0].host, (std::vector<int>{2, 3}));
   }
 }
 
@@ -107,7 +110,7 @@ TEST(HierarchicalBackend, ARankThatLeavesFailsTheOthersAtOnce) {
       if (rank == leaver) continue;
       const auto& outcome = outcomes[static_cast<size_t>(rank)];
       EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
-      EXPECT_THAT(outcome.text(), HasSubstr("rank " + std::to_string(leaver) + " (process "));
+      EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::closed, leaver)) << outcome.text();
     }
     EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(10));
   }
@@ -130,7 +133,7 @@ TEST(HierarchicalBackend, AnAbortFailsTheOthersAndWhatIsUnderWay) {
       if (rank == aborter) continue;
       const auto& outcome = outcomes[static_cast<size_t>(rank)];
       EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
-      EXPECT_THAT(outcome.text(), HasSubstr("has given the group up"));
+      EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::gave_up, aborter)) << outcome.text();
     }
   }
 }
@@ -151,10 +154,10 @@ TEST(HierarchicalBackend, WhoGivesUpAfterAMessageLostTheStoreTellsSo) {
         20'000, c10::make_intrusive<test::StoreLostToMessages>(to_all));
     for (const size_t rank : {0, 1, 3}) {
       EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
-      EXPECT_THAT(outcomes[rank].text(),
-                  AllOf(HasSubstr("rank 2 (process "),
-                        HasSubstr("has given the group up; it failed in send(to rank 3)"),
-                        HasSubstr("lost the store")))
+      const Failure failure = outcomes[rank].failure();
+      EXPECT_TRUE(tells(failure, Failure::Kind::gave_up, 2)) << outcomes[rank].text();
+      EXPECT_THAT(failure.detail,
+                  ::testing::MatchesRegex("; it failed in send.to rank 3.*lost the store"))
           << "rank " << rank << (to_all ? ", lost to all" : "");
     }
   }
@@ -191,16 +194,14 @@ TEST(HierarchicalBackend, WhoeverWaitsNamesForWhomWhenAnotherRankGivesUp) {
         all_reduce(backend, at::ones({4}));
       }
     });
-    const auto expect_named = [&](size_t rank, const std::string& awaited) {
+    const auto expect_named = [&](size_t rank, int awaited) {
       const auto& outcome = outcomes[rank];
       EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
-      EXPECT_THAT(outcome.text(),
-                  AllOf(HasSubstr("rank " + std::to_string(first) + " (process "),
-                        HasSubstr(" has given the group up; " + awaited + " (process "),
-                        HasSubstr(" had not come")));
+      EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::gave_up, first)) << outcome.text();
+      EXPECT_TRUE(outcome.failure().concerns(awaited)) << outcome.text();
     };
-    expect_named(first == 0 ? 1 : 0, "rank 3");
-    expect_named(2, first == 0 ? "rank 3" : "rank 0");
+    expect_named(first == 0 ? 1 : 0, 3);
+    expect_named(2, first == 0 ? 3 : 0);
   }
 }
 
@@ -222,7 +223,7 @@ TEST(HierarchicalBackend, WhoGivesUpNamesForWhomItsLateCallWaited) {
       },
       kTimeout);
   EXPECT_TRUE(outcomes[1].is<CommError>()) << outcomes[1].text();
-  EXPECT_THAT(outcomes[1].text(), HasSubstr("rank 2 (process "));
+  EXPECT_TRUE(outcomes[1].failure().concerns(2)) << outcomes[1].text();
 }
 
 // Ranks that wait for messages only, which go by the group over Gloo: nothing is under way between
@@ -238,8 +239,8 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsWaitsForMessages) {
   });
   for (const size_t rank : {0, 1}) {
     EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
-    EXPECT_THAT(outcomes[rank].text(), AllOf(HasSubstr("rank 2 (process "),
-                                             HasSubstr("called recv(from rank 3) of float32 [4]")));
+    EXPECT_TRUE(tells(outcomes[rank].failure(), Failure::Kind::gave_up, 2))
+        << outcomes[rank].text();
   }
   EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(15));
 }
@@ -256,7 +257,7 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsAGather) {
   });
   for (const size_t rank : {0, 1}) {
     EXPECT_TRUE(outcomes[rank].is<PeerLostError>()) << outcomes[rank].text();
-    EXPECT_THAT(outcomes[rank].text(), HasSubstr("rank 2"));
+    EXPECT_TRUE(outcomes[rank].failure().concerns(2)) << outcomes[rank].text();
   }
 }
 
@@ -284,7 +285,7 @@ TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWas
     for (const auto& outcome : outcomes) EXPECT_FALSE(outcome.ok());
     if (!lost) continue;
     EXPECT_TRUE(outcomes[0].is<PeerLostError>()) << outcomes[0].text();
-    EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 2 (process "));
+    EXPECT_TRUE(outcomes[0].failure().concerns(2)) << outcomes[0].text();
   }
 }
 
