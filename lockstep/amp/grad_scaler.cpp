@@ -142,14 +142,14 @@ double GradScaler::get_scale() const {
   return scale_ ? scale_->value() : options_.init_scale;
 }
 
-OptimizerState GradScaler::state_dict() const {
+StateDict GradScaler::state_dict() const {
   if (!options_.enabled) return {};
   return detail::scaler_state({get_scale(), options_.growth_factor, options_.backoff_factor,
                                options_.growth_interval,
                                scale_ ? scale_->growth_tracker() : growth_tracker_});
 }
 
-void GradScaler::load_state_dict(const OptimizerState& state) {
+void GradScaler::load_state_dict(const StateDict& state) {
   if (!options_.enabled) return;
   const detail::ScalerState loaded = detail::read_scaler_state(state);
   options_.init_scale = loaded.scale;

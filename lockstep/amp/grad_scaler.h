@@ -87,9 +87,9 @@ class GradScaler {
   /// Python's entries, each a tensor of one element: scale, growth_factor and backoff_factor
   /// (float64), growth_interval and _growth_tracker (int64). Empty if not enabled. Call it after
   /// `update`.
-  OptimizerState state_dict() const;
+  StateDict state_dict() const;
   /// Throws CheckpointError if an entry is missing. Does nothing if not enabled.
-  void load_state_dict(const OptimizerState& state);
+  void load_state_dict(const StateDict& state);
 
  private:
   enum class Stage { ready, unscaled, stepped };

@@ -103,17 +103,17 @@ void MasterWeights::step_scaled(const StepScale& scale) {
   round_into_parameters();
 }
 
-OptimizerState MasterWeights::state() const {
+StateDict MasterWeights::state() const {
   adopt_changes();
-  OptimizerState state = inner_->state();
+  StateDict state = inner_->state();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (has_copy(i)) state.emplace_back(state_key(kMaster, i), masters_[i].detach());
   }
   return state;
 }
 
-void MasterWeights::load_state(const OptimizerState& state) {
-  OptimizerState inner, copies;
+void MasterWeights::load_state(const StateDict& state) {
+  StateDict inner, copies;
   for (const auto& item : state) {
     const bool is_copy = item.first.starts_with(std::string(kMaster) + ".");
     (is_copy ? copies : inner).push_back(item);

@@ -36,10 +36,10 @@ class MasterWeights : public Optimizer {
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   bool takes_grad_scale() const override { return true; }
   /// The inner optimizer's state, in float32, and the copies as "master_param.INDEX".
-  OptimizerState state() const override;
+  StateDict state() const override;
   /// Loads the copies and rounds them into the parameters. A state without copies, from a run in
   /// float32, leaves the parameters unchanged, and the copies are made from them.
-  void load_state(const OptimizerState& state) override;
+  void load_state(const StateDict& state) override;
   const std::string& name() const override { return inner_->name(); }
   bool is_elementwise() const override { return inner_->is_elementwise(); }
 

@@ -264,13 +264,13 @@ double Precision::loss_scale() const {
   return loss_scale_ ? loss_scale_->value() : 1;
 }
 
-OptimizerState Precision::state() const {
+StateDict Precision::state() const {
   if (!dynamic_) return {};
   return detail::scaler_state({loss_scale_->value(), kRule.growth_factor, kRule.backoff_factor,
                                kRule.growth_interval, loss_scale_->growth_tracker()});
 }
 
-void Precision::load_state(const OptimizerState& state) {
+void Precision::load_state(const StateDict& state) {
   if (!dynamic_ || state.empty()) return;
   const detail::ScalerState loaded = detail::read_scaler_state(state);
   loss_scale_->set(loaded.scale, loaded.growth_tracker);

@@ -147,10 +147,10 @@ class Precision {
   double loss_scale() const;
 
   /// The scaler's state; empty without a dynamic scale. See GradScaler::state_dict.
-  OptimizerState state() const;
+  StateDict state() const;
   /// Accepts an empty state too, from a run in another precision: then the scale starts from its
   /// initial value. Throws CheckpointError if an entry is missing.
-  void load_state(const OptimizerState& state);
+  void load_state(const StateDict& state);
 
  private:
   StepScale scale_of_step() const;

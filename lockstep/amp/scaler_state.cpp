@@ -10,7 +10,7 @@
 namespace lockstep::detail {
 namespace {
 
-const at::Tensor& entry(const OptimizerState& state, const std::string& name) {
+const at::Tensor& entry(const StateDict& state, const std::string& name) {
   const auto found = std::find_if(state.begin(), state.end(),
                                   [&](const auto& item) { return item.first == name; });
   if (found == state.end()) {
@@ -26,7 +26,7 @@ const at::Tensor& entry(const OptimizerState& state, const std::string& name) {
 
 }  // namespace
 
-OptimizerState scaler_state(const ScalerState& state) {
+StateDict scaler_state(const ScalerState& state) {
   const auto real = [](double value) { return at::full({1}, value, at::kDouble); };
   const auto count = [](int64_t value) { return at::full({1}, value, at::kLong); };
   return {{"scale", real(state.scale)},
@@ -36,7 +36,7 @@ OptimizerState scaler_state(const ScalerState& state) {
           {"_growth_tracker", count(state.growth_tracker)}};
 }
 
-ScalerState read_scaler_state(const OptimizerState& state) {
+ScalerState read_scaler_state(const StateDict& state) {
   return {entry(state, "scale").item<double>(), entry(state, "growth_factor").item<double>(),
           entry(state, "backoff_factor").item<double>(),
           entry(state, "growth_interval").item<int64_t>(),

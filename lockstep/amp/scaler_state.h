@@ -16,8 +16,8 @@ struct ScalerState {
 };
 
 /// As named tensors of one element, under Python's names.
-OptimizerState scaler_state(const ScalerState& state);
+StateDict scaler_state(const ScalerState& state);
 /// Throws CheckpointError naming an entry that is missing or not one number.
-ScalerState read_scaler_state(const OptimizerState& state);
+ScalerState read_scaler_state(const StateDict& state);
 
 }  // namespace lockstep::detail

@@ -29,8 +29,8 @@ struct CheckpointInfo {
 /// One state of a training run.
 struct Checkpoint {
   CheckpointInfo info;
-  NamedTensors model;  ///< By the names of Python's state_dict.
-  NamedTensors state;  ///< "optimizer.*" and, per rank, "rank0.*".
+  StateDict model;  ///< By the names of Python's state_dict.
+  StateDict state;  ///< "optimizer.*" and, per rank, "rank0.*".
 };
 
 /// A checkpoint whose files are missing, cut short or altered.

@@ -82,7 +82,7 @@ std::string checkpoint_name(int64_t step);
 /// "rank3.NAME". Only rank 0 touches the disk. When it fails, every rank throws the CheckpointError
 /// that says so. Returns when the checkpoint is on the disk.
 void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
-                     const Checkpoint& checkpoint, const NamedTensors& rank_state);
+                     const Checkpoint& checkpoint, const StateDict& rank_state);
 
 /// Every rank of the group calls. Rank 0 reads and sends to the others, which need no access to the
 /// files. `resume` is one of these:
@@ -99,9 +99,9 @@ std::optional<Checkpoint> load_checkpoint(const ProcessGroup& group, const std::
                                           c10::Device device);
 
 /// This rank's part of the state: the tensors whose names start with "rankR.", without that prefix.
-NamedTensors state_of_rank(const Checkpoint& checkpoint, int rank);
+StateDict state_of_rank(const Checkpoint& checkpoint, int rank);
 
 /// The tensors whose names start with `prefix`, without it.
-NamedTensors with_prefix_removed(const NamedTensors& tensors, const std::string& prefix);
+StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefix);
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 namespace {
 
-json to_json(const NamedTensors& bytes) {
+json to_json(const StateDict& bytes) {
   json object = json::array();
   for (const auto& [name, tensor] : bytes) {
     const at::Tensor flat = tensor.contiguous();
@@ -21,7 +21,7 @@ json to_json(const NamedTensors& bytes) {
   return object;
 }
 
-void append_rank_state(NamedTensors& state, const std::vector<json>& ranks) {
+void append_rank_state(StateDict& state, const std::vector<json>& ranks) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     for (const json& item : ranks[rank]) {
       const auto& bytes = item.at(1).get_binary();
@@ -66,7 +66,7 @@ std::optional<Checkpoint> read_wanted(const std::string& resume, const Checkpoin
   return std::move(checkpoint);
 }
 
-json describe(const NamedTensors& tensors) {
+json describe(const StateDict& tensors) {
   json list = json::array();
   for (const auto& [name, tensor] : tensors) {
     list.push_back({name, static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()});
@@ -74,7 +74,7 @@ json describe(const NamedTensors& tensors) {
   return list;
 }
 
-void receive_or_send(const ProcessGroup& group, NamedTensors& tensors, const json& description,
+void receive_or_send(const ProcessGroup& group, StateDict& tensors, const json& description,
                      c10::Device device) {
   if (group.rank() != 0) {
     for (const json& item : description) {
@@ -125,7 +125,7 @@ std::optional<Checkpoint> share(const ProcessGroup& group, std::optional<Checkpo
 }  // namespace
 
 void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
-                     const Checkpoint& checkpoint, const NamedTensors& rank_state) {
+                     const Checkpoint& checkpoint, const StateDict& rank_state) {
   const json mine = to_json(rank_state);
   const std::vector<json> ranks =
       group.size() > 1 ? group.gather_object(mine, 0) : std::vector<json>{mine};
@@ -160,15 +160,15 @@ std::optional<Checkpoint> load_checkpoint(const ProcessGroup& group, const std::
   return group.size() > 1 ? share(group, std::move(checkpoint), device) : std::move(checkpoint);
 }
 
-NamedTensors with_prefix_removed(const NamedTensors& tensors, const std::string& prefix) {
-  NamedTensors found;
+StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefix) {
+  StateDict found;
   for (const auto& [name, tensor] : tensors) {
     if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), tensor);
   }
   return found;
 }
 
-NamedTensors state_of_rank(const Checkpoint& checkpoint, int rank) {
+StateDict state_of_rank(const Checkpoint& checkpoint, int rank) {
   return with_prefix_removed(checkpoint.state, "rank" + std::to_string(rank) + ".");
 }
 

@@ -141,7 +141,7 @@ TEST_F(Fuzz, Safetensors) {
   run(read_file(path), load_safetensors_file);
 }
 
-NamedTensors some_tensors() {
+StateDict some_tensors() {
   const at::Tensor tied = at::ones({3, 4});
   return {{"weight", tied},
           {"again", tied},

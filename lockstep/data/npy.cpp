@@ -221,9 +221,9 @@ at::Tensor load_npy(const std::filesystem::path& path) {
   return read_npy(file, "the array");
 }
 
-NamedTensors load_npz(const std::filesystem::path& path) {
+StateDict load_npz(const std::filesystem::path& path) {
   const ZipArchive archive(path);
-  NamedTensors tensors;
+  StateDict tensors;
   for (const ZipMember& member : archive.members()) {
     const auto file = archive.open(member);
     std::string name = member.name;

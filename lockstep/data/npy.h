@@ -17,6 +17,6 @@ at::Tensor load_npy(const std::filesystem::path& path);
 
 /// Reads all arrays of a file that numpy.savez or numpy.savez_compressed wrote, by name, in the
 /// order of the archive. Each array's checksum is compared.
-NamedTensors load_npz(const std::filesystem::path& path);
+StateDict load_npz(const std::filesystem::path& path);
 
 }  // namespace lockstep

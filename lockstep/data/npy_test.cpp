@@ -124,7 +124,7 @@ TEST_F(Npy, UnusableHeaders) {
 
 TEST_F(Npy, ArchivesStoredAndDeflated) {
   const std::string array = npy(header_of("<i2", "(2,)"), "\x01\x02\xff\xff"sv);
-  const NamedTensors tensors = load_npz(write(
+  const StateDict tensors = load_npz(write(
       zip({{"x.npy", array, false}, {"folder/y.npy", npy(kFourBytes, "abcd"), true}}), "x.npz"));
   ASSERT_EQ(tensors.size(), 2u);
   EXPECT_EQ(tensors[0].first, "x");

@@ -346,7 +346,7 @@ PtFile load_pt(const fs::path& path) {
   return PtReader(path).read();
 }
 
-void save_pt(const fs::path& path, const NamedTensors& tensors) {
+void save_pt(const fs::path& path, const StateDict& tensors) {
   PtWriter pickle;
   for (const auto& [name, tensor] : tensors) pickle.add(name, tensor);
   const std::string bytes = pickle.finish();

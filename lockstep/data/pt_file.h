@@ -15,7 +15,7 @@ namespace lockstep {
 struct PtFile {
   using Value = std::variant<std::monostate, bool, int64_t, double, std::string>;
 
-  NamedTensors tensors;                 ///< In the order of the file.
+  StateDict tensors;                    ///< In the order of the file.
   std::map<std::string, Value> values;  ///< What is no tensor. std::monostate is None.
 };
 
@@ -32,6 +32,6 @@ PtFile load_pt(const std::filesystem::path& path);
 /// Writes a state_dict that Python's `torch.load(path, weights_only=True)` reads, through an
 /// AtomicFile. Tensors may be on any device and of any strides. It takes the memory of one more
 /// copy. Throws SystemError (a full disk, a read-only folder) and leaves nothing behind.
-void save_pt(const std::filesystem::path& path, const NamedTensors& tensors);
+void save_pt(const std::filesystem::path& path, const StateDict& tensors);
 
 }  // namespace lockstep

@@ -18,7 +18,7 @@ TEST(PtFile, TensorsThatShareAStorageShareItAgain) {
   const auto path = folder.path() / "tied.pt";
   const at::Tensor tied = at::ones({3, 4});
   save_pt(path, {{"weight", tied}, {"again", tied}, {"other", at::ones({3, 4})}});
-  const NamedTensors tensors = load_pt(path).tensors;
+  const StateDict tensors = load_pt(path).tensors;
   ASSERT_EQ(tensors.size(), 3u);
   EXPECT_TRUE(tensors[0].second.is_alias_of(tensors[1].second));
   EXPECT_FALSE(tensors[0].second.is_alias_of(tensors[2].second));

@@ -240,7 +240,7 @@ class Reader {
 };
 
 /// The tensors in the order of their bytes: wider elements first, which keeps all of them aligned.
-NamedTensors in_file_order(const NamedTensors& tensors) {
+StateDict in_file_order(const StateDict& tensors) {
   std::set<std::string> names;
   for (const auto& [name, tensor] : tensors) {
     if (name == kMetadataKey) throw Error("safetensors reserves the name " + name);
@@ -254,14 +254,14 @@ NamedTensors in_file_order(const NamedTensors& tensors) {
                   ", which safetensors cannot hold");
     }
   }
-  NamedTensors ordered = tensors;
+  StateDict ordered = tensors;
   std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) {
     return a.second.element_size() > b.second.element_size();
   });
   return ordered;
 }
 
-std::string header_of(const NamedTensors& tensors,
+std::string header_of(const StateDict& tensors,
                       const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
@@ -291,9 +291,9 @@ SafetensorsFile load_safetensors(const std::filesystem::path& path) {
   return Reader(path).read();
 }
 
-void save_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
                       const std::map<std::string, std::string>& metadata) {
-  const NamedTensors ordered = in_file_order(tensors);
+  const StateDict ordered = in_file_order(tensors);
   const std::string header = header_of(ordered, metadata);
   std::array<char, kLengthSize> length;
   for (size_t i = 0; i < kLengthSize; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));

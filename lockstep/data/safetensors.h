@@ -5,18 +5,15 @@
 #include <filesystem>
 #include <map>
 #include <string>
-#include <utility>
-#include <vector>
+
+#include "lockstep/base/state_dict.h"
 
 namespace lockstep {
-
-/// Tensors by name, in order.
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 /// A file of the safetensors format (https://github.com/huggingface/safetensors): what Python's
 /// `safetensors` package writes and reads.
 struct SafetensorsFile {
-  NamedTensors tensors;                         ///< In the order of their bytes in the file.
+  StateDict tensors;                            ///< In the order of their bytes in the file.
   std::map<std::string, std::string> metadata;  ///< The header's __metadata__.
 };
 
@@ -33,7 +30,7 @@ SafetensorsFile load_safetensors(const std::filesystem::path& path);
 /// the given order is kept. Throws SystemError (a full disk, a read-only folder) and leaves nothing
 /// behind. Throws Error for a tensor that the format cannot hold and for a name that is given twice
 /// or reserved.
-void save_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
                       const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace lockstep

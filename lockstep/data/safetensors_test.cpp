@@ -57,7 +57,7 @@ const at::Tensor& tensor_of(const SafetensorsFile& file, const std::string& name
 }
 
 TEST_F(Safetensors, RoundTripKeepsEveryDtype) {
-  NamedTensors tensors;
+  StateDict tensors;
   for (const at::ScalarType dtype :
        {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
         at::kFloat, at::kDouble, at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn,
@@ -78,9 +78,9 @@ TEST_F(Safetensors, RoundTripKeepsEveryDtype) {
 }
 
 TEST_F(Safetensors, RoundTripKeepsShapesMetadataAndNames) {
-  const NamedTensors tensors{{"scalar", at::tensor(3.5f).reshape({})},
-                             {"empty", at::zeros({0, 3})},
-                             {"ключ \"quoted\"\n", at::ones({2})}};
+  const StateDict tensors{{"scalar", at::tensor(3.5f).reshape({})},
+                          {"empty", at::zeros({0, 3})},
+                          {"ключ \"quoted\"\n", at::ones({2})}};
   save_safetensors(path(), tensors, {{"format", "pt"}, {"step", "12"}});
   const SafetensorsFile file = load_safetensors(path());
   EXPECT_THAT(file.metadata, ElementsAre(Pair("format", "pt"), Pair("step", "12")));

@@ -30,8 +30,8 @@ constexpr std::array<PairNames, 4> kTestNames{{{"test_data", "test_targets"},
                                                {"x_test", "y_test"},
                                                {"test_x", "test_y"}}};
 
-NamedTensors load_npy_folder(const fs::path& folder) {
-  NamedTensors tensors;
+StateDict load_npy_folder(const fs::path& folder) {
+  StateDict tensors;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
     if (entry.path().extension() != ".npy") continue;
     tensors.emplace_back(entry.path().stem().string(), load_npy(entry.path()));
@@ -41,7 +41,7 @@ NamedTensors load_npy_folder(const fs::path& folder) {
   return tensors;
 }
 
-NamedTensors load_tensors(const fs::path& path) {
+StateDict load_tensors(const fs::path& path) {
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) return load_npy_folder(path);
   if (!fs::exists(path, ignored)) {
@@ -59,7 +59,7 @@ NamedTensors load_tensors(const fs::path& path) {
                    "'; expected a .safetensors or .npz file or a folder of .npy files");
 }
 
-const at::Tensor* find(const NamedTensors& tensors, const std::string& name) {
+const at::Tensor* find(const StateDict& tensors, const std::string& name) {
   for (const auto& [known, tensor] : tensors) {
     if (known == name) return &tensor;
   }
@@ -72,7 +72,7 @@ struct Pair {
 };
 
 template <size_t N>
-std::optional<Pair> find_pair(const fs::path& path, const NamedTensors& tensors,
+std::optional<Pair> find_pair(const fs::path& path, const StateDict& tensors,
                               const std::array<PairNames, N>& names) {
   for (const PairNames& pair : names) {
     const at::Tensor* data = find(tensors, pair.data);
@@ -161,7 +161,7 @@ void check_test_fraction(double test_fraction) {
 }
 
 DatasetSplits load_tensor_dataset(const fs::path& path, double test_fraction) {
-  const NamedTensors tensors = load_tensors(path);
+  const StateDict tensors = load_tensors(path);
   const auto train = find_pair(path, tensors, kTrainNames);
   if (!train) {
     std::vector<std::string> names;

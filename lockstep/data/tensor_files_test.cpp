@@ -23,7 +23,7 @@ using testing::HasSubstr;
 
 class TensorFiles : public testing::Test {
  protected:
-  fs::path saved(const NamedTensors& tensors) {
+  fs::path saved(const StateDict& tensors) {
     const fs::path path = folder_.path() / "x.safetensors";
     save_safetensors(path, tensors);
     return path;
@@ -32,7 +32,7 @@ class TensorFiles : public testing::Test {
     return load_dataset("file:" + path.string(), {.test_fraction = test_fraction});
   }
   template <typename E = DataError>
-  std::string complaint_about(const NamedTensors& tensors, double test_fraction = 0.1) {
+  std::string complaint_about(const StateDict& tensors, double test_fraction = 0.1) {
     const fs::path path = saved(tensors);
     return complaint<E>([&] { load(path, test_fraction); });
   }

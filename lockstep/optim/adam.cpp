@@ -154,8 +154,8 @@ void FusedAdam::Group::clear() {
   }
 }
 
-OptimizerState FusedAdam::state() const {
-  OptimizerState state;
+StateDict FusedAdam::state() const {
+  StateDict state;
   for (size_t i = 0; i < moments_.size(); ++i) {
     const Moments& moments = moments_[i];
     if (!moments.exp_avg.defined()) continue;
@@ -169,7 +169,7 @@ OptimizerState FusedAdam::state() const {
   return state;
 }
 
-void FusedAdam::load_state(const OptimizerState& state) {
+void FusedAdam::load_state(const StateDict& state) {
   const std::vector<StateField> fields{{kStep, StateKind::count},
                                        {kExpAvg, StateKind::like_parameter},
                                        {kExpAvgSq, StateKind::like_parameter},

@@ -32,8 +32,8 @@ class FusedAdam : public Optimizer {
   double lr() const override { return lr_; }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   bool takes_grad_scale() const override { return true; }
-  OptimizerState state() const override;
-  void load_state(const OptimizerState& state) override;
+  StateDict state() const override;
+  void load_state(const StateDict& state) override;
   const std::string& name() const override { return name_; }
   bool is_elementwise() const override { return true; }
 

@@ -36,12 +36,12 @@ void set_gradients(const std::vector<at::Tensor>& a, const std::vector<at::Tenso
   }
 }
 
-OptimizerState copied(OptimizerState state) {
+StateDict copied(StateDict state) {
   for (auto& [name, tensor] : state) tensor = tensor.clone();
   return state;
 }
 
-bool same_state(const OptimizerState& a, const OptimizerState& b) {
+bool same_state(const StateDict& a, const StateDict& b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i) {
     if (a[i].first != b[i].first || !same_bits(a[i].second, b[i].second)) return false;
@@ -108,7 +108,7 @@ void expect_near_plain_step(const std::string& name, const OptimizerOptions& opt
   auto ours = leaves(odd_sizes(dtype));
   FusedAdam fused(name, ours, options);
   for (int step = 0; step < 4; ++step) {
-    const OptimizerState state = copied(fused.state());
+    const StateDict state = copied(fused.state());
     const size_t fields = state.size() / ours.size();
     std::vector<at::Tensor> before, plain;
     for (size_t i = 0; i < ours.size(); ++i) {
@@ -185,7 +185,7 @@ TEST(FusedAdam, StatesOfBothKindsLoadIntoEachOther) {
       fused.step();
       plain->step();
     }
-    const OptimizerState ours = copied(fused.state()), theirs = copied(plain->state());
+    const StateDict ours = copied(fused.state()), theirs = copied(plain->state());
     ASSERT_EQ(ours.size(), theirs.size());
     for (size_t i = 0; i < ours.size(); ++i) {
       EXPECT_EQ(ours[i].first, theirs[i].first);
@@ -307,7 +307,7 @@ TEST(StepScaled, ChangesNothingWhenAGradientIsInfinite) {
     auto optimizer = make_optimizer(name, p, {});
     set_gradients(p, p);
     optimizer->step();
-    const OptimizerState state = copied(optimizer->state());
+    const StateDict state = copied(optimizer->state());
     const at::Tensor before = p[0].detach().clone();
     p[0].mutable_grad() = at::full({37}, INFINITY);
     // A scaler over several devices adds their flags.

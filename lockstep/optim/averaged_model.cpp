@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kCount = "n_averaged";
 
-const at::Tensor* find(const OptimizerState& state, const std::string& name) {
+const at::Tensor* find(const StateDict& state, const std::string& name) {
   const auto found = std::find_if(state.begin(), state.end(),
                                   [&](const auto& item) { return item.first == name; });
   return found == state.end() ? nullptr : &found->second;
@@ -107,14 +107,14 @@ void AveragedModel::copy_to_module() const {
   for (const size_t i : own_) tensors_[i].copy_(averages_[i]);
 }
 
-OptimizerState AveragedModel::state_dict() const {
+StateDict AveragedModel::state_dict() const {
   require_own_weights("state_dict()");
-  OptimizerState state{{kCount, at::full({1}, n_averaged_, at::kLong)}};
+  StateDict state{{kCount, at::full({1}, n_averaged_, at::kLong)}};
   for (size_t i = 0; i < averages_.size(); ++i) state.emplace_back(names_[i], averages_[i]);
   return state;
 }
 
-void AveragedModel::load_state_dict(const OptimizerState& state) {
+void AveragedModel::load_state_dict(const StateDict& state) {
   require_own_weights("load_state_dict()");
   const auto require = [&](const std::string& name, at::IntArrayRef shape) {
     const at::Tensor* entry = find(state, name);

@@ -58,10 +58,10 @@ class AveragedModel {
   void copy_to_module() const;
 
   /// "n_averaged" (int64, one number), and the averages by the module's names as "module.NAME".
-  OptimizerState state_dict() const;
+  StateDict state_dict() const;
   /// Throws CheckpointError where an entry is missing or of another shape, and then changes
   /// nothing.
-  void load_state_dict(const OptimizerState& state);
+  void load_state_dict(const StateDict& state);
 
  private:
   void require_update(const char* call) const;

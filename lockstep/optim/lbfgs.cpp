@@ -52,7 +52,7 @@ std::deque<at::Tensor> rows_of(const at::Tensor& table) {
 /// The entries of a given state, by name.
 class Given {
  public:
-  Given(const OptimizerState& state, const at::Tensor& like, int64_t elements)
+  Given(const StateDict& state, const at::Tensor& like, int64_t elements)
       : like_(like), elements_(elements) {
     static const std::vector<std::string> kNames{
         "func_evals", "n_iter",   "t",        "prev_loss", "d",
@@ -146,8 +146,8 @@ const Lbfgs::State* Lbfgs::own_state() const {
   return found == torch_.state().end() ? nullptr : static_cast<const State*>(found->second.get());
 }
 
-OptimizerState Lbfgs::state() const {
-  OptimizerState out;
+StateDict Lbfgs::state() const {
+  StateDict out;
   const State* const state = own_state();
   if (state == nullptr) return out;
   const auto add = [&](const char* name, at::Tensor tensor) {
@@ -168,7 +168,7 @@ OptimizerState Lbfgs::state() const {
   return out;
 }
 
-void Lbfgs::load_state(const OptimizerState& state) {
+void Lbfgs::load_state(const StateDict& state) {
   int64_t elements = 0;
   for (const at::Tensor& parameter : parameters_) elements += parameter.numel();
   const Given given(state, parameters_.front().detach(), elements);

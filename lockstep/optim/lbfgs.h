@@ -25,8 +25,8 @@ class Lbfgs final : public Optimizer {
   void set_lr(double lr) override;
   double lr() const override;
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  OptimizerState state() const override;
-  void load_state(const OptimizerState& state) override;
+  StateDict state() const override;
+  void load_state(const StateDict& state) override;
   const std::string& name() const override { return name_; }
 
  private:

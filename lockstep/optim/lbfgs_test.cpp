@@ -85,9 +85,9 @@ TEST(Lbfgs, AStateThatDoesNotFitIsRefusedAndChangesNothing) {
   Problem problem;
   const auto optimizer = lbfgs(problem, "");
   for (int i = 0; i < 2; ++i) optimizer->step_with([&] { return problem.evaluate(); });
-  const OptimizerState good = optimizer->state();
-  const auto refused = [&](const std::function<void(OptimizerState&)>& spoil) {
-    OptimizerState bad = good;
+  const StateDict good = optimizer->state();
+  const auto refused = [&](const std::function<void(StateDict&)>& spoil) {
+    StateDict bad = good;
     spoil(bad);
     try {
       optimizer->load_state(bad);

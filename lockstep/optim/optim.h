@@ -7,13 +7,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-namespace lockstep {
+#include "lockstep/base/state_dict.h"
 
-/// Tensors with their names, in a fixed order.
-using OptimizerState = std::vector<std::pair<std::string, at::Tensor>>;
+namespace lockstep {
 
 struct OptimizerOptions {
   double lr = 0.01;       ///< See default_learning_rate for what PyTorch takes.
@@ -76,13 +74,13 @@ class Optimizer {
   /// "NAME.parameter-index"; counts are int64 tensors of one element. The tensors are the
   /// optimizer's own: copy what must outlive the next step. A parameter that never had a gradient
   /// has no entries.
-  virtual OptimizerState state() const = 0;
+  virtual StateDict state() const = 0;
   /// Replaces the state by a copy of what state() gave. Parameters without entries become as in a
   /// fresh optimizer: an empty state makes all of it fresh. The options may differ. A buffer that
   /// these do not use (momentum, `centered`, `amsgrad`) is dropped. One that they use and that the
   /// state has of no parameter begins as in a fresh optimizer. Throws CheckpointError naming what
   /// is missing, unknown or of another shape, and then changes nothing.
-  virtual void load_state(const OptimizerState& state) = 0;
+  virtual void load_state(const StateDict& state) = 0;
   virtual const std::string& name() const = 0;
   /// Whether each element is updated from its own value, gradient and state alone. Then a parameter
   /// may be cut into parts that different ranks update (ZeRO, FSDP), to the same values. False for

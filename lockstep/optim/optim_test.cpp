@@ -116,9 +116,9 @@ TEST(Optimizers, ADamagedStateIsRefusedAndChangesNothing) {
   give_gradients(all);
   auto adam = make_optimizer("adam", all, {});
   adam->step();
-  OptimizerState state = adam->state();
+  StateDict state = adam->state();
   for (auto& [key, tensor] : state) tensor = tensor.clone();
-  OptimizerState without;
+  StateDict without;
   for (const auto& entry : state) {
     if (entry.first != "exp_avg_sq.1") without.push_back(entry);
   }
@@ -128,7 +128,7 @@ TEST(Optimizers, ADamagedStateIsRefusedAndChangesNothing) {
   } catch (const CheckpointError& error) {
     EXPECT_NE(std::string(error.what()).find("exp_avg_sq.1"), std::string::npos) << error.what();
   }
-  const OptimizerState after = adam->state();
+  const StateDict after = adam->state();
   ASSERT_EQ(after.size(), state.size());
   for (size_t i = 0; i < state.size(); ++i)
     EXPECT_TRUE(at::equal(after[i].second, state[i].second));
@@ -182,7 +182,7 @@ std::vector<Switch> switches() {
           {"adamw", "max_exp_avg_sq", {.amsgrad = true}}};
 }
 
-std::vector<std::string> names_of(const OptimizerState& state) {
+std::vector<std::string> names_of(const StateDict& state) {
   std::vector<std::string> names;
   for (const auto& [name, tensor] : state) names.push_back(name);
   return names;
@@ -192,7 +192,7 @@ TEST(Optimizers, AStateIsTakenWithABufferMoreOrLess) {
   for (const auto dtype : {at::kFloat, at::kHalf}) {  // LibTorch's adam has the latter.
     for (const Switch& of : switches()) {
       const at::Tensor parameter = at::ones({4}).to(dtype).requires_grad_();
-      const auto stepped = [&](const OptimizerOptions& options, const OptimizerState& state) {
+      const auto stepped = [&](const OptimizerOptions& options, const StateDict& state) {
         auto optimizer = make_optimizer(of.optimizer, {parameter}, options);
         if (!state.empty()) optimizer->load_state(state);
         parameter.mutable_grad() = at::ones_like(parameter);
@@ -241,7 +241,7 @@ TEST(Optimizers, ABufferThatOnlySomeParametersHaveIsADamagedState) {
       }
       const auto optimizer = make_optimizer(of.optimizer, all, of.on);
       optimizer->step();
-      OptimizerState damaged;
+      StateDict damaged;
       for (const auto& entry : optimizer->state()) {
         if (entry.first != of.buffer + ".1") damaged.push_back(entry);
       }

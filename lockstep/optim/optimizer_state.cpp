@@ -34,7 +34,7 @@ std::string state_key(const std::string& name, size_t index) {
   return name + "." + std::to_string(index);
 }
 
-std::vector<StateEntry> read_state(const std::string& optimizer, const OptimizerState& state,
+std::vector<StateEntry> read_state(const std::string& optimizer, const StateDict& state,
                                    const std::vector<StateField>& fields,
                                    const std::vector<at::Tensor>& parameters) {
   std::vector<StateEntry> entries;

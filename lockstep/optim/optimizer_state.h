@@ -36,7 +36,7 @@ std::string state_key(const std::string& name, size_t index);
 
 /// Takes a state's keys apart and checks each entry against the fields that an optimizer keeps and
 /// its parameters' shapes. Throws CheckpointError naming the optimizer and the entry.
-std::vector<StateEntry> read_state(const std::string& optimizer, const OptimizerState& state,
+std::vector<StateEntry> read_state(const std::string& optimizer, const StateDict& state,
                                    const std::vector<StateField>& fields,
                                    const std::vector<at::Tensor>& parameters);
 

@@ -190,15 +190,15 @@ void Sgd::run_fused() {
   fused_buffers_.clear();
 }
 
-OptimizerState Sgd::state() const {
-  OptimizerState state;
+StateDict Sgd::state() const {
+  StateDict state;
   for (size_t i = 0; i < buffers_.size(); ++i) {
     if (buffers_[i].defined()) state.emplace_back(state_key(kBuffer, i), buffers_[i]);
   }
   return state;
 }
 
-void Sgd::load_state(const OptimizerState& state) {
+void Sgd::load_state(const StateDict& state) {
   std::vector<at::Tensor> buffers(parameters_.size());
   for (const StateEntry& entry :
        read_state(name_, state, {{kBuffer, StateKind::like_parameter}}, parameters_)) {

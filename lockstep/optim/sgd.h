@@ -32,8 +32,8 @@ class Sgd : public Optimizer {
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  OptimizerState state() const override;
-  void load_state(const OptimizerState& state) override;
+  StateDict state() const override;
+  void load_state(const StateDict& state) override;
   const std::string& name() const override { return name_; }
   bool is_elementwise() const override { return true; }
 

@@ -252,7 +252,7 @@ TEST(Sgd, LoadedStateIsACopy) {
   EXPECT_TRUE(at::equal(sgd.state()[0].second, at::ones({3})));
 }
 
-void expect_refused(const OptimizerState& state, const std::string& text) {
+void expect_refused(const StateDict& state, const std::string& text) {
   OptimizerOptions options;
   options.momentum = 0.9;
   Sgd sgd({at::zeros({3}).requires_grad_()}, options);

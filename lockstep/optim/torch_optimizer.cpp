@@ -78,8 +78,8 @@ class TorchOptimizer : public Optimizer {
   const std::string& name() const override { return name_; }
   bool is_elementwise() const override { return true; }
 
-  OptimizerState state() const override {
-    OptimizerState out;
+  StateDict state() const override {
+    StateDict out;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto found = torch_.state().find(key(i));
       if (found == torch_.state().end()) continue;
@@ -95,7 +95,7 @@ class TorchOptimizer : public Optimizer {
     return out;
   }
 
-  void load_state(const OptimizerState& state) override {
+  void load_state(const StateDict& state) override {
     std::vector<StateField> known{{kStep, StateKind::count}};
     for (const auto& field : fields_) known.push_back({field.name, StateKind::like_parameter});
     std::map<size_t, std::map<std::string, at::Tensor>> by_index;

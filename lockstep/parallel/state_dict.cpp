@@ -12,9 +12,7 @@
 namespace lockstep {
 namespace {
 
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
-void collect(const torch::nn::Module& module, const std::string& prefix, NamedTensors& into) {
+void collect(const torch::nn::Module& module, const std::string& prefix, StateDict& into) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
     into.emplace_back(prefix + item.key(), item.value());
   }
@@ -36,7 +34,7 @@ std::string summary(const std::vector<std::string>& tensors, const std::string& 
          (tensors.size() > kShown ? ", ...)" : ")");
 }
 
-std::string differences(const NamedTensors& own, std::map<std::string, at::Tensor> given) {
+std::string differences(const StateDict& own, std::map<std::string, at::Tensor> given) {
   std::vector<std::string> missing, other_shape, unexpected;
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
@@ -62,13 +60,13 @@ std::string differences(const NamedTensors& own, std::map<std::string, at::Tenso
 
 }  // namespace
 
-NamedTensors state_dict(const torch::nn::Module& module) {
-  NamedTensors tensors;
+StateDict state_dict(const torch::nn::Module& module) {
+  StateDict tensors;
   collect(module, "", tensors);
   return tensors;
 }
 
-void check_state_dict(const torch::nn::Module& module, const NamedTensors& tensors,
+void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
                       const std::string& source) {
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
   const std::string wrong = differences(state_dict(module), given);
@@ -77,7 +75,7 @@ void check_state_dict(const torch::nn::Module& module, const NamedTensors& tenso
                         "give the --model that the weights were saved from");
 }
 
-void load_state_dict(torch::nn::Module& module, const NamedTensors& tensors,
+void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
                      const std::string& source) {
   check_state_dict(module, tensors, source);
   const at::NoGradGuard no_grad;

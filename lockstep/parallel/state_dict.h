@@ -3,8 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
-#include <utility>
-#include <vector>
+
+#include "lockstep/base/state_dict.h"
 
 namespace torch::nn {
 class Module;
@@ -13,18 +13,16 @@ class Module;
 namespace lockstep {
 
 /// Parameters and buffers by the names of Python's state_dict. The tensors are the model's own.
-std::vector<std::pair<std::string, at::Tensor>> state_dict(const torch::nn::Module& module);
+StateDict state_dict(const torch::nn::Module& module);
 
 /// Copies tensors into the model's parameters and buffers. `source` names them in messages. Throws
 /// CheckpointError naming the first tensors that are missing, unexpected or of another shape, with
 /// how many there are of each.
-void load_state_dict(torch::nn::Module& module,
-                     const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
                      const std::string& source);
 
 /// Throws as load_state_dict does, and copies nothing.
-void check_state_dict(const torch::nn::Module& module,
-                      const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
                       const std::string& source);
 
 }  // namespace lockstep

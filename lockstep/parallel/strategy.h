@@ -185,11 +185,11 @@ class Strategy {
   /// state by "NAME.parameter-index" (see Optimizer::state), whatever a rank has of them: so a
   /// state saved with one strategy is loaded with another. On rank 0, on the CPU or the device;
   /// empty on the others. Collectives.
-  virtual OptimizerState model_state() = 0;
-  virtual OptimizerState optimizer_state() = 0;
+  virtual StateDict model_state() = 0;
+  virtual StateDict optimizer_state() = 0;
   /// The same states, whole, on every rank. Throws CheckpointError where they do not fit.
-  virtual void load_model_state(const OptimizerState& state) = 0;
-  virtual void load_optimizer_state(const OptimizerState& state) = 0;
+  virtual void load_model_state(const StateDict& state) = 0;
+  virtual void load_optimizer_state(const StateDict& state) = 0;
 
   virtual StateBytes state_bytes() const = 0;
 };

@@ -69,14 +69,14 @@ void WholeModelStrategy::zero_grad() {
   lockstep::zero_grad(parameters_);
 }
 
-OptimizerState WholeModelStrategy::model_state() {
+StateDict WholeModelStrategy::model_state() {
   if (group_.rank() != 0) return {};
-  OptimizerState state = state_dict(*module_);
+  StateDict state = state_dict(*module_);
   for (auto& [name, tensor] : state) tensor = tensor.detach();
   return state;
 }
 
-void WholeModelStrategy::load_model_state(const OptimizerState& state) {
+void WholeModelStrategy::load_model_state(const StateDict& state) {
   load_state_dict(*module_, state, "the checkpoint's model.safetensors");
 }
 
@@ -115,8 +115,8 @@ double WholeOptimizerStrategy::step_with(const LossClosure& closure) {
   });
 }
 
-OptimizerState WholeOptimizerStrategy::optimizer_state() {
-  return group().rank() == 0 ? optimizer_->state() : OptimizerState();
+StateDict WholeOptimizerStrategy::optimizer_state() {
+  return group().rank() == 0 ? optimizer_->state() : StateDict();
 }
 
 StateBytes WholeOptimizerStrategy::state_bytes() const {
@@ -140,7 +140,7 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-int64_t bytes_of(const OptimizerState& state) {
+int64_t bytes_of(const StateDict& state) {
   int64_t bytes = 0;
   for (const auto& [name, tensor] : state) bytes += bytes_of(tensor);
   return bytes;

@@ -26,8 +26,8 @@ class WholeModelStrategy : public Strategy {
   bool has_sharded_gradients() const override { return false; }
   double clip_grad_norm(double max_norm) override;
   void zero_grad() override;
-  OptimizerState model_state() override;
-  void load_model_state(const OptimizerState& state) override;
+  StateDict model_state() override;
+  void load_model_state(const StateDict& state) override;
 
  protected:
   torch::nn::Module& module() { return *module_; }
@@ -60,8 +60,8 @@ class WholeOptimizerStrategy : public WholeModelStrategy {
   double step_with(const LossClosure& closure) override;
   void set_lr(double lr) override { optimizer_->set_lr(lr); }
   double lr() const override { return optimizer_->lr(); }
-  OptimizerState optimizer_state() override;
-  void load_optimizer_state(const OptimizerState& state) override { optimizer_->load_state(state); }
+  StateDict optimizer_state() override;
+  void load_optimizer_state(const StateDict& state) override { optimizer_->load_state(state); }
   StateBytes state_bytes() const override;
 
  private:
@@ -75,6 +75,6 @@ void refuse_closure(const Optimizer& optimizer, const std::string& strategy,
 
 int64_t bytes_of(const at::Tensor& tensor);
 int64_t bytes_of(const std::vector<at::Tensor>& tensors);
-int64_t bytes_of(const OptimizerState& state);
+int64_t bytes_of(const StateDict& state);
 
 }  // namespace lockstep::detail

@@ -42,7 +42,7 @@ class FitLoop {
   void save(CheckpointFolder& folder);
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
-  NamedTensors model_state() { return detail::model_state(*task_.module, loop_.parts()); }
+  StateDict model_state() { return detail::model_state(*task_.module, loop_.parts()); }
 
   TrainingModuleBase& module() { return *task_.module; }
   const StepLoop& steps() const { return loop_; }
@@ -82,7 +82,7 @@ class FitLoop {
   int stop_requested_ = 0;
   StepResult last_step_;
   Metrics validation_;
-  NamedTensors random_state_;  ///< To be set when `run` begins.
+  StateDict random_state_;  ///< To be set when `run` begins.
   std::chrono::steady_clock::time_point start_;
 };
 

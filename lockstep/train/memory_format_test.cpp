@@ -34,7 +34,7 @@ TEST(MemoryFormat, AutoIsChannelsLastForConvolutionsOnTheCpu) {
 
 TEST(MemoryFormat, LaysOutConvolutionsAndKeepsNamesAndValues) {
   const auto model = make_model("fashion-cnn");
-  NamedTensors before;
+  StateDict before;
   for (const auto& [name, tensor] : state_dict(*model)) {
     before.emplace_back(name, tensor.detach().clone());
   }

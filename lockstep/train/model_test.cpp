@@ -143,17 +143,17 @@ TEST(Weights, HaveTheNamesOfPythonsStateDict) {
 TEST(Weights, ComeBackFromEachFormatAndFromWhatWrapsThem) {
   TemporaryDirectory folder;
   const auto saved = make_model("convnet");
-  const NamedTensors expected = state_dict(*saved);
+  const StateDict expected = state_dict(*saved);
   for (const std::string prefix : {"", "module.", "_orig_mod.module.", "model_state_dict."}) {
     for (const std::string name : {"w.safetensors", "w.pt"}) {
-      NamedTensors prefixed = expected;
+      StateDict prefixed = expected;
       for (auto& [key, tensor] : prefixed) key = prefix + key;
       prefixed.emplace_back("optimizer.step", at::ones({1}));
       if (prefix.empty()) prefixed.pop_back();
       save_weights(prefixed, folder.path() / name);
       const auto loaded = make_model("convnet");
       load_weights(*loaded, folder.path() / name);
-      const NamedTensors found = state_dict(*loaded);
+      const StateDict found = state_dict(*loaded);
       ASSERT_EQ(found.size(), expected.size());
       for (size_t i = 0; i < found.size(); ++i) {
         EXPECT_TRUE(at::equal(found[i].second, expected[i].second)) << name << found[i].first;
@@ -165,7 +165,7 @@ TEST(Weights, ComeBackFromEachFormatAndFromWhatWrapsThem) {
 TEST(Weights, APartOfALargerModelIsNoWrapper) {
   TemporaryDirectory folder;
   const auto saved = make_model("mlp");
-  NamedTensors prefixed = state_dict(*saved);
+  StateDict prefixed = state_dict(*saved);
   for (auto& [name, tensor] : prefixed) name = "encoder." + name;
   save_weights(prefixed, folder.path() / "w.pt");
   EXPECT_THROW(load_weights(*make_model("mlp"), folder.path() / "w.pt"), CheckpointError);
@@ -180,7 +180,7 @@ TEST(Weights, ANameOfAnotherFormatIsRefused) {
 
 TEST(Weights, ThoseThatDoNotFitAreNamedAndChangeNothing) {
   const auto model = make_model("mlp");
-  NamedTensors tensors;
+  StateDict tensors;
   for (const auto& [name, tensor] : state_dict(*model))
     tensors.emplace_back(name, at::zeros_like(tensor));
   tensors[0].first = "layers.9.weight";
@@ -236,7 +236,7 @@ TEST(Weights, ComeFromAFolderOfCheckpointsAndFromOneOfThem) {
 }
 
 TEST(RandomState, GoesOnWhereItWasTaken) {
-  const NamedTensors state = random_state(c10::kCPU);
+  const StateDict state = random_state(c10::kCPU);
   const at::Tensor first = at::randn({5});
   at::rand({100});
   set_random_state(state, c10::kCPU);

@@ -18,8 +18,8 @@ std::vector<std::pair<std::string, c10::Device>> generators(c10::Device device) 
 
 }  // namespace
 
-NamedTensors random_state(c10::Device device) {
-  NamedTensors state;
+StateDict random_state(c10::Device device) {
+  StateDict state;
   for (const auto& [name, where] : generators(device)) {
     at::Generator generator = at::globalContext().defaultGenerator(where);
     const std::lock_guard lock(generator.mutex());
@@ -28,7 +28,7 @@ NamedTensors random_state(c10::Device device) {
   return state;
 }
 
-void set_random_state(const NamedTensors& state, c10::Device device) {
+void set_random_state(const StateDict& state, c10::Device device) {
   for (const auto& [name, where] : generators(device)) {
     const at::Tensor* found = nullptr;
     for (const auto& [key, tensor] : state) {

@@ -8,9 +8,9 @@ namespace lockstep {
 
 /// The states of LibTorch's default generators, of the CPU and of `device`: "rng.cpu", "rng.cuda".
 /// uint8 tensors on the CPU.
-NamedTensors random_state(c10::Device device);
+StateDict random_state(c10::Device device);
 
 /// Sets the generators. Throws CheckpointError when one is missing.
-void set_random_state(const NamedTensors& state, c10::Device device);
+void set_random_state(const StateDict& state, c10::Device device);
 
 }  // namespace lockstep

@@ -208,14 +208,14 @@ std::string prefix_of(const TrainedPart& part, const TrainedParts& parts) {
   return parts.size() == 1 ? "" : part.name() + ".";
 }
 
-NamedTensors with_prefix(const std::string& prefix, const OptimizerState& state) {
-  NamedTensors all;
+StateDict with_prefix(const std::string& prefix, const StateDict& state) {
+  StateDict all;
   for (const auto& [name, tensor] : state) all.emplace_back(prefix + name, tensor);
   return all;
 }
 
-NamedTensors without_prefix(const std::string& prefix, const NamedTensors& state) {
-  NamedTensors found;
+StateDict without_prefix(const std::string& prefix, const StateDict& state) {
+  StateDict found;
   for (const auto& [name, tensor] : state) {
     if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), tensor);
   }
@@ -223,7 +223,7 @@ NamedTensors without_prefix(const std::string& prefix, const NamedTensors& state
 }
 
 /// An optimizer without copies of the weights would call them unknown.
-void check_copies_fit(const NamedTensors& state, const Precision& precision) {
+void check_copies_fit(const StateDict& state, const Precision& precision) {
   const bool has_copies = std::any_of(state.begin(), state.end(), [](const auto& item) {
     return item.first.starts_with("master_param.");
   });
@@ -234,7 +234,7 @@ void check_copies_fit(const NamedTensors& state, const Precision& precision) {
       "resume with --amp-level O2, or begin anew from its weights: --load-weights");
 }
 
-void append(NamedTensors& all, NamedTensors more) {
+void append(StateDict& all, StateDict more) {
   std::move(more.begin(), more.end(), std::back_inserter(all));
 }
 
@@ -278,22 +278,22 @@ OnlyPart::~OnlyPart() {
   for (at::Tensor& parameter : frozen_) parameter.set_requires_grad(true);
 }
 
-NamedTensors tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts) {
+StateDict tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts) {
   std::set<const c10::TensorImpl*> taken;
   for (const auto& part : parts) {
     for (const auto& [name, tensor] : state_dict(part->module())) {
       taken.insert(tensor.unsafeGetTensorImpl());
     }
   }
-  NamedTensors others;
+  StateDict others;
   for (const auto& [name, tensor] : state_dict(root)) {
     if (!taken.contains(tensor.unsafeGetTensorImpl())) others.emplace_back(name, tensor.detach());
   }
   return others;
 }
 
-NamedTensors model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
-  NamedTensors all;
+StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
+  StateDict all;
   for (const auto& part : parts) {
     append(all, with_prefix(prefix_of(*part, parts), part->strategy().model_state()));
   }
@@ -301,32 +301,31 @@ NamedTensors model_state(const TrainingModuleBase& root, const TrainedParts& par
   return all;
 }
 
-NamedTensors optimizer_state(const TrainedParts& parts) {
-  NamedTensors all;
+StateDict optimizer_state(const TrainedParts& parts) {
+  StateDict all;
   for (const auto& part : parts) {
     append(all, with_prefix(prefix_of(*part, parts), part->strategy().optimizer_state()));
   }
   return all;
 }
 
-NamedTensors precision_state(const TrainedParts& parts) {
-  NamedTensors all;
+StateDict precision_state(const TrainedParts& parts) {
+  StateDict all;
   for (const auto& part : parts) {
     append(all, with_prefix(prefix_of(*part, parts), part->precision().state()));
   }
   return all;
 }
 
-void load_precision_state(const TrainedParts& parts, const NamedTensors& state) {
+void load_precision_state(const TrainedParts& parts, const StateDict& state) {
   for (const auto& part : parts) {
     part->precision().load_state(without_prefix(prefix_of(*part, parts), state));
   }
 }
 
-void load_model_state(TrainingModuleBase& root, const TrainedParts& parts,
-                      const NamedTensors& state) {
-  const NamedTensors others = tensors_of_no_part(root, parts);
-  NamedTensors of_parts;
+void load_model_state(TrainingModuleBase& root, const TrainedParts& parts, const StateDict& state) {
+  const StateDict others = tensors_of_no_part(root, parts);
+  StateDict of_parts;
   std::set<std::string> loaded;
   for (const auto& [name, tensor] : state) {
     const auto same = [&, &wanted = name](const auto& other) { return other.first == wanted; };
@@ -351,9 +350,9 @@ void load_model_state(TrainingModuleBase& root, const TrainedParts& parts,
   }
 }
 
-void load_optimizer_state(const TrainedParts& parts, const NamedTensors& state) {
+void load_optimizer_state(const TrainedParts& parts, const StateDict& state) {
   for (const auto& part : parts) {
-    const NamedTensors own = without_prefix(prefix_of(*part, parts), state);
+    const StateDict own = without_prefix(prefix_of(*part, parts), state);
     check_copies_fit(own, part->precision());
     part->strategy().load_optimizer_state(own);
   }

@@ -105,17 +105,16 @@ class OnlyPart {
 
 /// The whole run's tensors, on rank 0; empty on the others. Names are the module's own of the one
 /// part, else "PART.NAME". What belongs to no part has the root's names. Collectives.
-NamedTensors model_state(const TrainingModuleBase& root, const TrainedParts& parts);
-NamedTensors optimizer_state(const TrainedParts& parts);
+StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts);
+StateDict optimizer_state(const TrainedParts& parts);
 /// Of gradient scalers, by the same names, on every rank. No collective.
-NamedTensors precision_state(const TrainedParts& parts);
+StateDict precision_state(const TrainedParts& parts);
 /// The same, whole, on every rank. Throw CheckpointError where they do not fit.
-void load_model_state(TrainingModuleBase& root, const TrainedParts& parts,
-                      const NamedTensors& state);
-void load_optimizer_state(const TrainedParts& parts, const NamedTensors& state);
-void load_precision_state(const TrainedParts& parts, const NamedTensors& state);
+void load_model_state(TrainingModuleBase& root, const TrainedParts& parts, const StateDict& state);
+void load_optimizer_state(const TrainedParts& parts, const StateDict& state);
+void load_precision_state(const TrainedParts& parts, const StateDict& state);
 
 /// The root's parameters and buffers that belong to no part.
-NamedTensors tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts);
+StateDict tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts);
 
 }  // namespace lockstep::detail

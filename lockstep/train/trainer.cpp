@@ -124,12 +124,12 @@ void Trainer::restore(Checkpoint checkpoint) {
 void Trainer::save(CheckpointFolder& folder) {
   impl_->fitted("save").save(folder);
 }
-NamedTensors Trainer::model_state() {
+StateDict Trainer::model_state() {
   return impl_->fitted("model_state").model_state();
 }
 void Trainer::save_weights(const std::filesystem::path& path,
                            const std::map<std::string, std::string>& metadata) {
-  const NamedTensors tensors = model_state();
+  const StateDict tensors = model_state();
   if (is_first_rank()) lockstep::save_weights(tensors, path, metadata);
 }
 const World& Trainer::world() const {

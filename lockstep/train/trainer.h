@@ -118,7 +118,7 @@ class Trainer {
   /// The module's parameters and buffers by name, whole: on rank 0, empty on the others. Every rank
   /// calls. Names are those of the optimizer's module, with "OPTIMIZER." before where there are
   /// several.
-  NamedTensors model_state();
+  StateDict model_state();
   /// Writes them as safetensors on rank 0. Every rank calls.
   void save_weights(const std::filesystem::path& path,
                     const std::map<std::string, std::string>& metadata = {});

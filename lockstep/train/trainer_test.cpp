@@ -250,7 +250,7 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
       return small_task("fashion-cnn", noise_images(40), 0, 1, {.name = "cosine"});
     };
     fit(task_of_run(), options);
-    const NamedTensors expected = state_dict(*model_);
+    const StateDict expected = state_dict(*model_);
     const int64_t steps = recorder_->steps.size();
     for (int64_t step = 1; step <= steps; ++step) {
       TemporaryDirectory folder;
@@ -273,7 +273,7 @@ TEST_F(TrainerTest, GoesOnFromACheckpointToTheSameBits) {
       trainer.restore(*load_checkpoint(world_.group(), "auto", &checkpoints,
                                        trainer.options().identity, c10::kCPU));
       trainer.fit(std::move(task));
-      const NamedTensors found = state_dict(*model);
+      const StateDict found = state_dict(*model);
       for (size_t i = 0; i < expected.size(); ++i) {
         ASSERT_TRUE(at::equal(found[i].second, expected[i].second))
             << expected[i].first << " after resuming at step " << step;
@@ -317,10 +317,10 @@ TEST_F(TrainerTest, EachFitIsARunOfItsOwn) {
   Trainer trainer(world_, {.max_epochs = 1});
   trainer.add_callback(recorder_);
   EXPECT_EQ(trainer.fit(small_task()).steps, 5);
-  const NamedTensors first = trainer.model_state();
+  const StateDict first = trainer.model_state();
   EXPECT_EQ(trainer.fit(small_task()).steps, 5);
   EXPECT_THAT(recorder_->steps, ::testing::ElementsAre(1, 2, 3, 4, 5, 1, 2, 3, 4, 5));
-  const NamedTensors second = trainer.model_state();
+  const StateDict second = trainer.model_state();
   for (size_t i = 0; i < first.size(); ++i) {
     EXPECT_TRUE(at::equal(first[i].second, second[i].second)) << first[i].first;
   }

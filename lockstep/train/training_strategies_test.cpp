@@ -49,14 +49,14 @@ INSTANTIATE_TEST_SUITE_P(All, EachStrategy, ::testing::ValuesIn(strategies_of_ra
                          [](const auto& info) { return info.param; });
 
 /// The weights after an epoch, by name.
-NamedTensors trained(std::vector<TrainTask> tasks, const TrainerOptions& options) {
-  NamedTensors weights;
+StateDict trained(std::vector<TrainTask> tasks, const TrainerOptions& options) {
+  StateDict weights;
   run_group(static_cast<int>(tasks.size()),
             [&](ProcessGroup group) {
               const auto rank = static_cast<size_t>(group.rank());
               StepLoop loop(tasks[rank], group, options);
               loop.run_epoch(0, 0, [](const StepResult&) { return true; });
-              NamedTensors state = detail::model_state(*tasks[rank].module, loop.parts());
+              StateDict state = detail::model_state(*tasks[rank].module, loop.parts());
               for (auto& [name, tensor] : state) tensor = tensor.clone();
               if (rank == 0) weights = std::move(state);
             },
@@ -73,8 +73,8 @@ TEST_P(EachStrategy, TrainsAsOneRankDoesOnTheJoinedBatches) {
     return trained(std::move(single), {.max_epochs = 1, .accumulate_grad_batches = batches});
   };
   for (const int ranks : {1, 2, 3}) {
-    const NamedTensors expected = one(data_share(GetParam(), {}, 0, ranks).size);
-    const NamedTensors found = trained(tasks(ranks), options());
+    const StateDict expected = one(data_share(GetParam(), {}, 0, ranks).size);
+    const StateDict found = trained(tasks(ranks), options());
     ASSERT_EQ(found.size(), expected.size());
     for (size_t i = 0; i < found.size(); ++i) {
       EXPECT_EQ(found[i].first, expected[i].first);
@@ -120,8 +120,8 @@ TEST_P(EachStrategy, RanksWhoseModelsDifferAreToldOnAllRanks) {
   for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
 }
 
-NamedTensors copied(const NamedTensors& state) {
-  NamedTensors copy;
+StateDict copied(const StateDict& state) {
+  StateDict copy;
   for (const auto& [name, tensor] : state) copy.emplace_back(name, tensor.clone());
   return copy;
 }
@@ -139,12 +139,12 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
     options.accumulate_grad_batches = 2;
     options.gradient_clip_val = 0.5;
     std::vector<TrainTask> first = tasks(2), second = tasks(2), third = tasks(2);
-    test::Published<NamedTensors> model, optimizer, scaler;  // Whole: of rank 0.
-    NamedTensors expected, got;
+    test::Published<StateDict> model, optimizer, scaler;  // Whole: of rank 0.
+    StateDict expected, got;
     run_group(2,
               [&](ProcessGroup group) {
                 const auto rank = static_cast<size_t>(group.rank());
-                const auto keep = [&](auto& kept, const NamedTensors& state) {
+                const auto keep = [&](auto& kept, const StateDict& state) {
                   if (rank == 0) kept.set(copied(state));
                 };
                 StepLoop whole(first[rank], group, options);
@@ -157,7 +157,7 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
                   keep(scaler, detail::precision_state(whole.parts()));
                   return true;
                 });
-                const NamedTensors whole_state =
+                const StateDict whole_state =
                     detail::model_state(*first[rank].module, whole.parts());
                 if (rank == 0) expected = copied(whole_state);
                 StepLoop resumed(second[rank], group, options);
@@ -167,7 +167,7 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
                 detail::load_precision_state(resumed.parts(), scaler.get());
                 resumed.load_values(1, {});
                 resumed.run_epoch(0, batches, [](const StepResult&) { return true; });
-                const NamedTensors resumed_state =
+                const StateDict resumed_state =
                     detail::model_state(*second[rank].module, resumed.parts());
                 if (rank == 0) got = copied(resumed_state);
                 if (precision.amp_level != "O2") return;

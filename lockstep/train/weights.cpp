@@ -29,7 +29,7 @@ bool is_pt(const fs::path& path) {
   return extension == ".pt" || extension == ".pth" || extension == ".bin";
 }
 
-NamedTensors read_weights(const fs::path& path) {
+StateDict read_weights(const fs::path& path) {
   if (!fs::is_directory(path))
     return is_pt(path) ? load_pt(path).tensors : load_safetensors(path).tensors;
   if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
@@ -53,7 +53,7 @@ bool is_wrapper(const std::string& prefix) {
 }
 
 /// What stands in `tensors` before the names of `wanted`. Empty where nothing that is known does.
-std::string prefix_of(const NamedTensors& tensors, const NamedTensors& wanted) {
+std::string prefix_of(const StateDict& tensors, const StateDict& wanted) {
   if (wanted.empty()) return {};
   const std::string& first = wanted.front().first;
   std::string shortest;
@@ -79,7 +79,7 @@ void check_weights_exist(const fs::path& path) {
 
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
   check_weights_exist(path);
-  NamedTensors tensors = read_weights(path);
+  StateDict tensors = read_weights(path);
   const std::string prefix = prefix_of(tensors, state_dict(module));
   if (!prefix.empty()) tensors = with_prefix_removed(tensors, prefix);
   load_state_dict(module, tensors, path.string());
@@ -93,7 +93,7 @@ void check_weights_name(const std::string& what, const fs::path& path) {
                    "name the file " + fs::path(path).replace_extension(".safetensors").string());
 }
 
-void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
+void save_weights(const StateDict& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
   if (is_pt(path)) return save_pt(path, tensors);
   std::map<std::string, std::string> all = metadata;
@@ -103,7 +103,7 @@ void save_weights(const NamedTensors& tensors, const std::filesystem::path& path
 
 void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
-  NamedTensors tensors = state_dict(module);
+  StateDict tensors = state_dict(module);
   for (auto& [name, tensor] : tensors) tensor = tensor.detach();
   save_weights(tensors, path, metadata);
 }

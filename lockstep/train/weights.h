@@ -34,7 +34,7 @@ void check_weights_name(const std::string& what, const std::filesystem::path& pa
 
 /// Writes tensors, as a Strategy's model_state gives them, as Python's safetensors.torch would, or
 /// as torch.save where the name ends with .pt, .pth or .bin: then without the metadata.
-void save_weights(const NamedTensors& tensors, const std::filesystem::path& path,
+void save_weights(const StateDict& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata = {});
 /// Writes a model's state_dict as safetensors.
 void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,

@@ -88,7 +88,7 @@ void expect_sum(const World& world, int size) {
   TORCH_CHECK(ranks.eq(size * (size - 1) / 2.0).all().item<bool>(), "wrong sum ", ranks);
 }
 
-OptimizerState copy_of(OptimizerState state) {
+StateDict copy_of(StateDict state) {
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   return state;
 }
@@ -100,7 +100,7 @@ struct Learner {
                             torch::nn::Linear(4, 4), torch::nn::Linear(4, 4),
                             torch::nn::Linear(4, 2))
           .ptr();
-  OptimizerState weights = copy_of(state_dict(*module));
+  StateDict weights = copy_of(state_dict(*module));
 };
 
 std::string strategy_of(int64_t generation) {
@@ -144,7 +144,7 @@ void step(Strategy& strategy, const Learner& learner, int id) {
 void learn(Learner& learner, const World& world, int64_t generation, int id) {
   const auto strategy = bind(learner, world, generation);
   step(*strategy, learner, id);
-  const OptimizerState learnt = strategy->model_state();
+  const StateDict learnt = strategy->model_state();
   for (size_t i = 0; i < learner.weights.size(); ++i) {
     at::Tensor& weight = learner.weights[i].second;
     weight = world.rank() == 0 ? learnt[i].second.detach().clone() : at::empty_like(weight);

@@ -21,7 +21,7 @@
 namespace {
 
 using Json = nlohmann::json;
-using lockstep::NamedTensors;
+using lockstep::StateDict;
 using Tensors = std::map<std::string, at::Tensor>;
 
 Tensors load(const Json& config) {
@@ -29,7 +29,7 @@ Tensors load(const Json& config) {
   return {tensors.begin(), tensors.end()};
 }
 
-void save(const Json& config, const lockstep::World& world, const NamedTensors& tensors) {
+void save(const Json& config, const lockstep::World& world, const StateDict& tensors) {
   lockstep::save_safetensors(
       config["output"].get<std::string>() + "." + std::to_string(world.rank()), tensors);
 }
@@ -59,7 +59,7 @@ void run_scaler(const Json& config, const lockstep::World& world) {
   const auto group = sharded ? world.group() : lockstep::ProcessGroup();
   auto scaler = std::make_unique<lockstep::GradScaler>(scaler_options(config["scaler"]), group);
   const int steps = config["steps"];
-  NamedTensors output;
+  StateDict output;
   for (int step = 0; step < steps; ++step) {
     const std::string suffix = std::to_string(step);
     lockstep::zero_grad({parameter});
@@ -113,7 +113,7 @@ void train(const Json& config, const lockstep::World& world) {
     return lockstep::checkpoint([&](const at::Tensor& in) { return model->forward(in); }, x);
   };
   const int accumulate = config.value("accumulate", 1);
-  NamedTensors output;
+  StateDict output;
   const auto put = [&](const char* name, int64_t step, const at::Tensor& tensor) {
     output.emplace_back(std::string(name) + "." + std::to_string(step), tensor);
   };

@@ -67,7 +67,7 @@ void write_batches(const std::string& in, const std::string& out, const json& as
                     {.batch_size = asked.at("batch_size"),
                      .drop_last = asked.at("batch_drop_last"),
                      .num_workers = asked.at("num_workers")});
-  NamedTensors batches;
+  StateDict batches;
   for (int64_t epoch : asked.at("epochs").get<std::vector<int64_t>>()) {
     for (const Batch& batch : loader.epoch(epoch, asked.value("first_batch", 0))) {
       const std::string name = std::to_string(epoch) + "." + std::to_string(batch.index);

@@ -20,7 +20,7 @@
 namespace {
 
 using Json = nlohmann::json;
-using lockstep::NamedTensors;
+using lockstep::StateDict;
 
 std::unique_ptr<lockstep::Strategy> make_strategy(const Json& config,
                                                   const std::shared_ptr<lockstep::Model>& model,
@@ -54,7 +54,7 @@ at::Tensor loss_of(const Json& config, const at::Tensor& output, const at::Tenso
 /// Trains on this rank's part of "x" [steps, ranks, batch, ...] and "y". Writes the losses, and on
 /// rank 0 the parameters at the end, to OUTPUT.RANK.
 void train(const Json& config, const lockstep::World& world) {
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> data(input.begin(), input.end());
   at::manual_seed(config["seed"].get<uint64_t>());
   auto model = lockstep::make_model(config["model"]);
@@ -69,7 +69,7 @@ void train(const Json& config, const lockstep::World& world) {
     strategy->step();
     strategy->zero_grad();
   }
-  NamedTensors output{{"losses", at::tensor(losses)}};
+  StateDict output{{"losses", at::tensor(losses)}};
   for (const auto& [name, tensor] : strategy->model_state()) output.emplace_back(name, tensor);
   lockstep::save_safetensors(
       config["output"].get<std::string>() + "." + std::to_string(world.rank()), output);
@@ -79,7 +79,7 @@ void train(const Json& config, const lockstep::World& world) {
 void time_steps(const Json& config, const lockstep::World& world) {
   auto model = lockstep::make_model(config["model"]);
   const auto strategy = make_strategy(config, model, world);
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> data(input.begin(), input.end());
   const at::Tensor x = data.at("x")[0][0], y = data.at("y")[0][0];
   std::vector<double> times;

@@ -24,12 +24,12 @@
 namespace {
 
 using Json = nlohmann::json;
-using lockstep::NamedTensors;
+using lockstep::StateDict;
 
 void make_initial_model(const Json& config) {
   at::manual_seed(config["seed"].get<uint64_t>());
   const auto model = lockstep::make_model(config["model"]);
-  NamedTensors tensors;
+  StateDict tensors;
   for (const auto& item : model->named_parameters()) tensors.emplace_back(item.key(), item.value());
   for (const auto& item : model->named_buffers()) tensors.emplace_back(item.key(), item.value());
   lockstep::save_safetensors(config["output"].get<std::string>(), tensors);
@@ -57,7 +57,7 @@ void run_model(const Json& config) {
 /// Trains a fresh model on "x" [steps, batch, ...] and "y" by plain SGD; writes the losses and the
 /// module's tensors.
 void run_steps(const Json& config) {
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> data(input.begin(), input.end());
   at::manual_seed(config["seed"].get<uint64_t>());
   const auto model = lockstep::make_model(config["model"]);
@@ -72,7 +72,7 @@ void run_steps(const Json& config) {
     lockstep::backward(loss);
     optimizer->step();
   }
-  NamedTensors output{{"losses", at::tensor(losses)}};
+  StateDict output{{"losses", at::tensor(losses)}};
   for (const auto& item : model->named_parameters()) output.emplace_back(item.key(), item.value());
   for (const auto& item : model->named_buffers()) output.emplace_back(item.key(), item.value());
   lockstep::save_safetensors(config["output"].get<std::string>(), output);
@@ -95,8 +95,8 @@ lockstep::OptimizerOptions optimizer_options(const Json& json) {
   return options;
 }
 
-lockstep::OptimizerState given_state(const NamedTensors& tensors) {
-  lockstep::OptimizerState state;
+lockstep::StateDict given_state(const StateDict& tensors) {
+  lockstep::StateDict state;
   for (const auto& [name, tensor] : tensors) {
     if (name.starts_with("s.")) state.emplace_back(name.substr(2), tensor);
   }
@@ -108,7 +108,7 @@ lockstep::OptimizerState given_state(const NamedTensors& tensors) {
 /// optimizer is replaced in the middle by a new one that loads its state. The state at the start is
 /// "s.NAME", if any is there; that at the end is written so, with "state".
 void run_optimizer(const Json& config) {
-  NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> by_name(input.begin(), input.end());
   std::vector<at::Tensor> parameters;
   while (by_name.contains("p." + std::to_string(parameters.size()))) {
@@ -119,7 +119,7 @@ void run_optimizer(const Json& config) {
   auto optimizer = lockstep::make_optimizer(config["name"], parameters, options);
   if (const auto state = given_state(input); !state.empty()) optimizer->load_state(state);
   const int steps = config["steps"];
-  NamedTensors output;
+  StateDict output;
   for (int step = 0; step < steps; ++step) {
     const std::string suffix = std::to_string(step);
     lockstep::zero_grad(parameters);
@@ -173,7 +173,7 @@ void run_average(const Json& config) {
       config.contains("decay") ? std::optional(config["decay"].get<double>()) : std::nullopt;
   options.use_buffers = config["use_buffers"];
   lockstep::AveragedModel average(*model, options);
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> by_name(input.begin(), input.end());
   const c10::AutoGradMode no_grad(false);
   for (int step = 0; step < config["steps"].get<int>(); ++step) {
@@ -188,7 +188,7 @@ void run_average(const Json& config) {
 
 /// Gradients of a net with dropout whose two halves are checkpointed, and the next random numbers.
 void run_checkpointed(const Json& config) {
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   std::map<std::string, at::Tensor> tensors(input.begin(), input.end());
   for (auto& [name, tensor] : tensors) tensor = tensor.clone().requires_grad_();
   const auto half = [&](const char* name) {
@@ -200,7 +200,7 @@ void run_checkpointed(const Json& config) {
   const at::Tensor hidden = lockstep::checkpoint(half("w0"), tensors.at("x"));
   const at::Tensor output = lockstep::checkpoint(half("w1"), hidden);
   lockstep::backward((output * output).sum());
-  NamedTensors results{{"output", output.detach()}, {"next", at::randn({4})}};
+  StateDict results{{"output", output.detach()}, {"next", at::randn({4})}};
   for (const auto& [name, tensor] : tensors) results.emplace_back("grad." + name, tensor.grad());
   lockstep::save_safetensors(config["output"].get<std::string>(), results);
 }
@@ -250,7 +250,7 @@ std::unique_ptr<lockstep::ModelAverager> averager_of(const Json& config,
 /// Trains on this rank's part of "x" [steps, ranks, batch, ...] and "y"; writes the losses, and the
 /// module's tensors at the end, to OUTPUT.RANK.
 void train(const Json& config, const lockstep::World& world) {
-  const NamedTensors input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
+  const StateDict input = lockstep::load_safetensors(config["input"].get<std::string>()).tensors;
   const std::map<std::string, at::Tensor> data(input.begin(), input.end());
   // Only rank 0 has the seed that counts: the others' parameters must come from it.
   at::manual_seed(config["seed"].get<uint64_t>() + static_cast<uint64_t>(world.rank()));
@@ -290,7 +290,7 @@ void train(const Json& config, const lockstep::World& world) {
     optimizer->step();
     if (averager) averager->average_parameters(parameters);
   }
-  NamedTensors output{{"losses", at::tensor(losses)}};
+  StateDict output{{"losses", at::tensor(losses)}};
   for (const auto& item : model->named_parameters()) output.emplace_back(item.key(), item.value());
   for (const auto& item : model->named_buffers()) output.emplace_back(item.key(), item.value());
   lockstep::save_safetensors(

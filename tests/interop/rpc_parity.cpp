@@ -36,7 +36,7 @@ const auto forward_through = rpc::function(
     });
 
 void train(const std::string& output) {
-  lockstep::NamedTensors results;
+  lockstep::StateDict results;
   const auto one = rpc::remote("worker1", make_layer, 3);
   const auto two = rpc::remote("worker2", make_layer, 4);
   rpc::DistributedOptimizer optimizer("sgd", {one.rpc_sync(parameter), two.rpc_sync(parameter)},

@@ -19,7 +19,7 @@
 namespace {
 
 using Json = nlohmann::json;
-using lockstep::NamedTensors;
+using lockstep::StateDict;
 
 /// "x" and "y" of [steps, ranks, batch, ...].
 struct Job {
@@ -48,8 +48,8 @@ struct Job {
     };
   }
 
-  void write(const lockstep::OptimizerState& state) const {
-    NamedTensors output{{"losses", at::tensor(losses)}};
+  void write(const lockstep::StateDict& state) const {
+    StateDict output{{"losses", at::tensor(losses)}};
     for (const auto& item : model->named_parameters())
       output.emplace_back(item.key(), item.value());
     for (const auto& item : model->named_buffers()) output.emplace_back(item.key(), item.value());
@@ -116,7 +116,7 @@ void train_by_loop(Job& job) {
     loop(job.x.size(0));
   }
   zero.consolidate_state_dict(0);
-  lockstep::OptimizerState state;
+  lockstep::StateDict state;
   if (job.world.rank() == 0) state = zero.state();
   if (job.config.value("whole_parameters", false)) {
     for (size_t rank = 0; const auto& parts : zero.partition()) {

@@ -87,7 +87,7 @@ inline std::vector<double> accumulate(const std::vector<Layer>& layers, const Ba
 }
 
 /// Of one step with the gradients that the model has.
-inline OptimizerState adam_state_after(const torch::nn::Module& model) {
+inline StateDict adam_state_after(const torch::nn::Module& model) {
   Chain copy(4);
   const auto to = copy.parameters(), from = model.parameters();
   for (size_t i = 0; i < to.size(); ++i) to[i].mutable_grad() = from[i].grad();

@@ -56,8 +56,8 @@ class Normed : public Optimizer {
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  OptimizerState state() const override { return {}; }
-  void load_state(const OptimizerState&) override {}
+  StateDict state() const override { return {}; }
+  void load_state(const StateDict&) override {}
   const std::string& name() const override { return name_; }
 
  private:
@@ -67,7 +67,7 @@ class Normed : public Optimizer {
 };
 
 /// The same names in the same order, and of some parameters the same values.
-inline void expect_same_entries(const OptimizerState& expected, const OptimizerState& got,
+inline void expect_same_entries(const StateDict& expected, const StateDict& got,
                                 const std::vector<size_t>& parameters) {
   ASSERT_EQ(expected.size(), got.size());
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -98,12 +98,12 @@ inline OptimizerFactory factory_of(const Job& job) {
 struct Trained {
   std::vector<double> losses;
   std::vector<double> norms;
-  OptimizerState model;      ///< Of this rank's module.
-  OptimizerState optimizer;  ///< On rank 0.
+  StateDict model;      ///< Of this rank's module.
+  StateDict optimizer;  ///< On rank 0.
 };
 
-inline OptimizerState copied(const OptimizerState& state) {
-  OptimizerState copy;
+inline StateDict copied(const StateDict& state) {
+  StateDict copy;
   for (const auto& [name, tensor] : state) copy.emplace_back(name, tensor.detach().clone());
   return copy;
 }
@@ -138,8 +138,8 @@ inline StrategySetup setup_of(const std::shared_ptr<Net>& net, const ProcessGrou
   return setup;
 }
 
-inline OptimizerState tensors_of(const torch::nn::Module& module) {
-  OptimizerState state;
+inline StateDict tensors_of(const torch::nn::Module& module) {
+  StateDict state;
   for (const auto& item : module.named_parameters())
     state.emplace_back(item.key(), item.value().detach().clone());
   return state;
@@ -155,7 +155,7 @@ inline Trained train(MakeStrategy make, const ProcessGroup& group, const Job& jo
   return trained;
 }
 
-inline void expect_same(const OptimizerState& a, const OptimizerState& b, const std::string& what) {
+inline void expect_same(const StateDict& a, const StateDict& b, const std::string& what) {
   ASSERT_EQ(a.size(), b.size()) << what;
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_EQ(a[i].first, b[i].first) << what;

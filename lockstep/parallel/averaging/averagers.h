@@ -116,8 +116,8 @@ class PostLocalSGDOptimizer : public Optimizer {
   double lr() const override { return optimizer_->lr(); }
   const std::vector<at::Tensor>& parameters() const override { return optimizer_->parameters(); }
   bool takes_grad_scale() const override { return optimizer_->takes_grad_scale(); }
-  OptimizerState state() const override;
-  void load_state(const OptimizerState& state) override;
+  StateDict state() const override;
+  void load_state(const StateDict& state) override;
   const std::string& name() const override { return optimizer_->name(); }
 
  private:

@@ -35,14 +35,14 @@ void PostLocalSGDOptimizer::step_scaled(const StepScale& scale) {
   averager_->average_parameters(parameters_);
 }
 
-OptimizerState PostLocalSGDOptimizer::state() const {
-  OptimizerState state = optimizer_->state();
+StateDict PostLocalSGDOptimizer::state() const {
+  StateDict state = optimizer_->state();
   state.emplace_back(kStepKey, at::full({1}, averager_->step(), at::kLong));
   return state;
 }
 
-void PostLocalSGDOptimizer::load_state(const OptimizerState& state) {
-  OptimizerState own = state;
+void PostLocalSGDOptimizer::load_state(const StateDict& state) {
+  StateDict own = state;
   const auto step = std::find_if(own.begin(), own.end(),
                                  [](const auto& entry) { return entry.first == kStepKey; });
   int64_t count = 0;

@@ -36,7 +36,7 @@ struct Made : torch::nn::Module {
   at::Tensor mask = register_buffer("mask", at::ones({3, 3}).tril().view({1, 3, 3}));
 };
 
-OptimizerState whole_state(const ProcessGroup& group, bool share) {
+StateDict whole_state(const ProcessGroup& group, bool share) {
   const auto module = deferred_init([] { return std::make_shared<Made>(); });
   for (const at::Tensor& parameter : module->parameters()) EXPECT_TRUE(parameter.is_meta());
   FsdpOptions options;
@@ -50,7 +50,7 @@ OptimizerState whole_state(const ProcessGroup& group, bool share) {
   fsdp.forward(at::ones({4, 40})).square().sum().backward();
   for (const at::Tensor& shard : fsdp.parameters())
     EXPECT_TRUE(shard.numel() == 0 || shard.grad().defined());
-  OptimizerState state;
+  StateDict state;
   for (const auto& [name, tensor] : fsdp.full_state_dict())
     state.emplace_back(name, tensor.clone());
   return state;
@@ -61,7 +61,7 @@ TEST(DeferredInit, HasTheBitsOfTheModuleMadeAtOnce) {
     at::manual_seed(4);
     Made made;
     at::manual_seed(4);
-    OptimizerState state;
+    StateDict state;
     test::run_group(1, [&](ProcessGroup group) { state = whole_state(group, share); });
     std::map<std::string, at::Tensor> by_name(state.begin(), state.end());
     for (const auto& item : made.named_parameters())
@@ -77,7 +77,7 @@ TEST(DeferredInit, AllRanksHaveRankZerosValues) {
                     [&](ProcessGroup group) {
                       // Threads draw from one generator, so each has other values; rank 0's
                       // count.
-                      const OptimizerState state = whole_state(group, share);
+                      const StateDict state = whole_state(group, share);
                       if (group.rank() == 0) {
                         EXPECT_GT(state[0].second.abs().sum().item<float>(), 0);
                         EXPECT_FALSE(at::isnan(state[0].second).any().item<bool>());
@@ -115,7 +115,7 @@ TEST(DeferredInit, GoesWithSynchronisedBatchNorms) {
   test::run_group(2,
                   [](ProcessGroup group) {
                     const SyncBatchNormGuard guard(group);
-                    const OptimizerState state = whole_state(group, true);
+                    const StateDict state = whole_state(group, true);
                     EXPECT_EQ(state.empty(), group.rank() != 0);
                   },
                   {.backend = "shm"});

@@ -43,7 +43,7 @@ struct FsdpCore::Impl {
   std::unique_ptr<ShardedParameters> parameters;
   std::vector<OptimizedPiece> pieces;
   std::vector<OptimizedPiece> frozen;  ///< Those that no optimizer updates.
-  OptimizerState frozen_state;         ///< What a loaded state has of them.
+  StateDict frozen_state;              ///< What a loaded state has of them.
   std::vector<at::Tensor> shards;      ///< Of `pieces`.
   std::vector<size_t> indices;         ///< Of `pieces`.
   std::unique_ptr<ShardedGradients> gradients;
@@ -203,12 +203,12 @@ double FsdpCore::clip_grad_norm(double max_norm) {
   return clip_shards(gradients, max_norm, group());
 }
 
-OptimizerState FsdpCore::model_state() {
+StateDict FsdpCore::model_state() {
   impl_->parameters->take_values();
   return gather_model_state(*impl_->module, *impl_->parameters);
 }
 
-void FsdpCore::load_model_state(const OptimizerState& state, const std::string& source) {
+void FsdpCore::load_model_state(const StateDict& state, const std::string& source) {
   impl_->parameters->end_round();
   detail::load_model_state(*impl_->module, *impl_->parameters, state, source);
 }
@@ -222,15 +222,13 @@ void FsdpCore::load_sharded_state(const std::vector<Shard>& given, const std::st
   load_shards(*impl_->module, *impl_->parameters, given, source);
 }
 
-OptimizerState FsdpCore::optimizer_state(const OptimizerState& own) {
+StateDict FsdpCore::optimizer_state(const StateDict& own) {
   return gather_optimizer_state(*impl_->parameters,
                                 {{impl_->pieces, own}, {impl_->frozen, impl_->frozen_state}});
 }
 
-OptimizerState FsdpCore::own_optimizer_state(const OptimizerState& whole,
-                                             const std::string& source) {
-  OptimizerState own =
-      detail::own_optimizer_state(*impl_->parameters, impl_->pieces, whole, source);
+StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
+  StateDict own = detail::own_optimizer_state(*impl_->parameters, impl_->pieces, whole, source);
   impl_->frozen_state =
       detail::own_optimizer_state(*impl_->parameters, impl_->frozen, whole, source);
   for (auto& [name, tensor] : impl_->frozen_state) tensor = tensor.clone();

@@ -115,12 +115,12 @@ class FsdpCore {
   const ProcessGroup& group() const;
   double clip_grad_norm(double max_norm);
 
-  OptimizerState model_state();
-  void load_model_state(const OptimizerState& state, const std::string& source);
+  StateDict model_state();
+  void load_model_state(const StateDict& state, const std::string& source);
   std::vector<Shard> sharded_state() const;
   void load_sharded_state(const std::vector<Shard>& given, const std::string& source);
-  OptimizerState optimizer_state(const OptimizerState& own);
-  OptimizerState own_optimizer_state(const OptimizerState& whole, const std::string& source);
+  StateDict optimizer_state(const StateDict& own);
+  StateDict own_optimizer_state(const StateDict& whole, const std::string& source);
 
   void begin_full(bool writable);
   void end_full();
@@ -220,9 +220,9 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
 
   /// The whole module's parameters and buffers by the module's names, on the CPU of rank 0; empty
   /// on the others. A collective: a rank that does not come gives a TimeoutError that names it.
-  OptimizerState full_state_dict() { return this->core_.model_state(); }
+  StateDict full_state_dict() { return this->core_.model_state(); }
   /// Takes a whole state on every rank. Throws CheckpointError naming what does not fit.
-  void load_full_state_dict(const OptimizerState& state) {
+  void load_full_state_dict(const StateDict& state) {
     this->core_.load_model_state(state, "the state");
   }
   /// What of the module this rank keeps: its runs of the parameters, and on rank 0 the buffers. The
@@ -236,12 +236,10 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
   /// "NAME.parameter-index", where a parameter of several names counts once. On rank 0; empty on
   /// the others. A collective.
-  OptimizerState full_optimizer_state(const OptimizerState& own) {
-    return this->core_.optimizer_state(own);
-  }
+  StateDict full_optimizer_state(const StateDict& own) { return this->core_.optimizer_state(own); }
   /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`. What the
   /// state has of frozen parameters is kept here, for the next full_optimizer_state.
-  OptimizerState own_optimizer_state(const OptimizerState& whole) {
+  StateDict own_optimizer_state(const StateDict& whole) {
     return this->core_.own_optimizer_state(whole, "the state");
   }
 };

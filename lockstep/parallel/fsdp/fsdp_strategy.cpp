@@ -80,13 +80,13 @@ class FsdpStrategy : public Strategy {
   void set_lr(double lr) override { optimizer_->set_lr(lr); }
   double lr() const override { return optimizer_->lr(); }
 
-  OptimizerState model_state() override { return core_.model_state(); }
-  OptimizerState optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
-  void load_model_state(const OptimizerState& state) override {
+  StateDict model_state() override { return core_.model_state(); }
+  StateDict optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
+  void load_model_state(const StateDict& state) override {
     core_.load_model_state(state, "the checkpoint's model.safetensors");
   }
-  void load_optimizer_state(const OptimizerState& state) override {
-    const OptimizerState own = core_.own_optimizer_state(state, "the checkpoint's optimizer state");
+  void load_optimizer_state(const StateDict& state) override {
+    const StateDict own = core_.own_optimizer_state(state, "the checkpoint's optimizer state");
     optimizer_->load_state(own);
   }
 

@@ -80,7 +80,7 @@ struct Task {
   }
 };
 
-void expect_same(const OptimizerState& a, const OptimizerState& b, double tolerance = 0) {
+void expect_same(const StateDict& a, const StateDict& b, double tolerance = 0) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_EQ(a[i].first, b[i].first);
@@ -90,18 +90,18 @@ void expect_same(const OptimizerState& a, const OptimizerState& b, double tolera
   }
 }
 
-OptimizerState copy(const OptimizerState& state) {
-  OptimizerState copied;
+StateDict copy(const StateDict& state) {
+  StateDict copied;
   for (const auto& [name, tensor] : state) copied.emplace_back(name, tensor.clone());
   return copied;
 }
 
 /// A whole state on every rank, as a checkpoint's reader has it.
-OptimizerState on_all_ranks(const ProcessGroup& group, const OptimizerState& state) {
+StateDict on_all_ranks(const ProcessGroup& group, const StateDict& state) {
   nlohmann::json names = nlohmann::json::array();
   for (const auto& [name, tensor] : state)
     names.push_back({name, tensor.sizes().vec(), static_cast<int>(tensor.scalar_type())});
-  OptimizerState all;
+  StateDict all;
   names = group.broadcast_object(names, 0);
   for (size_t i = 0; i < names.size(); ++i) {
     at::Tensor tensor = at::empty(names[i][1].get<std::vector<int64_t>>(),
@@ -245,7 +245,7 @@ TEST(FsdpStrategy, ATiedParameterHasOneNumberInTheState) {
       return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
     };
     TiedTask ddp(group, "ddp", adam), fsdp(group, "fsdp", adam);
-    const OptimizerState whole = ddp.strategy->optimizer_state();
+    const StateDict whole = ddp.strategy->optimizer_state();
     expect_same(fsdp.strategy->optimizer_state(), whole);
     fsdp.strategy->load_optimizer_state(on_all_ranks(group, whole));
     expect_same(fsdp.strategy->optimizer_state(), whole);
@@ -255,14 +255,14 @@ TEST(FsdpStrategy, ATiedParameterHasOneNumberInTheState) {
 /// Has entries for all tensors from its construction, as float32 copies of parameters are.
 struct EntriesFromTheStart : Sgd {
   using Sgd::Sgd;
-  OptimizerState state() const override {
-    OptimizerState state;
+  StateDict state() const override {
+    StateDict state;
     for (size_t i = 0; i < parameters().size(); ++i) {
       state.emplace_back("kept." + std::to_string(i), parameters()[i].detach());
     }
     return state;
   }
-  void load_state(const OptimizerState& given) override { loaded = given.size(); }
+  void load_state(const StateDict& given) override { loaded = given.size(); }
   size_t loaded = 0;
 };
 
@@ -276,7 +276,7 @@ TEST(FsdpStrategy, ARankWithoutParametersGivesNoState) {
       return made;
     });
     ASSERT_EQ(optimizer->parameters()[0].numel(), group.rank() == 0 ? 4 : 0);
-    const OptimizerState whole = task.strategy->optimizer_state();
+    const StateDict whole = task.strategy->optimizer_state();
     EXPECT_EQ(whole.size(), group.rank() == 0 ? 2u : 0u);
     task.strategy->load_optimizer_state(on_all_ranks(group, whole));
     EXPECT_EQ(optimizer->loaded, group.rank() == 0 ? 2u : 0u);
@@ -365,7 +365,7 @@ TEST(FsdpStrategy, AScaledStepThatFoundInfinitiesChangesNothing) {
   over_shared_memory(2, [](ProcessGroup group) {
     Task task(group, "fsdp");
     task.train(1);
-    const OptimizerState before = copy(task.strategy->model_state());
+    const StateDict before = copy(task.strategy->model_state());
     task.batch(1);
     StepScale scale;
     scale.grad_scale = at::ones({1});
@@ -374,7 +374,7 @@ TEST(FsdpStrategy, AScaledStepThatFoundInfinitiesChangesNothing) {
     expect_same(task.strategy->model_state(), before);
     scale.found_inf.zero_();
     task.strategy->step(scale);
-    const OptimizerState after = task.strategy->model_state();
+    const StateDict after = task.strategy->model_state();
     if (group.rank() == 0) {
       EXPECT_FALSE(at::equal(after[0].second, before[0].second));
     }
@@ -385,8 +385,8 @@ TEST(FsdpStrategy, AStateThatDoesNotFitIsRefusedByName) {
   over_shared_memory(2, [](ProcessGroup group) {
     Task task(group, "fsdp");
     task.train(1);
-    OptimizerState state = on_all_ranks(group, task.strategy->optimizer_state());
-    const auto refused = [&](const OptimizerState& wrong, const char* told) {
+    StateDict state = on_all_ranks(group, task.strategy->optimizer_state());
+    const auto refused = [&](const StateDict& wrong, const char* told) {
       try {
         task.strategy->load_optimizer_state(wrong);
         ADD_FAILURE() << "accepted: " << told;
@@ -397,7 +397,7 @@ TEST(FsdpStrategy, AStateThatDoesNotFitIsRefusedByName) {
     refused({{"exp_avg.77", at::zeros({3})}}, "exp_avg.77");
     refused({{"exp_avg.0", at::zeros({3})}}, "layers.0.weight");
     refused({{"exp_avg", at::zeros({3})}}, "NAME.parameter-index");
-    OptimizerState model = on_all_ranks(group, task.strategy->model_state());
+    StateDict model = on_all_ranks(group, task.strategy->model_state());
     model.pop_back();
     EXPECT_THROW(task.strategy->load_model_state(model), CheckpointError);
   });

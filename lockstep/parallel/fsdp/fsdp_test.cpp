@@ -59,7 +59,7 @@ FsdpOptions in_common() {
   return options;
 }
 
-std::vector<at::Tensor> whole(const OptimizerState& state) {
+std::vector<at::Tensor> whole(const StateDict& state) {
   std::vector<at::Tensor> tensors;
   for (const auto& [name, tensor] : state) tensors.push_back(tensor);
   return tensors;
@@ -264,7 +264,7 @@ TEST(Fsdp, TorchSaveOfOneRankIsAnErrorAndOfWholeParametersIsRight) {
       optimizer->step();
       std::stringstream file;
       if (group.rank() == 0) EXPECT_THROW(torch::save(net, file), c10::Error);
-      const OptimizerState state = fsdp.full_state_dict();
+      const StateDict state = fsdp.full_state_dict();
       file.str({});
       {
         const auto full = fsdp.full_parameters();

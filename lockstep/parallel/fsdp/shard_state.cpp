@@ -65,8 +65,7 @@ at::Tensor parameter_in(const at::Tensor& whole, const FlatParameter& parameter)
 
 }  // namespace
 
-OptimizerState gather_model_state(const torch::nn::Module& module,
-                                  const ShardedParameters& parameters) {
+StateDict gather_model_state(const torch::nn::Module& module, const ShardedParameters& parameters) {
   const c10::AutoGradMode no_grad(false);
   const bool is_first = parameters.group().rank() == 0;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> values;
@@ -76,7 +75,7 @@ OptimizerState gather_model_state(const torch::nn::Module& module,
     for (const FlatParameter& parameter : parameters.units()[u].parameters)
       values[parameter.tensor.unsafeGetTensorImpl()] = parameter_in(whole, parameter).cpu();
   }
-  OptimizerState state;
+  StateDict state;
   if (!is_first) return state;
   for (const auto& [name, tensor] : state_dict(module)) {
     const auto found = values.find(tensor.unsafeGetTensorImpl());
@@ -86,9 +85,9 @@ OptimizerState gather_model_state(const torch::nn::Module& module,
 }
 
 void load_model_state(torch::nn::Module& module, const ShardedParameters& parameters,
-                      const OptimizerState& state, const std::string& source) {
+                      const StateDict& state, const std::string& source) {
   const c10::AutoGradMode no_grad(false);
-  OptimizerState own = state_dict(module);
+  StateDict own = state_dict(module);
   check_state_dict(module, state, source);
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
   std::unordered_map<const c10::TensorImpl*, at::Tensor> values;
@@ -160,7 +159,7 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
   };
   std::unordered_set<const c10::TensorImpl*> sharded;
   std::unordered_map<const c10::TensorImpl*, std::string> names;
-  OptimizerState own = state_dict(module);
+  StateDict own = state_dict(module);
   for (const auto& [name, tensor] : own) names.emplace(tensor.unsafeGetTensorImpl(), name);
   for (const FlatUnit& unit : parameters.units()) {
     for (const FlatParameter& parameter : unit.parameters)
@@ -179,8 +178,8 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
   }
 }
 
-OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
-                                      const std::vector<PiecesState>& own) {
+StateDict gather_optimizer_state(const ShardedParameters& parameters,
+                                 const std::vector<PiecesState>& own) {
   const c10::AutoGradMode no_grad(false);
   const ProcessGroup& group = parameters.group();
   // What there is: of each parameter its fields in order, with a dtype, or the value of a count.
@@ -209,8 +208,8 @@ OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
   }
   // One gather per unit and field.
   std::map<std::pair<size_t, std::string>, at::Tensor> gathered;
-  OptimizerState state;
-  std::map<size_t, OptimizerState> by_index;
+  StateDict state;
+  std::map<size_t, StateDict> by_index;
   for (size_t u = 0; u < parameters.units().size(); ++u) {
     const FlatUnit& unit = parameters.units()[u];
     std::map<std::string, at::ScalarType> fields;
@@ -253,16 +252,16 @@ OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
   return state;
 }
 
-OptimizerState own_optimizer_state(const ShardedParameters& parameters,
-                                   const std::vector<OptimizedPiece>& pieces,
-                                   const OptimizerState& whole, const std::string& source) {
+StateDict own_optimizer_state(const ShardedParameters& parameters,
+                              const std::vector<OptimizedPiece>& pieces, const StateDict& whole,
+                              const std::string& source) {
   const c10::AutoGradMode no_grad(false);
   std::map<size_t, const FlatParameter*> known;
   for (const FlatUnit& unit : parameters.units()) {
     for (const FlatParameter& parameter : unit.parameters)
       known.emplace(parameter.index, &parameter);
   }
-  OptimizerState own;
+  StateDict own;
   for (const auto& [name, tensor] : whole) {
     const Key key = parse_key(name, source);
     const auto found = known.find(key.index);

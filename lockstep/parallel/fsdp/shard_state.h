@@ -14,12 +14,11 @@ class Module;
 namespace lockstep::detail {
 
 /// The whole module's state from all ranks' shards, on rank 0. A collective.
-OptimizerState gather_model_state(const torch::nn::Module& module,
-                                  const ShardedParameters& parameters);
+StateDict gather_model_state(const torch::nn::Module& module, const ShardedParameters& parameters);
 /// Puts this rank's part of a whole state into its shards, and buffers into the module. Throws
 /// CheckpointError naming what does not fit, and then changes nothing.
 void load_model_state(torch::nn::Module& module, const ShardedParameters& parameters,
-                      const OptimizerState& state, const std::string& source);
+                      const StateDict& state, const std::string& source);
 
 /// See FullyShardedDataParallel::sharded_state_dict.
 std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParameters& parameters);
@@ -35,15 +34,15 @@ struct OptimizedPiece {
 /// Pieces, and what there is of them, by their index.
 struct PiecesState {
   std::vector<OptimizedPiece> pieces;
-  OptimizerState state;
+  StateDict state;
 };
 
 /// The whole optimizer's state, on rank 0, from `own` of each rank. A collective.
-OptimizerState gather_optimizer_state(const ShardedParameters& parameters,
-                                      const std::vector<PiecesState>& own);
+StateDict gather_optimizer_state(const ShardedParameters& parameters,
+                                 const std::vector<PiecesState>& own);
 /// This rank's part of a whole state. Throws CheckpointError naming an entry that does not fit.
-OptimizerState own_optimizer_state(const ShardedParameters& parameters,
-                                   const std::vector<OptimizedPiece>& pieces,
-                                   const OptimizerState& whole, const std::string& source);
+StateDict own_optimizer_state(const ShardedParameters& parameters,
+                              const std::vector<OptimizedPiece>& pieces, const StateDict& whole,
+                              const std::string& source);
 
 }  // namespace lockstep::detail

@@ -216,15 +216,15 @@ class PipelineStrategy final : public Strategy {
   void set_lr(double lr) override { optimizer_->set_lr(lr); }
   double lr() const override { return optimizer_->lr(); }
 
-  OptimizerState model_state() override {
-    return is_first_pipeline() ? state_.gather_model() : OptimizerState();
+  StateDict model_state() override {
+    return is_first_pipeline() ? state_.gather_model() : StateDict();
   }
-  OptimizerState optimizer_state() override {
+  StateDict optimizer_state() override {
     if (!is_first_pipeline()) return {};
     return state_.gather_optimizer(optimizer_->state());
   }
-  void load_model_state(const OptimizerState& state) override { state_.load_model(state); }
-  void load_optimizer_state(const OptimizerState& state) override {
+  void load_model_state(const StateDict& state) override { state_.load_model(state); }
+  void load_optimizer_state(const StateDict& state) override {
     optimizer_->load_state(state_.own_part(state));
     cut_.expect_any_size();
   }

@@ -25,8 +25,8 @@ INSTANTIATE_TEST_SUITE_P(All, PipelineStrategyTest, test::over_backends(), test:
 struct Outcome {
   std::vector<double> losses;  ///< Of all micro-batches; on the last stage.
   double norm = 0;
-  OptimizerState model;
-  OptimizerState optimizer;
+  StateDict model;
+  StateDict optimizer;
 };
 
 struct Job {
@@ -80,7 +80,7 @@ Outcome train_alone(const Job& job, int shares = 1) {
   const auto optimizer = adam()(model.parameters());
   for (int step = 0; step < job.steps; ++step) {
     std::vector<at::Tensor> sums;
-    const OptimizerState buffers = state_dict(model);
+    const StateDict buffers = state_dict(model);
     for (int share = 0; share < shares; ++share) {
       zero_grad(model.parameters());
       Chain other;
@@ -104,7 +104,7 @@ Outcome train_alone(const Job& job, int shares = 1) {
   return run;
 }
 
-void expect_same(const OptimizerState& given, const OptimizerState& expected) {
+void expect_same(const StateDict& given, const StateDict& expected) {
   std::map<std::string, at::Tensor> by_name(given.begin(), given.end());
   EXPECT_EQ(by_name.size(), expected.size());
   for (const auto& [name, tensor] : expected) {
@@ -141,8 +141,8 @@ TEST_P(PipelineStrategyTest, IsOneProcessToTheLastBit) {
 /// Has entries for all tensors from its construction, as float32 copies of parameters are.
 struct EntriesFromTheStart : Sgd {
   using Sgd::Sgd;
-  OptimizerState state() const override {
-    OptimizerState state;
+  StateDict state() const override {
+    StateDict state;
     for (size_t i = 0; i < parameters().size(); ++i) {
       state.emplace_back("kept." + std::to_string(i), parameters()[i].detach());
     }

@@ -49,7 +49,7 @@ BatchWork work_of(const Batch& batch, bool last_of_step = true) {
   return work;
 }
 
-void expect_same(const OptimizerState& given, const OptimizerState& expected) {
+void expect_same(const StateDict& given, const StateDict& expected) {
   ASSERT_EQ(given.size(), expected.size());
   for (size_t i = 0; i < given.size(); ++i) {
     EXPECT_EQ(given[i].first, expected[i].first);
@@ -213,7 +213,7 @@ TEST_P(PipelineUse, AStateOfOneStrategyIsLoadedByAnother) {
     ddp->step();
     // Whole states on every rank, as a checkpoint gives them.
     pipeline->load_model_state(state_dict(*whole));
-    OptimizerState state = ddp->optimizer_state();
+    StateDict state = ddp->optimizer_state();
     if (group.rank() == 1) state = pipeline_test::adam_state_after(*whole);
     pipeline->load_optimizer_state(state);
     const auto model_back = pipeline->model_state();
@@ -316,7 +316,7 @@ TEST(PipelineBatches, ASmallerOneAtTheEndIsCutUnevenly) {
 
 /// A run that stopped before the last batch of an epoch goes on with it.
 TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
-  test::Published<OptimizerState> saved_model, saved_optimizer;  // Whole: of rank 0.
+  test::Published<StateDict> saved_model, saved_optimizer;  // Whole: of rank 0.
   run_group(2,
             [&](ProcessGroup group) {
               auto first = std::make_shared<Chain>(4), second = std::make_shared<Chain>(4, 9);
@@ -326,8 +326,8 @@ TEST(PipelineBatches, TheFirstOneAfterAResumeMayBeSmaller) {
               strategy->run_batch(work_of(batch_of(8, 1)));
               strategy->step();
               strategy->zero_grad();
-              const auto keep = [&](const OptimizerState& state, auto& kept) {
-                OptimizerState copy;
+              const auto keep = [&](const StateDict& state, auto& kept) {
+                StateDict copy;
                 for (const auto& [name, tensor] : state) copy.emplace_back(name, tensor.clone());
                 if (group.rank() == 0) kept.set(copy);
               };
@@ -408,7 +408,7 @@ TEST(PipelineBatches, AStageMayHaveNoParameters) {
 
 TEST(PipelineBatches, RecomputedActivationsGiveTheSameBits) {
   for (const std::string& schedule : pipeline_schedule_names()) {
-    std::vector<OptimizerState> states;
+    std::vector<StateDict> states;
     for (const bool recompute : {false, true}) {
       run_group(
           2,

@@ -35,7 +35,7 @@ std::string key_of(const std::string& name, size_t index) {
   return name + "." + std::to_string(index);
 }
 
-Json described(const OptimizerState& state) {
+Json described(const StateDict& state) {
   Json list = Json::array();
   for (const auto& [name, tensor] : state) {
     list.push_back({name, static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()});
@@ -49,7 +49,7 @@ StageState::StageState(torch::nn::Module& module, const StageTensors& tensors,
                        ProcessGroup pipeline, c10::Device device)
     : module_(module), tensors_(tensors), pipeline_(std::move(pipeline)), device_(device) {}
 
-OptimizerState StageState::gather_model() const {
+StateDict StageState::gather_model() const {
   const at::NoGradGuard no_grad;
   const int me = pipeline_.rank();
   std::unordered_map<const c10::TensorImpl*, at::Tensor> whole;
@@ -67,15 +67,15 @@ OptimizerState StageState::gather_model() const {
     }
   }
   if (me != 0) return {};
-  OptimizerState state = state_dict(module_);
+  StateDict state = state_dict(module_);
   for (auto& [name, tensor] : state) tensor = whole.at(tensor.unsafeGetTensorImpl());
   return state;
 }
 
-OptimizerState StageState::gather_optimizer(const OptimizerState& own) const {
+StateDict StageState::gather_optimizer(const StateDict& own) const {
   const at::NoGradGuard no_grad;
   const int me = pipeline_.rank();
-  OptimizerState mine;
+  StateDict mine;
   for (const auto& [key, tensor] : own) {
     // A rank without parameters has an optimizer of one tensor without elements.
     if (tensors_.own().empty()) break;
@@ -109,7 +109,7 @@ OptimizerState StageState::gather_optimizer(const OptimizerState& own) const {
   return mine;
 }
 
-void StageState::load_model(const OptimizerState& whole) const {
+void StageState::load_model(const StateDict& whole) const {
   const at::NoGradGuard no_grad;
   check_state_dict(module_, whole, "the checkpoint's model.safetensors");
   const std::map<std::string, at::Tensor> given(whole.begin(), whole.end());
@@ -123,8 +123,8 @@ void StageState::load_model(const OptimizerState& whole) const {
   }
 }
 
-OptimizerState StageState::own_part(const OptimizerState& whole) const {
-  OptimizerState part;
+StateDict StageState::own_part(const StateDict& whole) const {
+  StateDict part;
   for (const auto& [key, tensor] : whole) {
     const auto parts = parts_of(key);
     if (!parts || parts->second >= tensors_.parameters().size()) {

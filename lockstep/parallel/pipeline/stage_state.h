@@ -19,14 +19,14 @@ class StageState {
              c10::Device device);
 
   /// By the names of the module's state_dict.
-  OptimizerState gather_model() const;
+  StateDict gather_model() const;
   /// `own` is the state of the optimizer of this rank's parameters, in their order.
-  OptimizerState gather_optimizer(const OptimizerState& own) const;
+  StateDict gather_optimizer(const StateDict& own) const;
 
   /// Copies what this rank has. Throws CheckpointError where the whole state does not fit.
-  void load_model(const OptimizerState& whole) const;
+  void load_model(const StateDict& whole) const;
   /// The part of a whole optimizer's state for this rank's parameters.
-  OptimizerState own_part(const OptimizerState& whole) const;
+  StateDict own_part(const StateDict& whole) const;
 
  private:
   torch::nn::Module& module_;

@@ -110,20 +110,20 @@ void ShardedOptimizer::drop_gradients() {
   for (const at::Tensor& part : shards_.parts()) part.mutable_grad().reset();
 }
 
-OptimizerState ShardedOptimizer::gather_state(int to, const std::string& call) const {
+StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
   return detail::gather_state(shards_, optimizer_->state(), frozen_, to, what_ + "::" + call);
 }
 
-OptimizerState ShardedOptimizer::copy_of_state() const {
-  OptimizerState copy = optimizer_->state();
+StateDict ShardedOptimizer::copy_of_state() const {
+  StateDict copy = optimizer_->state();
   for (auto& [name, tensor] : copy) tensor = tensor.detach().clone();
   return copy;
 }
 
-void ShardedOptimizer::load_state(const OptimizerState& whole) {
+void ShardedOptimizer::load_state(const StateDict& whole) {
   // What fails on the only rank changes nothing by itself.
   const bool may_go_back = shards_.group().size() > 1;
-  const OptimizerState before = may_go_back ? copy_of_state() : OptimizerState();
+  const StateDict before = may_go_back ? copy_of_state() : StateDict();
   CutState cut;
   std::string problem;
   try {

@@ -43,19 +43,19 @@ class ShardedOptimizer {
 
   /// The whole state on rank `to`; empty on the others. `call` is what the user called, for
   /// messages. A collective.
-  OptimizerState gather_state(int to, const std::string& call) const;
+  StateDict gather_state(int to, const std::string& call) const;
   /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
   /// throw CheckpointError and change nothing. What it has of frozen parameters is kept for
   /// gather_state. A collective.
-  void load_state(const OptimizerState& whole);
+  void load_state(const StateDict& whole);
   /// A copy of this rank's part, to go back to.
-  OptimizerState copy_of_state() const;
+  StateDict copy_of_state() const;
 
  private:
   std::string what_;  ///< For messages.
   ParameterShards shards_;
   std::unique_ptr<Optimizer> optimizer_;
-  OptimizerState frozen_;  ///< On rank 0: what a loaded state has of parameters that are frozen.
+  StateDict frozen_;  ///< On rank 0: what a loaded state has of parameters that are frozen.
 };
 
 /// Indices of those that need a gradient. Throws UsageError for a tensor that is there twice.

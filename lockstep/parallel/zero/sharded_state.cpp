@@ -45,7 +45,7 @@ Part sent_part(const ParameterShards& shards, int rank, size_t index) {
 }
 
 /// What a rank has, for the others: counts as they are, tensors to come in this order.
-Json describe(const ParameterShards& shards, const OptimizerState& local) {
+Json describe(const ParameterShards& shards, const StateDict& local) {
   Json list = Json::array();
   for (const auto& [text, tensor] : local) {
     const auto [name, index] = key_of(text, shards, "optimizer");
@@ -79,8 +79,8 @@ class Whole {
     head(whole, whole.numel()).narrow(0, begin, end - begin).copy_(in_memory_order(part));
   }
 
-  OptimizerState take() {
-    OptimizerState state;
+  StateDict take() {
+    StateDict state;
     for (auto& [index, fields] : fields_) {
       for (auto& [name, tensor] : fields) state.emplace_back(state_key(name, index), tensor);
     }
@@ -101,11 +101,10 @@ class Whole {
   }
 
   const ParameterShards& shards_;
-  std::map<size_t, OptimizerState>
-      fields_;  ///< Fields of a parameter as the optimizer orders them.
+  std::map<size_t, StateDict> fields_;  ///< Fields of a parameter as the optimizer orders them.
 };
 
-void send_parts(const ParameterShards& shards, const OptimizerState& local, int to) {
+void send_parts(const ParameterShards& shards, const StateDict& local, int to) {
   for (const auto& [text, tensor] : local) {
     const Key key = key_of(text, shards, "optimizer");
     if (is_count(tensor) || sent_part(shards, shards.group().rank(), key.index).numel() == 0)
@@ -133,8 +132,8 @@ void receive_parts(const ParameterShards& shards, const Json& entries, int from,
 
 }  // namespace
 
-OptimizerState gather_state(const ParameterShards& shards, const OptimizerState& optimizer,
-                            const OptimizerState& frozen, int to, const std::string& what) {
+StateDict gather_state(const ParameterShards& shards, const StateDict& optimizer,
+                       const StateDict& frozen, int to, const std::string& what) {
   const c10::AutoGradMode no_grad(false);
   const ProcessGroup& group = shards.group();
   if (to < 0 || to >= group.size()) {
@@ -142,7 +141,7 @@ OptimizerState gather_state(const ParameterShards& shards, const OptimizerState&
                      std::to_string(group.size()));
   }
   // Some optimizers have an entry of every tensor, also of those without elements.
-  OptimizerState local;
+  StateDict local;
   for (const auto& [text, tensor] : optimizer) {
     if (shards.has(key_of(text, shards, what).index)) local.emplace_back(text, tensor);
   }
@@ -175,7 +174,7 @@ OptimizerState gather_state(const ParameterShards& shards, const OptimizerState&
   }
 }
 
-CutState cut_state(const ParameterShards& shards, const OptimizerState& whole,
+CutState cut_state(const ParameterShards& shards, const StateDict& whole,
                    const std::string& optimizer) {
   const c10::AutoGradMode no_grad(false);
   CutState cut;

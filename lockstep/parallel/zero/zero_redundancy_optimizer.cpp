@@ -31,7 +31,7 @@ struct ZeroRedundancyOptimizer::Impl {
   std::vector<std::unique_ptr<detail::ShardedOptimizer>> groups;
   std::vector<at::Tensor> parameters;  ///< Of all groups.
   std::vector<int64_t> sizes;  ///< Elements that each rank has, where parameters are not cut.
-  std::optional<OptimizerState> consolidated;
+  std::optional<StateDict> consolidated;
   std::function<bool()> adding_up;
   bool overlaps = false;
 
@@ -64,8 +64,8 @@ struct ZeroRedundancyOptimizer::Impl {
   }
 
   /// The entries of one group's parameters, with its own indices.
-  OptimizerState of_group(const OptimizerState& state, size_t first, size_t count) const {
-    OptimizerState part;
+  StateDict of_group(const StateDict& state, size_t first, size_t count) const {
+    StateDict part;
     for (const auto& [key, tensor] : state) {
       const size_t dot = key.rfind('.');
       const auto index = dot == std::string::npos ? std::nullopt : parse_int(key.substr(dot + 1));
@@ -176,7 +176,7 @@ bool ZeroRedundancyOptimizer::is_elementwise() const {
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
-  OptimizerState all;
+  StateDict all;
   size_t first = 0;
   for (const auto& group : impl_->groups) {
     for (auto& [key, tensor] : group->gather_state(to, "consolidate_state_dict")) {
@@ -189,7 +189,7 @@ void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   if (impl_->group.rank() == to) impl_->consolidated = std::move(all);
 }
 
-OptimizerState ZeroRedundancyOptimizer::state() const {
+StateDict ZeroRedundancyOptimizer::state() const {
   if (impl_->consolidated) return *impl_->consolidated;
   const std::string rank = std::to_string(impl_->group.rank());
   throw UsageError(std::string(kWhat) + ", rank " + rank +
@@ -197,10 +197,10 @@ OptimizerState ZeroRedundancyOptimizer::state() const {
                    "call consolidate_state_dict(" + rank + ") on all ranks before");
 }
 
-void ZeroRedundancyOptimizer::load_state(const OptimizerState& state) {
+void ZeroRedundancyOptimizer::load_state(const StateDict& state) {
   if (impl_->groups.size() == 1) return impl_->groups.front()->load_state(state);
   size_t first = 0, taken = 0;
-  std::vector<OptimizerState> parts;
+  std::vector<StateDict> parts;
   for (const auto& group : impl_->groups) {
     const size_t count = group->shards().parameters().size();
     taken += parts.emplace_back(impl_->of_group(state, first, count)).size();
@@ -210,7 +210,7 @@ void ZeroRedundancyOptimizer::load_state(const OptimizerState& state) {
     throw CheckpointError(name() + ": the optimizer state has entries for parameters that do not " +
                               "exist; there are " + std::to_string(first),
                           "the checkpoint is of another model or optimizer");
-  std::vector<OptimizerState> before;
+  std::vector<StateDict> before;
   for (const auto& group : impl_->groups) before.push_back(group->copy_of_state());
   for (size_t i = 0; i < parts.size(); ++i) {
     try {

@@ -101,11 +101,11 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   void consolidate_state_dict(int to = 0);
   /// The whole state as it was last consolidated on this rank: the one that the optimizer without
   /// shards would have, on the CPU. Throws UsageError where there is none.
-  OptimizerState state() const override;
+  StateDict state() const override;
   /// Takes this rank's part of a whole state, which every rank gives. So a state of the optimizer
   /// without shards, or of another number of ranks, can be loaded. Where it does not fit, all ranks
   /// throw CheckpointError and nothing is changed. A collective.
-  void load_state(const OptimizerState& state) override;
+  void load_state(const StateDict& state) override;
 
   /// The step overlaps with backward: made for DdpOptions::async_custom_hook, as Python's
   /// `hook_with_zero_step(allreduce_hook, ...)` with `overlap_with_ddp`. A bucket's parameters are

@@ -23,7 +23,7 @@ using zero_test::Normed;
 
 /// A user's own loop. Rank 0's state at the end.
 template <class Step>
-OptimizerState train(const ProcessGroup& group, const std::shared_ptr<Net>& net, const Step& step) {
+StateDict train(const ProcessGroup& group, const std::shared_ptr<Net>& net, const Step& step) {
   DistributedDataParallel ddp(net, group);
   for (int i = 0; i < 3; ++i) {
     zero_grad(net->parameters());
@@ -192,7 +192,7 @@ TEST_P(ZeroOptimizer, TakesFurtherGroups) {
     expect_same(wanted, train(group, sharded, [&] { zero.step(); }), "weights");
     EXPECT_THROW(zero.add_param_group({sharded_head[0]}, fast), UsageError);
     zero.consolidate_state_dict(0);
-    OptimizerState all = a->state();
+    StateDict all = a->state();
     for (const auto& [key, tensor] : b->state()) {
       const size_t dot = key.rfind('.');
       all.emplace_back(
@@ -201,7 +201,7 @@ TEST_P(ZeroOptimizer, TakesFurtherGroups) {
     }
     if (group.rank() == 0) expect_same(all, zero.state(), "state");
     // A state that fits the first group alone.
-    OptimizerState misfit = all;
+    StateDict misfit = all;
     misfit.front().second = at::full_like(misfit.front().second, 99);
     misfit.back().second = at::zeros({2});
     EXPECT_THROW(zero.load_state(misfit), CheckpointError);
@@ -259,9 +259,9 @@ TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFitOnAllRanks) {
     ZeroRedundancyOptimizer zero(net->parameters(), factory_of({}), group);
     train(group, net, [&] { zero.step(); });
     for (int rank = 0; rank < 3; ++rank) zero.consolidate_state_dict(rank);
-    const OptimizerState good = zero_test::copied(zero.state());
+    const StateDict good = zero_test::copied(zero.state());
     // A field of the first parameter, which is the first rank's alone.
-    OptimizerState lacking = good;
+    StateDict lacking = good;
     std::erase_if(lacking, [](const auto& entry) { return entry.first == "exp_avg.0"; });
     // The others' parts fit, and must come back.
     for (auto& [name, tensor] : lacking) tensor = tensor + 1;
@@ -271,12 +271,12 @@ TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFitOnAllRanks) {
     } catch (const CheckpointError& error) {
       EXPECT_THAT(error.what(), HasSubstr("exp_avg.0"));
     }
-    OptimizerState misshapen = good;
+    StateDict misshapen = good;
     for (auto& [name, tensor] : misshapen) {
       if (name == "exp_avg_sq.0") tensor = at::zeros({2});
     }
     EXPECT_THROW(zero.load_state(misshapen), CheckpointError);
-    OptimizerState foreign = good;
+    StateDict foreign = good;
     foreign.emplace_back("exp_avg.99", at::zeros({2}));
     EXPECT_THROW(zero.load_state(foreign), CheckpointError);
     for (int rank = 0; rank < 3; ++rank) zero.consolidate_state_dict(rank);

@@ -112,10 +112,8 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   void set_lr(double lr) override { optimizer_.local().set_lr(lr); }
   double lr() const override { return optimizer_.local().lr(); }
 
-  OptimizerState optimizer_state() override {
-    return optimizer_.gather_state(0, "optimizer_state");
-  }
-  void load_optimizer_state(const OptimizerState& state) override { optimizer_.load_state(state); }
+  StateDict optimizer_state() override { return optimizer_.gather_state(0, "optimizer_state"); }
+  void load_optimizer_state(const StateDict& state) override { optimizer_.load_state(state); }
 
   StateBytes state_bytes() const override {
     const int64_t shards = reducer_ ? reducer_->gradient_bytes() : 0;

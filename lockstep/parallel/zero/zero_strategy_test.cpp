@@ -32,14 +32,14 @@ const std::vector<std::pair<std::string, MakeStrategy>> kStages{{"zero1", make_z
                                                                 {"zero2", make_zero2_strategy}};
 
 /// LibTorch's Adagrad keeps zeros for frozen parameters, too.
-OptimizerState of_trained(OptimizerState state) {
+StateDict of_trained(StateDict state) {
   std::erase_if(state, [](const auto& entry) {
     return entry.first.ends_with(".2") || entry.first.ends_with(".3");
   });
   return state;
 }
 
-void expect_close(const OptimizerState& a, const OptimizerState& b, const std::string& what) {
+void expect_close(const StateDict& a, const StateDict& b, const std::string& what) {
   ASSERT_EQ(a.size(), b.size()) << what;
   for (size_t i = 0; i < a.size(); ++i)
     EXPECT_TRUE(at::allclose(a[i].second, b[i].second, 1e-3, 1e-4)) << what << a[i].first;
@@ -285,7 +285,7 @@ TEST_P(ZeroStrategy, ResumesFromDdpAndBack) {
         const auto first = (to_zero ? make_ddp : make)(setup_of(net, group, job));
         train_steps(*first, *net, job, 0, 2, wanted);
         // What a checkpoint holds is on rank 0, and is loaded by all.
-        static test::Published<OptimizerState> model, optimizer;
+        static test::Published<StateDict> model, optimizer;
         auto saved_model = zero_test::copied(first->model_state());
         auto saved_optimizer = zero_test::copied(first->optimizer_state());
         if (group.rank() == 0) {
