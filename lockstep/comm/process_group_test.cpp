@@ -231,7 +231,6 @@ TEST(MonitoredBarrier, NamesWhoDidNotCome) {
       group.monitored_barrier(milliseconds(200));
       ADD_FAILURE() << "nobody was missed";
     } catch (const TimeoutError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("ranks 1, 3 did not come within 200ms"));
       EXPECT_EQ(error.ranks(), (std::vector<int>{1, 3}));
     }
     if (--left == 0) over.set_value();

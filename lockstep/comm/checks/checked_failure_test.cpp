@@ -224,7 +224,7 @@ TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
   const auto outcome = wait_beside_a_dead_rank(
       std::chrono::seconds(4), [](CheckContext& dead, const auto&) { dead.tell_closed(); });
   EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
-  EXPECT_THAT(outcome.text(), HasSubstr("is not finished after 4 s; it goes on"));
+  EXPECT_TRUE(outcome.failure().ranks.empty()) << outcome.text();
 }
 
 TEST(CheckedFailure, ADeadRankIsNamedThoughItHadToldOfAFailure) {

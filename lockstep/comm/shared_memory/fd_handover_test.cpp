@@ -186,7 +186,6 @@ TEST(FdHandover, ARankZeroThatEndsBeforeItAnswersIsLost) {
     const Outcome outcome = outcome_of([&] { receive(name, 1, kPatience, "test"); });
     ends.join();
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
-    EXPECT_THAT(outcome.text(), HasSubstr("rank 0 (process 4711) has ended"));
   }
 }
 

@@ -261,7 +261,6 @@ TEST_F(Ranks, AMessageOfAnotherSizeIsAnErrorOfItsReceiver) {
     } else if (rank() == 1) {
       Tensors in{at::ones({5})};
       const std::string text = message_of<MismatchError>([&] { mpi->recv(in, 0, 5)->wait(); });
-      EXPECT_THAT(text, HasSubstr("recv"));
       EXPECT_THAT(text, AnyOf(HasSubstr("got 3 elements from rank 0, expected 5"),
                               HasSubstr("more data than fits its tensor, expected 5")));
     }
