@@ -115,6 +115,19 @@ UniqueFd listen_as_master(const std::string& address, uint16_t port, bool one_ho
   return listen_on(plain ? address : "", port, wanted);
 }
 
+bool is_this_host(const std::string& host) {
+  ListenOptions options;
+  options.resolve = [](const std::string& name) {
+    return resolve_host(name, std::chrono::seconds(2), std::chrono::milliseconds(0));
+  };
+  try {
+    listen_on(host, 0, options);
+    return true;
+  } catch (const CommError&) {
+    return false;
+  }
+}
+
 uint16_t bound_port(int fd) {
   const auto name = local_name(fd);
   if (name.ss_family == AF_INET6) {

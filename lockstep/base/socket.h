@@ -40,6 +40,10 @@ UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& 
 UniqueFd listen_as_master(const std::string& address, uint16_t port, bool one_host,
                           const ListenOptions& options = {});
 
+/// Whether a socket can be bound to `host`, so it is a name or address of this host. A name that is
+/// unknown is asked for once.
+bool is_this_host(const std::string& host);
+
 /// The port a socket is bound to.
 uint16_t bound_port(int fd);
 

@@ -303,6 +303,18 @@ int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   return work.source_rank();
 }
 
+namespace {
+
+/// Whether a receive of the batch writes where `sent` lies.
+bool is_received_into(const std::vector<P2POp>& ops, const at::Tensor& sent) {
+  return std::any_of(ops.begin(), ops.end(), [&](const P2POp& op) {
+    return op.kind == P2POp::Kind::recv && op.tensor.has_storage() && sent.has_storage() &&
+           op.tensor.is_alias_of(sent);
+  });
+}
+
+}  // namespace
+
 std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops) const {
   auto& impl = checked(impl_);
   const bool grouped = impl.backend().supportsCoalescing();
@@ -310,10 +322,10 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
   std::vector<Work> works;
   Tensors all;
   for (const auto& op : ops) {
-    at::Tensor tensor = op.tensor;
+    const bool is_send = op.kind == P2POp::Kind::send;
+    at::Tensor tensor = is_send && is_received_into(ops, op.tensor) ? op.tensor.clone() : op.tensor;
     all.push_back(tensor);
-    works.push_back(op.kind == P2POp::Kind::send ? isend(tensor, op.peer, op.tag)
-                                                 : irecv(tensor, op.peer, op.tag));
+    works.push_back(is_send ? isend(tensor, op.peer, op.tag) : irecv(tensor, op.peer, op.tag));
   }
   if (!grouped) return works;
   auto work = translated([&] { return impl.backend().endCoalescing(); });

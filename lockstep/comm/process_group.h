@@ -171,7 +171,8 @@ class ProcessGroup {
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;
-  /// Starts all operations. Safe in any order of them on the ranks. Gives one Work per operation,
+  /// Starts all operations. Safe in any order of them on the ranks. What is sent may share memory
+  /// with what is received: it is copied first. Gives one Work per operation,
   /// in their order, or one for all where the backend groups them (NCCL). Wait for all of them.
   [[nodiscard]] std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 

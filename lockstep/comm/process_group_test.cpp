@@ -338,6 +338,13 @@ TEST(PointToPoint, BatchInAnyOrder) {
 
 // More rounds than are compared.
 void sends_to_all_and_itself(const ProcessGroup& group) {
+  const int next = (group.rank() + 1) % group.size();
+  const int last = (group.rank() + group.size() - 1) % group.size();
+  at::Tensor passed_on = own(group.rank(), 3001);  // What is sent lies where another's comes.
+  for (const Work& work : group.batch_isend_irecv(
+           {{P2POp::Kind::recv, passed_on, last}, {P2POp::Kind::send, passed_on, next}}))
+    work.wait();
+  expect_equal(passed_on, own(last, 3001));
   for (int round = 0; round < 12; ++round) {
     std::vector<P2POp> ops;
     Tensors received;

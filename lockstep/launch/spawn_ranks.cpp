@@ -107,11 +107,12 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
   layout.run_id = random_hex(16);
   const auto port = options.master_port != 0 ? std::optional<int64_t>(options.master_port)
                                              : env_int("MASTER_PORT", 1, 65535);
-  // Without a port nobody else can come there: the variable is left over from another job.
-  const bool alone = layout.agent_store && !port;
-  const auto address = !options.master_addr.empty() ? std::optional(options.master_addr)
-                       : alone                      ? std::nullopt
-                                                    : env_string("MASTER_ADDR");
+  auto address =
+      !options.master_addr.empty() ? std::optional(options.master_addr) : env_string("MASTER_ADDR");
+  // Nobody else can come there: the variable is left over from another job.
+  const bool left_over = layout.agent_store && options.master_addr.empty() && address &&
+                         (!port || !is_this_host(without_brackets(*address)));
+  if (left_over) address.reset();
   if (!layout.agent_store && (!address || !port)) {
     throw UsageError("several hosts, but no address of rank 0",
                      "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT");

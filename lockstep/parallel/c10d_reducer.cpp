@@ -150,6 +150,12 @@ class C10dReducer : public GradientReducer {
   bool has_hooks() const override { return true; }
 
   void before_forward(bool synchronizing) override {
+    if (!synchronizing && delays_ && c10::GradMode::is_enabled()) {
+      throw UsageError(
+          "static_graph: the first step's gradients are to be averaged, so that the "
+          "reducer sees the graph; this forward is within no_sync()",
+          "make one forward and backward outside of no_sync() first");
+    }
     translate([&] {
       // Once for each backward: a static graph's first iteration is counted by it.
       if (synchronizing && !prepared_) reducer_->prepare_for_forward();

@@ -59,7 +59,8 @@ struct DdpOptions {
   double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
   /// Walk the graph after each forward for parameters that get no gradient. Costs time each step.
   bool find_unused_parameters = false;
-  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed.
+  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed. The
+  /// first forward must not be within no_sync: UsageError.
   bool static_graph = false;
   /// Gradients are views of the buckets, which saves one copy per step. Unset: with our own reducer
   /// only, as Optimizer::zero_grad of torch::optim cannot detach c10d's. Python's default is false.

@@ -115,6 +115,29 @@ TEST_P(DdpUnused, StaticGraphLearnsThemOnce) {
   });
 }
 
+TEST_P(DdpUnused, AStaticGraphIsSeenInAStepThatIsAveraged) {
+  run_group(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.static_graph = true;
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group, options);
+    {
+      const auto guard = ddp.no_sync();
+      EXPECT_THROW(ddp(input(group.rank()), true), UsageError);
+    }
+    ddp(input(group.rank()), true).sum().backward();
+    module->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      ddp(input(group.rank()), true).sum().backward();
+    }
+    ddp(input(group.rank()), true).sum().backward();
+    at::Tensor gradient = module->left->weight.grad().clone();
+    group.broadcast(gradient, 0);
+    EXPECT_TRUE(at::equal(gradient, module->left->weight.grad()));
+  });
+}
+
 TEST_P(DdpUnused, AGraphMayOutliveTheWrapper) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;

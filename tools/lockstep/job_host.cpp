@@ -33,16 +33,6 @@ std::string host_name() {
   return name;
 }
 
-/// Whether `address` is one of this host's, as far as a socket can be bound to it.
-bool is_here(const std::string& address) {
-  try {
-    listen_on(address, 0);
-    return true;
-  } catch (const CommError&) {
-    return false;
-  }
-}
-
 std::string token_of(const MeetingOptions& meeting) {
   return elastic::read_token(meeting.token_file, kTokenVariable).value_or("");
 }
@@ -54,7 +44,7 @@ std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& opti
   if (meeting.backend == Backend::etcd) return nullptr;
   const bool fixed = meeting.backend == Backend::fixed;
   const bool ours = fixed ? options.node_rank.value_or(0) == 0
-                          : meeting.is_host.value_or(is_here(options.master_addr));
+                          : meeting.is_host.value_or(is_this_host(options.master_addr));
   if (!ours) return nullptr;
   // Else nobody but the other hosts would tell that the name is mistyped, and later.
   resolve_host(options.master_addr, kAnswerWithin, std::chrono::milliseconds(0));
@@ -62,7 +52,7 @@ std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& opti
   server.port = *options.master_port;
   server.token = token;
   const std::string& address = options.master_addr;
-  if (is_loopback_host(address) || (is_numeric_host(address) && is_here(address)))
+  if (is_loopback_host(address) || (is_numeric_host(address) && is_this_host(address)))
     server.host = address;
   try {
     return std::make_shared<elastic::EmbeddedRegistry>(server);

@@ -19,7 +19,7 @@ std::shared_ptr<torch::nn::SequentialImpl> make_module() {
   return torch::nn::Sequential(Linear(3, 4), Linear(4, 4), Linear(4, 2)).ptr();
 }
 
-OptimizerState copy_of(OptimizerState state) {
+StateDict copy_of(StateDict state) {
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   return state;
 }
@@ -57,7 +57,7 @@ void step(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
 
 /// A living module goes from one strategy to the next, as from one generation to the next.
 TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
-  const OptimizerState weights = copy_of(state_dict(*make_module()));
+  const StateDict weights = copy_of(state_dict(*make_module()));
   run_group(2, [&](ProcessGroup group) {
     for (const auto& second : strategy_names()) {
       if (second == "dp") continue;  // It has one rank.
@@ -65,7 +65,7 @@ TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
       const auto alone = wrap(second, fresh, group);
       alone->load_model_state(weights);
       step(*alone, *fresh, group.rank());
-      const OptimizerState wanted = alone->model_state();
+      const StateDict wanted = alone->model_state();
       for (const auto& first : strategy_names()) {
         if (first == "dp") continue;
         const auto module = make_module();
@@ -73,7 +73,7 @@ TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
         const auto next = wrap(second, module, group);
         next->load_model_state(weights);
         step(*next, *module, group.rank());
-        const OptimizerState found = next->model_state();
+        const StateDict found = next->model_state();
         ASSERT_EQ(found.size(), wanted.size());
         for (size_t i = 0; i < found.size(); ++i)
           EXPECT_TRUE(at::equal(found[i].second, wanted[i].second))
