@@ -106,6 +106,18 @@ def begun(ranks, line):
     t.wait_until(check, 60, f"'{line}' of all ranks")
 
 
+def stand_still(ranks, seconds):
+    """All ranks at once, as when their machine is suspended. They go on when it does."""
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)  # The fault itself.
+    said = [len(rank.lines) for rank in ranks]
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGCONT)
+    t.wait_until(lambda: all(rank.process.poll() is not None or len(rank.lines) > before for rank, before in zip(ranks, said)),
+                 30, "a line of each rank")
+
+
 def survivors_name(case, ranks, lost, allowed, within=20, or_who_waits_for_it=False):
     """Every rank but the lost ones ends in time with one of the exit codes, naming one of those; with
     `or_who_waits_for_it` or one that names it. Returns (exit code, last error line) by rank."""

@@ -15,7 +15,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store, survivors_name
+from test_comm_faults import PEER_LOST, RANK, SHORT, TIMEOUT, Rank, begun, hosted_store, stand_still, survivors_name
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -109,6 +109,14 @@ class HostsFaults(unittest.TestCase):
                 ranks[victim].process.send_signal(signal.SIGCONT)
                 code, text = ranks[victim].end(20)
                 self.assertIn(code, {TIMEOUT, PEER_LOST}, text)
+
+    def test_ranks_that_all_stood_still_were_late_for_nobody(self):
+        """What came while a leader stood still lay unread in its socket, and it took its peer for late."""
+        with declared_hosts("aabb", 2) as ranks:
+            begun(ranks, "round 3")
+            for _ in range(3):
+                stand_still(ranks, 2.5)
+                begun(ranks, "round 3")  # None has ended.
 
     def test_ranks_killed_while_the_group_forms(self):
         for number in range(40 if LONG else 3):

@@ -13,7 +13,7 @@ import unittest
 import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
-from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, survivors_name
+from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, stand_still, survivors_name
 
 # What a rank says of one that it lost, or waited for in vain; %d is its number.
 ENDED = r"rank %d \(process \d+[^()]*\) has ended"
@@ -104,6 +104,12 @@ class ShmFaults(unittest.TestCase):
             ranks[victim].process.send_signal(signal.SIGCONT)
             code, text = ranks[victim].end(20)
             self.assertIn(code, {TIMEOUT, PEER_LOST}, text)
+
+    def test_ranks_that_all_stood_still_were_late_for_nobody(self):
+        with hosted_store() as (_, port), job(2, "info", port, backend="shm") as ranks:
+            begun(ranks, "round 3")
+            stand_still(ranks, 2.5)
+            begun(ranks, "round 3")  # None has ended.
 
 
 if __name__ == "__main__":
