@@ -10,8 +10,8 @@ namespace {
 constexpr std::chrono::milliseconds kLook{40};
 /// Longer than any deadline. A wait without a time-out would be given the group's by Gloo.
 constexpr std::chrono::hours kWithoutEnd{24 * 365};
-/// Who wakes so much later than it meant to stood still, perhaps with its whole machine. That counts
-/// for nobody's lateness: what came meanwhile is not read yet.
+/// Who wakes so much later than it meant to stood still, perhaps with its whole machine. That
+/// counts for nobody's lateness: what came meanwhile is not read yet.
 constexpr std::chrono::seconds kStandstill{1};
 /// Waits that follow each other within this time need not wake the thread.
 constexpr std::chrono::seconds kAwake{1};
