@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
+#include "lockstep/base/log.h"
 #include "lockstep/optim/flat_runs.h"
 #include "lockstep/optim/optim.h"
 
@@ -76,6 +78,12 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   for (const at::Tensor& parameter : unique_parameters(parameters)) {
     at::Tensor gradient = numbers_of(parameter);
     if (gradient.defined()) gradients.push_back(std::move(gradient));
+  }
+  if (gradients.empty() && !parameters.empty()) {
+    log_warning(
+        "clip_grad_norm: none of the " + std::to_string(parameters.size()) +
+        " parameters has a gradient. Under zero2 and fsdp the gradients lie in shards: call "
+        "the strategy's clip_grad_norm");
   }
   if (gradients.empty()) return 0;
   return detail::clip_gradients(gradients, max_norm, [](const auto& norms, const auto&) {

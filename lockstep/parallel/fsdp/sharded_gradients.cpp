@@ -9,6 +9,7 @@
 
 #include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/scaled_copy.h"
@@ -199,12 +200,23 @@ void ShardedGradients::take_result(Reduction reduction) {
     at::Tensor& gradient = at::Tensor(pieces_[index]).mutable_grad();
     const at::Tensor part = reduction.result.narrow(0, place.shard_offset, place.size);
     if (gradient.defined()) {
+      tell_if_kept(index);
       gradient.add_(part.to(gradient.options()));
       continue;
     }
+    versions_[index] = pieces_[index]._version();
     gradient = unit.gradient.narrow(0, place.shard_offset, place.size);
     if (!reduction.result.is_same(unit.gradient)) gradient.copy_(part);
   }
+}
+
+/// The module's own zero_grad does not reach the shards' gradients, which then add up silently.
+void ShardedGradients::tell_if_kept(size_t piece) {
+  if (told_kept_ || pieces_[piece]._version() == versions_[piece]) return;
+  told_kept_ = true;
+  log_warning(place() +
+              ": gradients add up to those of before the last step, which were not cleared. Call "
+              "zero_grad() of this or of its optimizer; the module's own does not reach shards");
 }
 
 void ShardedGradients::follow_module() {

@@ -75,6 +75,7 @@ class ShardedGradients : private GradientReceiver {
   void reduce(size_t unit, bool wait);
   void stage(const Unit& unit, size_t index, const at::Tensor& staged);
   at::Tensor staging_buffer(size_t unit);
+  void tell_if_kept(size_t piece);
   void take_result(Reduction reduction);
   void agree_on_order();
   at::ScalarType reduce_dtype(size_t unit) const;
@@ -82,6 +83,9 @@ class ShardedGradients : private GradientReceiver {
 
   ShardedParameters& parameters_;
   const std::vector<at::Tensor> pieces_;
+  /// Versions of `pieces_` when their gradients were first set: a step changes them.
+  std::vector<uint32_t> versions_ = std::vector<uint32_t>(pieces_.size());
+  bool told_kept_ = false;
   std::vector<Piece> places_;  ///< Of `pieces_`.
   const std::optional<at::ScalarType> reduce_dtype_;
   const bool find_unused_;

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/state_dict.h"
 #include "tests/support/run_group.h"
@@ -42,7 +43,7 @@ std::unique_ptr<Strategy> wrap(const std::string& name,
   return make_strategy(name, setup);
 }
 
-void step(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
+void backward(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
   BatchWork work;
   work.input = at::full({8, 3}, rank + 1.0);
   work.target = at::zeros({8, 2});
@@ -51,6 +52,10 @@ void step(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
   };
   work.loss = [&] { return work.criterion(module.forward(work.input), work.target); };
   strategy.run_batch(work);
+}
+
+void step(Strategy& strategy, torch::nn::SequentialImpl& module, int rank) {
+  backward(strategy, module, rank);
   strategy.step({});
   strategy.zero_grad();
 }
@@ -80,6 +85,46 @@ TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
               << first << ", then " << second << ": " << found[i].first;
       }
     }
+  });
+}
+
+/// The module's own zero_grad does not reach the shards'.
+TEST(Strategies, TellWhenGradientsOfBeforeAStepAddUp) {
+  for (const std::string name : {"zero2", "fsdp"}) {
+    testing::internal::CaptureStderr();
+    run_group(2, [&](ProcessGroup group) {
+      const auto module = make_module();
+      const auto strategy = wrap(name, module, group);
+      for (int batch = 0; batch < 3; ++batch) backward(*strategy, *module, group.rank());
+      step(*strategy, *module, group.rank());
+      backward(*strategy, *module, group.rank());
+      strategy->step({});
+    });
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << name;
+    testing::internal::CaptureStderr();
+    run_group(2, [&](ProcessGroup group) {
+      const auto module = make_module();
+      const auto strategy = wrap(name, module, group);
+      for (int batch = 0; batch < 3; ++batch) {
+        backward(*strategy, *module, group.rank());
+        strategy->step({});
+        module->zero_grad();
+      }
+    });
+    EXPECT_NE(testing::internal::GetCapturedStderr(), "") << name;
+  }
+}
+
+/// A pipeline's module has the values of this rank's layers only.
+TEST(Strategies, AStateIsNotReadWhereValuesAreOnAnotherRank) {
+  run_group(2, [](ProcessGroup group) {
+    const auto module = make_module();
+    const StateDict weights = copy_of(state_dict(*module));
+    const auto strategy = wrap("pipeline", module, group);
+    EXPECT_THROW(state_dict(*module), UsageError);
+    EXPECT_THROW(load_state_dict(*module, weights, "weights"), UsageError);
+    strategy->load_model_state(weights);
+    EXPECT_EQ(strategy->model_state().size(), weights.size());
   });
 }
 

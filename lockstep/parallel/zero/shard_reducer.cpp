@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/scaled_copy.h"
@@ -68,7 +69,19 @@ void ShardReducer::agree_on_order() {
   ordered_ = true;
 }
 
+uint64_t ShardReducer::parts_version() const {
+  uint64_t version = 0;
+  for (const at::Tensor& part : optimizer_.shards().parts()) version += part._version();
+  return version;
+}
+
 void ShardReducer::begin() {
+  if (has_means_ && !told_kept_ && version_ != parts_version()) {
+    told_kept_ = true;
+    log_warning(what_ +
+                ": gradients add up to those of before the last step, which were not cleared. Call "
+                "the strategy's zero_grad(); the module's own does not reach shards");
+  }
   agree_on_order();
   sent_.clear();
   pending_.clear();
@@ -240,6 +253,7 @@ void ShardReducer::finish() {
     part.mutable_grad() = cuts_[i];
   }
   has_means_ = true;
+  version_ = parts_version();
 }
 
 void ShardReducer::fill(DdpStatistics& statistics) const {

@@ -56,6 +56,7 @@ class ShardReducer : public GradientReducer {
   void pack(const ShardBucket& bucket, const std::vector<at::Tensor>& gradients, int64_t begin,
             int64_t end, const at::Tensor& target) const;
   void receive(size_t most_in_flight);
+  uint64_t parts_version() const;
   void finish();
 
   ShardedOptimizer& optimizer_;
@@ -72,6 +73,8 @@ class ShardReducer : public GradientReducer {
   std::vector<at::Tensor> means_;  ///< This rank's share of each bucket.
   std::vector<at::Tensor> cuts_;   ///< Of `means_`, as the optimizer's parts; by parameter.
   bool has_means_ = false;
+  uint64_t version_ = 0;  ///< Of the parts, when they got their gradients: a step changes it.
+  bool told_kept_ = false;
   std::deque<Sent> sent_;
   size_t next_ = 0;  ///< The first of `order_` that has not been sent.
 };
