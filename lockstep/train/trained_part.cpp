@@ -1,13 +1,13 @@
 #include "lockstep/train/trained_part.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 #include "lockstep/parallel/strategies/strategies.h"
@@ -208,18 +208,9 @@ std::string prefix_of(const TrainedPart& part, const TrainedParts& parts) {
   return parts.size() == 1 ? "" : part.name() + ".";
 }
 
-StateDict with_prefix(const std::string& prefix, const StateDict& state) {
-  StateDict all;
-  for (const auto& [name, tensor] : state) all.emplace_back(prefix + name, tensor);
-  return all;
-}
-
-StateDict without_prefix(const std::string& prefix, const StateDict& state) {
-  StateDict found;
-  for (const auto& [name, tensor] : state) {
-    if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), tensor);
-  }
-  return found;
+/// With `prefix` before each name.
+void append(StateDict& all, const std::string& prefix, const StateDict& more) {
+  for (const auto& [name, tensor] : more) all.emplace_back(prefix + name, tensor);
 }
 
 /// An optimizer without copies of the weights would call them unknown.
@@ -232,10 +223,6 @@ void check_copies_fit(const StateDict& state, const Precision& precision) {
       "the checkpoint is of amp level O2, with float32 copies of the weights; precision " +
           precision.name() + " has none",
       "resume with --amp-level O2, or begin anew from its weights: --load-weights");
-}
-
-void append(StateDict& all, StateDict more) {
-  std::move(more.begin(), more.end(), std::back_inserter(all));
 }
 
 }  // namespace
@@ -295,16 +282,17 @@ StateDict tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts&
 StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
   StateDict all;
   for (const auto& part : parts) {
-    append(all, with_prefix(prefix_of(*part, parts), part->strategy().model_state()));
+    append(all, prefix_of(*part, parts), part->strategy().model_state());
   }
-  if (parts.front()->strategy().group().rank() == 0) append(all, tensors_of_no_part(root, parts));
+  if (parts.front()->strategy().group().rank() == 0)
+    append(all, "", tensors_of_no_part(root, parts));
   return all;
 }
 
 StateDict optimizer_state(const TrainedParts& parts) {
   StateDict all;
   for (const auto& part : parts) {
-    append(all, with_prefix(prefix_of(*part, parts), part->strategy().optimizer_state()));
+    append(all, prefix_of(*part, parts), part->strategy().optimizer_state());
   }
   return all;
 }
@@ -312,14 +300,14 @@ StateDict optimizer_state(const TrainedParts& parts) {
 StateDict precision_state(const TrainedParts& parts) {
   StateDict all;
   for (const auto& part : parts) {
-    append(all, with_prefix(prefix_of(*part, parts), part->precision().state()));
+    append(all, prefix_of(*part, parts), part->precision().state());
   }
   return all;
 }
 
 void load_precision_state(const TrainedParts& parts, const StateDict& state) {
   for (const auto& part : parts) {
-    part->precision().load_state(without_prefix(prefix_of(*part, parts), state));
+    part->precision().load_state(with_prefix_removed(state, prefix_of(*part, parts)));
   }
 }
 
@@ -346,13 +334,13 @@ void load_model_state(TrainingModuleBase& root, const TrainedParts& parts, const
     throw CheckpointError("the checkpoint's model.safetensors lacks " + name);
   }
   for (const auto& part : parts) {
-    part->strategy().load_model_state(without_prefix(prefix_of(*part, parts), of_parts));
+    part->strategy().load_model_state(with_prefix_removed(of_parts, prefix_of(*part, parts)));
   }
 }
 
 void load_optimizer_state(const TrainedParts& parts, const StateDict& state) {
   for (const auto& part : parts) {
-    const StateDict own = without_prefix(prefix_of(*part, parts), state);
+    const StateDict own = with_prefix_removed(state, prefix_of(*part, parts));
     check_copies_fit(own, part->precision());
     part->strategy().load_optimizer_state(own);
   }
