@@ -9,6 +9,7 @@
 #include "lockstep/amp/loss_scale.h"
 #include "lockstep/amp/scaler_state.h"
 #include "lockstep/base/error.h"
+#include "lockstep/optim/clip.h"
 
 namespace lockstep {
 namespace {

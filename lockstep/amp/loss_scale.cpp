@@ -84,17 +84,4 @@ int64_t LossScale::growth_tracker() const {
   return growth_tracker_.item<int64_t>();
 }
 
-std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) {
-    at::Tensor& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) continue;
-    // Values of one index that are still apart may only overflow when they are added up.
-    const bool apart = gradient.is_sparse() && !gradient.is_coalesced();
-    if (apart && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
-    gradients.push_back(gradient);
-  }
-  return gradients;
-}
-
 }  // namespace lockstep::detail

@@ -45,7 +45,4 @@ class LossScale {
   at::Tensor growth_tracker_;  ///< int32: steps since the last change.
 };
 
-/// The parameters' gradients that there are.
-std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
-
 }  // namespace lockstep::detail

@@ -14,6 +14,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/optim/clip.h"
 
 namespace lockstep {
 namespace {

@@ -46,6 +46,19 @@ std::vector<Alike> grouped(const std::vector<at::Tensor>& gradients) {
 
 }  // namespace
 
+std::vector<at::Tensor> detail::gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) continue;
+    // Values of one index that are still apart may only overflow when they are added up.
+    const bool apart = gradient.is_sparse() && !gradient.is_coalesced();
+    if (apart && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
+    gradients.push_back(gradient);
+  }
+  return gradients;
+}
+
 double detail::clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
                               const TotalNorm& total_norm) {
   const c10::AutoGradMode no_grad(false);

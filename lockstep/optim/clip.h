@@ -12,6 +12,9 @@ namespace lockstep::detail {
 using TotalNorm = std::function<at::Tensor(const std::vector<at::Tensor>& norms,
                                            const std::vector<size_t>& places)>;
 
+/// The gradients of those parameters that have one.
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
+
 /// What clip_grad_norm and the strategies do with dense gradients, or the values of sparse ones.
 double clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
                       const TotalNorm& total_norm);

@@ -6,6 +6,7 @@
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
@@ -53,11 +54,7 @@ void WholeModelStrategy::share_buffers() {
 }
 
 std::vector<at::Tensor> WholeModelStrategy::gradients() const {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters_) {
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-  }
-  return gradients;
+  return gradients_of(parameters_);
 }
 
 double WholeModelStrategy::clip_grad_norm(double max_norm) {

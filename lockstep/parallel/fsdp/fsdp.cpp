@@ -7,6 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
 #include "lockstep/parallel/fsdp/shard_state.h"
 #include "lockstep/parallel/fsdp/sharded_gradients.h"
@@ -196,11 +197,7 @@ double FsdpCore::clip_grad_norm(double max_norm) {
   if (has_local_gradients())
     throw UsageError(std::string(kName) + ": clip_grad_norm while gradients only add up",
                      "run the step's last forward and backward outside of no_sync first");
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& shard : shards()) {
-    if (shard.grad().defined()) gradients.push_back(shard.grad());
-  }
-  return clip_shards(gradients, max_norm, group());
+  return clip_shards(gradients_of(shards()), max_norm, group());
 }
 
 StateDict FsdpCore::model_state() {

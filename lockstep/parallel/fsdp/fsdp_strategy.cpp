@@ -6,6 +6,7 @@
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {
@@ -57,11 +58,7 @@ class FsdpStrategy : public Strategy {
   void share_buffers() override { core_.share_buffers(); }
 
   std::vector<at::Tensor> gradients() const override {
-    std::vector<at::Tensor> gradients;
-    for (const at::Tensor& shard : core_.shards()) {
-      if (shard.grad().defined()) gradients.push_back(shard.grad());
-    }
-    return gradients;
+    return detail::gradients_of(core_.shards());
   }
   bool has_sharded_gradients() const override { return true; }
   double clip_grad_norm(double max_norm) override { return core_.clip_grad_norm(max_norm); }

@@ -16,6 +16,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/device_mesh.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/parallel/pipeline/gradient_exchange.h"
 #include "lockstep/parallel/pipeline/group_link.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
@@ -188,13 +189,7 @@ class PipelineStrategy final : public Strategy {
     detail::broadcast_tensors(buffers, mesh_.get_group("dp"));
   }
 
-  std::vector<at::Tensor> gradients() const override {
-    std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : parameters_) {
-      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-    }
-    return gradients;
-  }
+  std::vector<at::Tensor> gradients() const override { return detail::gradients_of(parameters_); }
   bool has_sharded_gradients() const override { return pipeline_.size() > 1; }
   double clip_grad_norm(double max_norm) override {
     return detail::clip_stage_gradients(tensors_, pipeline_, setup_.device, max_norm);
