@@ -43,11 +43,19 @@ int others_running_now() {
   return least;
 }
 
+const char* spins_now() {
+  return omp_spins(others_running_now(), static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
+}
+
 /// Chosen once: the ranks that a process starts are no others.
 const char* spins_of_this_process() {
-  static const char* const spins =
-      omp_spins(others_running_now(), static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
+  static const char* const spins = spins_now();
   return spins;
+}
+
+bool user_has_chosen() {
+  return std::any_of(std::begin(kChoices), std::end(kChoices),
+                     [](const char* name) { return env_string(name).has_value(); });
 }
 
 /// What `#pragma omp parallel` compiles to: the function, its argument, threads, flags.
@@ -72,10 +80,9 @@ bool shorten_omp_waiting() {
   static bool shortened = false;
   const std::lock_guard lock(mutex);
   if (shortened) return true;
-  const auto chosen = omp_waiting();
   const auto parallel_region =
       reinterpret_cast<ParallelRegion>(::dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  if (!parallel_region || !chosen || chosen->second != kShortSpins) return false;
+  if (!parallel_region || user_has_chosen() || spins_now() != kShortSpins) return false;
   start_idle_team(parallel_region);
   return shortened = true;
 }
@@ -93,9 +100,7 @@ const char* omp_spins(int others, int processors) {
 }
 
 std::optional<std::pair<std::string, std::string>> omp_waiting() {
-  for (const char* name : kChoices) {
-    if (env_string(name)) return std::nullopt;
-  }
+  if (user_has_chosen()) return std::nullopt;
   return std::pair{std::string(kVariable), std::string(spins_of_this_process())};
 }
 
