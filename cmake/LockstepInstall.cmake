@@ -26,7 +26,7 @@ foreach(room IN LISTS rooms)
 endforeach()
 if(LOCKSTEP_BUILD_TOOLS)
   install(TARGETS lockstep_bin RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-  install(TARGETS lockstep_cli lockstep_bench LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  install(TARGETS lockstep_cli lockstep_bench lockstep_hosts LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
 
 configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake

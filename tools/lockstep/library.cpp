@@ -14,6 +14,11 @@ namespace lockstep::tool {
 namespace {
 
 constexpr const char* kCli = "liblockstep_cli.so";
+#ifdef LOCKSTEP_RUN_ONLY
+constexpr const char* kHosts = kCli;  // The wheel has one.
+#else
+constexpr const char* kHosts = "liblockstep_hosts.so";
+#endif
 
 /// A library beside the binary: in the build tree in ../lib, installed in the library folder.
 /// Never unloaded: LibTorch's threads and registrations do not survive that.
@@ -69,8 +74,12 @@ std::shared_ptr<void> serve_store(int listen_fd) {
 }
 
 std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options) {
-  auto* join = symbol<void*(const void*, int*, char*, size_t)>("lockstep_cli_join_job");
-  auto* leave = symbol<void(void*)>("lockstep_cli_leave_job");
+  const auto find = [](const char* name) {
+    return symbol_in(kHosts, "`make build` builds it; `make train` does not need it", name);
+  };
+  auto* join =
+      reinterpret_cast<void* (*)(const void*, int*, char*, size_t)>(find("lockstep_hosts_join"));
+  auto* leave = reinterpret_cast<void (*)(void*)>(find("lockstep_hosts_leave"));
   char error[1024] = "";
   int exit_code = kExitFailure;
   void* joined = join(&options, &exit_code, error, sizeof error);
