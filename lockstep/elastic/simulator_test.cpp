@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "lockstep/base/env.h"
-#include "lockstep/elastic/simulation.h"
+#include "tests/support/simulation.h"
 
 namespace lockstep::elastic {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/elastic/simulation.h"
+#include "tests/support/simulation.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -14,7 +14,7 @@
 
 #include "lockstep/base/random.h"
 #include "lockstep/elastic/agent.h"
-#include "lockstep/elastic/simulated_registry.h"
+#include "tests/support/simulated_registry.h"
 
 namespace lockstep::elastic {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/elastic/simulated_registry.h"
+#include "tests/support/simulated_registry.h"
 
 #include <algorithm>
 
