@@ -218,8 +218,15 @@ Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tens
                        std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
   constexpr Operation operation = Operation::all_to_all_single;
   check_tensors(impl, operation, output, input);
-  rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
-  rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
+  const auto received = rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
+  const auto sent = rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
+  const auto own = static_cast<size_t>(impl.rank);
+  if (sent[own] != received[own]) {
+    throw UsageError("all_to_all_single: rank " + std::to_string(impl.rank) + " sends itself " +
+                         std::to_string(sent[own]) + " rows and receives " +
+                         std::to_string(received[own]),
+                     "a rank's own entry is the same in input_splits and output_splits");
+  }
   const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
   at::Tensor result = without_grad(output);
   return started(impl, {output}, {input}, [&] {

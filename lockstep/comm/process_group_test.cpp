@@ -491,6 +491,7 @@ TEST(Errors, ArgumentsAreCheckedBeforeAnythingIsSent) {
     EXPECT_THROW(group.all_gather_into_tensor(tensor, at::ones({3})), UsageError);
     EXPECT_THROW(group.reduce_scatter_tensor(tensor, at::ones({3})), UsageError);
     EXPECT_THROW(group.all_to_all_single(tensor, tensor, {4, 1}, {}), UsageError);
+    EXPECT_THROW(group.all_to_all_single(tensor, tensor, {4, 1}, {1, 4}), UsageError);
     EXPECT_THROW(group.broadcast_object({}, 9), UsageError);
     Tensors not_root{at::ones({1}), at::ones({1})};
     if (group.rank() == 1) {

@@ -108,20 +108,21 @@ TEST(Replicas, FollowMembersAndOptionsThatChange) {
   EXPECT_EQ(parallel.statistics().forwards, 4);
 }
 
-struct Holder : nn::Module {
-  Holder() { register_module("inner", inner); }
+struct HolderImpl : nn::Module {
+  HolderImpl() { register_module("inner", inner); }
   at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
-  nn::Sequential inner{nn::Linear(4, 4), nn::ReLU()};
+  nn::Sequential inner{nn::Linear(4, 4), nn::Linear(4, 2)};
 };
+TORCH_MODULE(Holder);
 
 TEST(Replicas, FollowALayerThatIsReplacedInASubmodule) {
-  auto net = std::make_shared<Holder>();
-  DataParallel<Holder> parallel(net, on_cpus(2), [] { return std::make_shared<Holder>(); });
+  Holder net;
+  DataParallel<Holder> parallel(net, on_cpus(2), [] { return Holder(); });
   const at::Tensor x = values({4, 4}, 0);
   parallel.forward(x);
   const auto layer = nn::Linear(4, 4);
   net->inner->replace_module("0", layer.ptr());
-  net->inner = nn::Sequential(layer, nn::ReLU());
+  net->inner = nn::Sequential(layer, nn::Linear(4, 2));
   net->replace_module("inner", net->inner);
   EXPECT_TRUE(at::equal(parallel.forward(x), net->forward(x)));
   parallel.forward(x).sum().backward();
