@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/elastic/simulated_registry.h"
+#include "tests/support/simulated_registry.h"
 
 namespace lockstep::elastic {
 namespace agent_test {
