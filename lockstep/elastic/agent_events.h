@@ -21,6 +21,9 @@ struct AgentOptions {
   int nproc = 1;                      ///< Workers on this host.
   std::optional<int> node_rank = {};  ///< Decides this host's place among the others.
   int max_restarts = 0;
+  /// A host that vanishes and leaves fewer than min_agents ends the job. Off: others are waited
+  /// for.
+  bool ends_with_a_host = false;
   /// The registry lives in one agent's process. Then it has no life of its own: who loses it keeps
   /// its workers until they end.
   bool embedded_registry = false;

@@ -473,6 +473,17 @@ TEST(ElasticAgent, TooFewStopAndWait) {
   EXPECT_EQ(job.runs("a"), job.runs("c"));
 }
 
+TEST(ElasticAgent, ALostHostEndsAJobThatWaitsForNone) {
+  AgentOptions options = of_hosts(2, 2);
+  options.ends_with_a_host = true;
+  Job job(options);
+  job.join("a");
+  job.join("b");
+  job.kill("b");
+  job.pass(seconds(10));
+  EXPECT_EQ(job.end("a"), Finish::Kind::failure);
+}
+
 TEST(ElasticAgent, TooFewForTooLongEndTheJob) {
   Job job(of_hosts(2, 2));
   job.join("a");

@@ -257,6 +257,16 @@ std::optional<GenerationRecord> Leader::wait(const std::string& why, Time now) {
   return end(JobEnd::Kind::failure, &cause);
 }
 
+std::optional<GenerationRecord> Leader::end_by_loss() {
+  Report cause;
+  cause.exit_code = kExitFailure;
+  cause.text = "a host is lost:";
+  for (const auto& member : members()) {
+    if (fate_of(member) == Fate::gone) cause.text += " " + member.agent;
+  }
+  return end(JobEnd::Kind::failure, &cause);
+}
+
 std::optional<GenerationRecord> Leader::regroup(std::optional<Time> patient_until, Time now) {
   bool change = members().empty(), gone = false;
   for (const auto& member : members()) {
@@ -275,6 +285,7 @@ std::optional<GenerationRecord> Leader::regroup(std::optional<Time> patient_unti
     return std::nullopt;
   }
   if (agents.size() < static_cast<size_t>(options_.min_agents)) {
+    if (gone && options_.ends_with_a_host) return end_by_loss();
     if (!members().empty()) return successor({});
     return wait("fewer than the " + std::to_string(options_.min_agents) +
                     " hosts that the job needs at least were there",

@@ -59,6 +59,7 @@ class Leader {
   bool is_interrupted() const;
   std::vector<std::string> candidates() const;
   std::optional<GenerationRecord> end(JobEnd::Kind kind, const Report* cause = nullptr) const;
+  std::optional<GenerationRecord> end_by_loss();
   std::optional<GenerationRecord> regroup(std::optional<Time> patient_until, Time now);
   std::optional<GenerationRecord> wait(const std::string& why, Time now);
   GenerationRecord successor(const std::vector<std::string>& agents) const;

@@ -143,6 +143,18 @@ class Elastic(unittest.TestCase):
         self.assertEqual(ends["b"][0], 128 + signal.SIGINT, ends["b"][1])
         self.assertGreater(ends["a"][0], 128, ends["a"][1])
 
+    def test_a_host_that_vanishes_ends_a_static_job_without_restarts(self):
+        flags = ("--nnodes", 2, "--keep-alive", 1)
+        job = Job(*flags, folder=self.folder, backend="static")
+        self.enterContext(job)
+        job.add("a", "--node-rank", 0), job.add("b", "--node-rank", 1)
+        self.assertEqual(job.generation(2), {0: (0, "a"), 1: (1, "b")})
+        lost = job.hosts.pop("b")
+        os.killpg(lost.process.pid, signal.SIGKILL)
+        code, err = job.ends()["a"]
+        self.assertEqual(code, 1, err)
+        self.assertIn("a host is lost", err)
+
     def test_who_loses_the_embedded_registry_keeps_its_workers_until_they_end(self):
         job = self.job("--nnodes", 2, "--keep-alive", 1)
         serves = job.add("a")
@@ -264,6 +276,7 @@ class OverEtcd(Elastic):
         return super().job(*flags, backend="etcd", endpoint=self.etcd.endpoint, **more)
 
     test_who_loses_the_embedded_registry_keeps_its_workers_until_they_end = None
+    test_a_host_that_vanishes_ends_a_static_job_without_restarts = None
     test_hosts_prove_that_they_know_the_token = None
     test_what_cannot_succeed_is_not_tried_again = None
     test_training_goes_on_from_its_snapshot = None

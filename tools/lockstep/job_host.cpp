@@ -98,6 +98,7 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
   agent.nproc = options.nproc;
   agent.node_rank = options.node_rank;
   agent.max_restarts = options.max_restarts;
+  agent.ends_with_a_host = meeting.backend == Backend::fixed && options.max_restarts == 0;
   agent.keep_alive = meeting.keep_alive;
   agent.last_call = meeting.last_call;
   agent.join_timeout = meeting.join_timeout;
