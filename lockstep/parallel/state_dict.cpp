@@ -12,14 +12,6 @@
 namespace lockstep {
 namespace {
 
-/// A pipeline keeps no values of layers that are another rank's: see detail::free_values.
-void expect_values(const std::string& name, const at::Tensor& tensor) {
-  const bool strided = tensor.defined() && tensor.layout() == at::kStrided && tensor.numel() > 1;
-  if (!strided || tensor.is_meta() || tensor.storage().nbytes() != tensor.element_size()) return;
-  throw UsageError("the values of '" + name + "' are on another rank of a pipeline",
-                   "use the strategy's model_state() and load_model_state()");
-}
-
 void collect(const torch::nn::Module& module, const std::string& prefix, StateDict& into) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
     into.emplace_back(prefix + item.key(), item.value());
@@ -68,19 +60,26 @@ std::string differences(const StateDict& own, std::map<std::string, at::Tensor> 
 
 }  // namespace
 
+void detail::require_values(const StateDict& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    const bool strided = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta();
+    if (!strided || tensor.numel() < 2 || tensor.storage().nbytes() != tensor.element_size())
+      continue;
+    throw UsageError("the values of '" + name + "' are on another rank of a pipeline",
+                     "use the strategy's model_state() and load_model_state()");
+  }
+}
+
 StateDict state_dict(const torch::nn::Module& module) {
   StateDict tensors;
   collect(module, "", tensors);
-  for (const auto& [name, tensor] : tensors) expect_values(name, tensor);
   return tensors;
 }
 
 void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
                       const std::string& source) {
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
-  StateDict own;
-  collect(module, "", own);
-  const std::string wrong = differences(own, given);
+  const std::string wrong = differences(state_dict(module), given);
   if (wrong.empty()) return;
   throw CheckpointError(source + " does not fit the model; tensors: " + wrong,
                         "give the --model that the weights were saved from");
@@ -91,7 +90,9 @@ void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
   check_state_dict(module, tensors, source);
   const at::NoGradGuard no_grad;
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
-  for (auto& [name, tensor] : state_dict(module)) tensor.copy_(given.at(name));
+  const StateDict own = state_dict(module);
+  detail::require_values(own);
+  for (const auto& [name, tensor] : own) tensor.copy_(given.at(name));
 }
 
 }  // namespace lockstep

@@ -25,4 +25,11 @@ void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
 void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
                       const std::string& source);
 
+namespace detail {
+
+/// Throws UsageError naming a tensor whose values a pipeline has freed, as another rank has them.
+void require_values(const StateDict& tensors);
+
+}  // namespace detail
+
 }  // namespace lockstep

@@ -104,6 +104,7 @@ void save_weights(const StateDict& tensors, const std::filesystem::path& path,
 void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
   StateDict tensors = state_dict(module);
+  detail::require_values(tensors);
   for (auto& [name, tensor] : tensors) tensor = tensor.detach();
   save_weights(tensors, path, metadata);
 }

@@ -121,7 +121,7 @@ TEST(Strategies, AStateIsNotReadWhereValuesAreOnAnotherRank) {
     const auto module = make_module();
     const StateDict weights = copy_of(state_dict(*module));
     const auto strategy = wrap("pipeline", module, group);
-    EXPECT_THROW(state_dict(*module), UsageError);
+    EXPECT_THROW(detail::require_values(state_dict(*module)), UsageError);
     EXPECT_THROW(load_state_dict(*module, weights, "weights"), UsageError);
     strategy->load_model_state(weights);
     EXPECT_EQ(strategy->model_state().size(), weights.size());
