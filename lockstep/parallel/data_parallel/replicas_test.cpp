@@ -124,7 +124,8 @@ TEST(Replicas, FollowALayerThatIsReplacedInASubmodule) {
   net->inner->replace_module("0", layer.ptr());
   net->inner = nn::Sequential(layer, nn::Linear(4, 2));
   net->replace_module("inner", net->inner);
-  EXPECT_TRUE(at::equal(parallel.forward(x), net->forward(x)));
+  // A product of half of the rows may round in another order.
+  EXPECT_TRUE(at::allclose(parallel.forward(x), net->forward(x), 1e-5, 1e-6));
   parallel.forward(x).sum().backward();
   EXPECT_TRUE(layer->weight.grad().defined());
 }
