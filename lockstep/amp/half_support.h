@@ -19,7 +19,7 @@ struct HalfSupport {
 /// By what the processor, or the GPU, says of itself. A CPU that has instructions for the dtype is
 /// fast where a matrix product takes at most 0.9 of float32's time, and the gradient of a
 /// convolution at most 4 times: LibTorch has none for float16 on many processors, and then takes a
-/// hundred times as long. The first call in a process measures both, in some 10 ms. `dtype` is
+/// hundred times as long. The first call in a process measures both, in some 0.1 s. `dtype` is
 /// bfloat16 or float16. It knows CPUs and CUDA; any other device counts as fast.
 HalfSupport half_support(c10::Device device, at::ScalarType dtype);
 

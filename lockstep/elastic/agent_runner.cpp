@@ -67,6 +67,20 @@ HostOrder::Kind kind_of(Finish::Kind kind) {
   }
 }
 
+/// The agent's word for what became of a write.
+Answered::Outcome outcome_of(Reply::Outcome outcome) {
+  switch (outcome) {
+    case Reply::Outcome::done:
+      return Answered::Outcome::done;
+    case Reply::Outcome::conflict:
+      return Answered::Outcome::conflict;
+    case Reply::Outcome::lease_gone:
+      return Answered::Outcome::lease_gone;
+    default:
+      return Answered::Outcome::failed;
+  }
+}
+
 std::vector<Entry> entries_of(const std::vector<Record>& records, size_t prefix) {
   std::vector<Entry> entries;
   for (const auto& record : records)
@@ -189,7 +203,7 @@ class AgentRunner : public launch::HostAgent {
       if (reply.outcome == Reply::Outcome::lease_gone) lose_lease();
     } else if (const auto write = writes_.find(reply.request); write != writes_.end()) {
       const Answered answered{.request = write->second,
-                              .outcome = static_cast<Answered::Outcome>(reply.outcome),
+                              .outcome = outcome_of(reply.outcome),
                               .entry = entry_of(reply),
                               .revision = reply.revision};
       writes_.erase(write);
@@ -312,7 +326,7 @@ class AgentRunner : public launch::HostAgent {
   const UniqueFd wake_ = new_event(), changed_ = new_event();
   std::atomic<bool> over_{false};
 
-  std::mutex mutex_;  ///< Of these two, and of the events' numbers.
+  std::mutex mutex_;  ///< Of these two.
   HostOrder order_;
   std::deque<Event> handed_in_;
 

@@ -17,9 +17,10 @@ struct SpawnOptions {
   int first_rank = -1;
   int world_size = -1;
   /// Where the ranks meet. Empty and 0: MASTER_ADDR and MASTER_PORT, else loopback and any free
-  /// port. MASTER_ADDR alone says nothing to the ranks of a single host. There this process binds
-  /// the socket and serves the store itself, so that no port is raced for. Several hosts need both,
-  /// and rank 0 serves the store there (as in Python's env://).
+  /// port. For the ranks of a single host MASTER_ADDR does not count where it stands alone or is no
+  /// address of this host: it is left over. There this process binds the socket and serves the
+  /// store itself, so that no port is raced for. Several hosts need both, and rank 0 serves the
+  /// store there (as in Python's env://).
   std::string master_addr = {};
   int master_port = 0;
   /// What the program's user changes where that port is taken, as the hint of the error has it:

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -21,6 +22,12 @@ at::Tensor numbers_of(const at::Tensor& parameter) {
   if (!gradient.defined() || !gradient.is_sparse()) return gradient;
   gradient = gradient.coalesce();
   return gradient._values();
+}
+
+void tell_of_no_gradient(size_t parameters) {
+  log_warning("clip_grad_norm: none of the " + std::to_string(parameters) +
+              " parameters has a gradient. Under zero2 and fsdp the gradients lie in shards: call "
+              "the strategy's clip_grad_norm");
 }
 
 /// Gradients of one device and dtype, as LibTorch's list kernels want them.
@@ -92,13 +99,11 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
     at::Tensor gradient = numbers_of(parameter);
     if (gradient.defined()) gradients.push_back(std::move(gradient));
   }
-  if (gradients.empty() && !parameters.empty()) {
-    log_warning(
-        "clip_grad_norm: none of the " + std::to_string(parameters.size()) +
-        " parameters has a gradient. Under zero2 and fsdp the gradients lie in shards: call "
-        "the strategy's clip_grad_norm");
+  if (gradients.empty()) {
+    static std::once_flag told;  // Not in each step.
+    if (!parameters.empty()) std::call_once(told, tell_of_no_gradient, parameters.size());
+    return 0;
   }
-  if (gradients.empty()) return 0;
   return detail::clip_gradients(gradients, max_norm, [](const auto& norms, const auto&) {
     return at::linalg_vector_norm(at::stack(norms), 2.0);
   });

@@ -121,7 +121,8 @@ std::vector<at::Tensor> unique_parameters(const std::vector<at::Tensor>& paramet
 void zero_grad(const std::vector<at::Tensor>& parameters, bool set_to_none = true);
 
 /// Scales the gradients so that their total 2-norm is at most `max_norm`. Returns the norm before,
-/// with the bits of torch.nn.utils.clip_grad_norm_; 0 when there is no gradient. Of float16
+/// with the bits of torch.nn.utils.clip_grad_norm_. When there is no gradient it returns 0, and
+/// warns once: under zero2 and fsdp they lie in shards. Of float16
 /// gradients it is computed in float32, where Python's overflows. Buckets are scaled in one pass
 /// each, and not at all where the norm is small enough. Sparse gradients are coalesced. A norm that
 /// is NaN or infinite is returned (and has spoilt the gradients, as in Python).

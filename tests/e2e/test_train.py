@@ -10,6 +10,7 @@ import re
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -206,6 +207,13 @@ class Outcome(unittest.TestCase):
             finally:
                 process.kill()
         self.assertIn("rank 1 of 2, by RANK and WORLD_SIZE", line)
+
+    def test_an_address_of_another_host_that_was_left_over_hinders_nothing(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        train("--limit-train-batches", 2, "--max-epochs", 1, "--devices", 2, "--timeout", 20,
+              env=t.clean_environment(MASTER_ADDR="192.0.2.1", MASTER_PORT=port))
 
     def test_ranks_are_forks_where_these_can_go_on(self):
         """They share what LibTorch has set up, which shows in the pages that are touched for the first time."""
