@@ -39,6 +39,7 @@
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/gradient_averager.h"
 #include "lockstep/parallel/strategies/strategies.h"
+#include "lockstep/recovery/elastic_job.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/metrics_file.h"

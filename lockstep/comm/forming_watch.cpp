@@ -93,6 +93,10 @@ std::string forming(const GroupContext& context, const std::string& group, size_
          std::to_string(ranks) + " ranks failed";
 }
 
+Failure cancelled_generation() {
+  return {.kind = Failure::Kind::gave_up, .text = "a later generation has begun"};
+}
+
 FormingWatch::FormingWatch(std::shared_ptr<GroupContext> context, std::string group,
                            std::vector<int> global_ranks, Phase phase)
     : context_(std::move(context)),
@@ -130,6 +134,7 @@ std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {
     return decode_failure(store_.get(key))
         .value_or(Failure{.kind = Failure::Kind::unreachable, .text = "a member was lost"});
   std::optional<Failure> found;
+  if (context_->cancelled && context_->cancelled()) found = cancelled_generation();
   for (const int member : missing) {
     std::string& identity = identities_[static_cast<size_t>(member)];
     Failure::Rank rank{.number = ranks_[static_cast<size_t>(member)], .kind = Failure::Kind::ended};

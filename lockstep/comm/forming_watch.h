@@ -54,6 +54,9 @@ class FormingWatch {
 /// The start of an error's message: "rank 0: forming the group '1' of 2 ranks failed".
 std::string forming(const GroupContext& context, const std::string& group, size_t ranks);
 
+/// What InitOptions::cancelled tells.
+Failure cancelled_generation();
+
 /// The prefix of the checks' keys of a group.
 std::string check_part(const std::string& group);
 

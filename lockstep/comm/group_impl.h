@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,8 @@ struct GroupContext {
   c10::Device device = c10::kCPU;
   std::chrono::milliseconds timeout{120'000};
   DebugLevel debug = DebugLevel::info;
-  int next_group = 1;  ///< The name of the next one, counted as Python does.
+  std::function<bool()> cancelled;  ///< See InitOptions.
+  int next_group = 1;               ///< The name of the next one, counted as Python does.
   std::map<std::vector<int>, int> local_groups;  ///< By their ranks: how many only members made.
 
   std::mutex mutex;

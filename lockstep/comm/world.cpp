@@ -24,6 +24,7 @@
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/forming_watch.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
@@ -122,7 +123,8 @@ void tell_who_came(Store store, const std::vector<std::string>& keys) {
 
 // Whether all ranks vote. False as soon as one has come that is Python's, which knows nothing of it
 // but publishes the address at which Gloo meets the others. `gloo`: where it does that.
-bool all_vote(Store store, Store gloo, int world_size, bool tells) {
+bool all_vote(Store store, Store gloo, int world_size, bool tells,
+              const std::function<bool()>& cancelled) {
   const auto keys = numbered_keys("vote/", world_size);
   const auto deadline = std::chrono::steady_clock::now() + store.timeout();
   const auto here = [&](const std::vector<std::string>& asked) { return store.check(asked); };
@@ -131,6 +133,8 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells) {
   for (PollPause pause; !arrival.complete(here); pause.sleep()) {
     if (tells && news.due()) tell_who_came(store, keys);
     const bool looks = look.due();
+    if (looks && cancelled && cancelled())
+      throw PeerLostError("init: " + describe(cancelled_generation()), {}, cancelled_generation());
     for (int rank = 0; looks && rank < world_size; ++rank) {
       if (gloo.check({"0/" + std::to_string(rank)})) return false;
     }
@@ -209,7 +213,8 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   if (job.world_size > 1) {
     store.set("vote/" + std::to_string(job.rank), mine.encoded());
     const bool waits = options.backend != "gloo" && options.backend != "nccl";
-    const bool all = waits && all_vote(store, gloo, job.world_size, job.rank == 0);
+    const bool all =
+        waits && all_vote(store, gloo, job.world_size, job.rank == 0, options.cancelled);
     votes = read_votes(store, job.world_size, all);
     expect_alike(votes, &Vote::asked, "backends", "give all ranks the same --backend");
     if (waits && !all && automatic) return "gloo";
@@ -302,6 +307,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   const milliseconds timeout = timeout_of(options);
   if (options.keep_freed_memory) keep_freed_memory();
   context->debug = debug_of(options);
+  context->cancelled = options.cancelled;
   if (options.backend != "auto") backend_info(options.backend);
   expect_generation_exists(options.generation);
   Rendezvous plan = options.store

@@ -60,6 +60,13 @@ int Job::ended(int index, WorkerEnd end, Time now) {
   return 0;
 }
 
+void Job::dropped(int index) {
+  auto& slot = ends_.at(static_cast<size_t>(index));
+  if (slot) return;
+  slot = WorkerEnd{};
+  --living_;
+}
+
 int Job::signalled(int signal, Time now) {
   if (phase_ == Phase::interrupting) {
     return now - *signalled_at_ < options_.same_signal ? 0 : kill();

@@ -48,6 +48,8 @@ class Job {
 
   /// The end of worker `index`, 0 to workers-1. `end`'s after_stop and order are filled in here.
   int ended(int index, WorkerEnd end, Time now);
+  /// Worker `index` has failed, but the job goes on without it and needs nobody in its place.
+  void dropped(int index);
   /// INT, TERM, HUP, ... sent to us.
   int signalled(int signal, Time now);
   /// Nobody reads our output any more.
@@ -59,6 +61,8 @@ class Job {
   /// When `tick` wants to be called; none: not at all.
   std::optional<Time> deadline() const { return deadline_; }
 
+  /// Nothing has failed or was signalled so far.
+  bool running() const { return phase_ == Phase::running; }
   bool all_ended() const { return living_ == 0; }
   /// What it comes to. Valid when all have ended.
   Ending ending() const;

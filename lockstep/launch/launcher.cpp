@@ -17,6 +17,7 @@
 #include "lockstep/launch/attempts.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/output.h"
+#include "lockstep/launch/recovery.h"
 #include "lockstep/launch/signals.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/launch/worker_streams.h"
@@ -36,9 +37,13 @@ constexpr std::chrono::milliseconds kServeLimit{60'000};
 /// How long a worker that lost a peer may have lost it on another host.
 constexpr std::chrono::milliseconds kSettleAcrossHosts{1000};
 constexpr std::chrono::milliseconds kOrphanLimit{1000};
+/// How often to look whether a new process has come to join the others.
+constexpr std::chrono::milliseconds kExpectedInterval{5};
 
-std::vector<std::string> environment_of(const WorkerPlan& plan) {
+std::vector<std::string> environment_of(const WorkerPlan& plan,
+                                        const std::filesystem::path& generation_folder) {
   std::set<std::string> replaced(plan.unset.begin(), plan.unset.end());
+  replaced.insert(kGenerationFolderVariable);
   for (const auto& [name, value] : plan.env) replaced.insert(name);
   std::vector<std::string> env;
   for (char** entry = environ; *entry; ++entry) {
@@ -46,6 +51,8 @@ std::vector<std::string> environment_of(const WorkerPlan& plan) {
     if (!replaced.count(text.substr(0, text.find('=')))) env.push_back(text);
   }
   for (const auto& [name, value] : plan.env) env.push_back(name + "=" + value);
+  if (!generation_folder.empty())
+    env.push_back(kGenerationFolderVariable + ("=" + generation_folder.string()));
   return env;
 }
 
@@ -68,6 +75,23 @@ Job::Options job_options(const LaunchPlan& plan, bool several_hosts) {
   options.grace = plan.grace;
   options.signal_grace = plan.signal_grace;
   return options;
+}
+
+std::optional<Recovery> recovery_of(const LaunchPlan& plan) {
+  if (plan.generation_folder.empty()) return std::nullopt;
+  std::set<int> ranks;
+  for (const auto& worker : plan.workers) ranks.insert(worker.rank);
+  return Recovery(plan.generation_folder, std::move(ranks));
+}
+
+AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
+  if (!failure) return {.succeeded = true};
+  AttemptEnd end{.signal = signal, .line = failure->line(), .exit_code = failure->exit_code()};
+  end.executed = failure->start_errno == 0;
+  if (!failure->report) return end;
+  end.before_first_step = failure->report->before_first_step;
+  end.said = failure->report->message;
+  return end;
 }
 
 /// A worker that reads the terminal must not go on reading once the shell does.
@@ -98,11 +122,15 @@ std::vector<int> caught_signals(const LaunchPlan& plan) {
 
 class Launcher {
  public:
-  /// `agent`: of a job of several hosts, else null.
-  Launcher(const LaunchPlan& plan, SignalCatcher& signals, HostAgent* agent = nullptr)
+  /// `agent`: of a job of several hosts, else null. A failure that the other workers survive is
+  /// added to `attempts`, of which it is one.
+  Launcher(const LaunchPlan& plan, SignalCatcher& signals, Attempts& attempts,
+           HostAgent* agent = nullptr)
       : plan_(plan),
         signals_(signals),
+        attempts_(attempts),
         agent_(agent),
+        recovery_(recovery_of(plan)),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
@@ -143,11 +171,12 @@ class Launcher {
     std::vector<ProcessPlan> processes;
     for (size_t i = 0; i < plan_.workers.size(); ++i) {
       const auto& worker = plan_.workers[i];
-      processes.push_back({worker.file, worker.argv, environment_of(worker),
+      processes.push_back({worker.file, worker.argv,
+                           environment_of(worker, plan_.generation_folder),
                            streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
                            worker.processors, worker.inherit_stdin, worker.body});
     }
-    supervisor_ = std::make_unique<Supervisor>(processes, plan_.scratch);
+    supervisor_ = std::make_unique<Supervisor>(processes, plan_.scratch, recovery_.has_value());
     for (auto& stream : streams_) stream->started();
   }
 
@@ -194,6 +223,7 @@ class Launcher {
     if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
     follow_agent(now);
+    if (recovery_) recovery_->admit();
     pump(now);
     if (job_.all_ended() && !leaving_) leave_if_ready();
   }
@@ -201,8 +231,11 @@ class Launcher {
   int wait_ms() const {
     std::optional<Time> next = job_.deadline();
     if (drain_until_ && (!next || *drain_until_ < *next)) next = drain_until_;
-    const int64_t longest = serving_.valid() ? kServedInterval.count() : 60'000;
-    if (!next) return serving_.valid() ? static_cast<int>(longest) : -1;
+    std::chrono::milliseconds interval{60'000};
+    if (serving_.valid()) interval = kServedInterval;
+    if (recovery_ && !recovery_->expected().empty()) interval = kExpectedInterval;
+    const int64_t longest = interval.count();
+    if (!next) return longest < 60'000 ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
     return static_cast<int>(std::clamp<int64_t>(left, 0, longest));
   }
@@ -259,8 +292,51 @@ class Launcher {
       const bool ours = report && report->failure;
       end.consequence =
           ours ? report->consequence() : tells_of_a_lost_peer(report ? report->message : last);
+      if (recover(index, end)) return;
     }
     send(job_.ended(index, end, now));
+    if (recovery_ && end.succeeded())
+      recovery_->ended(plan_.workers[static_cast<size_t>(index)].rank);
+    drop_who_comes_too_late();
+  }
+
+  /// True: the others go on without the worker.
+  bool recover(int index, const WorkerEnd& end) {
+    if (!recovery_ || !job_.running()) return false;
+    const auto& worker = plan_.workers[static_cast<size_t>(index)];
+    const auto failure = failure_of(index, end);
+    if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;
+    const bool replaced = attempts_.current() < attempts_.max_restarts;
+    attempts_.failures.push_back(failure.line());
+    std::string text = plan_.told_by + failure.line() + "; the others go on without it";
+    if (replaced) {
+      text += ", and a new process takes its place (restart " +
+              std::to_string(attempts_.current()) + " of " +
+              std::to_string(attempts_.max_restarts) + ")";
+      start_again(index);
+    } else {
+      job_.dropped(index);
+    }
+    log_warning(text);
+    return true;
+  }
+
+  void start_again(int index) {
+    const auto& worker = plan_.workers[static_cast<size_t>(index)];
+    std::error_code ignored;
+    std::filesystem::remove(worker.error_file, ignored);
+    GenerationFolder(plan_.generation_folder).forget(worker.rank);
+    reports_[static_cast<size_t>(index)].reset();
+    supervisor_->start_again(index);
+    recovery_->expect(worker.rank);
+  }
+
+  /// When all members are done, nobody waits for a new process.
+  void drop_who_comes_too_late() {
+    if (!recovery_ || recovery_->has_members()) return;
+    for (size_t i = 0; i < plan_.workers.size(); ++i) {
+      if (recovery_->expected().count(plan_.workers[i].rank) > 0) job_.dropped(static_cast<int>(i));
+    }
   }
 
   /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.
@@ -293,15 +369,15 @@ class Launcher {
     supervisor_->finish();
   }
 
-  WorkerFailure failure_of(int index) {
+  WorkerFailure failure_of(int index, const WorkerEnd& end) {
     const auto i = static_cast<size_t>(index);
     const auto& worker = plan_.workers[i];
     WorkerFailure failure;
     failure.rank = worker.rank;
     failure.local_rank = worker.local_rank;
     failure.pid = pids_[i];
-    failure.wait_status = job_.end_of(index)->wait_status;
-    failure.start_errno = job_.end_of(index)->start_errno;
+    failure.wait_status = end.wait_status;
+    failure.start_errno = end.start_errno;
     failure.file = worker.file;
     failure.report = reports_[i];
     failure.last_lines = error_stream(i).tail().lines();
@@ -324,7 +400,8 @@ class Launcher {
       throw Error("the process that keeps the workers was killed; the workers ended with it");
     }
     const auto cause = job_.root_cause();
-    if (job_.ending() == Job::Ending::failure && cause) return failure_of(*cause);
+    if (job_.ending() == Job::Ending::failure && cause)
+      return failure_of(*cause, *job_.end_of(*cause));
     if (output_failure_ == EPIPE) throw InterruptedError(SIGPIPE);
     if (output_failure_ != 0) throw SystemError("cannot write the output", output_failure_);
     return std::nullopt;
@@ -332,7 +409,9 @@ class Launcher {
 
   const LaunchPlan& plan_;
   SignalCatcher& signals_;
+  Attempts& attempts_;
   HostAgent* const agent_;
+  std::optional<Recovery> recovery_;
   OutputQueue out_;
   OutputQueue err_;
   bool one_console_;
@@ -353,16 +432,6 @@ class Launcher {
   bool leaves_at_once_ = false;  ///< Output is not waited for.
   int output_failure_ = 0;
 };
-
-AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
-  if (!failure) return {.succeeded = true};
-  AttemptEnd end{.signal = signal, .line = failure->line(), .exit_code = failure->exit_code()};
-  end.executed = failure->start_errno == 0;
-  if (!failure->report) return end;
-  end.before_first_step = failure->report->before_first_step;
-  end.said = failure->report->message;
-  return end;
-}
 
 /// The last failure at length, those before in a line each.
 std::string text_of(const WorkerFailure& last, const Decision& decision,
@@ -393,7 +462,7 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
   if (plan.owns_process) prctl(PR_SET_CHILD_SUBREAPER, 1);
   Attempts attempts{.max_restarts = max_restarts};
   while (true) {
-    auto launcher = std::make_unique<Launcher>(plan, signals);
+    auto launcher = std::make_unique<Launcher>(plan, signals, attempts);
     const auto failure = launcher->run();
     const auto decision = decide(std::move(attempts), end_of(failure, launcher->late_signal()));
     switch (decision.verdict) {
@@ -472,7 +541,8 @@ class HostLaunch {
   void run_generation(const HostGeneration& generation, SignalCatcher& signals) {
     last_ = generation.number;
     const LaunchPlan plan = plan_of_(generation);
-    Launcher launcher(plan, signals, &agent_);
+    Attempts attempts;
+    Launcher launcher(plan, signals, attempts, &agent_);
     HostEnd end;
     try {
       const auto failure = launcher.run();

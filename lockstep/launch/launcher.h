@@ -64,6 +64,10 @@ struct LaunchPlan {
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
+  /// The GenerationFolder, which workers find by kGenerationFolderVariable. When one fails, the
+  /// others go on without it if they have announced that they can, and a new process takes its
+  /// place while restarts are left. Empty: a failure ends the attempt.
+  std::filesystem::path generation_folder = {};
   std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
   /// How the user goes on after a worker was killed by a signal and no restart was asked for.
   std::string how_to_go_on = {};
@@ -101,7 +105,9 @@ struct WorkerFailure {
 
 /// Runs the workers to their end, and again after a failure that a restart may mend (attempts.h),
 /// up to `max_restarts` times. `plan_of` gives the plan of each attempt, from 0, when nothing of
-/// the one before is left. What it holds outlives the attempt. Returns when all succeeded. Throws
+/// the one before is left. What it holds outlives the attempt. A worker that is replaced while the
+/// others live on (LaunchPlan::generation_folder) counts as a restart. Returns when all succeeded.
+/// Throws
 /// - WorkerError when one failed. The others got TERM and, after `grace`,
 ///   KILL. It tells the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after

@@ -182,6 +182,7 @@ struct Parent {
       plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
     }
     plan.scratch = folder;
+    if (call.recovers) plan.generation_folder = folder;
     const auto timeout = shutdown_timeout(options.shutdown_timeout);
     plan.grace = timeout.after_failure;
     plan.signal_grace = timeout.after_signal;

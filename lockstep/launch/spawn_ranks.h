@@ -30,6 +30,9 @@ struct SpawnCall {
   /// The workers are then forks of this process, which save the loading of LibTorch. Where forks
   /// cannot go on (see supervisor.h) they execute the program. None: they always do.
   std::function<int()> body = {};
+  /// The workers share a GenerationFolder, in which they may announce that they go on without one
+  /// that fails. See LaunchPlan::generation_folder.
+  bool recovers = false;
 };
 
 /// What the two functions `spawn` and `start` share. Returns as `spawn` does: in the parent when

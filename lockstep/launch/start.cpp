@@ -14,17 +14,18 @@
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/last_words.h"
 #include "lockstep/launch/spawn_ranks.h"
+#include "lockstep/launch/start_ranks.h"
 
 namespace lockstep {
 namespace {
 
 constexpr const char* kSeedKey = "lockstep.start/seed";
 
-void expect_first_call() {
+void expect_first_call(const std::string& name) {
   static std::atomic<bool> called{false};
   if (called.exchange(true)) {
     throw UsageError(
-        "start was called for the second time in this process",
+        name + " was called in a process that start or run_elastic has started already",
         "call it once, at the beginning of main; World::new_group makes further groups");
   }
 }
@@ -35,10 +36,10 @@ bool is_alone(int nprocs, const SpawnOptions& options) {
          options.args.empty() && options.max_restarts == 0;
 }
 
-launch::SpawnCall spawn_call() {
+launch::SpawnCall spawn_call(const std::string& name) {
   launch::SpawnCall call;
-  call.name = "start";
-  call.once = "call start once, at the beginning of main, and not beside spawn";
+  call.name = name;
+  call.once = "call " + name + " once, at the beginning of main, and not beside spawn";
   call.stdout_ranks = {0};
   call.prints_failure = true;
   return call;
@@ -52,13 +53,14 @@ std::optional<int> rank_in_messages() {
 
 /// Returns in a rank only, by which name messages call it. In the process that was started by hand
 /// everything happens here.
-std::optional<int> become_rank(int nprocs, const SpawnOptions& options) {
+std::optional<int> become_rank(int nprocs, const SpawnOptions& options,
+                               const launch::SpawnCall& call) {
   int code = kExitSuccess;
   try {
     check_settings();
     if (is_alone(nprocs, options)) return rank_in_messages();
     std::fflush(stdout);  // What was printed before comes before what the ranks print.
-    const auto role = launch::spawn_ranks(nprocs, options, spawn_call());
+    const auto role = launch::spawn_ranks(nprocs, options, call);
     if (role == launch::SpawnRole::worker) return rank_in_messages();
   } catch (const std::exception&) {
     code = launch::tell_failure(std::current_exception(), std::nullopt);
@@ -89,11 +91,25 @@ void seed_alike(const World& world, std::optional<uint64_t> seed) {
 
 }  // namespace
 
-World start(int nprocs, const StartOptions& options) {
-  expect_first_call();
+namespace launch {
+
+void start_ranks(int nprocs, const StartOptions& options, const std::string& name, bool recovers) {
+  expect_first_call(name);
   SpawnOptions spawn = options.spawn;
   if (options.max_restarts != 0) spawn.max_restarts = options.max_restarts;
-  launch::end_in_words(become_rank(nprocs, spawn));
+  SpawnCall call = spawn_call(name);
+  call.recovers = recovers;
+  end_in_words(become_rank(nprocs, spawn, call));
+}
+
+void seed_ranks(const World& world, const StartOptions& options) {
+  seed_alike(world, options.seed);
+}
+
+}  // namespace launch
+
+World start(int nprocs, const StartOptions& options) {
+  launch::start_ranks(nprocs, options, "start", false);
   World world = init(options.init);
   seed_alike(world, options.seed);
   return world;

@@ -31,6 +31,13 @@ namespace {
 
 constexpr std::chrono::seconds kKillLimit{5};
 
+/// What the supervisor is told through its pipe.
+struct Order {
+  enum Kind : int32_t { signal_all, start_again };
+  Kind kind;
+  int32_t value;  ///< The signal, or which process of the plan.
+};
+
 void close_between(unsigned first, unsigned last) {
   if (first > last) return;
   if (syscall(SYS_close_range, first, last, 0) == 0) return;
@@ -136,13 +143,14 @@ bool has_ended(pid_t pid) {
 class SupervisorProcess {
  public:
   SupervisorProcess(const std::vector<ProcessPlan>& plans, const std::filesystem::path& scratch,
-                    int control, int events, std::vector<int> ignored)
+                    bool restarts, int control, int events, std::vector<int> ignored)
       : plans_(plans),
         scratch_(scratch),
+        restarts_(restarts),
         control_(control),
         events_(events),
         ignored_(std::move(ignored)),
-        pids_(plans.size(), -1) {}
+        pids_(plans_.size(), -1) {}
 
   [[noreturn]] void run() {
     become_supervisor();
@@ -248,6 +256,7 @@ class SupervisorProcess {
 
   /// Whoever reads our output must see its end when all workers have closed it.
   void let_go_of_output() {
+    if (restarts_) return;
     const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(nothing, fd);
     close_others({control_, events_, child_signals_, starter_});
@@ -261,16 +270,20 @@ class SupervisorProcess {
       drain_child_signals();
       if (fds[2].revents != 0) return;
       if (fds[0].revents == 0) continue;
-      int32_t signal = 0;
-      const ssize_t size = ::read(control_, &signal, sizeof signal);
+      Order order{};
+      const ssize_t size = ::read(control_, &order, sizeof order);
       if (size < 0 && errno == EINTR) continue;
-      if (size != sizeof signal) return;
-      // What USR1 and USR2 mean is between the worker and who sends them: a child of the worker's
-      // would die of them.
-      const bool is_message = signal == SIGUSR1 || signal == SIGUSR2;
-      for (const pid_t pid : pids_) {
-        if (pid > 0) ::kill(is_message ? pid : -pid, signal);
-      }
+      if (size != sizeof order) return;
+      order.kind == Order::start_again ? start(order.value) : signal_all(order.value);
+    }
+  }
+
+  void signal_all(int signal) const {
+    // What USR1 and USR2 mean is between the worker and who sends them: a child of the worker's
+    // would die of them.
+    const bool is_message = signal == SIGUSR1 || signal == SIGUSR2;
+    for (const pid_t pid : pids_) {
+      if (pid > 0) ::kill(is_message ? pid : -pid, signal);
     }
   }
 
@@ -293,6 +306,7 @@ class SupervisorProcess {
 
   const std::vector<ProcessPlan>& plans_;
   const std::filesystem::path& scratch_;
+  const bool restarts_;
   int control_;
   int events_;
   std::vector<int> ignored_;  ///< Signals that workers ignore.
@@ -363,7 +377,7 @@ void kill_descendants(std::chrono::milliseconds limit) {
 }
 
 Supervisor::Supervisor(const std::vector<ProcessPlan>& processes,
-                       const std::filesystem::path& scratch) {
+                       const std::filesystem::path& scratch, bool restarts) {
   auto control = make_pipe();
   auto events = make_pipe();
   std::vector<int> ignored;
@@ -379,7 +393,8 @@ Supervisor::Supervisor(const std::vector<ProcessPlan>& processes,
   if (pid == 0) {
     control.write.reset();
     events.read.reset();
-    SupervisorProcess(processes, scratch, control.read.get(), events.write.get(), ignored).run();
+    SupervisorProcess(processes, scratch, restarts, control.read.get(), events.write.get(), ignored)
+        .run();
   }
   const int failure = errno;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -407,11 +422,19 @@ std::optional<SupervisorEvent> Supervisor::next() {
   return std::nullopt;
 }
 
-void Supervisor::signal_all(int signal) {
+void Supervisor::give(int32_t kind, int value) {
   if (!control_) return;
-  const int32_t value = signal;
+  const Order order{static_cast<Order::Kind>(kind), value};
   // SIGPIPE is ignored while a job runs; a supervisor that is gone is seen by `next`.
-  [[maybe_unused]] const auto written = ::write(control_.get(), &value, sizeof value);
+  [[maybe_unused]] const auto written = ::write(control_.get(), &order, sizeof order);
+}
+
+void Supervisor::signal_all(int signal) {
+  give(Order::signal_all, signal);
+}
+
+void Supervisor::start_again(int index) {
+  give(Order::start_again, index);
 }
 
 }  // namespace lockstep::launch

@@ -59,8 +59,10 @@ struct SupervisorEvent {
 class Supervisor {
  public:
   /// Throws SystemError when there are no processes or descriptors left. `scratch` is a folder to
-  /// remove at the end. Empty: none.
-  Supervisor(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch);
+  /// remove at the end. Empty: none. `restarts`: `start_again` will be called, so the workers'
+  /// output stays open until the supervisor ends.
+  Supervisor(const std::vector<ProcessPlan>& processes, const std::filesystem::path& scratch,
+             bool restarts = false);
   /// Kills what is left and waits for the supervisor's end.
   ~Supervisor();
   Supervisor(const Supervisor&) = delete;
@@ -75,10 +77,14 @@ class Supervisor {
   /// Sends a signal to the process groups of all workers that live; USR1 and USR2 to the workers
   /// alone.
   void signal_all(int signal);
+  /// Starts process `index` of the plan anew, of which `ended` or `not_started` was reported.
+  void start_again(int index);
   /// Has the supervisor kill what is left and end. Does not wait.
   void finish() { control_.reset(); }
 
  private:
+  void give(int32_t kind, int value);
+
   UniqueFd control_;
   UniqueFd events_;
   pid_t pid_ = -1;

@@ -80,7 +80,10 @@ class LogFolders {
   void begin(int attempt, int nproc) {
     attempt_ = "attempt_" + std::to_string(attempt);
     for (int i = 0; i < nproc; ++i) fs::create_directories(folder(i));
+    fs::create_directories(generations());
   }
+  /// For LaunchPlan::generation_folder.
+  fs::path generations() const { return run_folder_ / attempt_ / "generations"; }
   fs::path folder(int local_rank) const {
     return run_folder_ / attempt_ / std::to_string(local_rank);
   }
@@ -298,6 +301,7 @@ void run_here(const RunOptions& options, LogFolders& logs,
     logs.begin(attempt, options.nproc);
     auto plan = plan_of(layout);
     plan.serve = [&] { return serve_store(listener.release()); };
+    plan.generation_folder = logs.generations();
     return plan;
   };
   launch::launch(attempt_plan, options.max_restarts);

@@ -1,0 +1,73 @@
+#include "lockstep/launch/generation_folder.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::launch {
+namespace {
+
+bool is_there(const std::filesystem::path& path) {
+  return ::access(path.c_str(), F_OK) == 0;
+}
+
+/// Not flushed to the disk: nobody reads it after the job.
+void write_new_file(const std::filesystem::path& path, const std::string& content) {
+  const UniqueFd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+  if (!file) throw SystemError("cannot write " + path.string(), errno);
+  write_all(file.get(), content.data(), content.size(), path);
+}
+
+}  // namespace
+
+std::filesystem::path GenerationFolder::file_of(int64_t number) const {
+  return folder_ / ("generation-" + std::to_string(number));
+}
+
+std::filesystem::path GenerationFolder::mark_of(int worker) const {
+  return folder_ / ("worker-" + std::to_string(worker));
+}
+
+void GenerationFolder::announce(int worker) const {
+  write_new_file(mark_of(worker), {});
+}
+
+bool GenerationFolder::has_announced(int worker) const {
+  return is_there(mark_of(worker));
+}
+
+void GenerationFolder::forget(int worker) const {
+  std::error_code ignored;
+  std::filesystem::remove(mark_of(worker), ignored);
+}
+
+void GenerationFolder::publish(const Generation& generation) const {
+  std::string text;
+  for (const int member : generation.members) text += std::to_string(member) + " ";
+  const auto aside = folder_ / "generation-new";
+  write_new_file(aside, text);
+  std::filesystem::rename(aside, file_of(generation.number));
+}
+
+bool GenerationFolder::has_after(int64_t number) const {
+  return is_there(file_of(number + 1));
+}
+
+std::optional<Generation> GenerationFolder::newest_after(int64_t number) const {
+  if (!has_after(number)) return std::nullopt;
+  Generation newest{.number = number + 1, .members = {}};
+  while (has_after(newest.number)) ++newest.number;
+  for (const auto& word : split(read_file(file_of(newest.number)), ' ')) {
+    if (const auto member = parse_int(word)) newest.members.push_back(static_cast<int>(*member));
+  }
+  return newest;
+}
+
+}  // namespace lockstep::launch

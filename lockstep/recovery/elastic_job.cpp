@@ -1,0 +1,260 @@
+#include "lockstep/recovery/elastic_job.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/poll_pause.h"
+#include "lockstep/comm/store.h"
+#include "lockstep/launch/generation_folder.h"
+#include "lockstep/launch/start_ranks.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/state_dict.h"
+#include "lockstep/recovery/shared_state.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using launch::Generation;
+using launch::GenerationFolder;
+
+/// From a failure on: the launcher sees the end of a process at once, and publishes.
+constexpr std::chrono::seconds kPatience{5};
+
+at::Tensor bytes_of(const torch::optim::Optimizer& optimizer) {
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  const std::string text = std::move(stream).str();
+  const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+void load_bytes(torch::optim::Optimizer& optimizer, const at::Tensor& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()),
+                    static_cast<size_t>(bytes.numel()));
+  optimizer.load(archive);
+}
+
+template <class Number>
+ElasticJob::Part part_of(Number& number) {
+  return {.get =
+              [&number] {
+                return StateDict{{"value", at::scalar_tensor(number, at::dtype<Number>())}};
+              },
+          .set = [&number](const StateDict& state) { number = state.at(0).second.item<Number>(); }};
+}
+
+std::optional<GenerationFolder> folder_of_launcher() {
+  const auto folder = env_string(launch::kGenerationFolderVariable);
+  return folder ? std::optional(GenerationFolder(*folder)) : std::nullopt;
+}
+
+/// That of the launcher, which outlives all ranks.
+Store store_of_launcher() {
+  TcpStoreOptions options;
+  options.host = env_string("MASTER_ADDR").value_or(options.host);
+  options.port = static_cast<uint16_t>(env_int("MASTER_PORT", 1, 65535).value_or(0));
+  return tcp_store(options);
+}
+
+}  // namespace
+
+class ElasticJob::Impl {
+ public:
+  explicit Impl(const StartOptions& options)
+      : options_(options),
+        folder_(folder_of_launcher()),
+        worker_(static_cast<int>(env_int("RANK").value_or(0))) {}
+
+  void add(const std::string& name, Part part) {
+    for (const auto& named : parts_) {
+      if (named.name == name) throw UsageError("ElasticJob: '" + name + "' was added twice");
+    }
+    parts_.push_back({name, std::move(part)});
+  }
+  void add_number(const std::string& name, Part part) {
+    add(name, part);
+    numbers_.push_back({std::move(part), {}});
+  }
+
+  void run(const std::function<void(World&)>& train) {
+    keep_numbers();
+    if (folder_) folder_->announce(worker_);
+    for (auto generation = first_generation(); generation; generation = next_generation()) {
+      number_ = generation->number;
+      if (run_generation(*generation, train)) return;
+    }
+  }
+
+  void commit() {
+    ++progress_.commits;
+    keep_numbers();
+    if (folder_ && folder_->has_after(number_)) {
+      throw GenerationEnded("generation " + std::to_string(number_) + " has ended",
+                            "let this exception pass: ElasticJob::run catches it");
+    }
+  }
+  int64_t commits() const { return progress_.commits; }
+
+ private:
+  struct Number {
+    Part part;
+    StateDict committed;
+  };
+
+  void keep_numbers() {
+    for (auto& number : numbers_) number.committed = number.part.get();
+  }
+  void restore_numbers() {
+    for (const auto& number : numbers_) number.part.set(number.committed);
+  }
+
+  /// A process that takes a dead one's place waits until it is a member.
+  std::optional<Generation> first_generation() {
+    if (!folder_ || !folder_->has_after(0)) {
+      progress_.complete = true;
+      return Generation{};
+    }
+    return await_generation(options_.init.timeout.value_or(std::chrono::minutes(2)));
+  }
+
+  std::optional<Generation> next_generation() {
+    auto next = await_generation(kPatience);
+    if (!next && failure_) std::rethrow_exception(failure_);
+    return next;
+  }
+
+  /// The newest one after this, if this process is a member.
+  std::optional<Generation> await_generation(std::chrono::milliseconds timeout) const {
+    const auto deadline = Clock::now() + timeout;
+    for (PollPause pause; folder_ && Clock::now() < deadline; pause.sleep()) {
+      const auto newest = folder_->newest_after(number_);
+      if (newest && rank_in(*newest) >= 0) return newest;
+    }
+    if (!failure_ && folder_) throw TimeoutError("ElasticJob: no generation has begun in time");
+    return std::nullopt;
+  }
+
+  int rank_in(const Generation& generation) const {
+    const auto& members = generation.members;
+    const auto found = std::find(members.begin(), members.end(), worker_);
+    return found == members.end() ? -1 : static_cast<int>(found - members.begin());
+  }
+
+  InitOptions init_options(const Generation& generation) {
+    InitOptions options = options_.init;
+    options.cancelled = [folder = folder_, number = generation.number] {
+      return folder && folder->has_after(number);
+    };
+    if (generation.number == 0) return options;
+    if (!store_) store_ = store_of_launcher();
+    options.store = store_;
+    options.generation = generation.number;
+    options.rank = rank_in(generation);
+    options.world_size = static_cast<int>(generation.members.size());
+    return options;
+  }
+
+  /// True: all ranks are done. False: the ranks meet anew, if there is a generation after this.
+  bool run_generation(const Generation& generation, const std::function<void(World&)>& train) {
+    failure_ = nullptr;
+    try {
+      World world = init(init_options(generation));
+      if (generation.number == 0) launch::seed_ranks(world, options_);
+      progress_ = detail::share_state(parts_, progress_, world.group());
+      keep_numbers();
+      train(world);
+      world.group().barrier();
+      return true;
+    } catch (const GenerationEnded&) {
+    } catch (const MismatchError&) {
+      throw;
+    } catch (const CommError&) {
+      failure_ = std::current_exception();
+    }
+    restore_numbers();
+    return false;
+  }
+
+  const StartOptions options_;
+  const std::optional<GenerationFolder> folder_;
+  const int worker_;  ///< The RANK that it was started with.
+  std::vector<detail::NamedPart> parts_;
+  std::vector<Number> numbers_;
+  detail::StateProgress progress_;
+  int64_t number_ = 0;  ///< The generation.
+  Store store_;
+  std::exception_ptr failure_;  ///< That ended the generation.
+};
+
+ElasticJob::ElasticJob(int nprocs, const StartOptions& options) {
+  launch::start_ranks(nprocs, options, "ElasticJob", true);
+  impl_ = std::make_unique<Impl>(options);
+}
+
+ElasticJob::~ElasticJob() = default;
+
+void ElasticJob::add(const std::string& name, torch::nn::Module& module) {
+  add(name, Part{.get = [&module] { return state_dict(module); },
+                 .set =
+                     [&module, name](const StateDict& state) {
+                       load_state_dict(module, state, "another rank's " + name);
+                     }});
+}
+
+void ElasticJob::add(const std::string& name, torch::optim::Optimizer& optimizer) {
+  add(name,
+      Part{.get =
+               [&optimizer] {
+                 return StateDict{{"bytes", bytes_of(optimizer)}};
+               },
+           .set = [&optimizer](
+                      const StateDict& state) { load_bytes(optimizer, state.at(0).second); }});
+}
+
+void ElasticJob::add(const std::string& name, Optimizer& optimizer) {
+  add(name, Part{.get = [&optimizer] { return optimizer.state(); },
+                 .set = [&optimizer](const StateDict& state) { optimizer.load_state(state); }});
+}
+
+void ElasticJob::add(const std::string& name, int64_t& number) {
+  impl_->add_number(name, part_of(number));
+}
+
+void ElasticJob::add(const std::string& name, double& number) {
+  impl_->add_number(name, part_of(number));
+}
+
+void ElasticJob::add(const std::string& name, Part part) {
+  impl_->add(name, std::move(part));
+}
+
+void ElasticJob::run(const std::function<void(World&)>& train) {
+  impl_->run(train);
+}
+
+void ElasticJob::commit() {
+  impl_->commit();
+}
+
+int64_t ElasticJob::commits() const {
+  return impl_->commits();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,90 @@
+#include "lockstep/recovery/shared_state.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::detail {
+namespace {
+
+using nlohmann::json;
+
+json layout_of(const StateDict& state) {
+  json layout = json::array();
+  for (const auto& [name, tensor] : state) {
+    layout.push_back({{"name", name},
+                      {"shape", tensor.sizes().vec()},
+                      {"dtype", static_cast<int>(tensor.scalar_type())}});
+  }
+  return layout;
+}
+
+StateDict empty_state(const json& layout) {
+  StateDict state;
+  for (const auto& entry : layout) {
+    const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+    const auto dtype = static_cast<at::ScalarType>(entry.at("dtype").get<int>());
+    state.emplace_back(entry.at("name"), at::empty(shape, dtype));
+  }
+  return state;
+}
+
+/// One part of rank `source`, on every rank.
+StateDict receive(const NamedPart& named, int source, const ProcessGroup& group) {
+  const bool sends = group.rank() == source;
+  StateDict state = sends ? named.part.get() : StateDict{};
+  const json layout = group.broadcast_object(layout_of(state), source);
+  if (!sends) state = empty_state(layout);
+  for (auto& [name, tensor] : state) {
+    if (tensor.numel() == 0) continue;
+    at::Tensor values = tensor.detach().contiguous();
+    group.broadcast(values, source);
+    tensor = values;
+  }
+  return state;
+}
+
+void expect_same_parts(const std::vector<json>& ranks) {
+  for (size_t rank = 1; rank < ranks.size(); ++rank) {
+    if (ranks[rank].at("parts") == ranks[0].at("parts")) continue;
+    throw MismatchError("ElasticJob: rank 0 has the parts " + ranks[0].at("parts").dump() +
+                            ", but rank " + std::to_string(rank) + " has " +
+                            ranks[rank].at("parts").dump(),
+                        "add the same parts on all ranks, in the same order");
+  }
+}
+
+}  // namespace
+
+StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgress& own,
+                          const ProcessGroup& group) {
+  json names = json::array();
+  for (const auto& named : parts) names.push_back(named.name);
+  const auto ranks = group.all_gather_object(
+      {{"complete", own.complete}, {"commits", own.commits}, {"parts", names}});
+  expect_same_parts(ranks);
+  int source = -1;
+  int64_t most = -1;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const auto commits = ranks[rank].at("commits").get<int64_t>();
+    if (!ranks[rank].at("complete").get<bool>() || commits <= most) continue;
+    most = commits;
+    source = static_cast<int>(rank);
+  }
+  if (source < 0) throw Error("ElasticJob: no rank has the state: those that had it have ended");
+  const StateProgress furthest{.complete = true, .commits = most};
+  const bool all_alike = std::all_of(ranks.begin(), ranks.end(), [&](const json& rank) {
+    return rank.at("complete").get<bool>() && rank.at("commits").get<int64_t>() == most;
+  });
+  if (all_alike) return furthest;
+  std::vector<StateDict> received;
+  for (const auto& named : parts) received.push_back(receive(named, source, group));
+  const bool needs_it = !own.complete || own.commits != most;
+  for (size_t i = 0; needs_it && i < parts.size(); ++i) parts[i].part.set(received[i]);
+  return furthest;
+}
+
+}  // namespace lockstep::detail
