@@ -23,6 +23,11 @@ auto suspicion(const WorkerEnd& end) {
 
 }  // namespace
 
+bool WorkerEnd::left_by_usr1() const {
+  if (WIFSIGNALED(wait_status)) return WTERMSIG(wait_status) == SIGUSR1;
+  return WEXITSTATUS(wait_status) == 128 + SIGUSR1;
+}
+
 Job::Job(int workers, Options options)
     : options_(options), ends_(static_cast<size_t>(workers)), living_(workers) {}
 
@@ -48,6 +53,7 @@ int Job::ended(int index, WorkerEnd end, Time now) {
   --living_;
   if (living_ == 0) deadline_.reset();
   if (end.succeeded()) return 0;
+  if (end.left_by_usr1()) return left(now);
   if (phase_ == Phase::running || phase_ == Phase::settling) {
     failed_ = true;
     if (living_ == 0) return 0;
@@ -65,6 +71,15 @@ void Job::dropped(int index) {
   if (slot) return;
   slot = WorkerEnd{};
   --living_;
+}
+
+/// The others are told by TERM. A second USR1 would end those at once that still save.
+int Job::left(Time now) {
+  if (phase_ == Phase::interrupting) {
+    signal_ = SIGUSR1;
+    return 0;
+  }
+  return signalled(SIGUSR1, now) != 0 ? SIGTERM : 0;
 }
 
 int Job::signalled(int signal, Time now) {

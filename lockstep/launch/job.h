@@ -20,6 +20,8 @@ struct WorkerEnd {
   int order = 0;                   ///< Its place in the order in which the workers ended.
 
   bool succeeded() const { return wait_status == 0 && start_errno == 0; }
+  /// By USR1, with or without a handler of its own: by that schedulers tell of a preemption.
+  bool left_by_usr1() const;
 };
 
 /// The workers of one job and what to do at each event. It makes no system call, so that every
@@ -47,6 +49,8 @@ class Job {
   Job(int workers, Options options);
 
   /// The end of worker `index`, 0 to workers-1. `end`'s after_stop and order are filled in here.
+  /// One that was ended by USR1, or exits with code 138 (128 + USR1), has saved what it wants to
+  /// save and leaves: the job counts as interrupted by USR1, not as failed.
   int ended(int index, WorkerEnd end, Time now);
   /// Worker `index` has failed, but the job goes on without it and needs nobody in its place.
   void dropped(int index);
@@ -77,6 +81,7 @@ class Job {
  private:
   enum class Phase { running, settling, stopping, interrupting, killing };
   int stop(Time now);
+  int left(Time now);
   int kill();
 
   Options options_;

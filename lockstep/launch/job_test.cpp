@@ -130,6 +130,31 @@ TEST_F(JobTest, ASecondSignalKillsButNotTheSameOneAtOnce) {
   EXPECT_EQ(job_.signalled(SIGTERM, at(800)), 0);
 }
 
+TEST_F(JobTest, AWorkerThatLeavesByUsr1InterruptsTheJobAndTheOthersGetTheTimeToSave) {
+  for (const int status : {exited(128 + SIGUSR1), SIGUSR1}) {
+    Job job(2, {});
+    EXPECT_EQ(job.ended(0, end(status), at(0)), SIGTERM) << "not USR1, which they may have had";
+    EXPECT_EQ(job.tick(at(5000)), 0);
+    EXPECT_EQ(job.ended(1, end(exited(128 + SIGTERM)), at(6000)), 0);
+    EXPECT_EQ(job.ending(), Job::Ending::interrupted);
+    EXPECT_EQ(job.signal(), SIGUSR1);
+  }
+}
+
+TEST_F(JobTest, Usr1BeforeTermIsWhyAWorkerLeaves) {
+  EXPECT_EQ(job_.signalled(SIGTERM, at(0)), SIGTERM);
+  EXPECT_EQ(job_.ended(0, end(exited(128 + SIGUSR1)), at(400)), 0);
+  EXPECT_EQ(job_.signal(), SIGUSR1);
+}
+
+TEST_F(JobTest, AWorkerThatLeavesAfterAFailureDoesNotHideIt) {
+  EXPECT_EQ(job_.ended(0, end(exited(3)), at(0)), SIGTERM);
+  EXPECT_EQ(job_.ended(1, end(exited(128 + SIGUSR1)), at(10)), 0);
+  EXPECT_EQ(job_.ending(), Job::Ending::failure);
+  EXPECT_EQ(job_.late_signal(), SIGUSR1);
+  EXPECT_EQ(job_.root_cause(), 0);
+}
+
 TEST_F(JobTest, ClosedOutputStopsTheWorkers) {
   EXPECT_EQ(job_.output_closed(at(0)), SIGTERM);
   EXPECT_EQ(job_.output_closed(at(1)), 0);

@@ -298,11 +298,13 @@ class Launcher {
     if (recovery_ && end.succeeded())
       recovery_->ended(plan_.workers[static_cast<size_t>(index)].rank);
     drop_who_comes_too_late();
+    const bool leaves = job_.signal() != 0 || job_.late_signal() != 0;
+    if (agent_ && leaves) agent_->leave();
   }
 
   /// True: the others go on without the worker.
   bool recover(int index, const WorkerEnd& end) {
-    if (!recovery_ || !job_.running()) return false;
+    if (!recovery_ || !job_.running() || end.left_by_usr1()) return false;
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
     if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;

@@ -25,6 +25,7 @@ using Backend = MeetingOptions::Backend;
 constexpr int kSilences = 5;
 /// A name server that is silent for longer is not there.
 constexpr std::chrono::milliseconds kAnswerWithin{2'000};
+constexpr std::chrono::milliseconds kNamesAppear{10'000};
 constexpr const char* kTokenVariable = "LOCKSTEP_TOKEN";
 
 std::string host_name() {
@@ -37,14 +38,25 @@ std::string token_of(const MeetingOptions& meeting) {
   return elastic::read_token(meeting.token_file, kTokenVariable).value_or("");
 }
 
+/// Waits for a name to appear: a cluster may know it only after its processes have started.
+bool is_at_endpoint(const std::string& address) {
+  try {
+    resolve_host(address, kNamesAppear);
+  } catch (const CommError&) {
+    return false;
+  }
+  return is_this_host(address);
+}
+
 /// None where another host serves it.
 std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& options,
                                                           const std::string& token) {
   const MeetingOptions& meeting = options.meeting;
   if (meeting.backend == Backend::etcd) return nullptr;
   const bool fixed = meeting.backend == Backend::fixed;
-  const bool ours = fixed ? options.node_rank.value_or(0) == 0
-                          : meeting.is_host.value_or(is_this_host(options.master_addr));
+  const bool ours = fixed             ? options.node_rank.value_or(0) == 0
+                    : meeting.is_host ? *meeting.is_host
+                                      : is_at_endpoint(options.master_addr);
   if (!ours) return nullptr;
   // Else nobody but the other hosts would tell that the name is mistyped, and later.
   resolve_host(options.master_addr, kAnswerWithin, std::chrono::milliseconds(0));
