@@ -160,22 +160,13 @@ void Agent::tell_change(const GenerationRecord& before) {
 
 void Agent::take_end(const JobEnd& end) {
   if (outcome_) return;
-  switch (end.kind) {
-    case JobEnd::Kind::none:
-      break;
-    case JobEnd::Kind::success:
-      outcome_ = Finish{Finish::Kind::success};
-      break;
-    case JobEnd::Kind::interrupted:
-      outcome_ = Finish{Finish::Kind::interrupted};
-      break;
-    case JobEnd::Kind::failure: {
-      std::string text = end.text;
-      for (size_t i = 0; i < record_->failures.size(); ++i)
-        text += "\n  before, attempt " + std::to_string(i) + ": " + record_->failures[i];
-      outcome_ = Finish{Finish::Kind::failure, end.exit_code, text};
-    }
-  }
+  using Kind = Finish::Kind;
+  const bool failed = end.kind == JobEnd::Kind::failure;
+  const Kind well = end.kind == JobEnd::Kind::success ? Kind::success : Kind::interrupted;
+  outcome_ = Finish{failed ? Kind::failure : well, end.exit_code, end.text};
+  if (!failed) return;
+  for (size_t i = 0; i < record_->failures.size(); ++i)
+    outcome_->text += "\n  before, attempt " + std::to_string(i) + ": " + record_->failures[i];
 }
 
 void Agent::lose_job(const std::string& why) {
@@ -201,15 +192,15 @@ void Agent::on(const WorkersEnded& ended) {
 }
 
 void Agent::on(const StoreOpened& opened) {
-  if (opened.generation == store_for_) store_ = opened;
-}
-
-void Agent::on(const StoreFailed& failed) {
-  if (failed.generation != store_for_ || report_.generation >= store_for_) return;
-  report_ = {.generation = store_for_,
-             .state = Report::State::failed,
-             .exit_code = kExitFailure,
-             .text = failed.text};
+  if (opened.generation != store_for_) return;
+  if (opened.error.empty()) {
+    store_ = opened;
+  } else if (report_.generation < store_for_) {
+    report_ = {.generation = store_for_,
+               .state = Report::State::failed,
+               .exit_code = kExitFailure,
+               .text = opened.error};
+  }
 }
 
 // ---- What to do

@@ -50,7 +50,6 @@ class Agent {
   void on(const LeaseKept& kept);
   void on(const WorkersEnded& ended);
   void on(const StoreOpened& opened);
-  void on(const StoreFailed& failed);
   void on(const Leave&) { leaving_ = true; }
   void on(const Tick&) {}
 

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "lockstep/elastic/job_record.h"
+#include "lockstep/elastic/registry.h"
+#include "lockstep/launch/host_agent.h"
 
 namespace lockstep::elastic {
 
@@ -49,17 +51,11 @@ using Time = std::chrono::steady_clock::time_point;
 
 // ---- Events
 
-struct Entry {
-  std::string key;
-  std::string value;
-  int64_t revision = 0;
-};
-
 /// What has changed under a watched prefix. Of each watch these come in the registry's order and
 /// none is missed; the first is `whole`.
 struct Changed {
-  std::string prefix;               ///< As in `Watch`.
-  std::vector<Entry> written = {};  ///< With `whole`: all that is there.
+  std::string prefix;                ///< As in `Watch`.
+  std::vector<Record> written = {};  ///< With `whole`: all that is there.
   std::vector<std::string> erased = {};
   int64_t revision = 0;  ///< Of the registry, at the last of these changes.
   bool whole = false;
@@ -67,11 +63,11 @@ struct Changed {
 
 /// What became of a CompareAndSet. Each one gets this once.
 struct Answered {
-  enum class Outcome { done, conflict, lease_gone, failed };
+  using Outcome = Reply::Outcome;
   uint64_t request = 0;
-  Outcome outcome{};  ///< failed: no answer in time. It may have been carried out all the same.
-  std::optional<Entry> entry = {};  ///< done, conflict: what is there now; none: nothing.
-  int64_t revision = 0;             ///< Of the registry, when it was carried out.
+  Outcome outcome{};                 ///< failed: no answer in time.
+  std::optional<Record> entry = {};  ///< done, conflict: what is there now; none: nothing.
+  int64_t revision = 0;              ///< Of the registry, when it was carried out.
 };
 
 struct LeaseGranted {};
@@ -91,14 +87,12 @@ struct WorkersEnded {
   bool can_retry = true;
   bool consequence = false;
 };
+/// Or not, where there is an error.
 struct StoreOpened {
   int64_t generation = 0;
-  std::string address;
+  std::string address = {};
   uint16_t port = 0;
-};
-struct StoreFailed {
-  int64_t generation = 0;
-  std::string text;
+  std::string error = {};
 };
 /// The user has interrupted this agent (INT, TERM). The shell forwards the signal to the workers
 /// when StopWorkers comes.
@@ -107,7 +101,7 @@ struct Leave {};
 struct Tick {};
 
 using Event = std::variant<Changed, Answered, LeaseGranted, LeaseLost, LeaseKept, WorkersEnded,
-                           StoreOpened, StoreFailed, Leave, Tick>;
+                           StoreOpened, Leave, Tick>;
 
 // ---- Actions
 
@@ -130,7 +124,7 @@ struct Unwatch {
 struct GrantLease {};
 /// Revokes the lease, as far as that goes in a short time. Finish follows.
 struct LetGoLease {};
-/// Answered by StoreOpened or StoreFailed. A store of an earlier generation may be closed.
+/// Answered by StoreOpened. A store of an earlier generation may be closed.
 struct OpenStore {
   int64_t generation = 0;
 };
@@ -146,13 +140,8 @@ struct StopWorkers {
 };
 /// The last action. No worker is left.
 struct Finish {
-  enum class Kind {
-    success,
-    failure,
-    interrupted,
-    lost,  ///< The registry, or the job in it, is gone. Not known how the job ended.
-  };
-  Kind kind{};
+  using Kind = launch::HostOrder::Kind;
+  Kind kind{};  ///< From `success` on. lost: the registry, or the job in it, is gone.
   int exit_code = 0;
   std::string text = {};
 };

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -21,6 +20,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/elastic/agent.h"
+#include "lockstep/elastic/event_queue.h"
 
 namespace lockstep::elastic {
 namespace {
@@ -54,38 +54,10 @@ HostOrder order_of(const StartWorkers& start) {
   return order;
 }
 
-HostOrder::Kind kind_of(Finish::Kind kind) {
-  switch (kind) {
-    case Finish::Kind::success:
-      return HostOrder::Kind::success;
-    case Finish::Kind::failure:
-      return HostOrder::Kind::failure;
-    case Finish::Kind::interrupted:
-      return HostOrder::Kind::interrupted;
-    default:
-      return HostOrder::Kind::lost;
-  }
-}
-
-/// The agent's word for what became of a write.
-Answered::Outcome outcome_of(Reply::Outcome outcome) {
-  switch (outcome) {
-    case Reply::Outcome::done:
-      return Answered::Outcome::done;
-    case Reply::Outcome::conflict:
-      return Answered::Outcome::conflict;
-    case Reply::Outcome::lease_gone:
-      return Answered::Outcome::lease_gone;
-    default:
-      return Answered::Outcome::failed;
-  }
-}
-
-std::vector<Entry> entries_of(const std::vector<Record>& records, size_t prefix) {
-  std::vector<Entry> entries;
-  for (const auto& record : records)
-    entries.push_back({record.key.substr(prefix), record.value, record.revision});
-  return entries;
+/// The agent's keys have no prefix.
+std::vector<Record> without_prefix(std::vector<Record> records, size_t prefix) {
+  for (auto& record : records) record.key.erase(0, prefix);
+  return records;
 }
 
 class AgentRunner : public launch::HostAgent {
@@ -99,7 +71,7 @@ class AgentRunner : public launch::HostAgent {
 
   ~AgentRunner() override {
     over_ = true;
-    ::eventfd_write(wake_.get(), 1);
+    handed_in_.push(Tick{});
     thread_.join();
   }
 
@@ -113,23 +85,17 @@ class AgentRunner : public launch::HostAgent {
   }
 
   void ended(int64_t generation, const launch::HostEnd& end) override {
-    hand_in(WorkersEnded{.generation = generation,
-                         .succeeded = end.succeeded,
-                         .exit_code = end.exit_code,
-                         .text = "on host " + where_ + ": " + end.text,
-                         .can_retry = end.can_retry,
-                         .consequence = end.consequence});
+    handed_in_.push(WorkersEnded{.generation = generation,
+                                 .succeeded = end.succeeded,
+                                 .exit_code = end.exit_code,
+                                 .text = "on host " + where_ + ": " + end.text,
+                                 .can_retry = end.can_retry,
+                                 .consequence = end.consequence});
   }
 
-  void leave() override { hand_in(Leave{}); }
+  void leave() override { handed_in_.push(Leave{}); }
 
  private:
-  void hand_in(Event event) {
-    const std::lock_guard lock(mutex_);
-    handed_in_.push_back(std::move(event));
-    ::eventfd_write(wake_.get(), 1);
-  }
-
   void give(HostOrder order) {
     const std::lock_guard lock(mutex_);
     order_ = std::move(order);
@@ -149,9 +115,10 @@ class AgentRunner : public launch::HostAgent {
   }
 
   void step() {
-    pollfd fds[] = {{registry_->descriptor(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    pollfd fds[] = {{registry_->descriptor(), POLLIN, 0}, {handed_in_.descriptor(), POLLIN, 0}};
     ::poll(fds, 2, wait_ms());
-    for (auto& event : take_handed_in()) take(event);
+    while (const auto event = handed_in_.take(milliseconds(0), [](const Event&) { return true; }))
+      take(*event);
     while (auto event = registry_->next_event(milliseconds(0))) {
       std::visit([this](auto& one) { arrived(one); }, *event);
       if (agent_.finished()) return;
@@ -180,40 +147,21 @@ class AgentRunner : public launch::HostAgent {
     return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
   }
 
-  std::deque<Event> take_handed_in() {
-    const std::lock_guard lock(mutex_);
-    eventfd_t count = 0;
-    ::eventfd_read(wake_.get(), &count);
-    return std::exchange(handed_in_, {});
-  }
-
   void take(const Event& event) { perform(agent_.take(event, Clock::now())); }
 
   // ---- From the registry
 
   void arrived(const Reply& reply) {
     if (reply.error && reply.error->kind() != RegistryError::Kind::unreachable) throw *reply.error;
-    if (reply.request == granting_) {
-      take_lease(reply);
-    } else if (const auto kept = keeping_.find(reply.request); kept != keeping_.end()) {
-      const auto [lease, sent] = kept->second;
-      keeping_.erase(kept);
-      if (lease != lease_) return;
-      if (reply.outcome == Reply::Outcome::done) take(LeaseKept{sent});
-      if (reply.outcome == Reply::Outcome::lease_gone) lose_lease();
-    } else if (const auto write = writes_.find(reply.request); write != writes_.end()) {
-      const Answered answered{.request = write->second,
-                              .outcome = outcome_of(reply.outcome),
-                              .entry = entry_of(reply),
-                              .revision = reply.revision};
-      writes_.erase(write);
-      take(answered);
-    }
+    if (const auto request = requests_.extract(reply.request)) request.mapped()(reply);
   }
 
-  std::optional<Entry> entry_of(const Reply& reply) const {
-    const auto entries = entries_of(reply.records, prefix_.size());
-    return entries.empty() ? std::nullopt : std::optional(entries.front());
+  void take_answer(uint64_t request, const Reply& reply) {
+    const auto entries = without_prefix(reply.records, prefix_.size());
+    take(Answered{.request = request,
+                  .outcome = reply.outcome,
+                  .entry = entries.empty() ? std::nullopt : std::optional(entries.front()),
+                  .revision = reply.revision});
   }
 
   void arrived(const Change& change) {
@@ -221,7 +169,7 @@ class AgentRunner : public launch::HostAgent {
     if (watch == watches_.end()) return;
     if (change.error) throw *change.error;
     Changed changed{.prefix = watch->second,
-                    .written = entries_of(change.written, prefix_.size()),
+                    .written = without_prefix(change.written, prefix_.size()),
                     .revision = change.revision,
                     .whole = change.whole};
     for (const auto& key : change.erased) changed.erased.push_back(key.substr(prefix_.size()));
@@ -231,7 +179,6 @@ class AgentRunner : public launch::HostAgent {
   // ---- The lease
 
   void take_lease(const Reply& reply) {
-    granting_ = 0;
     if (reply.outcome != Reply::Outcome::done) return take(LeaseLost{});
     lease_ = reply.lease;
     keep_at_ = Clock::now() + options_.agent.keep_alive / 3;
@@ -244,10 +191,14 @@ class AgentRunner : public launch::HostAgent {
     Request request{.kind = Request::Kind::keep_lease};
     request.lease = lease_;
     request.timeout = options_.agent.keep_alive;
-    keeping_[registry_->submit(std::move(request))] = {lease_, now};
+    requests_[registry_->submit(std::move(request))] =
+        [this, lease = lease_, now](const Reply& reply) { take_kept(lease, now, reply); };
   }
 
-  void lose_lease() {
+  void take_kept(int64_t lease, Time sent, const Reply& reply) {
+    if (lease != lease_) return;
+    if (reply.outcome == Reply::Outcome::done) return take(LeaseKept{sent});
+    if (reply.outcome != Reply::Outcome::lease_gone) return;
     lease_ = 0;
     keep_at_.reset();
     take(LeaseLost{});
@@ -265,16 +216,17 @@ class AgentRunner : public launch::HostAgent {
     request.value = action.value;
     request.expected = action.expected;
     if (action.with_lease) request.lease = lease_;
-    writes_[registry_->submit(std::move(request))] = action.request;
+    requests_[registry_->submit(std::move(request))] =
+        [this, number = action.request](const Reply& reply) { take_answer(number, reply); };
   }
   void on(const Watch& action) {
     watches_[registry_->watch(prefix_ + action.prefix)] = action.prefix;
   }
   void on(const Unwatch& action) {
-    for (const auto& [number, prefix] : watches_) {
-      if (prefix == action.prefix) registry_->unwatch(number);
-    }
-    std::erase_if(watches_, [&](const auto& watch) { return watch.second == action.prefix; });
+    std::erase_if(watches_, [&](const auto& watch) {
+      if (watch.second == action.prefix) registry_->unwatch(watch.first);
+      return watch.second == action.prefix;
+    });
   }
   void on(const GrantLease&) {
     lease_ = 0;
@@ -282,7 +234,9 @@ class AgentRunner : public launch::HostAgent {
     Request request{.kind = Request::Kind::grant_lease};
     request.ttl = std::max(std::chrono::ceil<std::chrono::seconds>(options_.agent.keep_alive),
                            std::chrono::seconds(1));
-    granting_ = registry_->submit(std::move(request));
+    requests_[registry_->submit(std::move(request))] = [this](const Reply& reply) {
+      take_lease(reply);
+    };
   }
   void on(const LetGoLease&) {
     keep_at_.reset();
@@ -300,9 +254,9 @@ class AgentRunner : public launch::HostAgent {
     store_ = {};
     try {
       store_ = options_.serve_store();
-      hand_in(StoreOpened{action.generation, store_.address, store_.port});
+      handed_in_.push(StoreOpened{action.generation, store_.address, store_.port});
     } catch (const std::exception& error) {
-      hand_in(StoreFailed{action.generation, error.what()});
+      handed_in_.push(StoreOpened{.generation = action.generation, .error = error.what()});
     }
   }
   void on(const StartWorkers& action) {
@@ -313,7 +267,7 @@ class AgentRunner : public launch::HostAgent {
     give({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
   }
   void on(const Finish& action) {
-    give({.kind = kind_of(action.kind), .exit_code = action.exit_code, .text = action.text});
+    give({.kind = action.kind, .exit_code = action.exit_code, .text = action.text});
   }
   void on(const Say& action) { options_.say(action.text); }
 
@@ -323,20 +277,17 @@ class AgentRunner : public launch::HostAgent {
   const std::string where_ =
       options_.agent.node_rank ? std::to_string(*options_.agent.node_rank) : options_.agent.host;
   const std::unique_ptr<Registry> registry_;
-  const UniqueFd wake_ = new_event(), changed_ = new_event();
+  EventQueue<Event> handed_in_;
+  const UniqueFd changed_ = new_event();
   std::atomic<bool> over_{false};
-
-  std::mutex mutex_;  ///< Of these two.
+  std::mutex mutex_;  ///< Of the order.
   HostOrder order_;
-  std::deque<Event> handed_in_;
 
   // Of the agent's thread.
   Agent agent_;
   int64_t lease_ = 0;  ///< 0: none.
   std::optional<Time> keep_at_;
-  uint64_t granting_ = 0;
-  std::map<uint64_t, std::pair<int64_t, Time>> keeping_;  ///< Requests, with lease and time.
-  std::map<uint64_t, uint64_t> writes_;                   ///< Requests, and the agent's numbers.
+  std::map<uint64_t, std::function<void(const Reply&)>> requests_;  ///< What takes their replies.
   std::map<uint64_t, std::string> watches_;
   ServedStore store_;
   bool has_run_ = false, told_wait_ = false;

@@ -72,9 +72,8 @@ EmbeddedStore::EmbeddedStore(size_t history, std::function<Clock::time_point()> 
 EmbeddedStore::Handler EmbeddedStore::handler_of(const std::string& path) {
   static const std::map<std::string, Handler> handlers = {
       {"/v3/kv/range", &EmbeddedStore::range},       {"/v3/kv/put", &EmbeddedStore::put},
-      {"/v3/kv/deleterange", &EmbeddedStore::erase}, {"/v3/kv/txn", &EmbeddedStore::transact},
-      {"/v3/lease/grant", &EmbeddedStore::grant},    {"/v3/lease/keepalive", &EmbeddedStore::keep},
-      {"/v3/lease/revoke", &EmbeddedStore::revoke}};
+      {"/v3/kv/txn", &EmbeddedStore::transact},      {"/v3/lease/grant", &EmbeddedStore::grant},
+      {"/v3/lease/keepalive", &EmbeddedStore::keep}, {"/v3/lease/revoke", &EmbeddedStore::revoke}};
   const auto found = handlers.find(path);
   return found == handlers.end() ? nullptr : found->second;
 }
@@ -116,13 +115,6 @@ Json EmbeddedStore::put(const Json& request) {
     throw Refusal{GrpcCode::not_found, "etcdserver: requested lease not found"};
   write(std::move(record));
   return Json::object();
-}
-
-Json EmbeddedStore::erase(const Json& request) {
-  const std::string first = key_of(request), end = bytes(request, "range_end");
-  const size_t count =
-      erase_if([&](const Record& record) { return in_range(record.key, first, end); });
-  return {{"deleted", std::to_string(count)}};
 }
 
 bool EmbeddedStore::holds(const Json& compare) const {
@@ -176,7 +168,7 @@ Json EmbeddedStore::revoke(const Json& request) {
   const int64_t id = number(request, "ID");
   if (leases_.erase(id) == 0)
     throw Refusal{GrpcCode::not_found, "etcdserver: requested lease not found"};
-  erase_if([&](const Record& record) { return record.lease == id; });
+  erase_records_of(id);
   return Json::object();
 }
 
@@ -186,18 +178,14 @@ void EmbeddedStore::write(Record record) {
   records_[record.key] = std::move(record);
 }
 
-size_t EmbeddedStore::erase_if(const std::function<bool(const Record&)>& doomed) {
-  size_t count = 0;
-  for (auto at = records_.begin(); at != records_.end();) {
-    if (!doomed(at->second)) {
-      ++at;
-      continue;
-    }
-    if (count++ == 0) ++revision_;
-    remember({revision_, at->first, std::nullopt});
-    at = records_.erase(at);
-  }
-  return count;
+void EmbeddedStore::erase_records_of(int64_t lease) {
+  const int64_t next = revision_ + 1;
+  std::erase_if(records_, [&](const auto& entry) {
+    if (entry.second.lease != lease) return false;
+    revision_ = next;
+    remember({next, entry.first, std::nullopt});
+    return true;
+  });
 }
 
 void EmbeddedStore::remember(Event event) {
@@ -229,7 +217,7 @@ EmbeddedStore::Clock::time_point EmbeddedStore::expire() {
     }
     const int64_t id = at->first;
     at = leases_.erase(at);
-    erase_if([&](const Record& record) { return record.lease == id; });
+    erase_records_of(id);
   }
   return next;
 }

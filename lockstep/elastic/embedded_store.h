@@ -72,7 +72,6 @@ class EmbeddedStore {
   static Handler handler_of(const std::string& path);
   Json range(const Json& request);
   Json put(const Json& request);
-  Json erase(const Json& request);
   Json transact(const Json& request);
   Json grant(const Json& request);
   Json keep(const Json& request);
@@ -82,7 +81,7 @@ class EmbeddedStore {
   bool holds(const Json& compare) const;
   Json header() const;
   void write(Record record);
-  size_t erase_if(const std::function<bool(const Record&)>& doomed);
+  void erase_records_of(int64_t lease);
   void remember(Event event);
   bool add_lines(Watcher& watcher);
   Clock::time_point expire();

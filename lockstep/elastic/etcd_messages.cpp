@@ -61,7 +61,6 @@ bool read_lease(const Request& request, const Json& answer, Reply& reply) {
   const auto lease = int_field(result, "ID"), ttl = int_field(result, "TTL");
   if (!lease || !ttl || *lease == 0) return false;
   reply.lease = *lease;
-  reply.ttl = std::chrono::seconds(*ttl);
   if (*ttl <= 0) reply.outcome = Reply::Outcome::lease_gone;
   return *ttl > 0 || keeps;
 }
@@ -91,8 +90,6 @@ EtcdMessage message_of(const Request& request) {
       return {"/v3/kv/range", range_of_prefix(request.key).dump()};
     case Kind::put:
       return put_message(request);
-    case Kind::erase:
-      return {"/v3/kv/deleterange", Json{{"key", to_base64(request.key)}}.dump()};
     case Kind::grant_lease:
       return {"/v3/lease/grant", Json{{"TTL", text(request.ttl.count())}}.dump()};
     case Kind::keep_lease:
@@ -129,7 +126,7 @@ std::string watch_message(const std::string& prefix, uint64_t id, int64_t first_
 }
 
 std::string describe(const Request& request) {
-  static constexpr const char* kNames[] = {"get",         "list",       "put",         "erase",
+  static constexpr const char* kNames[] = {"get",         "list",       "put",
                                            "grant_lease", "keep_lease", "revoke_lease"};
   const std::string name = kNames[static_cast<size_t>(request.kind)];
   return request.key.empty() ? name : name + " of '" + request.key + "'";

@@ -5,10 +5,8 @@
 #include <list>
 #include <map>
 #include <mutex>
-#include <set>
 #include <thread>
 
-#include "lockstep/base/duration.h"
 #include "lockstep/base/text.h"
 #include "lockstep/elastic/etcd_messages.h"
 #include "lockstep/elastic/event_queue.h"
@@ -36,10 +34,6 @@ void check(const EtcdRegistryOptions& options) {
   }
   if (options.certificate.empty() != options.key.empty())
     throw UsageError("registry: a certificate and its key belong together");
-  if (!options.token.empty() && !options.user.empty())
-    throw UsageError("registry: a user is for etcd, a token for an embedded registry; give one");
-  check_timeout("registry: request_timeout", options.request_timeout);
-  check_timeout("registry: try_timeout", options.try_timeout);
 }
 
 /// How a try ended.
@@ -61,25 +55,17 @@ bool is_tls_problem(CURLcode code) {
          code == CURLE_SSL_CACERT_BADFILE || code == CURLE_SSL_CONNECT_ERROR;
 }
 
+constexpr GrpcCode kMayPass[] = {GrpcCode::cancelled,         GrpcCode::unknown,
+                                 GrpcCode::deadline_exceeded, GrpcCode::resource_exhausted,
+                                 GrpcCode::aborted,           GrpcCode::unavailable};
+
 Verdict::Kind kind_of_error(int status, int64_t grpc) {
-  switch (GrpcCode(grpc)) {
-    case GrpcCode::unauthenticated:
-      return Verdict::Kind::no_credentials;
-    case GrpcCode::permission_denied:
-      return Verdict::Kind::refused;
-    case GrpcCode::cancelled:
-    case GrpcCode::unknown:
-    case GrpcCode::deadline_exceeded:
-    case GrpcCode::resource_exhausted:
-    case GrpcCode::aborted:
-    case GrpcCode::unavailable:
-      return Verdict::Kind::may_pass;
-    default:
-      break;
-  }
-  if (status == 401) return Verdict::Kind::no_credentials;
-  if (status == 403) return Verdict::Kind::refused;
-  const bool passes = grpc == 0 && (status >= 500 || status == 408 || status == 429);
+  const auto code = GrpcCode(grpc);
+  if (code == GrpcCode::unauthenticated || status == 401) return Verdict::Kind::no_credentials;
+  if (code == GrpcCode::permission_denied || status == 403) return Verdict::Kind::refused;
+  const bool passes =
+      grpc == 0 ? status >= 500 || status == 408 || status == 429
+                : std::find(std::begin(kMayPass), std::end(kMayPass), code) != std::end(kMayPass);
   return passes ? Verdict::Kind::may_pass : Verdict::Kind::invalid;
 }
 
@@ -102,14 +88,6 @@ struct Operation {
   // Of the stream.
   uint64_t lines = 0;
   size_t to_begin = 0;  ///< Watches that the server has not yet said to have begun.
-  Clock::time_point begin_limit{};
-
-  /// Those of one lane are carried out one after another; empty: of none.
-  std::string lane() const {
-    if (purpose != Purpose::reply || request.kind == Request::Kind::list) return {};
-    if (!request.key.empty()) return "key " + request.key;
-    return request.lease != 0 ? "lease " + std::to_string(request.lease) : "";
-  }
 };
 using Purpose = Operation::Purpose;
 
@@ -220,8 +198,6 @@ class EtcdRegistry : public Registry {
       if (!operation.transfer) next = std::min(next, operation.deadline);
       if (!operation.transfer && operation.next_try > now)
         next = std::min(next, operation.next_try);
-      if (operation.transfer && operation.to_begin > 0)
-        next = std::min(next, operation.begin_limit);
     }
     return std::max(std::chrono::ceil<milliseconds>(next - now), milliseconds(0));
   }
@@ -265,11 +241,8 @@ class EtcdRegistry : public Registry {
     const auto now = Clock::now();
     const bool all_listed = std::all_of(watches_.begin(), watches_.end(),
                                         [](const auto& entry) { return entry.second.listed; });
-    std::set<std::string> lanes;
     for (Operation& operation : operations_) {  // one may be added at the end
-      const std::string lane = operation.lane();
-      const bool first = lane.empty() || lanes.insert(lane).second;
-      if (operation.transfer || !first || operation.next_try > now) continue;
+      if (operation.transfer || operation.next_try > now) continue;
       if (operation.purpose == Purpose::stream && !all_listed) continue;
       if (operation.purpose != Purpose::credentials && lacks_credentials())
         ask_for_credentials();
@@ -290,15 +263,11 @@ class EtcdRegistry : public Registry {
     const auto& [path, body] = operation.message;
     const bool seals = session_ && operation.purpose != Purpose::credentials;
     operation.transfer = std::make_unique<HttpTransfer>(
-        multi_, HttpRequest{.url = options_.endpoints[current_] + path,
-                            .body = seals ? session_->seal(path, body, operation.seal) : body,
-                            .authorization = have_credentials_ ? authorization_ : "",
-                            .timeout = timeout,
-                            .connect_timeout = options_.try_timeout,
-                            .silence_limit = options_.silence_limit,
-                            .ca_file = options_.ca_file,
-                            .certificate = options_.certificate,
-                            .key = options_.key});
+        multi_, options_,
+        HttpRequest{.url = options_.endpoints[current_] + path,
+                    .body = seals ? session_->seal(path, body, operation.seal) : body,
+                    .authorization = have_credentials_ ? authorization_ : "",
+                    .timeout = timeout});
   }
 
   void finish_transfers() {
@@ -393,26 +362,20 @@ class EtcdRegistry : public Registry {
         (late ? " did not carry out " + what + " within " + seconds_text(operation.request.timeout)
               : " refuses " + what) +
         ": " + (operation.problem.empty() ? last_problem_ : operation.problem);
+    const char* hint = "are the servers up, and do the endpoints lead to them?";
+    const RegistryError error(kind, message, late ? hint : "");
     const bool all = operation.purpose == Purpose::credentials;  // they wait for it
     for (auto at = operations_.begin(); at != operations_.end();) {
       const auto one = at++;
       if (&*one != &operation && !all) continue;
-      if (one->purpose == Purpose::reply) push_failure(one->id, kind, message);
+      if (one->purpose == Purpose::reply)
+        events_.push(Reply{.request = one->id, .outcome = Reply::Outcome::failed, .error = error});
       if (&*one != &operation) operations_.erase(one);
     }
     remove(operation);
     if (ours) return;
-    for (const auto& [id, _] : watches_)
-      events_.push(Change{.watch = id, .error = RegistryError(kind, message)});
+    for (const auto& [id, _] : watches_) events_.push(Change{.watch = id, .error = error});
     watches_.clear();
-  }
-
-  void push_failure(uint64_t id, ErrorKind kind, const std::string& message) {
-    const char* hint = "are the servers up, and do the endpoints lead to them?";
-    events_.push(
-        Reply{.request = id,
-              .outcome = Reply::Outcome::failed,
-              .error = RegistryError(kind, message, kind == ErrorKind::unreachable ? hint : "")});
   }
 
   void remove(const Operation& operation) {
@@ -440,8 +403,6 @@ class EtcdRegistry : public Registry {
     Operation* stream = find(Purpose::stream);
     if (watches_.empty() && stream) return remove(*stream);
     if (!watches_.empty() && !stream) operations_.push_back({.purpose = Purpose::stream});
-    if (stream && stream->transfer && stream->to_begin > 0 && stream->begin_limit <= Clock::now())
-      settle(*stream, {Verdict::Kind::may_pass, "it does not begin to watch"});
   }
 
   void deliver_listing(Reply reply, const Json& header) {
@@ -475,7 +436,6 @@ class EtcdRegistry : public Registry {
       stream.message.body += watch_message(watch.prefix, id, watch.revision + 1);
     stream.lines = 0;
     stream.to_begin = watches_.size();
-    stream.begin_limit = Clock::now() + options_.try_timeout;
   }
 
   void read_stream() {

@@ -37,7 +37,7 @@ struct EtcdRegistryOptions {
 /// its own carries out all requests and one stream of all watches. All talk to one server; when
 /// that fails, to the next. No proxy is used. Connects to nothing yet. The destructor drops what is
 /// under way, without replies, and joins the thread. Throws UsageError for an endpoint that is no
-/// URL of the two kinds, a certificate without a key, or a user beside a token.
+/// URL of the two kinds, or a certificate without a key.
 std::unique_ptr<Registry> connect_registry(EtcdRegistryOptions options);
 
 }  // namespace lockstep::elastic

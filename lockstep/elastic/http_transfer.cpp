@@ -10,8 +10,8 @@ constexpr size_t kMostReceived = 64 * 1024 * 1024;
 
 }  // namespace
 
-HttpTransfer::HttpTransfer(CURLM* multi, HttpRequest request)
-    : multi_(multi), request_(std::move(request)), easy_(::curl_easy_init()) {
+HttpTransfer::HttpTransfer(CURLM* multi, const EtcdRegistryOptions& options, HttpRequest request)
+    : multi_(multi), options_(options), request_(std::move(request)), easy_(::curl_easy_init()) {
   if (!easy_) throw Error("libcurl cannot start a transfer");
   configure();
   if (const CURLMcode code = ::curl_multi_add_handle(multi_, easy_.get()); code != CURLM_OK)
@@ -40,15 +40,15 @@ void HttpTransfer::configure() {
   set(CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(request_.body.size()));
   set(CURLOPT_POSTFIELDS, request_.body.c_str());
   set(CURLOPT_ERRORBUFFER, error_text_.data());
-  set(CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(request_.connect_timeout.count()));
+  set(CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(options_.try_timeout.count()));
   set(CURLOPT_TIMEOUT_MS, static_cast<long>(request_.timeout.count()));
   set(CURLOPT_WRITEDATA, this);
   set(CURLOPT_WRITEFUNCTION, &HttpTransfer::on_data);
   set(CURLOPT_SOCKOPTDATA, this);
   set(CURLOPT_SOCKOPTFUNCTION, &HttpTransfer::on_socket);
-  if (!request_.ca_file.empty()) set(CURLOPT_CAINFO, request_.ca_file.c_str());
-  if (!request_.certificate.empty()) set(CURLOPT_SSLCERT, request_.certificate.c_str());
-  if (!request_.key.empty()) set(CURLOPT_SSLKEY, request_.key.c_str());
+  if (!options_.ca_file.empty()) set(CURLOPT_CAINFO, options_.ca_file.c_str());
+  if (!options_.certificate.empty()) set(CURLOPT_SSLCERT, options_.certificate.c_str());
+  if (!options_.key.empty()) set(CURLOPT_SSLKEY, options_.key.c_str());
 }
 
 void HttpTransfer::add_header(const std::string& header) {
@@ -84,7 +84,7 @@ size_t HttpTransfer::on_data(char* data, size_t size, size_t count, void* self) 
 }
 
 int HttpTransfer::on_socket(void* self, curl_socket_t fd, curlsocktype) {
-  limit_silence_of(fd, static_cast<HttpTransfer*>(self)->request_.silence_limit);
+  limit_silence_of(fd, static_cast<HttpTransfer*>(self)->options_.silence_limit);
   return CURL_SOCKOPT_OK;
 }
 

@@ -4,10 +4,11 @@
 
 #include <array>
 #include <chrono>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
+
+#include "lockstep/elastic/etcd_registry.h"
 
 namespace lockstep::elastic {
 
@@ -17,17 +18,14 @@ struct HttpRequest {
   std::string body;
   std::string authorization{};           ///< A header; empty: none.
   std::chrono::milliseconds timeout{0};  ///< Of the whole; 0: none, for a stream.
-  std::chrono::milliseconds connect_timeout{};
-  std::chrono::milliseconds silence_limit{};  ///< See limit_silence_of.
-  std::filesystem::path ca_file{}, certificate{}, key{};
 };
 
 /// One transfer within a multi handle of libcurl, from its making until it is destroyed. Only the
 /// thread that drives the multi handle uses it.
 class HttpTransfer {
  public:
-  /// Throws Error where libcurl refuses it.
-  HttpTransfer(CURLM* multi, HttpRequest request);
+  /// `options` must outlive it. Throws Error where libcurl refuses it.
+  HttpTransfer(CURLM* multi, const EtcdRegistryOptions& options, HttpRequest request);
   ~HttpTransfer();
   HttpTransfer(const HttpTransfer&) = delete;
   HttpTransfer& operator=(const HttpTransfer&) = delete;
@@ -53,6 +51,7 @@ class HttpTransfer {
   static int on_socket(void* self, curl_socket_t fd, curlsocktype);
 
   CURLM* const multi_;
+  const EtcdRegistryOptions& options_;
   const HttpRequest request_;
   std::array<char, CURL_ERROR_SIZE> error_text_{};
   std::string received_;

@@ -95,7 +95,7 @@ struct GenerationRecord {
   bool operator==(const GenerationRecord&) const = default;
 };
 
-/// JSON. What is at its default is left out.
+/// JSON.
 std::string encode(const AgentRecord& record);
 std::string encode(const GenerationRecord& record);
 /// Throw DataError for what is no such record.

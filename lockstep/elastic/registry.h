@@ -46,7 +46,6 @@ struct Request {
     get,           ///< The record of `key`.
     list,          ///< All records whose keys begin with `key`, sorted by key.
     put,           ///< Writes `value` under `key`, bound to `lease`.
-    erase,         ///< Erases the record of `key`, if there is one.
     grant_lease,   ///< A new lease of `ttl`.
     keep_lease,    ///< Lets `lease` live for another whole time to live.
     revoke_lease,  ///< Ends `lease` and erases the records that are bound to it.
@@ -69,14 +68,13 @@ struct Reply {
     done,
     conflict,  ///< A put with `expected`: the record is another. `records` has it, if it is there.
     lease_gone,  ///< The lease has expired or was revoked. Nothing was written.
-    failed,      ///< `error` says why. A put or an erase may have been carried out all the same.
+    failed,      ///< `error` says why. A put may have been carried out all the same.
   };
   uint64_t request = 0;  ///< The number that `submit` gave.
   Outcome outcome{};
   std::vector<Record> records{};  ///< get, list: what is there. put: the record as it stands now.
   int64_t revision = 0;           ///< Of the whole registry, when the request was carried out.
   int64_t lease = 0;              ///< grant_lease: the new one.
-  std::chrono::seconds ttl{};     ///< grant_lease, keep_lease: what the lease has now.
   std::optional<RegistryError> error{};  ///< Where it failed.
 };
 
@@ -103,10 +101,9 @@ using RegistryEvent = std::variant<Reply, Change>;
 /// in one queue, which one thread reads. `submit`, `watch` and `unwatch` may be called by any
 /// thread, take a short lock and never block for the network.
 ///
-/// Order: requests of the same key, or of the same lease and no key, are carried out one after
-/// another as they were submitted. Others run side by side. Changes of a watch come in the order of
-/// their revisions, and none is missed or comes twice; only where `whole` is set may earlier
-/// records of a key have been passed over.
+/// Order: requests run side by side; who wants one after another waits for the first one's reply.
+/// Changes of a watch come in the order of their revisions, and none is missed or comes twice; only
+/// where `whole` is set may earlier records of a key have been passed over.
 ///
 /// Failures that may pass (a server is gone, silent, or has no leader) are tried again at all
 /// servers until the request's time-out. Then its reply says `failed`. A watch is tried again for

@@ -76,7 +76,7 @@ Answered SimulatedRegistry::compare_and_set(const CompareAndSet& request, int64_
   answer.revision = revision_;
   const auto now = log.records.find(request.key);
   if (now != log.records.end()) {
-    answer.entry = Entry{request.key, now->second.value, now->second.revision};
+    answer.entry = Record{request.key, now->second.value, now->second.revision};
   }
   return answer;
 }

@@ -31,13 +31,13 @@ class SimulatedRegistry {
   std::string value(const std::string& key) const;
 
  private:
-  struct Record {
+  struct Held {
     std::string value;
     int64_t revision = 0;
     int64_t lease = 0;
   };
   struct Log {
-    std::map<std::string, Record> records;
+    std::map<std::string, Held> records;
     std::vector<std::pair<int64_t, std::string>> changes;  ///< Revision and key.
   };
   struct Lease {

@@ -536,7 +536,7 @@ void Simulation::act(size_t i, const OpenStore& action) {
     if (!hosts_[i].alive) return;
     if (!mended_ && chance(store_failures_)) {
       failed_.insert(number);
-      return deliver(i, StoreFailed{number, "no free port"});
+      return deliver(i, StoreOpened{.generation = number, .error = "no free port"});
     }
     stores_.insert({number, hosts_[i].id});
     deliver(i, StoreOpened{number, hosts_[i].id, static_cast<uint16_t>(1 + number % 60'000)});
