@@ -7,11 +7,14 @@
 #include <optional>
 #include <set>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/data/dtype_names.h"
 #include "lockstep/data/pickle.h"
+#include "lockstep/data/stored_tensors.h"
 #include "lockstep/data/tensor_bytes.h"
 #include "lockstep/data/zip.h"
 
@@ -23,44 +26,21 @@ using Kind = PickleValue::Kind;
 
 constexpr std::string_view kPickle = "/data.pkl";
 
-using Dtypes = std::vector<std::pair<std::string_view, at::ScalarType>>;
+using detail::StoredBytes;
+using detail::StoredTensor;
 
-/// By the names of their storages in Python, or by their own.
-const Dtypes& pt_dtypes() {
-  static const Dtypes dtypes = {{"torch.FloatStorage", at::kFloat},
-                                {"torch.DoubleStorage", at::kDouble},
-                                {"torch.HalfStorage", at::kHalf},
-                                {"torch.BFloat16Storage", at::kBFloat16},
-                                {"torch.LongStorage", at::kLong},
-                                {"torch.IntStorage", at::kInt},
-                                {"torch.ShortStorage", at::kShort},
-                                {"torch.CharStorage", at::kChar},
-                                {"torch.ByteStorage", at::kByte},
-                                {"torch.BoolStorage", at::kBool},
-                                {"torch.ComplexFloatStorage", at::kComplexFloat},
-                                {"torch.ComplexDoubleStorage", at::kComplexDouble},
-                                {"torch.storage.UntypedStorage", at::kByte},
-                                {"torch.uint16", at::kUInt16},
-                                {"torch.uint32", at::kUInt32},
-                                {"torch.uint64", at::kUInt64},
-                                {"torch.float8_e4m3fn", at::kFloat8_e4m3fn},
-                                {"torch.float8_e5m2", at::kFloat8_e5m2},
-                                {"torch.float8_e4m3fnuz", at::kFloat8_e4m3fnuz},
-                                {"torch.float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
-                                {"torch.float8_e8m0fnu", at::kFloat8_e8m0fnu}};
-  return dtypes;
-}
-
+/// Of a storage's class, or of a dtype.
 std::optional<at::ScalarType> pt_dtype_of(std::string_view name) {
-  for (const auto& [known, dtype] : pt_dtypes()) {
-    if (known == name) return dtype;
-  }
-  return std::nullopt;
+  const std::string_view last = name.substr(name.rfind('.') + 1);
+  if (name == "torch.storage.UntypedStorage") return at::kByte;
+  if (!name.starts_with("torch.")) return std::nullopt;
+  const auto of_storage = dtype_of_name(&DtypeNames::storage, last);
+  return of_storage ? of_storage : dtype_of_name(&DtypeNames::torch, last);
 }
 
 class PtReader {
  public:
-  explicit PtReader(const fs::path& path) : path_(path), archive_(path) {
+  PtReader(const fs::path& path, ZipArchive archive) : path_(path), archive_(std::move(archive)) {
     const auto& members = archive_.members();
     const auto pickle = std::find_if(members.begin(), members.end(), [](const ZipMember& member) {
       return member.name.ends_with(kPickle);
@@ -85,9 +65,9 @@ class PtReader {
     });
   }
 
-  PtFile read() {
-    walk(pickle_.root, "", 0);
-    return std::move(file_);
+  detail::StoredTensors read(const std::string& root) {
+    walk(pickle_.root, root, 0);
+    return std::move(stored_);
   }
 
  private:
@@ -113,21 +93,21 @@ class PtReader {
     if (depth > 200 || ++steps_ > kMostSteps) fail(name, "holds too many values within each other");
     switch (value->kind) {
       case Kind::none:
-        file_.values[name] = std::monostate();
+        stored_.values[name] = std::monostate();
         return;
       case Kind::boolean:
-        file_.values[name] = value->integer != 0;
+        stored_.values[name] = value->integer != 0;
         return;
       case Kind::integer:
-        file_.values[name] = value->integer;
+        stored_.values[name] = value->integer;
         return;
       case Kind::real:
-        file_.values[name] = value->real;
+        stored_.values[name] = value->real;
         return;
       case Kind::text:
       case Kind::bytes:
       case Kind::global:
-        file_.values[name] = value->text;
+        stored_.values[name] = value->text;
         return;
       case Kind::sequence:
         return walk_items(*value, name, depth);
@@ -137,13 +117,14 @@ class PtReader {
         break;
     }
     if (is_tensor(*value)) {
-      file_.tensors.emplace_back(name, tensor_of(*value, name));
+      stored_.tensors.push_back(tensor_of(*value, name));
+      stored_.tensors.back().name = name;
     } else if (value->state != nullptr && !value->text.starts_with("torch._utils.")) {
       walk(value->state, name, depth + 1);
     } else if (value->text == "torch.Size") {
       for (const PickleValue* sizes : value->items) walk(sizes, name, depth + 1);
     } else {
-      file_.values[name] = value->text;
+      stored_.values[name] = value->text;
     }
   }
 
@@ -171,12 +152,12 @@ class PtReader {
            value.text.starts_with("torch._tensor._rebuild_");
   }
 
-  at::Tensor tensor_of(const PickleValue& value, const std::string& name) {
+  StoredTensor tensor_of(const PickleValue& value, const std::string& name) {
     if (const auto known = tensors_.find(&value); known != tensors_.end()) return known->second;
     const auto is = [&](const char* function) {
       return value.text == std::string("torch._utils._rebuild_") + function;
     };
-    at::Tensor tensor;
+    StoredTensor tensor;
     if ((is("parameter") || is("parameter_with_state")) && !value.items.empty() &&
         value.items[0]->kind == Kind::object && !value.items[0]->text.ends_with("parameter")) {
       tensor = tensor_of(*value.items[0], name);
@@ -192,21 +173,22 @@ class PtReader {
   }
 
   /// From its storage, offset, sizes and strides.
-  at::Tensor dense_tensor(const PickleValue& value, const std::string& name,
-                          std::optional<at::ScalarType> dtype) {
+  StoredTensor dense_tensor(const PickleValue& value, const std::string& name,
+                            std::optional<at::ScalarType> dtype) {
     if (value.items.size() < 4 || value.items[0]->items.size() != 1)
       fail(name, "has not the storage, offset, sizes and strides of a tensor");
     const PickleValue& id = *value.items[0]->items[0];
     if (id.items.size() < 5) fail(name, "names no storage");
     if (!dtype) dtype = pt_dtype_of(id.items[1]->text);
     if (!dtype) fail(name, "is of " + id.items[1]->text + ", which is not known");
-    const at::Tensor bytes = storage(id.items[2]->text, name);
-    const std::vector<int64_t> sizes = numbers(*value.items[2], name);
-    const std::vector<int64_t> strides = numbers(*value.items[3], name);
-    const int64_t offset = value.items[1]->integer;
-    check_fits(offset, sizes, strides, bytes.numel() / static_cast<int64_t>(elementSize(*dtype)),
-               name);
-    return at::empty({0}, at::dtype(*dtype)).set_(bytes.storage(), offset, sizes, strides);
+    StoredTensor tensor;
+    tensor.dtype = *dtype;
+    tensor.shape = numbers(*value.items[2], name);
+    tensor.chunks.push_back({std::vector<int64_t>(tensor.shape.size()), tensor.shape,
+                             numbers(*value.items[3], name), value.items[1]->integer,
+                             storage(id.items[2]->text, name)});
+    detail::check_chunk_fits(tensor.chunks[0], *dtype, path_.string() + ": '" + name + "'");
+    return tensor;
   }
 
   std::vector<int64_t> numbers(const PickleValue& list, const std::string& name) const {
@@ -219,34 +201,19 @@ class PtReader {
     return numbers;
   }
 
-  void check_fits(int64_t offset, const std::vector<int64_t>& sizes,
-                  const std::vector<int64_t>& strides, int64_t elements,
-                  const std::string& name) const {
-    const std::vector<uint64_t> shape(sizes.begin(), sizes.end());
-    bool fits = offset >= 0 && sizes.size() == strides.size() &&
-                bytes_of_shape(at::kByte, shape).has_value();
-    int64_t last = offset;
-    for (size_t i = 0; fits && i < sizes.size(); ++i) {
-      int64_t reach = 0;
-      fits = !__builtin_mul_overflow(std::max<int64_t>(sizes[i] - 1, 0), strides[i], &reach) &&
-             !__builtin_add_overflow(last, reach, &last);
-    }
-    const bool is_empty = std::count(sizes.begin(), sizes.end(), 0) > 0;
-    if (!fits || (is_empty ? offset > elements : last >= elements))
-      fail(name, "reaches over the end of its storage of " + std::to_string(elements) +
-                     " elements: the file is damaged");
-  }
-
-  const at::Tensor& storage(const std::string& key, const std::string& name) {
+  const std::shared_ptr<const StoredBytes>& storage(const std::string& key,
+                                                    const std::string& name) {
     const auto known = storages_.find(key);
     if (known != storages_.end()) return known->second;
-    const auto member = members_.find("data/" + key);
-    if (member == members_.end()) fail(name, "lies in storage " + key + ", which is not there");
-    const auto reader = archive_.open(*member->second);
-    at::Tensor bytes = read_tensor(*reader, at::kByte, {member->second->size}, std::endian::little,
-                                   "storage " + key);
-    reader->expect_end();
-    return storages_.emplace(key, std::move(bytes)).first->second;
+    const auto found = members_.find("data/" + key);
+    if (found == members_.end()) fail(name, "lies in storage " + key + ", which is not there");
+    const ZipMember& member = *found->second;
+    const ContentOptions where = archive_.place_of(member);
+    if (!member.deflated && member.size != member.packed_size)
+      fail(name, "lies in storage " + key + ", which has two sizes: the file is damaged");
+    return storages_
+        .emplace(key, std::make_shared<const StoredBytes>(StoredBytes{path_, where, member.size}))
+        .first->second;
   }
 
   const fs::path& path_;
@@ -254,10 +221,10 @@ class PtReader {
   std::string prefix_;
   std::map<std::string, const ZipMember*> members_;  ///< Without the prefix.
   Pickle pickle_;
-  std::map<std::string, at::Tensor> storages_;
-  std::unordered_map<const PickleValue*, at::Tensor> tensors_;
+  std::map<std::string, std::shared_ptr<const StoredBytes>> storages_;
+  std::unordered_map<const PickleValue*, StoredTensor> tensors_;
   size_t steps_ = 0;
-  PtFile file_;
+  detail::StoredTensors stored_;
 };
 
 /// The pickle of a state_dict, of protocol 2.
@@ -266,8 +233,12 @@ class PtWriter {
   void add(const std::string& name, const at::Tensor& tensor) {
     text(name);
     const at::ScalarType dtype = tensor.scalar_type();
-    const std::string type(name_of(dtype));
-    const bool has_storage = type.ends_with("Storage");
+    std::string_view type = name_of_dtype(&DtypeNames::storage, dtype);
+    const bool has_storage = !type.empty();
+    if (!has_storage) type = name_of_dtype(&DtypeNames::torch, dtype);
+    if (type.empty())
+      throw UsageError(std::string("save_pt: a tensor is of ") + c10::toString(dtype),
+                       "convert it to a dtype that torch.save knows");
     global("torch._utils", has_storage ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
     const auto [key, values] = storage_of(tensor);
     bytes_ += "((";
@@ -295,13 +266,6 @@ class PtWriter {
     const auto [place, is_new] = keys_.emplace(tensor.unsafeGetTensorImpl(), storages_.size());
     if (is_new) storages_.push_back(tensor.detach().cpu().contiguous());
     return {place->second, storages_[place->second]};
-  }
-  static std::string_view name_of(at::ScalarType dtype) {
-    for (const auto& [name, known] : pt_dtypes()) {
-      if (known == dtype) return name.substr(name.rfind('.') + 1);
-    }
-    throw UsageError(std::string("save_pt: a tensor is of ") + c10::toString(dtype),
-                     "convert it to a dtype that torch.save knows");
   }
   void global(std::string_view module, std::string_view name) {
     bytes_.append("c").append(module).append("\n").append(name).append("\n");
@@ -339,11 +303,46 @@ void check_is_zip(const fs::path& path) {
                   "(.safetensors)");
 }
 
+at::Tensor whole_storage(const StoredBytes& bytes) {
+  ContentReader reader(bytes.path, bytes.where);
+  at::Tensor storage =
+      read_tensor(reader, at::kByte, {bytes.size}, std::endian::little, "a storage");
+  reader.expect_end();
+  return storage;
+}
+
 }  // namespace
 
+detail::StoredTensors detail::index_pt(const fs::path& path, uint64_t begin,
+                                       std::optional<uint64_t> size, const std::string& root) {
+  if (!size) check_is_zip(path);
+  StoredTensors stored =
+      PtReader(path, size ? ZipArchive(path, begin, *size) : ZipArchive(path)).read(root);
+  stored.format = "pt";
+  return stored;
+}
+
 PtFile load_pt(const fs::path& path) {
-  check_is_zip(path);
-  return PtReader(path).read();
+  detail::StoredTensors stored = detail::index_pt(path);
+  std::map<const StoredBytes*, at::Tensor> storages;
+  using Part = std::tuple<const StoredBytes*, at::ScalarType, int64_t, std::vector<int64_t>,
+                          std::vector<int64_t>>;
+  std::map<Part, at::Tensor> known;  // What is there twice is one tensor.
+  PtFile file;
+  for (const StoredTensor& tensor : stored.tensors) {
+    const detail::StoredChunk& chunk = tensor.chunks[0];
+    at::Tensor& storage = storages[chunk.bytes.get()];
+    if (!storage.defined()) storage = whole_storage(*chunk.bytes);
+    at::Tensor& made =
+        known[{chunk.bytes.get(), tensor.dtype, chunk.first, chunk.sizes, chunk.strides}];
+    if (!made.defined()) {
+      made = at::empty({0}, at::dtype(tensor.dtype))
+                 .set_(storage.storage(), chunk.first, chunk.sizes, chunk.strides);
+    }
+    file.tensors.emplace_back(tensor.name, made);
+  }
+  file.values = std::move(stored.values);
+  return file;
 }
 
 void save_pt(const fs::path& path, const StateDict& tensors) {

@@ -11,8 +11,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/text.h"
 #include "lockstep/data/content_reader.h"
+#include "lockstep/data/dtype_names.h"
+#include "lockstep/data/stored_tensors.h"
 #include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
@@ -23,44 +24,6 @@ using Json = nlohmann::ordered_json;
 constexpr uint64_t kLengthSize = 8;
 constexpr uint64_t kLargestHeader = 100'000'000;  // the format's own limit
 constexpr const char* kMetadataKey = "__metadata__";
-
-struct DtypeName {
-  std::string_view name;
-  at::ScalarType dtype;
-};
-constexpr std::array<DtypeName, 16> kDtypes{{{"BOOL", at::ScalarType::Bool},
-                                             {"U8", at::ScalarType::Byte},
-                                             {"I8", at::ScalarType::Char},
-                                             {"U16", at::ScalarType::UInt16},
-                                             {"I16", at::ScalarType::Short},
-                                             {"U32", at::ScalarType::UInt32},
-                                             {"I32", at::ScalarType::Int},
-                                             {"U64", at::ScalarType::UInt64},
-                                             {"I64", at::ScalarType::Long},
-                                             {"F8_E4M3", at::ScalarType::Float8_e4m3fn},
-                                             {"F8_E5M2", at::ScalarType::Float8_e5m2},
-                                             {"F8_E8M0", at::ScalarType::Float8_e8m0fnu},
-                                             {"F16", at::ScalarType::Half},
-                                             {"BF16", at::ScalarType::BFloat16},
-                                             {"F32", at::ScalarType::Float},
-                                             {"F64", at::ScalarType::Double}}};
-constexpr DtypeName kComplex{"C64", at::ScalarType::ComplexFloat};
-
-std::optional<at::ScalarType> dtype_of(std::string_view name) {
-  if (name == kComplex.name) return kComplex.dtype;
-  for (const DtypeName& known : kDtypes) {
-    if (known.name == name) return known.dtype;
-  }
-  return std::nullopt;
-}
-
-std::optional<std::string_view> name_of(at::ScalarType dtype) {
-  if (dtype == kComplex.dtype) return kComplex.name;
-  for (const DtypeName& known : kDtypes) {
-    if (known.dtype == dtype) return known.name;
-  }
-  return std::nullopt;
-}
 
 /// One tensor as the header describes it. Offsets count from the end of the header.
 struct Entry {
@@ -75,19 +38,21 @@ struct Entry {
 class Reader {
  public:
   explicit Reader(const std::filesystem::path& path)
-      : file_(path, {.packing = ContentOptions::Packing::plain}) {}
-
-  SafetensorsFile read() {
+      : path_(path), file_(path, {.packing = ContentOptions::Packing::plain}) {
     const Json header = read_header();
-    SafetensorsFile result;
     for (const auto& [name, value] : header.items()) {
       if (name == kMetadataKey) {
-        result.metadata = metadata_of(value);
+        metadata_ = metadata_of(value);
       } else {
         entries_.push_back(entry_of(name, value));
       }
     }
     check_layout();
+  }
+
+  SafetensorsFile read() {
+    SafetensorsFile result;
+    result.metadata = metadata_;
     for (const Entry& entry : entries_) {
       result.tensors.emplace_back(entry.name,
                                   read_tensor(file_, entry.dtype, entry.shape, std::endian::little,
@@ -95,6 +60,27 @@ class Reader {
     }
     file_.expect_end();
     return result;
+  }
+
+  detail::StoredTensors index() const {
+    detail::StoredTensors stored;
+    stored.format = "safetensors";
+    stored.metadata = metadata_;
+    for (const Entry& entry : entries_) {
+      const ContentOptions where{.packing = ContentOptions::Packing::plain,
+                                 .begin = data_start_ + entry.begin,
+                                 .size = entry.end - entry.begin};
+      const std::vector<int64_t> shape(entry.shape.begin(), entry.shape.end());
+      detail::StoredTensor& tensor = stored.tensors.emplace_back();
+      tensor.name = entry.name;
+      tensor.dtype = entry.dtype;
+      tensor.shape = shape;
+      tensor.chunks.push_back({std::vector<int64_t>(shape.size()), shape,
+                               detail::contiguous_strides(shape), 0,
+                               std::make_shared<const detail::StoredBytes>(
+                                   detail::StoredBytes{path_, where, entry.end - entry.begin})});
+    }
+    return stored;
   }
 
  private:
@@ -179,13 +165,10 @@ class Reader {
     if (dtype_name == value.end() || !dtype_name->is_string()) {
       fail_entry(name, "has no text 'dtype'");
     }
-    const auto dtype = dtype_of(dtype_name->get<std::string>());
+    const auto dtype = dtype_of_name(&DtypeNames::safetensors, dtype_name->get<std::string>());
     if (!dtype) {
-      std::vector<std::string> known;
-      for (const DtypeName& each : kDtypes) known.emplace_back(each.name);
-      known.emplace_back(kComplex.name);
       fail_entry(name, "has the dtype '" + dtype_name->get<std::string>() + "'; expected one of " +
-                           join(known, ", "));
+                           known_dtypes(&DtypeNames::safetensors));
     }
     const std::vector<uint64_t> offsets = numbers_of(name, value, "data_offsets");
     if (offsets.size() != 2 || offsets[0] > offsets[1]) {
@@ -234,43 +217,46 @@ class Reader {
     }
   }
 
+  std::filesystem::path path_;
   ContentReader file_;
   uint64_t data_start_ = 0;
   std::vector<Entry> entries_;
+  std::map<std::string, std::string> metadata_;
 };
 
 /// The tensors in the order of their bytes: wider elements first, which keeps all of them aligned.
-StateDict in_file_order(const StateDict& tensors) {
+std::vector<size_t> in_file_order(const std::vector<TensorInfo>& tensors) {
   std::set<std::string> names;
-  for (const auto& [name, tensor] : tensors) {
-    if (name == kMetadataKey) throw Error("safetensors reserves the name " + name);
-    if (!names.insert(name).second) {
-      throw Error("tensor '" + name + "' is given twice; expected each name once");
+  std::vector<size_t> order;
+  for (const TensorInfo& tensor : tensors) {
+    if (tensor.name == kMetadataKey) throw Error("safetensors reserves the name " + tensor.name);
+    if (!names.insert(tensor.name).second) {
+      throw Error("tensor '" + tensor.name + "' is given twice; expected each name once");
     }
-    if (!tensor.defined()) throw Error("tensor '" + name + "' is undefined: nothing to save");
-    if (tensor.layout() != at::kStrided || !name_of(tensor.scalar_type())) {
-      throw Error("tensor '" + name + "' is " + c10::toString(tensor.scalar_type()) +
-                  (tensor.layout() == at::kStrided ? "" : " and sparse") +
+    if (name_of_dtype(&DtypeNames::safetensors, tensor.dtype).empty()) {
+      throw Error("tensor '" + tensor.name + "' is " + c10::toString(tensor.dtype) +
                   ", which safetensors cannot hold");
     }
+    order.push_back(order.size());
   }
-  StateDict ordered = tensors;
-  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) {
-    return a.second.element_size() > b.second.element_size();
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return at::elementSize(tensors[a].dtype) > at::elementSize(tensors[b].dtype);
   });
-  return ordered;
+  return order;
 }
 
-std::string header_of(const StateDict& tensors,
+std::string header_of(const std::vector<TensorInfo>& tensors, const std::vector<size_t>& order,
                       const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
   uint64_t offset = 0;
-  for (const auto& [name, tensor] : tensors) {
-    const uint64_t end = offset + tensor.nbytes();
-    header[name] = {{"dtype", *name_of(tensor.scalar_type())},
-                    {"shape", tensor.sizes().vec()},
-                    {"data_offsets", {offset, end}}};
+  for (const size_t i : order) {
+    const TensorInfo& tensor = tensors[i];
+    const std::vector<uint64_t> shape(tensor.shape.begin(), tensor.shape.end());
+    const uint64_t end = offset + bytes_of_shape(tensor.dtype, shape).value();
+    header[tensor.name] = {{"dtype", name_of_dtype(&DtypeNames::safetensors, tensor.dtype)},
+                           {"shape", shape},
+                           {"data_offsets", {offset, end}}};
     offset = end;
   }
   std::string text;
@@ -291,17 +277,23 @@ SafetensorsFile load_safetensors(const std::filesystem::path& path) {
   return Reader(path).read();
 }
 
-void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
-                      const std::map<std::string, std::string>& metadata) {
-  const StateDict ordered = in_file_order(tensors);
-  const std::string header = header_of(ordered, metadata);
+detail::StoredTensors detail::index_safetensors(const std::filesystem::path& path) {
+  return Reader(path).index();
+}
+
+void detail::write_safetensors(const std::filesystem::path& path,
+                               const std::vector<TensorInfo>& tensors,
+                               const std::map<std::string, std::string>& metadata,
+                               const std::function<at::Tensor(size_t)>& read) {
+  const std::vector<size_t> order = in_file_order(tensors);
+  const std::string header = header_of(tensors, order, metadata);
   std::array<char, kLengthSize> length;
   for (size_t i = 0; i < kLengthSize; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));
   AtomicFile file(path);
   file.write(length.data(), length.size());
   file.write(header);
-  for (const auto& [name, tensor] : ordered) {
-    at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  for (const size_t i : order) {
+    at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
     if constexpr (std::endian::native == std::endian::big) {
       plain = plain.clone();
       swap_bytes(plain);
@@ -309,6 +301,18 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
     file.write(plain.const_data_ptr(), plain.nbytes());
   }
   file.commit();
+}
+
+void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  std::vector<TensorInfo> infos;
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.defined()) throw Error("tensor '" + name + "' is undefined: nothing to save");
+    if (tensor.layout() != at::kStrided)
+      throw Error("tensor '" + name + "' is sparse, which safetensors cannot hold");
+    infos.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  }
+  detail::write_safetensors(path, infos, metadata, [&](size_t i) { return tensors[i].second; });
 }
 
 }  // namespace lockstep

@@ -57,32 +57,40 @@ bool apply_zip64(ZipMember& member, std::string_view extra) {
 
 ZipArchive::ZipArchive(fs::path path) : path_(std::move(path)) {
   std::error_code error;
-  file_size_ = fs::file_size(path_, error);
+  size_ = fs::file_size(path_, error);
   if (error) throw SystemError("cannot read " + path_.string(), error.value());
   read_directory(find_directory());
 }
 
+ZipArchive::ZipArchive(fs::path path, uint64_t begin, uint64_t size)
+    : path_(std::move(path)), begin_(begin), size_(size) {
+  read_directory(find_directory());
+}
+
+std::string ZipArchive::place(uint64_t offset) const {
+  return path_.string() + ", byte " + std::to_string(begin_ + offset);
+}
+
 std::string ZipArchive::bytes_at(uint64_t offset, uint64_t size, const std::string& what) const {
-  if (offset > file_size_ || size > file_size_ - offset) {
-    throw DataError(path_.string() + ", byte " + std::to_string(std::min(offset, file_size_)) +
-                    ": expected " + std::to_string(size) + " bytes of " + what + " at byte " +
-                    std::to_string(offset) + ", but the file has " + std::to_string(file_size_));
+  if (offset > size_ || size > size_ - offset) {
+    throw DataError(place(std::min(offset, size_)) + ": expected " + std::to_string(size) +
+                    " bytes of " + what + " at byte " + std::to_string(offset) +
+                    ", but the archive has " + std::to_string(size_));
   }
-  ContentReader reader(path_,
-                       {.packing = ContentOptions::Packing::plain, .begin = offset, .size = size});
+  ContentReader reader(
+      path_, {.packing = ContentOptions::Packing::plain, .begin = begin_ + offset, .size = size});
   std::string bytes(size, '\0');
   reader.read_exact(bytes.data(), bytes.size(), what);
   return bytes;
 }
 
 ZipArchive::Directory ZipArchive::find_directory() const {
-  const uint64_t tail_size = std::min(file_size_, kEndRecordSize + kLongestComment);
-  const uint64_t tail_start = file_size_ - tail_size;
+  const uint64_t tail_size = std::min(size_, kEndRecordSize + kLongestComment);
+  const uint64_t tail_start = size_ - tail_size;
   const std::string tail = bytes_at(tail_start, tail_size, "the archive's end");
   const size_t found = tail.rfind(kEndSignature);
   if (found == std::string::npos || tail.size() - found < kEndRecordSize) {
-    throw DataError(path_.string() + ", byte " + std::to_string(file_size_) +
-                        ": the end of a zip archive was expected here and is not there",
+    throw DataError(place(size_) + ": the end of a zip archive was expected here and is not there",
                     "the file is truncated or no zip (npz) file");
   }
   const uint64_t start = tail_start + found;
@@ -98,13 +106,13 @@ ZipArchive::Directory ZipArchive::find_zip64_directory(uint64_t end_record) cons
   const uint64_t locator_start = end_record - std::min(end_record, kZip64LocatorSize);
   const std::string locator = bytes_at(locator_start, kZip64LocatorSize, "the zip64 locator");
   if (!locator.starts_with(kZip64LocatorSignature)) {
-    throw DataError(path_.string() + ", byte " + std::to_string(locator_start) +
+    throw DataError(place(locator_start) +
                     ": expected a zip64 locator (PK 06 07): the archive is damaged");
   }
   const uint64_t record_start = number(locator, 8, 8);
   const std::string record = bytes_at(record_start, kZip64RecordSize, "the zip64 end record");
   if (!record.starts_with(kZip64RecordSignature)) {
-    throw DataError(path_.string() + ", byte " + std::to_string(record_start) +
+    throw DataError(place(record_start) +
                     ": expected a zip64 end record (PK 06 06): the archive is damaged");
   }
   return {.offset = number(record, 48, 8),
@@ -117,8 +125,7 @@ void ZipArchive::read_directory(const Directory& directory) {
   uint64_t position = 0;
   for (uint64_t i = 0; i < directory.count; ++i) {
     const auto fail = [&](const std::string& complaint) {
-      throw DataError(path_.string() + ", byte " + std::to_string(directory.offset + position) +
-                      ": " + complaint);
+      throw DataError(place(directory.offset + position) + ": " + complaint);
     };
     const std::string_view entry = std::string_view(bytes).substr(position);
     if (entry.size() < kDirectoryEntrySize || !entry.starts_with(kDirectorySignature)) {
@@ -152,26 +159,29 @@ void ZipArchive::read_directory(const Directory& directory) {
 }
 
 std::unique_ptr<ContentReader> ZipArchive::open(const ZipMember& member) const {
+  return std::make_unique<ContentReader>(path_, place_of(member));
+}
+
+ContentOptions ZipArchive::place_of(const ZipMember& member) const {
   const std::string what = "the header of '" + member.name + "'";
   const std::string header = bytes_at(member.header_offset, kLocalHeaderSize, what);
   if (!header.starts_with(kLocalSignature)) {
-    throw DataError(path_.string() + ", byte " + std::to_string(member.header_offset) +
-                    ": expected " + what + " (PK 03 04): the archive is damaged");
+    throw DataError(place(member.header_offset) + ": expected " + what +
+                    " (PK 03 04): the archive is damaged");
   }
   const uint64_t begin =
       member.header_offset + kLocalHeaderSize + number(header, 26, 2) + number(header, 28, 2);
-  if (begin > file_size_ || member.packed_size > file_size_ - begin) {
-    throw DataError(path_.string() + ", byte " + std::to_string(std::min(begin, file_size_)) +
-                    ": expected the " + std::to_string(member.packed_size) + " bytes of '" +
-                    member.name + "', but the file ends at byte " + std::to_string(file_size_));
+  if (begin > size_ || member.packed_size > size_ - begin) {
+    throw DataError(place(std::min(begin, size_)) + ": expected the " +
+                    std::to_string(member.packed_size) + " bytes of '" + member.name +
+                    "', but the file ends at byte " + std::to_string(size_));
   }
   using Packing = ContentOptions::Packing;
-  return std::make_unique<ContentReader>(
-      path_, ContentOptions{.packing = member.deflated ? Packing::deflate : Packing::plain,
-                            .begin = begin,
-                            .size = member.packed_size,
-                            .crc32 = member.crc32,
-                            .member = member.name});
+  return {.packing = member.deflated ? Packing::deflate : Packing::plain,
+          .begin = begin_ + begin,
+          .size = member.packed_size,
+          .crc32 = member.crc32,
+          .member = member.name};
 }
 
 }  // namespace lockstep

@@ -28,10 +28,14 @@ struct ZipMember {
 class ZipArchive {
  public:
   explicit ZipArchive(std::filesystem::path path);
+  /// One that lies within a file, at the bytes from `begin` on.
+  ZipArchive(std::filesystem::path path, uint64_t begin, uint64_t size);
 
   const std::vector<ZipMember>& members() const { return members_; }
   /// A reader of the member's content, whose checksum expect_end() compares.
   std::unique_ptr<ContentReader> open(const ZipMember& member) const;
+  /// Where its content lies in the file, for a ContentReader.
+  ContentOptions place_of(const ZipMember& member) const;
 
  private:
   struct Directory {
@@ -40,13 +44,15 @@ class ZipArchive {
     uint64_t count = 0;
   };
 
+  std::string place(uint64_t offset) const;
   std::string bytes_at(uint64_t offset, uint64_t size, const std::string& what) const;
   Directory find_directory() const;
   Directory find_zip64_directory(uint64_t end_record) const;
   void read_directory(const Directory& directory);
 
   std::filesystem::path path_;
-  uint64_t file_size_ = 0;
+  uint64_t begin_ = 0;  ///< In the file. All other offsets count from here.
+  uint64_t size_ = 0;
   std::vector<ZipMember> members_;
 };
 

@@ -21,6 +21,7 @@ constexpr Row kCommands[] = {
     {"train", train_command},
     {"eval", eval_command},
     {"estimate-memory", estimate_memory_command},
+    {"checkpoint", checkpoint_command},
     {"env", env_command},
 };
 

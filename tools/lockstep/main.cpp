@@ -48,6 +48,7 @@ constexpr Row kCommands[] = {
     {"run", "start a program as several ranks (torchrun's flags)"},
     {"bench", "measure steps, memory, scaling, all-reduce, loader and launch"},
     {"estimate-memory", "what each rank of a strategy keeps, before a run"},
+    {"checkpoint", "look into checkpoints, Lockstep's and Python's, and convert them"},
     {"env", "versions, backends and devices; what is missing"},
 };
 #endif

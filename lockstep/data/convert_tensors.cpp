@@ -1,0 +1,51 @@
+#include "lockstep/data/convert_tensors.h"
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
+#include "lockstep/data/stored_tensors.h"
+
+namespace lockstep {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr uint64_t kLargestFile = 5'000'000'000;  // Hugging Face's default
+
+void make_empty_folder(const fs::path& folder) {
+  std::error_code failure;
+  fs::create_directories(folder, failure);
+  if (failure) throw SystemError("cannot make folder " + folder.string(), failure.value());
+  if (!fs::is_empty(folder))
+    throw UsageError("folder " + folder.string() + " is not empty", "name a new folder");
+}
+
+}  // namespace
+
+std::vector<std::string> tensor_formats() {
+  return {"safetensors", "pt", "hf"};
+}
+
+std::string format_of_name(const fs::path& path) {
+  const std::string extension = path.extension().string();
+  if (extension == ".safetensors") return "safetensors";
+  return extension == ".pt" || extension == ".pth" || extension == ".bin" ? "pt" : "";
+}
+
+void convert_tensors(const TensorReader& source, const fs::path& target,
+                     const std::string& format) {
+  expect_one_of("format", format, tensor_formats());
+  const auto& tensors = source.tensors();
+  if (format == "hf") {
+    make_empty_folder(target);
+    detail::write_safetensors_folder(target, source, kLargestFile);
+  } else if (format == "safetensors") {
+    detail::write_safetensors(target, tensors, {{"format", "pt"}},
+                              [&](size_t i) { return source.read(tensors[i].name); });
+  } else {
+    StateDict all;
+    for (const TensorInfo& tensor : tensors)
+      all.emplace_back(tensor.name, source.read(tensor.name));
+    save_pt(target, all);
+  }
+}
+
+}  // namespace lockstep

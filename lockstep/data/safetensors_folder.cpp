@@ -1,0 +1,171 @@
+// Folders of safetensors files: Hugging Face's, and those of torch.distributed.checkpoint's
+// HuggingFaceStorageWriter.
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/data/stored_tensors.h"
+
+namespace lockstep::detail {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
+constexpr const char* kSavedOffsets = "saved_offsets";
+constexpr size_t kMostOfIndex = size_t{256} << 20;
+
+nlohmann::json parse_object(const std::string& text, const std::string& what) {
+  nlohmann::json parsed = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) throw DataError(what + " is no JSON object: the file is damaged");
+  return parsed;
+}
+
+/// weight_map: the file of each tensor. Empty where there is no index.
+std::map<std::string, std::string> read_weight_map(const fs::path& folder) {
+  const fs::path path = folder / kIndexFile;
+  std::map<std::string, std::string> files;
+  if (!fs::exists(path)) return files;
+  const nlohmann::json index = parse_object(read_file(path, kMostOfIndex), path.string());
+  const auto map = index.find("weight_map");
+  if (map == index.end() || !map->is_object())
+    throw DataError(path.string() + " has no object 'weight_map'");
+  for (const auto& [name, file] : map->items()) {
+    if (!file.is_string()) throw DataError(path.string() + " names no file for '" + name + "'");
+    files[name] = file.get<std::string>();
+  }
+  return files;
+}
+
+/// Moves each tensor's chunk to its place in the whole tensor.
+void place_shards(StoredTensors& file, const fs::path& path) {
+  const auto found = file.metadata.find(kShardingInfo);
+  if (found == file.metadata.end()) return;
+  const std::string what = path.string() + ": " + kShardingInfo;
+  const nlohmann::json info = parse_object(found->second, what);
+  for (StoredTensor& tensor : file.tensors) {
+    const auto entry = info.find(tensor.name);
+    const bool is_there = entry != info.end() && entry->is_object() &&
+                          entry->contains(kSavedOffsets) && (*entry)[kSavedOffsets].is_array();
+    const nlohmann::json offsets = is_there ? (*entry)[kSavedOffsets] : nlohmann::json();
+    bool fits = is_there && offsets.size() == tensor.shape.size();
+    for (size_t d = 0; fits && d < offsets.size(); ++d) {
+      fits = offsets[d].is_number_unsigned() &&
+             !__builtin_add_overflow(offsets[d].get<uint64_t>(),
+                                     static_cast<uint64_t>(tensor.shape[d]), &tensor.shape[d]);
+      if (fits) tensor.chunks[0].offsets[d] = offsets[d].get<int64_t>();
+    }
+    if (!fits) throw DataError(what + " has no offsets for '" + tensor.name + "'");
+  }
+}
+
+void add_file(std::map<std::string, StoredTensor>& all, StoredTensors file, const fs::path& path) {
+  for (StoredTensor& tensor : file.tensors) {
+    const auto [place, is_new] = all.emplace(tensor.name, tensor);
+    if (is_new) continue;
+    StoredTensor& known = place->second;
+    if (!file.metadata.contains(kShardingInfo) || known.dtype != tensor.dtype ||
+        known.shape.size() != tensor.shape.size())
+      throw DataError(path.string() + ": tensor '" + tensor.name +
+                          "' is in another file of the folder too, and they are not its shards",
+                      "keep the files of one model in a folder");
+    for (size_t d = 0; d < tensor.shape.size(); ++d)
+      known.shape[d] = std::max(known.shape[d], tensor.shape[d]);
+    known.chunks.push_back(std::move(tensor.chunks[0]));
+  }
+}
+
+std::vector<fs::path> safetensors_files(const fs::path& folder) {
+  std::vector<fs::path> files;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors" && entry.is_regular_file())
+      files.push_back(entry.path());
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+void check_weight_map(const std::map<std::string, std::string>& weight_map,
+                      const std::map<std::string, StoredTensor>& tensors, const fs::path& folder) {
+  for (const auto& [name, file] : weight_map) {
+    if (!tensors.contains(name))
+      throw DataError((folder / kIndexFile).string() + " names tensor '" + name + "' of " + file +
+                          ", which no file of the folder has",
+                      "a file is missing: copy or download the folder again");
+  }
+}
+
+}  // namespace
+
+StoredTensors index_safetensors_folder(const fs::path& folder) {
+  const std::map<std::string, std::string> weight_map = read_weight_map(folder);
+  std::set<std::string> named;
+  for (const auto& [name, file] : weight_map) named.insert(file);
+  StoredTensors stored;
+  stored.format = "hf";
+  std::map<std::string, StoredTensor> all;
+  bool any = false;
+  for (const fs::path& path : safetensors_files(folder)) {
+    StoredTensors file = index_safetensors(path);
+    const bool has_shards = file.metadata.contains(kShardingInfo);
+    // Beside its files a folder may hold the same weights in another layout.
+    if (!named.empty() && !has_shards && !named.contains(path.filename().string())) continue;
+    any = true;
+    place_shards(file, path);
+    for (const auto& [key, value] : file.metadata) {
+      if (key != kShardingInfo) stored.metadata[key] = value;
+    }
+    add_file(all, std::move(file), path);
+  }
+  if (!any)
+    throw DataError(
+        "folder " + folder.string() + " holds no tensors: neither safetensors files nor .metadata",
+        "give a file, or the folder of a checkpoint");
+  check_weight_map(weight_map, all, folder);
+  for (auto& [name, tensor] : all) {
+    check_chunks_cover(tensor, folder.string());
+    stored.tensors.push_back(std::move(tensor));
+  }
+  return stored;
+}
+
+void write_safetensors_folder(const fs::path& folder, const TensorReader& source,
+                              uint64_t largest_file) {
+  std::vector<std::vector<TensorInfo>> files(1);
+  uint64_t total = 0;
+  uint64_t in_file = 0;
+  for (const TensorInfo& tensor : source.tensors()) {
+    const uint64_t bytes =
+        std::accumulate(tensor.shape.begin(), tensor.shape.end(),
+                        static_cast<uint64_t>(at::elementSize(tensor.dtype)), std::multiplies<>());
+    if (in_file > 0 && in_file + bytes > largest_file) {
+      files.emplace_back();
+      in_file = 0;
+    }
+    files.back().push_back(tensor);
+    in_file += bytes;
+    total += bytes;
+  }
+  nlohmann::ordered_json index = {{"metadata", {{"total_size", total}}},
+                                  {"weight_map", nlohmann::ordered_json::object()}};
+  for (size_t i = 0; i < files.size(); ++i) {
+    char name[64];
+    std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", i + 1, files.size());
+    nlohmann::ordered_json shards = nlohmann::ordered_json::object();
+    for (const TensorInfo& tensor : files[i]) {
+      shards[tensor.name] = {{kSavedOffsets, std::vector<int64_t>(tensor.shape.size())}};
+      index["weight_map"][tensor.name] = name;
+    }
+    write_safetensors(folder / name, files[i],
+                      {{kShardingInfo, shards.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
+                      [&](size_t tensor) { return source.read(files[i][tensor].name); });
+  }
+  write_file_atomically(folder / kIndexFile, index.dump(2) + "\n");
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,101 @@
+#include "lockstep/data/stored_tensors.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "lockstep/base/error.h"
+#include "lockstep/data/tensor_bytes.h"
+
+namespace lockstep::detail {
+namespace {
+
+std::vector<uint64_t> unsigned_shape(const std::vector<int64_t>& shape) {
+  return {shape.begin(), shape.end()};
+}
+
+std::string box_text(const StoredChunk& chunk) {
+  return shape_text(unsigned_shape(chunk.sizes)) + " at " +
+         shape_text(unsigned_shape(chunk.offsets));
+}
+
+bool overlap(const StoredChunk& a, const StoredChunk& b) {
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    if (a.offsets[d] + a.sizes[d] <= b.offsets[d] || b.offsets[d] + b.sizes[d] <= a.offsets[d])
+      return false;
+  }
+  return true;
+}
+
+bool is_within(const StoredChunk& chunk, const std::vector<int64_t>& shape) {
+  if (chunk.sizes.size() != shape.size() || chunk.offsets.size() != shape.size()) return false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (chunk.offsets[d] < 0 || chunk.sizes[d] < 0 || chunk.sizes[d] > shape[d] ||
+        chunk.offsets[d] > shape[d] - chunk.sizes[d])
+      return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape) {
+  return std::none_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; }) &&
+         bytes_of_shape(dtype, unsigned_shape(shape)).has_value();
+}
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d > 1; --d)
+    strides[d - 2] = strides[d - 1] * std::max<int64_t>(shape[d - 1], 1);
+  return strides;
+}
+
+void check_chunk_fits(const StoredChunk& chunk, at::ScalarType dtype, const std::string& what) {
+  const auto elements = static_cast<int64_t>(chunk.bytes->size / at::elementSize(dtype));
+  bool fits = chunk.first >= 0 && chunk.sizes.size() == chunk.strides.size() &&
+              is_possible_shape(dtype, chunk.sizes);
+  int64_t last = chunk.first;
+  for (size_t i = 0; fits && i < chunk.sizes.size(); ++i) {
+    int64_t reach = 0;
+    fits = !__builtin_mul_overflow(std::max<int64_t>(chunk.sizes[i] - 1, 0), chunk.strides[i],
+                                   &reach) &&
+           !__builtin_add_overflow(last, reach, &last);
+  }
+  const bool is_empty = std::count(chunk.sizes.begin(), chunk.sizes.end(), 0) > 0;
+  if (!fits || (is_empty ? chunk.first > elements : last >= elements))
+    throw DataError(what + " reaches over the end of its storage of " + std::to_string(elements) +
+                    " elements: the file is damaged");
+}
+
+void check_chunks_cover(StoredTensor& tensor, const std::string& source) {
+  constexpr size_t kMostChunks = 20'000;  // Each is compared with each other one.
+  const auto fail = [&](const std::string& what) {
+    throw DataError(source + ": tensor '" + tensor.name + "' " + what,
+                    "a file is missing or damaged, or is of another checkpoint");
+  };
+  if (!is_possible_shape(tensor.dtype, tensor.shape)) fail("has a shape that is too large");
+  auto& chunks = tensor.chunks;
+  if (chunks.size() > kMostChunks) fail("is in " + std::to_string(chunks.size()) + " shards");
+  const auto box = [](const StoredChunk& chunk) { return std::tie(chunk.offsets, chunk.sizes); };
+  std::stable_sort(chunks.begin(), chunks.end(),
+                   [&](const auto& a, const auto& b) { return box(a) < box(b); });
+  chunks.erase(std::unique(chunks.begin(), chunks.end(),
+                           [&](const auto& a, const auto& b) { return box(a) == box(b); }),
+               chunks.end());
+  uint64_t covered = 0;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (!is_within(chunks[i], tensor.shape))
+      fail("has a shard beyond its shape: " + box_text(chunks[i]));
+    const uint64_t bytes = bytes_of_shape(tensor.dtype, unsigned_shape(chunks[i].sizes)).value();
+    covered += bytes;
+    for (size_t j = 0; j < i && bytes > 0; ++j) {
+      if (overlap(chunks[i], chunks[j]))
+        fail("has shards that overlap: " + box_text(chunks[j]) + " and " + box_text(chunks[i]));
+    }
+  }
+  if (covered != bytes_of_shape(tensor.dtype, unsigned_shape(tensor.shape)).value() ||
+      chunks.empty())
+    fail("is not whole: its shards have " + std::to_string(covered) + " bytes of it");
+}
+
+}  // namespace lockstep::detail

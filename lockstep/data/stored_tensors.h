@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/content_reader.h"
+#include "lockstep/data/tensor_reader.h"
+
+/// Where tensors lie in files, as the readers of formats find out for TensorReader.
+namespace lockstep::detail {
+
+/// Bytes of a file in which elements lie, little-endian.
+struct StoredBytes {
+  std::filesystem::path path;
+  ContentOptions where;
+  uint64_t size = 0;  ///< Unpacked.
+};
+
+/// A box of a tensor: elements of `bytes`.
+struct StoredChunk {
+  std::vector<int64_t> offsets;  ///< Of its first element in the tensor.
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;  ///< In elements.
+  int64_t first = 0;             ///< Element of `bytes`.
+  std::shared_ptr<const StoredBytes> bytes;
+};
+
+struct StoredTensor : TensorInfo {
+  std::vector<StoredChunk> chunks;  ///< Without overlap, they cover the shape.
+};
+
+struct StoredTensors {
+  std::string format;
+  std::vector<TensorInfo> infos;  ///< Of `tensors`, in the same order.
+  std::vector<StoredTensor> tensors;
+  std::map<std::string, size_t> index;  ///< Of `tensors`, by name.
+  std::map<std::string, PtFile::Value> values;
+  std::map<std::string, std::string> metadata;
+};
+
+/// Throws DataError unless the chunk's elements lie within its bytes.
+void check_chunk_fits(const StoredChunk& chunk, at::ScalarType dtype, const std::string& what);
+
+/// Throws DataError, which begins with `source`, unless the chunks cover the shape exactly once.
+/// Chunks that are there twice (replicas) are dropped before.
+void check_chunks_cover(StoredTensor& tensor, const std::string& source);
+
+/// Sizes that a reader takes memory for and multiplies.
+bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape);
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);
+
+StoredTensors index_safetensors(const std::filesystem::path& path);
+
+/// save_safetensors of tensors that `read` gives one after another, by their place in `tensors`.
+void write_safetensors(const std::filesystem::path& path, const std::vector<TensorInfo>& tensors,
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<at::Tensor(size_t)>& read);
+
+/// Of a .pt file, or of one that lies within another file (`begin`, `size`). `root` is the name of
+/// what was saved, before those of its parts.
+StoredTensors index_pt(const std::filesystem::path& path, uint64_t begin = 0,
+                       std::optional<uint64_t> size = {}, const std::string& root = {});
+
+/// A folder of safetensors files.
+StoredTensors index_safetensors_folder(const std::filesystem::path& folder);
+
+/// Writes files of at most `largest_file` bytes, or one tensor, and an index into an empty folder.
+/// Python's HuggingFaceStorageReader and Hugging Face's libraries read it.
+void write_safetensors_folder(const std::filesystem::path& folder, const TensorReader& source,
+                              uint64_t largest_file);
+
+/// A folder of torch.distributed.checkpoint.
+StoredTensors index_dcp_folder(const std::filesystem::path& folder);
+
+}  // namespace lockstep::detail

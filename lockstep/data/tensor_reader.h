@@ -1,0 +1,68 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/data/pt_file.h"
+
+namespace lockstep {
+
+namespace detail {
+struct StoredTensors;
+}
+
+struct TensorInfo {
+  std::string name;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::vector<int64_t> shape;
+};
+
+/// The tensors of a file or folder, read one at a time or in part. The content decides what it is:
+/// - a safetensors file,
+/// - a .pt file: see load_pt,
+/// - a folder of safetensors files, with or without model.safetensors.index.json. A tensor may be
+///   sharded over files, as Python's HuggingFaceStorageWriter leaves it (DCP_SHARDING_INFO),
+/// - a folder of torch.distributed.checkpoint (.metadata and *.distcp),
+/// - a folder with a link `latest` to one of these, as `lockstep train` keeps its checkpoints.
+///
+/// The files must not change while this object lives. Any thread may read, several at a time.
+class TensorReader {
+ public:
+  /// Reads headers and no values. Throws DataError for what is missing, damaged or of another
+  /// format, and for a tensor whose shards overlap or leave a part out. Throws SystemError where a
+  /// file cannot be read.
+  explicit TensorReader(const std::filesystem::path& path);
+
+  /// "safetensors", "pt", "hf" or "dcp".
+  const std::string& format() const;
+  /// In the order of the file. Of folders: by name.
+  const std::vector<TensorInfo>& tensors() const;
+  /// What is no tensor: of .pt files and of dcp.
+  const std::map<std::string, PtFile::Value>& values() const;
+  /// Safetensors' __metadata__, without that of shards.
+  const std::map<std::string, std::string>& metadata() const;
+
+  /// One tensor, whole, on the CPU. Throws DataError naming it when the source has none of that
+  /// name, and when it is damaged. Checksums (pt, dcp) are compared of storages that are read
+  /// whole.
+  at::Tensor read(const std::string& name) const;
+  /// The box of these sizes that begins at `offsets`. From each shard that it touches the bytes
+  /// from its first element to its last are read. Throws UsageError for a box beyond the shape.
+  at::Tensor read(const std::string& name, at::IntArrayRef offsets, at::IntArrayRef sizes) const;
+
+  /// Reads every byte, compares the checksums that there are (pt, dcp), and gives the tensors that
+  /// are damaged, with what is wrong.
+  std::vector<std::pair<std::string, std::string>> damage() const;
+
+ private:
+  std::shared_ptr<const detail::StoredTensors> stored_;
+};
+
+}  // namespace lockstep
