@@ -124,8 +124,9 @@ StoredTensors index_safetensors_folder(const fs::path& folder) {
   }
   if (!any)
     throw DataError(
-        "folder " + folder.string() + " holds no tensors: neither safetensors files nor .metadata",
-        "give a file, or the folder of a checkpoint");
+        "folder " + folder.string() +
+            " holds no weights: neither safetensors files, nor .metadata, nor a checkpoint",
+        "give a safetensors or .pt file, or the --checkpoint-dir of a run");
   check_weight_map(weight_map, all, folder);
   for (auto& [name, tensor] : all) {
     check_chunks_cover(tensor, folder.string());

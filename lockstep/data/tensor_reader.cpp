@@ -107,7 +107,7 @@ at::Tensor read_part(const StoredTensor& tensor, const StoredChunk& chunk, const
 
 /// Memory that a file of few bytes could ask for, by strides of 0.
 void check_is_not_expanded(const StoredTensor& tensor, const StoredChunk& part, const Box& box) {
-  constexpr double kLargest = 1 << 28;
+  constexpr double kLargest = 1 << 24;
   double elements = 1;
   for (const int64_t size : box.sizes) elements *= static_cast<double>(size);
   if (elements <= kLargest || elements <= static_cast<double>(part.bytes->size)) return;

@@ -39,6 +39,10 @@ class FitLoop {
   FitResult run();
   /// Goes on from a checkpoint in `run`. Throws CheckpointError when the tensors do not fit.
   void restore(const Checkpoint& checkpoint);
+  /// See Trainer::load_optimizer.
+  void load_optimizer(const StateDict& state) {
+    detail::load_optimizer_state(loop_.parts(), state);
+  }
   void save(CheckpointFolder& folder);
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);

@@ -60,7 +60,10 @@ class Trainer::Impl {
     if (checkpoint_) {
       fit_->restore(*checkpoint_);
       checkpoint_.reset();
+    } else if (!optimizer_state_.empty()) {
+      fit_->load_optimizer(optimizer_state_);
     }
+    optimizer_state_.clear();
     return fit_->run();
   }
   Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
@@ -76,6 +79,7 @@ class Trainer::Impl {
   TrainerOptions options_;
   std::vector<std::shared_ptr<Callback>> callbacks_;
   std::optional<Checkpoint> checkpoint_;  ///< From which the next fit goes on.
+  StateDict optimizer_state_;             ///< With which the next fit begins; empty: none.
   std::unique_ptr<FitLoop> fit_;
 };
 
@@ -120,6 +124,9 @@ Metrics Trainer::validate(TrainingModuleBase& module, detail::BatchFeed& feed) {
 }
 void Trainer::restore(Checkpoint checkpoint) {
   impl_->restore(std::move(checkpoint));
+}
+void Trainer::load_optimizer(StateDict state) {
+  impl_->optimizer_state_ = std::move(state);
 }
 void Trainer::save(CheckpointFolder& folder) {
   impl_->fitted("save").save(folder);

@@ -109,6 +109,10 @@ class Trainer {
   /// TrainerOptions::settings differ. Throws CheckpointError for a checkpoint within an epoch if
   /// another strategy splits the data differently. `fit` throws it if the tensors do not fit.
   void restore(Checkpoint checkpoint);
+  /// Lets the next `fit` begin with this state of the optimizer, whole, as Optimizer::load_state
+  /// takes it, or with "OPTIMIZER." before where there are several. Every rank calls with the same
+  /// one. A checkpoint to go on from has its own. `fit` throws CheckpointError if it does not fit.
+  void load_optimizer(StateDict state);
 
   // What follows is about the latest fit, and throws UsageError before one. Callbacks may call it.
 

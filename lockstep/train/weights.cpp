@@ -9,7 +9,9 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/data/convert_tensors.h"
 #include "lockstep/data/pt_file.h"
+#include "lockstep/data/tensor_reader.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -24,20 +26,10 @@ std::optional<Checkpoint> checkpoint_at(const fs::path& folder) {
   return std::move(newest->second);
 }
 
-bool is_pt(const fs::path& path) {
-  const std::string extension = path.extension().string();
-  return extension == ".pt" || extension == ".pth" || extension == ".bin";
-}
-
-StateDict read_weights(const fs::path& path) {
-  if (!fs::is_directory(path))
-    return is_pt(path) ? load_pt(path).tensors : load_safetensors(path).tensors;
-  if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
+/// What a folder of files has its weights in.
+fs::path weights_in(const fs::path& path) {
   const fs::path file = path / "model.safetensors";
-  if (fs::exists(file)) return load_safetensors(file).tensors;
-  throw DataError("folder " + path.string() +
-                      " holds no weights: neither model.safetensors nor a checkpoint (step-*)",
-                  "give a safetensors file, or the --checkpoint-dir of a run");
+  return fs::is_directory(path) && fs::exists(file) ? file : path;
 }
 
 /// Whether a file's prefix is of what wraps a module or names a part of a checkpoint.
@@ -53,11 +45,11 @@ bool is_wrapper(const std::string& prefix) {
 }
 
 /// What stands in `tensors` before the names of `wanted`. Empty where nothing that is known does.
-std::string prefix_of(const StateDict& tensors, const StateDict& wanted) {
+std::string prefix_of(const std::vector<TensorInfo>& tensors, const StateDict& wanted) {
   if (wanted.empty()) return {};
   const std::string& first = wanted.front().first;
   std::string shortest;
-  for (const auto& [name, tensor] : tensors) {
+  for (const auto& [name, dtype, shape] : tensors) {
     if (name == first) return {};
     if (!name.ends_with("." + first)) continue;
     const std::string prefix = name.substr(0, name.size() - first.size());
@@ -66,6 +58,20 @@ std::string prefix_of(const StateDict& tensors, const StateDict& wanted) {
     }
   }
   return shortest;
+}
+
+StateDict read_weights(const fs::path& path, const StateDict& wanted) {
+  if (fs::is_directory(path)) {
+    if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
+  }
+  const TensorReader source(weights_in(path));
+  const std::string prefix = prefix_of(source.tensors(), wanted);
+  StateDict tensors;
+  for (const TensorInfo& tensor : source.tensors()) {
+    if (tensor.name.starts_with(prefix))
+      tensors.emplace_back(tensor.name.substr(prefix.size()), source.read(tensor.name));
+  }
+  return tensors;
 }
 
 }  // namespace
@@ -79,15 +85,12 @@ void check_weights_exist(const fs::path& path) {
 
 void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
   check_weights_exist(path);
-  StateDict tensors = read_weights(path);
-  const std::string prefix = prefix_of(tensors, state_dict(module));
-  if (!prefix.empty()) tensors = with_prefix_removed(tensors, prefix);
-  load_state_dict(module, tensors, path.string());
+  load_state_dict(module, read_weights(path, state_dict(module)), path.string());
 }
 
 void check_weights_name(const std::string& what, const fs::path& path) {
   const std::string extension = path.extension().string();
-  if (extension.empty() || extension == ".safetensors" || is_pt(path)) return;
+  if (extension.empty() || !format_of_name(path).empty()) return;
   throw UsageError(what + " " + path.string() +
                        ": weights are written as safetensors or .pt, not as " + extension.substr(1),
                    "name the file " + fs::path(path).replace_extension(".safetensors").string());
@@ -95,7 +98,7 @@ void check_weights_name(const std::string& what, const fs::path& path) {
 
 void save_weights(const StateDict& tensors, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata) {
-  if (is_pt(path)) return save_pt(path, tensors);
+  if (format_of_name(path) == "pt") return save_pt(path, tensors);
   std::map<std::string, std::string> all = metadata;
   all.emplace("format", "pt");
   save_safetensors(path, tensors, all);

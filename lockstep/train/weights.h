@@ -17,11 +17,11 @@ namespace lockstep {
 void check_weights_exist(const std::filesystem::path& path);
 
 /// Reads weights into a model. `path` is one of these:
-/// - a safetensors file,
-/// - a file of torch.save, named .pt, .pth or .bin: see load_pt,
 /// - a checkpoint (`step-*`), whose hashes are checked,
 /// - a folder of checkpoints, of which the newest whole one is read,
-/// - a folder with model.safetensors.
+/// - a folder with model.safetensors,
+/// - what else TensorReader takes: a safetensors or .pt file, or a folder that Hugging Face's
+///   libraries or torch.distributed.checkpoint have written. Only the model's tensors are read.
 ///
 /// Prefixes that wrappers and checkpoints in Python leave behind are taken away: "module.",
 /// "_orig_mod.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like. Throws

@@ -1,6 +1,9 @@
 """One rank of a Python job that saves checkpoints in all layouts of torch.distributed.checkpoint.
 
 checkpoint_writer.py RANK WORLD_SIZE FILE-FOR-MEETING OUT-FOLDER
+checkpoint_writer.py RANK WORLD_SIZE FILE-FOR-MEETING OUT-FOLDER HF-FOLDER
+    Reads the tensors of OUT-FOLDER/whole.safetensors from HF-FOLDER instead, sharded in rows, into
+    OUT-FOLDER/read.safetensors.
 """
 
 import os
@@ -10,10 +13,10 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -25,10 +28,23 @@ def sharded_tensor(whole, rank, world_size):
     return init_from_local_shards([shard], *whole.shape)
 
 
+def read(folder, out, rank, line):
+    wanted = load_file(out / "whole.safetensors")
+    state = {name: distribute_tensor(torch.zeros_like(tensor), line, [Shard(0)]) if tensor.dim() > 1 else
+             torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+             for name, tensor in state.items()}
+    if rank == 0:
+        save_file(whole, out / "read.safetensors")
+
+
 def main():
     rank, world_size, out = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world_size)
     line = init_device_mesh("cpu", (world_size,))
+    if len(sys.argv) > 5:
+        return read(sys.argv[5], out, rank, line)
     square = init_device_mesh("cpu", (2, 2)) if world_size == 4 else None
     torch.manual_seed(0)
     whole = {
@@ -51,6 +67,7 @@ def main():
     dcp.save({"model": state, "optim": {"lr": 0.25, "step": 3, "betas": (0.5, 0.75), "name": "adam", "none": None,
                                         "list": [listed, {"x": listed + 1}]}}, checkpoint_id=out / "dcp")
     dcp.save(files, storage_writer=HuggingFaceStorageWriter(out / "hf_sharded", save_distributed=True))
+    del files["scalar"]  # Consolidation makes 0 of it, in PyTorch 2.13.
     dcp.save(files, storage_writer=HuggingFaceStorageWriter(out / "hf_consolidated", save_distributed=True,
                                                             enable_consolidation=True))
     if rank == 0:
@@ -58,13 +75,14 @@ def main():
             out / "hf_files", {name: 1 + i % 3 for i, name in enumerate(whole)}))
         torch.save(whole, out / "whole.pt")
         save_file(whole, out / "whole.safetensors")
-        save_file({name: whole[name] for name in files}, out / "files.safetensors")
+        save_file({name: whole[name] for name in files}, out / "consolidated.safetensors")
+        save_file({name: whole[name] for name in [*files, "scalar"]}, out / "files.safetensors")
         save_file({**{f"model.{name}": tensor for name, tensor in whole.items()},
                    "optim.list.0": listed, "optim.list.1.x": listed + 1}, out / "dcp.safetensors")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 main()
+dist.destroy_process_group()
 sys.stdout.flush()
 os._exit(0)  # Python's torch aborts once in some hundred runs while the interpreter goes down.

@@ -5,6 +5,7 @@ Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-
 
 import functools
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -100,6 +101,17 @@ def search_in_doubles(lr):
     lbfgs._cubic_interpolate, lbfgs._strong_wolfe = interpolate_in_doubles, search_from_double
 
 
+def save_start(folder, ddp, optimizer, rank):
+    """As torch.save and as torch.distributed.checkpoint, where the optimizer's state has the parameters' names."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    if rank == 0:
+        torch.save({"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}, folder / "start.pt")
+    model, state = get_state_dict(ddp, optimizer)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder / "start")
+
+
 def main():
     rank, world_size, meeting, out, folder, options = sys.argv[1:]
     rank, world_size, options = int(rank), int(world_size), json.loads(options)
@@ -115,6 +127,9 @@ def main():
         search_in_doubles(options["lr"])
         optimizer = torch.optim.LBFGS(ddp.parameters(), lr=options["lr"], max_iter=options["max_iter"],
                                       history_size=options["history_size"], line_search_fn=options["line_search_fn"])
+    elif options.get("optimizer"):
+        optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options["optimizer"]](
+            ddp.parameters(), lr=options["lr"], weight_decay=options.get("weight_decay", 0), fused=True)
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=options["lr"], momentum=options["momentum"],
                                     weight_decay=options.get("weight_decay", 0),
@@ -134,6 +149,12 @@ def main():
         dist.all_reduce(mean)
         return mean
 
+    if "before" in options:  # So many steps of another epoch, and what Lockstep goes on from.
+        sampler.set_epoch(1000)
+        for images, labels in itertools.islice(loader, options["before"]):
+            evaluate(images, labels)
+            optimizer.step()
+        save_start(pathlib.Path(out).parent, ddp, optimizer, rank)
     for epoch in range(options["epochs"]):
         sampler.set_epoch(epoch)
         for i, (images, labels) in enumerate(loader):

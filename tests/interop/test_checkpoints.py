@@ -1,6 +1,7 @@
 """Checkpoints that Python writes and we read, and the other way round."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -27,11 +28,12 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def write_all(world_size, folder):
-    """What checkpoint_writer.py saves in a job of this many ranks."""
-    folder.mkdir()
+def run_writer(world_size, folder, *more):
+    """checkpoint_writer.py as a job of this many ranks."""
+    (folder / "meeting").unlink(missing_ok=True)
     ranks = [
-        subprocess.Popen([sys.executable, str(WRITER), str(rank), str(world_size), str(folder / "meeting"), str(folder)],
+        subprocess.Popen([str(word) for word in (sys.executable, WRITER, rank, world_size, folder / "meeting", folder,
+                                                 *more)],
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=t.clean_environment())
         for rank in range(world_size)
     ]
@@ -52,7 +54,8 @@ class Checkpoints(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = cls.enterClassContext(t.temporary_folder())
         for world_size in SIZES:
-            write_all(world_size, cls.folder / str(world_size))
+            (cls.folder / str(world_size)).mkdir()
+            run_writer(world_size, cls.folder / str(world_size))
 
     def setUp(self):
         self.scratch = self.enterContext(t.temporary_folder())
@@ -65,7 +68,7 @@ class Checkpoints(unittest.TestCase):
             self.assertTrue(torch.equal(bits(got[name]), bits(tensor)), name)
 
     def test_what_python_wrote_is_read_whole_and_in_parts(self):
-        wanted_of = {"dcp": "dcp", "hf_sharded": "files", "hf_consolidated": "files", "hf_files": "whole",
+        wanted_of = {"dcp": "dcp", "hf_sharded": "files", "hf_consolidated": "consolidated", "hf_files": "whole",
                      "whole.pt": "whole", "whole.safetensors": "whole"}
         for world_size in SIZES:
             for name, wanted in wanted_of.items():
@@ -107,6 +110,79 @@ class Checkpoints(unittest.TestCase):
                 failed = t.run(TOOL, "source", copy, self.scratch / "out.safetensors", check=False)
                 self.assertEqual(failed.returncode, 1)
                 self.assertIn(str(copy), failed.stderr)
+
+    def checkpoint(self, *words, code=0):
+        result = t.run(t.LOCKSTEP, "checkpoint", *words, check=False)
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+        return result.stdout
+
+    def test_python_reads_what_convert_writes(self):
+        folder = self.folder / "2"
+        wanted = load_file(folder / "whole.safetensors")
+        for source in ("whole.pt", "hf_files"):
+            for target in ("out.pt", "out.safetensors", "hf"):
+                out = self.scratch / source / target
+                out.parent.mkdir(exist_ok=True)
+                with self.subTest(source=source, target=target):
+                    self.checkpoint("convert", folder / source, out, *(("--to", "hf") if target == "hf" else ()))
+                    if target == "hf":
+                        run_writer(2, folder, out)
+                    read = {"out.pt": lambda: torch.load(out, weights_only=True),
+                            "out.safetensors": lambda: load_file(out),
+                            "hf": lambda: load_file(folder / "read.safetensors")}[target]
+                    self.assert_same(read(), wanted)
+
+    def test_merge_joins_shards(self):
+        out = self.scratch / "out.safetensors"
+        self.checkpoint("merge", self.folder / "4" / "dcp", out)
+        self.assert_same(load_file(out), load_file(self.folder / "4" / "dcp.safetensors"))
+
+    def test_inspect_lists_tensors_and_values(self):
+        got = json.loads(self.checkpoint("inspect", self.folder / "4" / "dcp", "--json"))
+        wanted = load_file(self.folder / "4" / "dcp.safetensors")
+        self.assertEqual({row["name"]: (row["dtype"], row["shape"], row["bytes"]) for row in got["tensors"]},
+                         {name: (str(tensor.dtype)[6:], list(tensor.shape), tensor.nbytes)
+                          for name, tensor in wanted.items()})
+        self.assertEqual(got["values"], {"optim.lr": 0.25, "optim.step": 3, "optim.betas.0": 0.5,
+                                         "optim.betas.1": 0.75, "optim.name": "adam", "optim.none": None})
+        self.assertIn("layers.0.weight", self.checkpoint("inspect", self.folder / "2" / "hf_sharded"))
+
+    def test_diff_names_what_differs(self):
+        a = {"same": torch.rand(3), "shape": torch.rand(3), "dtype": torch.rand(2), "value": torch.ones(4), "a": torch.ones(1)}
+        b = {"same": a["same"], "shape": torch.rand(4), "dtype": a["dtype"].double(), "value": torch.ones(4), "b": torch.ones(1)}
+        b["value"][2] = 1.5
+        torch.save(a, self.scratch / "a.pt")
+        torch.save(b, self.scratch / "b.pt")
+        got = json.loads(self.checkpoint("diff", self.scratch / "a.pt", self.scratch / "b.pt", "--json", code=1))
+        self.assertEqual({row["name"]: row["what"] for row in got["differences"]},
+                         {"shape": "shape", "dtype": "dtype", "value": "values", "a": "presence", "b": "presence"})
+        self.assertIn("0.5", [row["b"] for row in got["differences"] if row["name"] == "value"][0])
+        self.checkpoint("diff", self.folder / "4" / "hf_sharded", self.folder / "2" / "files.safetensors")
+
+    def test_verify_names_the_damaged_tensor(self):
+        dcp = self.scratch / "dcp"
+        shutil.copytree(self.folder / "2" / "dcp", dcp)
+        self.checkpoint("verify", dcp)
+        content = bytearray((dcp / "__1_0.distcp").read_bytes())
+        square = bits(load_file(self.folder / "2" / "dcp.safetensors")["model.square"]).numpy().tobytes()
+        content[content.index(square) + 5] ^= 1
+        (dcp / "__1_0.distcp").write_bytes(content)
+        got = json.loads(self.checkpoint("verify", dcp, "--json", code=1))
+        self.assertEqual([row["tensor"] for row in got["damaged"]], ["model.square"])
+
+    def test_verify_names_the_damaged_checkpoint_of_a_run(self):
+        run = self.scratch / "run"
+        t.run(t.LOCKSTEP, "train", "--dataset", "digits", "--max-epochs", 2, "--limit-train-batches", 2,
+              "--limit-val-batches", 1, "--checkpoint-dir", run)
+        self.checkpoint("verify", run)
+        steps = sorted(run.glob("step-*"))
+        file = next(steps[0].glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        got = json.loads(self.checkpoint("verify", run, "--json", code=1))
+        self.assertEqual((got["checked"], [row["path"] for row in got["damaged"]]), (len(steps), [str(steps[0])]))
+        self.assertIn("optimizer.", self.checkpoint("inspect", run))
 
 
 if __name__ == "__main__":

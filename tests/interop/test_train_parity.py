@@ -72,7 +72,7 @@ def python_weights(folder, data, world_size, options):
     return load_file(out)
 
 
-def lockstep_weights(folder, data, world_size, options):
+def lockstep_weights(folder, data, world_size, options, start=()):
     from safetensors.torch import load_file
 
     out = folder / "lockstep.safetensors"
@@ -81,12 +81,13 @@ def lockstep_weights(folder, data, world_size, options):
         if options["line_search_fn"]:
             kind += ["--line-search-fn", options["line_search_fn"]]
     else:
-        kind = ["--momentum", options["momentum"], "--weight-decay", options.get("weight_decay", 0)]
+        kind = ["--weight-decay", options.get("weight_decay", 0)]
+        kind += ["--optimizer", options["optimizer"]] if "optimizer" in options else ["--momentum", options["momentum"]]
     flags = [
         "--model", options["model"], *data.flags, "--devices", world_size,
         "--batch-size", options["batch_size"], "--lr", options["lr"], *kind, "--seed", options["seed"],
         "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-val-batches", 1,
-        "--save-weights", out, "--threads", 1, "--memory-format", options.get("memory_format", "contiguous")
+        "--save-weights", out, *start, "--threads", 1, "--memory-format", options.get("memory_format", "contiguous")
     ]
     if options.get("nesterov"):
         flags.append("--nesterov")
@@ -119,6 +120,25 @@ class SameWeights(unittest.TestCase):
 
     def test_mlp_with_nesterov_decay_and_clipping(self):
         self.check(2, model="mlp", epochs=1, batches=40, nesterov=True, weight_decay=0.001, clip=0.5, seed=7)
+
+    def test_goes_on_from_an_optimizer_that_python_saved(self):
+        """Python trains 7 steps, saves, and goes on. Lockstep goes on from the file, to the same bits."""
+        for world_size, options in ((1, {}), (2, {"nesterov": True, "weight_decay": 0.001}),
+                                    (1, {"optimizer": "adam"}), (2, {"optimizer": "adamw", "weight_decay": 0.01})):
+            options = {"lr": 0.001 if "optimizer" in options else 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32,
+                       "model": "mlp", "epochs": 1, "batches": 9, "before": 7, **options}
+            with t.temporary_folder() as folder:
+                data = Data(folder)
+                theirs = python_weights(folder, data, world_size, options)
+                for start in (folder / "start.pt", folder / "start"):
+                    with self.subTest(options=options, start=start.name):
+                        ours = lockstep_weights(folder, data, world_size, options,
+                                                ["--load-weights", start, "--load-optimizer", start])
+                        self.assertEqual(set(ours), set(theirs))
+                        for name, tensor in theirs.items():
+                            self.assertTrue(ours[name].equal(tensor), name)
+                without = lockstep_weights(folder, data, world_size, options, ["--load-weights", folder / "start.pt"])
+                self.assertFalse(all(without[name].equal(tensor) for name, tensor in theirs.items()))
 
     def test_convnet_on_one_rank(self):
         self.check(1, model="convnet", epochs=2, batches=6, lr=0.01)

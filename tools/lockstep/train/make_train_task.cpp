@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
+#include "lockstep/train/python_optimizer.h"
 #include "lockstep/train/threads.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/model_and_data.h"
@@ -47,6 +49,18 @@ OptimizerFactory optimizer_of(const RunConfig& wanted) {
   return optimizer_factory(config.optimizer, options);
 }
 
+/// By the names of Python's param_groups.
+std::map<std::string, double> python_settings(const RunConfig& wanted) {
+  const RunConfig config = resolved(wanted);
+  std::map<std::string, double> settings = {{"lr", *config.lr}};
+  if (config.weight_decay) settings["weight_decay"] = *config.weight_decay;
+  if (config.optimizer == "sgd") {
+    settings["momentum"] = *config.momentum;
+    settings["nesterov"] = config.nesterov ? 1 : 0;
+  }
+  return settings;
+}
+
 /// In the words of the flags what `scheduled_lr` would say in those of its options.
 void check_schedule(const RunConfig& config, int64_t total_steps) {
   const bool falls = config.schedule == "cosine" || config.schedule == "linear";
@@ -77,6 +91,9 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   seed_everything(config.seed);
   const auto model = make_model(config.model, source.num_classes());
   if (!config.load_weights.empty()) load_weights(*model, config.load_weights);
+  if (!config.load_optimizer.empty() && made.train)
+    made.optimizer_state =
+        load_python_optimizer(config.load_optimizer, *model, python_settings(config));
   model->to(world.device());
   made.memory_format = memory_format_of(config.memory_format, *model, world.device());
   set_memory_format(*model, made.memory_format);

@@ -25,6 +25,7 @@ struct ModelTask {
   int64_t train_samples = 0;
   int64_t test_samples = 0;
   at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;
+  StateDict optimizer_state;  ///< Of --load-optimizer.
 };
 
 /// Loads the data set and makes model, optimizer and loaders. LibTorch's generators are seeded

@@ -338,6 +338,10 @@ void check_config(const RunConfig& config) {
     throw UsageError("--resume and --load-weights exclude each other",
                      "--load-weights starts anew from weights; --resume goes on with a run");
   }
+  if (config.resume != "none" && !config.load_optimizer.empty()) {
+    throw UsageError("--resume and --load-optimizer exclude each other",
+                     "a checkpoint has the state of its optimizer");
+  }
 }
 
 }  // namespace lockstep

@@ -222,6 +222,7 @@ CheckpointFolder check_files(const RunConfig& config) {
   check_outputs(config);
   check_resume(config.resume);
   if (!config.load_weights.empty()) check_weights_exist(config.load_weights);
+  if (!config.load_optimizer.empty()) check_weights_exist(config.load_optimizer);
   CheckpointFolder folder = checkpoint_folder(config);
   check_checkpoint_dir(config, folder);
   return folder;
@@ -244,6 +245,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   Trainer trainer(world, trainer_options(config));
   add_callbacks(config, trainer, folder, console);
   resume(config, trainer, folder, console);
+  trainer.load_optimizer(std::move(made.optimizer_state));
   const FitResult result =
       trainer.fit(made.module, std::move(*made.train), std::move(*made.validation));
   if (result.stopped_early) {
