@@ -8,12 +8,12 @@ import torch.distributed as dist
 def main():
     config = common.config()
     common.join(config)
-    p50 = []
+    rows = []
     for row in config["sizes"]:
         tensor = torch.zeros(row["bytes"] // 4)
         call = (lambda: dist.all_reduce(tensor)) if row["bytes"] else dist.barrier
-        p50.append(common.median_us(call, config["warmup"], row["steps"]))
-    common.finish(config, {"p50_us": p50})
+        rows.append({"p50_us": common.median_us(call, config["warmup"], row["steps"])})
+    common.finish(config, {"rows": rows})
 
 
 main()

@@ -1,6 +1,8 @@
+// `lockstep bench allreduce`: all-reduces, beside what copying alone takes.
 #include <ATen/ATen.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -8,13 +10,15 @@
 #include <cstring>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/words.h"
 #include "tools/lockstep/bench/worker.h"
 
 namespace lockstep::tool {
 namespace {
 
 using PlainJson = nlohmann::json;
+
+constexpr int64_t kBoundBytes = 1 << 20;  ///< A rank's slot for the bound.
 
 /// The all-reduces and the copies of a size take turns so often: a machine whose processors are
 /// moved about, as a virtual one's are, changes its speed several times a second.
@@ -24,17 +28,33 @@ constexpr int64_t kLeastOfTurn = 5;  ///< For a median.
 /// From what stays in the first cache to what hardly stays in the second.
 constexpr std::array<int64_t, 4> kPieces = {16 << 10, 64 << 10, 256 << 10, kBoundBytes};
 
+/// How often a tensor of that size is reduced: large ones fewer times, the same on all sides.
+int64_t allreduce_steps(int64_t bytes, int64_t steps) {
+  constexpr int64_t kBytesInAll = 2'000'000'000;
+  return std::min(steps, std::max<int64_t>(10, kBytesInAll / std::max<int64_t>(bytes, 1)));
+}
+
 /// Memory that all ranks see, with a slot a rank.
 class Slots {
  public:
-  Slots(const std::string& path, const ProcessGroup& group)
+  /// A collective. The memory has no name: rank 0 makes it, and the others find it by its process.
+  explicit Slots(const ProcessGroup& group)
       : rank_(group.rank()), ranks_(group.size()), bytes_(kBoundBytes * group.size()) {
-    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    UniqueFd fd;
+    if (rank_ == 0) {
+      fd = UniqueFd(::memfd_create("lockstep-bench", MFD_CLOEXEC));
+      if (!fd || ::ftruncate(fd.get(), bytes_) != 0)
+        throw SystemError("cannot make the benchmark's memory", errno);
+    }
+    const std::string own = "/proc/" + std::to_string(::getpid()) + "/fd/";
+    const std::string path = group.broadcast_object(own + std::to_string(fd.get()), 0);
+    if (rank_ != 0) fd = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     if (!fd) throw SystemError("cannot open the benchmark's memory, " + path, errno);
     void* memory = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED,
                           fd.get(), 0);
     if (memory == MAP_FAILED) throw SystemError("cannot map the benchmark's memory", errno);
     memory_ = static_cast<char*>(memory);
+    group.barrier();  // Until all have opened it.
   }
   ~Slots() { ::munmap(memory_, static_cast<size_t>(bytes_)); }
   Slots(const Slots&) = delete;
@@ -59,19 +79,6 @@ class Slots {
   char* memory_ = nullptr;
 };
 
-struct SizeFigures {
-  double p50_us = 0;
-  PlainJson bound_us;
-  PlainJson of_bound;
-};
-
-SizeFigures measure_barrier(const ProcessGroup& group, int64_t warmup, int64_t steps) {
-  std::vector<double> times;
-  for (int64_t i = 0; i < warmup; ++i) group.barrier();
-  time_calls([&] { group.barrier(); }, steps, times);
-  return {median(std::move(times)), {}, {}};
-}
-
 double middle(const std::vector<std::vector<double>>& turns) {
   std::vector<double> all;
   for (const auto& turn : turns) all.insert(all.end(), turn.begin(), turn.end());
@@ -87,8 +94,8 @@ double share(const std::vector<std::vector<double>>& bound,
   return median(std::move(shares));
 }
 
-SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor,
-                    int64_t warmup, int64_t steps) {
+PlainJson measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor, int64_t warmup,
+                  int64_t steps) {
   const int64_t count = std::clamp<int64_t>(steps / kLeastOfTurn, 1, kTurns);
   const int64_t steps_of_turn = (steps + count - 1) / count;
   const auto turns = static_cast<size_t>(count);
@@ -98,44 +105,64 @@ SizeFigures measure(const ProcessGroup& group, const Slots* slots, at::Tensor te
   for (int64_t i = 0; i < warmup; ++i) group.all_reduce(tensor);
   for (size_t turn = 0; turn < turns; ++turn) {
     if (slots) group.all_reduce(tensor);  // The caches are full of copies.
-    time_calls([&] { group.all_reduce(tensor); }, steps_of_turn, reduced[turn]);
+    reduced[turn] = timed([&] { group.all_reduce(tensor); }, 0, steps_of_turn);
     for (size_t i = 0; slots && i < kPieces.size(); ++i) {
       group.barrier();
-      time_calls([&] { slots->copy(tensor, kPieces[i]); }, steps_of_turn, copied[i][turn]);
+      copied[i][turn] = timed([&] { slots->copy(tensor, kPieces[i]); }, 0, steps_of_turn);
     }
     if (slots) group.barrier();
   }
-  SizeFigures figures;
-  figures.p50_us = middle(reduced);
-  if (!slots) return figures;
+  if (!slots) return {{"p50_us", middle(reduced)}, {"bound_us", nullptr}, {"of_bound", nullptr}};
   const auto& best = *std::min_element(
       copied.begin(), copied.end(),
       [](const auto& one, const auto& other) { return middle(one) < middle(other); });
-  figures.bound_us = middle(best);
-  figures.of_bound = share(best, reduced);
-  return figures;
+  return {
+      {"p50_us", middle(reduced)}, {"bound_us", middle(best)}, {"of_bound", share(best, reduced)}};
 }
 
 }  // namespace
 
-PlainJson bench_allreduce_worker(const PlainJson& config) {
+PlainJson allreduce_worker(const PlainJson& config) {
   const World world = join_group(config);
   std::optional<Slots> slots;
   if (world.size() > 1 && world.device().is_cpu()) {
-    slots.emplace(config.at("memory").get<std::string>(), world.group());
+    slots.emplace(world.group());
   }
-  PlainJson p50 = PlainJson::array(), bound = PlainJson::array(), of_bound = PlainJson::array();
+  PlainJson rows = PlainJson::array();
   for (const auto& row : config.at("sizes")) {
     const int64_t bytes = row.at("bytes"), warmup = config.at("warmup"), steps = row.at("steps");
-    const auto figures = bytes == 0
-                             ? measure_barrier(world.group(), warmup, steps)
-                             : measure(world.group(), slots ? &*slots : nullptr,
-                                       at::zeros({bytes / 4}, world.device()), warmup, steps);
-    p50.push_back(figures.p50_us);
-    bound.push_back(figures.bound_us);
-    of_bound.push_back(figures.of_bound);
+    if (bytes == 0) {
+      const auto times = timed([&] { world.group().barrier(); }, warmup, steps);
+      rows.push_back({{"p50_us", median(times)}, {"bound_us", nullptr}, {"of_bound", nullptr}});
+    } else {
+      rows.push_back(measure(world.group(), slots ? &*slots : nullptr,
+                             at::zeros({bytes / 4}, world.device()), warmup, steps));
+    }
   }
-  return {{"p50_us", p50}, {"bound_us", bound}, {"of_bound", of_bound}};
+  return {{"rows", rows}};
+}
+
+BenchRows bench_allreduce(BenchRunner& runner) {
+  const auto& options = runner.options;
+  BenchRow config = {{"kind", "allreduce"}, {"warmup", kWarmup / 3}};
+  for (const int64_t bytes : options.sizes) {
+    config["sizes"].push_back({{"bytes", bytes}, {"steps", allreduce_steps(bytes, options.steps)}});
+  }
+  BenchRows rows;
+  for (const int64_t ranks : options.devices) {
+    config["ranks"] = ranks;
+    const Sides sides = runner.in_turns("allreduce, " + counted(ranks, "rank"), config);
+    for (size_t i = 0; i < options.sizes.size(); ++i) {
+      for (const auto& backend : options.backends) {
+        const std::string place = "/rows/" + std::to_string(i) + "/";
+        rows.push_back({{"bytes", options.sizes[i]}, {"ranks", ranks}, {"backend", backend}});
+        add_comparison(rows.back(), "p50_us", sides, backend, place + "p50_us");
+        for (const std::string key : {"bound_us", "of_bound"})
+          rows.back()[key] = median_at(sides.at(backend), place + key);
+      }
+    }
+  }
+  return rows;
 }
 
 }  // namespace lockstep::tool

@@ -2,21 +2,35 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <memory>
+#include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/parallel/pipeline/schedule.h"
+#include "tools/lockstep/env_python.h"
+#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
+
+/// Of bench pipeline.
+struct PipelineBenchOptions {
+  std::vector<std::string> schedules = pipeline_schedule_names();
+  std::vector<int64_t> micro_batches = {8};  ///< Enough that schedules differ by some percent.
+  int64_t stages_per_rank = 0;               ///< 0: the schedule's own.
+  StageCosts costs = {};                     ///< All the same, as the formulas have it.
+  double transfer = 0;                       ///< None, as the formulas have it.
+  double sleep_ms = 0;                       ///< Per unit of time; 0: simulate only.
+};
 
 /// What `lockstep bench` was asked to measure. Times are medians; see `rounds`.
 struct BenchOptions {
   std::vector<std::string> models = {"mlp"};
-  int64_t batch_size = 0;        ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
-  std::vector<int64_t> devices;  ///< Ranks; empty: 1 and 2 for step, 2 elsewhere.
+  int64_t batch_size = 0;  ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
+  std::vector<int64_t> devices = {2};                 ///< Ranks, one number after the other.
   std::vector<std::string> strategies = {"ddp"};      ///< Of step and memory; see make_strategy.
   std::vector<std::string> precisions = {"32-true"};  ///< Of step and memory.
   std::vector<std::string> backends = {"auto"};       ///< What a user gets without naming one.
@@ -33,9 +47,9 @@ struct BenchOptions {
   /// rounds' ratios. 0: 3, or 5 when Python is compared with.
   int rounds = 0;
   bool compare_python = false;
-  std::string data_dir;  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
-  int epochs = 3;        ///< Of bench train and scaling.
-  std::string plot;      ///< Of bench scaling: the file for an SVG; empty: none.
+  std::string data_dir = {};  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
+  int epochs = 3;             ///< Of bench train and scaling.
+  std::string plot = {};      ///< Of bench scaling and pipeline: the file for an SVG; empty: none.
   /// Of bench data-parallel: samples of a batch, one size after the other.
   std::vector<int64_t> batch_sizes = {1, 8, 64, 256, 1024};
   int64_t replicas = 0;   ///< Of bench data-parallel; 0: one for each core.
@@ -44,57 +58,141 @@ struct BenchOptions {
   /// goes.
   bool profile = false;
   bool operations = false;  ///< With `profile`: also `operations`, the costliest of LibTorch's.
-  std::string trace;        ///< With `profile`: the file for a Chrome trace; empty: none.
+  std::string trace = {};   ///< With `profile`: the file for a Chrome trace; empty: none.
+  PipelineBenchOptions pipeline = {};
+  bool json = false;        ///< Print one JSON object instead of a table.
+  std::string output = {};  ///< The file for that object too; empty: none.
 
   int rounds_or_default() const { return rounds > 0 ? rounds : (compare_python ? 5 : 3); }
   int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
-  /// 32, and for gpt, whose samples have 128 tokens, 8.
-  int64_t step_batch_size(const std::string& model) const {
-    return batch_size_or(model.starts_with("gpt") ? 8 : 32);
-  }
-  std::vector<int64_t> devices_or(const std::vector<int64_t>& usual) const {
-    return devices.empty() ? usual : devices;
-  }
 };
 
 using BenchRow = nlohmann::ordered_json;
 using BenchRows = std::vector<BenchRow>;
+using Figures = std::vector<double>;
+/// What one side of a benchmark gave, a result a round.
+using Rounds = std::vector<BenchRow>;
+/// By a side's name: a backend, or kPythonSide.
+using Sides = std::map<std::string, Rounds>;
 
-/// Runs benchmarks: starts the workers and the Python twins and puts their figures together. A row
-/// has the configuration's keys and the figure. When Python is compared with, it also has `python_`
-/// and the figure's name, and `ratio` (ours divided by Python's).
+inline constexpr const char* kPythonSide = "python";
+/// More than the collectives that a group checks at its start, and enough for caches and buckets.
+inline constexpr int64_t kWarmup = 30;
+
+/// Runs the sides of a benchmark in turns, in processes that it starts.
 class BenchRunner {
  public:
   /// Looks for Python at once when it will be needed. Throws Error saying how to get it.
   explicit BenchRunner(const BenchOptions& options);
-  ~BenchRunner();
 
-  /// model, batch_size, ranks, backend, strategy, precision, optimizer, us_per_step
-  BenchRows step();
-  /// As step, with `profile`. The round whose step is the median one counts, and `trace` is of it.
-  BenchRows profiled_step();
-  /// strategy, model, ranks, precision, rank, parameters, state_bytes, peak_rss_bytes and others
-  BenchRows memory();
-  /// model, batch_size, ranks, ..., seconds (of an epoch), parts, speedup, efficiency, lost_s
-  BenchRows scaling();
-  BenchRows allreduce();  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
-  BenchRows rpc();        ///< call, bytes, p50_us, p99_us, calls_per_s
-  BenchRows loader();     ///< dataset, batch_size, workers, samples_per_s
-  BenchRows launch();     ///< ranks, backend, seconds
-  BenchRows train();      ///< model, ranks, epochs, seconds, peak_bytes, accuracy
-  /// work, unit, lockstep, gloo (of Python over that backend), ratio. Throws Error where Python has
-  /// not our package.
-  BenchRows python_backend();
+  const BenchOptions options;
+
+  bool has_python() const { return python_.has_value(); }
+  /// The interpreter that is compared with.
+  const PythonFound& python() const { return python_.value(); }
+  /// Whether Python can import our package.
+  bool python_has_lockstep() const;
+  /// The backends, and Python where it is compared with.
+  std::vector<std::string> sides() const;
+  /// Calls `run` with each side's name, `rounds` times over. `what` is shown meanwhile.
+  Sides in_turns(const std::string& what, const std::vector<std::string>& sides,
+                 const std::function<BenchRow(const std::string& side)>& run) const;
+  /// The same of run_ranks. Python is a side only if it has a twin of this work.
+  Sides in_turns(const std::string& what, const BenchRow& config, bool has_twin = true);
+
+  /// Runs a bench's worker, or Python's script of that name, as config["ranks"] fresh processes
+  /// that meet by a file. Returns rank 0's result. `config` holds `kind`, the bench's name,
+  /// `ranks`, `backend` and what the worker reads.
+  BenchRow run_ranks(bool with_python, BenchRow config);
+  /// Runs one command, ours unless `with_python`. Throws when it fails.
+  ProcessResult run_whole(const std::string& what, std::vector<std::string> command,
+                          bool with_python = false) const;
+  /// Python's training as a whole: seconds, peak_bytes, accuracy.
+  BenchRow run_python_training(BenchRow config);
+  /// The seconds of a torchrun of launch.py. One that crashes while it ends takes another time, so
+  /// it is repeated.
+  double torchrun_seconds(int64_t ranks);
+  /// The same of `lockstep run`, with the backend "lockstep".
+  double python_launch_seconds(int64_t ranks);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::vector<std::string> python_command(const std::string& script, const BenchRow& config) const;
+  ProcessResult run_python(std::vector<std::string> command) const;
+  /// A name in our folder that no run before has used.
+  std::string fresh(const std::string& what);
+
+  TemporaryDirectory folder_{"lockstep-bench"};
+  std::optional<PythonFound> python_;
+  int runs_ = 0;
 };
 
-/// `lockstep bench data-parallel`: model, batch_size, replicas, threads, single_us (the model by
-/// itself), single_all_threads_us (with the threads of all replicas), replica_us (on a replica's
-/// part), start_us (replicas that do nothing), us, ratio, faster, why.
-BenchRows bench_data_parallel(const BenchOptions& options);
+/// Rows as a text table: one column per key, numbers to the right.
+std::string bench_table(const BenchRows& rows);
+/// The same, and where rows have a profile: a heading and a table each.
+std::string step_text(const BenchRows& rows);
+/// A sentence per row: how much faster, and what ate the rest.
+std::string scaling_text(const BenchRows& rows);
+
+/// A benchmark: a row of the one table.
+struct Bench {
+  std::string name;
+  std::string summary;
+  std::vector<std::string> flags;  ///< Which it takes beside those that all take.
+  std::vector<std::string> examples;
+  /// Its rows. A row has the configuration's keys and the figures. When Python is compared with, it
+  /// also has `python_` and the figure's name, and `ratio` (ours divided by Python's).
+  BenchRows (*measure)(BenchRunner&);
+  /// What a process that run_ranks starts does. Null result: writes none.
+  nlohmann::json (*worker)(const nlohmann::json& config) = nullptr;
+  std::string (*text)(const BenchRows&) = bench_table;  ///< The rows as they are printed.
+  BenchOptions defaults = {};
+};
+
+const std::vector<Bench>& benches();
+
+/// model, batch_size, ranks, backend, strategy, precision, optimizer, us_per_step. With a profile:
+/// the round whose step is the median one counts, and `trace` is of it.
+BenchRows bench_step(BenchRunner& runner);
+/// strategy, model, ranks, precision, rank, parameters, state_bytes, peak_rss_bytes and others
+BenchRows bench_memory(BenchRunner& runner);
+/// model, batch_size, ranks, ..., seconds (of an epoch), parts, and against the row with the fewest
+/// ranks: speedup, efficiency, lost_s (per part: by how much it took longer, divided by the ranks).
+BenchRows bench_scaling(BenchRunner& runner);
+BenchRows bench_allreduce(
+    BenchRunner& runner);                     ///< bytes, ranks, backend, p50_us, bound_us, of_bound
+BenchRows bench_rpc(BenchRunner& runner);     ///< call, bytes, p50_us, p99_us, calls_per_s
+BenchRows bench_loader(BenchRunner& runner);  ///< dataset, batch_size, workers, samples_per_s
+BenchRows bench_launch(BenchRunner& runner);  ///< ranks, backend, seconds
+BenchRows bench_train(
+    BenchRunner& runner);  ///< model, ranks, epochs, seconds, peak_bytes, accuracy
+/// work, unit, lockstep, gloo (of Python over that backend), ratio. Throws Error where Python has
+/// not our package.
+BenchRows bench_python(BenchRunner& runner);
+/// model, batch_size, replicas, threads, single_us (the model by itself), single_all_threads_us
+/// (with the threads of all replicas), replica_us (on a replica's part), start_us (replicas that do
+/// nothing), us, ratio, faster, why.
+BenchRows bench_data_parallel(BenchRunner& runner);
+/// schedule, ranks, stages, micro_batches, formula_percent, bubble_percent, kept_activations,
+/// measured_percent
+BenchRows bench_pipeline(BenchRunner& runner);
+/// All that the project promises about its speed. Prints, without `json`, each promise with what
+/// was measured and whether it is met, as soon as that is known.
+BenchRows bench_targets(BenchRunner& runner);
+
+/// Sets the figure's median over the rounds of `side`. Where there are rounds of Python's it also
+/// sets theirs and the median of the ratios. `pointer` says where it stands in a result.
+void add_comparison(BenchRow& row, const std::string& key, const Sides& sides,
+                    const std::string& side, const std::string& pointer);
+/// Those at a JSON pointer, without the nulls.
+Figures figures_at(const Rounds& rounds, const std::string& pointer);
+/// Null where there are none.
+BenchRow median_at(const Rounds& rounds, const std::string& pointer);
+/// The round whose figure is the median one, the lower of two.
+BenchRow middle_round(Rounds rounds, const std::string& key);
+double median(Figures values);
+double median_ratio(const Figures& ours, const Figures& theirs);
+/// The keys of an object, in this order.
+BenchRow pick(const BenchRow& from, const std::vector<std::string>& keys);
 
 /// Adds to a row of `bench step` what its ranks' profiles say:
 /// - `profile`, a list of {part, us, share, median_us, rank_min_us, rank_max_us}. The parts before
@@ -102,29 +200,30 @@ BenchRows bench_data_parallel(const BenchOptions& options);
 /// - `operations`, a list of {operation, calls, us, share}, rank 0's. Only where LibTorch's
 ///   operations were noted.
 void add_profile(BenchRow& row, const nlohmann::json& profiles);
-
 /// Writes the Chrome trace of the ranks' profiles, with `metadata` in it.
 void write_trace(const std::filesystem::path& file, const nlohmann::json& profiles,
                  const nlohmann::ordered_json& metadata);
+/// Writes a picture of speed-up over ranks, a line per model and strategy, beside the ideal.
+void write_scaling_plot(const std::filesystem::path& file, const BenchRows& rows);
 
-/// Rows that have a profile as text: a heading and a table each.
-std::string profile_tables(const BenchRows& rows);
-
-/// The hidden `lockstep bench worker JSON`: what a process that a BenchRunner starts does. The
-/// object has `kind`, the work's settings, and `result`, the file that rank 0 writes.
-int bench_worker(const std::string& config);
-
-/// `lockstep bench targets`: measures all that the project promises about its speed. Prints (on
-/// demand) each promise with what was measured and whether it is met, as soon as that is known.
-/// Returns the same as rows.
-BenchRows bench_targets(BenchOptions options, bool print_table);
-
-/// Rows as a text table: one column per key, numbers to the right.
-std::string bench_table(const BenchRows& rows);
+/// printf's text.
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  char text[512];
+  std::snprintf(text, sizeof text, format, args...);
+  return text;
+}
 
 /// A line about what is being measured, on standard error. A terminal shows the newest alone.
 void bench_progress(const std::string& text);
 
-double median(std::vector<double> values);
+/// The command that starts `command` as `ranks` ranks of mpirun on this host. They are not bound to
+/// cores, as the other benchmarks' ranks are not, and may be more than there are cores. Throws
+/// UsageError where there is no mpirun.
+std::vector<std::string> under_mpirun(int64_t ranks, const std::vector<std::string>& command);
+/// The path of this program.
+std::string own_program();
+/// The command of a process that runs a bench's worker.
+std::vector<std::string> worker_command(const BenchRow& config);
 
 }  // namespace lockstep::tool

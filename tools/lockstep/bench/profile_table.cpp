@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <functional>
+#include <array>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/words.h"
@@ -12,36 +12,27 @@ namespace {
 /// As many as fit on a screen; a trace has them all.
 constexpr size_t kOperationsShown = 20;
 
-using Figure = std::function<double(const StepBreakdown&)>;
-
-struct Line {
-  const char* part;
-  Figure us;
-};
-
-Figure part_of(StepPart part) {
-  return [part](const StepBreakdown& step) { return step.parts[static_cast<size_t>(part)]; };
-}
-
 /// What comes after "step" is no part of the sum: it ran beside the others.
-const std::vector<Line>& lines() {
-  static const std::vector<Line> all = {
-      {"data", part_of(StepPart::data)},
-      {"forward", part_of(StepPart::forward)},
-      {"backward", part_of(StepPart::backward)},
-      {"communication exposed", [](const StepBreakdown& step) { return step.exposed; }},
-      {"optimizer", part_of(StepPart::optimizer)},
-      {"rest", [](const StepBreakdown& step) { return step.rest; }},
-      {"step", [](const StepBreakdown& step) { return step.step; }},
-      {"communication hidden", [](const StepBreakdown& step) { return step.hidden; }},
-  };
-  return all;
+constexpr const char* kLines[] = {"data",      "forward", "backward", "communication exposed",
+                                  "optimizer", "rest",    "step",     "communication hidden"};
+
+/// Microseconds, by line.
+std::array<double, std::size(kLines)> lines_of(const StepBreakdown& step) {
+  const auto part = [&](StepPart which) { return step.parts[static_cast<size_t>(which)]; };
+  return {part(StepPart::data),
+          part(StepPart::forward),
+          part(StepPart::backward),
+          step.exposed,
+          part(StepPart::optimizer),
+          step.rest,
+          step.step,
+          step.hidden};
 }
 
-double median_of(const std::vector<StepBreakdown>& steps, const Figure& figure) {
-  std::vector<double> values;
-  for (const auto& step : steps) values.push_back(figure(step));
-  return median(std::move(values));
+Figures figures_of(const std::vector<StepBreakdown>& steps, size_t line) {
+  Figures figures;
+  for (const auto& step : steps) figures.push_back(lines_of(step)[line]);
+  return figures;
 }
 
 std::vector<StepProfile> profiles_from(const nlohmann::json& objects) {
@@ -60,22 +51,21 @@ std::string short_name(const std::string& name) {
 
 void add_profile(BenchRow& row, const nlohmann::json& objects) {
   const auto profiles = profiles_from(objects);
-  std::vector<std::vector<StepBreakdown>> steps;
-  std::vector<StepBreakdown> typical;
+  std::vector<StepBreakdown> first, typical;  // Rank 0's steps, and one of each rank.
   for (const auto& profile : profiles) {
-    steps.push_back(analyse(profile).steps);
-    typical.push_back(typical_step(steps.back()));
+    auto steps = analyse(profile).steps;
+    typical.push_back(typical_step(steps));
+    if (first.empty()) first = std::move(steps);
   }
   const double whole = typical.front().step;
   row["profile"] = BenchRow::array();
-  for (const auto& [name, figure] : lines()) {
-    std::vector<double> of_ranks;
-    for (const auto& rank : typical) of_ranks.push_back(figure(rank));
+  for (size_t line = 0; line < std::size(kLines); ++line) {
+    const Figures of_ranks = figures_of(typical, line);
     const auto [least, most] = std::minmax_element(of_ranks.begin(), of_ranks.end());
-    row["profile"].push_back({{"part", name},
+    row["profile"].push_back({{"part", kLines[line]},
                               {"us", of_ranks.front()},
                               {"share", of_ranks.front() / whole},
-                              {"median_us", median_of(steps.front(), figure)},
+                              {"median_us", median(figures_of(first, line))},
                               {"rank_min_us", *least},
                               {"rank_max_us", *most}});
   }
@@ -94,7 +84,8 @@ void write_trace(const std::filesystem::path& file, const nlohmann::json& profil
   write_file_atomically(file, chrome_trace(profiles_from(profiles), metadata).dump() + "\n");
 }
 
-std::string profile_tables(const BenchRows& rows) {
+std::string step_text(const BenchRows& rows) {
+  if (!rows.front().contains("profile")) return bench_table(rows);
   std::string text;
   for (const auto& row : rows) {
     if (!text.empty()) text += '\n';

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 
 #include "lockstep/rpc/rpc.h"
-#include "tools/lockstep/bench/runner_impl.h"
 #include "tools/lockstep/bench/worker.h"
 
 namespace lockstep::tool {
@@ -49,14 +49,6 @@ PlainJson latency(std::vector<double> times) {
   return {{"p50_us", p50}, {"p99_us", p99}, {"calls_per_s", 1e6 / p50}};
 }
 
-template <class Run>
-PlainJson time_each(Run run, int64_t warmup, int64_t steps) {
-  for (int64_t i = 0; i < warmup; ++i) run();
-  std::vector<double> times;
-  time_calls(run, steps, times);
-  return latency(std::move(times));
-}
-
 /// Batches come out even, as in the twin: a last one that is not full would wait for its delay.
 template <class Function>
 PlainJson throughput(const Function& function, int64_t calls) {
@@ -80,64 +72,47 @@ PlainJson throughput(const Function& function, int64_t calls) {
   return {{"p50_us", us}, {"p99_us", nullptr}, {"calls_per_s", 1e6 / us}};
 }
 
-PlainJson measure_calls(const Functions& functions, const PlainJson& config) {
-  const int64_t warmup = config.at("warmup"), steps = config.at("steps");
+PlainJson measure_call(const Functions& functions, const PlainJson& row, const PlainJson& config) {
+  const std::string call = row.at("call");
+  const int64_t steps = row.value("steps", config.at("steps").get<int64_t>());
   const at::Tensor one = at::ones({1});
-  PlainJson results = PlainJson::array();
-  for (const auto& row : config.at("rows")) {
-    const std::string call = row.at("call");
-    const int64_t bytes = row.at("bytes");
-    if (call == "own" || call == "fast" || call == "tcp") {
-      results.push_back(
-          time_each([&] { rpc::call("server", functions.add, one, one); }, warmup, steps));
-    } else if (call == "autograd") {
-      const at::Tensor leaf = at::ones({1}).requires_grad_();
-      results.push_back(time_each(
-          [&] {
-            const rpc::AutogradContext context;
-            rpc::call("server", functions.add, leaf, one);
-          },
-          warmup, steps));
-    } else if (call == "echo") {
-      const at::Tensor tensor = at::ones({bytes / 4});
-      results.push_back(time_each([&] { rpc::call("server", functions.echo, tensor); }, kEchoWarmup,
-                                  row.at("steps")));
-    } else if (call == "unbatched") {
-      results.push_back(throughput(functions.unbatched, steps));
-    } else {
-      results.push_back(throughput(functions.batched, steps));
-    }
+  if (call == "unbatched") return throughput(functions.unbatched, steps);
+  if (call == "batched") return throughput(functions.batched, steps);
+  if (call == "echo") {
+    const at::Tensor tensor = at::ones({row.at("bytes").get<int64_t>() / 4});
+    const auto echo = [&] { rpc::call("server", functions.echo, tensor); };
+    return latency(timed(echo, kEchoWarmup, steps));
   }
-  return results;
+  const at::Tensor leaf = at::ones({1}).requires_grad_();
+  const auto add = [&] {
+    std::optional<rpc::AutogradContext> context;
+    if (call == "autograd") context.emplace();
+    rpc::call("server", functions.add, call == "autograd" ? leaf : one, one);
+  };
+  return latency(timed(add, config.at("warmup"), steps));
 }
 
-/// The rows, with fewer calls for large tensors. First that which goes LibTorch's way, last that
-/// which goes over TCP, as calls between hosts do.
+/// The rows, with fewer calls for large tensors. `way`: LibTorch's own first, last TCP, as calls
+/// between hosts go.
 PlainJson rows_to_measure(int64_t steps) {
-  PlainJson rows = {{{"call", "own"}, {"bytes", 4}},
-                    {{"call", "autograd"}, {"bytes", 4}},
-                    {{"call", "fast"}, {"bytes", 4}}};
-  for (const int64_t bytes : {65'536, 4'194'304}) {
-    rows.push_back({{"call", "echo"},
-                    {"bytes", bytes},
-                    {"steps", bytes > 1'000'000 ? std::max<int64_t>(steps / 10, 5) : steps}});
-  }
-  for (const char* call : {"unbatched", "batched"}) {
-    rows.push_back({{"call", call}, {"bytes", kWidth * 4}});
-  }
-  rows.push_back({{"call", "tcp"}, {"bytes", 4}});
+  const auto row = [](const char* call, int64_t bytes, const char* way) {
+    return PlainJson{{"call", call}, {"bytes", bytes}, {"way", way}};
+  };
+  PlainJson rows = {row("own", 4, "own"),
+                    row("autograd", 4, "fast"),
+                    row("fast", 4, "fast"),
+                    row("echo", 65'536, "fast"),
+                    row("echo", 4'194'304, "fast"),
+                    row("unbatched", kWidth * 4, "fast"),
+                    row("batched", kWidth * 4, "fast"),
+                    row("tcp", 4, "tcp")};
+  rows[3]["steps"] = steps;
+  rows[4]["steps"] = std::max<int64_t>(steps / 10, 5);
   return rows;
 }
 
-/// What way a row's calls go: that of the row "own", "tcp" or "fast".
-std::string way_of(const BenchRow& row) {
-  const std::string call = row.at("call");
-  return call == "own" || call == "tcp" ? call : "fast";
-}
-
 /// The results of one round, each way from a start of its own.
-template <class Run>
-BenchRow measure_round(BenchRow config, const Run& run) {
+BenchRow measure_round(BenchRunner& runner, BenchRow config) {
   const BenchRow wanted = config.at("rows");
   BenchRow results = BenchRow::array();
   for (const char* way : {"own", "fast", "tcp"}) {
@@ -145,57 +120,47 @@ BenchRow measure_round(BenchRow config, const Run& run) {
     config["shared_memory"] = way != std::string("tcp");
     config["rows"] = BenchRow::array();
     for (const auto& row : wanted) {
-      if (way_of(row) == way) config["rows"].push_back(row);
+      if (row.at("way") == way) config["rows"].push_back(row);
     }
-    const BenchRow part = run(config);
+    const BenchRow part = runner.run_ranks(false, config);
     for (const auto& result : part.at("rows")) results.push_back(result);
   }
   return {{"rows", results}};
 }
 
-Figures figures_of(const std::vector<BenchRow>& results, size_t row, const char* key) {
-  Figures figures;
-  for (const auto& result : results) figures.push_back(result.at("rows").at(row).at(key));
-  return figures;
-}
-
 }  // namespace
 
-PlainJson bench_rpc_worker(const PlainJson& config) {
+PlainJson rpc_worker(const PlainJson& config) {
   const World world = join_group(config);
   const Functions functions;
   auto agent = rpc::init(
       world, world.rank() == 0 ? "client" : "server",
       {.fast_calls = config.at("fast_calls"), .shared_memory = config.at("shared_memory")});
-  PlainJson result;
-  if (world.rank() == 0) result = {{"rows", measure_calls(functions, config)}};
+  PlainJson rows = PlainJson::array();
+  for (const auto& row : config.at("rows")) {
+    if (world.rank() == 0) rows.push_back(measure_call(functions, row, config));
+  }
   agent.shutdown();
-  return result;
+  return {{"rows", rows}};
 }
 
-BenchRows BenchRunner::rpc() {
-  const auto& options = impl_->options;
+BenchRows bench_rpc(BenchRunner& runner) {
+  const auto& options = runner.options;
   const PlainJson wanted = rows_to_measure(options.steps);
-  const BenchRow config = {{"kind", "rpc"},
-                           {"backend", "auto"},
-                           {"warmup", kWarmup},
-                           {"steps", options.steps},
-                           {"rows", wanted}};
-  std::vector<BenchRow> own, python;  // A result a round.
-  for (int round = 0; round < options.rounds_or_default(); ++round) {
-    impl_->progress("rpc", round);
-    own.push_back(measure_round(
-        config, [&](const BenchRow& part) { return impl_->run_ranks(false, part, 2); }));
-    if (impl_->python) python.push_back(impl_->run_ranks(true, config, 2));
-  }
+  const BenchRow config = {{"kind", "rpc"},          {"ranks", 2},
+                           {"backend", "auto"},      {"warmup", kWarmup},
+                           {"steps", options.steps}, {"rows", wanted}};
+  const Sides sides = runner.in_turns("rpc", runner.sides(), [&](const std::string& side) {
+    return side == kPythonSide ? runner.run_ranks(true, config) : measure_round(runner, config);
+  });
+  const std::string& own = options.backends.front();
   BenchRows rows;
   for (size_t i = 0; i < wanted.size(); ++i) {
-    BenchRow row = {{"call", wanted[i].at("call")}, {"bytes", wanted[i].at("bytes")}};
-    add_comparison(row, "p50_us", figures_of(own, i, "p50_us"), figures_of(python, i, "p50_us"));
-    const bool each = !own[0].at("rows")[i].at("p99_us").is_null();
-    row["p99_us"] = each ? BenchRow(median(figures_of(own, i, "p99_us"))) : BenchRow();
-    row["calls_per_s"] = median(figures_of(own, i, "calls_per_s"));
-    rows.push_back(row);
+    const std::string index = "/rows/" + std::to_string(i);
+    rows.push_back({{"call", wanted[i].at("call")}, {"bytes", wanted[i].at("bytes")}});
+    add_comparison(rows.back(), "p50_us", sides, own, index + "/p50_us");
+    for (const std::string key : {"p99_us", "calls_per_s"})
+      rows.back()[key] = median_at(sides.at(own), index + "/" + key);
   }
   return rows;
 }

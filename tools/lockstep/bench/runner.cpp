@@ -1,28 +1,18 @@
-#include <arpa/inet.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <chrono>
 #include <csignal>
-#include <map>
 #include <set>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 #include "lockstep/launch/omp_waiting.h"
+#include "lockstep/launch/program.h"
 #include "tools/lockstep/bench/bench.h"
-#include "tools/lockstep/bench/mpirun.h"
-#include "tools/lockstep/bench/runner_impl.h"
-#include "tools/lockstep/bench/worker.h"
-#include "tools/lockstep/env_python.h"
-#include "tools/lockstep/env_report.h"
-#include "tools/lockstep/mnist_folder.h"
-#include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
 
@@ -35,11 +25,6 @@ using Json = nlohmann::ordered_json;
 
 /// Longer than any sensible run of one side of a round.
 constexpr auto kRunTimeout = std::chrono::minutes(10);
-/// How often a tensor of that size is reduced: large ones fewer times, the same on all sides.
-int64_t allreduce_steps(int64_t bytes, int64_t steps) {
-  constexpr int64_t kBytesInAll = 2'000'000'000;
-  return std::min(steps, std::max<int64_t>(10, kBytesInAll / std::max<int64_t>(bytes, 1)));
-}
 
 /// What a run wrote; none: nothing, or not all of it.
 std::optional<Json> result_in(const std::string& file) {
@@ -51,14 +36,12 @@ std::optional<Json> result_in(const std::string& file) {
 
 /// The first that failed by itself says more than those that were then ended; none: all succeeded.
 const ProcessResult* failed_one(const std::vector<ProcessResult>& results) {
-  const auto first = [&](int limit) {
-    return std::find_if(results.begin(), results.end(), [limit](const ProcessResult& result) {
-      return result.status != 0 && result.status != limit;
-    });
-  };
-  auto found = first(128 + SIGTERM);
-  if (found == results.end()) found = first(0);
-  return found == results.end() ? nullptr : &*found;
+  const ProcessResult* failed = nullptr;
+  for (const auto& result : results) {
+    const bool says_more = !failed || failed->status == 128 + SIGTERM;
+    if (result.status != 0 && says_more) failed = &result;
+  }
+  return failed;
 }
 
 /// Python's processes may crash while they end, as Gloo's threads do at times: all is measured
@@ -72,17 +55,27 @@ void tell_of_crash(const std::string& what, const ProcessResult& crashed,
               "; " + consequence);
 }
 
-std::string own_program() {
-  return std::filesystem::read_symlink("/proc/self/exe").string();
+/// What processes have written. Throws when they failed, or wrote nothing. Python's may have
+/// crashed later.
+Json taken_result(const std::string& what, const std::vector<ProcessResult>& results,
+                  const std::string& file, bool with_python) {
+  auto result = result_in(file);
+  if (const auto* failed = failed_one(results)) {
+    if (!with_python || !result) expect_success(what, *failed);
+    tell_of_crash(what, *failed, "the result counts");
+  }
+  if (!result) throw Error(what + " wrote no result");
+  return *result;
 }
 
-/// The environment of a rank: our launcher's variables and nobody else's.
-std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks, int threads) {
+/// The environment of a rank: our launcher's variables and nobody else's. Rank -1: of no rank.
+std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks, int threads,
+                                                    bool with_python) {
   std::map<std::string, std::string> env;
   for (char** entry = environ; *entry; ++entry) {
     const std::string name = std::string(*entry).substr(0, std::string(*entry).find('='));
     for (const char* prefix : {"TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_", "MASTER_", "GROUP_"}) {
-      if (name.rfind(prefix, 0) == 0) env[name] = "";
+      if (name.starts_with(prefix)) env[name] = "";
     }
   }
   for (const char* name : {"RANK", "LOCAL_RANK"}) env[name] = rank < 0 ? "" : std::to_string(rank);
@@ -94,354 +87,195 @@ std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks,
   // all.
   if (!env_string("GLOO_SOCKET_IFNAME")) env["GLOO_SOCKET_IFNAME"] = "lo";
   env["PYTHONDONTWRITEBYTECODE"] = "1";
+  if (with_python) launch::forget_omp_waiting(env);  // What we chose for ourselves.
   return env;
-}
-
-/// The same for Python's: what we chose for ourselves is not for it.
-std::map<std::string, std::string> python_environment(int64_t rank, int64_t ranks, int threads) {
-  auto env = rank_environment(rank, ranks, threads);
-  launch::forget_omp_waiting(env);
-  return env;
-}
-
-/// A port that was free a moment ago, for programs that cannot be handed a socket.
-int free_port() {
-  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    throw SystemError("no free port on loopback", errno);
-  }
-  return ntohs(address.sin_port);
 }
 
 }  // namespace
 
-void add_comparison(Json& row, const std::string& key, const Figures& own, const Figures& python) {
-  row[key] = median(own);
-  if (python.empty()) return;
-  Figures ratios;
-  for (size_t i = 0; i < own.size(); ++i) ratios.push_back(own[i] / python[i]);
-  row["python_" + key] = median(python);
-  row["ratio"] = median(ratios);
-}
-
-double median(std::vector<double> values) {
+double median(Figures values) {
   if (values.empty()) throw Error("no values to take the median of");
   std::sort(values.begin(), values.end());
   const size_t middle = values.size() / 2;
   return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-BenchRunner::Impl::Impl(const BenchOptions& given) : options(given) {
-  if (!options.compare_python) return;
-  python = require_python_with_torch();
-  for (const auto& [name, text] : bench_scripts()) {
-    write_file_atomically(folder.path() / name, text);
-  }
+double median_ratio(const Figures& ours, const Figures& theirs) {
+  Figures ratios;
+  for (size_t i = 0; i < ours.size(); ++i) ratios.push_back(ours[i] / theirs[i]);
+  return median(std::move(ratios));
 }
 
-std::vector<std::string> BenchRunner::Impl::own_command(const Json& config) const {
+Figures figures_at(const Rounds& rounds, const std::string& pointer) {
+  Figures figures;
+  for (const auto& round : rounds) {
+    const Json& value = round.at(Json::json_pointer(pointer));
+    if (!value.is_null()) figures.push_back(value);
+  }
+  return figures;
+}
+
+Json median_at(const Rounds& rounds, const std::string& pointer) {
+  Figures figures = figures_at(rounds, pointer);
+  return figures.empty() ? Json() : Json(median(std::move(figures)));
+}
+
+Json middle_round(Rounds rounds, const std::string& key) {
+  std::sort(rounds.begin(), rounds.end(), [&](const Json& a, const Json& b) {
+    return a[key].get<double>() < b[key].get<double>();
+  });
+  return rounds[(rounds.size() - 1) / 2];
+}
+
+void add_comparison(Json& row, const std::string& key, const Sides& sides, const std::string& side,
+                    const std::string& pointer) {
+  row[key] = median_at(sides.at(side), pointer);
+  const auto python = sides.find(kPythonSide);
+  if (python == sides.end()) return;
+  row["python_" + key] = median_at(python->second, pointer);
+  row["ratio"] =
+      median_ratio(figures_at(sides.at(side), pointer), figures_at(python->second, pointer));
+}
+
+Json pick(const Json& from, const std::vector<std::string>& keys) {
+  Json row;
+  for (const auto& key : keys) row[key] = from.at(key);
+  return row;
+}
+
+std::vector<std::string> under_mpirun(int64_t ranks, const std::vector<std::string>& command) {
+  std::vector<std::string> words = {"mpirun",          "-np",       std::to_string(ranks),
+                                    "--oversubscribe", "--bind-to", "none"};
+  if (::geteuid() == 0) words.push_back("--allow-run-as-root");
+  words.insert(words.end(), command.begin(), command.end());
+  return launch::find_program(words, launch::ProgramKind::executable).argv;
+}
+
+std::string own_program() {
+  return std::filesystem::read_symlink("/proc/self/exe").string();
+}
+
+std::vector<std::string> worker_command(const Json& config) {
   return {own_program(), "bench", "worker", config.dump()};
 }
 
-std::vector<std::string> BenchRunner::Impl::python_command(const std::string& script,
-                                                           const Json& config) const {
-  return {python->path.string(), (folder.path() / script).string(), config.dump()};
+BenchRunner::BenchRunner(const BenchOptions& given) : options(given) {
+  if (!options.compare_python) return;
+  python_ = require_python_with_torch();
+  for (const auto& [name, text] : bench_scripts()) {
+    write_file_atomically(folder_.path() / name, text);
+  }
 }
 
-std::string BenchRunner::Impl::fresh(const std::string& what) {
-  return (folder.path() / (what + std::to_string(runs++))).string();
+bool BenchRunner::python_has_lockstep() const {
+  if (!python_) return false;
+  // Not by the name of the module: a folder of that name in the working folder would do.
+  const std::string look = "import importlib.metadata as m; m.version('lockstep')";
+  return run_process({{python_->path.string(), "-c", look}, {}}, std::chrono::minutes(1)).status ==
+         0;
 }
 
-Json BenchRunner::Impl::run_ranks(bool with_python, Json config, int64_t ranks) {
+std::vector<std::string> BenchRunner::sides() const {
+  std::vector<std::string> names = options.backends;
+  if (python_) names.push_back(kPythonSide);
+  return names;
+}
+
+Sides BenchRunner::in_turns(const std::string& what, const std::vector<std::string>& sides,
+                            const std::function<Json(const std::string&)>& run) const {
+  Sides results;
+  const int rounds = options.rounds_or_default();
+  for (int round = 1; round <= rounds; ++round) {
+    bench_progress(what + ": round " + std::to_string(round) + " of " + std::to_string(rounds));
+    for (const auto& side : sides) results[side].push_back(run(side));
+  }
+  return results;
+}
+
+Sides BenchRunner::in_turns(const std::string& what, const Json& config, bool has_twin) {
+  return in_turns(what, has_twin ? sides() : options.backends, [&](const std::string& side) {
+    Json of_side = config;
+    of_side["backend"] = side == kPythonSide ? options.backends.back() : side;
+    return run_ranks(side == kPythonSide, of_side);
+  });
+}
+
+std::vector<std::string> BenchRunner::python_command(const std::string& script,
+                                                     const Json& config) const {
+  return {python_->path.string(), (folder_.path() / script).string(), config.dump()};
+}
+
+std::string BenchRunner::fresh(const std::string& what) {
+  return (folder_.path() / (what + std::to_string(runs_++))).string();
+}
+
+Json BenchRunner::run_ranks(bool with_python, Json config) {
   config["bind_to"] = options.bind_to;
-  config["ranks"] = ranks;
   config["result"] = fresh("result");
   config["init_method"] = "file://" + fresh("meet");
-  const std::string kind = config["kind"];
+  const int64_t ranks = config.at("ranks");
+  const std::string kind = config.at("kind");
   static const std::set<std::string> kPythonToo{"nccl", "lockstep", "alone"};
   if (with_python && !kPythonToo.contains(config["backend"])) config["backend"] = "gloo";
+  const auto command = with_python ? python_command(kind + ".py", config) : worker_command(config);
   std::vector<ProcessSpec> specs;
-  const bool by_mpirun = config["backend"] == "mpi";
-  if (by_mpirun) {
+  if (config["backend"] == "mpi") {
     specs.push_back(
-        {under_mpirun(ranks, own_command(config)), rank_environment(-1, 0, options.threads)});
+        {under_mpirun(ranks, command), rank_environment(-1, 0, options.threads, false)});
   }
-  for (int64_t rank = 0; rank < ranks && !by_mpirun; ++rank) {
-    if (with_python) {
-      specs.push_back(
-          {python_command(kind + ".py", config), python_environment(rank, ranks, options.threads)});
-    } else {
-      specs.push_back({own_command(config), rank_environment(rank, ranks, options.threads)});
-    }
+  for (int64_t rank = 0; rank < ranks && config["backend"] != "mpi"; ++rank) {
+    specs.push_back({command, rank_environment(rank, ranks, options.threads, with_python)});
   }
   const std::string what = (with_python ? "Python's " : "") + kind + " benchmark";
-  const auto results = run_processes(specs, kRunTimeout);
-  const auto result = result_in(config["result"]);
-  if (const auto* failed = failed_one(results)) {
-    if (!with_python || !result) expect_success(what, *failed);
-    tell_of_crash(what, *failed, "the result counts");
-  }
-  if (!result) throw Error(what + " wrote no result");
-  return *result;
+  return taken_result(what, run_processes(specs, kRunTimeout), config["result"], with_python);
 }
 
-ProcessResult BenchRunner::Impl::run_whole(const std::string& what,
-                                           std::vector<std::string> command) {
-  auto result =
-      run_process({std::move(command), rank_environment(-1, 0, options.threads)}, kRunTimeout);
+ProcessResult BenchRunner::run_whole(const std::string& what, std::vector<std::string> command,
+                                     bool with_python) const {
+  const auto env = rank_environment(-1, 0, options.threads, with_python);
+  auto result = run_process({std::move(command), env}, kRunTimeout);
   expect_success(what, result);
   return result;
 }
 
-ProcessResult BenchRunner::Impl::run_python(std::vector<std::string> command) const {
-  return run_process({std::move(command), python_environment(-1, 0, options.threads)}, kRunTimeout);
+ProcessResult BenchRunner::run_python(std::vector<std::string> command) const {
+  return run_process({std::move(command), rank_environment(-1, 0, options.threads, true)},
+                     kRunTimeout);
 }
 
-std::pair<ProcessResult, Json> BenchRunner::Impl::run_python_training(const Json& config) const {
-  auto run = run_python(python_command("train.py", config));
-  const auto result = result_in(config["result"]);
-  if (!result) expect_success("Python's training", run);
-  if (!result) throw Error("Python's training wrote no result");
-  if (run.status != 0) tell_of_crash("Python's training", run, "the result counts");
-  return {std::move(run), *result};
+Json BenchRunner::run_python_training(Json config) {
+  config["init_method"] = "file://" + fresh("meet");
+  config["result"] = fresh("result");
+  const auto run = run_python(python_command("train.py", config));
+  Json result = taken_result("Python's training", {run}, config["result"], /*with_python=*/true);
+  result["seconds"] = run.seconds;
+  result["peak_bytes"] = run.peak_bytes;
+  return result;
 }
 
-double BenchRunner::Impl::torchrun_seconds(int64_t ranks) {
+double BenchRunner::torchrun_seconds(int64_t ranks) {
   constexpr int kMostCrashes = 3;
   for (int crashes = 0;; ++crashes) {
     const std::string result = fresh("result");
+    // One that was free a moment ago: torchrun cannot be handed a socket.
+    const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
     const auto run =
-        run_python({python->path.string(), "-m", "torch.distributed.run", "--nproc-per-node",
-                    std::to_string(ranks), "--master-port", std::to_string(free_port()),
-                    (folder.path() / "launch.py").string(), Json{{"result", result}}.dump()});
+        run_python({python_->path.string(), "-m", "torch.distributed.run", "--nproc-per-node",
+                    std::to_string(ranks), "--master-port", std::to_string(port),
+                    (folder_.path() / "launch.py").string(), Json{{"result", result}}.dump()});
     if (run.status == 0) return run.seconds;
     if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
     tell_of_crash("torchrun", run, "it is repeated");
   }
 }
 
-double BenchRunner::Impl::python_launch_seconds(int64_t ranks) {
-  const auto run = run_python({own_program(), "run", "--nproc-per-node", std::to_string(ranks),
-                               python->path.string(), (folder.path() / "launch.py").string(),
-                               Json{{"result", fresh("result")}, {"backend", "lockstep"}}.dump()});
-  expect_success("lockstep run", run);
-  return run.seconds;
-}
-
-void BenchRunner::Impl::progress(const std::string& what, int round) const {
-  bench_progress(what + ": round " + std::to_string(round + 1) + " of " +
-                 std::to_string(options.rounds_or_default()));
-}
-
-BenchRunner::BenchRunner(const BenchOptions& options) : impl_(std::make_unique<Impl>(options)) {}
-BenchRunner::~BenchRunner() = default;
-
-namespace {
-
-/// Memory without a name, which goes with this process. Ranks find it by `path_of_memory`: mpirun
-/// hands no descriptors on.
-UniqueFd shared_memory(int64_t bytes) {
-  UniqueFd fd(::memfd_create("lockstep-bench", MFD_CLOEXEC));
-  if (!fd || ::ftruncate(fd.get(), bytes) != 0) {
-    throw SystemError("cannot make memory for the benchmark", errno);
-  }
-  return fd;
-}
-
-std::string path_of_memory(const UniqueFd& fd) {
-  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd.get());
-}
-
-Figures of_size(const std::vector<Json>& rounds, const std::string& key, size_t i) {
-  Figures figures;
-  for (const auto& round : rounds) {
-    if (!round[key][i].is_null()) figures.push_back(round[key][i]);
-  }
-  return figures;
-}
-
-void add_bound(BenchRow& row, const Figures& bound, const Figures& shares) {
-  row["bound_us"] = nullptr;
-  row["of_bound"] = nullptr;
-  if (bound.empty()) return;
-  row["bound_us"] = median(bound);
-  row["of_bound"] = median(shares);
-}
-
-}  // namespace
-
-BenchRows BenchRunner::allreduce() {
-  const auto& options = impl_->options;
-  Json sizes = Json::array();
-  for (const int64_t bytes : options.sizes) {
-    sizes.push_back({{"bytes", bytes}, {"steps", allreduce_steps(bytes, options.steps)}});
-  }
-  BenchRows rows;
-  for (const int64_t ranks : options.devices_or({2})) {
-    const UniqueFd memory = shared_memory(ranks * kBoundBytes);
-    std::map<std::string, std::vector<Json>> own;  // A result a round.
-    std::vector<Json> python;
-    Json config = {{"kind", "allreduce"},
-                   {"sizes", sizes},
-                   {"warmup", kWarmup / 3},
-                   {"memory", path_of_memory(memory)}};
-    for (int round = 0; round < options.rounds_or_default(); ++round) {
-      impl_->progress("allreduce, " + counted(ranks, "rank"), round);
-      for (const auto& backend : options.backends) {
-        config["backend"] = backend;
-        own[backend].push_back(impl_->run_ranks(false, config, ranks));
-      }
-      if (impl_->python) python.push_back(impl_->run_ranks(true, config, ranks));
-    }
-    for (size_t i = 0; i < options.sizes.size(); ++i) {
-      for (const auto& backend : options.backends) {
-        BenchRow row = {{"bytes", options.sizes[i]}, {"ranks", ranks}, {"backend", backend}};
-        const Figures figures = of_size(own[backend], "p50_us", i);
-        add_comparison(row, "p50_us", figures, of_size(python, "p50_us", i));
-        add_bound(row, of_size(own[backend], "bound_us", i), of_size(own[backend], "of_bound", i));
-        rows.push_back(row);
-      }
-    }
-  }
-  return rows;
-}
-
-BenchRows BenchRunner::loader() {
-  const auto& options = impl_->options;
-  const BenchData data(options.data_dir);
-  const int64_t batch_size = options.batch_size_or(64);
-  Figures own;
-  Figures python;
-  const Json config = {{"kind", "loader"},
-                       {"backend", "gloo"},
-                       {"folder", data.folder().string()},
-                       {"batch_size", batch_size},
-                       {"workers", 0},
-                       {"epochs", 2},
-                       {"warmup", kWarmup},
-                       {"batches", options.steps}};
-  for (int round = 0; round < options.rounds_or_default(); ++round) {
-    impl_->progress("loader", round);
-    own.push_back(impl_->run_ranks(false, config, 1)["samples_per_s"]);
-    if (impl_->python) python.push_back(impl_->run_ranks(true, config, 1)["samples_per_s"]);
-  }
-  BenchRow row = {{"dataset", data.name()}, {"batch_size", batch_size}, {"workers", 0}};
-  add_comparison(row, "samples_per_s", own, python);
-  return {row};
-}
-
-BenchRows BenchRunner::launch() {
-  const auto& options = impl_->options;
-  BenchRows rows;
-  for (const int64_t ranks : options.devices_or({2})) {
-    for (const auto& backend : options.backends) {
-      Figures own;
-      Figures python;
-      for (int round = 0; round < options.rounds_or_default(); ++round) {
-        impl_->progress("launch, " + counted(ranks, "rank"), round);
-        std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
-                                            std::to_string(ranks)};
-        const auto worker = impl_->own_command({{"kind", "launch"}, {"backend", backend}});
-        command.insert(command.end(), worker.begin(), worker.end());
-        if (backend == "mpi") command = under_mpirun(ranks, worker);
-        own.push_back(
-            impl_->run_whole(backend == "mpi" ? "mpirun" : "lockstep run", command).seconds);
-        if (impl_->python) python.push_back(impl_->torchrun_seconds(ranks));
-      }
-      BenchRow row = {{"ranks", ranks}, {"backend", backend}};
-      add_comparison(row, "seconds", own, python);
-      rows.push_back(row);
-    }
-  }
-  return rows;
-}
-
-namespace {
-
-/// The accuracy in "test accuracy 0.9731 loss 0.0912", `lockstep train`'s last line.
-double accuracy_in(const std::string& output) {
-  auto lines = split(output, '\n');
-  while (!lines.empty() && lines.back().empty()) lines.pop_back();
-  const auto words = split(lines.empty() ? std::string() : lines.back(), ' ');
-  if (words.size() > 2 && words[0] == "test" && words[1] == "accuracy") {
-    if (const auto value = parse_double(words[2])) return *value;
-  }
-  throw Error("lockstep train's last line is not 'test accuracy X loss Y': '" +
-              (lines.empty() ? std::string() : lines.back()) + "'");
-}
-
-}  // namespace
-
-BenchRows BenchRunner::train() {
-  const auto& options = impl_->options;
-  const BenchData data(options.data_dir);
-  const int64_t batch_size = options.batch_size_or(64);
-  const int64_t ranks = options.devices_or({2}).front();
-  Figures seconds, python_seconds, peak, python_peak, accuracy, python_accuracy;
-  for (int round = 0; round < options.rounds_or_default(); ++round) {
-    impl_->progress("train", round);
-    const std::string& backend = options.backends.front();
-    std::vector<std::string> command = {own_program(),  "train",
-                                        "--model",      "mlp",
-                                        "--dataset",    "mnist",
-                                        "--data-dir",   data.folder().string(),
-                                        "--backend",    backend,
-                                        "--max-epochs", std::to_string(options.epochs),
-                                        "--batch-size", std::to_string(batch_size),
-                                        "--optimizer",  "sgd",
-                                        "--lr",         "0.01",
-                                        "--momentum",   "0.9",
-                                        "--seed",       "0",
-                                        "--threads",    std::to_string(options.threads),
-                                        "--bind-to",    options.bind_to,
-                                        "--quiet"};
-    if (backend == "mpi") {
-      command = under_mpirun(ranks, command);
-    } else {
-      command.insert(command.end(), {"--devices", std::to_string(ranks)});
-    }
-    const auto own = impl_->run_whole("lockstep train", command);
-    seconds.push_back(own.seconds);
-    peak.push_back(static_cast<double>(own.peak_bytes));
-    accuracy.push_back(accuracy_in(own.out));
-    if (!impl_->python) continue;
-    const Json config = {{"kind", "train"},
-                         {"init_method", "file://" + impl_->fresh("meet")},
-                         {"result", impl_->fresh("result")},
-                         {"folder", data.folder().string()},
-                         {"ranks", ranks},
-                         {"epochs", options.epochs},
-                         {"batches", 0},
-                         {"batch_size", batch_size},
-                         {"lr", 0.01},
-                         {"momentum", 0.9},
-                         {"seed", 0}};
-    const auto [twin, result] = impl_->run_python_training(config);
-    python_seconds.push_back(twin.seconds);
-    python_peak.push_back(static_cast<double>(twin.peak_bytes));
-    python_accuracy.push_back(result["accuracy"]);
-  }
-  BenchRow row = {{"model", "mlp"},
-                  {"dataset", data.name()},
-                  {"ranks", ranks},
-                  {"backend", options.backends.front()},
-                  {"epochs", options.epochs}};
-  add_comparison(row, "seconds", seconds, python_seconds);
-  row["peak_bytes"] = median(peak);
-  row["accuracy"] = median(accuracy);
-  if (impl_->python) {
-    BenchRow memory;
-    add_comparison(memory, "peak_bytes", peak, python_peak);
-    row["python_peak_bytes"] = memory["python_peak_bytes"];
-    row["memory_ratio"] = memory["ratio"];
-    row["python_accuracy"] = median(python_accuracy);
-  }
-  return {row};
+double BenchRunner::python_launch_seconds(int64_t ranks) {
+  const Json config = {{"result", fresh("result")}, {"backend", "lockstep"}};
+  std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
+                                      std::to_string(ranks)};
+  const auto worker = python_command("launch.py", config);
+  command.insert(command.end(), worker.begin(), worker.end());
+  return run_whole("lockstep run", command, /*with_python=*/true).seconds;
 }
 
 }  // namespace lockstep::tool

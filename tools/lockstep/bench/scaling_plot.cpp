@@ -1,9 +1,8 @@
 #include <algorithm>
-#include <cstdio>
 #include <map>
 
 #include "lockstep/base/file.h"
-#include "tools/lockstep/bench/scaling.h"
+#include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {
 namespace {
@@ -33,9 +32,7 @@ class Plot {
 
   template <class... Args>
   void add(const char* format, Args... args) {
-    char text[512];
-    std::snprintf(text, sizeof text, format, args...);
-    svg_ += text;
+    svg_ += formatted(format, args...);
   }
 
   void axes(const std::vector<double>& ranks) {

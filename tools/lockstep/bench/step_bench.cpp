@@ -14,11 +14,6 @@
 namespace lockstep::tool {
 namespace {
 
-std::shared_ptr<Model> seeded_model(const std::string& name) {
-  at::manual_seed(0);
-  return make_model(name);
-}
-
 /// As the Python twins have it.
 OptimizerFactory bench_optimizer_factory(const std::string& name) {
   OptimizerOptions options;
@@ -33,6 +28,11 @@ OptimizerFactory bench_optimizer_factory(const std::string& name) {
 }
 
 }  // namespace
+
+std::shared_ptr<Model> seeded_model(const std::string& name) {
+  at::manual_seed(0);
+  return make_model(name);
+}
 
 StepBench::StepBench(const nlohmann::json& config, const World& world)
     : info_(model_info(config.at("model"))),
@@ -100,18 +100,11 @@ void StepBench::update() {
   precision_.update();
 }
 
-void StepBench::step() {
+void StepBench::step(StateBytes* kept) {
   strategy_->zero_grad();
   strategy_->run_batch(work());
+  if (kept) *kept = strategy_->state_bytes();
   update();
-}
-
-StateBytes StepBench::measured_step() {
-  strategy_->zero_grad();
-  strategy_->run_batch(work());
-  const StateBytes bytes = strategy_->state_bytes();
-  update();
-  return bytes;
 }
 
 void StepBench::profiled_step(StepProfiler& profiler, DataLoader& loader) {

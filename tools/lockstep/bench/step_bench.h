@@ -16,6 +16,9 @@
 
 namespace lockstep::tool {
 
+/// A model with the same weights each time.
+std::shared_ptr<Model> seeded_model(const std::string& name);
+
 /// What a benchmark of training steps works with, and the step itself: a model, an optimizer and a
 /// strategy, as `lockstep train` would have them.
 class StepBench {
@@ -25,9 +28,8 @@ class StepBench {
 
   /// A batch that stays, as the Python twin's.
   void draw_batch();
-  void step();
-  /// The same. What this rank keeps when it keeps most: after backward.
-  StateBytes measured_step();
+  /// `kept`: what this rank keeps when it keeps most, after backward.
+  void step(StateBytes* kept = nullptr);
   /// The same with a new batch from a loader, as `lockstep train` has it.
   void profiled_step(StepProfiler& profiler, DataLoader& loader);
   /// A loader of this rank's share of the samples.
