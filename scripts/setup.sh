@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Installs what the build needs: Debian packages (as root or with sudo), then, unless a
 # LibTorch of the user's own is found, a virtual environment .venv with torch. Quick
-# when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, and etcd;
+# when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, etcd and Slurm;
 # `setup.sh --dev` the formatter and the linter.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
-[ ! -d /run/systemd/system ] || starts_service=etcd-server
+[ ! -d /run/systemd/system ] || starts_service='etcd-server|munge|slurm'
 cd "$root"
 
-# Debian's etcd-server starts a service where systemd runs: there the tests of etcd say that it is missing.
+# Debian's packages of etcd and Slurm start services where systemd runs: there their tests say that they are missing.
 packages() {
   cat scripts/packages.txt
-  [ "${1:-}" != --test ] || grep -v "${starts_service:-^$}" scripts/packages-test.txt
+  [ "${1:-}" != --test ] || grep -vE "${starts_service:-^$}" scripts/packages-test.txt
   [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
 }
 
