@@ -6,7 +6,6 @@ import functools
 import getpass
 import hashlib
 import os
-import pathlib
 import re
 import shlex
 import shutil
@@ -19,8 +18,8 @@ import unittest
 import hosts_testing
 import lockstep_testing as t
 import mpi_testing
-from run_testing import Launched, marked_environment, processes_with
-from test_elastic import WORKER, Job, free_port
+from run_testing import MARK, Launched, marked_environment, processes_with
+from test_elastic import Job, free_port
 
 TEMPLATES = t.SOURCE_DIR / "deploy"
 SNAPSHOTS = t.BUILD_DIR / "examples/002_ddp_series/multigpu_torchrun"
@@ -225,8 +224,8 @@ class Slurm(Deployed):
         (self.folder / "munge.key").touch(0o600)
         (self.folder / "munge.key").write_bytes(os.urandom(64))
         # --force: nobody else may enter the folder, which it finds too strict.
-        self.start("munged", "-F", "--force", "--num-threads=1", *(f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")),
-                   f"--socket={self.folder}/munge.socket")
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        self.start("munged", "-F", "--force", "--num-threads=1", f"--socket={self.folder}/munge.socket", *files)
         t.wait_until((self.folder / "munge.socket").exists, 30, "munged")
         self.start("slurmctld", "-D", "-i")
         for node in ("n0", "n1"):
@@ -243,9 +242,10 @@ class Slurm(Deployed):
         return "\n".join(file.read_text() for file in self.folder.glob("lockstep-*.log"))
 
     def until_training(self, job, times):
+        """Until it trains for that many times, and has saved in each of them."""
         over = lambda: self.about(job, "JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
-        t.wait_until(lambda: self.log().count("2 ranks over") == times and len(list(self.folder.glob("run-*/step-*"))) >= times or over(),
-                     90, "training")
+        trains = lambda: self.log().count("2 ranks over") == times and len(list(self.folder.glob("run-*/step-*"))) >= times
+        t.wait_until(lambda: trains() or over(), 90, "training")
         self.assertFalse(over(), self.log() + self.said())
 
     def test_a_warning_and_a_requeue_lead_to_the_bits(self):
@@ -296,8 +296,7 @@ class OnTwoHosts(Deployed):
         (self.folder / ".bash_profile").write_text(f"export PATH={path_with_lockstep()} OMP_NUM_THREADS=1\n")
         for host in self.hosts:
             (self.folder / f"{host.name}.init").write_text(str(host.init))
-        mark = "LOCKSTEP_TEST_MARK"
-        for name, text in (("pbs_tmrsh", PBS_TMRSH.format(folder=self.folder, mark=mark)), ("qsub", "#!/bin/sh\necho $1 > submitted\n")):
+        for name, text in (("pbs_tmrsh", PBS_TMRSH.format(folder=self.folder, mark=MARK)), ("qsub", "#!/bin/sh\necho $1 > submitted\n")):
             (bin_folder / name).write_text(text)
             (bin_folder / name).chmod(0o700)
         (self.folder / "nodes").write_text("".join(f"{host.name}\n" for host in self.hosts))
@@ -333,13 +332,36 @@ class OnTwoHosts(Deployed):
         self.expect_ends(pods(), 0)
         self.expect_the_bits()
 
+    def test_all_connections_keep_to_the_interface_of_a_tunnel(self):
+        """As docs/security.md says. The tunnel is a second cable."""
+        a, b = (host.name for host in self.hosts)
+        for words in (("-n", a, "link", "add", "tunnel", "type", "veth", "peer", "name", "tunnel", "netns", b),
+                      ("-n", a, "addr", "add", "10.231.79.1/24", "dev", "tunnel"), ("-n", b, "addr", "add", "10.231.79.2/24", "dev", "tunnel"),
+                      ("-n", a, "link", "set", "tunnel", "up"), ("-n", b, "link", "set", "tunnel", "up")):
+            code, error = hosts_testing.attempt("ip", *words)
+            self.assertEqual(code, 0, error)
+        run = ("run", "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.231.79.1:29500")
+        hosts = [self.start(*host.command(t.LOCKSTEP, *run, "--local-addr", f"10.231.79.{number}", t.LOCKSTEP, "train",
+                                          *flags(self.folder)), GLOO_SOCKET_IFNAME="tunnel")
+                 for number, host in enumerate(self.hosts, 1)]
+        self.until_saved(*hosts)
+        for host in self.hosts:
+            lines = t.run(*host.command("ss", "-Htn", "state", "established")).stdout.splitlines()
+            peers = {line.split()[3].rsplit(":", 1)[0].removeprefix("[::ffff:").rstrip("]") for line in lines}
+            self.assertIn(f"10.231.79.{2 if host is self.hosts[0] else 1}", peers)
+            outside = [peer for peer in peers if not peer.startswith(("10.231.79.", "127.", "::1"))]
+            self.assertEqual(outside, [], lines)
+        for process in hosts:
+            self.send_to_lockstep(process, signal.SIGTERM)
+        self.expect_ends(hosts, 143)
+
     def test_a_name_that_appears_late_is_waited_for(self):
         """As that of a pod does."""
         names = self.folder / "pods"
         self.name_hosts({"first": self.hosts[0], "second": self.hosts[1]}, "pods")
         known = names.read_text()
         names.write_text("127.0.0.1 localhost\n")
-        words = ("run", "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-conf", "join_timeout=60", "true")
+        words = ("run", "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "true")
         started = [self.start(*host.command(t.LOCKSTEP, *words)) for host in self.hosts]
         read = lambda: names.stat().st_atime_ns > names.stat().st_mtime_ns
         t.wait_until(read, 30, "a look into /etc/hosts")
