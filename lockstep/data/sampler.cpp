@@ -27,15 +27,19 @@ void check(const SamplerOptions& options) {
     throw UsageError("the sampler got rank " + std::to_string(options.rank) +
                      ", expected one from 0 to " + std::to_string(options.world_size - 1) +
                      " in a world of " + std::to_string(options.world_size));
+  if (options.skip < 0)
+    throw UsageError("the sampler is to skip " + std::to_string(options.skip) +
+                     " samples, expected at least 0");
 }
 
 }  // namespace
 
 DistributedSampler::DistributedSampler(SamplerOptions options) : options_(options) {
   check(options_);
-  const int64_t size = options_.dataset_size;
+  options_.skip = std::min<int64_t>(options_.skip, options_.dataset_size);
+  const int64_t left = options_.dataset_size - options_.skip;
   const int64_t world = options_.world_size;
-  samples_per_rank_ = options_.drop_last ? size / world : ceil_div(size, world);
+  samples_per_rank_ = options_.drop_last ? left / world : ceil_div(left, world);
 }
 
 std::vector<int64_t> DistributedSampler::indices(int64_t epoch) const {
@@ -60,14 +64,15 @@ std::vector<int64_t> DistributedSampler::indices(const SamplerState& state) cons
   result.reserve(samples_per_rank_ - state.position);
   for (int64_t i = state.position; i < samples_per_rank_; ++i) {
     // Positions beyond the data set are the padding: its order once more, as often as needed.
-    const int64_t position = (i * options_.world_size + options_.rank) % size;
+    const int64_t position = (options_.skip + i * options_.world_size + options_.rank) % size;
     result.push_back(shuffled ? shuffled[position] : position);
   }
   return result;
 }
 
 int64_t DistributedSampler::padding() const {
-  const int64_t own = ceil_div(options_.dataset_size - options_.rank, options_.world_size);
+  const int64_t left = options_.dataset_size - options_.skip;
+  const int64_t own = ceil_div(left - options_.rank, options_.world_size);
   return std::max<int64_t>(0, samples_per_rank_ - std::max<int64_t>(0, own));
 }
 

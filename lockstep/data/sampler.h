@@ -31,6 +31,10 @@ struct SamplerOptions {
   /// True: the last dataset_size % world_size samples of an epoch's order are dropped. False: the
   /// first samples are repeated, so that all ranks have the same number.
   bool drop_last = false;
+  /// So many samples at the beginning of an epoch's order are done, and no rank gets them. 0: none
+  /// is. As many as there are, or more: all are. Where the number of ranks has changed within an
+  /// epoch, what is left is shared anew.
+  SampleCount skip = 0;
 };
 
 /// A rank's position in its data: it has used `position` of its samples of `epoch`. Save it in a
@@ -48,7 +52,7 @@ struct SamplerState {
 /// functions may be called from several threads.
 class DistributedSampler {
  public:
-  /// Throws UsageError for an empty dataset, or a rank outside the world.
+  /// Throws UsageError for an empty dataset, a rank outside the world, or a negative `skip`.
   explicit DistributedSampler(SamplerOptions options);
 
   /// This rank's samples_per_rank() indices in [0, dataset_size).

@@ -57,6 +57,30 @@ TEST(DistributedSampler, FillsAWorldLargerThanTheData) {
   EXPECT_THAT(padding, ElementsAre(0, 0, 0, 1, 1, 1, 1));
 }
 
+TEST(DistributedSampler, SharesAnewWhatIsLeftOfAnEpoch) {
+  const SamplerOptions options{.dataset_size = 20, .seed = 3};
+  const auto order = DistributedSampler(options).indices(5);
+  std::vector<int64_t> used;
+  SamplerOptions own = options;
+  for (const auto& [ranks, steps] : {std::pair(2, 3), std::pair(3, 2), std::pair(1, 8)}) {
+    own.skip = used.size();
+    own.world_size = ranks;
+    for (int step = 0; step < steps; ++step) {
+      for (own.rank = 0; own.rank < ranks; ++own.rank)
+        used.push_back(DistributedSampler(own).indices(5).at(static_cast<size_t>(step)));
+    }
+  }
+  EXPECT_EQ(used, order) << "each once, in the order of one process";
+  own.rank = 0;
+  own.skip = 20;
+  EXPECT_THAT(DistributedSampler(own).indices(5), IsEmpty());
+  EXPECT_EQ(DistributedSampler(own).padding(), 0);
+  own.skip = 22;  // With the padding of another number of ranks.
+  EXPECT_THAT(DistributedSampler(own).indices(5), IsEmpty());
+  own.skip = -1;
+  EXPECT_THROW(DistributedSampler{own}, UsageError);
+}
+
 TEST(DistributedSampler, DropLastLeavesNoneForAWorldLargerThanTheData) {
   const DistributedSampler sampler({.dataset_size = 3, .world_size = 4, .drop_last = true});
   EXPECT_EQ(sampler.samples_per_rank(), 0);

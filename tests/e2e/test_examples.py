@@ -38,6 +38,10 @@ def environment_of(**variables):
     return t.clean_environment(**{"LOCKSTEP_DATA_DIR": "/nowhere", **variables})
 
 
+def children_of(pid):
+    return list(map(int, pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def run_on_two_hosts(program, arguments_of, timeout=120):
     """Runs a program twice side by side, as two hosts would: arguments_of(i) is host i's."""
     env = environment_of(MASTER_PORT=free_port())
@@ -493,6 +497,20 @@ class Quickstart(unittest.TestCase):
         accuracies = self.accuracies(run("quickstart/distributed", MASTER_PORT="").stdout)
         self.assertEqual(len(accuracies), 3)  # rank 0's alone
         self.assertGreater(accuracies[-1], 0.9)
+
+    def test_elastic(self):
+        with subprocess.Popen([EXAMPLES / "quickstart/elastic"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=environment_of(MASTER_PORT="")) as job:
+            shown = [job.stdout.readline()]
+            supervisor, = children_of(job.pid)
+            os.kill(random.choice(children_of(supervisor)), signal.SIGKILL)
+            output, errors = job.communicate(timeout=120)
+        shown += output.splitlines()
+        self.assertEqual(job.returncode, 0, errors)
+        # The rank that shows its lines may be the one that died.
+        accuracies = [float(line.rsplit(" ", 1)[1]) for line in shown if "accuracy" in line]
+        self.assertGreater(accuracies[-1], 0.9, shown)
+        self.assertIn("the others go on without it", errors)
 
     def test_collectives(self):
         lines = run("quickstart/collectives", MASTER_PORT="").stdout.splitlines()
