@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
+#include "lockstep/base/bytes.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -74,119 +75,62 @@ std::string describe_ranks(const Failure& failure) {
   return join(parts, failure.timed_out() || failure.kind == Kind::gave_up ? "; " : ", ");
 }
 
-class FailureWriter {
- public:
-  template <class T>
-  void number(T value) {
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
-  }
-  void text(std::string_view value) {
-    number(static_cast<uint32_t>(value.size()));
-    bytes_ += value;
-  }
-  void numbers(const std::vector<int>& values) {
-    number(static_cast<uint16_t>(values.size()));
-    for (const int value : values) number(int32_t{value});
-  }
-  std::string& bytes() { return bytes_; }
-
- private:
-  std::string bytes_;
-};
-
-class FailureReader {
- public:
-  explicit FailureReader(std::string_view bytes) : bytes_(bytes) {}
-  template <class T>
-  T number() {
-    T value{};
-    if (const auto from = take(sizeof(T)); ok_) std::memcpy(&value, from.data(), sizeof(T));
-    return value;
-  }
-  std::string text() { return std::string(take(number<uint32_t>())); }
-  std::vector<int> numbers() {
-    std::vector<int> values;
-    for (auto left = number<uint16_t>(); left > 0 && ok(); --left)
-      values.push_back(number<int32_t>());
-    return values;
-  }
-  Kind kind() {
-    const auto value = number<uint8_t>();
-    ok_ = ok_ && value < kKindNames.size();
-    return static_cast<Kind>(value);
-  }
-  bool ok() const { return ok_; }
-
- private:
-  std::string_view take(size_t count) {
-    ok_ = ok_ && count <= bytes_.size();
-    if (!ok_) return {};
-    const auto taken = bytes_.substr(0, count);
-    bytes_.remove_prefix(count);
-    return taken;
-  }
-
-  std::string_view bytes_;
-  bool ok_ = true;
-};
-
-void write(FailureWriter& out, const Failure& failure, int causes) {
+void write(ByteWriter& out, const Failure& failure, int causes) {
   out.number(failure.kind);
   out.number(failure.calls);
   out.number(failure.waited_ms);
   out.text(failure.detail);
   out.text(failure.text);
-  out.number(static_cast<uint16_t>(failure.ranks.size()));
+  out.count(failure.ranks.size());
   for (const auto& rank : failure.ranks) {
     out.number(rank.kind);
-    out.number(int32_t{rank.number});
-    out.number(int32_t{rank.process});
+    out.number(rank.number);
+    out.number(rank.process);
     out.number(rank.steps);
     out.number(rank.calls);
     out.numbers(rank.host);
     out.numbers(rank.asked_group);
   }
   const bool more = failure.cause && causes > 0;
-  out.number(static_cast<uint8_t>(more));
+  out.number(more);
   if (more) write(out, *failure.cause, causes - 1);
 }
 
-Failure read(FailureReader& in, int causes) {
+Kind read_kind(ByteReader& in) {
+  const auto value = in.number<uint8_t>();
+  in.expect(value < kKindNames.size());
+  return static_cast<Kind>(value);
+}
+
+Failure read(ByteReader& in, int causes) {
   Failure failure;
-  failure.kind = in.kind();
+  failure.kind = read_kind(in);
   failure.calls = in.number<int64_t>();
   failure.waited_ms = in.number<int64_t>();
   failure.detail = in.text();
   failure.text = in.text();
-  for (auto left = in.number<uint16_t>(); left > 0 && in.ok(); --left) {
+  in.times([&] {
     auto& rank = failure.ranks.emplace_back();
-    rank.kind = in.kind();
-    rank.number = in.number<int32_t>();
-    rank.process = in.number<int32_t>();
+    rank.kind = read_kind(in);
+    rank.number = in.number<int>();
+    rank.process = in.number<int>();
     rank.steps = in.number<int64_t>();
     rank.calls = in.number<int64_t>();
-    rank.host = in.numbers();
-    rank.asked_group = in.numbers();
-  }
+    rank.host = in.numbers<int>();
+    rank.asked_group = in.numbers<int>();
+  });
   if (in.number<uint8_t>() != 0 && in.ok() && causes > 0)
     failure.cause = std::make_shared<const Failure>(read(in, causes - 1));
   return failure;
 }
 
-uint32_t checksum(std::string_view bytes) {
-  uint32_t sum = 2166136261U;  // FNV-1a
-  for (const char byte : bytes) sum = (sum ^ static_cast<uint8_t>(byte)) * 16777619U;
-  return sum;
-}
-
 std::string encode_whole(const Failure& failure, int causes) {
-  FailureWriter body;
+  ByteWriter body, out;
   write(body, failure, causes);
-  FailureWriter out;
   out.number(kMark);
-  out.number(checksum(body.bytes()));
+  out.number(fnv1a(body.bytes()));
   out.text(body.bytes());
-  return std::move(out.bytes());
+  return out.bytes();
 }
 
 }  // namespace
@@ -252,13 +196,13 @@ std::string encode(const Failure& failure, size_t most) {
 }
 
 std::optional<Failure> decode_failure(std::string_view bytes) {
-  FailureReader head(bytes);
+  ByteReader head(bytes);
   const auto mark = head.number<uint32_t>(), sum = head.number<uint32_t>();
-  const std::string body = head.text();
-  if (!head.ok() || mark != kMark) return std::nullopt;
-  FailureReader in(body);
+  const std::string_view body = head.text();
+  if (!head.ok() || mark != kMark || sum != fnv1a(body)) return std::nullopt;
+  ByteReader in(body);
   Failure failure = read(in, kMostCauses);
-  if (sum != checksum(body) || !in.ok()) return std::nullopt;
+  if (!in.ok()) return std::nullopt;
   return failure;
 }
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -77,6 +78,15 @@ int try_connect(const ResolvedAddress& address, uint16_t port, milliseconds time
   return error;
 }
 
+/// The port of a socket's address; 0 where it is not TCP's.
+uint16_t port_of(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET)
+    return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
+  if (address.ss_family == AF_INET6)
+    return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
+  return 0;
+}
+
 }  // namespace
 
 UniqueFd listen_on(const std::string& host, uint16_t port, const ListenOptions& options) {
@@ -129,11 +139,7 @@ bool is_this_host(const std::string& host) {
 }
 
 uint16_t bound_port(int fd) {
-  const auto name = local_name(fd);
-  if (name.ss_family == AF_INET6) {
-    return ntohs(reinterpret_cast<const sockaddr_in6*>(&name)->sin6_port);
-  }
-  return ntohs(reinterpret_cast<const sockaddr_in*>(&name)->sin_port);
+  return port_of(local_name(fd));
 }
 
 std::string bound_host(int fd) {
@@ -190,27 +196,11 @@ UniqueFd accept_from(int listener, milliseconds timeout) {
 
 namespace {
 
-/// Of what `ask` (getpeername, getsockname) tells; 0 where the descriptor is no TCP socket.
-template <class Ask>
-uint16_t port_of(int fd, Ask ask) {
+uint16_t peer_port(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
-  if (ask(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return 0;
-  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port);
-  if (address.ss_family == AF_INET6)
-    return ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port);
-  return 0;
-}
-
-template <class Do>
-void each_descriptor(Do act) {
-  DIR* folder = opendir("/proc/self/fd");
-  if (!folder) return;
-  while (const dirent* entry = readdir(folder)) {
-    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
-    if (fd > 2) act(fd);
-  }
-  closedir(folder);
+  return getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 ? port_of(address)
+                                                                              : 0;
 }
 
 bool is_limited(int fd) {
@@ -247,20 +237,15 @@ void limit_silence_of(int fd, milliseconds limit) noexcept {
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
-void limit_silence(uint16_t peer_port, milliseconds limit) noexcept {
-  each_descriptor([&](int fd) {
-    if (port_of(fd, getpeername) != peer_port || is_limited(fd)) return;
+void limit_silence(uint16_t port, milliseconds limit) noexcept {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), &closedir);
+  const dirent* entry = nullptr;
+  while (folder && (entry = readdir(folder.get())) != nullptr) {
+    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
+    if (fd <= 2 || peer_port(fd) != port || is_limited(fd)) continue;
     limit_silence_of(fd, limit);
     limit_waits_of(fd, limit);
-  });
-}
-
-std::vector<int> sockets_at(uint16_t port) noexcept {
-  std::vector<int> found;
-  each_descriptor([&](int fd) {
-    if (port_of(fd, getpeername) == port || port_of(fd, getsockname) == port) found.push_back(fd);
-  });
-  return found;
+  }
 }
 
 }  // namespace lockstep

@@ -69,10 +69,6 @@ UniqueFd accept_from(int listener, std::chrono::milliseconds timeout);
 /// nothing is sent over it.
 void limit_silence_of(int fd, std::chrono::milliseconds limit) noexcept;
 
-/// This process's TCP sockets that are bound or connected to `port`, of any host: the listening
-/// one, its connections and those of clients. It scans this process's descriptors. Never throws.
-std::vector<int> sockets_at(uint16_t port) noexcept;
-
 /// For connections that others own, to a host that may be cut off from the network without a word,
 /// or to a process that may be stopped. This process's TCP connections to `peer_port`, of any host,
 /// fail once the peer owes an answer for `limit` (1 s to 1 h). The system's own limit is a quarter

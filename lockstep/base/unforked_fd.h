@@ -4,9 +4,6 @@
 
 namespace lockstep {
 
-template <class T>
-struct KnownToForks;
-
 /// Owns a file descriptor that forked children do not keep. There it is closed also when the child
 /// starts no other program, as a data loader's workers do. For locks and connections whose end
 /// tells others that this process has ended.
@@ -27,9 +24,6 @@ class UnforkedFd {
   explicit operator bool() const { return static_cast<bool>(fd_); }
 
  private:
-  friend struct KnownToForks<UnforkedFd>;
-  void left_in_fork() { fd_.reset(); }
-
   UniqueFd fd_;
 };
 

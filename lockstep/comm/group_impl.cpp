@@ -1,10 +1,7 @@
 #include "lockstep/comm/group_impl.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <condition_variable>
-#include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -335,10 +332,6 @@ ProcessGroup::Impl::~Impl() {
   close(std::uncaught_exceptions() > 0);
 }
 
-void ProcessGroup::Impl::expect_own_process() const {
-  if (::getpid() != process_) throw_in_fork("rank " + std::to_string(context->rank), name);
-}
-
 c10d::Backend& ProcessGroup::Impl::backend() const {
   if (!backend_) throw CommError("group '" + name + "' is closed", "keep the World alive longer");
   return *backend_;
@@ -359,7 +352,6 @@ Work ProcessGroup::Impl::make_work(c10::intrusive_ptr<c10d::Work> work,
 
 void ProcessGroup::Impl::close(bool abort) noexcept {
   if (!backend_) return;
-  if (::getpid() != process_) return leave_to_parent();
   waiters_->close();
   // Gloo has no shutdown of its own, its destructor drains the queue and joins the threads; the
   // checks tell those who wait for this rank.
@@ -378,13 +370,6 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
   }
   native_.reset();
   backend_.reset();
-}
-
-// What these own has threads, which are not here: to let it go would be to wait for them.
-void ProcessGroup::Impl::leave_to_parent() noexcept {
-  new (std::nothrow) auto(waiters_);
-  static_cast<void>(native_.release());
-  static_cast<void>(backend_.release());
 }
 
 // Python's ranks tell nothing, and are not waited for. A member that never forms the group has told

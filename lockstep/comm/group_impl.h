@@ -1,7 +1,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -81,15 +80,9 @@ class ProcessGroup::Impl {
   /// See ProcessGroup::note_steps.
   const std::shared_ptr<std::atomic<int64_t>> steps = std::make_shared<std::atomic<int64_t>>(0);
 
-  /// For what goes past the backend's calls, which look themselves. Throws CommError in a fork of
-  /// the process that formed the group.
-  void expect_own_process() const;
-
  private:
   void await_formed_by_all();
-  void leave_to_parent() noexcept;
 
-  const pid_t process_ = ::getpid();  ///< A fork of it has a copy of this.
   c10::Device device_;
   BackendTraits traits_;
   std::shared_ptr<detail::WaiterPool> waiters_;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/process_group.h"
 
@@ -19,26 +20,8 @@ using Kind = NumberReference::Kind;
 /// A number on the wire: as it lies in memory, at the front of 16 bytes, which hold a long double.
 constexpr int64_t kLane = 16;
 
-constexpr const char* op_name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum:
-      return "sum";
-    case ReduceOp::avg:
-      return "avg";
-    case ReduceOp::product:
-      return "product";
-    case ReduceOp::min:
-      return "min";
-    case ReduceOp::max:
-      return "max";
-    case ReduceOp::band:
-      return "band";
-    case ReduceOp::bor:
-      return "bor";
-    case ReduceOp::bxor:
-      return "bxor";
-  }
-  return "?";
+std::string op_name(ReduceOp op) {
+  return reduction_name(static_cast<int>(op));  // c10d numbers them in the same order.
 }
 
 bool is_bitwise(ReduceOp op) {
@@ -243,7 +226,7 @@ class Gathered {
     for (int rank = 1; rank < ranks_; ++rank)
       fits = combine_whole<Wide>(op_, result, value<T>(rank, index)) && fits;
     if (fits && static_cast<Wide>(static_cast<T>(result)) == result) return static_cast<T>(result);
-    throw NumericError("all_reduce_values: the " + std::string(op_name(op_)) + " of argument " +
+    throw NumericError("all_reduce_values: the " + op_name(op_) + " of argument " +
                            std::to_string(index + 1) + " does not fit its type, " +
                            type_name(number.kind(), number.bytes()),
                        "take a wider type, such as int64_t");

@@ -275,7 +275,6 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
     throw UsageError("symmetric_empty: " + std::to_string(numel) + " elements, expected 0 or more");
   const auto options = at::TensorOptions().dtype(dtype).device(impl.device());
   auto& backend = impl.backend();
-  impl.expect_own_process();
   if (!options.device().is_cpu() || !backend.supportsTensorAlloc(0))
     return at::empty({numel}, options);
   return translated([&] { return backend.allocateTensor(static_cast<long>(numel), options); });
@@ -428,7 +427,6 @@ at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType
   if (numel < 0)
     throw UsageError("common_empty: " + std::to_string(numel) + " elements, expected 0 or more");
   impl_of(group).backend();  // Throws once the group is closed.
-  impl_of(group).expect_own_process();
   const auto backend = unchecked_backend(impl_of(group).handle());
   auto* const memory = dynamic_cast<backends::CommonMemory*>(backend.get());
   return memory != nullptr ? memory->allocate_common(numel, dtype) : at::Tensor();

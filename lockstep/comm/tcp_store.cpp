@@ -4,7 +4,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
-#include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/limited_tcp_store.h"
 #include "lockstep/comm/checks/native_log.h"

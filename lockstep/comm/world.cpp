@@ -1,13 +1,10 @@
 #include "lockstep/comm/world.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
 #include <map>
-#include <new>
-#include <tuple>
 
 #include "lockstep/base/arrival.h"
 #include "lockstep/base/descriptors.h"
@@ -296,7 +293,6 @@ class World::Impl {
  private:
   void say_farewell(bool failing);
 
-  const pid_t process_ = ::getpid();
   const int exceptions_at_start_ = std::uncaught_exceptions();
   bool holds_store_ = false;
   bool closed_ = false;
@@ -381,12 +377,6 @@ void World::Impl::say_farewell(bool failing) {
 void World::Impl::close(bool failing) noexcept {
   if (closed_) return;
   closed_ = true;
-  if (::getpid() != process_) {
-    // A fork: all is its parent's. The store's and the backend's threads are not here, and to let
-    // go of these would be to wait for them.
-    new (std::nothrow) std::tuple(context, store, group, root_);
-    return;
-  }
   std::vector<std::weak_ptr<ProcessGroup::Impl>> groups;
   {
     const std::lock_guard lock(context->mutex);
@@ -453,7 +443,6 @@ ProcessGroup World::new_group(const std::vector<int>& ranks, const std::string& 
                               bool use_local_synchronization) const {
   auto& context = impl_->context;
   if (!context->store) throw CommError("new_group: the World is closed");
-  impl_of(impl_->group).expect_own_process();
   std::vector<int> sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   if (sorted.empty() || std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {

@@ -61,8 +61,7 @@ struct InitOptions {
 /// them in order, on every rank, at `close()` or destruction. Keep it alive until the last
 /// communication, and let it go before `main` ends. Movable, not copyable. One thread at a time.
 ///
-/// In a fork without exec the job stays the parent's: calls of its groups and `new_group` throw
-/// CommError, and closing or releasing the World there does nothing. Leave the store alone there.
+/// A fork without exec must not use it, its groups or its store, and ends by `_exit` or exec.
 class World {
  public:
   class Impl;

@@ -341,29 +341,6 @@ TEST(World, TheRankThatHoldsTheStoreOutlivesTheOthersUseOfIt) {
   });
 }
 
-// Rank 0 holds the store. The other test of this is over mpi, where a fork lacks the one thread.
-TEST(World, AForkMayCloseOrReleaseItsCopy) {
-  for (const bool closes : {true, false}) {
-    run_worlds_by_tcp(2, [&](World& world) {
-      const ProcessGroup gloo = world.new_group({0, 1}, "gloo");
-      at::Tensor sum = at::ones({10});
-      world.group().all_reduce_async(sum).wait();
-      gloo.all_reduce_async(sum).wait();
-      const int ended = test::in_another_process([&] {
-        ::alarm(20);
-        World mine = std::move(world);
-        if (!test::is_plain_comm_error([&] { mine.new_group({0, 1}); })) return 1;
-        if (closes) mine.close();
-        return 0;
-      });
-      EXPECT_EQ(ended, 0);
-      gloo.all_reduce(sum);
-      world.group().all_reduce(sum);
-      EXPECT_EQ(sum[9].item<float>(), 16);
-    });
-  }
-}
-
 TEST(InitErrors, NameTheThing) {
   const std::pair<InitOptions, std::string> wrong[] = {
       {options_of("tpc://a:1", 0, 1), "tpc://a:1"},

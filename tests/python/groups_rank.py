@@ -154,24 +154,6 @@ def powersgd():
     assert torch.equal(ours, gloo), (ours - gloo).abs().max()
 
 
-def fork():
-    init()
-    data = torch.ones(200_000)
-    dist.all_reduce(data, async_op=True).wait()
-    child = os.fork()
-    if child == 0:
-        try:
-            raises(dist.DistBackendError, "is a fork of rank", call=summed)
-            dist.destroy_process_group()
-            os._exit(0)
-        except BaseException as error:
-            print(error, file=sys.stderr, flush=True)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert summed() == 3
-    dist.destroy_process_group()
-
-
 def lost_rank():
     """A rank that dies in a step of DDP is named, from backward too."""
     init(timeout=timedelta(seconds=60))

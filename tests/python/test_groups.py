@@ -27,9 +27,6 @@ class Groups(unittest.TestCase):
     def test_powersgd_trains_as_over_gloo(self):
         self.check("powersgd", ranks=2)
 
-    def test_a_fork_leaves_the_group_to_its_parent(self):
-        self.check("fork", ranks=2)
-
     def test_a_lost_rank_is_named_in_backward(self):
         results = w.run_ranks(3, w.HERE / "groups_rank.py", "lost_rank", check=False)
         self.assertEqual([result.returncode for result in results], [0, -signal.SIGKILL, 0],

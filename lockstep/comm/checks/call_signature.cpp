@@ -1,9 +1,9 @@
 #include "lockstep/comm/checks/call_signature.h"
 
 #include <algorithm>
-#include <cstring>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "lockstep/base/bytes.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
@@ -42,11 +42,15 @@ constexpr std::array<std::string_view, 9> kReductionNames = {
     "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
 static_assert(kReductionNames.size() == size_t{c10d::ReduceOp::PREMUL_SUM} + 1);
 
+}  // namespace
+
 std::string reduction_name(int reduction) {
   const auto index = static_cast<size_t>(reduction);
   if (index >= kReductionNames.size()) return "reduction " + std::to_string(reduction);
   return std::string(kReductionNames[index]);
 }
+
+namespace {
 
 template <class Range>
 std::string bracketed(const Range& numbers) {
@@ -89,67 +93,22 @@ std::string head(Operation operation, int reduction, int root, const RankNames& 
   return text;
 }
 
-class Writer {
- public:
-  void number(int64_t value) {
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+void write(ByteWriter& out, const std::vector<TensorSignature>& tensors) {
+  out.count(tensors.size());
+  for (const auto& tensor : tensors) {
+    out.number(tensor.dtype);
+    out.numbers(tensor.shape);
   }
-  void numbers(const std::vector<int64_t>& values) {
-    number(static_cast<int64_t>(values.size()));
-    for (int64_t value : values) number(value);
-  }
-  void tensors(const std::vector<TensorSignature>& tensors) {
-    number(static_cast<int64_t>(tensors.size()));
-    for (const auto& tensor : tensors) {
-      number(static_cast<int64_t>(tensor.dtype));
-      numbers(tensor.shape);
-    }
-  }
-  std::string finish() { return std::move(bytes_); }
+}
 
- private:
-  std::string bytes_;
-};
-
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
-  int64_t number() {
-    int64_t value = 0;
-    if (bytes_.size() < sizeof(value)) fail();
-    std::memcpy(&value, bytes_.data(), sizeof(value));
-    bytes_.remove_prefix(sizeof(value));
-    return value;
-  }
-  std::vector<int64_t> numbers() {
-    std::vector<int64_t> values(count());
-    for (auto& value : values) value = number();
-    return values;
-  }
-  std::vector<TensorSignature> tensors() {
-    std::vector<TensorSignature> result(count());
-    for (auto& tensor : result) {
-      tensor.dtype = static_cast<c10::ScalarType>(number());
-      tensor.shape = numbers();
-    }
-    return result;
-  }
-  void finish() const {
-    if (!bytes_.empty()) fail();
-  }
-
- private:
-  size_t count() {
-    const int64_t value = number();
-    if (value < 0 || static_cast<size_t>(value) > bytes_.size() / sizeof(int64_t)) fail();
-    return static_cast<size_t>(value);
-  }
-  [[noreturn]] static void fail() {
-    throw CommError("what another rank called cannot be read from the store",
-                    "run the same version of Lockstep on all ranks");
-  }
-  std::string_view bytes_;
-};
+std::vector<TensorSignature> read_tensors(ByteReader& in) {
+  std::vector<TensorSignature> tensors;
+  in.times([&] {
+    const auto dtype = in.number<c10::ScalarType>();
+    tensors.push_back({dtype, in.numbers<int64_t>()});
+  });
+  return tensors;
+}
 
 }  // namespace
 
@@ -222,35 +181,33 @@ std::string called(const std::vector<int>& ranks, const CallSignature& call, con
 }
 
 std::string encode(const CallSignature& call) {
-  Writer writer;
-  writer.number(static_cast<int64_t>(call.operation));
-  writer.number(call.reduction);
-  writer.number(call.root);
-  writer.number(static_cast<int64_t>(call.sequence));
-  writer.tensors(call.inputs);
-  writer.tensors(call.outputs);
-  writer.numbers(call.input_splits);
-  writer.numbers(call.output_splits);
-  return writer.finish();
+  ByteWriter out;
+  out.number(call.operation);
+  out.number(call.reduction);
+  out.number(call.root);
+  out.number(call.sequence);
+  write(out, call.inputs);
+  write(out, call.outputs);
+  out.numbers(call.input_splits);
+  out.numbers(call.output_splits);
+  return out.bytes();
 }
 
 CallSignature decode(std::string_view bytes) {
-  Reader reader(bytes);
+  ByteReader in(bytes);
   CallSignature call;
-  const int64_t operation = reader.number();
-  if (operation < 0 || operation > static_cast<int64_t>(Operation::recv_any))
-    throw CommError("another rank called operation " + std::to_string(operation) +
-                        ", which this version does not know",
+  call.operation = in.number<Operation>();
+  in.expect(call.operation <= Operation::recv_any);
+  call.reduction = in.number<int>();
+  call.root = in.number<int>();
+  call.sequence = in.number<uint64_t>();
+  call.inputs = read_tensors(in);
+  call.outputs = read_tensors(in);
+  call.input_splits = in.numbers<int64_t>();
+  call.output_splits = in.numbers<int64_t>();
+  if (!in.ok() || !in.at_end())
+    throw CommError("what another rank called cannot be read",
                     "run the same version of Lockstep on all ranks");
-  call.operation = static_cast<Operation>(operation);
-  call.reduction = static_cast<int>(reader.number());
-  call.root = static_cast<int>(reader.number());
-  call.sequence = static_cast<uint64_t>(reader.number());
-  call.inputs = reader.tensors();
-  call.outputs = reader.tensors();
-  call.input_splits = reader.numbers();
-  call.output_splits = reader.numbers();
-  reader.finish();
   return call;
 }
 

@@ -57,6 +57,9 @@ RankNames names_or_numbers(RankNames names, int size);
 /// "rank 3", "ranks 1 and 3", "ranks 1, 2 and 5".
 std::string rank_list(const std::vector<int>& group_ranks, const RankNames& names);
 
+/// "sum", ...: by c10d::ReduceOp::RedOpType.
+std::string reduction_name(int reduction);
+
 /// "all_reduce(sum) of float32 [3, 4]", "broadcast(root 0) of int64 []",
 /// "scatter(root 1) of 2 x float32 [5] into float32 [5]", "barrier".
 std::string describe(const CallSignature& call, const RankNames& names);

@@ -45,7 +45,7 @@ TEST(CallSignature, DamagedBytesAreRefusedAtEveryLength) {
     EXPECT_THROW(decode(bytes.substr(0, length)), CommError) << length;
   EXPECT_THROW(decode(bytes + "x"), CommError);
   std::string huge = bytes;
-  huge[32 + 7] = 0x7f;  // The number of inputs.
+  huge[17 + 3] = 0x7f;  // The number of inputs.
   EXPECT_THROW(decode(huge), CommError);
   std::string unknown = bytes;
   unknown[0] = 99;

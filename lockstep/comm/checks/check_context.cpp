@@ -1,16 +1,12 @@
 #include "lockstep/comm/checks/check_context.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
-#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/limited_tcp_store.h"
@@ -27,15 +23,10 @@ std::string check_prefix(const std::string& group) {
 
 namespace {
 
-/// How long the connection may take when it is made late: the store may be gone by then.
-constexpr std::chrono::milliseconds kLateConnect{2'000};
-
 constexpr size_t kLongestWord = 400;
 
 /// On a machine with work for all its processors. It took up to 40 ms.
 constexpr std::chrono::milliseconds kSeenAfterItsSockets{200};
-
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// What of a text is told.
 std::string word_for(const std::string& text) {
@@ -45,116 +36,36 @@ std::string word_for(const std::string& text) {
 std::string failed_key(int rank) {
   return "failed/" + std::to_string(rank);
 }
-std::string left_key(int rank) {
-  return "left/" + std::to_string(rank);
-}
-std::string closed_key(int rank) {
-  return "closed/" + std::to_string(rank);
-}
-std::string given_up_key(int rank) {
-  return "given_up/" + std::to_string(rank);
+std::string end_key(int rank) {
+  return "end/" + std::to_string(rank);
 }
 std::string gone_key(int rank) {
   return "gone/" + std::to_string(rank);
 }
 
-/// Sets a key for the other ranks. Without a connection, or where the store is lost, nobody is
-/// told: the loss is told by whoever asks it.
-void tell(const std::atomic<c10d::Store*>& connected, const std::string& key,
-          const std::string& word) noexcept {
-  auto* store = connected.load(std::memory_order_acquire);
-  if (!store) return;
-  const QuietNativeLog quiet;
-  try {
-    store->set(key, word);
-  } catch (const std::exception&) {  // As said above.
-  }
-}
-
-/// PrefixStore tells its prefix to its heirs only.
-struct PrefixReader : c10d::PrefixStore {
-  static const std::string& prefix(const c10d::PrefixStore& store) {
-    return store.*(&PrefixReader::prefix_);
-  }
-};
-
-/// The same keys as `store`'s over another connection.
-StorePtr with_prefixes_of(const StorePtr& store, StorePtr bottom) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  if (!prefixed) return bottom;
-  return c10::make_intrusive<c10d::PrefixStore>(
-      PrefixReader::prefix(*prefixed),
-      with_prefixes_of(prefixed->getUnderlyingStore(), std::move(bottom)));
-}
-
-/// As TCPStore::clone, which would take as long as any request to the store may, and logs every
-/// attempt: so one looks first whether somebody is there.
-StorePtr own_connection(const StorePtr& store, std::chrono::milliseconds patience,
-                        std::chrono::milliseconds silence) {
-  const c10d::TCPStore& shared = *tcp_store_of(store);
-  try {
-    wait_until_listening(shared.getHost(), shared.getPort(), patience);
-  } catch (const CommError&) {
-    C10_THROW_ERROR(DistNetworkError, failure_text(std::current_exception()));
-  }
-  c10d::TCPStoreOptions options;
-  options.port = shared.getPort();
-  options.waitWorkers = false;
-  options.useLibUV = shared.isLibUvBackend();
-  options.timeout = patience;
-  auto own = LimitedTcpStore::make(shared.getHost(), options, silence);
-  own->setTimeout(shared.getTimeout());
-  return with_prefixes_of(store, std::move(own));
-}
-
 }  // namespace
 
-const c10d::TCPStore* tcp_store_of(const StorePtr& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
-}
-
-CheckContext::CheckContext(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+CheckContext::CheckContext(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                            RankNames names, std::string group, std::chrono::milliseconds timeout)
-    : shared_store_(std::move(store)),
-      over_tcp_(tcp_store_of(shared_store_) != nullptr),
+    : over_tcp_(tcp_store_of(store) != nullptr),
       rank_(rank),
       size_(size),
       names_(names_or_numbers(std::move(names), size)),
       group_(std::move(group)),
       timeout_ms_(timeout.count()),
+      store_(c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_),
+                                                    limited_store(store, timeout))),
       identities_(static_cast<size_t>(size)),
-      closed_(static_cast<size_t>(size)) {}
+      ends_(static_cast<size_t>(size)) {}
 
 CheckContext::~CheckContext() = default;
 
-c10d::Store& CheckContext::store() {
-  return connected(std::min(kLateConnect, timeout()));
-}
-
-void CheckContext::connect() {
-  connected(timeout());
-  // Ranks of Python never announce themselves.
-  if (size_ > 1 && all_announced()) remember_identities();
-}
-
-c10d::Store& CheckContext::connected(std::chrono::milliseconds patience) {
-  if (auto* store = connected_.load(std::memory_order_acquire)) return *store;
-  const std::lock_guard lock(connecting_);
-  if (lost_) std::rethrow_exception(lost_);
-  if (!store_) {
-    const QuietNativeLog quiet;
-    try {
-      auto own = over_tcp_ ? own_connection(shared_store_, patience, timeout()) : shared_store_;
-      store_ = c10::make_intrusive<c10d::PrefixStore>(check_prefix(group_), std::move(own));
-    } catch (...) {
-      lost_ = std::current_exception();
-      throw;
-    }
-    connected_.store(store_.get(), std::memory_order_release);
+void CheckContext::tell(const std::string& key, const std::string& word) noexcept {
+  const QuietNativeLog quiet;
+  try {
+    store_->set(key, word);
+  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
-  return *store_;
 }
 
 int64_t CheckContext::read_number(const std::string& key) {
@@ -185,7 +96,7 @@ void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
     told_ = word;
     told_cause_ = known;
   }
-  tell(connected_, failed_key(rank_), (known ? "!" : "?") + word);
+  tell(failed_key(rank_), (known ? "!" : "?") + word);
 }
 
 std::string CheckContext::told() const {
@@ -200,78 +111,58 @@ std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
   return Word{word.substr(1), word[0] == '!'};
 }
 
-void CheckContext::tell_left(int64_t steps) noexcept {
-  if (steps < 1 || !told().empty()) return;
-  tell(connected_, left_key(rank_), std::to_string(steps));
+Failure CheckContext::tell_end(Failure::Kind kind, int64_t steps) noexcept {
+  const std::string failed = told();
+  if (kind == Failure::Kind::closed && steps > 0 && failed.empty()) kind = Failure::Kind::left;
+  Failure end = failure_of(rank_, kind);
+  end.ranks[0].steps = steps;
+  if (kind == Failure::Kind::gave_up && !failed.empty()) end.detail = "; it failed in " + failed;
+  if (!has_told_end_.exchange(true)) tell(end_key(rank_), encode(end));
+  return end;
 }
 
-void CheckContext::tell_closed() noexcept {
-  tell(connected_, closed_key(rank_), "");
-}
-
-void CheckContext::tell_given_up() noexcept {
-  tell(connected_, given_up_key(rank_), told());
+std::optional<Failure> CheckContext::end_told_by(int rank) {
+  const std::lock_guard lock(mutex_);
+  return ends_[static_cast<size_t>(rank)];
 }
 
 std::optional<Failure> CheckContext::how_it_left(int rank) {
+  if (auto known = end_told_by(rank)) return known;
   const QuietNativeLog quiet;
   try {
-    auto& keys = store();
-    if (keys.check({given_up_key(rank)})) {
-      const std::string cause = keys.get_to_str(given_up_key(rank));
-      Failure failure = failure_of(rank, Failure::Kind::gave_up);
-      if (!cause.empty()) failure.detail = "; it failed in " + cause;
-      return failure;
-    }
-    if (const auto steps = steps_when_left(rank)) {
-      Failure failure = failure_of(rank, Failure::Kind::left);
-      failure.ranks[0].steps = *steps;
-      return failure;
-    }
-    if (keys.check({closed_key(rank)})) return failure_of(rank, Failure::Kind::closed);
+    if (!store_->check({end_key(rank)})) return std::nullopt;
+    auto end = decode_failure(store_->get_to_str(end_key(rank)));
+    if (!end || end->ranks.empty()) return std::nullopt;
+    end->ranks[0].process = member(rank, end->kind).process;
+    const std::lock_guard lock(mutex_);
+    return ends_[static_cast<size_t>(rank)] = std::move(end);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
+    return std::nullopt;
   }
-  return std::nullopt;
+}
+
+bool CheckContext::has_left_its_loop(int rank) {
+  const auto end = how_it_left(rank);
+  return end && end->kind == Failure::Kind::left;
 }
 
 std::vector<int> CheckContext::died() {
-  const QuietNativeLog quiet;
-  const auto closed = [this](int rank) {
-    const auto number = static_cast<size_t>(rank);
-    {
-      const std::lock_guard lock(mutex_);
-      if (closed_[number]) return true;
-    }
-    try {
-      if (!store().check({closed_key(rank)})) return false;
-    } catch (const std::exception&) {  // The store is lost, perhaps with that rank.
-      return false;
-    }
-    const std::lock_guard lock(mutex_);
-    closed_[number] = true;
-    return true;
-  };
-  // While the store is there: it may end with that rank.
+  // Asked while the store is there: it may end with that rank.
   for (const int rank : others())
-    if (is_first(rank)) closed(rank);
+    if (is_first(rank)) how_it_left(rank);
   std::vector<int> ranks = ended(others());
-  std::erase_if(ranks, closed);
+  std::erase_if(ranks, [this](int rank) {
+    const auto end = how_it_left(rank);
+    return end && end->kind != Failure::Kind::gave_up;
+  });
   return ranks;
 }
 
-std::optional<int64_t> CheckContext::steps_when_left(int rank) {
-  const QuietNativeLog quiet;
-  if (!store().check({left_key(rank)})) return std::nullopt;
-  return parse_int(store().get_to_str(left_key(rank)));
-}
-
 void CheckContext::tell_gone(int rank, const Failure& gone) noexcept {
-  auto* store = connected_.load(std::memory_order_acquire);
-  if (!store) return;
   const QuietNativeLog quiet;
   try {
-    store->set(gone_key(rank), encode(gone));
-    store->add("gone", 1);
+    store_->set(gone_key(rank), encode(gone));
+    store_->add("gone", 1);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
@@ -282,22 +173,16 @@ std::optional<Failure> CheckContext::gone(int rank) {
   return decode_failure(store().get_to_str(gone_key(rank)));
 }
 
-std::vector<int> CheckContext::unannounced() {
-  std::vector<int> missing;
-  for (int rank : others())
-    if (!store().check({announcement_key(rank)})) missing.push_back(rank);
-  return missing;
-}
-
 void CheckContext::remember_identities() {
+  // Ranks of Python never announce themselves.
+  if (size_ == 1 || !all_announced()) return;
   std::vector<std::string> keys;
   for (int rank : others()) keys.push_back(announcement_key(rank));
-  auto& announcements = store();
   std::vector<std::vector<uint8_t>> values;
-  if (announcements.hasExtendedApi()) {
-    values = announcements.multiGet(keys);
+  if (store_->hasExtendedApi()) {
+    values = store_->multiGet(keys);
   } else {
-    for (const auto& key : keys) values.push_back(announcements.get(key));
+    for (const auto& key : keys) values.push_back(store_->get(key));
   }
   std::lock_guard lock(mutex_);
   for (size_t i = 0; i < values.size(); ++i)
@@ -345,10 +230,6 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   return result;
 }
 
-std::string CheckContext::name_with_process(int group_rank) {
-  return with_process(rank_list({group_rank}, names_), known_identity(group_rank));
-}
-
 Failure::Rank CheckContext::member(int group_rank, Failure::Kind kind) const {
   return {.number = names_[static_cast<size_t>(group_rank)],
           .kind = kind,
@@ -372,13 +253,9 @@ std::optional<Failure> CheckContext::seen_failure() const {
 Failure CheckContext::end_of(const std::vector<int>& ranks) {
   Failure ended, left;
   for (int rank : ranks) {
-    try {
-      if (const auto steps = steps_when_left(rank)) {
-        left.add(failure_of(rank, Failure::Kind::left));
-        left.ranks.back().steps = *steps;
-        continue;
-      }
-    } catch (const std::exception&) {  // As below.
+    if (has_left_its_loop(rank)) {
+      left.add(*end_told_by(rank));
+      continue;
     }
     ended.add(failure_of(rank, Failure::Kind::ended));
     try {
@@ -426,12 +303,6 @@ std::optional<Failure> CheckContext::why_store_is_lost() {
   for (int rank : others())
     if (state(rank) == ProcessState::ended) ended.add(failure_of(rank, Failure::Kind::ended));
   return ended.ranks.empty() ? failure : ended;
-}
-
-void throw_in_fork(const std::string& rank, const std::string& group) {
-  throw CommError("process " + std::to_string(::getpid()) + " is a fork of " + rank +
-                      ", to which group '" + group + "' belongs",
-                  "call collectives in the process that made the group");
 }
 
 }  // namespace lockstep

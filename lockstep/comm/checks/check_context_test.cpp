@@ -1,13 +1,11 @@
-// What the checks share when the store is lost before they have a connection of their own.
+// What the checks of a group share, also when the store is lost.
 #include "lockstep/comm/checks/check_context.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <future>
 #include <stdexcept>
-#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -41,61 +39,62 @@ struct Served {
   }
 };
 
-TEST(CheckContext, ItsConnectionHasTheKeysOfTheSharedOne) {
+TEST(CheckContext, ItsKeysLieUnderThoseOfTheStore) {
   const Served served;
   auto context = served.context(0);
-  context->connect();
   context->store().set("key", std::string("value"));
   EXPECT_EQ(served.prefixed()->get_to_str(check_prefix("default") + "/key"), "value");
-  EXPECT_EQ(context->store().getTimeout(), milliseconds(60'000));
 }
 
-// The time-out is a minute, which a connect in vain would take.
-TEST(CheckContext, NobodyWaitsForTheConnectionToALostStore) {
+TEST(CheckContext, RequestsToALostStoreFailAtOnce) {
   Served served;
   auto context = served.context(0);
   served.server = {};
-  const auto started = Clock::now();
-  auto asked = std::async(std::launch::async, [&] {
-    EXPECT_THROW(context->store(), std::exception);
-    return Clock::now() - started;
-  });
-  // While the other thread tries to connect.
-  while (asked.wait_for(milliseconds(20)) != std::future_status::ready) {
-    const auto before = Clock::now();
-    context->tell_failed("all_reduce", /*known=*/true);
-    EXPECT_EQ(context->told(), "all_reduce");
-    EXPECT_EQ(context->name_with_process(1), "rank 1");
-    ASSERT_LT(Clock::now() - before, seconds(1));
-  }
-  EXPECT_LT(asked.get(), seconds(10));
-}
-
-TEST(CheckContext, AStoreThatWasLostIsNotTriedAgainByEveryCaller) {
-  Served served;
-  auto context = served.context(0);
-  served.server = {};
-  try {
-    context->store();
-    ADD_FAILURE() << "connected to nobody";
-  } catch (const std::exception& error) {
-    EXPECT_TRUE(is_store_lost(error)) << error.what();
-  }
   const auto before = Clock::now();
-  for (int i = 0; i < 5; ++i) EXPECT_THROW(context->store(), std::exception);
+  for (int i = 0; i < 5; ++i) {
+    try {
+      context->store().check({"key"});
+      ADD_FAILURE() << "nobody was there";
+    } catch (const std::exception& error) {
+      EXPECT_TRUE(is_store_lost(error)) << error.what();
+    }
+  }
+  context->tell_failed("all_reduce", /*known=*/true);
+  EXPECT_EQ(context->told(), "all_reduce");
   EXPECT_TRUE(context->ended({1}).empty());
+  EXPECT_FALSE(context->how_it_left(1));
   const Failure end = context->end_of({1});
   EXPECT_EQ(end.kind, Failure::Kind::ended);
   EXPECT_TRUE(end.tells_the_loss_of(1));
-  EXPECT_LT(Clock::now() - before, seconds(1));
+  EXPECT_LT(Clock::now() - before, seconds(5));
+}
+
+TEST(CheckContext, HowARankLeftIsToldOnce) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto context = [&](int rank) {
+    return std::make_shared<CheckContext>(store, rank, 4, RankNames{}, "default", seconds(60));
+  };
+  const auto here = context(0);
+  EXPECT_FALSE(here->how_it_left(1));
+  context(1)->tell_end(Failure::Kind::closed, 287);
+  EXPECT_TRUE(here->has_left_its_loop(1));
+  EXPECT_EQ(here->how_it_left(1)->ranks[0].steps, 287);
+  const auto failed = context(2);
+  failed->tell_failed("all_reduce", /*known=*/true);
+  failed->tell_end(Failure::Kind::closed, 287);
+  failed->tell_end(Failure::Kind::gave_up);
+  EXPECT_EQ(here->how_it_left(2)->kind, Failure::Kind::closed) << "who failed did not leave";
+  const auto gave_up = context(3);
+  gave_up->tell_failed("barrier", /*known=*/true);
+  gave_up->tell_end(Failure::Kind::gave_up);
+  EXPECT_EQ(here->how_it_left(3)->kind, Failure::Kind::gave_up);
+  EXPECT_THAT(here->how_it_left(3)->detail, ::testing::HasSubstr("barrier"));
 }
 
 TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto context = [&](int rank) {
-    auto made = std::make_shared<CheckContext>(store, rank, 3, RankNames{}, "default", seconds(60));
-    made->connect();
-    return made;
+    return std::make_shared<CheckContext>(store, rank, 3, RankNames{}, "default", seconds(60));
   };
   // Rank 1 is of another host: this one cannot see its process.
   const auto here = context(0), host_of_rank_1 = context(2);
@@ -133,7 +132,6 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckContext context(store, 0, 3, RankNames{}, "default", seconds(60));
   CheckContext other(store, 1, 3, RankNames{}, "default", seconds(60));
-  other.connect();
   other.tell_failed("send(to rank 0)", /*known=*/false);
   CallSummary call;
   call.operation = Operation::recv_any;
@@ -163,7 +161,7 @@ TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
                        seconds(60));
   context.store().set(announcement_key(1), test_process::ended_identity());
   context.store().set(announcement_key(2), process_identity());
-  context.connect();  // Before the first call, when nothing was compared yet.
+  context.remember_identities();  // Before the first call, when nothing was compared yet.
   const auto look = [&](bool given_up) {
     context.set_failure_check([given_up] {
       return Failure{.kind = given_up ? Failure::Kind::gave_up : Failure::Kind::ended,

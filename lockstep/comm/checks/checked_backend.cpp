@@ -8,7 +8,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 
-#include "lockstep/base/known_to_forks.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
@@ -81,12 +80,9 @@ class CheckedBackend final : public c10d::Backend {
         p2p_checks_(context_, checks_) {
     if (!options_.announced)
       announce_checks(*store_, getRank(), options_.group_name, options_.debug);
-    // The first comparison needs it, and who leaves tells so; by then the store's host may be gone.
-    if (comparison_limit() > 0 || (options_.misses_deaths && getSize() > 1)) context_->connect();
-    KnownToForks<CheckedBackend>::get().add(this);  // Last: the destructor takes it back.
+    // While the store is there: a rank whose end takes it along is then known.
+    if (comparison_limit() > 0 || options_.misses_deaths) context_->remember_identities();
   }
-
-  ~CheckedBackend() override { KnownToForks<CheckedBackend>::get().remove(this); }
 
   bool has_left_work_behind() const { return context_->has_left_work_behind(); }
 
@@ -212,7 +208,6 @@ class CheckedBackend final : public c10d::Backend {
     CallSummary call;
     call.operation = Operation::monitored_barrier;
     converted([&] {
-      expect_own_process();
       begin(call, opts.timeout, {});
       translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
     });
@@ -232,7 +227,6 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   void startCoalescing() override {
-    converted([&] { expect_own_process(); });
     inner_->startCoalescing();
     coalescing_ = true;
   }
@@ -241,7 +235,6 @@ class CheckedBackend final : public c10d::Backend {
     CallSummary call;
     call.operation = Operation::coalesced;
     return converted([&] {
-      expect_own_process();
       WorkPtr work =
           translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
       return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
@@ -254,10 +247,7 @@ class CheckedBackend final : public c10d::Backend {
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
     inner_->registerOnCompletionHook(std::move(hook));
   }
-  void waitForPendingWorks() override {
-    converted([&] { expect_own_process(); });
-    inner_->waitForPendingWorks();
-  }
+  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
   void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
   void setGroupUid(const std::string& uid) override {
     c10d::Backend::setGroupUid(uid);
@@ -269,40 +259,21 @@ class CheckedBackend final : public c10d::Backend {
   c10d::ErrorType getError() override { return inner_->getError(); }
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
   Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return converted([&] {
-      expect_own_process();
-      return inner_->allocateTensor(size, options);
-    });
+    return converted([&] { return inner_->allocateTensor(size, options); });
   }
   void abort() override {
-    if (in_fork_) return;
-    p2p_checks_.close();
-    checks_.give_up();
-    context_->tell_given_up();
+    tell_end(Failure::Kind::gave_up);
     inner_->abort();
   }
   void shutdown() override {
-    if (in_fork_) return;
-    const int64_t steps = options_.steps ? options_.steps->load() : 0;
-    p2p_checks_.close();
-    context_->tell_left(steps);
-    context_->tell_closed();
-    checks_.leave(steps);
+    tell_end(Failure::Kind::closed);
     inner_->shutdown();
   }
 
  private:
-  friend struct KnownToForks<CheckedBackend>;
-
-  /// A fork has copies of the backend's memory, but neither its threads nor its place among the
-  /// ranks. To release the copies would be to wait for those threads: they are kept for ever.
-  void left_in_fork() {
-    in_fork_ = true;
-    c10::raw::intrusive_ptr::incref(this);
-  }
-
-  void expect_own_process() const {
-    if (in_fork_) throw_in_fork(context_->me(), context_->group());
+  void tell_end(Failure::Kind kind) {
+    p2p_checks_.close();
+    checks_.tell_end(context_->tell_end(kind, options_.steps ? options_.steps->load() : 0));
   }
 
   /// How many of the group's first collectives are compared.
@@ -399,7 +370,6 @@ class CheckedBackend final : public c10d::Backend {
     const auto& shown = arguments.inputs.empty() ? arguments.outputs : arguments.inputs;
     if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
-      expect_own_process();
       expect_apart(operation, arguments.results(operation));
       begin(call, opts.timeout, arguments);
       return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
@@ -465,7 +435,6 @@ class CheckedBackend final : public c10d::Backend {
       return decorated(std::move(work), call, c10d::kUnsetTimeout, peer);
     };
     return converted([&] {
-      expect_own_process();
       const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
                             tensors[0].is_cpu() && checks_.compares(1);
       return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
@@ -485,7 +454,6 @@ class CheckedBackend final : public c10d::Backend {
   RankChecks checks_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
-  bool in_fork_ = false;
   std::shared_ptr<CallObserver> observer_;
   P2PChecks p2p_checks_;
 };

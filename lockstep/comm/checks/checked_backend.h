@@ -81,9 +81,6 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 /// - From then on the process ignores SIGPIPE, unless it has a handler of its own. A write to a
 ///   lost peer would otherwise end it without a word.
 ///
-/// In a fork without exec the group stays the parent's: calls throw CommError, and closing or
-/// releasing the backend there does nothing.
-///
 /// Errors of use (a wrong device, a wrong number of tensors) pass as they are.
 ///
 /// Where a rank did not announce itself nothing is compared, on no rank. Ranks of different options

@@ -185,7 +185,6 @@ Outcome wait_beside_a_dead_rank(
     const std::function<void(CheckContext&, const test::StorePtr& store)>& before) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckContext dead(store, 1, 2, {}, "default", std::chrono::seconds(60));
-  dead.connect();
   before(dead, store);
   dead.store().set(announcement_key(1), test_process::ended_identity());
   auto options = options_of(DebugLevel::info, 60'000);
@@ -222,7 +221,8 @@ TEST(CheckedFailure, ADeathEndsAWaitThoughTheStoreIsLostAtOnce) {
 
 TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
   const auto outcome = wait_beside_a_dead_rank(
-      std::chrono::seconds(4), [](CheckContext& dead, const auto&) { dead.tell_closed(); });
+      std::chrono::seconds(4),
+      [](CheckContext& dead, const auto&) { dead.tell_end(Failure::Kind::closed); });
   EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
   EXPECT_TRUE(outcome.failure().ranks.empty()) << outcome.text();
 }
@@ -261,9 +261,8 @@ TEST(CheckedFailure, ADeathIsTheCauseBeforeARankThatLeftItsLoop) {
   CheckContext context(store, 0, 3, {}, "default", std::chrono::seconds(60));
   for (const int rank : {1, 2}) {
     CheckContext other(store, rank, 3, {}, "default", std::chrono::seconds(60));
-    other.connect();
     other.store().set(announcement_key(rank), test_process::ended_identity());
-    if (rank == 1) other.tell_left(287);
+    if (rank == 1) other.tell_end(Failure::Kind::closed, 287);
   }
   const auto lost = std::make_exception_ptr(std::runtime_error("connection closed"));
   const Failure failure = test::failure_in(translate_failure(lost, context, {}, kNoTimeout));

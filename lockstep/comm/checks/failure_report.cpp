@@ -48,7 +48,7 @@ bool look(CheckContext& context, int peer, Findings& findings) {
   for (int rank : context.others()) {
     const auto word = context.word_of(rank);
     if (word) findings.words[rank] = word->text;
-    if (!word) (context.steps_when_left(rank) ? left : wordless).push_back(rank);
+    if (!word) (context.has_left_its_loop(rank) ? left : wordless).push_back(rank);
     if (rank == peer && word) peer_knows = word->known;
   }
   // Who left after its loop has not failed, and may have ended since.
@@ -67,11 +67,6 @@ bool look(CheckContext& context, int peer, Findings& findings) {
 
 Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
   Findings findings;
-  try {
-    // Without a connection nobody is told; that it is lost the look below finds.
-    context.store();
-  } catch (const std::exception&) {
-  }
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
   context.tell_failed(what_i_did(context, call), /*known=*/false);

@@ -4,6 +4,7 @@
 
 #include <future>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/arrival.h"
 #include "lockstep/base/poll_pause.h"
@@ -45,6 +46,26 @@ auto made_in_time(Connect connect, milliseconds patience) {
   return result.wait_for(patience) == std::future_status::ready ? result.get() : nullptr;
 }
 
+/// PrefixStore tells its prefix to its heirs only.
+struct PrefixReader : c10d::PrefixStore {
+  static const std::string& prefix(const c10d::PrefixStore& store) {
+    return store.*(&PrefixReader::prefix_);
+  }
+};
+
+/// A client of the same server, which logs no attempt and waits for no answer for ever.
+LimitedTcpStore::Ptr another_client(const c10d::TCPStore& store, milliseconds timeout,
+                                    milliseconds limit) {
+  c10d::TCPStoreOptions options;
+  options.port = store.getPort();
+  options.waitWorkers = false;
+  options.useLibUV = store.isLibUvBackend();
+  options.timeout = timeout;
+  auto client = LimitedTcpStore::make(store.getHost(), options, limit);
+  client->setTimeout(store.getTimeout());
+  return client;
+}
+
 }  // namespace
 
 LimitedTcpStore::Ptr LimitedTcpStore::make(const std::string& host,
@@ -81,12 +102,7 @@ auto LimitedTcpStore::limited(Request request) -> decltype(request()) {
 }
 
 c10::intrusive_ptr<c10d::Store> LimitedTcpStore::clone() {
-  c10d::TCPStoreOptions options;
-  options.port = getPort();
-  options.waitWorkers = false;
-  options.useLibUV = isLibUvBackend();
-  options.timeout = getTimeout();
-  return make(getHost(), options, limit_);
+  return another_client(*this, getTimeout(), limit_);
 }
 
 void LimitedTcpStore::set(const std::string& key, const std::vector<uint8_t>& value) {
@@ -139,18 +155,26 @@ void LimitedTcpStore::wait(const std::vector<std::string>& keys, const milliseco
   }
 }
 
-void LimitedTcpStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  limited([&] { TCPStore::append(key, value); });
-}
-
 std::vector<std::vector<uint8_t>> LimitedTcpStore::multiGet(const std::vector<std::string>& keys) {
   wait(keys);
   return limited([&] { return TCPStore::multiGet(keys); });
 }
 
-void LimitedTcpStore::multiSet(const std::vector<std::string>& keys,
-                               const std::vector<std::vector<uint8_t>>& values) {
-  limited([&] { TCPStore::multiSet(keys, values); });
+const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto bottom = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  return dynamic_cast<const c10d::TCPStore*>(bottom.get());
+}
+
+c10::intrusive_ptr<c10d::Store> limited_store(const c10::intrusive_ptr<c10d::Store>& store,
+                                              milliseconds timeout) {
+  const auto* tcp = tcp_store_of(store);
+  const auto* limited = dynamic_cast<const LimitedTcpStore*>(tcp);
+  if (!tcp || (limited && !limited->serves())) return store;
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    return c10::make_intrusive<c10d::PrefixStore>(
+        PrefixReader::prefix(*prefixed), limited_store(prefixed->getUnderlyingStore(), timeout));
+  return another_client(*tcp, timeout, timeout);
 }
 
 }  // namespace lockstep

@@ -7,8 +7,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
-#include "lockstep/base/unforked_port.h"
-
 namespace lockstep {
 
 /// c10d's TCP store, none of whose requests waits for ever. c10d's own waits for an answer without
@@ -30,10 +28,11 @@ class LimitedTcpStore final : public c10d::TCPStore {
   /// For `make`.
   LimitedTcpStore(const std::string& host, const c10d::TCPStoreOptions& options,
                   std::chrono::milliseconds limit)
-      : TCPStore(host, options), unforked_(getPort()), limit_(limit) {}
+      : TCPStore(host, options), serves_(options.isServer), limit_(limit) {}
 
   /// A connection of its own.
   c10::intrusive_ptr<c10d::Store> clone() override;
+  bool serves() const { return serves_; }
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
@@ -47,19 +46,26 @@ class LimitedTcpStore final : public c10d::TCPStore {
   void wait(const std::vector<std::string>& keys) override;
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override;
-  void append(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
-  void multiSet(const std::vector<std::string>& keys,
-                const std::vector<std::vector<uint8_t>>& values) override;
 
  private:
   template <class Request>
   auto limited(Request request) -> decltype(request());
 
-  const UnforkedPort unforked_;  ///< A child that keeps the connection hides this process's end.
+  const bool serves_;
   const std::chrono::milliseconds limit_;
   std::mutex one_request_;   ///< Held during a request; guards the next one.
   std::exception_ptr lost_;  ///< Why the connection is of no more use.
 };
+
+/// The TCP store of which this is one, or a prefix. Null for another kind. Lives as long as it.
+const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
+
+/// The same keys over a store none of whose requests waits for ever. That is `store` itself unless
+/// it is a plain TCP store or serves others, who must not lose it later than its owner lets it go.
+/// For those it makes a connection within `timeout`, after which silence it is given up. Throws
+/// c10d's errors.
+c10::intrusive_ptr<c10d::Store> limited_store(const c10::intrusive_ptr<c10d::Store>& store,
+                                              std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

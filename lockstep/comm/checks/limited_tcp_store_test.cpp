@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "lockstep/base/error.h"
@@ -113,10 +114,9 @@ TEST_F(SilentStore, AConnectionThatIsNotAnsweredEndsInTime) {
 
 // As a rank that holds the store and is stopped while the first calls are compared.
 TEST_F(SilentStore, AComparisonOfCallsEndsInTime) {
-  const Store shared = client(seconds(20));
+  const Store shared = client();
   CheckContext context(native_store(shared), 1, 2, RankNames{}, "default", seconds(1));
   RankChecks checks(context, /*announced=*/true, RankChecks::kAll);
-  context.connect();
   passage_.hold(true);
   const auto started = Clock::now();
   try {
@@ -126,6 +126,23 @@ TEST_F(SilentStore, AComparisonOfCallsEndsInTime) {
     EXPECT_TRUE(error.failure().has(Failure::Kind::store_lost)) << error.what();
   }
   EXPECT_LT(Clock::now() - started, seconds(10));
+}
+
+// As Python's store, and one that serves other ranks.
+TEST_F(SilentStore, APlainStoreAndAServerGetAConnectionOfTheirOwn) {
+  c10d::TCPStoreOptions options;
+  options.port = tcp_store_port(server_);
+  options.waitWorkers = false;
+  const c10::intrusive_ptr<c10d::Store> plain = c10::make_intrusive<c10d::PrefixStore>(
+      "outer", c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
+  const auto limited = limited_store(plain, seconds(5));
+  EXPECT_NE(dynamic_cast<const LimitedTcpStore*>(tcp_store_of(limited)), nullptr);
+  limited->set("key", std::string("value"));
+  EXPECT_EQ(plain->get_to_str("key"), "value");
+  const auto serves = native_store(server_);
+  EXPECT_NE(limited_store(serves, seconds(5)), serves);
+  const auto ours = native_store(tcp_store({.port = tcp_store_port(server_)}));
+  EXPECT_EQ(limited_store(ours, seconds(5)), ours);
 }
 
 }  // namespace limited_tcp_store_test

@@ -71,11 +71,9 @@ uint64_t RankChecks::agree() {
     context_.remember_identities();
     return std::strtoull(agreed.c_str(), nullptr, 10);
   }
-  const auto silent = context_.unannounced();
-  log_debug("group '" + context_.group() + "' compares no calls: " +
-            (silent.empty() ? std::string("one of its ranks is told not to")
-                            : rank_list(silent, context_.names()) +
-                                  " did not announce itself (a Python process?)"));
+  log_debug("group '" + context_.group() +
+            "' compares no calls: one of its ranks did not announce itself (a Python process?), or "
+            "is told not to");
   return 0;
 }
 
@@ -184,19 +182,7 @@ void RankChecks::give_up(const CallSignature& mine, std::chrono::milliseconds ti
   break_group(absent, text);
 }
 
-void RankChecks::leave(int64_t steps) noexcept {
-  Failure left =
-      context_.failure_of(context_.rank(), steps > 0 ? Failure::Kind::left : Failure::Kind::closed);
-  left.ranks[0].steps = steps;
-  tell_gone(std::move(left));
-}
-
-void RankChecks::give_up() noexcept {
-  tell_gone(context_.failure_of(context_.rank(), Failure::Kind::gave_up));
-}
-
-void RankChecks::tell_gone(Failure how) noexcept {
-  // Before the first comparison there is no connection yet, and making one now could block.
+void RankChecks::tell_end(Failure how) noexcept {
   if (context_.size() == 1 || limit_ == 0 || !decided_) return;
   // Held by a call of this rank's own that waits: then there is something to tell.
   if (std::unique_lock lock(mutex_, std::try_to_lock); lock) {
@@ -205,9 +191,8 @@ void RankChecks::tell_gone(Failure how) noexcept {
   try {
     // A rank that closes because it failed passes on what it found; the others want the first
     // cause.
-    const auto word = context_.word_of(context_.rank());
-    if (word)
-      how = {.kind = Failure::Kind::gave_up, .text = context_.me() + " failed in " + word->text};
+    if (const std::string failed = context_.told(); !failed.empty())
+      how = {.kind = Failure::Kind::gave_up, .text = context_.me() + " failed in " + failed};
     break_group(how);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }

@@ -39,15 +39,12 @@ class RankChecks {
   /// is of no use: every later comparison, on every rank, throws what the first one threw.
   void compare(const CallSignature& call, std::chrono::milliseconds timeout);
 
-  /// Tells the ranks that wait, or will wait, for this one in a comparison that it has closed the
-  /// group, after `steps` of its loop if it counts them. Its process may live on for long. Nothing
-  /// to tell once the compared collectives are over.
-  void leave(int64_t steps) noexcept;
-  /// Likewise that it has given the group up.
-  void give_up() noexcept;
+  /// Tells the ranks that wait, or will wait, for this one in a comparison how it has left the
+  /// group (CheckContext::tell_end). Its process may live on for long. Nothing to tell once the
+  /// compared collectives are over.
+  void tell_end(Failure how) noexcept;
 
  private:
-  void tell_gone(Failure how) noexcept;
   bool decide();
   uint64_t agree();
   int64_t judge(const CallSignature& mine);

@@ -139,11 +139,11 @@ class Gloo final : public c10d::ProcessGroupGloo {
   // Gloo has no connection from a rank to itself.
   WorkPtr send(Tensors& tensors, int dst, int tag) override {
     if (dst != getRank() || tensors.size() != 1) return ProcessGroupGloo::send(tensors, dst, tag);
-    return own_messages_.send(tensors[0], tag, options_->timeout);
+    return own_messages_.send(tensors[0], tag);
   }
   WorkPtr recv(Tensors& tensors, int src, int tag) override {
     if (src != getRank() || tensors.size() != 1) return ProcessGroupGloo::recv(tensors, src, tag);
-    return own_messages_.recv(tensors[0], tag, options_->timeout);
+    return own_messages_.recv(tensors[0], tag);
   }
   // Gloo refuses to receive an empty tensor from any rank.
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
@@ -168,7 +168,7 @@ class Gloo final : public c10d::ProcessGroupGloo {
   }
 
   const int name_ = name();  ///< This rank's number in the default group.
-  OwnMessages own_messages_{getRank(), name_};
+  OwnMessages own_messages_{getRank()};
 };
 
 uint16_t port_of(const sockaddr_storage& address) {

@@ -59,7 +59,7 @@ std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
   auto checks =
       std::make_shared<CheckContext>(flat_store(options), options.rank, options.size,
                                      options.global_ranks, options.group_name, options.timeout);
-  checks->connect();  // FirstFailure needs it when the store's host may be gone.
+  checks->remember_identities();
   return checks;
 }
 

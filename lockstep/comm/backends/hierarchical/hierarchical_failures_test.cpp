@@ -69,7 +69,7 @@ TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
       const auto checks = std::make_shared<CheckContext>(
           c10::make_intrusive<c10d::PrefixStore>("flat", options.store), rank, options.size,
           options.global_ranks, options.group_name, options.timeout);
-      checks->connect();
+      checks->remember_identities();
       ends[static_cast<size_t>(rank)] = std::make_unique<Hierarchy>(
           options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
     }));

@@ -372,14 +372,10 @@ Failure Hierarchy::cause_of(const HostFailure& failure) {
 
 Failure Hierarchy::how_lost(int host, const std::string& why) const {
   Failure::Rank leader = leader_of(host, Failure::Kind::unreachable);
-  try {
-    const int first = layout_.hosts[static_cast<size_t>(host)].front();
-    if (const auto steps = checks_->steps_when_left(first)) {
-      leader.kind = Failure::Kind::left;
-      leader.steps = *steps;
-    }
-  } catch (
-      const std::exception&) {  // The store is lost: that the host is so is known all the same.
+  const auto end = checks_->how_it_left(layout_.hosts[static_cast<size_t>(host)].front());
+  if (end && end->kind == Failure::Kind::left) {
+    leader.kind = end->kind;
+    leader.steps = end->ranks[0].steps;
   }
   const bool left = leader.kind == Failure::Kind::left;
   return {.kind = leader.kind, .ranks = {leader}, .detail = left ? "" : " [" + why + "]"};
@@ -474,7 +470,7 @@ void Hierarchy::abort(const std::string& failed_in) noexcept {
 
 void Hierarchy::leave() noexcept {
   const int64_t steps = steps_ && !group_.failed() ? steps_->load() : 0;
-  checks_->tell_left(steps);
+  if (steps > 0) checks_->tell_end(Failure::Kind::closed, steps);
   group_.leave(steps);
   if (!lifeline_) return;
   // Where the group has failed, hosts that have not heard of it do so then.

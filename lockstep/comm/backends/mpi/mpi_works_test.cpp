@@ -54,21 +54,6 @@ TEST_F(Ranks, AsynchronousCallsKeepTheirOrderAndResolveTheirFutures) {
   EXPECT_EQ(called, kCalls);
 }
 
-TEST_F(Ranks, AForkMayCloseItsCopyOfTheWorldAndMakesNoCalls) {
-  at::Tensor sum = at::ones({10});
-  world().group().all_reduce_async(sum).wait();
-  const int ended = lockstep::test::in_another_process([&] {
-    ::alarm(20);
-    if (!lockstep::test::is_plain_comm_error([&] { world().group().all_reduce(sum); })) return 1;
-    World mine = std::move(const_cast<World&>(world()));
-    mine.close();
-    return 0;
-  });
-  EXPECT_EQ(ended, 0);
-  world().group().all_reduce(sum);
-  EXPECT_EQ(sum[9].item<int64_t>(), size() * size());
-}
-
 TEST_F(Ranks, AGroupCanBeUsedFromACallback) {
   Tensors first{at::ones({100'000})}, second{at::ones({3})};
   auto work = mpi->allreduce(first, {});
