@@ -159,7 +159,6 @@ c10::intrusive_ptr<c10d::Backend> with_checks(MadeBackend made, const BackendOpt
   checks.global_ranks = options.global_ranks;
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
-  checks.announced = true;
   checks.convert = as_torch_error;
   return make_checked_backend(std::move(made.backend), options.store, std::move(checks));
 }

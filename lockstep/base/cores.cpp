@@ -18,26 +18,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// A set of processors of any number, as the system's calls take it.
-class ProcessorSet {
- public:
-  explicit ProcessorSet(int count) : size_(CPU_ALLOC_SIZE(count)), set_(CPU_ALLOC(count)) {
-    CPU_ZERO_S(size_, set_);
-  }
-  ~ProcessorSet() { CPU_FREE(set_); }
-  ProcessorSet(const ProcessorSet&) = delete;
-  ProcessorSet& operator=(const ProcessorSet&) = delete;
-  size_t size() const { return size_; }
-  cpu_set_t* get() const { return set_; }
-
- private:
-  size_t size_;
-  cpu_set_t* set_;
-};
-
-/// More than Linux can be built for.
-constexpr int kMostProcessors = 8192;
-
 /// "max 100000" or "150000 100000".
 std::optional<double> quota_v2(const fs::path& folder) {
   const auto words = split(first_line(folder / "cpu.max"), ' ');
@@ -75,27 +55,23 @@ std::optional<double> least_upwards(const fs::path& root, const std::string& gro
 }  // namespace
 
 std::vector<int> allowed_processors() {
-  const ProcessorSet set(kMostProcessors);
+  cpu_set_t set;
+  const bool known = ::sched_getaffinity(0, sizeof(set), &set) == 0;
   std::vector<int> processors;
-  if (::sched_getaffinity(0, set.size(), set.get()) != 0) {
-    for (int i = 0; i < online_processors(); ++i) processors.push_back(i);
-    return processors;
-  }
-  for (int i = 0; i < kMostProcessors; ++i) {
-    if (CPU_ISSET_S(static_cast<size_t>(i), set.size(), set.get())) processors.push_back(i);
-  }
+  for (int i = 0; i < (known ? CPU_SETSIZE : online_processors()); ++i)
+    if (!known || CPU_ISSET(i, &set)) processors.push_back(i);
   return processors;
 }
 
 void set_allowed_processors(const std::vector<int>& processors) {
-  const ProcessorSet set(kMostProcessors);
+  cpu_set_t set;
+  CPU_ZERO(&set);
   for (const int processor : processors) {
-    if (processor < 0 || processor >= kMostProcessors) {
+    if (processor < 0 || processor >= CPU_SETSIZE)
       throw SystemError("cannot run on processor " + std::to_string(processor), EINVAL);
-    }
-    CPU_SET_S(static_cast<size_t>(processor), set.size(), set.get());
+    CPU_SET(processor, &set);
   }
-  if (::sched_setaffinity(0, set.size(), set.get()) == 0) return;
+  if (::sched_setaffinity(0, sizeof(set), &set) == 0) return;
   std::vector<std::string> names;
   for (const int processor : processors) names.push_back(std::to_string(processor));
   throw SystemError("cannot run on processors " + join(names, ", "), errno);

@@ -8,7 +8,7 @@ namespace lockstep {
 
 /// Processors that the calling thread may run on, by their numbers in /proc/cpuinfo, ascending.
 /// They are what taskset, a launcher or a container's cpuset leaves of the machine's. Threads
-/// inherit it.
+/// inherit it. On a machine of more than 1,024 it gives all, and set_allowed_processors fails.
 std::vector<int> allowed_processors();
 /// Lets the calling thread run on these only. Throws SystemError.
 void set_allowed_processors(const std::vector<int>& processors);

@@ -11,10 +11,10 @@
 #include <cstring>
 #include <memory>
 #include <thread>
-#include <tuple>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/in_time.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 
@@ -36,63 +36,37 @@ ResolvedAddress describe(const addrinfo& info) {
   return address;
 }
 
-// One request to the resolver that can be given up: the C library's own call takes as long as the
-// name servers like. A request that cannot be cancelled is left to its thread, with its memory.
-struct Lookup {
-  std::string host;
-  addrinfo hints{};
-  gaicb request{};
-  ~Lookup() {
-    if (request.ar_result) freeaddrinfo(request.ar_result);
-  }
+/// All that the resolver knows of a host, or its error. Its call takes as long as the name servers
+/// like.
+struct Answer {
+  int error = 0;
+  std::vector<ResolvedAddress> addresses = {};
 };
-
-#if defined(__SANITIZE_THREAD__)
-// ThreadSanitizer does not know the threads that the C library starts for itself, and dies of them.
-int ask(std::unique_ptr<Lookup>& lookup, milliseconds) {
-  return getaddrinfo(lookup->host.c_str(), nullptr, &lookup->hints, &lookup->request.ar_result);
+Answer ask(const std::string& host, int flags) {
+  addrinfo hints{}, *list = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  Answer answer{getaddrinfo(host.c_str(), nullptr, &hints, &list)};
+  if (answer.error != 0) return answer;
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(list, freeaddrinfo);
+  for (const addrinfo* info = list; info; info = info->ai_next)
+    if (info->ai_family == AF_INET || info->ai_family == AF_INET6)
+      answer.addresses.push_back(describe(*info));
+  if (answer.addresses.empty()) answer.error = EAI_NONAME;
+  return answer;
 }
-#else
-int ask(std::unique_ptr<Lookup>& lookup, milliseconds timeout) {
-  gaicb* list[1] = {&lookup->request};
-  if (const int error = getaddrinfo_a(GAI_NOWAIT, list, 1, nullptr)) return error;
-  const auto deadline = Clock::now() + timeout;
-  while (gai_error(list[0]) == EAI_INPROGRESS) {
-    const auto left = time_left(deadline);
-    if (left.count() == 0) {
-      if (gai_cancel(list[0]) == EAI_NOTCANCELED) std::ignore = lookup.release();
-      return EAI_AGAIN;
-    }
-    const timespec wait{left.count() / 1000, (left.count() % 1000) * 1'000'000};
-    gai_suspend(list, 1, &wait);
-  }
-  return gai_error(list[0]);
-}
-#endif
 
 int look_up(const std::string& host, milliseconds timeout, std::vector<ResolvedAddress>& out) {
-  auto lookup = std::make_unique<Lookup>();
-  lookup->host = host;
-  lookup->hints.ai_socktype = SOCK_STREAM;
-  lookup->request.ar_name = lookup->host.c_str();
-  lookup->request.ar_request = &lookup->hints;
-  if (const int error = ask(lookup, timeout)) return error;
-  for (const addrinfo* info = lookup->request.ar_result; info; info = info->ai_next) {
-    if (info->ai_family == AF_INET || info->ai_family == AF_INET6) out.push_back(describe(*info));
-  }
-  return out.empty() ? EAI_NONAME : 0;
+  auto answer = in_time([host] { return ask(host, 0); }, timeout);
+  if (!answer) return EAI_AGAIN;
+  out = std::move(answer->addresses);
+  return answer->error;
 }
 
 // Numbers need no resolver, and no thread of one.
 bool parse_numeric(const std::string& host, std::vector<ResolvedAddress>& out) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICHOST;
-  addrinfo* result = nullptr;
-  if (getaddrinfo(host.c_str(), nullptr, &hints, &result) != 0) return false;
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(result, freeaddrinfo);
-  out.push_back(describe(*result));
-  return true;
+  out = ask(host, AI_NUMERICHOST).addresses;
+  return !out.empty();
 }
 
 /// The first address of this host's interfaces that `wanted` takes, IPv4 before IPv6; else empty.

@@ -4,7 +4,6 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "lockstep/base/arrival.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
@@ -62,23 +61,16 @@ class WatchedStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
     const auto watch = watch_.lock();
     if (!watch) return PrefixStore::wait(keys, timeout);
-    const auto deadline = Clock::now() + std::max(timeout, watch->patience());
-    const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
-    Every look(watch->interval());
     Arrival arrival(keys);
-    for (PollPause pause(kLongestPause); !arrival.complete(here); pause.sleep()) {
-      // A member may have told before it ended.
-      if (look.due() && watch->lost(watch->others()) && !arrival.complete(here))
-        watch->throw_if_lost(watch->others());
-      if (timeout == kNoTimeout || Clock::now() < deadline) continue;
-      C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
-                                          "ms, keys: " + join(keys, ", "));
-    }
+    const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
+    if (watch->await(
+            arrival, here, [&] { return watch->others(); }, timeout))
+      return;
+    C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
+                                        "ms, keys: " + join(keys, ", "));
   }
 
  private:
-  static constexpr milliseconds kLongestPause{20};
-
   const std::weak_ptr<FormingWatch> watch_;  ///< Gone once the group has formed.
 };
 
@@ -106,14 +98,19 @@ FormingWatch::FormingWatch(std::shared_ptr<GroupContext> context, std::string gr
       phase_(phase),
       identities_(ranks_.size()) {}
 
-milliseconds FormingWatch::interval() const {
+bool FormingWatch::await(Arrival& keys,
+                         const std::function<bool(const std::vector<std::string>&)>& check,
+                         const std::function<std::vector<int>()>& absent, milliseconds timeout) {
   // All ranks ask one store: many of them look less often.
   constexpr size_t kFew = 32;
-  return milliseconds(ranks_.size() <= kFew ? 50 : 500);
-}
-
-milliseconds FormingWatch::patience() const {
-  return context_->timeout;
+  const auto deadline = Clock::now() + std::max(timeout, context_->timeout);
+  Every look(milliseconds(ranks_.size() <= kFew ? 50 : 500));
+  for (PollPause pause(milliseconds(20)); !keys.complete(check); pause.sleep()) {
+    // One may have come before it ended.
+    if (look.due() && lost(absent()) && !keys.complete(check)) throw_if_lost(absent());
+    if (Clock::now() >= deadline) return false;
+  }
+  return true;
 }
 
 std::vector<int> FormingWatch::others() const {
@@ -125,7 +122,7 @@ std::vector<int> FormingWatch::others() const {
 
 // The others may go on without a member that has all it needs and leaves.
 bool FormingWatch::may_be_missed(int global_rank) {
-  return phase_ == Phase::connecting && store_.check({farewell_key(global_rank)});
+  return phase_ == Phase::connecting && store_.check({leave_key(global_rank)});
 }
 
 std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {

@@ -3,11 +3,13 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/arrival.h"
 #include "lockstep/base/failure.h"
 #include "lockstep/comm/store.h"
 
@@ -33,11 +35,14 @@ class FormingWatch {
   void throw_if_lost(const std::vector<int>& missing);
   /// What that threw before, again: Gloo makes another error of it.
   void throw_if_found() const;
-  /// How often to look, and how long to wait for members.
-  std::chrono::milliseconds interval() const;
-  std::chrono::milliseconds patience() const;
   /// All members but this rank.
   std::vector<int> others() const;
+  /// Waits for keys of a store, of which `check` says whether some are there. False where they do
+  /// not come within the group's time-out, or `timeout` if that is longer. Throws PeerLostError
+  /// where one of the members `absent()`, who are to set them, was lost.
+  bool await(Arrival& keys, const std::function<bool(const std::vector<std::string>&)>& check,
+             const std::function<std::vector<int>()>& absent,
+             std::chrono::milliseconds timeout = {});
 
  private:
   bool may_be_missed(int global_rank);

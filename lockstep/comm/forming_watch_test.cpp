@@ -127,11 +127,11 @@ TEST_P(Forming, ARankThatEndsOnAnotherHostIsNamedAtOnce) {
 }
 
 // It had all it needed, and its program was over.
-TEST_P(Forming, ARankThatHasSaidGoodByeIsNotWaitedForAndNoLoss) {
+TEST_P(Forming, ARankThatHasLeftIsNotWaitedForAndNoLoss) {
   options_.timeout = std::chrono::milliseconds(400);
   options_.store.set_timeout(options_.timeout);
   announce(1, ended_identity());
-  prefix_store("lockstep/0", options_.store).set(farewell_key(1), "1");
+  prefix_store("lockstep/0", options_.store).set(leave_key(1), "1");
   const auto failure = form(0);
   EXPECT_THROW(std::rethrow_exception(failure), CommError);
   EXPECT_NO_THROW({

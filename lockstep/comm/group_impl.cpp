@@ -1,16 +1,14 @@
 #include "lockstep/comm/group_impl.h"
 
 #include <algorithm>
-#include <condition_variable>
+#include <future>
 #include <numeric>
-#include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/arrival.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/checks/check_context.h"
@@ -87,7 +85,6 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   options.global_ranks = global_ranks;
   options.timeout = context.timeout;
   options.group_name = name;
-  options.announced = true;
   options.needs_comparison = made.traits.needs_comparison;
   options.names_failures = made.traits.names_failures;
   options.misses_deaths = made.traits.misses_deaths;
@@ -96,88 +93,36 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
 
 /// Waits until ranks have told that they come to a further group: its members, or all ranks of the
 /// job. The default group knows which processes they are. One that ends before it comes is noticed
-/// on its own host, which tells the others.
-class Comers {
- public:
-  /// `key`: where the rank at an index of `ranks` tells it.
-  Comers(const std::shared_ptr<GroupContext>& context, const std::string& name,
-         const std::vector<int>& ranks, std::string (*key)(const std::string& name, int index),
-         const char* hint)
-      : context_(*context),
-        store_(context->own_store),
-        name_(name),
-        ranks_(ranks),
-        key_(key),
-        hint_(hint),
-        watch_(context, name, ranks, FormingWatch::Phase::meeting),
-        arrival_(keys_of_ours()) {}
-
-  void await() {
-    const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
-    Every look(watch_.interval());
-    for (PollPause pause(kLongestPause); !all_here(); pause.sleep()) {
-      // One may have come before it ended: then the backend is to find out.
-      if (look.due() && watch_.lost(absent()) && !all_here()) watch_.throw_if_lost(absent());
-      if (std::chrono::steady_clock::now() < deadline) continue;
-      throw_late(forming(context_, name_, ranks_.size()) + ": ", missing(), context_.timeout,
-                 hint_);
-    }
+/// on its own host, which tells the others. Python's ranks tell nothing, and are met by the backend
+/// only. `key`: where the rank at an index of `ranks` tells it.
+void await_ranks(const std::shared_ptr<GroupContext>& context, const std::string& name,
+                 const std::vector<int>& ranks,
+                 std::string (*key)(const std::string& name, int index), const char* hint) {
+  Store store = context->own_store;
+  std::vector<std::string> known, keys;
+  std::vector<int> expected;  // Indices of ranks; those of ours.
+  for (const int rank : ranks) known.push_back(member_key(kDefaultGroup, rank));
+  const bool all = store.check(known);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (!all && !store.check({known[i]})) continue;
+    expected.push_back(static_cast<int>(i));
+    keys.push_back(key(name, expected.back()));
   }
-
- private:
-  static constexpr std::chrono::milliseconds kLongestPause{20};
-
-  /// One of ours.
-  struct Expected {
-    int index;  ///< In `ranks_`.
-    bool here = false;
-  };
-
-  /// Python's ranks tell nothing, and are met by the backend only.
-  std::vector<std::string> keys_of_ours() {
-    std::vector<std::string> known, keys;
-    for (const int rank : ranks_) known.push_back(member_key(kDefaultGroup, rank));
-    const bool all = store_.check(known);
-    for (size_t i = 0; i < ranks_.size(); ++i) {
-      if (!all && !store_.check({known[i]})) continue;
-      keys.push_back(key_(name_, static_cast<int>(i)));
-      expected_.push_back({static_cast<int>(i)});
-    }
-    return keys;
-  }
-
-  bool all_here() {
-    return arrival_.complete([this](const auto& keys) { return store_.check(keys); });
-  }
-
-  /// Those of `expected_` that have not come.
-  std::vector<int> absent() {
+  Arrival arrival(keys);
+  const auto absent = [&] {
     std::vector<int> indices;
-    for (size_t i = arrival_.seen(); i < expected_.size(); ++i) {
-      bool& here = expected_[i].here;
-      here = here || store_.check({arrival_.keys()[i]});
-      if (!here) indices.push_back(expected_[i].index);
-    }
+    for (size_t i = arrival.seen(); i < keys.size(); ++i)
+      if (!store.check({keys[i]})) indices.push_back(expected[i]);
     return indices;
-  }
-
-  /// The same in the default group's numbers.
-  std::vector<int> missing() {
-    std::vector<int> ranks;
-    for (const int index : absent()) ranks.push_back(ranks_[static_cast<size_t>(index)]);
-    return ranks;
-  }
-
-  GroupContext& context_;
-  Store store_;
-  const std::string& name_;
-  const std::vector<int>& ranks_;
-  std::string (*const key_)(const std::string&, int);
-  const char* const hint_;
-  FormingWatch watch_;
-  std::vector<Expected> expected_;
-  Arrival arrival_;  ///< Of `expected_`, in the same order. Made last: it fills that.
-};
+  };
+  FormingWatch watch(context, name, ranks, FormingWatch::Phase::meeting);
+  if (watch.await(
+          arrival, [&](const auto& some) { return store.check(some); }, absent))
+    return;
+  std::vector<int> missing;
+  for (const int index : absent()) missing.push_back(ranks[static_cast<size_t>(index)]);
+  throw_late(forming(*context, name, ranks.size()) + ": ", missing, context->timeout, hint);
+}
 
 /// Under this key a rank of the job tells that it has called new_group for the group.
 std::string asked_key(const std::string& group, int rank) {
@@ -233,31 +178,21 @@ c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
 // end of the process.
 void release_impatiently(c10::intrusive_ptr<c10d::ProcessGroup> native,
                          c10::intrusive_ptr<c10d::Backend> backend) {
-  struct Done {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool value = false;
-  };
-  auto done = std::make_shared<Done>();
-  try {
-    std::thread([done, native = std::move(native), backend = std::move(backend)]() mutable {
-      native.reset();
-      backend.reset();
-      const std::lock_guard lock(done->mutex);
-      done->value = true;
-      done->changed.notify_all();
-    }).detach();
-  } catch (const std::system_error&) {
-    return;  // There is no memory for a thread. Then it has gone here, with what was to run.
-  }
-  std::unique_lock lock(done->mutex);
-  done->changed.wait_for(lock, kAbortPatience, [&] { return done->value; });
+  std::promise<void> done;
+  const auto released = done.get_future();
+  std::thread([done = std::move(done), native = std::move(native),
+               backend = std::move(backend)]() mutable {
+    native.reset();
+    backend.reset();
+    done.set_value();
+  }).detach();
+  released.wait_for(kAbortPatience);
 }
 
 }  // namespace
 
-std::string farewell_key(int rank) {
-  return "bye/" + std::to_string(rank);
+std::string leave_key(int rank) {
+  return "leave/" + std::to_string(rank);
 }
 
 std::string member_key(const std::string& group, int rank) {
@@ -402,7 +337,7 @@ void agree_on_group(const std::shared_ptr<GroupContext>& context, const std::str
   if (!std::ranges::binary_search(ranks, context->rank)) return;
   std::vector<int> everyone(static_cast<size_t>(context->world_size));
   std::iota(everyone.begin(), everyone.end(), 0);
-  Comers(context, name, everyone, asked_key, kAllCallNewGroup).await();
+  await_ranks(context, name, everyone, asked_key, kAllCallNewGroup);
   if (store.check({other_key}))
     throw_other_group(mine, AskedGroup::decode(store.get(other_key)), name);
 }
@@ -420,7 +355,7 @@ std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContex
                      "give each process a rank of its own; a file of file:// must be new for "
                      "each job, and so must a port on which an old rank 0 may still listen");
   }
-  if (name != kDefaultGroup) Comers(context, name, global_ranks, member_key, kDidTheyStart).await();
+  if (name != kDefaultGroup) await_ranks(context, name, global_ranks, member_key, kDidTheyStart);
   auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);
   const std::lock_guard lock(context->mutex);
   context->groups.push_back(impl);

@@ -95,7 +95,7 @@ class ProcessGroup::Impl {
 std::string member_key(const std::string& group, int rank);
 
 /// The key of `own_store` by which a rank of the default group tells that it leaves.
-std::string farewell_key(int rank);
+std::string leave_key(int rank);
 
 /// Every rank of the job calls it for a further group, with `ranks` in ascending order. Throws
 /// MismatchError where another list or backend was given. Members wait for all ranks of the job,

@@ -4,8 +4,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
-#include <type_traits>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/call_signature.h"
@@ -42,29 +42,6 @@ std::string type_name(Kind kind, int bytes) {
   return "?";
 }
 
-/// Calls `f` with a value of the number's type, whose own value does not matter.
-template <class F>
-auto with_type(const NumberReference& number, F f) {
-  switch (number.kind()) {
-    case Kind::boolean:
-      return f(bool{});
-    case Kind::floating:
-      if (number.bytes() == sizeof(float)) return f(float{});
-      return number.bytes() == sizeof(double) ? f(double{}) : f((long double){});
-    case Kind::signed_integer:
-      return number.bytes() == 1   ? f(int8_t{})
-             : number.bytes() == 2 ? f(int16_t{})
-             : number.bytes() == 4 ? f(int32_t{})
-                                   : f(int64_t{});
-    case Kind::unsigned_integer:
-      break;
-  }
-  return number.bytes() == 1   ? f(uint8_t{})
-         : number.bytes() == 2 ? f(uint16_t{})
-         : number.bytes() == 4 ? f(uint32_t{})
-                               : f(uint64_t{});
-}
-
 void check(const NumberReference& number, size_t index, ReduceOp op) {
   const auto refuse = [&](const std::string& remedy) {
     throw UsageError("all_reduce_values: argument " + std::to_string(index + 1) + " is a " +
@@ -94,9 +71,20 @@ struct Header {
   }
 };
 
+/// Wider than every type that there is: a sum that fits may pass the ends of its own on its way.
+__extension__ using Whole = __int128;
+static_assert(std::endian::native == std::endian::little, "numbers lie at the front of a lane");
+
+Whole load_whole(const std::byte* from, const NumberReference& type) {
+  uint64_t raw = 0;
+  std::memcpy(&raw, from, type.bytes());
+  if (type.kind() != Kind::signed_integer) return raw;
+  const int unused = 64 - 8 * type.bytes();
+  return static_cast<int64_t>(raw << unused) >> unused;
+}
+
 /// False when the result does not fit.
-template <class T>
-bool combine_whole(ReduceOp op, T& result, T value) {
+bool combine_whole(ReduceOp op, Whole& result, Whole value) {
   switch (op) {
     case ReduceOp::sum:
       return !__builtin_add_overflow(result, value, &result);
@@ -104,21 +92,21 @@ bool combine_whole(ReduceOp op, T& result, T value) {
       return !__builtin_mul_overflow(result, value, &result);
     case ReduceOp::min:
       result = std::min(result, value);
-      return true;
+      break;
     case ReduceOp::max:
       result = std::max(result, value);
-      return true;
-    case ReduceOp::band:
-      result = static_cast<T>(result & value);
-      return true;
-    case ReduceOp::bor:
-      result = static_cast<T>(result | value);
-      return true;
-    case ReduceOp::bxor:
-      result = static_cast<T>(result ^ value);
-      return true;
-    case ReduceOp::avg:
       break;
+    case ReduceOp::band:
+      result &= value;
+      break;
+    case ReduceOp::bor:
+      result |= value;
+      break;
+    case ReduceOp::bxor:
+      result ^= value;
+      break;
+    case ReduceOp::avg:
+      break;  // Of fractions only.
   }
   return true;
 }
@@ -157,9 +145,12 @@ class Gathered {
     check_headers(group, header);
   }
 
-  /// Writes the result of `number`, the one at `index`, into its place among this rank's own.
+  /// Writes the result of `number`, the one at `index`, into its place among rank 0's.
   void reduce(const NumberReference& number, size_t index) {
-    with_type(number, [&]<class T>(T) { write(index, reduced<T>(index, number)); });
+    if (number.kind() != Kind::floating) return reduce_whole(number, index);
+    if (number.bytes() == sizeof(float)) return reduce_floating<float, double>(index);
+    if (number.bytes() == sizeof(double)) return reduce_floating<double, double>(index);
+    reduce_floating<long double, long double>(index);
   }
   /// Hands a result over.
   void take(const NumberReference& number, size_t index) const {
@@ -182,50 +173,33 @@ class Gathered {
           "all_reduce_values: ranks " + std::to_string(names[static_cast<size_t>(group.rank())]) +
               " and " + std::to_string(names[static_cast<size_t>(rank)]) + " gave " +
               (theirs.types != mine.types ? "numbers of different types" : "different reductions"),
-          "all ranks must give the same types in the same order, and the same reduction");
+          "all ranks must give the same types in the same order, and the same reduction",
+          mismatch_of(
+              {names[static_cast<size_t>(group.rank())], names[static_cast<size_t>(rank)]}));
     }
   }
 
-  template <class T>
-  T value(int rank, size_t index) const {
-    T value{};
-    std::memcpy(&value, lane(rank, index + 1), sizeof(T));
-    return value;
+  template <class T, class Wide>
+  void reduce_floating(size_t index) {
+    const auto value = [&](int rank) -> Wide {
+      T number{};
+      std::memcpy(&number, lane(rank, index + 1), sizeof(T));
+      return number;
+    };
+    Wide result = value(0);
+    for (int rank = 1; rank < ranks_; ++rank) combine_floating<Wide>(op_, result, value(rank));
+    if (op_ == ReduceOp::avg) result /= static_cast<Wide>(ranks_);
+    const T rounded = static_cast<T>(result);
+    std::memcpy(lane(0, index + 1), &rounded, sizeof(T));
   }
 
-  template <class T>
-  void write(size_t index, T result) {
-    std::memcpy(lane(0, index + 1), &result, sizeof(T));
-  }
-
-  template <class T>
-  T reduced(size_t index, const NumberReference& number) const {
-    if constexpr (std::is_same_v<T, bool>) {
-      // As whole numbers of one bit.
-      uint8_t result = value<bool>(0, index);
-      for (int rank = 1; rank < ranks_; ++rank)
-        combine_whole<uint8_t>(op_, result, value<bool>(rank, index));
-      return result != 0;
-    } else if constexpr (std::is_integral_v<T>) {
-      return whole<T>(index, number);
-    } else {
-      using Wide = std::conditional_t<std::is_same_v<T, float>, double, T>;
-      Wide result = value<T>(0, index);
-      for (int rank = 1; rank < ranks_; ++rank)
-        combine_floating<Wide>(op_, result, value<T>(rank, index));
-      return static_cast<T>(op_ == ReduceOp::avg ? result / static_cast<Wide>(ranks_) : result);
-    }
-  }
-
-  /// A sum that fits may pass the ends of the type on its way, so it is made in a wider one.
-  template <class T>
-  T whole(size_t index, const NumberReference& number) const {
-    __extension__ using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
-    Wide result = value<T>(0, index);
+  void reduce_whole(const NumberReference& number, size_t index) {
+    Whole result = load_whole(lane(0, index + 1), number);
     bool fits = true;
     for (int rank = 1; rank < ranks_; ++rank)
-      fits = combine_whole<Wide>(op_, result, value<T>(rank, index)) && fits;
-    if (fits && static_cast<Wide>(static_cast<T>(result)) == result) return static_cast<T>(result);
+      fits = combine_whole(op_, result, load_whole(lane(rank, index + 1), number)) && fits;
+    std::memcpy(lane(0, index + 1), &result, sizeof(result));
+    if (fits && load_whole(lane(0, index + 1), number) == result) return;
     throw NumericError("all_reduce_values: the " + op_name(op_) + " of argument " +
                            std::to_string(index + 1) + " does not fit its type, " +
                            type_name(number.kind(), number.bytes()),

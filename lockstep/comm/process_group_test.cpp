@@ -17,6 +17,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
+#include "tests/support/message_of.h"
 #include "tests/support/run_group.h"
 
 namespace lockstep {
@@ -334,6 +335,22 @@ TEST(PointToPoint, BatchInAnyOrder) {
     expect_equal(a, own(other, 7));
     expect_equal(b, own(other, 3));
   });
+}
+
+TEST(MismatchErrors, TellARankOfEachCall) {
+  for (const char* backend : {"gloo", "shm", "hierarchical"}) {
+    SCOPED_TRACE(backend);
+    RankOptions options{.backend = backend};
+    if (options.backend == "hierarchical") options.hosts = "aab";
+    run_group(
+        3,
+        [](const ProcessGroup& group) {
+          at::Tensor tensor = at::ones({group.rank() == 1 ? 5 : 4});
+          EXPECT_EQ(test::ranks_of<MismatchError>([&] { group.all_reduce(tensor); }),
+                    (std::vector<int>{0, 1}));
+        },
+        options);
+  }
 }
 
 // More rounds than are compared.

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <functional>
-#include <system_error>
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
@@ -37,16 +36,10 @@ void WaiterPool::start(std::function<void()> wait, std::function<void()> abort) 
   });
   auto waiter = std::make_unique<Waiter>();
   waiter->abort = std::move(abort);
-  try {
-    waiter->thread = std::thread([raw = waiter.get(), wait = std::move(wait)] {
-      wait();
-      raw->finished = true;
-    });
-  } catch (const std::system_error&) {
-    throw CommError("no thread can be started to wait for this operation",
-                    "does a limit of processes or memory stand in the way: `ulimit -u`, "
-                    "`ulimit -v`? A wait without a time-out needs no thread");
-  }
+  waiter->thread = std::thread([raw = waiter.get(), wait = std::move(wait)] {
+    wait();
+    raw->finished = true;
+  });
   waiters_.push_back(std::move(waiter));
 }
 

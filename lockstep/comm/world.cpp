@@ -21,6 +21,7 @@
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/forming_watch.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/native_store.h"
@@ -34,7 +35,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kDefaultTimeout{120'000};
-constexpr milliseconds kFarewell{5'000};
+constexpr milliseconds kLeaveTimeout{5'000};
 constexpr milliseconds kNewsEvery{5'000};
 /// How often a rank that waits for votes looks for Python's ranks. All ranks ask one store, so many
 /// of them look less often.
@@ -111,7 +112,7 @@ void wait_for_all(Store store, const std::string& what, int world_size) {
 }
 
 /// How many have come, for a person who sees nothing else while many ranks start.
-void tell_who_came(Store store, const std::vector<std::string>& keys) {
+void log_arrivals(Store store, const std::vector<std::string>& keys) {
   const auto came = std::count_if(keys.begin(), keys.end(),
                                   [&](const std::string& key) { return store.check({key}); });
   log_info("waiting for the ranks: " + std::to_string(came) + " of " + std::to_string(keys.size()) +
@@ -128,7 +129,7 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells,
   Every news(kNewsEvery), look(world_size <= kFewRanks ? kLookEvery : kSeldomLookEvery);
   Arrival arrival(keys);
   for (PollPause pause; !arrival.complete(here); pause.sleep()) {
-    if (tells && news.due()) tell_who_came(store, keys);
+    if (tells && news.due()) log_arrivals(store, keys);
     const bool looks = look.due();
     if (looks && cancelled && cancelled())
       throw PeerLostError("init: " + describe(cancelled_generation()), {}, cancelled_generation());
@@ -185,7 +186,7 @@ void expect_alike(const std::map<int, Vote>& votes, std::string Vote::*word,
       return "rank " + std::to_string(one.first) + " has '" + one.second.*word + "'";
     };
     throw MismatchError("init: the ranks' " + what + " differ: " + said(*first) + ", " + said(vote),
-                        remedy);
+                        remedy, mismatch_of({first->first, vote.first}));
   }
 }
 
@@ -291,7 +292,7 @@ class World::Impl {
   bool failing() const { return std::uncaught_exceptions() > exceptions_at_start_; }
 
  private:
-  void say_farewell(bool failing);
+  void tell_leave(bool failing);
 
   const int exceptions_at_start_ = std::uncaught_exceptions();
   bool holds_store_ = false;
@@ -356,22 +357,22 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   if (generation > 0 && job.rank == 0) forget_generations_before(root_, generation);
 }
 
-void World::Impl::say_farewell(bool failing) {
+void World::Impl::tell_leave(bool failing) {
   if (job.world_size == 1 || !root_) return;
   Store own = context->own_store;
-  own.set_timeout(kFarewell);
+  own.set_timeout(kLeaveTimeout);
   // The others' last use of the store is this; who holds it outlives that.
   if (!holds_store_) {
-    own.set(farewell_key(job.rank), "1");
+    own.set(leave_key(job.rank), "1");
     return;
   }
   if (failing) return;
   std::vector<std::string> keys;
   for (int rank = 1; rank < job.world_size; ++rank) {
-    // Python ranks do not say good-bye: those that never announced themselves are not waited for.
-    if (own.check({member_key(kDefaultGroup, rank)})) keys.push_back(farewell_key(rank));
+    // Python's ranks tell nothing: those that never announced themselves are not waited for.
+    if (own.check({member_key(kDefaultGroup, rank)})) keys.push_back(leave_key(rank));
   }
-  if (!keys.empty()) own.wait(keys, kFarewell);
+  if (!keys.empty()) own.wait(keys, kLeaveTimeout);
 }
 
 void World::Impl::close(bool failing) noexcept {
@@ -386,7 +387,7 @@ void World::Impl::close(bool failing) noexcept {
     if (const auto impl = entry->lock()) impl->close(failing);
   }
   try {
-    say_farewell(failing);
+    tell_leave(failing);
   } catch (const std::exception& error) {
     log_debug(std::string("closing the store: ") + error.what());
   }

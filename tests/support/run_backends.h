@@ -93,7 +93,6 @@ inline BackendPtr make_gloo(const StorePtr& store, int rank, int size,
     int size, CheckedBackendOptions options,
     const std::function<void(int rank, c10d::Backend&)>& part,
     const StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
-  options.announced = true;
   const auto make = [&](int rank) {
     const StorePtr own = store->clone();
     announce_checks(*own, rank, options.group_name, options.debug);

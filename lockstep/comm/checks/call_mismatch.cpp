@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/call_signature.h"
 
@@ -44,58 +45,67 @@ std::string difference(const CallSignature& a, const CallSignature& b) {
   return join(names, " and ");
 }
 
-std::string message(const std::string& text, const std::string& differs) {
-  return text + "\n  hint: " + kSameCalls + "; here differs: " + differs;
+using Found = std::optional<Failure>;
+
+/// `ranks`: one for each of the calls that differ.
+Failure mismatch(const std::vector<int>& ranks, const RankNames& names, const std::string& text,
+                 const std::string& differs) {
+  std::vector<int> numbers;
+  for (const int rank : ranks) numbers.push_back(names.at(static_cast<size_t>(rank)));
+  return mismatch_of(numbers, text + "\n  hint: " + kSameCalls + "; here differs: " + differs);
 }
 
 /// Every rank must have made the call of the lowest rank, as far as `same` looks.
 template <class Same>
-std::optional<std::string> expect_same(const Calls& calls, const RankNames& names,
-                                       const std::string& group, Same same) {
-  std::vector<std::vector<int>> camps;
+Found expect_same(const Calls& calls, const RankNames& names, const std::string& group, Same same) {
+  std::vector<std::vector<int>> sides;
   for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
-    const auto camp = std::find_if(camps.begin(), camps.end(), [&](const std::vector<int>& ranks) {
+    const auto side = std::find_if(sides.begin(), sides.end(), [&](const std::vector<int>& ranks) {
       return same(calls[static_cast<size_t>(ranks[0])], calls[static_cast<size_t>(rank)]);
     });
-    if (camp == camps.end()) {
-      camps.push_back({rank});
+    if (side == sides.end()) {
+      sides.push_back({rank});
     } else {
-      camp->push_back(rank);
+      side->push_back(rank);
     }
   }
-  if (camps.size() == 1) return std::nullopt;
-  const auto first_of = [&](size_t camp) -> const CallSignature& {
-    return calls[static_cast<size_t>(camps[camp][0])];
+  if (sides.size() == 1) return std::nullopt;
+  const auto first_of = [&](size_t side) -> const CallSignature& {
+    return calls[static_cast<size_t>(sides[side][0])];
   };
   const CallSignature& first = first_of(0);
-  const std::string text = called(camps[0], first, names, group) + ", but ";
+  const std::string text = called(sides[0], first, names, group) + ", but ";
   std::vector<std::string> others;
-  for (size_t i = 1; i < camps.size(); ++i) {
+  std::vector<int> ranks{sides[0][0]};
+  for (size_t i = 1; i < sides.size(); ++i) {
+    ranks.push_back(sides[i][0]);
     const CallSignature& call = first_of(i);
-    std::string other = rank_list(camps[i], names) + " called " + describe(call, names);
+    std::string other = rank_list(sides[i], names) + " called " + describe(call, names);
     if (call.sequence != first.sequence) other += " as collective " + std::to_string(call.sequence);
     others.push_back(std::move(other));
   }
-  return message(text + join(others, " and "), difference(first, first_of(1)));
+  return mismatch(ranks, names, text + join(others, " and "), difference(first, first_of(1)));
 }
 
 /// What rank `from` gives to rank `to` must be what that one expects.
-std::optional<std::string> expect_match(const Calls& calls, int from, const TensorSignature& given,
-                                        int to, const TensorSignature& expected,
-                                        const RankNames& names, const std::string& group) {
+Found expect_match(const Calls& calls, int from, const TensorSignature& given, int to,
+                   const TensorSignature& expected, const RankNames& names,
+                   const std::string& group) {
   if (given == expected) return std::nullopt;
   const auto& a = calls[static_cast<size_t>(from)];
   const auto& b = calls[static_cast<size_t>(to)];
   const std::string differs = given.dtype != expected.dtype ? "dtype" : "shape";
   const std::string text = called({from}, a, names, group);
   if (from == to)
-    return message(
+    return mismatch(
+        {from}, names,
         text + ", which gives itself " + describe(given) + " and expects " + describe(expected),
         differs);
   const std::string other = rank_list({to}, names);
-  return message(text + " and gives " + other + " " + describe(given) + ", but " + other +
-                     " called " + describe(b, names) + " and expects " + describe(expected),
-                 differs);
+  return mismatch({from, to}, names,
+                  text + " and gives " + other + " " + describe(given) + ", but " + other +
+                      " called " + describe(b, names) + " and expects " + describe(expected),
+                  differs);
 }
 
 using Part = std::optional<TensorSignature>;
@@ -103,9 +113,8 @@ using Part = std::optional<TensorSignature>;
 /// What each rank gives to each other must be what that one expects, as far as `given(from, to)`
 /// and `expected(to, from)` say it.
 template <class Given, class Expected>
-std::optional<std::string> expect_exchange(const Calls& calls, const RankNames& names,
-                                           const std::string& group, Given given,
-                                           Expected expected) {
+Found expect_exchange(const Calls& calls, const RankNames& names, const std::string& group,
+                      Given given, Expected expected) {
   for (size_t from = 0; from < calls.size(); ++from) {
     for (size_t to = 0; to < calls.size(); ++to) {
       const Part gives = given(from, to);
@@ -136,8 +145,19 @@ Part cut_part_of(const std::vector<TensorSignature>& tensors, const std::vector<
 
 }  // namespace
 
-std::optional<std::string> find_mismatch(const Calls& calls, const RankNames& names,
-                                         const std::string& group) {
+Failure mismatch_of(const std::vector<int>& ranks, std::string text) {
+  Failure failure{.kind = Failure::Kind::mismatch, .text = std::move(text)};
+  for (const int rank : ranks) failure.ranks.push_back({rank, failure.kind});
+  return failure;
+}
+
+std::exception_ptr mismatch_error(const Failure& mismatch) {
+  return std::make_exception_ptr(MismatchError(mismatch.text, {}, mismatch));
+}
+
+std::optional<Failure> find_mismatch(const Calls& calls, const RankNames& told,
+                                     const std::string& group) {
+  const RankNames names = names_or_numbers(told, static_cast<int>(calls.size()));
   if (auto bad = expect_same(calls, names, group, same_call)) return bad;
   const auto same_inputs = [](const CallSignature& a, const CallSignature& b) {
     return a.inputs == b.inputs;

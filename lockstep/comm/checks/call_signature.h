@@ -4,11 +4,13 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "lockstep/base/failure.h"
 #include "lockstep/comm/checks/observed_call.h"
 
 namespace lockstep {
@@ -75,10 +77,16 @@ std::string encode(const CallSignature& call);
 /// Throws CommError for bytes that `encode` did not make.
 CallSignature decode(std::string_view bytes);
 
+/// Ranks, by their numbers in the default group, no two of which called the same.
+Failure mismatch_of(const std::vector<int>& ranks, std::string text = {});
+/// The error with the failure's text.
+std::exception_ptr mismatch_error(const Failure& mismatch);
+
 /// Compares what the ranks of `group` called, one signature per rank. None when they agree. Else
-/// "rank 0 called A as collective 7 of group 'default', but rank 1 called B".
-std::optional<std::string> find_mismatch(const std::vector<CallSignature>& calls,
-                                         const RankNames& names, const std::string& group);
+/// its text is "rank 0 called A as collective 7 of group 'default', but rank 1 called B", and its
+/// ranks are one for each of these calls.
+std::optional<Failure> find_mismatch(const std::vector<CallSignature>& calls,
+                                     const RankNames& names, const std::string& group);
 
 /// The same for one send and its receive.
 std::optional<std::string> find_p2p_mismatch(const CallSignature& send, int sender,

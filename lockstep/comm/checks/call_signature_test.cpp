@@ -94,9 +94,9 @@ TEST(FindMismatch, SequenceNumber) {
   auto one = all_to_all({}, {}, 4, 4);
   auto two = one;
   two.sequence = 4;
-  const auto text = find_mismatch({one, two}, kNames, "g");
-  ASSERT_TRUE(text);
-  EXPECT_THAT(*text,
+  const auto mismatch = find_mismatch({one, two}, kNames, "g");
+  ASSERT_TRUE(mismatch);
+  EXPECT_THAT(mismatch->text,
               ::testing::MatchesRegex(".*as collective 3 of group 'g', but rank 1 called.*as "
                                       "collective 4.*differs: sequence number"));
 }
@@ -123,9 +123,9 @@ TEST(FindMismatch, AllToAllLists) {
   two.outputs = {{at::kFloat, {2}}, {at::kFloat, {4}}};
   EXPECT_EQ(find_mismatch({one, two}, kNames, "g"), std::nullopt);
   two.outputs[0].dtype = at::kLong;
-  const auto text = find_mismatch({one, two}, kNames, "g");
-  ASSERT_TRUE(text);
-  EXPECT_THAT(*text,
+  const auto mismatch = find_mismatch({one, two}, kNames, "g");
+  ASSERT_TRUE(mismatch);
+  EXPECT_THAT(mismatch->text,
               ::testing::MatchesRegex(".*gives rank 1 float32 .2., but rank 1 called.*expects "
                                       "int64 .2..*"));
 }

@@ -240,14 +240,14 @@ Failure CheckContext::failure_of(int group_rank, Failure::Kind kind) const {
   return {.kind = kind, .ranks = {member(group_rank, kind)}};
 }
 
-void CheckContext::set_failure_check(FailureCheck check) {
+void CheckContext::set_failure_callback(FailureCallback callback) {
   const std::lock_guard lock(checking_);
-  failure_check_ = std::move(check);
+  failure_callback_ = std::move(callback);
 }
 
 std::optional<Failure> CheckContext::seen_failure() const {
   const std::lock_guard lock(checking_);
-  return failure_check_ ? failure_check_() : std::nullopt;
+  return failure_callback_ ? failure_callback_() : std::nullopt;
 }
 
 Failure CheckContext::end_of(const std::vector<int>& ranks) {

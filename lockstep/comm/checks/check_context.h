@@ -89,11 +89,11 @@ class CheckContext {
   void expect_to_be_told() { expects_gone_ = true; }
 
   /// Why the group is of no more use, as seen by other means than the store.
-  using FailureCheck = std::function<std::optional<Failure>()>;
-  /// What the waits of this group ask, every 50 ms. It must not block. Once this returns, the check
-  /// before is asked no more. Empty: none is asked.
-  void set_failure_check(FailureCheck check);
-  /// What the failure check finds.
+  using FailureCallback = std::function<std::optional<Failure>()>;
+  /// What the waits of this group call every 50 ms. It must not block. Once this returns, the one
+  /// before is called no more. Empty: none is called.
+  void set_failure_callback(FailureCallback callback);
+  /// What the failure callback finds.
   std::optional<Failure> seen_failure() const;
 
   /// Reads the other ranks' announcements if all are there: a rank whose end takes the store with
@@ -104,7 +104,7 @@ class CheckContext {
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
   /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
-  /// named the failure that the failure check finds, or else the ranks of this host that have
+  /// named the failure that the failure callback finds, or else the ranks of this host that have
   /// ended. Told as `tell_failed` unless this rank has told a cause before. Call it in the handler
   /// of the store's error. It asks no store. The first call waits up to 200 ms for the end of the
   /// job's rank 0, which may hold the store.
@@ -113,6 +113,10 @@ class CheckContext {
   /// cause may be another rank. Ranks that left after their loops count only where no other is
   /// among these. Asks the store. Never throws.
   Failure end_of(const std::vector<int>& ranks);
+  /// The numbers of this rank and the other side of a message.
+  std::vector<int> ranks_of_message(int peer) const {
+    return {names_[static_cast<size_t>(rank_)], names_[static_cast<size_t>(peer)]};
+  }
   /// A rank of the group, to which this has happened.
   Failure::Rank member(int group_rank, Failure::Kind kind) const;
   Failure failure_of(int group_rank, Failure::Kind kind) const;
@@ -146,8 +150,8 @@ class CheckContext {
   std::vector<std::string> identities_;       ///< Empty text: not known.
   std::vector<std::optional<Failure>> ends_;  ///< How ranks are known to have left the group.
 
-  mutable std::mutex checking_;  ///< Held while the failure check is asked.
-  FailureCheck failure_check_;
+  mutable std::mutex checking_;  ///< Held while the failure callback is asked.
+  FailureCallback failure_callback_;
 };
 
 /// The key under which a rank announces itself.

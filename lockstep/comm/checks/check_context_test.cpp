@@ -114,15 +114,15 @@ TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
   EXPECT_FALSE(here->gone(2));
 }
 
-TEST(CheckContext, AFailureCheckIsAskedUntilItIsReplaced) {
+TEST(CheckContext, AFailureCallbackIsAskedUntilItIsReplaced) {
   auto context = std::make_shared<CheckContext>(c10::make_intrusive<c10d::HashStore>(), 0, 2,
                                                 RankNames{}, "default", seconds(60));
   EXPECT_FALSE(context->seen_failure());
-  context->set_failure_check([] { return Failure{.kind = Failure::Kind::ended}; });
+  context->set_failure_callback([] { return Failure{.kind = Failure::Kind::ended}; });
   ASSERT_TRUE(context->seen_failure());
   EXPECT_THROW(throw_failure("barrier: ", *context->seen_failure()), PeerLostError);
   EXPECT_THROW(throw_failure("barrier: ", {.kind = Failure::Kind::late}), TimeoutError);
-  context->set_failure_check({});
+  context->set_failure_callback({});
   EXPECT_FALSE(context->seen_failure());
 }
 
@@ -136,7 +136,7 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
   CallSummary call;
   call.operation = Operation::recv_any;
   const auto failure_after = [&](bool given_up) {
-    context.set_failure_check([given_up] {
+    context.set_failure_callback([given_up] {
       const auto kind = given_up ? Failure::Kind::gave_up : Failure::Kind::closed;
       return Failure{.kind = kind, .ranks = {{1, kind}}};
     });
@@ -163,7 +163,7 @@ TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
   context.store().set(announcement_key(2), process_identity());
   context.remember_identities();  // Before the first call, when nothing was compared yet.
   const auto look = [&](bool given_up) {
-    context.set_failure_check([given_up] {
+    context.set_failure_callback([given_up] {
       return Failure{.kind = given_up ? Failure::Kind::gave_up : Failure::Kind::ended,
                      .text = "what was seen"};
     });

@@ -16,7 +16,6 @@
 #include "lockstep/comm/checks/p2p_checks.h"
 #include "lockstep/comm/checks/rank_checks.h"
 #include "lockstep/comm/checks/shared_elements.h"
-#include "lockstep/comm/checks/translated_work.h"
 
 namespace lockstep {
 namespace {
@@ -70,16 +69,16 @@ struct Arguments {
 
 class CheckedBackend final : public c10d::Backend {
  public:
-  CheckedBackend(BackendPtr inner, StorePtr store, CheckedBackendOptions options)
+  CheckedBackend(BackendPtr inner, const StorePtr& store, CheckedBackendOptions options)
       : c10d::Backend(inner->getRank(), inner->getSize()),
         inner_(std::move(inner)),
-        store_(std::move(store)),
         options_(std::move(options)),
-        context_(options_.context ? options_.context : make_context()),
-        checks_(*context_, options_.announced, comparison_limit()),
+        context_(options_.context ? options_.context
+                                  : std::make_shared<CheckContext>(
+                                        store, getRank(), getSize(), options_.global_ranks,
+                                        options_.group_name, options_.timeout)),
+        checks_(*context_, comparison_limit()),
         p2p_checks_(context_, checks_) {
-    if (!options_.announced)
-      announce_checks(*store_, getRank(), options_.group_name, options_.debug);
     // While the store is there: a rank whose end takes it along is then known.
     if (comparison_limit() > 0 || options_.misses_deaths) context_->remember_identities();
   }
@@ -350,7 +349,7 @@ class CheckedBackend final : public c10d::Backend {
       if constexpr (std::is_same_v<decltype(call()), WorkPtr>) {
         WorkPtr work = call();
         if (!work) return work;
-        return c10::make_intrusive<TranslatedWork>(-1, std::move(work), options_.convert);
+        return make_translated_work(std::move(work), options_.convert);
       } else {
         return call();
       }
@@ -442,13 +441,7 @@ class CheckedBackend final : public c10d::Backend {
     });
   }
 
-  std::shared_ptr<CheckContext> make_context() const {
-    return std::make_shared<CheckContext>(store_, getRank(), getSize(), options_.global_ranks,
-                                          options_.group_name, options_.timeout);
-  }
-
   const BackendPtr inner_;
-  const StorePtr store_;
   const CheckedBackendOptions options_;
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
@@ -478,8 +471,7 @@ static void ignore_broken_pipes() {
 
 BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackendOptions options) {
   ignore_broken_pipes();
-  return c10::make_intrusive<CheckedBackend>(std::move(inner), std::move(store),
-                                             std::move(options));
+  return c10::make_intrusive<CheckedBackend>(std::move(inner), store, std::move(options));
 }
 
 bool has_left_work_behind(const c10d::Backend& backend) {

@@ -5,11 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/checks/error_conversion.h"
 #include "lockstep/comm/checks/observed_call.h"
 
 namespace c10d {
@@ -20,6 +21,9 @@ class Store;
 namespace lockstep {
 
 class CheckContext;
+
+/// Makes another error of one. Any thread.
+using ErrorConversion = std::function<std::exception_ptr(std::exception_ptr)>;
 
 struct CheckedBackendOptions {
   /// `detail` compares all collectives, `info` the first ones of a backend that needs it. Errors
@@ -40,11 +44,6 @@ struct CheckedBackendOptions {
   /// Compared at `info`: enough for the start of a job, where mistakes show, and free after it. The
   /// same number of sends and receives is compared for each (sender, receiver, tag).
   int first_collectives = 10;
-  /// Every rank called `announce_checks` before its backend was built, and building it waits for
-  /// all ranks (a full mesh). A rank without announcement is then known at once to be one that does
-  /// not take part (a Python process). Otherwise the first collective gives the announcements a
-  /// second to arrive.
-  bool announced = false;
   /// What callers get in place of an error: from a call, a work or its future. Empty: the error.
   /// For programs that know another family of errors than ours.
   ErrorConversion convert = {};
@@ -57,7 +56,9 @@ struct CheckedBackendOptions {
 
 /// Tells the group's other ranks which process this one is and that it compares its calls. At `off`
 /// it tells that nobody is to compare. Costs one message to the store, without an answer (at `off`,
-/// a round trip). Called by make_checked_backend when options.announced is false.
+/// a round trip). Every rank calls it before its backend is built, and building that waits for all
+/// ranks (a full mesh). So a rank that has not is known to be one that does not take part (a Python
+/// process).
 void announce_checks(c10d::Store& store, int rank, const std::string& group_name = "default",
                      DebugLevel debug = DebugLevel::info);
 

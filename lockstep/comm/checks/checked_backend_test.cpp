@@ -15,7 +15,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "tests/support/page_faults.h"
 #include "tests/support/run_backends.h"
 #include "tests/support/test_wait.h"
 
@@ -341,30 +340,6 @@ TEST(CheckedBackendMissing, WhoComesLaterHearsThatTheGroupFailed) {
     EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
     EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::late, 1));
   }
-}
-
-/// It cannot be announced.
-struct ReadOnlyStore : c10d::HashStore {
-  void set(const std::string&, const std::vector<uint8_t>&) override {
-    throw std::runtime_error("read-only");
-  }
-};
-
-// A fork marks the backends of its parent. In the memory of one that was never made lies other
-// data.
-TEST(CheckedBackend, OneThatCouldNotBeMadeIsUnknownToForks) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto gloo = test::make_gloo(store, 0, 1, std::chrono::seconds(20));
-  EXPECT_THROW(make_checked_backend(gloo, c10::make_intrusive<ReadOnlyStore>(), quick()),
-               std::runtime_error);
-  std::vector<std::vector<char>> others;
-  for (size_t bytes = 400; bytes <= 1200; bytes += 8) others.emplace_back(bytes, '\0');
-  const int changed = test::in_another_process([&] {
-    return static_cast<int>(std::count_if(others.begin(), others.end(), [](const auto& block) {
-      return std::count(block.begin(), block.end(), '\0') != std::ssize(block);
-    }));
-  });
-  EXPECT_EQ(changed, 0);
 }
 
 }  // namespace checked_backend_test

@@ -275,7 +275,7 @@ std::vector<Outcome> run_mixed(const CheckedBackendOptions& options,
                                const std::function<void(int, Backend&)>& part) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const auto make = [&](int rank) {
-    if (rank < 2 && options.announced) announce_checks(*store, rank);
+    if (rank < 2) announce_checks(*store, rank);
     const auto gloo = test::make_gloo(store, rank, 3, options.timeout);
     return rank < 2 ? make_checked_backend(gloo, store, options) : gloo;
   };
@@ -294,17 +294,10 @@ void collectives_and_messages(int rank, Backend& backend) {
   }
 }
 
-class CheckedMixed : public ::testing::TestWithParam<std::tuple<DebugLevel, bool>> {};
-
-TEST_P(CheckedMixed, RankThatDoesNotTakePartIsLeftAlone) {
-  auto options = options_of(std::get<0>(GetParam()));
-  options.announced = std::get<1>(GetParam());
-  expect_ok(run_mixed(options, collectives_and_messages));
+TEST(CheckedMixed, RankThatDoesNotTakePartIsLeftAlone) {
+  for (const DebugLevel level : {DebugLevel::info, DebugLevel::detail})
+    expect_ok(run_mixed(options_of(level), collectives_and_messages));
 }
-
-INSTANTIATE_TEST_SUITE_P(Levels, CheckedMixed,
-                         ::testing::Combine(::testing::Values(DebugLevel::info, DebugLevel::detail),
-                                            ::testing::Bool()));
 
 TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
   // Whichever rank asks first decides; a rank that is told `off` decides before all.
@@ -313,7 +306,6 @@ TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
     auto store = c10::make_intrusive<c10d::HashStore>();
     const auto make = [&](int rank) {
       auto options = options_of(rank ? levels.second : levels.first);
-      options.announced = true;
       announce_checks(*store, rank, options.group_name, options.debug);
       return make_checked_backend(test::make_gloo(store, rank, 2, options.timeout), store, options);
     };

@@ -1,18 +1,101 @@
 #include "lockstep/comm/checks/checked_work.h"
 
+#include <ATen/core/ivalue.h>
+
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/failure_report.h"
-#include "lockstep/comm/checks/translated_work.h"
 
 namespace lockstep {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using Future = c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+/// A future of the same value. One of a device keeps the backend's own: its streams and events hang
+/// on it, and its errors come by other ways.
+FuturePtr converted_future(const FuturePtr& inner, ErrorConversion convert) {
+  if (!inner || !inner->devices().empty()) return inner;
+  auto child = inner->createInstance(inner->elementType());
+  inner->addCallback(
+      [child, convert = std::move(convert)](Future& done) {
+        if (done.hasError()) {
+          child->setError(convert(done.exception_ptr()));
+        } else {
+          child->markCompleted(done.constValue());
+        }
+      },
+      /*uses_future=*/false);
+  return child;
+}
+
+/// Decorates a work: wait, exception and future give what `convert` makes of its errors. All else
+/// passes.
+class TranslatedWork : public c10d::Work {
+ public:
+  TranslatedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, ErrorConversion convert)
+      : c10d::Work(rank, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        convert_(std::move(convert)) {}
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void abort() override { inner_->abort(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+  FuturePtr getFutureResult() override { return inner_->getFutureResult(); }
+
+  std::exception_ptr exception() const override {
+    const auto error = inner_->exception();
+    return error ? translate(error, kNoTimeout) : error;
+  }
+  bool wait(milliseconds timeout) override {
+    return translated(timeout, [&] { return inner_->wait(timeout); });
+  }
+  void synchronize() override {
+    translated(kNoTimeout, [&] { inner_->synchronize(); });
+  }
+  void blockCurrentStream() override {
+    translated(kNoTimeout, [&] { inner_->blockCurrentStream(); });
+  }
+  FuturePtr getFuture() override {
+    const std::lock_guard lock(mutex_);
+    if (!future_) future_ = converted_future(inner_->getFuture(), convert_);
+    return future_;
+  }
+
+ protected:
+  /// What the caller gets for the inner work's error, except from the future, which may outlive
+  /// this work. `timeout`: of the wait that met it, or kNoTimeout.
+  virtual std::exception_ptr translate(const std::exception_ptr& error,
+                                       milliseconds /*timeout*/) const {
+    return convert_(error);
+  }
+  c10d::Work& inner() const { return *inner_; }
+
+ private:
+  template <class Call>
+  auto translated(milliseconds timeout, Call call) -> decltype(call()) {
+    try {
+      return call();
+    } catch (...) {
+      std::rethrow_exception(translate(std::current_exception(), timeout));
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const ErrorConversion convert_;
+  FuturePtr future_;
+};
 
 /// How often a wait looks who has died. A look reads three files of /proc per rank, and asks the
 /// store for ranks whose process it does not know, and for those that have ended.
@@ -106,6 +189,11 @@ class CheckedWork final : public TranslatedWork {
 };
 
 }  // namespace
+
+c10::intrusive_ptr<c10d::Work> make_translated_work(c10::intrusive_ptr<c10d::Work> inner,
+                                                    ErrorConversion convert) {
+  return c10::make_intrusive<TranslatedWork>(-1, std::move(inner), std::move(convert));
+}
 
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,

@@ -2,11 +2,10 @@
 
 #include <c10/util/Exception.h>
 
-#include <future>
-#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/arrival.h"
+#include "lockstep/base/in_time.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
@@ -28,22 +27,6 @@ constexpr milliseconds kSlack{500};
                                         std::to_string(port) + " gave no answer within " +
                                         seconds_text(limit) +
                                         "; its process is stopped, or its host was cut off");
-}
-
-/// What `connect` makes, on a thread that is left to itself where the other side says nothing.
-template <class Connect>
-auto made_in_time(Connect connect, milliseconds patience) {
-  auto made = std::make_shared<std::promise<decltype(connect())>>();
-  auto result = made->get_future();
-  std::thread([made, connect] {
-    const QuietNativeLog quiet;
-    try {
-      made->set_value(connect());
-    } catch (...) {
-      made->set_exception(std::current_exception());
-    }
-  }).detach();
-  return result.wait_for(patience) == std::future_status::ready ? result.get() : nullptr;
 }
 
 /// PrefixStore tells its prefix to its heirs only.
@@ -72,14 +55,15 @@ LimitedTcpStore::Ptr LimitedTcpStore::make(const std::string& host,
                                            const c10d::TCPStoreOptions& options,
                                            milliseconds limit) {
   const auto connect = [host, options, limit] {
+    const QuietNativeLog quiet;
     return c10::make_intrusive<LimitedTcpStore>(host, options, limit);
   };
   // A server's own connection is to this process.
   if (options.isServer) return connect();
-  Ptr store = made_in_time(connect, options.timeout + kSlack);
+  const auto store = in_time(connect, options.timeout + kSlack);
   if (!store) throw_silent(host, options.port, options.timeout);
   limit_silence(options.port, limit);
-  return store;
+  return *store;
 }
 
 /// One request at a time: none is begun on a connection on which another one was given up.
@@ -170,7 +154,7 @@ c10::intrusive_ptr<c10d::Store> limited_store(const c10::intrusive_ptr<c10d::Sto
                                               milliseconds timeout) {
   const auto* tcp = tcp_store_of(store);
   const auto* limited = dynamic_cast<const LimitedTcpStore*>(tcp);
-  if (!tcp || (limited && !limited->serves())) return store;
+  if (!tcp || (limited && !limited->serves() && limited->limit() <= timeout)) return store;
   if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
     return c10::make_intrusive<c10d::PrefixStore>(
         PrefixReader::prefix(*prefixed), limited_store(prefixed->getUnderlyingStore(), timeout));

@@ -33,6 +33,7 @@ class LimitedTcpStore final : public c10d::TCPStore {
   /// A connection of its own.
   c10::intrusive_ptr<c10d::Store> clone() override;
   bool serves() const { return serves_; }
+  std::chrono::milliseconds limit() const { return limit_; }
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
@@ -61,10 +62,10 @@ class LimitedTcpStore final : public c10d::TCPStore {
 /// The TCP store of which this is one, or a prefix. Null for another kind. Lives as long as it.
 const c10d::TCPStore* tcp_store_of(const c10::intrusive_ptr<c10d::Store>& store);
 
-/// The same keys over a store none of whose requests waits for ever. That is `store` itself unless
-/// it is a plain TCP store or serves others, who must not lose it later than its owner lets it go.
-/// For those it makes a connection within `timeout`, after which silence it is given up. Throws
-/// c10d's errors.
+/// The same keys over a store none of whose requests takes longer than `timeout`. That is `store`
+/// itself unless it is a TCP store that is plain, has a longer limit, or serves others, who must
+/// not lose it later than its owner lets it go. For those it makes a connection within `timeout`.
+/// Throws c10d's errors.
 c10::intrusive_ptr<c10d::Store> limited_store(const c10::intrusive_ptr<c10d::Store>& store,
                                               std::chrono::milliseconds timeout);
 

@@ -116,7 +116,7 @@ TEST_F(SilentStore, AConnectionThatIsNotAnsweredEndsInTime) {
 TEST_F(SilentStore, AComparisonOfCallsEndsInTime) {
   const Store shared = client();
   CheckContext context(native_store(shared), 1, 2, RankNames{}, "default", seconds(1));
-  RankChecks checks(context, /*announced=*/true, RankChecks::kAll);
+  RankChecks checks(context, RankChecks::kAll);
   passage_.hold(true);
   const auto started = Clock::now();
   try {
@@ -141,8 +141,9 @@ TEST_F(SilentStore, APlainStoreAndAServerGetAConnectionOfTheirOwn) {
   EXPECT_EQ(plain->get_to_str("key"), "value");
   const auto serves = native_store(server_);
   EXPECT_NE(limited_store(serves, seconds(5)), serves);
-  const auto ours = native_store(tcp_store({.port = tcp_store_port(server_)}));
+  const auto ours = native_store(client(seconds(2)));
   EXPECT_EQ(limited_store(ours, seconds(5)), ours);
+  EXPECT_NE(limited_store(ours, seconds(1)), ours);
 }
 
 }  // namespace limited_tcp_store_test

@@ -73,7 +73,10 @@ class ComparedWork final : public c10d::Work {
   }
   void settle(const std::string& finding) {
     differs_ = finding != kAgreed && finding != its_.signature;
-    if (differs_) error_ = std::make_exception_ptr(MismatchError(finding));
+    if (differs_) {
+      const auto ranks = its_.context->ranks_of_message(its_.call.root);
+      error_ = mismatch_error(mismatch_of(ranks, finding));
+    }
     settled_ = true;
   }
 

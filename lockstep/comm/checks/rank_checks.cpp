@@ -24,7 +24,8 @@ int64_t mismatches(int64_t state) {
   return (state & (kBroken - 1)) >> 40;
 }
 
-constexpr std::chrono::milliseconds kAnnouncementGrace{1000};
+/// With the calls of all ranks.
+constexpr size_t kLongestMismatch = 1 << 20;
 constexpr std::chrono::milliseconds kLookForMembers{50};
 
 constexpr const char* kModeKey = "mode";
@@ -60,11 +61,7 @@ bool RankChecks::decide() {
 }
 
 uint64_t RankChecks::agree() {
-  const auto deadline =
-      Clock::now() + (announced_ ? std::chrono::milliseconds(0) : kAnnouncementGrace);
-  bool all = context_.all_announced();
-  for (PollPause pause; !all && Clock::now() < deadline; all = context_.all_announced())
-    pause.sleep();
+  const bool all = context_.all_announced();
   const std::string mine = std::to_string(all ? limit_.load() : 0);
   const std::string agreed = context_.store().compareSet(kModeKey, "", mine);
   if (agreed != "0") {
@@ -113,10 +110,10 @@ int64_t RankChecks::judge(const CallSignature& mine) {
     calls.push_back(rank == context_.rank() ? mine : decode(store.get_to_str(call_key(rank))));
   const auto mismatch = find_mismatch(calls, context_.names(), context_.group());
   if (!mismatch) return store.add(kStateKey, 1);
-  store.set(mismatch_key(compared_), *mismatch);
+  store.set(mismatch_key(compared_), encode(*mismatch, kLongestMismatch));
   store.add(kStateKey, 1 + kMismatch);
   ++mismatches_;
-  throw MismatchError(*mismatch);
+  std::rethrow_exception(mismatch_error(*mismatch));
 }
 
 void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds timeout) {
@@ -128,7 +125,8 @@ void RankChecks::await(const CallSignature& mine, std::chrono::milliseconds time
     if (passed(state) >= compared_) {
       if (mismatches(state) == mismatches_) return;
       ++mismatches_;
-      throw MismatchError(store.get_to_str(mismatch_key(compared_)));
+      std::rethrow_exception(
+          mismatch_error(decode_failure(store.get_to_str(mismatch_key(compared_))).value()));
     }
     throw_if_broken(state);
     const bool late = Clock::now() >= deadline;

@@ -18,10 +18,8 @@ namespace lockstep {
 /// behind.
 class RankChecks {
  public:
-  /// `announced`: CheckedBackendOptions::announced. `limit`: how many of the first collectives this
-  /// rank would compare. 0 for none, kAll for all.
-  RankChecks(CheckContext& context, bool announced, uint64_t limit)
-      : context_(context), announced_(announced), limit_(limit) {}
+  /// `limit`: how many of the first collectives this rank would compare. 0 for none, kAll for all.
+  RankChecks(CheckContext& context, uint64_t limit) : context_(context), limit_(limit) {}
   static constexpr uint64_t kAll = UINT64_MAX;
 
   /// Whether the call of this number (from 1) is to be compared. The first one asks the store: it
@@ -60,7 +58,6 @@ class RankChecks {
   std::string called(const CallSignature& call) const;
 
   CheckContext& context_;
-  const bool announced_;
   std::atomic<uint64_t> limit_;  ///< Ours, then the group's.
   std::atomic<bool> decided_{false};
   std::mutex mutex_;

@@ -102,7 +102,8 @@ void SharedGroup::compare(const Call& call, std::chrono::milliseconds timeout) {
 }
 
 void SharedGroup::differ(const Call& call, std::chrono::milliseconds timeout) {
-  throw MismatchError(judge_(tell_calls(call, timeout)));
+  const Failure mismatch = judge_(tell_calls(call, timeout));
+  throw MismatchError(mismatch.text, {}, mismatch);
 }
 
 std::vector<std::string> SharedGroup::tell_calls(const Call& call,

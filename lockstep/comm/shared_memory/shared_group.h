@@ -36,7 +36,7 @@ struct SharedGroupOptions {
   /// Names of the ranks in messages: their numbers in the default group; empty: the same.
   std::vector<int> names;
   /// From all ranks' `Call::encoded`: which ranks differ in what.
-  std::function<std::string(const std::vector<std::string>&)> judge;
+  std::function<Failure(const std::vector<std::string>&)> judge;
   /// How long a wait looks for the others before it sleeps, where each rank has a processor to
   /// itself. It is about as long as sleeping and waking take.
   std::chrono::nanoseconds spin{100'000};
@@ -163,7 +163,7 @@ class SharedGroup {
 
   Segment segment_;
   std::vector<int> names_;
-  std::function<std::string(const std::vector<std::string>&)> judge_;
+  std::function<Failure(const std::vector<std::string>&)> judge_;
   std::chrono::nanoseconds spin_;
   std::chrono::nanoseconds most_spin_;
   SpinBudget caller_spin_;

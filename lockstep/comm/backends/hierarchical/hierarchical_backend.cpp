@@ -72,7 +72,6 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
   checks.global_ranks = options.global_ranks;
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
-  checks.announced = true;
   checks.context = context;
   announce_checks(*flat.store, options.rank, options.group_name, options.debug);
   try {

@@ -138,7 +138,7 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
     lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); },
                      [this] { look_around(); });
   // Last: the checks outlive a failed start.
-  checks_->set_failure_check([this] { return failure(); });
+  checks_->set_failure_callback([this] { return failure(); });
 }
 
 std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options) const {
@@ -175,7 +175,7 @@ void Hierarchy::form_between(const BackendOptions& options) {
 }
 
 Hierarchy::~Hierarchy() {
-  checks_->set_failure_check({});
+  checks_->set_failure_callback({});
   try {
     if (lifeline_) lifeline_->break_off(last_words());
     if (between_) group_.failed() ? between_->abort() : between_->shutdown();
@@ -331,9 +331,10 @@ void Hierarchy::differ() {
     calls.at(head[0]) = decode(std::string_view(all).substr(at + sizeof(head), head[1]));
     at += sizeof(head) + head[1];
   }
-  throw MismatchError(
-      find_mismatch(calls, names_, group_name_)
-          .value_or("the ranks of group '" + group_name_ + "' did not make the same call"));
+  std::rethrow_exception(
+      mismatch_error(find_mismatch(calls, names_, group_name_)
+                         .value_or(mismatch_of({}, "the ranks of group '" + group_name_ +
+                                                       "' did not make the same call"))));
 }
 
 std::byte* Hierarchy::scratch(size_t bytes) {

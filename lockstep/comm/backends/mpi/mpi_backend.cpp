@@ -242,4 +242,55 @@ void MpiBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::T
   average_at_end(own(work), output, op, getSize());
 }
 
+// By messages, as every rank knows only its own splits. MPI's own call of this kind does the same.
+void MpiBackend::add_all_to_all(TensorWork& all, at::ScalarType dtype, Shares sends,
+                                Shares receives) {
+  const size_t element = c10::elementSize(dtype);
+  for (const auto* shares : {&sends, &receives})
+    for (const auto& share : *shares)
+      count_of(all.request().operation, static_cast<int64_t>(share.bytes / element));
+  const auto exchange = [=, type = moved_type(dtype), tag = engine_->largest_tag()](
+                            MPI_Comm comm, std::vector<MPI_Request>& requests) {
+    int code = MPI_SUCCESS;
+    const auto start = [&](auto call, const auto& shares) {
+      for (size_t peer = 0; peer < shares.size() && code == MPI_SUCCESS; ++peer)
+        code = call(shares[peer].data, static_cast<int>(shares[peer].bytes / element), type,
+                    static_cast<int>(peer), tag, comm, &requests.emplace_back(MPI_REQUEST_NULL));
+    };
+    start(MPI_Irecv, receives);
+    start(MPI_Isend, sends);
+    return code;
+  };
+  static_cast<MpiWork&>(all).add_several("MPI_Isend", exchange);
+}
+
+MpiBackend::WorkPtr MpiBackend::message(Operation operation, const at::Tensor& tensor, int peer,
+                                        int tag) {
+  const int largest = engine_->largest_tag() - 1;  // That one is all_to_all's.
+  if (tag < 0 || tag > largest)
+    throw UsageError(std::string(operation_name(operation)) + ": the tag " + std::to_string(tag) +
+                     " is not from 0 to " + std::to_string(largest));
+  const int count = count_of(operation, tensor.numel());
+  const MPI_Datatype type = moved_type(tensor.scalar_type());
+  const bool sends = operation == Operation::send;
+  const auto made = make_work(message_request(operation, tensor, peer));
+  auto& work = static_cast<MpiWork&>(*made);
+  record(work);
+  if (sends) {
+    work.add("MPI_Isend",
+             [=, from = work.given(tensor).data_ptr()](MPI_Comm comm, MPI_Request* request) {
+               return MPI_Isend(from, count, type, peer, tag, comm, request);
+             });
+  } else {
+    const int source = peer == kAnyRank ? MPI_ANY_SOURCE : peer;
+    work.expect(count, type);
+    work.add("MPI_Irecv",
+             [=, to = work.taken(tensor, false).data_ptr()](MPI_Comm comm, MPI_Request* request) {
+               return MPI_Irecv(to, count, type, source, tag, comm, request);
+             });
+  }
+  submit(made);
+  return made;
+}
+
 }  // namespace lockstep::mpi

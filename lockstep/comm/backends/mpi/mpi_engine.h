@@ -36,11 +36,11 @@ struct Group {
 
   // Touched by the MPI thread alone:
   MPI_Comm communicator = MPI_COMM_NULL;
-  std::string failure;  ///< Not empty: a collective has failed, the ranks are out of step.
-  /// A collective of several operations that has not started all of them yet, and those that come
-  /// after it. The ranks must start a communicator's operations in the same order.
-  c10::intrusive_ptr<MpiWork> starting;
-  std::deque<c10::intrusive_ptr<MpiWork>> waiting;
+  std::string failure;  ///< Not empty: a collective has failed, so the ranks are out of step.
+  /// The collectives whose operations are still to start: one entry for each. The ranks must start
+  /// a communicator's operations in the same order.
+  std::deque<c10::intrusive_ptr<MpiWork>> queue;
+  size_t under_way = 0;  ///< Requests of collectives.
 };
 
 /// The thread that makes all calls of MPI in this process, from MPI_Init_thread to MPI_Finalize.
@@ -118,11 +118,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pass();
   bool take_commands();
   void issue(const WorkPtr& work);
-  void begin(const WorkPtr& work);
-  void begin_waiting(Group& group);
+  void start_queued(Group& group);
   void poll_works();
   bool poll(const WorkPtr& work, Clock::time_point now);
-  void fail_waiting(Group& group);
   void look_for_dead();
   void fail_group(Group& group, const std::string& reason);
   void give_up(const WorkPtr& work, std::exception_ptr error);

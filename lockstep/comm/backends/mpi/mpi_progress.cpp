@@ -24,11 +24,8 @@ constexpr std::chrono::milliseconds kLookForDead{50};
 /// The next call often follows at once: a nap would cost it its waking up.
 constexpr microseconds kLinger{30};
 
-/// What waits for the group's large collective has a time-out, too.
-bool is_late(const Group& group, std::chrono::steady_clock::time_point now) {
-  return std::any_of(group.waiting.begin(), group.waiting.end(),
-                     [&](const auto& work) { return now >= work->deadline; });
-}
+/// Operations of a group's collectives.
+constexpr size_t kAtOnce = 4;
 
 }  // namespace
 
@@ -68,40 +65,27 @@ void Engine::issue(const WorkPtr& work) {
     return work->complete(std::make_exception_ptr(
         CommError(work->text() + " cannot start: the group has failed: " + group.failure)));
   }
-  if (group.starting && work->is_collective()) {
-    group.waiting.push_back(work);
-  } else {
-    begin(work);
-  }
-}
-
-void Engine::begin(const WorkPtr& work) {
-  try {
-    work->start();
-  } catch (const std::exception& error) {
-    if (work->is_collective()) work->group().failure = error.what();
-    return give_up(work, std::current_exception());
-  }
-  if (!work->all_started()) work->group().starting = work;
   active_.push_back(work);
-}
-
-void Engine::begin_waiting(Group& group) {
-  if (group.starting && !group.starting->all_started()) return;
-  group.starting.reset();
-  while (!group.starting && !group.waiting.empty() && group.failure.empty()) {
-    const WorkPtr next = group.waiting.front();
-    group.waiting.pop_front();
-    begin(next);
+  if (work->is_collective()) {
+    group.queue.insert(group.queue.end(), work->operations(), work);
+    return start_queued(group);
   }
-  if (!group.failure.empty()) fail_waiting(group);
+  try {
+    work->start_next();
+  } catch (const std::exception&) {
+    give_up(work, std::current_exception());
+  }
 }
 
-void Engine::fail_waiting(Group& group) {
-  while (!group.waiting.empty()) {
-    const WorkPtr work = group.waiting.front();
-    group.waiting.pop_front();
-    issue(work);
+void Engine::start_queued(Group& group) {
+  while (!group.queue.empty() && group.under_way < kAtOnce) {
+    const WorkPtr work = group.queue.front();
+    group.queue.pop_front();
+    try {
+      group.under_way += work->start_next();
+    } catch (const std::exception&) {
+      give_up(work, std::current_exception());
+    }
   }
 }
 
@@ -132,65 +116,47 @@ void Engine::poll_works() {
 
 /// True when the work has ended and is no longer active.
 bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
-  const auto remove = [&] { active_.erase(std::find(active_.begin(), active_.end(), work)); };
-  std::exception_ptr error;
+  const auto end = [&](std::exception_ptr error) {
+    std::erase(active_, work);
+    work->release();
+    work->complete(std::move(error));
+    return true;
+  };
   try {
-    const MpiWork::Progress progress = work->test();
-    if (progress != MpiWork::Progress::none) {
+    if (const size_t ended = work->test(); ended > 0) {
       last_event_ = now;
-      begin_waiting(work->group());
+      if (work->is_collective()) work->group().under_way -= ended;
+      start_queued(work->group());
+      if (work->isCompleted()) return true;  // Its next operation did not start.
     }
-    if (progress == MpiWork::Progress::done) {
-      remove();
-      work->release();
-      work->complete(nullptr);
-      return true;
-    }
+    if (work->done()) return end(nullptr);
+    if (now < work->deadline) return false;
+    throw std::runtime_error(work->text() + " timed out after " + seconds_text(work->timeout()));
   } catch (const MismatchError&) {
-    error = std::current_exception();
-    if (!work->is_collective()) {  // The message is over.
-      remove();
-      work->release();
-      work->complete(error);
-      return true;
-    }
+    if (!work->is_collective()) return end(std::current_exception());  // The message is over.
+    give_up(work, std::current_exception());
   } catch (const std::exception&) {
-    error = std::current_exception();
+    give_up(work, std::current_exception());
   }
-  const bool holds_up = work == work->group().starting && is_late(work->group(), now);
-  if (!error && (now >= work->deadline || holds_up)) {
-    error = std::make_exception_ptr(
-        std::runtime_error(work->text() + " timed out after " + seconds_text(work->timeout())));
-  }
-  if (!error) return false;
-  if (work->is_collective() && work->group().failure.empty())
-    work->group().failure = failure_text(error);
-  remove();
-  give_up(work, error);
   return true;
 }
 
 void Engine::give_up(const WorkPtr& work, std::exception_ptr error) {
-  Group& group = work->group();
+  if (std::erase(active_, work) == 0) return;
   work->cancel();
   abandoned_.push_back(work);
+  if (work->is_collective()) fail_group(work->group(), failure_text(error));
   work->complete(std::move(error));
-  if (group.starting == work) group.starting.reset();
-  if (!group.failure.empty()) fail_waiting(group);
 }
 
 void Engine::fail_group(Group& group, const std::string& reason) {
+  if (!group.failure.empty()) return;
   group.failure = reason;
-  std::vector<WorkPtr> failed;
-  for (const auto& work : active_) {
-    if (&work->group() == &group) failed.push_back(work);
-  }
-  fail_waiting(group);
-  for (const auto& work : failed) {
-    const auto at = std::find(active_.begin(), active_.end(), work);
-    if (at == active_.end()) continue;
-    active_.erase(at);
-    give_up(work, std::make_exception_ptr(std::runtime_error(work->text() + " failed: " + reason)));
+  group.queue.clear();
+  for (const auto& work : std::vector<WorkPtr>(active_)) {
+    if (&work->group() == &group)
+      give_up(work,
+              std::make_exception_ptr(std::runtime_error(work->text() + " failed: " + reason)));
   }
 }
 
@@ -218,8 +184,7 @@ void Engine::look_for_dead() {
 void Engine::retire(const std::shared_ptr<Group>& group, bool abort,
                     std::chrono::milliseconds patience) {
   const auto pending = [this, group] {
-    return !group->waiting.empty() ||
-           std::any_of(active_.begin(), active_.end(),
+    return std::any_of(active_.begin(), active_.end(),
                        [&](const WorkPtr& work) { return &work->group() == group.get(); });
   };
   const auto task = [this, group, abort, pending] {

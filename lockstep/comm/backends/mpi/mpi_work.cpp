@@ -5,11 +5,6 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::mpi {
-namespace {
-
-constexpr size_t kAtOnce = 4;
-
-}  // namespace
 
 bool MpiWork::wait(std::chrono::milliseconds timeout) {
   const Engine::Waiter waiter(*engine_);
@@ -17,18 +12,17 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
   return TensorWork::wait(timeout);
 }
 
-void MpiWork::start() {
-  while (!all_started() && requests_.size() < kAtOnce) {
-    auto& [call, start] = starts_[next_++];
-    MPI_Request request = MPI_REQUEST_NULL;
-    const int code = start(group_->communicator, &request);
-    if (request != MPI_REQUEST_NULL) requests_.push_back(request);
-    check(code, call);
-  }
+size_t MpiWork::start_next() {
+  const size_t before = requests_.size();
+  auto& [call, start] = starts_.at(next_++);
+  const int code = start(group_->communicator, requests_);
+  std::erase(requests_, MPI_REQUEST_NULL);
+  check(code, call);
+  return requests_.size() - before;
 }
 
-MpiWork::Progress MpiWork::test() {
-  bool some = false;
+size_t MpiWork::test() {
+  size_t ended = 0;
   for (auto request = requests_.begin(); request != requests_.end();) {
     int done = 0;
     MPI_Status status;
@@ -38,13 +32,11 @@ MpiWork::Progress MpiWork::test() {
       ++request;
       continue;
     }
-    some = true;
+    ++ended;
     request = requests_.erase(request);
     receive_status(status);
   }
-  if (some) start();
-  if (requests_.empty() && all_started()) return Progress::done;
-  return some ? Progress::some : Progress::none;
+  return ended;
 }
 
 bool MpiWork::drained() {
@@ -92,8 +84,6 @@ void MpiWork::cancel() {
 }
 
 void MpiWork::release() noexcept {
-  for (auto& type : types_) MPI_Type_free(&type);
-  types_.clear();
   requests_.clear();
   starts_.clear();
   next_ = 0;

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,27 +33,32 @@ class MpiWork final : public backends::TensorWork {
   using TensorWork::keep;
   /// To be done when MPI is done, in this order, before the results are written.
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
-  /// Starts one non-blocking MPI operation and returns MPI's code. Called on the MPI thread,
-  /// several in the order in which they were added. `call`: MPI's name of it.
-  using Start = std::function<int(MPI_Comm, MPI_Request*)>;
-  void add(const char* call, Start start) { starts_.emplace_back(call, std::move(start)); }
+  /// Starts non-blocking MPI operations, adds their requests and returns MPI's code. Called on the
+  /// MPI thread, several in the order in which they were added. `call`: MPI's name of it.
+  using Start = std::function<int(MPI_Comm, std::vector<MPI_Request>&)>;
+  void add_several(const char* call, Start start) { starts_.emplace_back(call, std::move(start)); }
+  /// The same of one operation: `start(communicator, MPI_Request*)`.
+  template <class StartOne>
+  void add(const char* call, StartOne start) {
+    add_several(call, [start](MPI_Comm comm, std::vector<MPI_Request>& requests) {
+      return start(comm, &requests.emplace_back(MPI_REQUEST_NULL));
+    });
+  }
   /// A receive: how many elements of `type` must come.
   void expect(int64_t elements, MPI_Datatype type) {
     expected_ = elements;
     expected_type_ = type;
   }
-  void free_at_end(MPI_Datatype type) { types_.push_back(type); }
 
   // On the MPI thread:
 
-  /// Starts operations, as far as they may be under way. Throws CommError. The operations before
-  /// the failing one are then under way.
-  void start();
-  bool all_started() const { return next_ == starts_.size(); }
-  enum class Progress { none, some, done };
-  /// Looks which have ended, and starts further ones. Throws CommError or MismatchError when one
-  /// has failed.
-  Progress test();
+  size_t operations() const { return starts_.size(); }
+  /// Starts the next one. Gives its number of requests. Throws CommError; those that have started
+  /// are then under way.
+  size_t start_next();
+  /// How many requests have ended since. Throws CommError or MismatchError when one has failed.
+  size_t test();
+  bool done() const { return next_ == starts_.size() && requests_.empty(); }
   /// After a failure: starts nothing more. True when none is under way any longer.
   bool drained();
   /// Asks for the end of what can be cancelled: receives.
@@ -77,9 +81,8 @@ class MpiWork final : public backends::TensorWork {
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Group> group_;
   std::vector<std::pair<const char*, Start>> starts_;
-  size_t next_ = 0;                   ///< Of `starts_`.
-  std::deque<MPI_Request> requests_;  ///< Under way, in the order of their start.
-  std::vector<MPI_Datatype> types_;
+  size_t next_ = 0;                    ///< Of `starts_`.
+  std::vector<MPI_Request> requests_;  ///< Under way.
   int64_t expected_ = -1;
   MPI_Datatype expected_type_ = MPI_DATATYPE_NULL;
   std::vector<std::function<void()>> steps_;

@@ -44,10 +44,12 @@ SharedGroupOptions group_options(const BackendOptions& options) {
     std::vector<CallSignature> calls;
     for (const auto& call : encoded) calls.push_back(decode(call));
     return find_mismatch(calls, names, name)
-        .value_or("the ranks of group '" + name +
-                  "' did not reduce the same part of the same symmetric memory\n  hint: symmetric "
-                  "memory (in C++ ProcessGroup::symmetric_empty gives it) must be used alike on "
-                  "all ranks");
+        .value_or(mismatch_of(
+            {},
+            "the ranks of group '" + name +
+                "' did not reduce the same part of the same symmetric memory\n  hint: symmetric "
+                "memory (in C++ ProcessGroup::symmetric_empty gives it) must be used alike on "
+                "all ranks"));
   };
   return group;
 }
