@@ -326,13 +326,14 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
   const bool grouped = impl.backend().supportsCoalescing();
   if (grouped) translated([&] { impl.backend().startCoalescing(); });
   std::vector<Work> works;
-  Tensors all;
+  Tensors all;  // Copied before anything is received.
   for (const auto& op : ops) {
-    const bool is_send = op.kind == P2POp::Kind::send;
-    at::Tensor tensor = is_send && is_received_into(ops, op.tensor) ? op.tensor.clone() : op.tensor;
-    all.push_back(tensor);
-    works.push_back(is_send ? isend(tensor, op.peer, op.tag) : irecv(tensor, op.peer, op.tag));
+    const bool copies = op.kind == P2POp::Kind::send && is_received_into(ops, op.tensor);
+    all.push_back(copies ? op.tensor.clone() : op.tensor);
   }
+  for (size_t i = 0; i < ops.size(); ++i)
+    works.push_back(ops[i].kind == P2POp::Kind::send ? isend(all[i], ops[i].peer, ops[i].tag)
+                                                     : irecv(all[i], ops[i].peer, ops[i].tag));
   if (!grouped) return works;
   auto work = translated([&] { return impl.backend().endCoalescing(); });
   return {impl.make_work(std::move(work), all, {})};
