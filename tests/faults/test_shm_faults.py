@@ -10,7 +10,6 @@ import statistics
 import time
 import unittest
 
-import hosts_testing as hosts
 import lockstep_testing as t
 from left_behind import LeftBehind
 from test_comm_faults import PEER_LOST, SHORT, TIMEOUT, begun, hosted_store, job, stand_still, survivors_name
@@ -57,20 +56,6 @@ class ShmFaults(unittest.TestCase):
         print(f"seeds {SEED} to {SEED + len(reaction) - 1}: all survivors had ended after "
               f"{statistics.median(seconds for seconds, _ in reaction):.3f} s (median), {longest:.3f} s (longest: "
               f"{where})", flush=True)
-
-    def test_a_killed_rank_of_another_process_namespace_is_named(self):
-        """As in containers that share the host's network: no rank sees the others' process numbers."""
-        prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        code, error = hosts.attempt(*prefix, "true")
-        if code:
-            self.skipTest(f"`{' '.join(prefix)}` is not permitted here: {error}")
-        choose = random.Random(SEED + 4000)
-        for victim in choose.sample(range(3), 2):
-            with self.subTest(f"seed {SEED + 4000}: rank {victim}"), hosted_store() as (_, port), \
-                    job(30, "info", port, size=3, backend="shm", prefix=prefix) as ranks:
-                begun(ranks, "round 3")
-                os.kill(hosts.only_child(ranks[victim].process.pid), signal.SIGKILL)
-                self.survivors_say(ranks, victim, {PEER_LOST: ENDED})
 
     def test_a_rank_killed_while_the_group_forms(self):
         for number in range(60 if LONG else 4):

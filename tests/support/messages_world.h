@@ -27,7 +27,6 @@ class PlainCall : public Call {
  public:
   PlainCall(std::string text, uint64_t kind) : text_(std::move(text)), kind_(kind) {}
   uint64_t hash() const override { return kind_; }
-  std::string encoded() const override { return text_; }
   std::string text() const override { return text_; }
 
  private:
@@ -36,9 +35,12 @@ class PlainCall : public Call {
 };
 
 inline std::string judge_plainly(const Disagreement& d) {
-  return "rank " + std::to_string(d.sender) + " called " + d.send + " as message " +
+  const auto side = [](const Disagreement::Side& one) {
+    return std::to_string(one.bytes) + " bytes of kind " + std::to_string(one.hash);
+  };
+  return "rank " + std::to_string(d.sender) + " sent " + side(d.send) + " as message " +
          std::to_string(d.number) + " with tag " + std::to_string(d.tag) + ", but rank " +
-         std::to_string(d.receiver) + " called " + d.recv;
+         std::to_string(d.receiver) + " received " + side(d.recv);
 }
 
 /// All ranks of a group in this process, each with its own mapping of the segment. Its slots are

@@ -1,7 +1,5 @@
 #include "lockstep/comm/backends/call_queue.h"
 
-#include <system_error>
-
 #include "lockstep/base/error.h"
 #include "lockstep/comm/shared_memory/callback_scope.h"
 
@@ -22,29 +20,17 @@ void CallQueue::submit(const WorkPtr& work) {
   } else {
     waiting_.push_back(work);
   }
-  if (!expect_thread()) run_up_to(work, lock);
+  expect_thread();
   lock.unlock();
   changed_.notify_all();
   if (blocking) work->await_end();
 }
 
-bool CallQueue::expect_thread() {
-  if (at_hand_ > 0) return true;
-  try {
-    threads_.emplace_back([this] { run(); });
-  } catch (const std::system_error&) {
-    return false;
-  }
+void CallQueue::expect_thread() {
+  if (at_hand_ > 0) return;
+  threads_.emplace_back([this] { run(); });
   ++living_;
   ++at_hand_;
-  return true;
-}
-
-void CallQueue::run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
-  while (!waiting_.empty() && !work->isCompleted()) {
-    changed_.wait(lock, [this] { return !busy_; });
-    if (!waiting_.empty()) run_first(lock, Runner::submitter);
-  }
 }
 
 bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
@@ -66,7 +52,9 @@ bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock
   return true;
 }
 
-bool CallQueue::end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& work) {
+void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
+  const WorkPtr work = std::move(waiting_.front());
+  waiting_.pop_front();
   busy_ = true;
   lock.unlock();
   std::exception_ptr error;
@@ -81,35 +69,43 @@ bool CallQueue::end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
   changed_.notify_all();
   const bool has_callbacks = work->end(std::move(error));
   lock.lock();
-  return has_callbacks;
+  if (has_callbacks) run_callbacks(work, lock);
 }
 
-void CallQueue::run_first(std::unique_lock<std::mutex>& lock, Runner runner) {
-  std::vector<WorkPtr> to_call;
-  bool alone = false;
-  // The callbacks may wait for what waits here: where no other thread gets to it, it comes first.
-  // What others submit while no thread is at hand they run themselves.
-  do {
-    const WorkPtr work = std::move(waiting_.front());
-    waiting_.pop_front();
-    if (end_first(lock, work)) to_call.push_back(work);
-    if (to_call.empty()) return;
-    if (runner == Runner::submitter) break;
-    if (!alone) --at_hand_;
-    alone = !waiting_.empty() && !busy_ && !expect_thread();
-  } while (alone);
+void CallQueue::call_back(const WorkPtr& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    to_call_back_.push_back(work);
+    expect_thread();
+  }
+  changed_.notify_all();
+}
+
+// They may wait for what waits here, which another thread does meanwhile.
+void CallQueue::run_callbacks(const WorkPtr& work, std::unique_lock<std::mutex>& lock) {
+  --at_hand_;
+  if (!waiting_.empty() || !to_call_back_.empty()) expect_thread();
   lock.unlock();
-  for (const WorkPtr& work : to_call) work->run_callbacks();
+  work->run_callbacks();
   lock.lock();
-  if (runner == Runner::own_thread) ++at_hand_;
+  ++at_hand_;
 }
 
 void CallQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return !busy_ && (closed_ || !waiting_.empty()); });
-    if (waiting_.empty()) break;
-    run_first(lock, Runner::own_thread);
+    changed_.wait(lock, [this] {
+      return !to_call_back_.empty() || (!busy_ && (closed_ || !waiting_.empty()));
+    });
+    if (!to_call_back_.empty()) {
+      const WorkPtr work = std::move(to_call_back_.front());
+      to_call_back_.pop_front();
+      run_callbacks(work, lock);
+    } else if (!waiting_.empty()) {
+      run_first(lock);
+    } else {
+      break;
+    }
   }
   --at_hand_;
   --living_;

@@ -17,8 +17,7 @@ namespace lockstep::backends {
 ///
 /// A future's callbacks run in the thread that ended the call. They may wait for other calls of the
 /// queue: while they run, another thread of it goes on. So callbacks of two calls may run at once,
-/// as over Gloo. Where no further thread can be started, a call runs in the thread that submits it,
-/// and callbacks run after the calls that wait.
+/// as over Gloo.
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;
@@ -41,6 +40,8 @@ class CallQueue {
   /// What becomes of the call is left in the work. Returns when it has ended, or at once where the
   /// request is asynchronous.
   void submit(const WorkPtr& work);
+  /// Runs the callbacks of a work that has ended elsewhere, in a thread of the queue's. Any time.
+  void call_back(const WorkPtr& work);
   /// Waits for what was submitted and ends the threads. Later calls fail. From a callback, of
   /// whatever group, it does not wait for the threads: the next `close` does, or the destructor.
   void close();
@@ -48,23 +49,20 @@ class CallQueue {
  private:
   /// Unlocks while the call runs. False when it has not ended.
   bool run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
-  enum class Runner { own_thread, submitter };
-  /// Runs the first that waits, and its callbacks.
-  void run_first(std::unique_lock<std::mutex>& lock, Runner runner);
-  /// Unlocks while the call runs. True where its callbacks must follow.
-  bool end_first(std::unique_lock<std::mutex>& lock, const WorkPtr& work);
+  /// Runs the first that waits, and its callbacks. Unlocks meanwhile.
+  void run_first(std::unique_lock<std::mutex>& lock);
+  void run_callbacks(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
   void run();
-  /// Under the lock: a thread of ours will get to what waits. False where none can be started.
-  bool expect_thread();
+  /// Under the lock: a thread of ours will get to what waits.
+  void expect_thread();
   /// When the queue is closed.
   void end_threads();
-  /// Runs what waits, up to this call, where no thread can be had.
-  void run_up_to(const WorkPtr& work, std::unique_lock<std::mutex>& lock);
 
   const Steps steps_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<WorkPtr> waiting_;
+  std::deque<WorkPtr> to_call_back_;
   bool busy_ = false;  ///< Some thread runs a call.
   bool closed_ = false;
   std::vector<std::thread> threads_;

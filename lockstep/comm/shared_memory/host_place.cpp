@@ -23,8 +23,8 @@ std::string host_id() {
 std::string shared_memory_place() {
   if (!shm::missing_support().empty()) return {};
   std::error_code ignored;
-  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
-  return host_id() + "/" + network + "/" + std::to_string(geteuid());
+  const auto processes = std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string();
+  return host_id() + "/" + processes + "/" + std::to_string(geteuid());
 }
 
 }  // namespace lockstep

@@ -8,9 +8,13 @@
 
 #include <cerrno>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
+#include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/futex.h"
 
 namespace lockstep::shm {
 namespace {
@@ -67,7 +71,7 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   if (!holds(fd, bytes))
     throw CommError("shared memory: what rank 0 has handed over is not memory of " +
                         mebibytes(bytes) + " that nobody can shorten",
-                    "start all ranks from the same build");
+                    "start all ranks from the same build, in one process namespace");
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED)
     throw SystemError("shared memory: mapping " + mebibytes(bytes), errno,
@@ -87,6 +91,79 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
+}
+
+SharedMemory::SharedMemory(const MeetingOptions& options, const Meeting& meeting, size_t bytes,
+                           size_t reserved)
+    : options_(options),
+      meeting_(meeting),
+      offset_(whole_pages(sizeof(Arrivals) + static_cast<size_t>(options.size))) {
+  memory_ = options_.rank == 0 ? make_memory(offset_ + bytes, offset_ + reserved)
+                               : open_memory_of_rank_0();
+  mapping_ = Mapping(memory_.get(), offset_ + bytes);
+  if (options_.rank != 0) memory_.reset();
+}
+
+UniqueFd SharedMemory::open_memory_of_rank_0() const {
+  constexpr std::chrono::milliseconds kPause{1};
+  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  std::string told = meeting_.ask();
+  for (; told.empty(); told = meeting_.ask()) {
+    if (options_.look) options_.look({0});
+    if (std::chrono::steady_clock::now() >= deadline)
+      throw TimeoutError(what() + "rank 0 did not come within " + seconds_text(options_.timeout));
+    std::this_thread::sleep_for(kPause);
+  }
+  const std::string descriptor = told.substr(0, told.find(' '));
+  const std::string identity = told.substr(std::min(told.size(), descriptor.size() + 1));
+  const std::string process = std::to_string(process_number(identity));
+  if (!parse_int(descriptor))
+    throw CommError(what() + "rank 0 has told '" + told + "', which names no memory",
+                    "start all ranks from the same build");
+  UniqueFd memory(open(("/proc/" + process + "/fd/" + descriptor).c_str(), O_RDWR | O_CLOEXEC));
+  if (memory) return memory;
+  const int error = errno;
+  if (options_.look) options_.look({0});  // It may say more.
+  if (error == EACCES || error == EPERM)
+    throw UsageError(what() + "rank 0 (process " + process + ") runs as another user",
+                     "start all ranks of a host as one user, or use the backend gloo");
+  if (error != ENOENT) throw SystemError(what() + "opening rank 0's memory", error);
+  if (process_state(identity) == ProcessState::unknown)
+    throw UsageError(
+        what() + "rank 0 is in another process namespace ('" + told + "')",
+        "let the containers share it (docker run --pid host), or use the backend gloo");
+  throw PeerLostError(what() + "rank 0 (process " + process + ") has ended",
+                      "look at what rank 0 printed last");
+}
+
+std::vector<int> SharedMemory::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 1; rank < options_.size; ++rank)
+    if (arrivals().of_rank[rank].load(std::memory_order_acquire) == 0) ranks.push_back(rank);
+  return ranks;
+}
+
+void SharedMemory::meet() {
+  constexpr std::chrono::milliseconds kSlice{20};
+  auto& count = arrivals().count;
+  if (options_.rank != 0) {
+    arrivals().of_rank[options_.rank].store(1, std::memory_order_release);
+    count.fetch_add(1, std::memory_order_seq_cst);
+    return wake_all(count);
+  }
+  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  if (options_.size > 1) meeting_.tell(std::to_string(memory_.get()) + " " + process_identity());
+  while (true) {
+    const uint32_t seen = count.load(std::memory_order_seq_cst);
+    const std::vector<int> ranks = missing();
+    if (ranks.empty()) break;
+    if (options_.look) options_.look(ranks);
+    if (std::chrono::steady_clock::now() >= deadline)
+      throw TimeoutError(what() + ranks_text(ranks) + " did not come within " +
+                         seconds_text(options_.timeout));
+    sleep_on(count, seen, kSlice);
+  }
+  memory_.reset();
 }
 
 std::string missing_support() {

@@ -1,7 +1,12 @@
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "lockstep/base/file.h"
 
@@ -37,6 +42,56 @@ class Mapping {
  private:
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+/// How the ranks find each other: a store's set and its get.
+struct Meeting {
+  std::function<void(const std::string& value)> tell;
+  /// Empty for as long as rank 0 has not told, or blocks. Throws when it does not tell in time.
+  std::function<std::string()> ask;
+};
+
+struct MeetingOptions {
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
+  std::string group = "0";                     ///< For messages.
+  /// Called again and again with the ranks that are waited for. May throw.
+  std::function<void(const std::vector<int>& ranks)> look = {};
+};
+
+/// Zeroed memory that the processes of a group have mapped. Rank 0 makes it, the others open it
+/// through /proc. So all must be of one user and one process namespace. Nothing is left behind
+/// however they end, and no mount's size limits it.
+class SharedMemory {
+ public:
+  /// On rank 0 it makes the memory and reserves the first `reserved` of its `bytes`. On the others
+  /// it blocks until rank 0 `meet`s. Throws PeerLostError when rank 0 has ended, UsageError for
+  /// another user or namespace, TimeoutError, SystemError, CommError and what `look` throws.
+  SharedMemory(const MeetingOptions& options, const Meeting& meeting, size_t bytes,
+               size_t reserved);
+  /// Once. Rank 0 lets the others in, and blocks until all have called this. It throws TimeoutError
+  /// naming those that did not, and what `look` throws.
+  void meet();
+
+  std::byte* data() const { return mapping_.data() + offset_; }
+
+ private:
+  /// What it begins with.
+  struct Arrivals {
+    std::atomic<uint32_t> count;
+    std::atomic<uint8_t> of_rank[1];  ///< One for each.
+  };
+  Arrivals& arrivals() const { return *reinterpret_cast<Arrivals*>(mapping_.data()); }
+  UniqueFd open_memory_of_rank_0() const;
+  std::vector<int> missing() const;
+  std::string what() const { return "shared memory of group '" + options_.group + "': "; }
+
+  const MeetingOptions options_;
+  const Meeting meeting_;
+  const size_t offset_;
+  UniqueFd memory_;  ///< On rank 0, until all have come.
+  Mapping mapping_;
 };
 
 /// Whether the system gives what shared memory needs; what is missing, else empty.

@@ -36,14 +36,13 @@ struct Mailbox {
 };
 
 enum class FrameKind : uint32_t {
-  pad = 1,    ///< Nothing, up to the end of the ring.
-  announce,   ///< A send, with its data when it is small.
-  ack,        ///< The announced message was received.
-  clear,      ///< A receive has met the announced message, its data may come.
-  data,       ///< A piece of it.
-  refuse,     ///< A receive of another type or size has met it; with what that one was.
-  signature,  ///< The answer to a refusal: what the send was.
-  abort,      ///< The answer to `clear` of a send that has meanwhile been given up.
+  pad = 1,   ///< Nothing, up to the end of the ring.
+  announce,  ///< A send, with its data when it is small.
+  ack,       ///< The announced message was received.
+  clear,     ///< A receive has met the announced message, its data may come.
+  data,      ///< A piece of it.
+  refuse,    ///< A receive of another type or size has met it.
+  abort,     ///< The answer to `clear` of a send that has meanwhile been given up.
 };
 
 /// What lies in a ring: a multiple of 64 bytes, never across the ring's end.
@@ -53,9 +52,8 @@ struct Frame {
   int32_t tag;
   uint32_t eager;  ///< announce: 1 when the payload is the message.
   uint64_t id;     ///< announce, ack, clear, refuse: of the send; else of the receive.
-  uint64_t size;   ///< announce: of the message; clear, refuse: the receive's id; signature: the
-                   ///< send's number.
-  uint64_t hash;   ///< announce: Call::hash.
+  uint64_t size;   ///< announce: of the message; clear: the receive's id; refuse: its size.
+  uint64_t hash;   ///< announce, refuse: Call::hash.
 };
 static_assert(sizeof(Frame) == 40);
 

@@ -6,7 +6,6 @@
 #include "lockstep/base/copy_bytes.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/shared_memory/messages.h"
-#include "lockstep/comm/shared_memory/messages_lock.h"
 
 namespace lockstep::shm {
 namespace {
@@ -75,9 +74,6 @@ bool Messages::drain(int rank) {
 
 void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  const auto text = [&] {
-    return std::string(reinterpret_cast<const char*>(payload), frame.bytes);
-  };
   switch (frame.kind) {
     case FrameKind::announce:
       if (const MessagePtr recv = take_posted(rank, frame.tag)) {
@@ -96,14 +92,10 @@ void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
       on_data(frame, payload);
       break;
     case FrameKind::refuse:
-      on_refuse(rank, frame, text());
-      break;
-    case FrameKind::signature:
-      if (const MessagePtr recv = receiving_.take(frame.id))
-        finish(recv, mismatch({text(), encoded(*recv), rank, rank_, recv->tag_, frame.size}));
+      on_refuse(rank, frame);
       break;
     case FrameKind::abort:
-      if (const MessagePtr recv = receiving_.take(frame.id))
+      if (const MessagePtr recv = take(receiving_, frame.id))
         finish(recv, std::make_exception_ptr(PeerLostError(text_of(*recv) +
                                                            " cannot finish: " + group_.name(rank) +
                                                            " has given its send up")));
@@ -123,31 +115,31 @@ void Messages::on_clear(int rank, const Frame& frame) {
   ++owed_;
 }
 
-void Messages::on_refuse(int rank, const Frame& frame, std::string theirs) {
+void Messages::on_refuse(int rank, const Frame& frame) {
   const MessagePtr send = take_answered(peers_[static_cast<size_t>(rank)], frame.id);
   if (!send) return;
-  std::string mine = encoded(*send);
-  finish(send, mismatch({mine, std::move(theirs), rank_, rank, send->tag_, send->number_}));
-  answer(rank, FrameKind::signature, frame.size, send->number_, std::move(mine));
+  finish(send, mismatch({{send->hash_, send->bytes_},
+                         {frame.hash, frame.size},
+                         rank_,
+                         rank,
+                         send->tag_,
+                         send->id_}));
 }
 
 void Messages::on_data(const Frame& frame, const std::byte* payload) {
-  MessagePtr* found = receiving_.find(frame.id);
-  if (!found || !*found) return;
-  Message& recv = **found;
+  const auto found = receiving_.find(frame.id);
+  if (found == receiving_.end()) return;
+  Message& recv = *found->second;
   if (!recv.done()) copy_bytes(recv.data_ + recv.moved_, payload, frame.bytes);
   recv.moved_ += frame.bytes;
-  if (recv.moved_ == recv.bytes_) finish(receiving_.take(frame.id));
+  if (recv.moved_ == recv.bytes_) finish(take(receiving_, frame.id));
 }
 
-void Messages::answer(int rank, FrameKind kind, uint64_t id, uint64_t size, std::string payload) {
+void Messages::answer(int rank, FrameKind kind, uint64_t id, uint64_t size, uint64_t hash) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (peer.lost) return;
-  payload.resize(std::min(payload.size(), chunk_));
-  const auto bytes = static_cast<uint32_t>(payload.size());
   peer.answers.push_back(
-      {{.kind = kind, .bytes = bytes, .tag = 0, .eager = 0, .id = id, .size = size, .hash = 0},
-       std::move(payload)});
+      {.kind = kind, .bytes = 0, .tag = 0, .eager = 0, .id = id, .size = size, .hash = hash});
   ++owed_;
 }
 
@@ -167,10 +159,7 @@ bool Messages::flush(int rank) {
 
 bool Messages::flush_answers(Peer& peer) {
   while (!peer.answers.empty()) {
-    const Answer& next = peer.answers.front();
-    std::byte* place = peer.out.put(next.frame);
-    if (!place) return false;
-    copy_bytes(place, next.payload.data(), next.payload.size());
+    if (!peer.out.put(peer.answers.front())) return false;
     peer.answers.pop_front();
     --owed_;
   }
@@ -182,10 +171,7 @@ bool Messages::flush_announcements(Peer& peer) {
     const MessagePtr next = peer.announcing.front();
     if (!next->done() && !write_announcement(peer, *next)) return false;
     peer.announcing.pop_front();
-    if (!next->done()) continue;
-    // Given up before it was announced.
-    peer.sends.take(next->id_);
-    answered(peer, next->tag_);
+    if (next->done()) take_answered(peer, next->id_);  // Given up before it was announced.
   }
   return true;
 }

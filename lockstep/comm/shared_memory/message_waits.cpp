@@ -1,20 +1,15 @@
 // Who does the work of Messages when, and what ends a message that does not come to its end.
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/shared_memory/callback_scope.h"
 #include "lockstep/comm/shared_memory/futex.h"
 #include "lockstep/comm/shared_memory/messages.h"
-#include "lockstep/comm/shared_memory/messages_lock.h"
 
 namespace lockstep::shm {
 namespace {
 
-/// How long a wait sleeps before it looks who is alive: a look reads a file of /proc a rank.
-constexpr std::chrono::milliseconds kSlice{20};
 /// How often the thread looks whether the waits have left work to it, and how many times in vain
 /// before it sleeps until it is woken: a program that waits all the time need not wake it.
 constexpr std::chrono::microseconds kTick{200};
@@ -47,74 +42,30 @@ void Message::wait(std::chrono::milliseconds timeout) {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Message::then(std::function<bool()> finished, std::function<void()> callbacks) {
+void Message::then(std::function<void()> finished) {
   if (!done()) {
     const std::lock_guard lock(engine_->mutex_);
     if (!done()) {
       finished_ = std::move(finished);
-      callbacks_ = std::move(callbacks);
       return;
     }
   }
-  if (finished() && callbacks) callbacks();
+  finished();
 }
 
-// The thread sets `parked_` or clears `at_hand_`, then looks at `drivers_`: one sees the other.
+// The thread sets `parked_`, then looks at `drivers_`: one sees the other.
 void Messages::stop_driving() {
   if (drivers_.fetch_sub(1, std::memory_order_seq_cst) > 1) return;
-  if (at_hand_.load(std::memory_order_seq_cst) && !parked_.load(std::memory_order_seq_cst)) return;
+  if (!parked_.load(std::memory_order_seq_cst)) return;
   const std::lock_guard lock(mutex_);
   start_or_wake_thread();
 }
 
-void Messages::settle(const std::vector<MessagePtr>& finished, const Message* waited) {
-  std::vector<MessagePtr> to_call;
+void Messages::settle(const std::vector<MessagePtr>& finished) {
   for (const MessagePtr& message : finished) {
-    const auto on_end = std::exchange(message->finished_, nullptr);
-    if (on_end && on_end() && message->callbacks_) {
-      to_call.push_back(message);
-    } else {
-      message->callbacks_ = nullptr;
-      message->settled_.store(true, std::memory_order_seq_cst);
-    }
+    if (const auto on_end = std::exchange(message->finished_, nullptr)) on_end();
+    message->settled_.store(true, std::memory_order_seq_cst);
   }
-  mailbox_->ring();
-  for (const MessagePtr& message : to_call) {
-    if (message.get() != waited) call_back_later(message);
-  }
-  for (const MessagePtr& message : to_call) {
-    if (message.get() != waited) continue;
-    stop_driving();
-    call_back(*message);
-    drivers_.fetch_add(1, std::memory_order_seq_cst);
-  }
-}
-
-void Messages::call_back_later(const MessagePtr& message) {
-  bool helped = false;
-  {
-    const std::lock_guard lock(mutex_);
-    to_call_.push_back(message);
-    uncalled_.fetch_add(1, std::memory_order_seq_cst);
-    helped = !stop_ && start_or_wake_thread();
-    if (!helped) {
-      to_call_.pop_back();
-      uncalled_.fetch_sub(1, std::memory_order_seq_cst);
-    }
-  }
-  if (helped) {
-    mailbox_->ring();  // It may sleep there.
-  } else {
-    call_back(*message);
-  }
-}
-
-void Messages::call_back(Message& message) {
-  {
-    const CallbackScope scope;
-    std::exchange(message.callbacks_, nullptr)();
-  }
-  message.settled_.store(true, std::memory_order_seq_cst);
   mailbox_->ring();
 }
 
@@ -142,7 +93,7 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
   while (!message.settled()) {
     bool progressed = false;
     if (look()) {
-      const Lock lock(*this, std::try_to_lock, &message);
+      const Lock lock(*this, std::try_to_lock);
       progressed = lock && progress();
     }
     if (message.settled()) return;
@@ -153,7 +104,7 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
     const auto now = Clock::now();
     if (progressed) spin_until = now + group_.spin(caller_spin_);
     if (now >= deadline && !message.done()) {
-      const Lock lock(*this, &message);
+      const Lock lock(*this);
       expire(message.shared_from_this(), timeout);
       continue;
     }
@@ -162,30 +113,22 @@ void Messages::drive(Message& message, std::chrono::milliseconds timeout) {
            message.done() ? kSlice
                           : std::clamp<std::chrono::nanoseconds>(
                                 deadline - now, std::chrono::microseconds(100), kSlice));
-    const Lock lock(*this, std::try_to_lock, &message);
+    const Lock lock(*this, std::try_to_lock);
     if (lock) attend(now);
   }
 }
 
-bool Messages::start_or_wake_thread() {
-  if (to_call_.empty() && (stop_ || !busy())) return true;
-  if (at_hand_.load(std::memory_order_seq_cst)) {
-    const bool hurries = parked_.load(std::memory_order_seq_cst) || !to_call_.empty();
-    if (hurries && needed()) changed_.notify_all();
-    return true;
+void Messages::start_or_wake_thread() {
+  if (stop_ || !busy()) return;
+  if (!thread_.joinable()) {
+    parked_.store(false, std::memory_order_seq_cst);
+    thread_ = std::thread([this] { run(); });
+  } else if (parked_.load(std::memory_order_seq_cst) && needed()) {
+    changed_.notify_all();
   }
-  Worker& worker = workers_.emplace_back();
-  try {
-    worker.thread = std::thread([this, &worker] { run(worker); });
-  } catch (const std::system_error&) {  // Those who wait do the work.
-    workers_.pop_back();
-    return false;
-  }
-  at_hand_.store(true, std::memory_order_seq_cst);
-  return true;
 }
 
-Messages::Task Messages::next_task() {
+bool Messages::await_work() {
   std::unique_lock lock(mutex_);
   for (int ticks = 0; !stop_ && !needed();) {
     if (++ticks <= kTicks) {
@@ -196,51 +139,15 @@ Messages::Task Messages::next_task() {
     changed_.wait(lock, [this] { return stop_ || needed(); });
     parked_.store(false, std::memory_order_seq_cst);
   }
-  Task task;
-  if (to_call_.empty()) {
-    task.over = stop_;
-    return task;
-  }
-  task.to_call = std::move(to_call_.front());
-  to_call_.pop_front();
-  uncalled_.fetch_sub(1, std::memory_order_seq_cst);
-  at_hand_.store(false, std::memory_order_seq_cst);
-  start_or_wake_thread();
-  return task;
+  return !stop_;
 }
 
-void Messages::run(Worker& self) {
-  while (true) {
-    const Task task = next_task();
-    if (task.to_call) {
-      join_threads(/*all=*/false);
-      call_back(*task.to_call);
-      const std::lock_guard lock(mutex_);
-      if (at_hand_.exchange(true, std::memory_order_seq_cst)) break;  // Another took its place.
-      continue;
-    }
-    if (task.over) break;
-    if (!look()) doze([this] { return stop_ || drivers_ > 0 || uncalled_ > 0; }, kSlice);
+void Messages::run() {
+  while (await_work()) {
+    if (!look()) doze([this] { return stop_ || drivers_ > 0; }, kSlice);
     const Lock lock(*this);
     progress();
     attend(Clock::now());
-  }
-  const std::lock_guard lock(mutex_);
-  self.ended = true;
-}
-
-// The last thing that an ended one does is to let go of the mutex.
-void Messages::join_threads(bool all) {
-  while (true) {
-    std::list<Worker> one;
-    {
-      const std::lock_guard lock(mutex_);
-      const auto found = std::find_if(workers_.begin(), workers_.end(),
-                                      [&](const Worker& worker) { return all || worker.ended; });
-      if (found == workers_.end()) return;
-      one.splice(one.begin(), workers_, found);
-    }
-    one.front().thread.join();
   }
 }
 
@@ -254,7 +161,7 @@ void Messages::attend(Clock::time_point now) {
   for (int rank = 0; rank < size_; ++rank) {
     const Peer& peer = peers_[static_cast<size_t>(rank)];
     if (rank == rank_ || peer.lost) continue;
-    const bool waited_for = peer.live > 0 || peer.unanswered > 0 || !peer.answers.empty() ||
+    const bool waited_for = peer.live > 0 || !peer.sends.empty() || !peer.answers.empty() ||
                             !peer.sending.empty() || from_any;
     if (waited_for && group_.gone(rank)) lose(rank);
   }
@@ -272,21 +179,17 @@ void Messages::lose(int rank) {
   const std::vector<MessagePtr> all = live_;
   for (const MessagePtr& message : all) {
     if (message->peer_ == rank) {
-      finish(message, message->stage_ == Message::Stage::disputed ? untold_mismatch(*message)
-                                                                  : lost_error(*message));
+      finish(message, lost_error(*message));
     } else if (message->peer_ == kAnyRank && all_others_lost()) {
       finish(message, lost_error(*message));
     }
   }
   owed_ -= peer.answers.size() + peer.sending.size();
-  unanswered_ -= static_cast<size_t>(peer.unanswered);
-  peer.unanswered = 0;
-  peer.unanswered_of.clear();
+  unanswered_ -= peer.sends.size();
   peer.answers.clear();
   peer.announcing.clear();
   peer.sending.clear();
-  peer.withheld.clear();
-  peer.sends = Table();
+  peer.sends.clear();
   if (!peer.out.waiting()) return;
   peer.out.unblock();
   blocked_.fetch_sub(1, std::memory_order_seq_cst);
@@ -306,10 +209,6 @@ void Messages::fail_all(const std::function<std::exception_ptr(const Message&)>&
 
 void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeout) {
   if (message->done()) return;
-  if (message->stage_ == Message::Stage::disputed) {
-    finish(message, untold_mismatch(*message));
-    return;
-  }
   const bool never = message->peer_ == kAnyRank;
   const std::string who = never ? "no rank" : group_.name(message->peer_);
   const char* call = message->send_ ? "the receive" : "the send";
@@ -352,21 +251,17 @@ void Messages::close() {
     changed_.notify_all();
   }
   mailbox_->ring();
-  if (!CallbackScope::active()) end_threads();
-}
-
-void Messages::end_threads() {
-  join_threads(/*all=*/true);
+  std::thread thread;
+  {
+    const std::lock_guard lock(mutex_);
+    thread.swap(thread_);
+  }
+  if (thread.joinable()) thread.join();
   // Everything is done: waits return at once.
   while (inside_.load(std::memory_order_seq_cst) > 0) {
     mailbox_->ring();
     std::this_thread::yield();
   }
-}
-
-Messages::~Messages() {
-  close();
-  end_threads();
 }
 
 std::string Messages::text_of(const Message& message) const {
@@ -396,33 +291,13 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
   return failure_error(text_of(message) + " cannot finish: " + describe(lost), lost);
 }
 
-std::string Messages::encoded(const Message& message) {
-  try {
-    return message.call_->encoded();
-  } catch (const std::exception&) {
-    return {};
-  }
-}
-
-std::exception_ptr Messages::mismatch(const Disagreement& disagreement) const {
-  std::string text;
-  try {
-    if (options_.judge && !disagreement.send.empty() && !disagreement.recv.empty())
-      text = options_.judge(disagreement);
-  } catch (const std::exception&) {  // What the other side told cannot be read.
-  }
-  if (text.empty())
-    text = "message " + std::to_string(disagreement.number) + " with tag " +
-           std::to_string(disagreement.tag) + " from " + group_.name(disagreement.sender) + " to " +
-           group_.name(disagreement.receiver) +
-           ": the send and the receive differ in size or dtype";
-  return std::make_exception_ptr(MismatchError(text));
-}
-
-std::exception_ptr Messages::untold_mismatch(const Message& recv) const {
-  return std::make_exception_ptr(
-      MismatchError(text_of(recv) + " has met a send of another size or dtype; " +
-                    group_.name(recv.peer_) + " did not tell of which before it ended"));
+std::exception_ptr Messages::mismatch(const Disagreement& met) const {
+  return std::make_exception_ptr(MismatchError(
+      options_.judge
+          ? options_.judge(met)
+          : "message " + std::to_string(met.number) + " with tag " + std::to_string(met.tag) +
+                " from " + group_.name(met.sender) + " to " + group_.name(met.receiver) +
+                ": the send and the receive differ in size or dtype"));
 }
 
 }  // namespace lockstep::shm

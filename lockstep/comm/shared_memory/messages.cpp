@@ -5,7 +5,6 @@
 
 #include "lockstep/base/copy_bytes.h"
 #include "lockstep/base/error.h"
-#include "lockstep/comm/shared_memory/messages_lock.h"
 
 namespace lockstep::shm {
 namespace {
@@ -13,35 +12,12 @@ namespace {
 constexpr size_t kNotLive = SIZE_MAX;
 /// Of a message's pieces: while one is copied out, the next is copied in.
 constexpr size_t kMostOfPiece = 32 << 10;
-/// Tags that have come and gone are forgotten when there are more.
-constexpr size_t kTagsKept = 1024;
 
 }  // namespace
 
-uint64_t Messages::Table::add(MessagePtr message) {
-  if (free_.empty()) {
-    free_.push_back(static_cast<uint32_t>(slots_.size()));
-    slots_.emplace_back();
-  }
-  const uint32_t index = free_.back();
-  free_.pop_back();
-  slots_[index].message = std::move(message);
-  return uint64_t{slots_[index].generation} << 32 | index;
-}
-
-MessagePtr* Messages::Table::find(uint64_t id) {
-  const auto index = static_cast<uint32_t>(id);
-  if (index >= slots_.size() || slots_[index].generation != id >> 32) return nullptr;
-  return &slots_[index].message;
-}
-
-MessagePtr Messages::Table::take(uint64_t id) {
-  MessagePtr* found = find(id);
-  if (!found) return nullptr;
-  const auto index = static_cast<uint32_t>(id);
-  ++slots_[index].generation;
-  free_.push_back(index);
-  return std::exchange(*found, nullptr);
+MessagePtr Messages::take(Table& table, uint64_t id) {
+  auto node = table.extract(id);
+  return node ? std::move(node.mapped()) : nullptr;
 }
 
 Messages::Messages(SharedGroup& group, MessagesOptions options)
@@ -123,21 +99,12 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
   finished_.push_back(message);
 }
 
-void Messages::expect_thread(const MessagePtr& message) {
-  // Also where the message is done: its answer may wait for room.
-  if (start_or_wake_thread() || message->done()) return;
-  finish(message,
-         std::make_exception_ptr(CommError(
-             text_of(*message) + " cannot go on: no thread can be started for it",
-             "does a limit of processes or memory stand in the way: `ulimit -u`, `ulimit -v`?")));
-}
-
 MessagePtr Messages::post_send(int dst, MessageCall call) {
   MessagePtr message = make(true, dst, std::move(call));
   Lock lock(*this);
   if (!admit(message)) return message;
   Peer& peer = peers_[static_cast<size_t>(dst)];
-  message->number_ = ++peer.number;
+  message->id_ = ++peer.number;
   if (dst == rank_) {
     if (const MessagePtr recv = take_posted(dst, message->tag_)) {
       match_own(message, recv);
@@ -147,17 +114,12 @@ MessagePtr Messages::post_send(int dst, MessageCall call) {
   } else if (peer.lost) {
     finish(message, lost_error(*message));
   } else {
-    // find: a new tag must not be entered before it counts.
-    const auto same = peer.unanswered_of.find(message->tag_);
-    const bool none_of_tag = same == peer.unanswered_of.end() || same->second == 0;
-    if (peer.unanswered < options_.announced || none_of_tag) {
-      grant(peer, message);
-    } else {
-      peer.withheld.push_back(message);
-    }
+    ++unanswered_;
+    peer.sends.emplace(message->id_, message);
+    peer.announcing.push_back(message);
     flush(dst);
   }
-  expect_thread(message);
+  start_or_wake_thread();
   return message;
 }
 
@@ -175,7 +137,7 @@ MessagePtr Messages::post_recv(int src, MessageCall call) {
     posted_[bucket(message->tag_)].push_back(message);
     if (look()) progress();
   }
-  expect_thread(message);
+  start_or_wake_thread();
   return message;
 }
 
@@ -191,40 +153,9 @@ size_t Messages::unreceived() {
   return count;
 }
 
-void Messages::grant(Peer& peer, MessagePtr message) {
-  ++peer.unanswered;
-  ++unanswered_;
-  ++peer.unanswered_of[message->tag_];
-  message->id_ = peer.sends.add(message);
-  peer.announcing.push_back(std::move(message));
-}
-
-void Messages::answered(Peer& peer, int tag) {
-  --peer.unanswered;
-  --unanswered_;
-  const int left = --peer.unanswered_of[tag];
-  if (peer.unanswered_of.size() > kTagsKept)
-    std::erase_if(peer.unanswered_of, [](const auto& entry) { return entry.second == 0; });
-  auto& withheld = peer.withheld;
-  while (!withheld.empty() && (withheld.front()->done() || peer.unanswered < options_.announced)) {
-    const MessagePtr next = withheld.front();
-    withheld.pop_front();
-    if (!next->done()) grant(peer, next);
-  }
-  if (left > 0 || withheld.empty()) return;
-  const auto next = std::find_if(withheld.begin(), withheld.end(), [&](const MessagePtr& message) {
-    return message->tag_ == tag && !message->done();
-  });
-  if (next == withheld.end()) return;
-  // Not yet granted above: those of a tag are granted in their order.
-  if (peer.unanswered_of[tag] > 0) return;
-  grant(peer, *next);
-  withheld.erase(next);
-}
-
 MessagePtr Messages::take_answered(Peer& peer, uint64_t id) {
-  MessagePtr send = peer.sends.take(id);
-  if (send) answered(peer, send->tag_);
+  MessagePtr send = take(peer.sends, id);
+  if (send) --unanswered_;
   return send;
 }
 
@@ -282,7 +213,13 @@ void Messages::match(int from, const Frame& frame, const std::byte* payload,
                      const MessagePtr& recv) {
   meet(*recv, from);
   if (frame.size != recv->bytes_ || frame.hash != recv->hash_) {
-    refuse(from, frame, recv);
+    answer(from, FrameKind::refuse, frame.id, recv->bytes_, recv->hash_);
+    finish(recv, mismatch({{frame.hash, frame.size},
+                           {recv->hash_, recv->bytes_},
+                           from,
+                           rank_,
+                           recv->tag_,
+                           frame.id}));
   } else if (frame.eager) {
     copy_bytes(recv->data_, payload, recv->bytes_);
     answer(from, FrameKind::ack, frame.id);
@@ -291,26 +228,22 @@ void Messages::match(int from, const Frame& frame, const std::byte* payload,
     finish(recv, lost_error(*recv));
   } else {
     recv->stage_ = Message::Stage::moving;
-    recv->id_ = receiving_.add(recv);
+    recv->id_ = ++received_;
+    receiving_.emplace(recv->id_, recv);
     answer(from, FrameKind::clear, frame.id, recv->id_);
   }
-}
-
-void Messages::refuse(int from, const Frame& frame, const MessagePtr& recv) {
-  recv->stage_ = Message::Stage::disputed;
-  if (peers_[static_cast<size_t>(from)].lost) {
-    finish(recv, untold_mismatch(*recv));
-    return;
-  }
-  recv->id_ = receiving_.add(recv);
-  answer(from, FrameKind::refuse, frame.id, recv->id_, encoded(*recv));
 }
 
 void Messages::match_own(const MessagePtr& send, const MessagePtr& recv) {
   meet(*recv, rank_);
   std::exception_ptr error;
   if (send->bytes_ != recv->bytes_ || send->hash_ != recv->hash_) {
-    error = mismatch({encoded(*send), encoded(*recv), rank_, rank_, send->tag_, send->number_});
+    error = mismatch({{send->hash_, send->bytes_},
+                      {recv->hash_, recv->bytes_},
+                      rank_,
+                      rank_,
+                      send->tag_,
+                      send->id_});
   } else {
     copy_bytes(recv->data_, send->data_, recv->bytes_);
   }

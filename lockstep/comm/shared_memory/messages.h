@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/message_ring.h"
@@ -33,24 +34,19 @@ class Message : public std::enable_shared_from_this<Message> {
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
   /// The rank that sent or sends. For a receive from any, -1 until it has met a send.
   int source() const { return source_.load(std::memory_order_acquire); }
-  /// Blocks until it is done and its callback has run. Throws the error it failed with. Throws a
-  /// TimeoutError after `timeout`, which ends it. One that is done then waits for its callback
-  /// without a limit. Not from its own callback.
+  /// Blocks until it is done and its `finished` has run. Throws the error it failed with. Throws a
+  /// TimeoutError after `timeout`, which ends it.
   void wait(std::chrono::milliseconds timeout);
   /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
-  /// at once when it is done already. Where it returns true, `callbacks` is called next, by a
-  /// thread that waits for this message or one of Messages' own. That may wait for other messages,
-  /// as another thread goes on meanwhile, and may close the Messages. Neither may throw. One per
-  /// message.
-  void then(std::function<bool()> finished, std::function<void()> callbacks = {});
+  /// at once when it is done already. It may not throw, nor wait for a message. One per message.
+  void then(std::function<void()> finished);
 
  private:
   friend class Messages;
   using Clock = std::chrono::steady_clock;
   enum class Stage {
-    waiting,   ///< For the other side's call.
-    moving,    ///< Its data is under way.
-    disputed,  ///< The other side has called something else; it tells what.
+    waiting,  ///< For the other side's call.
+    moving,   ///< Its data is under way.
   };
   bool settled() const { return settled_.load(std::memory_order_seq_cst); }
 
@@ -65,25 +61,27 @@ class Message : public std::enable_shared_from_this<Message> {
   uint64_t hash_ = 0;
   std::chrono::milliseconds timeout_{};
   Clock::time_point deadline_;
-  uint64_t id_ = 0;        ///< As the other side knows it.
+  uint64_t id_ = 0;        ///< As the other side knows it. Of a send its number, from 1.
   uint64_t other_id_ = 0;  ///< send: the receive's.
-  uint64_t number_ = 0;    ///< send: its number to that rank, from 1.
   size_t live_ = 0;        ///< Where it is in Messages::live_.
   Stage stage_ = Stage::waiting;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
-  std::atomic<bool> settled_{false};  ///< done, and `finished_` and `callbacks_` have run.
+  std::atomic<bool> settled_{false};  ///< done, and `finished_` has run.
   std::exception_ptr error_;
-  std::function<bool()> finished_;
-  std::function<void()> callbacks_;
+  std::function<void()> finished_;
 };
 
 using MessagePtr = std::shared_ptr<Message>;
 
 /// A send and a receive that met and do not fit.
 struct Disagreement {
-  std::string send;  ///< Call::encoded of both; empty when that side can no longer tell.
-  std::string recv;
+  struct Side {
+    uint64_t hash = 0;  ///< Call::hash.
+    size_t bytes = 0;
+  };
+  Side send;
+  Side recv;
   int sender = 0;  ///< Ranks of the group.
   int receiver = 0;
   int tag = 0;
@@ -91,15 +89,11 @@ struct Disagreement {
 };
 
 struct MessagesOptions {
-  /// The text of a MismatchError. May throw; then, and when it is empty, a plain text is used.
+  /// The text of a MismatchError.
   std::function<std::string(const Disagreement&)> judge;
   /// Up to this size data goes with the announcement, and is copied once more when the receive
   /// comes later. At most an eighth of the ring is used.
   size_t eager_bytes = 4096;
-  /// So many messages of a sender may wait for their receives at the receiver, which holds their
-  /// eager data. Beyond that only the oldest of each tag is announced. The others wait at the
-  /// sender.
-  int announced = 64;
 };
 
 /// What a send or a receive needs beside its peer.
@@ -107,8 +101,8 @@ struct MessageCall {
   int tag = 0;
   void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
   size_t bytes = 0;
-  /// `hash` is equal for a send and a receive that fit. `encoded` is for the judge. `text` is for
-  /// errors: "send(to rank 1) of float32 [4] with tag 5 of group '0'".
+  /// `hash` is equal for a send and a receive that fit. `text` is for errors: "send(to rank 1) of
+  /// float32 [4] with tag 5 of group '0'".
   std::shared_ptr<const Call> call;
   std::chrono::milliseconds timeout{120'000};  ///< Until it is done; then it fails.
 };
@@ -123,18 +117,16 @@ struct MessageCall {
 ///                                <- ack: received                       (small)
 ///                                <- clear: a receive is there, go on    (large)
 ///   data, data, ... ->                                                  (large)
-///                                <- refuse(my call)                     (another dtype or size)
-///   signature(my call) ->
+///                                <- refuse(my hash and size)            (another dtype or size)
 ///
 /// - Order. Announcements of a pair come in the order of the sends. A receive meets the oldest
 ///   announcement of its tag, an announcement the oldest receive. A message that waits for its
 ///   receive lies in a list of the receiver and holds up no other.
-/// - Bounds. A sender has at most `announced` unanswered announcements to a rank, and beyond these
-///   one for each tag that has none. A receive can only be waiting for the oldest of its tag, so
-///   this suffices for any order of receives. Data of large messages comes only when its place is
-///   known. A rank that calls nothing takes nothing out: the ring fills and its senders wait.
+/// - Bounds. Data of large messages comes only when its place is known. The receiver holds small
+///   data that waits for its receive, however much is sent. A rank that calls nothing takes nothing
+///   out: the ring fills and its senders wait.
 /// - No deadlock. Taking out needs no room in the other direction: answers wait in a list, at most
-///   one for each unanswered announcement. So a full ring is emptied by any rank that has something
+///   one for each announcement. So a full ring is emptied by any rank that has something
 ///   under way. A rank that has nothing under way keeps others waiting only for its calls.
 /// - A send is done when its receive has agreed and the data has been taken or lies in the ring. So
 ///   both sides always learn of a mismatch, and what was sent is received even if the sender ends.
@@ -148,27 +140,22 @@ struct MessageCall {
 ///   thread waits, a thread of this object does the work, always asleep when there is none. It
 ///   starts with the first message that cannot be finished at once. It takes over within some 200
 ///   us of the last wait.
-/// - Callbacks. A thread in `wait` runs those of the message that it waits for. All others are run
-///   by a thread of this object. A thread that runs callbacks does no work meanwhile, and another
-///   one is started in its place. Where none can be started, they are run by the thread that
-///   finishes the message.
 class Messages {
  public:
   /// `group` must outlive it. One for each group and rank.
   explicit Messages(SharedGroup& group, MessagesOptions options = {});
-  /// Closes. Waits for the threads, so it must not run in a callback of this object's messages.
-  ~Messages();
+  ~Messages() { close(); }
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
   static constexpr int kAnyRank = -1;
-  /// Never block and throw for wrong ranks only (UsageError): all else is the message's error.
+  /// Never block. Throw UsageError for wrong ranks, and std::system_error where no thread can be
+  /// started. All else is the message's error.
   MessagePtr post_send(int dst, MessageCall call);
   MessagePtr post_recv(int src, MessageCall call);
 
   /// Fails what is under way with a CommError and ends the thread. Blocks for at most some 100 ms,
-  /// while answers that others wait for do not fit into their rings. Idempotent. From a callback it
-  /// waits for no thread: the next `close` does.
+  /// while answers that others wait for do not fit into their rings. Idempotent.
   void close();
 
   /// Up to which size a message travels with its announcement.
@@ -179,7 +166,7 @@ class Messages {
   /// The last message that ran into its time-out, and what it waited for. Empty when none did, or
   /// when one that began later has ended well.
   std::string late();
-  /// Its thread sleeps until it is needed.
+  /// Its thread has not started or sleeps until it is needed.
   bool parked() const { return parked_.load(std::memory_order_seq_cst); }
   /// In what pieces larger ones travel.
   size_t chunk_bytes() const { return chunk_; }
@@ -189,31 +176,8 @@ class Messages {
   using Clock = std::chrono::steady_clock;
   class Lock;
   class Driver;
-  /// A thread of this object.
-  struct Worker {
-    std::thread thread;
-    bool ended = false;
-  };
-
   /// Messages that the other side knows by number.
-  class Table {
-   public:
-    uint64_t add(MessagePtr message);
-    MessagePtr* find(uint64_t id);
-    MessagePtr take(uint64_t id);
-
-   private:
-    struct Slot {
-      MessagePtr message;
-      uint32_t generation = 0;
-    };
-    std::vector<Slot> slots_;
-    std::vector<uint32_t> free_;
-  };
-  struct Answer {
-    Frame frame;
-    std::string payload;
-  };
+  using Table = std::unordered_map<uint64_t, MessagePtr>;
   /// An announcement without a receive yet.
   struct Arrived {
     int from = 0;
@@ -227,13 +191,10 @@ class Messages {
     bool opened = false;  ///< `out` has been used.
     bool lost = false;
     size_t live = 0;      ///< Messages to or from it, those from any not counted.
-    uint64_t number = 0;  ///< Of sends.
-    Table sends;          ///< Announced, not answered.
-    int unanswered = 0;
-    std::unordered_map<int, int> unanswered_of;  ///< By tag.
-    std::list<MessagePtr> withheld;
-    std::deque<Answer> answers;
-    std::deque<MessagePtr> announcing;  ///< Counted as unanswered, not yet in the ring.
+    uint64_t number = 0;  ///< Of the last send.
+    Table sends;          ///< Not answered.
+    std::deque<Frame> answers;
+    std::deque<MessagePtr> announcing;  ///< Not yet in the ring.
     std::deque<MessagePtr> sending;
   };
   static constexpr size_t kBuckets = 64;
@@ -242,8 +203,7 @@ class Messages {
   // messages.cpp: what a call does. `mutex_` is held in all that follows unless said otherwise.
   MessagePtr make(bool send, int peer, MessageCall call);
   bool admit(const MessagePtr& message);
-  void grant(Peer& peer, MessagePtr message);
-  void answered(Peer& peer, int tag);
+  static MessagePtr take(Table& table, uint64_t id);
   /// The send that an answer is for. Null when it is not known any more.
   MessagePtr take_answered(Peer& peer, uint64_t id);
   bool meet_earlier(const MessagePtr& recv);
@@ -251,19 +211,16 @@ class Messages {
   void meet(Message& recv, int from);
   void match(int from, const Frame& frame, const std::byte* payload, const MessagePtr& recv);
   void match_own(const MessagePtr& send, const MessagePtr& recv);
-  void refuse(int from, const Frame& frame, const MessagePtr& recv);
   void finish(const MessagePtr& message, std::exception_ptr error = nullptr);
-  /// Fails the message where there is no thread for it.
-  void expect_thread(const MessagePtr& message);
 
   // message_traffic.cpp: what comes and goes through the rings.
   bool progress();
   bool drain(int rank);
   void handle(int rank, const Frame& frame, const std::byte* payload);
   void on_clear(int rank, const Frame& frame);
-  void on_refuse(int rank, const Frame& frame, std::string theirs);
+  void on_refuse(int rank, const Frame& frame);
   void on_data(const Frame& frame, const std::byte* payload);
-  void answer(int rank, FrameKind kind, uint64_t id, uint64_t size = 0, std::string payload = {});
+  void answer(int rank, FrameKind kind, uint64_t id, uint64_t size = 0, uint64_t hash = 0);
   bool flush(int rank);
   bool flush_answers(Peer& peer);
   bool flush_announcements(Peer& peer);
@@ -282,11 +239,8 @@ class Messages {
   bool look();  ///< Without the mutex: whether `progress` has something to do.
   template <class Enough>
   void doze(const Enough& enough, std::chrono::nanoseconds limit);  ///< Without the mutex.
-  /// Without the mutex. `waited`: what this thread waits for.
-  void settle(const std::vector<MessagePtr>& finished, const Message* waited);
-  void call_back(Message& message);  ///< Without the mutex.
-  void stop_driving();               ///< Without the mutex.
-  void call_back_later(const MessagePtr& message);
+  void settle(const std::vector<MessagePtr>& finished);             ///< Without the mutex.
+  void stop_driving();                                              ///< Without the mutex.
   void attend(Clock::time_point now);
   void lose(int rank);
   void fail_all(const std::function<std::exception_ptr(const Message&)>& error);
@@ -295,26 +249,13 @@ class Messages {
   void expire(const MessagePtr& message, std::chrono::milliseconds timeout);
   std::exception_ptr lost_error(const Message& message) const;
   std::exception_ptr mismatch(const Disagreement& disagreement) const;
-  std::exception_ptr untold_mismatch(const Message& recv) const;
-  static std::string encoded(const Message& message);
   /// "rank 0: send(to rank 1) of ...".
   std::string text_of(const Message& message) const;
   bool busy() const { return !live_.empty() || owed_ > 0 || unanswered_ > 0; }
-  bool needed() const {
-    return !to_call_.empty() || (busy() && drivers_.load(std::memory_order_seq_cst) == 0);
-  }
-  /// False where there is none, and none can be started.
-  bool start_or_wake_thread();
-  void run(Worker& self);
-  /// The thread waits until it is needed. What it is to call back, if anything. None when there is
-  /// nothing left and the object is closed.
-  struct Task {
-    bool over = false;
-    MessagePtr to_call;
-  };
-  Task next_task();
-  void join_threads(bool all);  ///< Without the mutex.
-  void end_threads();           ///< Without the mutex, when `stop_` is set.
+  bool needed() const { return busy() && drivers_.load(std::memory_order_seq_cst) == 0; }
+  void start_or_wake_thread();
+  void run();
+  bool await_work();  ///< Without the mutex. False when the thread shall end.
 
   SharedGroup& group_;
   const MessagesOptions options_;
@@ -335,9 +276,8 @@ class Messages {
   std::array<std::list<MessagePtr>, kBuckets> posted_;  ///< Receives without a send.
   std::array<std::list<Arrived>, kBuckets> arrived_;
   Table receiving_;
+  uint64_t received_ = 0;             ///< The last number in it.
   std::vector<MessagePtr> finished_;  ///< Done in this turn, to be settled.
-  std::deque<MessagePtr> to_call_;    ///< Their callbacks are for a thread of ours.
-  std::atomic<int> uncalled_{0};      ///< So many.
   size_t owed_ = 0;              ///< Answers and sends under way that wait for room, of all peers.
   size_t unanswered_ = 0;        ///< Of all peers. Those given up are to be told to their receives.
   std::atomic<int> blocked_{0};  ///< Peers whose ring had no room.
@@ -346,11 +286,31 @@ class Messages {
 
   std::atomic<int> inside_{0};   ///< Threads that still need this object, counted in `wait`.
   std::atomic<int> drivers_{0};  ///< Those of them that do the work.
-  std::atomic<bool> parked_{false};
+  std::atomic<bool> parked_{true};
   std::atomic<bool> stop_{false};
   std::condition_variable changed_;
-  std::list<Worker> workers_;
-  std::atomic<bool> at_hand_{false};  ///< One of them runs no callbacks.
+  std::thread thread_;
+};
+
+/// Holds the mutex of Messages. At its end it lets go and tells of what has finished meanwhile.
+class Messages::Lock {
+ public:
+  explicit Lock(Messages& messages) : messages_(messages), lock_(messages.mutex_) {}
+  Lock(Messages& messages, std::try_to_lock_t how)
+      : messages_(messages), lock_(messages.mutex_, how) {}
+  ~Lock() {
+    if (!lock_.owns_lock() || messages_.finished_.empty()) return;
+    const std::vector<MessagePtr> finished = std::exchange(messages_.finished_, {});
+    lock_.unlock();
+    messages_.settle(finished);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  explicit operator bool() const { return lock_.owns_lock(); }
+
+ private:
+  Messages& messages_;
+  std::unique_lock<std::mutex> lock_;
 };
 
 }  // namespace lockstep::shm

@@ -205,9 +205,8 @@ TEST(Messages, AMismatchIsToldToBothSidesAlways) {
           irecv(world[1], send_first ? 0 : Messages::kAnyRank, in, {.tag = 5, .kind = one.kind});
       if (!send_first) send = isend(world[0], 1, out, {.tag = 5});
       const std::string expected =
-          "rank 0 called send(to rank 1) of " + std::to_string(one.sent) +
-          " bytes of kind 1 as message " + std::to_string(++number) +
-          " with tag 5, but rank 1 called recv(from rank " + (send_first ? "0" : "-1") + ") of " +
+          "rank 0 sent " + std::to_string(one.sent) + " bytes of kind 1 as message " +
+          std::to_string(++number) + " with tag 5, but rank 1 received " +
           std::to_string(one.received) + " bytes of kind " + std::to_string(one.kind);
       for (const auto& message : {send, recv}) {
         try {
@@ -227,7 +226,7 @@ TEST(Messages, AMismatchIsToldToBothSidesAlways) {
   EXPECT_EQ(in, out);
 }
 
-TEST(Messages, AFloodIsHeldBackAndHoldsUpNoOtherTag) {
+TEST(Messages, AFloodHoldsUpNoOtherTag) {
   World world(2);
   constexpr int kFlood = 5000;
   std::vector<Bytes> buffers;
@@ -244,7 +243,6 @@ TEST(Messages, AFloodIsHeldBackAndHoldsUpNoOtherTag) {
     irecv(world[1], 0, got, {.tag = 2 + i})->wait(kLong);
     EXPECT_EQ(got, others[static_cast<size_t>(i)]);
   }
-  EXPECT_LE(world[1].unreceived(), static_cast<size_t>(MessagesOptions{}.announced + kTags));
   for (int i = 0; i < kFlood; ++i) {
     Bytes got(2000);
     irecv(world[1], 0, got, {.tag = 1})->wait(kLong);
@@ -261,23 +259,14 @@ TEST(Messages, GoOnWhileNobodyWaits) {
     Bytes in(size);
     std::atomic<int> calls{0};
     const auto send = isend(world[0], 1, out);
-    send->then([&] {
-      calls += send->done() ? 1 : 100;
-      return false;
-    });
+    send->then([&] { calls += send->done() ? 1 : 100; });
     const auto recv = irecv(world[1], 0, in);
-    recv->then([&] {
-      calls += recv->done() ? 10 : 100;
-      return false;
-    });
+    recv->then([&] { calls += recv->done() ? 10 : 100; });
     EXPECT_TRUE(comes_true([&] { return calls == 11; }));
     EXPECT_TRUE(send->done() && recv->done());
     EXPECT_EQ(in, out);
     bool at_once = false;
-    recv->then([&] {
-      at_once = true;
-      return false;
-    });
+    recv->then([&] { at_once = true; });
     EXPECT_TRUE(at_once);
   }
 }
@@ -407,10 +396,7 @@ TEST(Messages, CloseFailsWhatIsUnderWay) {
   const auto send = isend(world[0], 1, large);
   const auto recv = irecv(world[0], 1, in);
   std::atomic<bool> called{false};
-  recv->then([&] {
-    called = true;
-    return false;
-  });
+  recv->then([&] { called = true; });
   std::thread waiter([&] { EXPECT_THROW(recv->wait(kLong), CommError); });
   const auto begin = Clock::now();
   world[0].close();
@@ -605,9 +591,7 @@ TEST_P(MessagesTraffic, Random) {
   std::cout << "seed " << seed << "\n";
   std::mt19937_64 random(seed);
   for (int round = 0; round < 10; ++round) {
-    MessagesOptions options;
-    options.announced = 1 + static_cast<int>(random() % 64);
-    World world(ranks, options, random() % 2 ? 4096 : 64 << 10);
+    World world(ranks, {}, random() % 2 ? 4096 : 64 << 10);
     for (int again = 0; again < 3; ++again) {
       const std::vector<Parcel> parcels = draw_parcels(random, ranks, world[0]);
       const uint64_t order = random();

@@ -257,38 +257,6 @@ class AllGather : public Plan {
   Pieces pieces_;
 };
 
-class Scatter : public Plan {
- public:
-  Scatter(const SharedGroup& group, std::vector<const std::byte*> inputs, std::byte* output,
-          size_t bytes, int root)
-      : inputs_(std::move(inputs)),
-        output_(output),
-        root_(root),
-        share_(share_of_slot(group)),
-        pieces_(bytes, share_) {}
-
-  int64_t steps() const override { return pieces_.count(); }
-  void fill(int64_t step, SharedGroup& group) override {
-    if (group.rank() == root_)
-      give_each(group, inputs_, share_, pieces_.offset(step), pieces_.bytes(step));
-  }
-  void drain(int64_t step, SharedGroup& group) override {
-    const size_t at = pieces_.offset(step);
-    const auto me = static_cast<size_t>(group.rank());
-    const std::byte* mine = group.rank() == root_
-                                ? inputs_[me] + at
-                                : group.given(root_, group.slot_bytes()) + me * share_;
-    copy_bytes(output_ + at, mine, pieces_.bytes(step));
-  }
-
- private:
-  std::vector<const std::byte*> inputs_;
-  std::byte* output_;
-  int root_;
-  size_t share_;
-  Pieces pieces_;
-};
-
 class ReduceScatter : public Plan {
  public:
   ReduceScatter(const SharedGroup& group, std::vector<const std::byte*> inputs, std::byte* output,
@@ -322,46 +290,27 @@ class ReduceScatter : public Plan {
   std::vector<const void*> sources_;
 };
 
-/// The first step tells everyone how much passes between any two ranks; all check all of it, so
-/// that all come to the same verdict, and know how many steps follow.
-class AllToAll : public Plan {
+/// What each rank has for each other. `most`: the largest share of all, on which all agree.
+class Exchange : public Plan {
  public:
-  AllToAll(const SharedGroup& group, const Call& call, Shares sends, Shares receives,
-           std::chrono::milliseconds timeout)
-      : call_(call),
-        timeout_(timeout),
-        sends_(std::move(sends)),
-        receives_(std::move(receives)),
-        share_(share_of_slot(group)) {}
+  Exchange(const SharedGroup& group, Shares sends, Shares receives, size_t most)
+      : sends_(std::move(sends)), receives_(std::move(receives)), share_(share_of_slot(group)) {
+    limit_to(most);
+  }
+  void limit_to(size_t most) { steps_ = static_cast<int64_t>((most + share_ - 1) / share_); }
 
-  int64_t steps() const override { return 1 + data_steps_; }
-
+  int64_t steps() const override { return std::max<int64_t>(1, steps_); }
   void fill(int64_t step, SharedGroup& group) override {
     std::byte* slot = group.give(group.slot_bytes());
-    if (step == 0) {
-      for (const auto* shares : {&sends_, &receives_}) {
-        for (const Share& share : *shares) {
-          const uint64_t bytes = share.bytes;
-          std::memcpy(slot, &bytes, sizeof(bytes));
-          slot += sizeof(bytes);
-        }
-      }
-      return;
-    }
     for (size_t rank = 0; rank < sends_.size(); ++rank) {
       if (static_cast<int>(rank) == group.rank()) continue;
       const auto [at, bytes] = piece(step, sends_[rank].bytes);
       copy_bytes(slot + rank * share_, sends_[rank].data + at, bytes);
     }
   }
-
   void drain(int64_t step, SharedGroup& group) override {
     const auto me = static_cast<size_t>(group.rank());
-    if (step == 0) {
-      agree(group);
-      copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
-      return;
-    }
+    if (step == 0) copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
     for (size_t rank = 0; rank < receives_.size(); ++rank) {
       if (rank == me) continue;
       const auto [at, bytes] = piece(step, receives_[rank].bytes);
@@ -370,15 +319,51 @@ class AllToAll : public Plan {
     }
   }
 
- private:
+ protected:
   struct Piece {
     size_t at, bytes;
   };
   Piece piece(int64_t step, size_t total) const {
-    const size_t at = std::min(total, static_cast<size_t>(step - 1) * share_);
+    const size_t at = std::min(total, static_cast<size_t>(step) * share_);
     return {at, std::min(share_, total - at)};
   }
 
+  Shares sends_;
+  Shares receives_;
+  size_t share_;
+  int64_t steps_ = 0;
+};
+
+/// The first step tells everyone how much passes between any two ranks; all check all of it, so
+/// that all come to the same verdict, and know how many steps follow.
+class AllToAll final : public Exchange {
+ public:
+  AllToAll(const SharedGroup& group, const Call& call, Shares sends, Shares receives,
+           std::chrono::milliseconds timeout)
+      : Exchange(group, std::move(sends), std::move(receives), 0), call_(call), timeout_(timeout) {}
+
+  int64_t steps() const override { return 1 + steps_; }
+
+  void fill(int64_t step, SharedGroup& group) override {
+    if (step > 0) return Exchange::fill(step - 1, group);
+    std::byte* slot = group.give(group.slot_bytes());
+    for (const auto* shares : {&sends_, &receives_}) {
+      for (const Share& share : *shares) {
+        const uint64_t bytes = share.bytes;
+        std::memcpy(slot, &bytes, sizeof(bytes));
+        slot += sizeof(bytes);
+      }
+    }
+  }
+
+  void drain(int64_t step, SharedGroup& group) override {
+    if (step > 0) return Exchange::drain(step - 1, group);
+    agree(group);
+    const auto me = static_cast<size_t>(group.rank());
+    if (steps_ == 0) copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
+  }
+
+ private:
   void agree(SharedGroup& group) {
     const auto n = static_cast<size_t>(group.size());
     uint64_t most = 0;
@@ -398,15 +383,32 @@ class AllToAll : public Plan {
       }
     }
     if (!same) group.differ(call_, timeout_);
-    data_steps_ = static_cast<int64_t>((most + share_ - 1) / share_);
+    limit_to(most);
   }
 
   const Call& call_;
   std::chrono::milliseconds timeout_;
-  Shares sends_;
-  Shares receives_;
-  size_t share_;
-  int64_t data_steps_ = 0;
+};
+
+/// Data in a region: in the first step all have written their parts, and each rank reduces. The
+/// second tells that all have.
+class ReduceScatterInPlace : public Plan {
+ public:
+  ReduceScatterInPlace(std::vector<const void*> sources, std::byte* output, size_t count,
+                       ReduceKernel kernel)
+      : sources_(std::move(sources)), output_(output), count_(count), kernel_(kernel) {}
+
+  int64_t steps() const override { return 2; }
+  void fill(int64_t, SharedGroup&) override {}
+  void drain(int64_t step, SharedGroup& group) override {
+    if (step == 0) kernel_(output_, sources_.data(), group.size(), count_);
+  }
+
+ private:
+  std::vector<const void*> sources_;
+  std::byte* output_;
+  size_t count_;
+  ReduceKernel kernel_;
 };
 
 class Sequence : public Plan {
@@ -470,9 +472,14 @@ std::unique_ptr<Plan> all_gather_plan(const SharedGroup& group, const std::byte*
   return std::make_unique<AllGather>(group, input, bytes, std::move(outputs));
 }
 
-std::unique_ptr<Plan> scatter_plan(const SharedGroup& group, std::vector<const std::byte*> inputs,
-                                   std::byte* output, size_t bytes, int root) {
-  return std::make_unique<Scatter>(group, std::move(inputs), output, bytes, root);
+std::unique_ptr<Plan> scatter_plan(const SharedGroup& group,
+                                   const std::vector<const std::byte*>& inputs, std::byte* output,
+                                   size_t bytes, int root) {
+  Shares sends(static_cast<size_t>(group.size())), receives(sends.size());
+  for (size_t rank = 0; group.rank() == root && rank < inputs.size(); ++rank)
+    sends[rank] = {const_cast<std::byte*>(inputs[rank]), bytes};
+  receives[static_cast<size_t>(root)] = {output, bytes};
+  return std::make_unique<Exchange>(group, std::move(sends), std::move(receives), bytes);
 }
 
 std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
@@ -480,6 +487,15 @@ std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
                                           size_t count, DataType type, ReduceKernel kernel) {
   return std::make_unique<ReduceScatter>(group, std::move(inputs), output, count, size_of(type),
                                          kernel);
+}
+
+std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group, const Region& region,
+                                          size_t offset, std::byte* output, size_t count,
+                                          DataType type, ReduceKernel kernel) {
+  const size_t mine = offset + static_cast<size_t>(group.rank()) * count * size_of(type);
+  std::vector<const void*> sources;
+  for (int rank = 0; rank < group.size(); ++rank) sources.push_back(region.part(rank) + mine);
+  return std::make_unique<ReduceScatterInPlace>(std::move(sources), output, count, kernel);
 }
 
 std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,

@@ -51,12 +51,20 @@ std::unique_ptr<Plan> broadcast_plan(const SharedGroup& group, std::byte* data, 
 std::unique_ptr<Plan> all_gather_plan(const SharedGroup& group, const std::byte* input,
                                       size_t bytes, std::vector<std::byte*> outputs);
 /// `inputs`: one for each rank, `bytes` each. Empty on all but the root.
-std::unique_ptr<Plan> scatter_plan(const SharedGroup& group, std::vector<const std::byte*> inputs,
-                                   std::byte* output, size_t bytes, int root);
+std::unique_ptr<Plan> scatter_plan(const SharedGroup& group,
+                                   const std::vector<const std::byte*>& inputs, std::byte* output,
+                                   size_t bytes, int root);
 /// `inputs`: one for each rank, `count` elements each.
 std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group,
                                           std::vector<const std::byte*> inputs, std::byte* output,
                                           size_t count, DataType type, ReduceKernel kernel);
+/// The same of data that lies in a region. At `offset` of every rank's part there are `count`
+/// elements for each rank, one rank's after the other's. Each rank reduces its own of all parts
+/// into `output`, outside of the region. Nothing is copied. When the call is finished, all ranks
+/// have read, and the data may be overwritten.
+std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group, const Region& region,
+                                          size_t offset, std::byte* output, size_t count,
+                                          DataType type, ReduceKernel kernel);
 /// `sends[r]` goes to rank r. What comes from it goes into `receives[r]`. Throws what
 /// `SharedGroup::differ` throws when two ranks do not agree on how much passes between them.
 std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,

@@ -134,7 +134,7 @@ TEST_P(Plans, ReducesInARegionWhereTheDataLies) {
   const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
                         [&] { return told.get(); }};
   on_all_ranks(world, size, [&](int rank, SharedGroup& group) {
-    const Region region({rank, size, kOffset + kCount * 4, kLimit, "0", {}}, meeting);
+    const Region region({rank, size, kLimit, "0", {}}, kOffset + kCount * 4, meeting);
     auto* numbers = reinterpret_cast<int32_t*>(region.mine() + kOffset);
     for (int round = 0; round < 20; ++round) {
       for (size_t i = 0; i < kCount; ++i)

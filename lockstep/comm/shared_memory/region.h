@@ -1,38 +1,23 @@
 #pragma once
 
-#include <chrono>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/memory.h"
-#include "lockstep/comm/shared_memory/segment.h"
 
 namespace lockstep::shm {
-
-struct RegionOptions {
-  int rank = 0;
-  int size = 1;
-  size_t bytes = 0;                            ///< Of each rank's part.
-  std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
-  std::string group = "0";                     ///< For messages.
-  /// Called again and again with the ranks that are waited for. May throw.
-  std::function<void(const std::vector<int>& ranks)> look = {};
-};
 
 /// Memory of which every rank of a group has a part of its own and sees the others'. What lies in
 /// it can be reduced where it lies. Zeroed.
 class Region {
  public:
-  /// Blocks until all have come. `meeting.ask` may return nothing for as long as rank 0 has not
-  /// told. Throws what Segment and `look` throw.
-  Region(const RegionOptions& options, const Meeting& meeting);
+  /// `bytes`: of each rank's part. Blocks until all have come. Throws what SharedMemory throws.
+  Region(const MeetingOptions& options, size_t bytes, const Meeting& meeting);
 
-  std::byte* part(int rank) const { return mapping_.data() + static_cast<size_t>(rank) * stride_; }
+  std::byte* part(int rank) const { return memory_.data() + static_cast<size_t>(rank) * stride_; }
   std::byte* mine() const { return part(rank_); }
   size_t bytes() const { return bytes_; }
 
@@ -40,7 +25,7 @@ class Region {
   int rank_;
   size_t bytes_;
   size_t stride_;
-  Mapping mapping_;
+  SharedMemory memory_;
 };
 
 /// A place in a region, the same for all ranks: `offset` bytes into everyone's part.

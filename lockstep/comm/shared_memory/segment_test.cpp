@@ -1,87 +1,41 @@
 #include "lockstep/comm/shared_memory/segment.h"
 
+#include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
-
+#include <future>
 #include <string>
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/process_identity.h"
 #include "tests/support/file_limit.h"
-#include "tests/support/pipe.h"
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
 namespace segment_test {
 
 using test::FileLimit;
+using test::in_child;
 using test::Outcome;
 using test::outcome_of;
-using test_process::Pipe;
-using Clock = std::chrono::steady_clock;
+using ::testing::HasSubstr;
 
-SegmentOptions options_of(int rank) {
+SegmentOptions options_of(int rank, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
   SegmentOptions options;
   options.rank = rank;
   options.size = 2;
-  options.timeout = std::chrono::seconds(20);
+  options.timeout = timeout;
   return options;
 }
 
-/// Rank 1 in a process of its own, which has forked a child that starts no other program.
-class ForkedRank {
- public:
-  ForkedRank() {
-    pid_ = fork();
-    if (pid_ != 0) return;
-    ends_rank_.write.reset();
-    ends_child_.write.reset();
-    const Segment segment(options_of(1), {{}, [this] { return name_.text(); }});
-    if (fork() == 0) {
-      forked_.tell(
-          "forked");  // It, and not its parent: by then it has closed what it must not keep.
-      ends_child_.text();
-      _exit(0);
-    }
-    ends_rank_.text();
-    _exit(0);
-  }
-  ~ForkedRank() {
-    end();
-    ends_child_.write.reset();
-  }
-  ForkedRank(const ForkedRank&) = delete;
-  ForkedRank& operator=(const ForkedRank&) = delete;
-
-  Meeting meeting() const {
-    return {[this](const std::string& name) { name_.tell(name); }, {}};
-  }
-  void wait_until_forked() const { EXPECT_EQ(forked_.text(), "forked"); }
-  /// Its child lives on.
-  void end() {
-    ends_rank_.write.reset();
-    if (pid_ > 0) waitpid(pid_, nullptr, 0);
-    pid_ = -1;
-  }
-
- private:
-  Pipe name_, forked_, ends_rank_, ends_child_;
-  pid_t pid_ = -1;
-};
-
-TEST(Segment, ARankOfAnotherNamespaceHasEndedThoughItsForkedChildLives) {
-  ForkedRank other;
-  const Segment segment(options_of(0), other.meeting());
-  other.wait_until_forked();
-  auto& record = segment.record(1);
-  store_text(record.identity, "another namespace");
-  EXPECT_EQ(record.locked, 1U);
-  EXPECT_FALSE(segment.has_ended(1));
-  other.end();
-  EXPECT_TRUE(segment.has_ended(1));
+/// Rank 1 is told this.
+Outcome joins(const std::string& told) {
+  return outcome_of([&] { Segment(options_of(1), {{}, [&] { return told; }}); });
 }
 
 TEST(Segment, WhoIsWaitedForIsLookedAfter) {
@@ -94,14 +48,69 @@ TEST(Segment, WhoIsWaitedForIsLookedAfter) {
   EXPECT_THROW(Segment(options, meeting), PeerLostError);
 }
 
-TEST(Segment, WithoutADescriptorForItsLockItSaysSo) {
-  const FileLimit the_memory_only(1);
-  try {
-    Segment(options_of(0), {});
-    ADD_FAILURE() << "made without a lock";
-  } catch (const SystemError& error) {
-    EXPECT_EQ(error.errno_value(), EMFILE) << error.what();
+TEST(Segment, TheTimeOutEndsBothSides) {
+  const std::chrono::milliseconds soon(50);
+  const Meeting alone{[](const std::string&) {}, [] { return std::string(); }};
+  const Outcome first = outcome_of([&] { Segment(options_of(0, soon), alone); });
+  EXPECT_TRUE(first.is<TimeoutError>()) << first.text();
+  EXPECT_THAT(first.text(), HasSubstr("rank 1 did not come"));
+  EXPECT_TRUE(outcome_of([&] { Segment(options_of(1, soon), alone); }).is<TimeoutError>());
+}
+
+TEST(Segment, OnlyTheMemoryOfRankZeroIsTaken) {
+  EXPECT_TRUE(joins("none").is<CommError>());
+  EXPECT_TRUE(joins("3 another namespace").is<UsageError>());
+  const UniqueFd other(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  EXPECT_TRUE(joins(std::to_string(other.get()) + " " + process_identity()).is<CommError>());
+  EXPECT_TRUE(joins("9999 " + process_identity()).is<PeerLostError>());
+}
+
+TEST(Segment, WithoutADescriptorItSaysSo) {
+  std::promise<std::string> name;
+  std::thread first([&] {
+    const Outcome outcome = outcome_of([&] {
+      Segment(options_of(0, std::chrono::milliseconds(200)),
+              {[&](const std::string& told) { name.set_value(told); }, {}});
+    });
+    EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
+  });
+  const std::string told = name.get_future().get();
+  {
+    const FileLimit none(0);
+    try {
+      Segment(options_of(1), {{}, [&] { return told; }});
+      ADD_FAILURE() << "joined without a descriptor";
+    } catch (const SystemError& error) {
+      EXPECT_EQ(error.errno_value(), EMFILE) << error.what();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+    EXPECT_TRUE(outcome_of([] { Segment(options_of(0), {}); }).is<SystemError>());
   }
+  first.join();
+}
+
+TEST(Segment, OtherUsersAreRefused) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs the right to become another user";
+  const std::string refused = in_child([] {
+    const UniqueFd memory = make_memory(4096, 0);
+    const std::string told = std::to_string(memory.get()) + " " + process_identity();
+    const std::string error = in_child([&] {
+      if (setresuid(65533, 65533, 65533) == 0) Segment(options_of(1), {{}, [&] { return told; }});
+    });
+    throw Error(error);
+  });
+  EXPECT_THAT(refused, HasSubstr("runs as another user"));
+}
+
+TEST(Mapping, IsOfWholeMemoryThatNobodyCanShorten) {
+  const UniqueFd memory = make_memory(8192, 0);
+  EXPECT_NE(Mapping(memory.get(), 8192).data(), nullptr);
+  EXPECT_THROW(Mapping(memory.get(), 4096), CommError);
+  EXPECT_THROW(Mapping(memory.get(), 16384), CommError);
+  const UniqueFd unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(ftruncate(unsealed.get(), 8192), 0);
+  EXPECT_THROW(Mapping(unsealed.get(), 8192), CommError);
 }
 
 }  // namespace segment_test

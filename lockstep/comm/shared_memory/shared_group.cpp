@@ -6,6 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/deadline.h"
 #include "lockstep/comm/shared_memory/futex.h"
 
 namespace lockstep::shm {
@@ -13,11 +14,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How long a wait sleeps before it looks who is alive: a look reads a file of /proc a rank.
-constexpr std::chrono::milliseconds kSlice{20};
-/// A wait that wakes so much later stood still, perhaps with its whole machine. That counts for
-/// nobody's lateness.
-constexpr std::chrono::seconds kStandstill{1};
 /// Who writes on the board and dies over it leaves it unfinished.
 constexpr std::chrono::milliseconds kWriting{100};
 
@@ -66,19 +62,17 @@ void SharedGroup::await_as_caller(const Call& call, std::chrono::milliseconds ti
 
 void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeout) {
   auto& barrier = segment_.header().barrier;
-  auto last = Clock::now();
-  auto deadline = last + timeout;
-  auto look = last + kSlice;
+  Deadline deadline(timeout);
+  auto look = Clock::now() + kSlice;
   while (!barrier.reached(step_, size())) {
     if (failed()) throw_if_failed(call.text(), members(missing(), Failure::Kind::late));
     barrier.sleep(step_, size(), kSlice);
+    const bool is_late = deadline.passed();
     const auto now = Clock::now();
-    if (now - last > kStandstill) deadline += now - last;
-    last = now;
     if (now < look) continue;
     look = now + kSlice;
     const std::vector<int> absent = missing();
-    if (absent.empty() || notice_lost(absent) || now < deadline) continue;
+    if (absent.empty() || notice_lost(absent) || !is_late) continue;
     fail(late(absent, timeout));
   }
 }

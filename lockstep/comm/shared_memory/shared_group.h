@@ -22,11 +22,14 @@ class Call {
   virtual ~Call() = default;
   /// Equal on all ranks whose calls fit together.
   virtual uint64_t hash() const = 0;
-  /// The whole, for the others to compare; at most a slot.
-  virtual std::string encoded() const = 0;
+  /// The whole, for the others to compare; at most a slot. Messages have none.
+  virtual std::string encoded() const { return {}; }
   /// "all_reduce(sum) of float32 [4], collective 7 of group '0',"
   virtual std::string text() const = 0;
 };
+
+/// How long a wait sleeps before it looks who is alive: a look reads a file of /proc a rank.
+inline constexpr std::chrono::milliseconds kSlice{20};
 
 /// What waits for a call: its caller, which has nothing else to do, or the group's thread.
 enum class Waiter : uint8_t { caller, thread };

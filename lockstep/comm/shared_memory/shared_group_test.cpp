@@ -52,7 +52,6 @@ std::array<std::chrono::nanoseconds, 2> spins_when_bound_to(std::array<int, 2> p
 
 struct SomeCall : Call {
   uint64_t hash() const override { return 7; }
-  std::string encoded() const override { return {}; }
   std::string text() const override { return "barrier"; }
 };
 

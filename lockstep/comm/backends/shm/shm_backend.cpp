@@ -10,7 +10,6 @@
 #include "lockstep/comm/backends/shm/shm_message_work.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/shared_memory/processors.h"
-#include "lockstep/comm/shared_memory/region_plans.h"
 
 namespace lockstep::shm {
 namespace {
@@ -205,9 +204,9 @@ std::shared_ptr<const Region> ShmBackend::make_region(size_t part_bytes, const s
   meeting.ask = [this, key] {
     return store_->check({key}) ? store_->get_to_str(key) : std::string();
   };
-  RegionOptions wish{getRank(), getSize(), part_bytes, timeout(), names()->group};
+  MeetingOptions wish{getRank(), getSize(), timeout(), names()->group};
   wish.look = [&](const std::vector<int>& ranks) { group_.look_after(ranks, asked); };
-  return std::make_shared<const Region>(wish, meeting);
+  return std::make_shared<const Region>(wish, part_bytes, meeting);
 }
 
 ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& tensor, int peer,
@@ -215,7 +214,7 @@ ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& t
   auto work = c10::make_intrusive<ShmMessageWork>(
       getRank(), message_request(operation, tensor, peer), names());
   record(*work);
-  work->begin(messages_, tag);
+  work->begin(messages_, queue_, tag);
   return work;
 }
 
@@ -237,8 +236,8 @@ void ShmBackend::abort() {
 }
 
 void ShmBackend::shutdown() {
+  messages_.close();  // First: callbacks of what fails run in the queue's threads.
   queue_.close();
-  messages_.close();
   // After a failure it is not the loop's end.
   group_.leave(steps_ && !group_.failed() ? steps_->load() : 0);
 }

@@ -1,18 +1,14 @@
 // What the callbacks of a call's future may do: in ranks that are threads.
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>
 #include <barrier>
-#include <system_error>
 #include <thread>
 
 #include "lockstep/base/error.h"
 #include "tests/support/message_of.h"
-#include "tests/support/page_faults.h"
-#include "tests/support/refuse_threads.h"
 #include "tests/support/run_shm.h"
 #include "tests/support/test_wait.h"
 #include "tests/support/whole_numbers.h"
@@ -22,7 +18,6 @@ namespace shm_callbacks_test {
 
 using test::expect_ok;
 using test::expect_same;
-using test::refuse_threads;
 using test::run_shm;
 using test_wait::wait_until;
 using Tensors = std::vector<at::Tensor>;
@@ -55,7 +50,6 @@ class Collectives {
       // This rank is late: the other one's call is left to the thread.
       std::atomic<bool>& begun = begun_[static_cast<size_t>(round)];
       if (round % 2 == rank) wait_until([&] { return begun.load(); }, "the other rank");
-      if (!async_) begun = true;
       auto work = shm.allreduce(first, {});
       auto other = begun_before_ ? shm.allreduce(second, {}) : nullptr;
       auto after = work->getFuture()->then(
@@ -70,13 +64,10 @@ class Collectives {
       expect_same(second[0], at::full({3}, 2.0), "second");
     }
   }
-  /// The calls may block until the other rank's have come.
-  void expect_blocking() { async_ = false; }
 
  private:
   static constexpr int kRounds = 40;
   const bool by_future_, begun_before_;
-  bool async_ = true;
   std::array<std::atomic<bool>, kRounds> begun_{};  ///< By any rank.
 };
 
@@ -196,30 +187,6 @@ TEST(ShmCallbacks, ACallbackMayDestroyAnotherGroup) {
     after->waitAndThrow();
     EXPECT_THROW(unmet->wait(), CommError);
   }));
-}
-
-TEST(ShmCallbacks, WhereNoThreadCanBeStartedCollectivesBlockAndMessagesFail) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
-#endif
-  const int failures = test::in_another_process([] {
-    std::barrier together(2);
-    std::array<Collectives, 4> tests{{{false, false}, {false, true}, {true, false}, {true, true}}};
-    for (Collectives& test : tests) test.expect_blocking();
-    expect_ok(run_shm(2, [&](int rank, c10d::Backend& shm, const auto&) {
-      Tensors tensors{at::ones({3})};
-      shm.allreduce(tensors, {})->wait();
-      at::set_num_threads(1);  // OpenMP ends a process in which it can start no thread.
-      together.arrive_and_wait();
-      if (rank == 0) refuse_threads();
-      together.arrive_and_wait();
-      EXPECT_THROW(std::thread([] {}).join(), std::system_error);
-      for (Collectives& test : tests) test.run(rank, shm);
-      EXPECT_TRUE(test::is_plain_comm_error([&] { shm.recv(tensors, 1 - rank, 1)->wait(); }));
-    }));
-    return ::testing::Test::HasFailure() ? 1 : 0;
-  });
-  EXPECT_EQ(failures, 0);
 }
 
 }  // namespace shm_callbacks_test

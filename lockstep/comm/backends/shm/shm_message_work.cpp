@@ -6,6 +6,8 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::chrono::hours kNoLimit{24 * 365};
+/// Of a message's hash; the others are the number of elements.
+constexpr int kDtypeBits = 8;
 
 /// What a send or a receive says of itself. It owns the memory that is sent or received into: the
 /// message holds it until it is done, also when the program has dropped the work.
@@ -20,10 +22,9 @@ class MessageText : public Call {
     signature_.outputs = signatures_of(request.outputs);
   }
   uint64_t hash() const override {
-    return static_cast<uint64_t>(memory_.numel()) << 8 |
+    return static_cast<uint64_t>(memory_.numel()) << kDtypeBits |
            static_cast<uint64_t>(memory_.scalar_type());
   }
-  std::string encoded() const override { return encode(signature_); }
   std::string text() const override {
     return describe(signature_, names_->ranks) + " with tag " + std::to_string(tag_) +
            " of group '" + names_->group + "'";
@@ -39,16 +40,24 @@ class MessageText : public Call {
 }  // namespace
 
 std::string judge_messages(const Disagreement& met, const backends::GroupNames& names) {
-  if (met.send.empty() || met.recv.empty()) return {};
-  CallSignature send = decode(met.send), recv = decode(met.recv);
-  send.sequence = recv.sequence = met.number;
+  const auto tensor = [](const Disagreement::Side& side) {
+    return TensorSignature{static_cast<c10::ScalarType>(side.hash & ((1 << kDtypeBits) - 1)),
+                           {static_cast<int64_t>(side.hash >> kDtypeBits)}};
+  };
+  CallSignature send, recv;
+  send.operation = Operation::send;
+  send.root = met.receiver;
+  send.inputs = {tensor(met.send)};
   recv.operation = Operation::recv;
   recv.root = met.sender;
+  recv.outputs = {tensor(met.recv)};
+  send.sequence = recv.sequence = met.number;
   return find_p2p_mismatch(send, met.sender, recv, met.receiver, met.tag, names.ranks, names.group)
-      .value_or(std::string());
+      .value_or("a send and its receive differ");
 }
 
-void ShmMessageWork::begin(Messages& messages, int tag) {
+void ShmMessageWork::begin(Messages& messages, backends::CallQueue& queue, int tag) {
+  queue_ = &queue;
   const bool sends = request().operation == Operation::send;
   const at::Tensor& tensor = (sends ? request().inputs : request().outputs)[0];
   const at::Tensor memory = sends ? given(tensor) : taken(tensor, false);
@@ -67,8 +76,9 @@ void ShmMessageWork::begin(Messages& messages, int tag) {
 void ShmMessageWork::watch() {
   if (watched_.exchange(true)) return;
   const auto self = c10::intrusive_ptr<ShmMessageWork>::unsafe_reclaim_from_nonowning(this);
-  message_->then([self] { return self->end(self->message_->error()); },
-                 [self] { self->run_callbacks(); });
+  message_->then([self] {
+    if (self->end(self->message_->error())) self->queue_->call_back(self);
+  });
 }
 
 bool ShmMessageWork::wait(std::chrono::milliseconds timeout) {

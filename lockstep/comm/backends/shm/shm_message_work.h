@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "lockstep/comm/backends/tensor_work.h"
+#include "lockstep/comm/backends/call_queue.h"
 #include "lockstep/comm/shared_memory/messages.h"
 
 namespace lockstep::shm {
@@ -14,8 +14,9 @@ std::string judge_messages(const Disagreement& disagreement, const backends::Gro
 class ShmMessageWork final : public backends::TensorWork {
  public:
   using TensorWork::TensorWork;
-  /// Once: posts the message.
-  void begin(Messages& messages, int tag);
+  /// Once: posts the message. The future's callbacks run in a thread of `queue`, which must outlive
+  /// `messages`.
+  void begin(Messages& messages, backends::CallQueue& queue, int tag);
 
   bool isCompleted() override { return copied_ ? TensorWork::isCompleted() : message_->done(); }
   bool isSuccess() const override {
@@ -31,6 +32,7 @@ class ShmMessageWork final : public backends::TensorWork {
  private:
   void watch();
 
+  backends::CallQueue* queue_ = nullptr;
   MessagePtr message_;
   bool copied_ = false;  ///< The caller's tensor gets its values when this work completes.
   std::atomic<bool> watched_{false};  ///< The message's end completes this work.
