@@ -11,8 +11,6 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kHostsBackend = "LOCKSTEP_HOSTS_BACKEND";
-
 std::optional<std::string> one_of(const std::string& name, const char* kind,
                                   const std::vector<std::string>& known) {
   const auto text = env_string(name);
@@ -42,22 +40,10 @@ std::optional<std::string> log_level_setting() {
   return one_of("LOCKSTEP_LOG_LEVEL", "level", {"debug", "info", "warning", "error", "quiet"});
 }
 
-std::optional<std::string> hosts_backend_setting() {
-  const auto text = env_string(kHostsBackend);
-  if (text && (*text == "hierarchical" || *text == "shm" || *text == "nccl")) {
-    throw UsageError("environment variable " + std::string(kHostsBackend) + "='" + *text +
-                         "': it does not join CPU tensors between hosts",
-                     "leave it unset for gloo; for CUDA tensors use --backend nccl, which knows "
-                     "hosts by itself");
-  }
-  return one_of(kHostsBackend, "backend", {"gloo", "mpi"});
-}
-
 void check_settings() {
   timeout_setting();
   debug_setting();
   log_level_setting();
-  hosts_backend_setting();
 }
 
 }  // namespace lockstep

@@ -16,8 +16,6 @@ std::optional<std::chrono::milliseconds> timeout_setting();
 std::optional<std::string> debug_setting();
 /// LOCKSTEP_LOG_LEVEL: debug, info, warning, error or quiet.
 std::optional<std::string> log_level_setting();
-/// LOCKSTEP_HOSTS_BACKEND: gloo or mpi.
-std::optional<std::string> hosts_backend_setting();
 
 /// Reads them all. Who starts several ranks calls it first, so that a mistake is said once and not
 /// by every rank.

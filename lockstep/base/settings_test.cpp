@@ -14,8 +14,7 @@ namespace settings_test {
 
 using std::chrono::milliseconds;
 
-constexpr const char* kNames[] = {"LOCKSTEP_TIMEOUT", "LOCKSTEP_DEBUG", "LOCKSTEP_LOG_LEVEL",
-                                  "LOCKSTEP_HOSTS_BACKEND"};
+constexpr const char* kNames[] = {"LOCKSTEP_TIMEOUT", "LOCKSTEP_DEBUG", "LOCKSTEP_LOG_LEVEL"};
 
 class Settings : public testing::Test {
  protected:
@@ -41,19 +40,16 @@ TEST_F(Settings, UnsetAndEmptyAreNone) {
   EXPECT_FALSE(timeout_setting());
   EXPECT_FALSE(debug_setting());
   EXPECT_FALSE(log_level_setting());
-  EXPECT_FALSE(hosts_backend_setting());
 }
 
 TEST_F(Settings, GoodOnesAreRead) {
   setenv("LOCKSTEP_TIMEOUT", "2.5", 1);
   setenv("LOCKSTEP_DEBUG", "DETAIL", 1);
   setenv("LOCKSTEP_LOG_LEVEL", "warning", 1);
-  setenv("LOCKSTEP_HOSTS_BACKEND", "mpi", 1);
   EXPECT_NO_THROW(check_settings());
   EXPECT_EQ(timeout_setting(), milliseconds(2500));
   EXPECT_EQ(debug_setting(), "detail");
   EXPECT_EQ(log_level_setting(), "warning");
-  EXPECT_EQ(hosts_backend_setting(), "mpi");
 }
 
 TEST_F(Settings, BadOnesAreNamedWithWhatWasExpected) {
@@ -65,9 +61,7 @@ TEST_F(Settings, BadOnesAreNamedWithWhatWasExpected) {
   for (const auto& [name, value, says] :
        {std::array{"LOCKSTEP_DEBUG", "detial", "did you mean 'detail'"},
         std::array{"LOCKSTEP_LOG_LEVEL", "warn", "did you mean 'warning'"},
-        std::array{"LOCKSTEP_LOG_LEVEL", "7", "it takes debug, info, warning, error, quiet"},
-        std::array{"LOCKSTEP_HOSTS_BACKEND", "gluo", "did you mean 'gloo'"},
-        std::array{"LOCKSTEP_HOSTS_BACKEND", "shm", "does not join CPU tensors"}}) {
+        std::array{"LOCKSTEP_LOG_LEVEL", "7", "it takes debug, info, warning, error, quiet"}}) {
     EXPECT_THAT(refusal(name, value),
                 testing::AllOf(testing::HasSubstr(name), testing::HasSubstr(says)));
   }

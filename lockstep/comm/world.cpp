@@ -144,24 +144,22 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells,
 /// What a rank says of itself before the group is formed.
 struct Vote {
   std::string asked;  ///< The backend it was told to use, or auto.
-  std::string hosts;  ///< What joins hosts below `hierarchical`.
   std::string kind;   ///< nccl where `auto` found a device, else cpu.
   std::string place;
 
-  std::string encoded() const { return asked + " " + hosts + " " + kind + " " + place; }
+  std::string encoded() const { return asked + " " + kind + " " + place; }
   static Vote decode(const std::string& text) {
     const auto words = split(text, ' ');
-    if (words.size() < 3) return {text, {}, {}, {}};
-    const size_t length = words[0].size() + words[1].size() + words[2].size() + 3;
-    return {words[0], words[1], words[2], text.substr(std::min(length, text.size()))};
+    if (words.size() < 2) return {text, {}, {}};
+    const size_t length = words[0].size() + words[1].size() + 2;
+    return {words[0], words[1], text.substr(std::min(length, text.size()))};
   }
 };
 
 Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
   const bool cuda = options.backend == "auto" && !options.cpu_only &&
                     backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
-  return {options.backend, hierarchical::between_hosts(), cuda ? "nccl" : "cpu",
-          shared_memory_place()};
+  return {options.backend, cuda ? "nccl" : "cpu", shared_memory_place()};
 }
 
 /// By rank; where not `all` are known to be there, those that are.
@@ -221,10 +219,7 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
                               options.backend + "', but Python's ranks are of the job",
                           "use --backend gloo, or auto, which takes it then");
   }
-  const std::string backend = automatic ? choose_from(votes) : options.backend;
-  if (backend == "hierarchical")
-    expect_alike(votes, &Vote::hosts, "LOCKSTEP_HOSTS_BACKEND", "set it alike on all hosts");
-  return backend;
+  return automatic ? choose_from(votes) : options.backend;
 }
 
 constexpr const char* kGenerations = "generation/";

@@ -275,8 +275,7 @@ class Surroundings(BadInput):
                                   ("LOCKSTEP_TIMEOUT", "1e10", "from 0.001 to 1000000 seconds"),
                                   ("LOCKSTEP_TIMEOUT", "inf", "from 0.001 to 1000000 seconds"),
                                   ("LOCKSTEP_DEBUG", "detial", "LOCKSTEP_DEBUG: unknown level 'detial'"),
-                                  ("LOCKSTEP_LOG_LEVEL", "warn", "LOCKSTEP_LOG_LEVEL: unknown level 'warn'"),
-                                  ("LOCKSTEP_HOSTS_BACKEND", "gluo", "LOCKSTEP_HOSTS_BACKEND: unknown backend 'gluo'")):
+                                  ("LOCKSTEP_LOG_LEVEL", "warn", "LOCKSTEP_LOG_LEVEL: unknown level 'warn'")):
             for command in (("train", *self.SHORT, "--devices", 3), ("run", "--nproc-per-node", 3, t.LOCKSTEP, "train")):
                 result = self.refuse(command, 2, f"lockstep: error: environment variable {name}", says,
                                      env=t.clean_environment(**{name: value}))

@@ -36,12 +36,8 @@ struct BackendTraits {
   /// A collective may miss that a rank has died, and wait on. Waits may be cut short unharmed, but
   /// not those for reduce_scatter, which do not keep to their time-out.
   bool misses_deaths = false;
-  /// A wait that runs into its own time-out breaks the connection. Work::abort ends it unharmed.
-  bool ends_waits_by_abort = false;
   /// Its ranks connect to each other one by one. None may leave before all have done so.
   bool connects_one_by_one = false;
-  /// Its ranks start it on all of the job's ranks or on none.
-  bool starts_everywhere = false;
   /// Its tensors are of a CUDA device of the rank's own.
   bool on_cuda = false;
   /// Takes tensors of CUDA devices beside those of the CPU.

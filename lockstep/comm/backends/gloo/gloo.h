@@ -7,7 +7,6 @@ namespace lockstep::gloo {
 inline constexpr BackendTraits kTraits{.needs_comparison = true,
                                        .tells_only_waiters = true,
                                        .misses_deaths = true,
-                                       .ends_waits_by_abort = true,
                                        .connects_one_by_one = true,
                                        .takes_cuda = true};
 

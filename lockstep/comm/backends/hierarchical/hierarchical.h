@@ -13,13 +13,10 @@ inline constexpr BackendTraits kTraits{.takes_strided = true,
 BackendInfo info();
 /// A backend for ranks on several hosts, some of them on one: see HierarchicalBackend. Where all
 /// ranks share a host it is the backend shm itself. Where each has a host of its own it is the
-/// backend between hosts.
+/// backend gloo.
 MadeBackend make(const BackendOptions& options);
 
 /// Where this rank runs: shared_memory_place, unless the options say it.
 std::string place_of(const BackendOptions& options);
-/// By what the leaders of hosts talk: LOCKSTEP_HOSTS_BACKEND, else gloo. Throws UsageError for one
-/// that does not join CPU tensors of several hosts.
-std::string between_hosts();
 
 }  // namespace lockstep::hierarchical

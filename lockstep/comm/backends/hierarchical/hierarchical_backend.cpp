@@ -3,12 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
-#include "lockstep/comm/backends/hierarchical/staged_work.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -30,6 +30,45 @@ class HierarchicalWork final : public TensorWork {
 
  private:
   std::vector<Body> bodies_;
+};
+
+/// A receive in the flat group, on a copy of a tensor that Gloo does not take. Gloo tells of a
+/// message's end only to the one who waits for it, so what sees the end first writes the result.
+class StagedWork final : public TensorWork {
+ public:
+  using TensorWork::TensorWork;
+  void end_with(c10::intrusive_ptr<c10d::Work> inner) { inner_ = std::move(inner); }
+
+  bool isCompleted() override {
+    if (inner_->isCompleted()) finish();
+    return TensorWork::isCompleted();
+  }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  void abort() override { inner_->abort(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    try {
+      if (!inner_->wait(timeout)) return false;
+    } catch (...) {
+      isCompleted();
+      throw;
+    }
+    finish();
+    return TensorWork::wait(timeout);
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto self = c10::intrusive_ptr<StagedWork>::unsafe_reclaim_from_nonowning(this);
+    auto future = TensorWork::getFuture();
+    inner_->getFuture()->addCallback([self](c10::ivalue::Future&) { self->finish(); });
+    return future;
+  }
+
+ private:
+  void finish() {
+    std::call_once(once_, [this] { complete(inner_->exception()); });
+  }
+
+  c10::intrusive_ptr<c10d::Work> inner_;
+  std::once_flag once_;
 };
 
 HierarchicalWork& own(TensorWork& work) {
@@ -199,36 +238,46 @@ void HierarchicalBackend::add_reduce(TensorWork& work, const at::Tensor& data,
 
 void HierarchicalBackend::add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs,
                                      int root) {
-  own(work).add([input, outputs = std::move(outputs), root](Hierarchy& hierarchy) {
-    hierarchical::gather(hierarchy, bytes_of(input), input.nbytes(), outputs, root);
+  own(work).add([this, input, outputs = std::move(outputs), root](Hierarchy& hierarchy) {
+    hierarchical::gather(hierarchy, *flat_, bytes_of(input), input.nbytes(), outputs, root);
   });
 }
 
 void HierarchicalBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                                       int root) {
-  own(work).add([inputs = std::move(inputs), output, root](Hierarchy& hierarchy) {
-    hierarchical::scatter(hierarchy, inputs, bytes_of(output), output.nbytes(), root);
+  own(work).add([this, inputs = std::move(inputs), output, root](Hierarchy& hierarchy) {
+    hierarchical::scatter(hierarchy, *flat_, inputs, bytes_of(output), output.nbytes(), root);
   });
 }
 
 void HierarchicalBackend::add_all_to_all(TensorWork& work, at::ScalarType, backends::Shares sends,
                                          backends::Shares receives) {
-  own(work).add([sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
-    hierarchical::all_to_all(hierarchy, sends, receives);
-  });
+  own(work).add(
+      [this, sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
+        hierarchical::all_to_all(hierarchy, *flat_, sends, receives);
+      });
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
                                                           const at::Tensor& tensor, int peer,
                                                           int tag) {
+  // Outside of autograd.
+  const auto plain = [](const at::Tensor& one) {
+    return Tensors{one.requires_grad() ? one.detach() : one};
+  };
+  auto work =
+      c10::make_intrusive<StagedWork>(getRank(), message_request(operation, tensor, peer), names());
   if (operation == Operation::send) {
-    Tensors data{Staging::given(tensor)};
+    Tensors data = plain(work->given(tensor));
     return flat_->send(data, peer, tag);
   }
-  Staging staging(operation);
-  Tensors data{staging.taken(tensor)};
-  return staging.work(operation == Operation::recv ? flat_->recv(data, peer, tag)
-                                                   : flat_->recvAnysource(data, tag));
+  const at::Tensor memory = work->taken(tensor, false);
+  Tensors data = plain(memory);
+  auto inner =
+      operation == Operation::recv ? flat_->recv(data, peer, tag) : flat_->recvAnysource(data, tag);
+  if (memory.is_same(tensor)) return inner;
+  work->end_with(std::move(inner));
+  return work;
 }
 
 void HierarchicalBackend::abort() {

@@ -265,7 +265,7 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsAGather) {
 TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWasLost) {
   for (const bool lost : {false, true}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
-    std::unique_ptr<Lifeline> lifeline;
+    std::unique_ptr<HostLinks> links;
     auto outcomes = test::run_ranks(3, [&](int rank) {
       const auto options = options_of(store, "aab", rank, std::chrono::milliseconds(1'500));
       if (rank < 2) {
@@ -273,12 +273,12 @@ TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWas
         return;
       }
       meet(options);
-      Lifeline::Options line;
-      line.store = c10::make_intrusive<c10d::PrefixStore>("lifeline", options.store);
-      line.host = 1;
-      line.names = {"host a", "host b"};
-      lifeline = std::make_unique<Lifeline>(line);
-      if (lost) lifeline.reset();
+      HostLinks::Options own;
+      own.store = c10::make_intrusive<c10d::PrefixStore>("links", options.store);
+      own.host = 1;
+      own.names = {"host a", "host b"};
+      links = std::make_unique<HostLinks>(own);
+      if (lost) links.reset();
     });
     EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].text();
     outcomes.pop_back();

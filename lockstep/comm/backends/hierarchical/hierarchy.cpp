@@ -1,5 +1,7 @@
 #include "lockstep/comm/backends/hierarchical/hierarchy.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -10,6 +12,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/tensor_work.h"
 #include "lockstep/comm/checks/call_signature.h"
@@ -27,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 /// when these are late it is the one to say who.
 constexpr milliseconds kSlack{4'000};
 /// How long a leader that lost another one, or waited for it in vain, looks for the cause that the
-/// ranks of that host tell. They notice their own dead within some 20 ms, and their own late at
+/// other host tells. The ranks there notice their own dead within some 20 ms, and their own late at
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
 /// the less sure cause, so the other waits longer.
 constexpr milliseconds kLatePatience{600}, kLostPatience{1'000};
@@ -71,29 +74,17 @@ shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layo
           [store] { return store->get_to_str("meeting"); }};
 }
 
-/// The backend between hosts, and each host's leader in it.
-struct Between {
-  MadeBackend made;
-  std::vector<int> leaders;
-};
-
-Between make_between(const BackendOptions& options, const HostLayout& layout) {
-  const HostsBackend& chosen = hosts_backend();
+/// The leaders' group over Gloo.
+c10::intrusive_ptr<c10d::Backend> make_between(const BackendOptions& options,
+                                               const HostLayout& layout) {
   BackendOptions between = options;
   between.store = part_of(options.store, "leaders");
   between.group_name = options.group_name + "/leaders";
-  if (chosen.traits.starts_everywhere) {
-    between.timeout = options.timeout + kSlack;
-    return {chosen.make(between), layout.leaders()};
-  }
-  if (!layout.leads()) return {};
   between.rank = layout.host;
   between.size = static_cast<int>(layout.hosts.size());
   between.look = look_of(options, layout.leaders());
   between.global_ranks = picked(names_of(options)->ranks, layout.leaders());
-  std::vector<int> leaders;
-  for (int host = 0; host < between.size; ++host) leaders.push_back(host);
-  return {chosen.make(between), leaders};
+  return gloo::make(between).backend;
 }
 
 }  // namespace
@@ -127,57 +118,59 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
       group_name_(options.group_name),
       steps_(options.steps),
       checks_(std::move(checks)),
-      first_failure_(checks_),
-      lifeline_(make_lifeline(options)),
+      links_(make_links(options)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
-  form_between(options);
-  seen_gone_.resize(static_cast<size_t>(group_.size()));
-  checks_->expect_to_be_told();
-  if (lifeline_)
-    lifeline_->watch([this](const Lifeline::Break& broken) { lost(broken); },
-                     [this] { look_around(); });
+  told_left_.resize(static_cast<size_t>(group_.size()));
+  if (layout_.leads()) form_between(options);
   // Last: the checks outlive a failed start.
   checks_->set_failure_callback([this] { return failure(); });
 }
 
-std::unique_ptr<Lifeline> Hierarchy::make_lifeline(const BackendOptions& options) const {
+std::unique_ptr<HostLinks> Hierarchy::make_links(const BackendOptions& options) const {
   if (!layout_.leads()) return nullptr;
-  Lifeline::Options lifeline;
-  lifeline.store = part_of(options.store, "lifeline");
-  lifeline.host = layout_.host;
+  HostLinks::Options links;
+  links.store = part_of(options.store, "links");
+  links.host = layout_.host;
   for (int host = 0; host < static_cast<int>(layout_.hosts.size()); ++host)
-    lifeline.names.push_back(describe({.ranks = {leader_of(host, {})}}));
+    links.names.push_back(describe({.ranks = {leader_of(host, {})}}));
   const std::string address = address_of_interface(options.interface);
-  lifeline.address = address.empty() ? options.address : address;
-  lifeline.timeout = options.timeout;
-  lifeline.look = look_of(options, layout_.leaders());
-  return std::make_unique<Lifeline>(std::move(lifeline));
+  links.address = address.empty() ? options.address : address;
+  links.timeout = options.timeout;
+  links.look = look_of(options, layout_.leaders());
+  return std::make_unique<HostLinks>(std::move(links));
 }
 
 void Hierarchy::form_between(const BackendOptions& options) {
   try {
-    Between between = make_between(options, layout_);
-    between_ = between.made.backend;
-    if (!layout_.leads()) return;
-    leaders_ = std::make_unique<Leaders>(between.made, std::move(between.leaders), first_failure_);
+    between_ = make_between(options, layout_);
+    leaders_ = std::make_unique<Leaders>(between_);
     frames_.resize(layout_.hosts.size());
-  } catch (const std::exception& error) {
-    const auto broken = lifeline_ ? lifeline_->broken() : std::nullopt;
-    if (!broken) throw;
-    const auto told = decode_failure(broken->last_words);
-    const Failure failure = told ? *told : how_lost(broken->host, broken->why);
+  } catch (const std::exception&) {
+    const std::string native = failure_text(std::current_exception());
+    watch_links();
+    const auto cause = await_failure(kLostPatience);
+    links_.reset();
+    if (!cause) throw;
     throw PeerLostError(group_.name(layout_.local) + ": forming group '" + group_name_ +
-                            "' failed: " + describe(failure) + " [" +
-                            failure_text(std::current_exception()) + "]",
-                        kPeerLostHint, failure);
+                            "' failed: " + describe(*cause) + " [" + native + "]",
+                        kPeerLostHint, *cause);
   }
+  watch_links();
+}
+
+void Hierarchy::watch_links() {
+  links_->watch({.failed = [this](const Failure& failure) { hear(failure); },
+                 .left = [this](const Failure& left) { left_elsewhere_.push_back(left); },
+                 .lost = [this](int host, const std::string& why) { hear(how_lost(host, why)); },
+                 .tick = [this] { look_around(); }});
 }
 
 Hierarchy::~Hierarchy() {
   checks_->set_failure_callback({});
   try {
-    if (lifeline_) lifeline_->break_off(last_words());
+    tell_failure();
+    links_.reset();
     if (between_) group_.failed() ? between_->abort() : between_->shutdown();
   } catch (const std::exception& error) {
     log_debug(std::string("closing the connections between hosts: ") + error.what());
@@ -186,10 +179,7 @@ Hierarchy::~Hierarchy() {
 
 void Hierarchy::run(const shm::Call& call, milliseconds timeout,
                     const std::function<void()>& body) {
-  struct Ends {
-    FirstFailure& failure;
-    ~Ends() { failure.set_call(0); }
-  } const ends{first_failure_};
+  const auto end = c10::make_scope_exit([this] { call_number_ = 0; });
   call_ = &call;
   timeout_ = timeout;
   first_step_ = true;
@@ -200,9 +190,10 @@ void Hierarchy::run(const shm::Call& call, milliseconds timeout,
     fail(failure);
   } catch (const MismatchError&) {
     throw;
-  } catch (const CommError&) {
-    // Told on this host by whoever noticed it; the other hosts are told by all who hear of it here.
-    if (const auto known = failure()) first_failure_.raise(*known, call.text());
+  } catch (const CommError& error) {
+    // Already on the board, unless it was the flat group's.
+    hear(error.failure());
+    tell_failure();
     throw;
   } catch (const std::exception& error) {
     abort(call.text() + " " + error.what());
@@ -226,11 +217,11 @@ void Hierarchy::run_local(shm::Plan& plan) {
   }
 }
 
-void Hierarchy::give_hash(SmallData* data) {
+void Hierarchy::give_hash(const SmallData* data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
-  first_failure_.set_call(static_cast<int64_t>(
-      group_.segment().record(layout_.local).calls.load(std::memory_order_relaxed)));
+  call_number_ = static_cast<int64_t>(
+      group_.segment().record(layout_.local).calls.load(std::memory_order_relaxed));
   step([&](std::byte* slot) {
     std::memcpy(slot, &hash, sizeof(hash));
     if (data) data->give(slot + sizeof(hash));
@@ -250,7 +241,7 @@ void Hierarchy::give_hash(SmallData* data) {
   mine.comparison = alike_ ? Frame::same : Frame::differs;
   if (data && alike_) data->join_ranks(ranks, mine.data.data());
   const auto* bytes = reinterpret_cast<const std::byte*>(&mine);
-  for (int host = 0; host < leaders_->hosts(); ++host) {
+  for (int host = 0; host < static_cast<int>(frames_.size()); ++host) {
     if (host == layout_.host) continue;
     auto* theirs = reinterpret_cast<std::byte*>(&frames_[static_cast<size_t>(host)]);
     receive(host, theirs, sizeof(Frame), frames_under_way_);
@@ -258,7 +249,7 @@ void Hierarchy::give_hash(SmallData* data) {
   }
 }
 
-void Hierarchy::await_frames(SmallData* data) {
+void Hierarchy::await_frames(const SmallData* data) {
   finish(frames_under_way_);
   const Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   std::vector<const std::byte*> hosts;
@@ -271,7 +262,7 @@ void Hierarchy::await_frames(SmallData* data) {
   data->join_hosts(hosts, result);
 }
 
-void Hierarchy::tell_comparison(SmallData* data) {
+void Hierarchy::tell_comparison(const SmallData* data) {
   if (leaders_) await_frames(data);
   step([&](std::byte* slot) {
     const uint64_t comparison = alike_ ? Frame::same : Frame::differs;
@@ -302,7 +293,7 @@ void Hierarchy::differ() {
     std::vector<uint64_t> sizes(layout_.hosts.size(), mine.size());
     Transfers transfers;
     const auto to_each = [&](auto action) {
-      for (int host = 0; host < leaders_->hosts(); ++host)
+      for (int host = 0; host < static_cast<int>(frames_.size()); ++host)
         if (host != layout_.host) action(host, static_cast<size_t>(host));
       finish(transfers);
     };
@@ -347,7 +338,7 @@ std::byte* Hierarchy::scratch(size_t bytes) {
 }
 
 void Hierarchy::finish(Transfers& transfers) {
-  leaders_->finish(transfers, Clock::now() + timeout_);
+  leaders_->finish(transfers, timeout_);
 }
 
 Failure::Rank Hierarchy::leader_of(int host, Failure::Kind kind) const {
@@ -359,82 +350,56 @@ Failure::Rank Hierarchy::leader_of(int host, Failure::Kind kind) const {
           .host = picked(names_, ranks)};
 }
 
+std::optional<Failure> Hierarchy::await_failure(milliseconds patience) const {
+  auto found = failure();
+  for (const auto end = Clock::now() + patience; !found && Clock::now() < end; found = failure())
+    std::this_thread::sleep_for(milliseconds(10));
+  return found;
+}
+
 Failure Hierarchy::cause_of(const HostFailure& failure) {
   const bool late = failure.kind == HostFailure::Kind::late;
-  for (const auto end = Clock::now() + (late ? kLatePatience : kLostPatience);
-       Clock::now() < end;) {
-    if (auto heard = first_failure_.heard()) return *heard;
-    std::this_thread::sleep_for(milliseconds(10));
-  }
+  if (auto heard = await_failure(late ? kLatePatience : kLostPatience)) return *heard;
   if (!late) return how_lost(failure.host, failure.text);
   constexpr auto kLate = Failure::Kind::late;
   return {.kind = kLate, .ranks = {leader_of(failure.host, kLate)}, .waited_ms = timeout_.count()};
 }
 
 Failure Hierarchy::how_lost(int host, const std::string& why) const {
-  Failure::Rank leader = leader_of(host, Failure::Kind::unreachable);
-  const auto end = checks_->how_it_left(layout_.hosts[static_cast<size_t>(host)].front());
-  if (end && end->kind == Failure::Kind::left) {
-    leader.kind = end->kind;
-    leader.steps = end->ranks[0].steps;
-  }
-  const bool left = leader.kind == Failure::Kind::left;
-  return {.kind = leader.kind, .ranks = {leader}, .detail = left ? "" : " [" + why + "]"};
+  constexpr auto kLost = Failure::Kind::unreachable;
+  return {.kind = kLost, .ranks = {leader_of(host, kLost)}, .detail = " [" + why + "]"};
 }
 
-// On the lifeline's thread: no call need be under way, so those who wait for something else learn
-// of it by the failure board of their host.
-void Hierarchy::lost(const Lifeline::Break& broken) noexcept {
-  try {
-    auto told = decode_failure(broken.last_words);
-    if (!told) told = cause_of({HostFailure::Kind::lost, broken.host, broken.why});
-    group_.fail(first_failure_.raise(*told, "group '" + group_name_ + "':"));
-  } catch (const std::exception& error) {
-    log_warning(std::string("a host was lost, which the others are not told: ") + error.what());
-  }
+void Hierarchy::hear(const Failure& failure) noexcept {
+  group_.fail(failure);
+  if (leaders_) leaders_->interrupt();
 }
 
-// On the lifeline's thread, too. This rank may wait for a message and the others for a call that a
-// rank of this host does not come to any more; or this host for one of another.
-void Hierarchy::look_around() noexcept {
-  try {
-    const auto calls_of = [&](int rank) {
-      return group_.segment().record(rank).calls.load(std::memory_order_relaxed);
-    };
-    bool others_wait = false;
-    for (int rank = 0; rank < group_.size(); ++rank) {
-      if (rank != layout_.local && group_.gone(rank)) tell_gone(rank);
-      others_wait = others_wait || calls_of(rank) > calls_of(layout_.local);
+void Hierarchy::tell_failure() noexcept {
+  if (!links_ || told_failure_) return;
+  const auto known = failure();
+  if (known && !told_failure_.exchange(true)) links_->tell_failed(*known);
+}
+
+// This rank may make no call, or wait for a message, while a call of the others cannot go on.
+void Hierarchy::look_around() {
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    if (rank == layout_.local || told_left_[at] || !group_.gone(rank)) continue;
+    const Failure end = group_.end_of(rank);
+    if (end.kind == Failure::Kind::ended) {
+      hear(end);
+    } else {
+      links_->tell_left(end);
+      told_left_[at] = true;
     }
-    // Who waits in a call of its own host knows best whom it waits for: nothing else ends that. A
-    // rank that makes no call hears for those that do, and of what became of its own word.
-    std::optional<Failure> cause;
-    if (first_failure_.has_call()) {
-      cause = first_failure_.missed();
-    } else if (has_told_gone_ || others_wait) {
-      cause = first_failure_.heard();
-    }
-    if (!cause) return;
-    group_.fail(*cause);
-    if (leaders_) leaders_->interrupt();
-  } catch (const std::exception& error) {
-    log_debug(std::string("looking for ranks that are gone: ") + error.what());
   }
-}
-
-void Hierarchy::tell_gone(int rank) {
-  // Ranks leave about together: who is seen gone for a second only is worth a word.
-  constexpr int kTicks = 4;
-  if (++seen_gone_[static_cast<size_t>(rank)] != kTicks) return;
-  const auto& record = group_.segment().record(rank);
-  const bool left = record.state.load(std::memory_order_acquire) == shm::RankState::left;
-  const auto calls = static_cast<int64_t>(record.calls.load(std::memory_order_acquire));
-  // One that was killed may have been in its last call.
-  const int group_rank = layout_.mine()[static_cast<size_t>(rank)];
-  Failure gone = group_.end_of(rank);
-  gone.ranks[0].calls = left ? calls : calls - 1;
-  first_failure_.tell_gone(group_rank, gone);
-  has_told_gone_ = true;
+  for (const Failure& left : left_elsewhere_)
+    if (!left.ranks.empty() && left.ranks[0].calls < call_number_) hear(left);
+  tell_failure();
+  if (!leaders_) return;
+  if (group_.failed()) leaders_->interrupt();
+  leaders_->look();
 }
 
 std::optional<Failure> Hierarchy::failure() const {
@@ -452,8 +417,9 @@ bool Hierarchy::has_lost(int rank) const {
 }
 
 void Hierarchy::fail(const HostFailure& failure) {
-  const Failure cause = first_failure_.raise(cause_of(failure), call_->text());
-  group_.fail(cause);
+  const Failure cause = cause_of(failure);
+  hear(cause);
+  tell_failure();
   group_.throw_if_failed(call_->text(), {leader_of(failure.host, Failure::Kind::late)});
   throw_failure(call_->text() + " cannot finish: ", cause);
 }
@@ -465,22 +431,18 @@ void Hierarchy::abort(const std::string& failed_in) noexcept {
     failure.detail = "; it failed in " + failed;
   if (const auto host = leaders_ ? leaders_->awaited() : std::nullopt)
     failure.ranks.push_back(leader_of(*host, Failure::Kind::late));
-  group_.fail(first_failure_.raise(failure, /*call=*/{}));
-  if (leaders_) leaders_->interrupt();
+  hear(failure);
+  tell_failure();
 }
 
 void Hierarchy::leave() noexcept {
   const int64_t steps = steps_ && !group_.failed() ? steps_->load() : 0;
   if (steps > 0) checks_->tell_end(Failure::Kind::closed, steps);
   group_.leave(steps);
-  if (!lifeline_) return;
-  // Where the group has failed, hosts that have not heard of it do so then.
-  group_.failed() ? lifeline_->break_off(last_words()) : lifeline_->close();
-}
-
-std::string Hierarchy::last_words() const {
-  const auto cause = failure();
-  return cause ? encode(*cause) : std::string();
+  if (!links_) return;
+  tell_failure();
+  links_->tell_left(group_.end_of(layout_.local));
+  links_->close();
 }
 
 }  // namespace lockstep::hierarchical

@@ -8,10 +8,9 @@
 #include <vector>
 
 #include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/backends/hierarchical/first_failure.h"
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
+#include "lockstep/comm/backends/hierarchical/host_links.h"
 #include "lockstep/comm/backends/hierarchical/leaders.h"
-#include "lockstep/comm/backends/hierarchical/lifeline.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/shared_memory/plans.h"
 #include "lockstep/comm/shared_memory/shared_group.h"
@@ -29,18 +28,17 @@ std::vector<Member> meet(const BackendOptions& options);
 
 /// A call's small data, which travels with the comparison of the calls: nothing else is sent for
 /// it. All sizes are the same on all ranks whose calls are the same. None is above kMost.
-class SmallData {
- public:
+struct SmallData {
   static constexpr size_t kMost = 1008;  ///< Of each rank's, each host's and the result's bytes.
-  virtual ~SmallData() = default;
+  using Sources = std::vector<const std::byte*>;
   /// What this rank gives.
-  virtual void give(std::byte* slot) = 0;
+  std::function<void(std::byte* slot)> give = [](std::byte*) {};
   /// On a leader: what its host gives, from that of its ranks.
-  virtual void join_ranks(const std::vector<const std::byte*>& ranks, std::byte* host) = 0;
+  std::function<void(const Sources& ranks, std::byte* host)> join_ranks = [](auto&, auto*) {};
   /// On a leader: the result, from what the hosts gave.
-  virtual void join_hosts(const std::vector<const std::byte*>& hosts, std::byte* result) = 0;
+  std::function<void(const Sources& hosts, std::byte* result)> join_hosts = [](auto&, auto*) {};
   /// What this rank takes of the result.
-  virtual void take(const std::byte* result) = 0;
+  std::function<void(const std::byte* result)> take = [](const std::byte*) {};
 };
 
 /// One rank's end of a group on several hosts: the shared memory of its host, and, on a leader, the
@@ -50,18 +48,17 @@ class SmallData {
 ///    they found in frames of one size, so that ranks whose calls differ cannot confuse the
 ///    transport. They tell their ranks in a later step. When calls differ, all ranks of all hosts
 ///    tell each other what they called, and throw the same MismatchError. The group goes on.
-/// 2. A failure on a host is noticed there (see SharedGroup). The FirstFailure tells the other
-///    hosts, and leaders hear of it while they wait for each other. A leader that cannot be reached
-///    any more is told of likewise. All ranks throw the first cause, at present and later calls.
-/// 3. When no rank of a host is left to tell anything, the Lifeline notices it, whatever the other
-///    ranks are doing. A leader whose group has failed tells by it why when it leaves: those whose
-///    store is lost learn it so. So `checks` learn of each failure, for the waits of the group that
-///    is not ours.
-/// 4. When a rank of a host is gone while its leader makes no call, the leader tells the other
-///    hosts, after a second. A call there fails if that rank has not come to it.
+/// 2. A failure on a host is noticed there (see SharedGroup) and stands on its failure board. The
+///    leader looks at the board, and at the processes of its ranks, five times a second on a thread
+///    of its own. It tells the other hosts by the HostLinks, and these write it on their boards. So
+///    do those to whom a leader's connection breaks. All ranks throw the cause, at present and
+///    later calls. `checks` learn of it from the board, for the waits of the group that is not
+///    ours.
+/// 3. A rank that has left the group makes no more calls than it has made. The leader tells that
+///    likewise, and a leader that waits in a later call fails.
 class Hierarchy {
  public:
-  /// Forms the groups: blocks until all have come. `checks`: see FirstFailure. They get a failure
+  /// Forms the groups: blocks until all have come. `checks`: of the flat group, which get a failure
   /// check. Throws PeerLostError when a host was lost meanwhile.
   Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
             std::shared_ptr<CheckContext> checks);
@@ -85,7 +82,7 @@ class Hierarchy {
   /// Throws MismatchError when the calls differ anywhere.
   void conclude() { tell_comparison(nullptr); }
   /// Both, with small data.
-  void exchange(SmallData& data) {
+  void exchange(const SmallData& data) {
     give_hash(&data);
     tell_comparison(&data);
   }
@@ -127,20 +124,22 @@ class Hierarchy {
  private:
   struct Frame;
   void step(const std::function<void(std::byte*)>& give);
-  void give_hash(SmallData* data);
-  void await_frames(SmallData* data);
-  void tell_comparison(SmallData* data);
+  void give_hash(const SmallData* data);
+  void await_frames(const SmallData* data);
+  void tell_comparison(const SmallData* data);
   std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
   Failure cause_of(const HostFailure& failure);
+  std::optional<Failure> await_failure(std::chrono::milliseconds patience) const;
   /// The leader of a host, to which this has happened, for the ranks of its host.
   Failure::Rank leader_of(int host, Failure::Kind kind) const;
-  std::string last_words() const;
-  std::unique_ptr<Lifeline> make_lifeline(const BackendOptions& options) const;
+  std::unique_ptr<HostLinks> make_links(const BackendOptions& options) const;
   void form_between(const BackendOptions& options);
-  void lost(const Lifeline::Break& broken) noexcept;
-  void look_around() noexcept;
-  void tell_gone(int rank);
+  void watch_links();
+  /// Writes it on the board of this host, whose ranks then throw it.
+  void hear(const Failure& failure) noexcept;
+  void look_around();
+  void tell_failure() noexcept;
   Failure how_lost(int host, const std::string& why) const;
 
   const HostLayout layout_;
@@ -149,15 +148,16 @@ class Hierarchy {
   const std::string group_name_;
   const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
   const std::shared_ptr<CheckContext> checks_;
-  FirstFailure first_failure_;
   /// Null on a rank that does not lead. Made before what may wait for a host that is lost
   /// meanwhile.
-  std::unique_ptr<Lifeline> lifeline_;
+  std::unique_ptr<HostLinks> links_;
   shm::SharedGroup group_;
-  // The lifeline's thread only.
-  std::vector<int> seen_gone_;  ///< By rank of this host: how often.
-  bool has_told_gone_ = false;
-  c10::intrusive_ptr<c10d::Backend> between_;  ///< Null on a rank that it does not need.
+  std::atomic<bool> told_failure_{false};
+  std::atomic<int64_t> call_number_{0};  ///< Of the present call; 0: none.
+  // The thread of the links only.
+  std::vector<bool> told_left_;                ///< By rank of this host.
+  std::vector<Failure> left_elsewhere_;        ///< Ranks of other hosts.
+  c10::intrusive_ptr<c10d::Backend> between_;  ///< Of the leaders, by host. Null on other ranks.
   std::unique_ptr<Leaders> leaders_;
 
   std::unique_ptr<std::byte[]> scratch_;

@@ -5,10 +5,48 @@
 #include <optional>
 
 #include "lockstep/base/copy_bytes.h"
-#include "lockstep/comm/backends/hierarchical/collective_parts.h"
+#include "lockstep/comm/shared_memory/memory.h"
 
 namespace lockstep::hierarchical {
 namespace {
+
+using Sources = SmallData::Sources;
+
+/// `total` bytes in chunks of `size`, the last one smaller; none for 0 bytes.
+struct Chunks {
+  size_t total = 0;
+  size_t size = 1;
+
+  size_t count() const { return (total + size - 1) / size; }
+  size_t offset(size_t chunk) const { return std::min(total, chunk * size); }
+  size_t bytes(size_t chunk) const { return offset(chunk + 1) - offset(chunk); }
+};
+
+/// Chunks of whole cache lines: about four of them, none above `largest` nor, where there are
+/// several, below `least`.
+Chunks in_chunks(size_t total, size_t least, size_t largest) {
+  return {total, shm::up_to_line(std::clamp((total + 3) / 4, least, std::max(least, largest)))};
+}
+
+/// What each rank has for each other, in chunks of `bytes`: those of all ranks travel together.
+Chunks chunks_of_ranks(size_t bytes, size_t ranks) {
+  const size_t largest = std::max<size_t>(64, kChunkBytes / ranks);
+  return in_chunks(bytes, std::min<size_t>(largest, 16 << 10), largest);
+}
+
+/// The memory of one chunk under way.
+struct Stage {
+  std::byte* sent = nullptr;
+  std::byte* received = nullptr;
+  Transfers transfers;
+};
+
+/// Of a call; `sent` and `received` in bytes.
+std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t received) {
+  const size_t first = shm::up_to_line(sent), all = first + shm::up_to_line(received);
+  std::byte* memory = hierarchy.scratch(2 * all);
+  return {{{memory, memory + first, {}}, {memory + all, memory + all + first, {}}}};
+}
 
 /// `sources` in the kernel's order, which may hold `target`.
 void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
@@ -336,21 +374,21 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
 }  // namespace
 
 void barrier(Hierarchy& hierarchy) {
-  const auto nothing = [](auto...) {};
-  exchange_small(hierarchy, nothing, nothing, nothing, nothing);
+  hierarchy.exchange({});
 }
 
 void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining) {
   const size_t bytes = count * joining.element();
   if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
-      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, bytes); },
-      [&](const Sources& hosts, std::byte* result) {
-        join(joining, hosts, result, bytes);
-        finish_average(joining, result, bytes);
-      },
-      [&](const std::byte* result) { copy_bytes(data, result, bytes); });
+  hierarchy.exchange({.give = [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
+                      .join_ranks = [&](const Sources& ranks,
+                                        std::byte* host) { join(joining, ranks, host, bytes); },
+                      .join_hosts =
+                          [&](const Sources& hosts, std::byte* result) {
+                            join(joining, hosts, result, bytes);
+                            finish_average(joining, result, bytes);
+                          },
+                      .take = [&](const std::byte* result) { copy_bytes(data, result, bytes); }});
 }
 
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
@@ -359,13 +397,15 @@ void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
   const auto host = static_cast<size_t>(layout.host_of(root));
   const auto local = static_cast<size_t>(layout.local_of(root));
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
-      [&](const Sources& ranks, std::byte* to) {
-        if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
-      },
-      [&](const Sources& hosts, std::byte* result) { copy_bytes(result, hosts[host], bytes); },
-      [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); });
+  hierarchy.exchange(
+      {.give = [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
+       .join_ranks =
+           [&](const Sources& ranks, std::byte* to) {
+             if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
+           },
+       .join_hosts = [&](const Sources& hosts,
+                         std::byte* result) { copy_bytes(result, hosts[host], bytes); },
+       .take = [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); }});
 }
 
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
@@ -373,46 +413,41 @@ void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
   if (!outputs.empty() && outputs.size() * bytes > SmallData::kMost)
     return large_all_gather(hierarchy, input, bytes, outputs);
   const auto& layout = hierarchy.layout();
-  exchange_small(
-      hierarchy, [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
-      [&](const Sources& ranks, std::byte* host) {
-        for (size_t k = 0; k < ranks.size(); ++k) copy_bytes(host + k * bytes, ranks[k], bytes);
-      },
-      [&](const Sources& hosts, std::byte* result) {
-        for (size_t host = 0; host < hosts.size(); ++host) {
-          const size_t theirs = layout.hosts[host].size() * bytes;
-          copy_bytes(result, hosts[host], theirs);
-          result += theirs;
-        }
-      },
-      [&](const std::byte* result) {
-        if (outputs.empty()) return;
-        for (const auto& host : layout.hosts) result = put_apart(result, host, outputs, 0, bytes);
-      });
+  hierarchy.exchange({.give = [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
+                      .join_ranks =
+                          [&](const Sources& ranks, std::byte* host) {
+                            for (size_t k = 0; k < ranks.size(); ++k)
+                              copy_bytes(host + k * bytes, ranks[k], bytes);
+                          },
+                      .join_hosts =
+                          [&](const Sources& hosts, std::byte* result) {
+                            for (size_t host = 0; host < hosts.size(); ++host) {
+                              const size_t theirs = layout.hosts[host].size() * bytes;
+                              copy_bytes(result, hosts[host], theirs);
+                              result += theirs;
+                            }
+                          },
+                      .take =
+                          [&](const std::byte* result) {
+                            if (outputs.empty()) return;
+                            for (const auto& host : layout.hosts)
+                              result = put_apart(result, host, outputs, 0, bytes);
+                          }});
 }
 
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
                     std::byte* output, size_t count, const Joining& joining) {
   const size_t bytes = count * joining.element();
-  if (inputs.size() * bytes > SmallData::kMost)
-    return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
-  const HostLayout& layout = hierarchy.layout();
   const size_t all = inputs.size() * bytes;
-  exchange_small(
-      hierarchy,
-      [&](std::byte* slot) {
-        for (size_t rank = 0; rank < inputs.size(); ++rank)
-          copy_bytes(slot + rank * bytes, inputs[rank], bytes);
-      },
-      [&](const Sources& ranks, std::byte* host) { join(joining, ranks, host, all); },
-      [&](const Sources& hosts, std::byte* result) {
-        join(joining, hosts, result, all);
-        finish_average(joining, result, all);
-      },
-      [&](const std::byte* result) {
-        const int rank = layout.mine()[static_cast<size_t>(layout.local)];
-        copy_bytes(output, result + static_cast<size_t>(rank) * bytes, bytes);
-      });
+  if (all > SmallData::kMost)
+    return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
+  std::vector<std::byte> sum(all);
+  for (size_t rank = 0; rank < inputs.size(); ++rank)
+    copy_bytes(sum.data() + rank * bytes, inputs[rank], bytes);
+  all_reduce(hierarchy, sum.data(), all / joining.element(), joining);
+  const HostLayout& layout = hierarchy.layout();
+  const int rank = layout.mine()[static_cast<size_t>(layout.local)];
+  copy_bytes(output, sum.data() + static_cast<size_t>(rank) * bytes, bytes);
 }
 
 }  // namespace lockstep::hierarchical

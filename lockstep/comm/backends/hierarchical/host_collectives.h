@@ -36,15 +36,17 @@ void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joini
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root);
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs);
-/// `outputs`: empty on all but the root.
-void gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
+/// `flat`: the group of all ranks, for what passes between hosts. `outputs`: empty on all but the
+/// root.
+void gather(Hierarchy& hierarchy, c10d::Backend& flat, const std::byte* input, size_t bytes,
             const std::vector<std::byte*>& outputs, int root);
 /// `inputs`: empty on all but the root.
-void scatter(Hierarchy& hierarchy, const std::vector<std::byte*>& inputs, std::byte* output,
-             size_t bytes, int root);
+void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::byte*>& inputs,
+             std::byte* output, size_t bytes, int root);
 /// `sends[r]` goes to rank r, what comes from it into `receives[r]`. Throws MismatchError on all
 /// ranks where two do not agree on how much passes between them.
-void all_to_all(Hierarchy& hierarchy, const shm::Shares& sends, const shm::Shares& receives);
+void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const shm::Shares& sends,
+                const shm::Shares& receives);
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
                     std::byte* output, size_t count, const Joining& joining);
 

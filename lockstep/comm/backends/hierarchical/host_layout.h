@@ -31,6 +31,12 @@ struct HostLayout {
   int local_of(int rank) const;
 };
 
+template <class Visit>
+void each_other_host(const HostLayout& layout, Visit visit) {
+  for (size_t host = 0; host < layout.hosts.size(); ++host)
+    if (static_cast<int>(host) != layout.host) visit(host);
+}
+
 /// Which backend joins ranks of these places on the CPU: "shm", "hierarchical", or "gloo" where
 /// shared memory would join no two of them, or a place is empty.
 std::string backend_for(const std::vector<std::string>& places);

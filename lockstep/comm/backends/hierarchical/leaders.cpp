@@ -2,50 +2,69 @@
 
 #include <ATen/ATen.h>
 
-#include "lockstep/base/settings.h"
-#include "lockstep/comm/backends/gloo/gloo.h"
-#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
-
-const HostsBackend& hosts_backend() {
-  static const HostsBackend kGloo{"gloo", gloo::kTraits, gloo::make};
-  static const HostsBackend kMpi{"mpi", mpi::kTraits, mpi::make};
-  return hosts_backend_setting() == kMpi.name ? kMpi : kGloo;
-}
 
 void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers) {
   if (bytes == 0) return;
   std::vector<at::Tensor> tensors{at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
   try {
-    const int peer = ranks_[static_cast<size_t>(host)];
-    auto work = sends ? backend_->send(tensors, peer, 0) : backend_->recv(tensors, peer, 0);
+    auto work = sends ? backend_->send(tensors, host, 0) : backend_->recv(tensors, host, 0);
     transfers.push_back({std::move(work), host});
   } catch (const std::exception&) {
-    throw HostFailure{HostFailure::Kind::lost, host, failure_text(std::current_exception())};
+    throw HostFailure{Kind::lost, host, failure_text(std::current_exception())};
   }
 }
 
-void Leaders::finish(Transfers& transfers, Clock::time_point deadline) {
-  for (auto& transfer : transfers) {
-    TransferWait::End end = TransferWait::End::done;
+void Leaders::finish(Transfers& transfers, std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard lock(mutex_);
+    deadline_.emplace(timeout);
+  }
+  for (const auto& transfer : transfers) {
     awaited_ = transfer.host;
-    try {
-      end =
-          ends_waits_ ? wait_.wait(*transfer.work, deadline) : wait_.poll(*transfer.work, deadline);
-    } catch (const std::exception&) {
-      throw HostFailure{HostFailure::Kind::lost, transfer.host,
-                        failure_text(std::current_exception())};
-    }
-    if (end == TransferWait::End::done) continue;
-    throw HostFailure{end == TransferWait::End::late ? HostFailure::Kind::late
-                                                     : HostFailure::Kind::failed_elsewhere,
-                      transfer.host,
-                      {}};
+    wait(transfer);
   }
   awaited_ = -1;  // After a failure it stays: nothing of the group is awaited any more.
   transfers.clear();
+}
+
+void Leaders::wait(const Transfer& transfer) {
+  /// Longer than any deadline. A wait without a time-out would be given the group's by Gloo.
+  constexpr std::chrono::hours kWithoutEnd{24 * 365};
+  {
+    const std::lock_guard lock(mutex_);
+    if (interrupted_) throw HostFailure{Kind::failed_elsewhere, transfer.host, {}};
+    current_ = transfer.work.get();
+    ended_.reset();
+  }
+  std::string error;
+  bool finished = false;
+  try {
+    finished = transfer.work->wait(kWithoutEnd);
+  } catch (const std::exception&) {
+    error = failure_text(std::current_exception());
+  }
+  const std::lock_guard lock(mutex_);
+  current_ = nullptr;
+  if (!finished) throw HostFailure{ended_.value_or(Kind::lost), transfer.host, error};
+}
+
+// Under the lock: the waiting thread cannot let go of the work before.
+void Leaders::look() {
+  const std::lock_guard lock(mutex_);
+  if (!current_ || ended_ || !deadline_->passed()) return;
+  ended_ = Kind::late;
+  current_->abort();
+}
+
+void Leaders::interrupt() {
+  const std::lock_guard lock(mutex_);
+  interrupted_ = true;
+  if (!current_) return;
+  ended_ = Kind::failed_elsewhere;
+  current_->abort();
 }
 
 }  // namespace lockstep::hierarchical

@@ -4,23 +4,15 @@
 
 #include <atomic>
 #include <cstddef>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "lockstep/comm/backends/backend.h"
-#include "lockstep/comm/backends/hierarchical/transfer_wait.h"
+#include "lockstep/comm/shared_memory/deadline.h"
 
 namespace lockstep::hierarchical {
-
-/// By what the leaders of hosts talk, as between_hosts (hierarchical.h) says.
-struct HostsBackend {
-  std::string name;
-  BackendTraits traits;
-  MadeBackend (*make)(const BackendOptions& options);
-};
-const HostsBackend& hosts_backend();
 
 /// Thrown by Leaders: a message between hosts did not come to its end.
 struct HostFailure {
@@ -36,20 +28,15 @@ struct Transfer {
 };
 using Transfers = std::vector<Transfer>;
 
-/// How the leaders of hosts exchange bytes: in messages. Between two hosts they arrive in the order
-/// in which they are posted. Both sides post the same sizes. Memory must live until the transfer
-/// has ended. One thread at a time.
+/// How the leaders of hosts exchange bytes: in messages over Gloo. Between two hosts they arrive in
+/// the order in which they are posted. Both sides post the same sizes. Memory must live until the
+/// transfer has ended. One thread at a time, except where said.
+///
+/// Gloo closes its connections when a send or a receive runs into a time-out of its own. So waits
+/// have none. Another thread ends them by `look` and `interrupt`.
 class Leaders {
  public:
-  using Clock = TransferWait::Clock;
-  /// `ranks`: of each host's leader in the backend, which has send and recv for CPU tensors.
-  Leaders(const MadeBackend& made, std::vector<int> ranks, FirstFailure& first_failure)
-      : backend_(made.backend),
-        ranks_(std::move(ranks)),
-        ends_waits_(made.traits.ends_waits_by_abort),
-        wait_(first_failure) {}
-
-  int hosts() const { return static_cast<int>(ranks_.size()); }
+  explicit Leaders(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
   /// Appended to `transfers`, but not for 0 bytes. Do not block. Throw HostFailure.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
@@ -59,23 +46,29 @@ class Leaders {
     post(false, host, data, bytes, transfers);
   }
   /// Waits for all and empties the list. Throws HostFailure.
-  void finish(Transfers& transfers, Clock::time_point deadline);
+  void finish(Transfers& transfers, std::chrono::milliseconds timeout);
   /// For which host a `finish` waits, or has failed to wait. None: no such wait. Any thread.
   std::optional<int> awaited() const {
     const int host = awaited_;
     return host < 0 ? std::nullopt : std::optional(host);
   }
-  /// Ends what waits, now and later. Any thread.
-  void interrupt() { wait_.interrupt(); }
+  /// Ends a `finish` whose time is up. Any thread, several times a second.
+  void look();
+  /// Ends what waits, now and later, as failed elsewhere. Any thread.
+  void interrupt();
 
  private:
+  using Kind = HostFailure::Kind;
   void post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers);
+  void wait(const Transfer& transfer);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
-  const std::vector<int> ranks_;
-  const bool ends_waits_;  ///< What a TransferWait can wait for; others are asked again and again.
-  TransferWait wait_;
   std::atomic<int> awaited_{-1};
+  std::mutex mutex_;
+  c10d::Work* current_ = nullptr;
+  std::optional<shm::Deadline> deadline_;  ///< Of the present `finish`.
+  std::optional<Kind> ended_;              ///< Why the present wait was ended.
+  bool interrupted_ = false;
 };
 
 }  // namespace lockstep::hierarchical

@@ -12,8 +12,7 @@
 /// here.
 namespace lockstep::mpi {
 
-inline constexpr BackendTraits kTraits{
-    .takes_strided = true, .needs_comparison = true, .starts_everywhere = true};
+inline constexpr BackendTraits kTraits{.takes_strided = true, .needs_comparison = true};
 
 BackendInfo info();
 

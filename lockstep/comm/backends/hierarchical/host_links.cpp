@@ -1,4 +1,4 @@
-#include "lockstep/comm/backends/hierarchical/lifeline.h"
+#include "lockstep/comm/backends/hierarchical/host_links.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -24,16 +24,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr char kFarewell = 'F', kLastWords = 'W';
-/// As much as a connection over which nothing was sent takes at once.
-constexpr size_t kMostWords = 4'000;
 /// How long one who connects may take to say who it is: it says so at once.
 constexpr milliseconds kHello{2'000};
 /// How often one who waits for the others looks for them.
 constexpr milliseconds kLookEvery{50};
 /// The same while it connects. No connection takes longer, so a try is not cut short.
 constexpr milliseconds kConnect{1'000};
-constexpr milliseconds kTick{250};
+constexpr milliseconds kTick{200};
 constexpr size_t kToken = 32;
 
 /// What one who connects says: that it belongs to the group, and who it is.
@@ -49,12 +46,12 @@ std::string key_of(int host) {
 }  // namespace
 
 /// Where a leader listens, as it tells it through the store.
-struct Lifeline::Place {
+struct HostLinks::Listener {
   std::string address, token;
   uint16_t port = 0;
 
   std::string encoded() const { return std::to_string(port) + " " + token + " " + address; }
-  static Place decode(const std::string& word) {
+  static Listener decode(const std::string& word) {
     const size_t first = word.find(' '), second = word.find(' ', first + 1);
     if (second == std::string::npos)
       throw CommError("the store holds no leader's address: " + word);
@@ -66,13 +63,13 @@ struct Lifeline::Place {
 
 // Nobody waits for one who waits for it: all listen before they tell where, and a connection stands
 // before it is accepted.
-Lifeline::Lifeline(Options options)
+HostLinks::HostLinks(Options options)
     : options_(std::move(options)),
       deadline_(Clock::now() + options_.timeout),
       connections_(options_.names.size()),
-      said_(options_.names.size()) {
+      received_(options_.names.size()) {
   const UniqueFd listener = listen_on(options_.address, 0);
-  const Place mine{options_.address, random_hex(kToken / 2), bound_port(listener.get())};
+  const Listener mine{options_.address, random_hex(kToken / 2), bound_port(listener.get())};
   options_.store->set(key_of(options_.host), mine.encoded());
   for (int host = 0; host < options_.host; ++host) {
     const std::vector<std::string> key{key_of(host)};
@@ -89,15 +86,11 @@ Lifeline::Lifeline(Options options)
     if (connection) limit_silence_of(connection.get(), options_.timeout);
 }
 
-Lifeline::~Lifeline() {
-  break_off({});
-}
-
-milliseconds Lifeline::left() const {
+milliseconds HostLinks::left() const {
   return std::max(milliseconds(1), time_left(deadline_));
 }
 
-void Lifeline::throw_missing(int host, const std::string& why) const {
+void HostLinks::throw_missing(int host, const std::string& why) const {
   throw TimeoutError(
       options_.names[static_cast<size_t>(host)] + " did not come within " +
           seconds_text(options_.timeout) + ": " + why,
@@ -105,8 +98,8 @@ void Lifeline::throw_missing(int host, const std::string& why) const {
       "network interface");
 }
 
-void Lifeline::connect_to_host(int host, const std::string& word) {
-  const Place place = Place::decode(word);
+void HostLinks::connect_to_host(int host, const std::string& word) {
+  const Listener place = Listener::decode(word);
   UniqueFd connection;
   while (!connection) {
     try {
@@ -129,14 +122,14 @@ void Lifeline::connect_to_host(int host, const std::string& word) {
   connections_[static_cast<size_t>(host)].take(std::move(connection));
 }
 
-std::vector<int> Lifeline::hosts_to_accept() const {
+std::vector<int> HostLinks::hosts_to_accept() const {
   std::vector<int> missing;
   for (int host = options_.host + 1; host < static_cast<int>(connections_.size()); ++host)
     if (!connections_[static_cast<size_t>(host)]) missing.push_back(host);
   return missing;
 }
 
-void Lifeline::accept_hosts(int listener, const std::string& token) {
+void HostLinks::accept_hosts(int listener, const std::string& token) {
   for (auto missing = hosts_to_accept(); !missing.empty(); missing = hosts_to_accept()) {
     UniqueFd connection = accept_from(listener, std::min(kLookEvery, left()));
     if (!connection) {
@@ -144,113 +137,98 @@ void Lifeline::accept_hosts(int listener, const std::string& token) {
       if (Clock::now() >= deadline_) throw_missing(missing.front(), "it has not connected");
       continue;
     }
-    const auto host = read_hello(connection.get(), token);
-    if (!host || *host <= options_.host || *host >= static_cast<int>(connections_.size()))
+    // It comes in one piece, right after the connection.
+    Hello hello;
+    pollfd entry{connection.get(), POLLIN, 0};
+    poll(&entry, 1, static_cast<int>(std::min(kHello, left()).count()));
+    const bool whole =
+        recv(connection.get(), &hello, sizeof(hello), MSG_DONTWAIT) == ssize_t{sizeof(hello)};
+    if (!whole || std::string_view(hello.token.data(), kToken) != token ||
+        hello.host <= options_.host || hello.host >= static_cast<int>(connections_.size()))
       continue;  // A stranger.
-    connections_[static_cast<size_t>(*host)].take(std::move(connection));
+    connections_[static_cast<size_t>(hello.host)].take(std::move(connection));
   }
 }
 
-std::optional<int> Lifeline::read_hello(int connection, const std::string& token) {
-  Hello hello;
-  size_t have = 0;
-  const auto end = std::min(deadline_, Clock::now() + kHello);
-  while (have < sizeof(hello)) {
-    const auto left = time_left(end).count();
-    pollfd entry{connection, POLLIN, 0};
-    if (left <= 0 || poll(&entry, 1, static_cast<int>(left)) == 0) return std::nullopt;
-    const ssize_t got = recv(connection, reinterpret_cast<char*>(&hello) + have,
-                             sizeof(hello) - have, MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return std::nullopt;
-    if (got > 0) have += static_cast<size_t>(got);
-  }
-  if (std::string_view(hello.token.data(), kToken) != token) return std::nullopt;
-  return hello.host;
+void HostLinks::tell(char kind, const std::string& text) noexcept {
+  const auto bytes = static_cast<uint32_t>(text.size());
+  std::string word(1 + sizeof(bytes), kind);
+  std::memcpy(word.data() + 1, &bytes, sizeof(bytes));
+  word += text;
+  const std::lock_guard lock(mutex_);
+  // So few bytes fit into a connection that is otherwise empty.
+  for (auto& connection : connections_)
+    if (connection) send(connection.get(), word.data(), word.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-/// Closed when it ended, in whatever way.
-std::optional<Lifeline::Break> Lifeline::broken(int host) {
-  auto& connection = connections_[static_cast<size_t>(host)];
-  auto& said = said_[static_cast<size_t>(host)];
+void HostLinks::receive(size_t host) {
+  auto& connection = connections_[host];
   std::array<char, 512> bytes{};
   ssize_t got = 0;
-  // A good-bye may come without the end of the connection.
-  while (!said.starts_with(kFarewell) && said.size() <= kMostWords) {
-    got = recv(connection.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
-    if (got > 0) said.append(bytes.data(), static_cast<size_t>(got));
-    if (got == 0 || (got < 0 && errno != EINTR)) break;
+  while ((got = recv(connection.get(), bytes.data(), bytes.size(), MSG_DONTWAIT)) > 0)
+    received_[host].append(bytes.data(), static_cast<size_t>(got));
+  const int error = got < 0 ? errno : 0;
+  const bool closed = take_words(host);
+  if (!closed && (error == EAGAIN || error == EINTR)) return;
+  {
+    const std::lock_guard lock(mutex_);
+    connection.reset();
   }
-  if (got < 0 && errno == EAGAIN) return std::nullopt;
-  const int error = errno;
-  connection.reset();
-  if (said.starts_with(kFarewell)) return std::nullopt;
-  return Break{host, got < 0 ? std::strerror(error) : "connection closed",
-               said.starts_with(kLastWords) ? said.substr(1) : std::string()};
+  if (!closed)
+    events_.lost(static_cast<int>(host), error == 0 ? "connection closed" : std::strerror(error));
 }
 
-std::optional<Lifeline::Break> Lifeline::broken() {
-  for (int host = 0; host < static_cast<int>(connections_.size()); ++host) {
-    if (!connections_[static_cast<size_t>(host)]) continue;
-    if (auto found = broken(host)) return found;
+/// True when the other end has closed in order.
+bool HostLinks::take_words(size_t host) {
+  std::string& received = received_[host];
+  uint32_t bytes = 0;
+  constexpr size_t kHead = 1 + sizeof(bytes);
+  while (received.size() >= kHead) {
+    std::memcpy(&bytes, received.data() + 1, sizeof(bytes));
+    if (received.size() < kHead + bytes) break;
+    const char kind = received[0];
+    const auto failure = decode_failure(received.substr(kHead, bytes));
+    received.erase(0, kHead + bytes);
+    if (kind == 'C') return true;
+    if (failure) (kind == 'F' ? events_.failed : events_.left)(*failure);
   }
-  return std::nullopt;
+  return false;
 }
 
-void Lifeline::watch(std::function<void(const Break&)> lost, std::function<void()> tick) {
+void HostLinks::watch(Events events) {
   wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_) throw SystemError("eventfd", errno);
-  lost_ = std::move(lost);
-  tick_ = std::move(tick);
+  events_ = std::move(events);
   thread_ = std::thread([this] { run(); });
 }
 
-void Lifeline::run() {
-  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
-  for (const auto& connection : connections_) polled.push_back({connection.get(), POLLIN, 0});
+void HostLinks::run() {
   auto next_tick = Clock::now() + kTick;
   while (true) {
+    std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
+    for (const auto& connection : connections_) polled.push_back({connection.get(), POLLIN, 0});
     const int ready = poll(polled.data(), polled.size(),
                            static_cast<int>(std::max<int64_t>(0, time_left(next_tick).count())));
-    if (ready < 0 && errno != EINTR) return;
-    if (ready > 0 && polled[0].revents != 0) return;
-    if (ready <= 0) {
-      if (Clock::now() < next_tick) continue;
-      next_tick = Clock::now() + kTick;
-      tick_();
-      continue;
-    }
-    for (size_t host = 0; host < connections_.size(); ++host) {
-      auto& entry = polled[host + 1];
-      if (entry.fd < 0 || entry.revents == 0) continue;
-      const auto found = broken(static_cast<int>(host));
-      entry.fd = connections_[host].get();
-      if (found) lost_(*found);
-    }
+    if ((ready < 0 && errno != EINTR) || (ready > 0 && polled[0].revents != 0)) return;
+    for (size_t host = 0; ready > 0 && host < connections_.size(); ++host)
+      if (polled[host + 1].revents != 0) receive(host);
+    if (Clock::now() < next_tick) continue;
+    next_tick = Clock::now() + kTick;
+    events_.tick();
   }
 }
 
-void Lifeline::close() noexcept {
-  end(std::string(1, kFarewell));
-}
-
-void Lifeline::break_off(const std::string& last_words) noexcept {
-  end(last_words.empty() ? std::string() : kLastWords + last_words.substr(0, kMostWords));
-}
-
-void Lifeline::end(const std::string& last) noexcept {
+void HostLinks::end() noexcept {
   if (thread_.joinable()) {
     const uint64_t one = 1;
     [[maybe_unused]] const auto written = write(wake_.get(), &one, sizeof(one));
     thread_.join();
   }
+  const std::lock_guard lock(mutex_);
   for (auto& connection : connections_) {
-    if (!connection) continue;
-    if (!last.empty()) {
-      send(connection.get(), last.data(), last.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-      // What is left unread would make the system reset the connection and drop what was sent.
-      std::array<char, 512> rest{};
-      while (recv(connection.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0) {
-      }
+    // What is left unread would make the system reset the connection and drop what was sent.
+    std::array<char, 512> rest{};
+    while (connection && recv(connection.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0) {
     }
     connection.reset();
   }
