@@ -39,10 +39,6 @@ std::string failed_key(int rank) {
 std::string end_key(int rank) {
   return "end/" + std::to_string(rank);
 }
-std::string gone_key(int rank) {
-  return "gone/" + std::to_string(rank);
-}
-
 }  // namespace
 
 CheckContext::CheckContext(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -158,21 +154,6 @@ std::vector<int> CheckContext::died() {
   return ranks;
 }
 
-void CheckContext::tell_gone(int rank, const Failure& gone) noexcept {
-  const QuietNativeLog quiet;
-  try {
-    store_->set(gone_key(rank), encode(gone));
-    store_->add("gone", 1);
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
-}
-
-std::optional<Failure> CheckContext::gone(int rank) {
-  const QuietNativeLog quiet;
-  if (!store().check({gone_key(rank)})) return std::nullopt;
-  return decode_failure(store().get_to_str(gone_key(rank)));
-}
-
 void CheckContext::remember_identities() {
   // Ranks of Python never announce themselves.
   if (size_ == 1 || !all_announced()) return;
@@ -205,7 +186,7 @@ std::string CheckContext::identity_of(int rank) {
 
 std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   const QuietNativeLog quiet;
-  std::vector<int> result, unseen;
+  std::vector<int> result;
   for (int rank : ranks) {
     std::string identity;
     try {
@@ -213,20 +194,8 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
     } catch (const std::exception&) {
       identity = known_identity(rank);
     }
-    const ProcessState state = process_state(identity);
-    if (state == ProcessState::ended) result.push_back(rank);
-    if (state == ProcessState::unknown) unseen.push_back(rank);
+    if (process_state(identity) == ProcessState::ended) result.push_back(rank);
   }
-  if (!expects_gone_ || unseen.empty()) return result;
-  try {
-    if (!any_gone()) return result;
-    for (int rank : unseen) {
-      const auto told = gone(rank);
-      if (told && told->kind == Failure::Kind::ended) result.push_back(rank);
-    }
-  } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
-  }
-  std::sort(result.begin(), result.end());
   return result;
 }
 

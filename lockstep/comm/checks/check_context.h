@@ -78,16 +78,6 @@ class CheckContext {
   void leave_work_behind() { work_left_behind_ = true; }
   bool has_left_work_behind() const { return work_left_behind_; }
 
-  /// Tells the other hosts of a rank of this host that has ended or left. Its `calls`: it makes no
-  /// more collectives of the group than these. As `tell_failed`.
-  void tell_gone(int rank, const Failure& gone) noexcept;
-  /// Whether any was told of. Asks the store.
-  bool any_gone() { return read_number("gone") > 0; }
-  /// What was told of the rank, if anything. Asks the store.
-  std::optional<Failure> gone(int rank);
-  /// Each host's ranks are told of so. `ended` then looks for those whose process has.
-  void expect_to_be_told() { expects_gone_ = true; }
-
   /// Why the group is of no more use, as seen by other means than the store.
   using FailureCallback = std::function<std::optional<Failure>()>;
   /// What the waits of this group call every 50 ms. It must not block. Once this returns, the one
@@ -99,8 +89,8 @@ class CheckContext {
   /// Reads the other ranks' announcements if all are there: a rank whose end takes the store with
   /// it can then still be named. Asks the store.
   void remember_identities();
-  /// Of `ranks`, those whose process has ended, as far as it can be seen from this host or was told
-  /// by theirs. Asks the store for identities that it does not know yet. Never throws.
+  /// Of `ranks`, those whose process has ended, as far as it can be seen from this host. Asks the
+  /// store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
   std::vector<int> others() const;
   /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
@@ -131,7 +121,6 @@ class CheckContext {
   bool is_first(int rank) const { return names_[static_cast<size_t>(rank)] == 0; }
 
   const bool over_tcp_;
-  std::atomic<bool> expects_gone_{false};
   std::atomic<bool> work_left_behind_{false};
   const int rank_;
   const int size_;

@@ -91,29 +91,6 @@ TEST(CheckContext, HowARankLeftIsToldOnce) {
   EXPECT_THAT(here->how_it_left(3)->detail, ::testing::HasSubstr("barrier"));
 }
 
-TEST(CheckContext, RanksThatAreGoneAreToldOfByTheirHost) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto context = [&](int rank) {
-    return std::make_shared<CheckContext>(store, rank, 3, RankNames{}, "default", seconds(60));
-  };
-  // Rank 1 is of another host: this one cannot see its process.
-  const auto here = context(0), host_of_rank_1 = context(2);
-  here->expect_to_be_told();
-  EXPECT_FALSE(here->any_gone());
-  EXPECT_TRUE(here->ended({1, 2}).empty());
-  const auto gone = [](Failure::Kind kind) {
-    return Failure{.kind = kind, .ranks = {{.number = 1, .kind = kind, .calls = 12}}};
-  };
-  host_of_rank_1->tell_gone(1, gone(Failure::Kind::closed));
-  EXPECT_TRUE(here->any_gone());
-  EXPECT_TRUE(here->ended({1, 2}).empty()) << "who left may live";
-  host_of_rank_1->tell_gone(1, gone(Failure::Kind::ended));
-  EXPECT_EQ(here->ended({1, 2}), std::vector<int>{1});
-  ASSERT_TRUE(here->gone(1));
-  EXPECT_EQ(here->gone(1)->ranks, gone(Failure::Kind::ended).ranks);
-  EXPECT_FALSE(here->gone(2));
-}
-
 TEST(CheckContext, AFailureCallbackIsAskedUntilItIsReplaced) {
   auto context = std::make_shared<CheckContext>(c10::make_intrusive<c10d::HashStore>(), 0, 2,
                                                 RankNames{}, "default", seconds(60));
