@@ -268,6 +268,7 @@ class Launcher {
     while (const auto event = supervisor_->next()) {
       if (event->kind == SupervisorEvent::started) {
         pids_[static_cast<size_t>(event->index)] = event->value;
+        tell(event->index, {});
       } else {
         take_end(event->index, *event, now);
       }
@@ -295,6 +296,7 @@ class Launcher {
       if (recover(index, end)) return;
     }
     send(job_.ended(index, end, now));
+    tell(index, job_.end_of(index));
     if (recovery_ && end.succeeded())
       recovery_->ended(plan_.workers[static_cast<size_t>(index)].rank);
     drop_who_comes_too_late();
@@ -308,6 +310,7 @@ class Launcher {
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
     if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;
+    tell(index, end);
     const bool replaced = attempts_.current() < attempts_.max_restarts;
     attempts_.failures.push_back(failure.line());
     std::string text = plan_.told_by + failure.line() + "; the others go on without it";
@@ -339,6 +342,15 @@ class Launcher {
     for (size_t i = 0; i < plan_.workers.size(); ++i) {
       if (recovery_->expected().count(plan_.workers[i].rank) > 0) job_.dropped(static_cast<int>(i));
     }
+  }
+
+  /// `end`: none for a start.
+  void tell(int index, const std::optional<WorkerEnd>& end) {
+    if (!plan_.on_worker) return;
+    const bool failed = end && !end->succeeded();
+    plan_.on_worker({plan_.workers[static_cast<size_t>(index)].local_rank,
+                     pids_[static_cast<size_t>(index)], end,
+                     failed ? failure_of(index, *end).line() : ""});
   }
 
   /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.

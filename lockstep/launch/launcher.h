@@ -14,6 +14,7 @@
 
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/host_agent.h"
+#include "lockstep/launch/job.h"
 #include "lockstep/launch/line_copies.h"
 
 namespace lockstep::launch {
@@ -43,8 +44,18 @@ struct WorkerPlan {
   std::filesystem::path error_file;  ///< Where the worker reports its failure; read at the end.
 };
 
+/// A worker has started, or has ended.
+struct WorkerEvent {
+  int local_rank = 0;
+  pid_t pid = -1;                     ///< -1: it could not be executed.
+  std::optional<WorkerEnd> end = {};  ///< None: it has started.
+  std::string error = {};             ///< Of one that failed: WorkerFailure::line.
+};
+
 struct LaunchPlan {
   std::vector<WorkerPlan> workers;
+  /// Is told of each worker's start and end, by the thread that called `launch`. May be empty.
+  std::function<void(const WorkerEvent&)> on_worker = {};
   /// Serves what the workers connect to. Called once, right after they were started, on a thread of
   /// its own. So its own start and theirs overlap. What it returns lives until they have ended. May
   /// be empty.

@@ -348,11 +348,54 @@ class Terminal(unittest.TestCase):
 
 class FlagsOfTorchrun(unittest.TestCase):
     def test_those_without_effect_are_taken_and_say_so(self):
-        flags = ["--monitor-interval", "0.5", "--start-method=fork", "--event_log_handler", "null", "--logs-specs", "x"]
+        flags = ["--monitor-interval", "0.5", "--start-method=fork", "--logs-specs", "x"]
         code, out, err = lockstep_run(*flags, "echo", "x")
         self.assertEqual((code, out), (0, "[rank0]: x\n"), err)
-        for flag in ("--monitor-interval", "--start-method", "--event-log-handler", "--logs-specs"):
+        for flag in ("--monitor-interval", "--start-method", "--logs-specs"):
             self.assertEqual(err.count(f"lockstep run: {flag} has no effect here: "), 1, err)
+
+    def events(self, *words, **more):
+        """The exit code, and the state, source and rank of each event."""
+        code, _, err = lockstep_run("--event-log-handler", "console", *words, **more)
+        found = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+        for event in found:
+            self.assertEqual(list(event), ["name", "source", "timestamp", "metadata"])
+            self.assertEqual(event["name"], "torchelastic.worker.status." + event["metadata"]["state"])
+            self.assertGreaterEqual(json.loads(event["metadata"]["metadata"]).keys(), {"group_world_size", "entry_point"})
+        return code, [(event["metadata"]["state"], event["source"], event["metadata"]["global_rank"]) for event in found], found
+
+    def test_events_are_lines_of_json(self):
+        text = "[ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 1000"
+        code, told, events = self.events("--nproc-per-node", 2, "--max-restarts", 1, "--rdzv-id", "some", "sh", "-c", text)
+        self.assertEqual(code, 0)
+        starts = [("START", "WORKER", 0), ("START", "WORKER", 1)]
+        self.assertEqual(told.pop(0), ("RENDEZVOUS", "AGENT", None))
+        self.assertEqual(sorted(told[:2]), starts)
+        self.assertEqual(told[2:5], [("FAILED", "WORKER", 1), ("TERMINATED", "WORKER", 0), ("RESTART", "AGENT", None)])
+        self.assertEqual(sorted(told[5:9]), [*starts, ("SUCCEEDED", "WORKER", 0), ("SUCCEEDED", "WORKER", 1)])
+        self.assertEqual(told[9:], [("SUCCEEDED", "AGENT", None)])
+        failed = events[3]["metadata"]
+        self.assertEqual((failed["run_id"], failed["agent_restarts"], failed["rdzv_backend"]), ("some", 0, "static"))
+        details = json.loads(failed["metadata"])
+        self.assertEqual((details["exit_code"], details["local_rank"], details["entry_point"]), ([3], [1], "sh"))
+        self.assertIn("exited with code 3", json.loads(failed["raw_error"])["message"])
+        self.assertEqual(events[-1]["metadata"]["agent_restarts"], 1)
+
+    def test_events_have_torchruns_fields(self):
+        if not TORCHRUN.exists():
+            self.skipTest("no torchrun beside this Python")
+        result = subprocess.run([TORCHRUN, "--event-log-handler", "console", "--nproc-per-node", "1", "--no-python", "true"],
+                                capture_output=True, text=True, timeout=120, env=clean_environment())
+        theirs = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+        ours = self.events("true")[2]
+        key = lambda event: (event["source"], event["metadata"]["state"])
+        self.assertTrue(theirs, result.stderr)
+        theirs, ours = ({key(event): event for event in events} for events in (theirs, ours))
+        theirs.pop(("AGENT", "ASSIGN_WORKER_RANKS"))  # a step of its own that ours does not have
+        for name, event in theirs.items():
+            self.assertIn(name, ours)
+            self.assertEqual(list(event["metadata"]), list(ours[name]["metadata"]))
+            self.assertEqual(*(list(json.loads(e["metadata"]["metadata"])) for e in (event, ours[name])))
 
     def test_run_path(self):
         # Also a file that is no *.py, which `python3 FILE` would run as well, and a folder.

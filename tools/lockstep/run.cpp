@@ -25,6 +25,7 @@
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/variables.h"
+#include "run_events.h"
 #include "run_options.h"
 
 namespace lockstep::tool {
@@ -338,13 +339,22 @@ int run_command(const std::vector<std::string>& args) {
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();
   TerminalSettings terminal;
+  EventLog events(*options);
   const auto plan_of = [&](const launch::RankLayout& layout) {
+    events.begin(layout);
     auto plan = launch_plan(*options, layout, program, logs, bindings);
+    plan.on_worker = [&](const launch::WorkerEvent& worker) { events.tell(worker); };
     plan.at_stop = [&] { terminal.lend(); };
     plan.at_continue = [&] { terminal.take_back(); };
     return plan;
   };
-  (options->has_meeting() ? run_with_others : run_here)(*options, logs, plan_of);
+  try {
+    (options->has_meeting() ? run_with_others : run_here)(*options, logs, plan_of);
+  } catch (const std::exception& error) {
+    events.end(error.what());
+    throw;
+  }
+  events.end("");
   return kExitSuccess;
 }
 

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/rank_environment.h"
+#include "run_options.h"
+
+namespace lockstep::tool {
+
+/// torchrun's events, as lines of JSON on standard error with --event-log-handler console: the
+/// hosts have met (RENDEZVOUS), a worker starts or ends, this host's part ends. Two are ours: all
+/// ranks start again (RESTART), or with other hosts (MEMBERSHIP_CHANGE). Fields, and lists of one,
+/// are torchrun's; the times are set.
+class EventLog {
+ public:
+  /// `options` must outlive it.
+  explicit EventLog(const RunOptions& options) : options_(options) {}
+  /// The ranks are about to start.
+  void begin(const launch::RankLayout& layout);
+  void tell(const launch::WorkerEvent& worker) const;
+  /// `error`: empty after a success.
+  void end(const std::string& error) const;
+
+ private:
+  void write(const std::string& state, const std::string& error,
+             const launch::WorkerEvent* worker) const;
+
+  const RunOptions& options_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  launch::RankLayout layout_;
+  bool begun_ = false;
+};
+
+}  // namespace lockstep::tool
