@@ -27,6 +27,14 @@ endforeach()
 if(LOCKSTEP_BUILD_TOOLS)
   install(TARGETS lockstep_bin RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   install(TARGETS lockstep_cli lockstep_bench lockstep_hosts LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  install(CODE "
+    foreach(place bash-completion/completions/lockstep fish/vendor_completions.d/lockstep.fish)
+      string(REGEX MATCH ^[a-z]+ shell \${place})
+      set(file \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_DATADIR}/\${place})
+      cmake_path(GET file PARENT_PATH folder)
+      file(MAKE_DIRECTORY \${folder})
+      execute_process(COMMAND $<TARGET_FILE:lockstep_bin> completion \${shell} OUTPUT_FILE \${file})
+    endforeach()")
 endif()
 
 configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake

@@ -401,9 +401,12 @@ void Cli::also_called(const std::string& name, const std::vector<std::string>& w
 }
 
 void Cli::positional(const std::string& name, std::string& value, const std::string& help,
-                     bool required) {
-  impl_->positionals.push_back(
-      {name, help, [&value](const std::string& text) { value = text; }, required});
+                     bool required, const std::vector<std::string>& choices) {
+  const auto set = [&value, name, choices](const std::string& text) {
+    if (!choices.empty()) expect_one_of(name, text, choices);
+    value = text;
+  };
+  impl_->positionals.push_back({name, help, set, required, join(choices, "|")});
 }
 
 void Cli::positional(const std::string& name, int& value, const std::string& help, Range range) {
@@ -426,6 +429,10 @@ bool Cli::parse(const std::vector<std::string>& args) {
   if (!impl.find("--help")) {
     impl.group = "Help";
     flag("-h,--help", impl.help_asked, "Print this text and exit");
+  }
+  if (args == std::vector<std::string>{kFlagTable}) {
+    print(impl.table());
+    return false;
   }
   const auto [own, count] = impl.own_words(args);
   std::vector<std::string> rest(args.begin() + static_cast<std::ptrdiff_t>(count), args.end());

@@ -17,6 +17,9 @@ struct Range {
   double max = std::numeric_limits<double>::infinity();
 };
 
+/// As the only argument it has a command print HelpPage::table (cli_help.h).
+inline constexpr const char* kFlagTable = "--flag-table";
+
 /// Throws UsageError, "NAME is 0; it must be at least 1", unless the number is in the range.
 void check_range(const std::string& name, double value, Range range);
 
@@ -78,9 +81,10 @@ class Cli {
   /// Names in other tools for the flag `name`, such as "--gpus" for "--devices". They are not
   /// accepted, but the error message suggests the flag.
   void also_called(const std::string& name, const std::vector<std::string>& words);
-  /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`.
+  /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`; one of `choices`
+  /// where there are some.
   void positional(const std::string& name, std::string& value, const std::string& help,
-                  bool required = true);
+                  bool required = true, const std::vector<std::string>& choices = {});
   void positional(const std::string& name, int& value, const std::string& help, Range range = {});
   /// Everything from the first word without dashes on, untouched: `lockstep run PROGRAM ARGS`.
   void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);

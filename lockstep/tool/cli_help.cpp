@@ -130,6 +130,14 @@ std::string HelpPage::text(int width, const std::string& section) const {
   return text + "\n" + wrapped(one, {0, 0, columns}) + "\n";
 }
 
+std::string HelpPage::table() const {
+  std::string text;
+  for (const auto& info : options)
+    text += join(info.names, ",") + "\t" + info.placeholder + "\t" + info.help + "\n";
+  for (const auto& info : positionals) text += "\t" + info.choices + "\t" + info.help + "\n";
+  return trailing_name.empty() ? text : text + "\t\t" + trailing_help + "\n";
+}
+
 int help_width() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;

@@ -38,6 +38,7 @@ struct PositionalInfo {
   std::string help;
   std::function<void(const std::string&)> set;
   bool required;
+  std::string choices = {};  // "a|b"; empty: any word
 };
 
 /// What --help says about a command.
@@ -53,6 +54,9 @@ struct HelpPage {
   /// The page, wrapped to `width` columns; only the flags of a heading that begins with `section`,
   /// in any case, where there is one.
   std::string text(int width, const std::string& section = {}) const;
+  /// What completion is made of: a line for each flag and word, with its names, its value and its
+  /// help between tabs.
+  std::string table() const;
 
  private:
   std::vector<std::string> headings() const;

@@ -23,7 +23,7 @@ void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t s
 void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);
 void lockstep_cli_release_store(void* store);
 
-/// In liblockstep_hosts.so: a launch::HostAgent for the RunOptions at `options` (job_host.h), until
+/// In liblockstep_hosts.so: a launch::HostAgent for the RunOptions at `options`, until
 /// lockstep_hosts_leave. Null on failure, with the reason in `error` and its exit code.
 void* lockstep_hosts_join(const void* options, int* exit_code, char* error, size_t error_size);
 void lockstep_hosts_leave(void* agent);

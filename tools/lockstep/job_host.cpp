@@ -1,10 +1,12 @@
-#include "job_host.h"
-
 #include <unistd.h>
 
+#include <cstdio>
+#include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "entry.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
@@ -15,13 +17,17 @@
 #include "lockstep/elastic/embedded_registry.h"
 #include "lockstep/elastic/etcd_registry.h"
 #include "lockstep/elastic/proof.h"
+#include "lockstep/launch/host_agent.h"
+#include "lockstep/launch/rank_environment.h"
+#include "run_options.h"
 
 namespace lockstep::tool {
 namespace {
 
 using Backend = MeetingOptions::Backend;
 
-/// So many time-outs of the lease without a word from the embedded registry: it is gone.
+/// So many time-outs of the lease without a word from the registry: it is gone, or this host is cut
+/// off and others may go on. An election of etcd's takes one.
 constexpr int kSilences = 5;
 /// A name server that is silent for longer is not there.
 constexpr std::chrono::milliseconds kAnswerWithin{2'000};
@@ -32,10 +38,6 @@ std::string host_name() {
   char name[256] = "";
   ::gethostname(name, sizeof name - 1);
   return name;
-}
-
-std::string token_of(const MeetingOptions& meeting) {
-  return elastic::read_token(meeting.token_file, kTokenVariable).value_or("");
 }
 
 /// Waits for a name to appear: a cluster may know it only after its processes have started.
@@ -76,15 +78,8 @@ std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& opti
 }
 
 elastic::EtcdRegistryOptions registry_options(const RunOptions& options, const std::string& token) {
-  const MeetingOptions& meeting = options.meeting;
+  if (options.meeting.backend == Backend::etcd) return options.meeting.etcd;
   elastic::EtcdRegistryOptions client;
-  client.endpoints = meeting.endpoints;
-  client.ca_file = meeting.ca_file;
-  client.certificate = meeting.certificate;
-  client.key = meeting.key;
-  client.user = meeting.user;
-  client.password = meeting.password;
-  if (meeting.backend == Backend::etcd) return client;
   client.endpoints = {"http://" + endpoint_text(options.master_addr, *options.master_port)};
   client.token = token;
   return client;
@@ -109,14 +104,16 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
   agent.max_agents = options.nodes;
   agent.nproc = options.nproc;
   agent.node_rank = options.node_rank;
+  if (meeting.backend == Backend::fixed && !agent.node_rank) agent.node_rank = 0;  // torchrun's
   agent.max_restarts = options.max_restarts;
   agent.ends_with_a_host = meeting.backend == Backend::fixed && options.max_restarts == 0;
   agent.keep_alive = meeting.keep_alive;
   agent.last_call = meeting.last_call;
   agent.join_timeout = meeting.join_timeout;
   agent.embedded_registry = meeting.backend != Backend::etcd;
-  // Nobody can go on without an embedded registry, so nobody waits for it for long.
-  if (agent.embedded_registry) agent.contact_limit = kSilences * meeting.keep_alive;
+  agent.contact_limit = kSilences * meeting.keep_alive;
+  // An agent's lease ends by keep_alive after its last contact: so long may it be late, too.
+  agent.contact_margin = launch::shutdown_timeout(options.shutdown_timeout).after_failure;
   return agent;
 }
 
@@ -127,10 +124,11 @@ elastic::ServedStore serve_workers_store(const std::string& address) {
   return store;
 }
 
-}  // namespace
-
+/// Joins a job of several hosts, and serves the registry by which they agree where that is this
+/// host's to do. Throws UsageError for settings that cannot be, CommError where the registry's port
+/// is taken.
 std::unique_ptr<launch::HostAgent> join_job_of_hosts(const RunOptions& options) {
-  const std::string token = token_of(options.meeting);
+  const auto token = elastic::read_token(options.meeting.token_file, kTokenVariable).value_or("");
   elastic::RunnerOptions runner;
   runner.agent = agent_options(options);
   runner.run_id = options.run_id;
@@ -142,4 +140,20 @@ std::unique_ptr<launch::HostAgent> join_job_of_hosts(const RunOptions& options) 
   return elastic::run_agent(std::move(runner), std::move(registry));
 }
 
+}  // namespace
 }  // namespace lockstep::tool
+
+void* lockstep_hosts_join(const void* options, int* exit_code, char* error, size_t error_size) {
+  using namespace lockstep;
+  try {
+    return tool::join_job_of_hosts(*static_cast<const tool::RunOptions*>(options)).release();
+  } catch (const std::exception& failure) {
+    *exit_code = exit_code_of(failure);
+    std::snprintf(error, error_size, "%s", failure.what());
+    return nullptr;
+  }
+}
+
+void lockstep_hosts_leave(void* agent) {
+  delete static_cast<lockstep::launch::HostAgent*>(agent);
+}

@@ -20,7 +20,7 @@ void* bench_symbol(const char* name);
 /// as the returned pointer lives. Loads LibTorch for it (0.2 s). Throws lockstep::Error.
 std::shared_ptr<void> serve_store(int listen_fd);
 
-/// This host's part in a job of several; see job_host.h. Loads LibTorch for the store. Throws
+/// This host's part in a job of several; see job_host.cpp. Loads LibTorch for the store. Throws
 /// lockstep::Error.
 std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options);
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "completion.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/settings.h"
 #include "lockstep/base/words.h"
@@ -35,7 +36,8 @@ constexpr const char* kAbout = "Starts Python programs as ranks of torch.distrib
 constexpr const char* kElsewhere =
     "this is the Python wheel's lockstep, which has `run`; `make install` gives the others";
 constexpr const char* kExamples[] = {"lockstep run --nproc-per-node 4 script.py --its-own-flags"};
-constexpr Row kCommands[] = {{"run", "start a program as several ranks (torchrun's flags)"}};
+constexpr Row kCommands[] = {{"run", "start a program as several ranks (torchrun's flags)"},
+                             {"completion", "complete this command in bash, zsh or fish"}};
 #else
 constexpr const char* kAbout = "Distributed training for LibTorch.";
 constexpr const char* kElsewhere = "'lockstep --help' lists the commands";
@@ -50,6 +52,7 @@ constexpr Row kCommands[] = {
     {"estimate-memory", "what each rank of a strategy keeps, before a run"},
     {"checkpoint", "look into checkpoints, Lockstep's and Python's, and convert them"},
     {"env", "versions, backends and devices; what is missing"},
+    {"completion", "complete this command in bash, zsh or fish"},
 };
 #endif
 
@@ -119,6 +122,11 @@ int dispatch(const std::vector<std::string>& given) {
   if (command == "--help" || command == "-h" || command == "help") {
     print(help_text());
     return kExitSuccess;
+  }
+  if (command == "completion") {
+    Commands commands;
+    for (const auto& row : kCommands) commands.emplace_back(row.name, row.help);
+    return completion_command({words.begin() + 1, words.end()}, commands);
   }
   check_working_folder();
   // `env` is for looking at what is set, whatever it is.

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <map>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
@@ -30,9 +31,8 @@ struct NoEffect {
 };
 
 constexpr NoEffect kNoEffect[] = {
-    {"--monitor-interval", "SECONDS", "the end of a worker is noticed at once"},
+    {"--monitor-interval", "SECONDS", "the end of a worker is noticed at once, without asking"},
     {"--start-method", "NAME", "workers are always programs of their own"},
-    {"--event-log-handler", "NAME", "events are not recorded; --log-dir keeps logs"},
     {"--logs-specs", "NAME", "see --log-dir, --redirects and --tee"},
 };
 
@@ -156,6 +156,10 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "A,B");
   cli.option("--duplicate-stderr-filters", raw.err_filters,
              "The same for standard error and filtered_stderr.log", "A,B");
+  cli.choice(
+      "--event-log-handler", options.event_log, {"null", "console"},
+      "console: a line of JSON on standard error, as torchrun's, when a worker starts or ends, "
+      "all start again, hosts come or go, and at the end");
   cli.group("End");
   cli.option(
       "--signals-to-handle", raw.signals,
@@ -272,34 +276,26 @@ std::chrono::milliseconds parse_seconds(const std::string& what, const std::stri
 
 /// --rdzv-conf. `protocol`: of etcd's endpoints.
 void take_conf(const std::string& text, MeetingOptions& meeting, std::string& protocol) {
+  auto& etcd = meeting.etcd;
+  const std::map<std::string, std::chrono::milliseconds*> times = {
+      {"join_timeout", &meeting.join_timeout},
+      {"timeout", &meeting.join_timeout},
+      {"last_call_timeout", &meeting.last_call}};
+  const std::map<std::string, std::filesystem::path*> files = {
+      {"cacert", &etcd.ca_file}, {"cert", &etcd.certificate}, {"key", &etcd.key}};
+  const std::map<std::string, std::string*> words = {
+      {"protocol", &protocol}, {"user", &etcd.user}, {"password", &etcd.password}};
   for (const auto& part : split(text, ',')) {
     if (part.empty()) continue;
     const auto name = part.substr(0, part.find('='));
     const auto value = part.substr(std::min(part.size(), name.size() + 1));
-    const std::string what = "--rdzv-conf " + name;
-    if (name == "join_timeout" || name == "timeout") {
-      meeting.join_timeout = parse_seconds(what, value);
-    } else if (name == "last_call_timeout") {
-      meeting.last_call = parse_seconds(what, value);
-    } else if (name == "is_host") {
-      meeting.is_host = to_lower(value) == "true" || value == "1";
-    } else if (name == "protocol") {
-      protocol = value;
-    } else if (name == "cacert") {
-      meeting.ca_file = value;
-    } else if (name == "cert") {
-      meeting.certificate = value;
-    } else if (name == "key") {
-      meeting.key = value;
-    } else if (name == "user") {
-      meeting.user = value;
-    } else if (name == "password") {
-      meeting.password = value;
-    } else {
-      expect_one_of("--rdzv-conf", name,
-                    {"join_timeout", "timeout", "last_call_timeout", "is_host", "protocol",
-                     "cacert", "cert", "key", "user", "password"});
-    }
+    expect_one_of("--rdzv-conf", name,
+                  {"join_timeout", "timeout", "last_call_timeout", "is_host", "protocol", "cacert",
+                   "cert", "key", "user", "password"});
+    if (times.count(name)) *times.at(name) = parse_seconds("--rdzv-conf " + name, value);
+    if (files.count(name)) *files.at(name) = value;
+    if (words.count(name)) *words.at(name) = value;
+    if (name == "is_host") meeting.is_host = to_lower(value) == "true" || value == "1";
   }
 }
 
@@ -308,11 +304,11 @@ void take_etcd(const RawFlags& raw, const std::string& protocol, RunOptions& opt
     throw UsageError("--rdzv-backend etcd: --rdzv-endpoint is missing",
                      "name etcd's members: --rdzv-endpoint host0:2379,host1:2379");
   for (const auto& endpoint : split(raw.rdzv_endpoint, ',')) {
-    options.meeting.endpoints.push_back(
+    options.meeting.etcd.endpoints.push_back(
         endpoint.find("://") == std::string::npos ? protocol + "://" + endpoint : endpoint);
   }
   // The way to it tells which of this host's addresses the others reach.
-  const std::string& first = options.meeting.endpoints.front();
+  const std::string& first = options.meeting.etcd.endpoints.front();
   RunOptions meeting;
   take_endpoint(first.substr(first.find("://") + 3), meeting);
   options.master_addr = meeting.master_addr;
@@ -342,7 +338,12 @@ void take_address(const RawFlags& raw, RunOptions& options) {
                      "give all hosts the same port, free on host 0");
   }
   const bool fixed = options.meeting.backend == MeetingOptions::Backend::fixed;
-  if (options.nodes > 1 && !fixed && raw.rdzv_endpoint.empty() && !raw.master_addr)
+  const bool placeless = raw.rdzv_endpoint.empty() && !raw.master_addr;
+  if (options.nodes > 1 && fixed && placeless && !options.node_rank)
+    throw UsageError("--nnodes " + raw.nodes + ": each host would take itself for host 0",
+                     "give each its number by --node-rank, from 0, and all the address of host 0 "
+                     "by --master-addr");
+  if (options.nodes > 1 && !fixed && placeless)
     throw UsageError(
         "--rdzv-backend c10d: --rdzv-endpoint is missing",
         "name one of the hosts, the same in all commands: --rdzv-endpoint host0:29400");

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/elastic/etcd_registry.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::tool {
@@ -40,15 +41,13 @@ struct MeetingOptions {
     etcd,      ///< etcd has it.
   };
   Backend backend = Backend::fixed;
-  std::vector<std::string> endpoints = {};  ///< URLs of etcd's members.
+  elastic::EtcdRegistryOptions etcd = {};  ///< Its members, certificates and user.
   std::optional<bool> is_host = {};  ///< This host serves it; none: where the endpoint is here.
   std::chrono::milliseconds join_timeout{600'000};  ///< For MIN hosts to come. torchrun's.
   std::chrono::milliseconds last_call{300};  ///< After MIN have come: hosts start within moments.
   std::chrono::milliseconds keep_alive{2'000};  ///< A host that vanishes is noticed within it.
   std::string local_addr = {};  ///< Of this host for the others; empty: the way to the endpoint.
   std::filesystem::path token_file = {};  ///< Empty: the variable LOCKSTEP_TOKEN, or none.
-  std::filesystem::path ca_file = {}, certificate = {}, key = {};  ///< For etcd over TLS.
-  std::string user = {}, password = {};                            ///< Of etcd.
 };
 
 /// What `lockstep run` was asked for, checked.
@@ -62,7 +61,8 @@ struct RunOptions {
   std::optional<uint16_t> master_port;  ///< None: any free one on a single host, else 29500.
   std::string run_id;
   std::string role = "default";
-  std::string log_dir;  ///< Empty: none.
+  std::string log_dir;             ///< Empty: none.
+  std::string event_log = "null";  ///< Or "console"; see EventLog.
   StreamMap redirects;
   StreamMap tee;
   std::set<int> shown;  ///< --local-ranks-filter; empty: all.

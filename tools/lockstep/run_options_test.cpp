@@ -88,9 +88,9 @@ TEST(RunOptions, EtcdHasMembersAndCertificates) {
   const auto options =
       parsed({"--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:2379,b:2379",
               "--rdzv-conf", "protocol=https,cacert=ca.pem,user=me,password=word"});
-  EXPECT_EQ(options.meeting.endpoints, (Words{"https://a:2379", "https://b:2379"}));
-  EXPECT_EQ(options.meeting.ca_file, "ca.pem");
-  EXPECT_EQ(options.meeting.user, "me");
+  EXPECT_EQ(options.meeting.etcd.endpoints, (Words{"https://a:2379", "https://b:2379"}));
+  EXPECT_EQ(options.meeting.etcd.ca_file, "ca.pem");
+  EXPECT_EQ(options.meeting.etcd.user, "me");
   EXPECT_EQ(options.master_addr, "a");
   EXPECT_TRUE(parsed({"--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"}).has_meeting());
   EXPECT_THROW(parsed({"--rdzv-backend", "etcd"}), UsageError);
