@@ -9,6 +9,8 @@
 
 namespace lockstep::elastic {
 
+constexpr std::chrono::seconds kSilence{3};
+
 std::vector<Action> Agent::start(Time now) {
   started_ = now_ = now;
   actions_.push_back(Watch{kGenerationKey});
@@ -163,14 +165,16 @@ void Agent::take_end(const JobEnd& end) {
   using Kind = Finish::Kind;
   const bool failed = end.kind == JobEnd::Kind::failure;
   const Kind well = end.kind == JobEnd::Kind::success ? Kind::success : Kind::interrupted;
-  outcome_ = Finish{failed ? Kind::failure : well, end.exit_code, end.text};
+  outcome_ =
+      Finish{.kind = failed ? Kind::failure : well, .exit_code = end.exit_code, .text = end.text};
   if (!failed) return;
   for (size_t i = 0; i < record_->failures.size(); ++i)
     outcome_->text += "\n  before, attempt " + std::to_string(i) + ": " + record_->failures[i];
 }
 
 void Agent::lose_job(const std::string& why) {
-  if (!outcome_) outcome_ = Finish{Finish::Kind::lost, kExitFailure, why};
+  if (!outcome_)
+    outcome_ = Finish{.kind = Finish::Kind::lost, .exit_code = kExitFailure, .text = why};
 }
 
 // ---- What comes from this host
@@ -213,6 +217,18 @@ void Agent::reconcile() {
   write_own();
   say_good_bye();
   conclude();
+  tell_wait();
+}
+
+/// Who sees nothing for long shall know what for.
+void Agent::tell_wait() {
+  const Time at = started_ + kSilence;
+  if (told_wait_ || running_ != 0 || report_.generation != 0 || outcome_) return;
+  wake(at);
+  if (now_ < at) return;
+  told_wait_ = true;
+  say("waiting for " + counted(options_.min_agents, "host") + " to meet, for " +
+      seconds_text(options_.join_timeout) + " at most");
 }
 
 void Agent::wake(Time at) {
@@ -257,7 +273,8 @@ void Agent::lose_contact() {
   if (ended_here && report_.state == State::done) {
     outcome_ = Finish{Finish::Kind::success};
   } else if (ended_here && report_.state == State::failed) {
-    outcome_ = Finish{Finish::Kind::failure, report_.exit_code, report_.text};
+    outcome_ =
+        Finish{.kind = Finish::Kind::failure, .exit_code = report_.exit_code, .text = report_.text};
   } else {
     lose_job(lost);
   }

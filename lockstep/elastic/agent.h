@@ -73,6 +73,7 @@ class Agent {
   void say_good_bye();
   bool holds_on();
   void conclude();
+  void tell_wait();
   bool clear_own(GenerationRecord& record) const;
 
   AgentRecord own_record() const;
@@ -114,7 +115,7 @@ class Agent {
   int64_t running_ = 0;  ///< The generation whose workers live; 0: none.
   bool stopping_ = false, gently_ = false;
   bool leaving_ = false;
-  bool told_lost_contact_ = false;
+  bool told_lost_contact_ = false, told_wait_ = false;
   std::optional<Time> left_at_, concluded_at_;
   int64_t store_for_ = 0;
   std::optional<StoreOpened> store_;

@@ -138,13 +138,8 @@ struct StartWorkers {
 struct StopWorkers {
   bool interrupted = false;  ///< The user did it: they get the time to save a checkpoint.
 };
-/// The last action. No worker is left.
-struct Finish {
-  using Kind = launch::HostOrder::Kind;
-  Kind kind{};  ///< From `success` on. lost: the registry, or the job in it, is gone.
-  int exit_code = 0;
-  std::string text = {};
-};
+/// The last action, of a kind from `success` on. No worker is left.
+using Finish = launch::HostOrder;
 /// For the user. A line.
 struct Say {
   std::string text;

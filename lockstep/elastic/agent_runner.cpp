@@ -17,8 +17,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 #include "lockstep/elastic/agent.h"
 #include "lockstep/elastic/event_queue.h"
 
@@ -31,8 +29,6 @@ using std::chrono::milliseconds;
 
 /// How long the end of the job waits for the registry to take the lease back.
 constexpr milliseconds kLetGo{1'000};
-/// How long nothing is said about the wait for other hosts.
-constexpr milliseconds kSilence{3'000};
 
 UniqueFd new_event() {
   UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -117,31 +113,19 @@ class AgentRunner : public launch::HostAgent {
   void step() {
     pollfd fds[] = {{registry_->descriptor(), POLLIN, 0}, {handed_in_.descriptor(), POLLIN, 0}};
     ::poll(fds, 2, wait_ms());
-    while (const auto event = handed_in_.take(milliseconds(0), [](const Event&) { return true; }))
-      take(*event);
+    while (const auto event = handed_in_.take(milliseconds(0))) take(*event);
     while (auto event = registry_->next_event(milliseconds(0))) {
       std::visit([this](auto& one) { arrived(one); }, *event);
       if (agent_.finished()) return;
     }
     const auto now = Clock::now();
-    tell_wait(now);
     if (agent_.deadline() && now >= *agent_.deadline()) take(Tick{});
     keep_lease(now);
-  }
-
-  /// Who sees nothing shall know what for.
-  void tell_wait(Time now) {
-    if (has_run_ || told_wait_ || now < started_ + kSilence) return;
-    told_wait_ = true;
-    options_.say("waiting for " + counted(options_.agent.min_agents, "host") + " to meet, for " +
-                 seconds_text(options_.agent.join_timeout) + " at most");
   }
 
   int wait_ms() const {
     auto next = agent_.deadline();
     if (keep_at_ && (!next || *keep_at_ < *next)) next = keep_at_;
-    if (!has_run_ && !told_wait_)
-      next = std::min(next.value_or(started_ + kSilence), started_ + kSilence);
     if (!next) return -1;
     const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
     return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
@@ -244,10 +228,10 @@ class AgentRunner : public launch::HostAgent {
     Request request{.kind = Request::Kind::revoke_lease};
     request.lease = std::exchange(lease_, 0);
     request.timeout = kLetGo;
-    try {
-      registry_->call(std::move(request));
-    } catch (const RegistryError&) {
-      // It expires.
+    const uint64_t sent = registry_->submit(std::move(request));
+    while (const auto event = registry_->next_event(2 * kLetGo)) {  // Without a reply it expires.
+      const auto* reply = std::get_if<Reply>(&*event);
+      if (reply && reply->request == sent) return;
     }
   }
   void on(const OpenStore& action) {
@@ -259,16 +243,11 @@ class AgentRunner : public launch::HostAgent {
       handed_in_.push(StoreOpened{.generation = action.generation, .error = error.what()});
     }
   }
-  void on(const StartWorkers& action) {
-    has_run_ = true;
-    give(order_of(action));
-  }
+  void on(const StartWorkers& action) { give(order_of(action)); }
   void on(const StopWorkers& action) {
     give({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
   }
-  void on(const Finish& action) {
-    give({.kind = action.kind, .exit_code = action.exit_code, .text = action.text});
-  }
+  void on(const Finish& action) { give(action); }
   void on(const Say& action) { options_.say(action.text); }
 
   const RunnerOptions options_;
@@ -290,8 +269,6 @@ class AgentRunner : public launch::HostAgent {
   std::map<uint64_t, std::function<void(const Reply&)>> requests_;  ///< What takes their replies.
   std::map<uint64_t, std::string> watches_;
   ServedStore store_;
-  bool has_run_ = false, told_wait_ = false;
-  const Time started_ = Clock::now();
   std::thread thread_;
 };
 

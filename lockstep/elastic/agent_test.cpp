@@ -443,7 +443,47 @@ TEST(ElasticAgent, WhoGoesAfterItWasDoneCountsAsDone) {
   EXPECT_EQ(job.end("a"), Finish::Kind::success);
 }
 
+/// pytorch#118891: after 300 s torchrun's first host ended, and the store with it.
+TEST(ElasticAgent, AFirstHostThatIsDoneWaitsForTheOthersHoweverLong) {
+  auto options = of_hosts(2, 2);
+  options.embedded_registry = true;
+  Job job(options);
+  job.join("a");
+  job.join("b");
+  job.succeed("a");
+  job.pass(seconds(1000));
+  EXPECT_FALSE(job.end("a"));
+  EXPECT_EQ(job.runs("b"), 1);
+  job.succeed("b");
+  job.pass(seconds(1));
+  for (const char* id : {"a", "b"}) EXPECT_EQ(job.end(id), Finish::Kind::success);
+}
+
 // ---- Who takes part
+
+TEST(ElasticAgent, TwoHostsWithOneNumberAreRefused) {
+  Job job(of_hosts(3, 3));
+  job.join("a", 0);
+  job.join("b", 1);
+  job.join("c", 1);
+  job.pass(seconds(5));
+  ASSERT_EQ(job.end("a"), Finish::Kind::failure);
+  EXPECT_EQ(job.host("a").finish->exit_code, 2);
+  EXPECT_NE(job.host("a").finish->text.find("b and c"), std::string::npos);
+}
+
+TEST(ElasticAgent, AHostThatIsKilledAndBackAtOnceIsNotOneOfTwo) {
+  Job job(of_hosts(3, 3));
+  job.join("a", 0);
+  job.join("b", 1);
+  job.kill("b");
+  job.join("again", 1);
+  job.pass(seconds(30));
+  EXPECT_FALSE(job.end("a"));
+  job.join("c", 2);
+  job.pass(seconds(1));
+  EXPECT_EQ(job.first_rank("again"), 2);
+}
 
 TEST(ElasticAgent, MoreThanTheMostStandBy) {
   Job job(of_hosts(1, 2));

@@ -13,6 +13,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/elastic/etcd_registry.h"
+#include "tests/support/calling_registry.h"
 
 // What only the embedded server has: its end, its limits, its store's clock and memory.
 namespace lockstep::elastic {
@@ -69,7 +70,7 @@ std::string post(const std::string& path, const std::string& body, const std::st
 TEST(EmbeddedRegistry, ItsEndLeavesNobodyWaitingAndAnotherTakesItsPlace) {
   auto server = std::make_unique<EmbeddedRegistry>(EmbeddedRegistryOptions{.host = "127.0.0.1"});
   const uint16_t port = server->port();
-  const auto client = connect_registry({.endpoints = {endpoint_of(*server)}});
+  const auto client = call_registry({.endpoints = {endpoint_of(*server)}});
   const int64_t lease = client->call({.kind = Kind::grant_lease, .ttl = 60s}).lease;
   client->call({.kind = Kind::put, .key = "a/x", .value = "1", .lease = lease});
   client->watch("a/");
@@ -82,7 +83,7 @@ TEST(EmbeddedRegistry, ItsEndLeavesNobodyWaitingAndAnotherTakesItsPlace) {
   EXPECT_LT(Clock::now() - begin, 5s);
   text_until_end(silent);
   text_until_end(half);
-  EXPECT_THROW(client->call({.kind = Kind::get, .key = "a/x", .timeout = 200ms}), RegistryError);
+  EXPECT_THROW(client->call({.kind = Kind::list, .key = "a/x", .timeout = 200ms}), RegistryError);
 
   server = std::make_unique<EmbeddedRegistry>(
       EmbeddedRegistryOptions{.host = "127.0.0.1", .port = port});
@@ -101,7 +102,7 @@ TEST(EmbeddedRegistry, APortThatIsTakenIsSaid) {
 
 TEST(EmbeddedRegistry, ALargeRequestIsRefused) {
   const EmbeddedRegistry server({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 500ms});
-  const auto client = connect_registry({.endpoints = {endpoint_of(server)}});
+  const auto client = call_registry({.endpoints = {endpoint_of(server)}});
   const auto put = [&](size_t size) {
     return client->call({.kind = Kind::put, .key = "x", .value = std::string(size, 'x')}).outcome;
   };
@@ -110,7 +111,7 @@ TEST(EmbeddedRegistry, ALargeRequestIsRefused) {
     put(8'000);
     FAIL();
   } catch (const RegistryError& error) {
-    EXPECT_EQ(error.kind(), RegistryError::Kind::invalid);
+    EXPECT_EQ(error.kind(), RegistryError::Kind::refused);
   }
   EXPECT_EQ(put(1), Outcome::done);
   const UniqueFd other = raw_connection(server);
@@ -153,8 +154,8 @@ TEST(EmbeddedRegistry, MoreConnectionsThanItServesAreClosed) {
   EXPECT_EQ(text_until_end(raw_connection(server)), "");
   held.clear();  // Room for others.
   const auto client =
-      connect_registry({.endpoints = {endpoint_of(server)}, .request_timeout = kLimit});
-  EXPECT_EQ(client->call({.kind = Kind::get, .key = "x"}).outcome, Outcome::done);
+      call_registry({.endpoints = {endpoint_of(server)}, .request_timeout = kLimit});
+  EXPECT_EQ(client->call({.kind = Kind::list, .key = "x"}).outcome, Outcome::done);
 }
 
 TEST(EmbeddedRegistry, WhatIsNoRequestOfOursGetsAnError) {

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "lockstep/base/text.h"
-#include "lockstep/elastic/etcd_messages.h"
 #include "lockstep/elastic/event_queue.h"
+#include "lockstep/elastic/gateway.h"
 #include "lockstep/elastic/http_transfer.h"
 #include "lockstep/elastic/proof.h"
 
@@ -139,24 +139,10 @@ class EtcdRegistry : public Registry {
   }
 
   std::optional<RegistryEvent> next_event(milliseconds timeout) override {
-    return events_.take(timeout, [](const RegistryEvent&) { return true; });
+    return events_.take(timeout);
   }
 
   int descriptor() const override { return events_.descriptor(); }
-
-  Reply call(Request request) override {
-    if (request.timeout <= milliseconds(0)) request.timeout = options_.request_timeout;
-    const milliseconds limit = request.timeout + std::chrono::seconds(5);  // the reply comes before
-    const uint64_t id = submit(std::move(request));
-    auto event = events_.take(limit, [id](const RegistryEvent& one) {
-      const auto* reply = std::get_if<Reply>(&one);
-      return reply && reply->request == id;
-    });
-    if (!event) throw RegistryError(ErrorKind::unreachable, "registry: its thread does not answer");
-    Reply reply = std::get<Reply>(std::move(*event));
-    if (reply.error) throw *reply.error;
-    return reply;
-  }
 
  private:
   uint64_t post(const std::function<void(uint64_t)>& task) {
@@ -324,9 +310,9 @@ class EtcdRegistry : public Registry {
     if (verdict.kind == Kind::no_credentials && operation.credentials == credentials_)
       have_credentials_ = false;
     const bool refuses = verdict.kind == Kind::refused || verdict.kind == Kind::no_credentials;
-    if (refuses && ++operation.refusals >= std::max(kMostRefusals, options_.endpoints.size()))
-      return fail(operation, ErrorKind::refused);
-    if (verdict.kind == Kind::invalid) return fail(operation, ErrorKind::invalid);
+    const bool often =
+        refuses && ++operation.refusals >= std::max(kMostRefusals, options_.endpoints.size());
+    if (often || verdict.kind == Kind::invalid) return fail(operation, ErrorKind::refused);
     const bool round_is_over = ++operation.tries % options_.endpoints.size() == 0;
     operation.next_try = Clock::now() + (round_is_over ? options_.retry_pause : milliseconds(0));
     if (verdict.kind != Kind::no_credentials) leave(operation.endpoint);
@@ -471,25 +457,18 @@ class EtcdRegistry : public Registry {
   }
 
   void take_events(uint64_t id, WatchState& watch, const Json& events) {
-    Change change{.watch = id};
-    const auto tell = [&] {
-      if (change.revision != 0) {
-        watch.revision = change.revision;
-        events_.push(std::move(change));
-      }
-      change = {.watch = id};
-    };
+    const int64_t told = watch.revision;
     for (const Json& event : events) {
       auto record = record_of(field(event, "kv"));
-      if (!record || record->revision <= watch.revision) continue;
-      if (record->revision != change.revision) tell();
-      change.revision = record->revision;
+      if (!record || record->revision <= told) continue;
+      watch.revision = record->revision;
+      Change change{.watch = id, .revision = record->revision};
       if (field(event, "type") == "DELETE")
         change.erased.push_back(std::move(record->key));
       else
         change.written.push_back(std::move(*record));
+      events_.push(std::move(change));
     }
-    tell();
   }
 
   const EtcdRegistryOptions options_;

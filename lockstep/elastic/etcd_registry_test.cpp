@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "lockstep/base/text.h"
+#include "tests/support/calling_registry.h"
 #include "tests/support/etcd_servers.h"
 #include "tests/support/test_wait.h"
 
@@ -23,7 +24,7 @@ using ErrorKind = RegistryError::Kind;
 constexpr auto kLimit = 60s;
 
 /// Kind of the failure of a request; none when it is done.
-std::optional<ErrorKind> failure_of(Registry& registry, Request request) {
+std::optional<ErrorKind> failure_of(CallingRegistry& registry, Request request) {
   try {
     registry.call(std::move(request));
     return std::nullopt;
@@ -33,7 +34,7 @@ std::optional<ErrorKind> failure_of(Registry& registry, Request request) {
   }
 }
 
-void put(Registry& registry, const std::string& key, const std::string& value) {
+void put(CallingRegistry& registry, const std::string& key, const std::string& value) {
   ASSERT_EQ(registry.call({.kind = Kind::put, .key = key, .value = value}).outcome, Outcome::done);
 }
 
@@ -91,8 +92,8 @@ class EtcdFaults : public testing::Test {
     cluster_ = std::make_unique<test_etcd::Cluster>(members);
     options_ = {
         .endpoints = cluster_->endpoints(), .request_timeout = kLimit, .try_timeout = 500ms};
-    writer_ = connect_registry(options_);
-    reader_ = connect_registry(options_);
+    writer_ = call_registry(options_);
+    reader_ = call_registry(options_);
     count(0, 0);
   }
   /// By compare and set: so a value that is tried again is not written twice.
@@ -107,7 +108,7 @@ class EtcdFaults : public testing::Test {
 
   EtcdRegistryOptions options_;
   std::unique_ptr<test_etcd::Cluster> cluster_;
-  std::unique_ptr<Registry> writer_, reader_;
+  std::unique_ptr<CallingRegistry> writer_, reader_;
   int64_t revision_ = 0;  ///< Of "count".
 };
 
@@ -123,7 +124,7 @@ TEST_F(EtcdFaults, NobodyNoticesThatAMemberIsKilledOrStopped) {
     count(last + 1, last + 5);
     last += 5;
     // The reader asks as well, as agents do; so it sees that the server of its stream is silent.
-    EXPECT_EQ(failure_of(*reader_, {.kind = Kind::get, .key = "count"}), std::nullopt);
+    EXPECT_EQ(failure_of(*reader_, {.kind = Kind::list, .key = "count"}), std::nullopt);
     follower.follow_to(std::to_string(last));
     cluster_->kill(member);
     count(last + 1, last + 5);
@@ -141,7 +142,7 @@ TEST_F(EtcdFaults, AllGoesOnAfterAllMembersWereAway) {
   Follower follower(*reader_);
   follower.follow_to("0");
   for (size_t i = 0; i < cluster_->size(); ++i) cluster_->kill(i);
-  EXPECT_EQ(failure_of(*writer_, {.kind = Kind::get, .key = "count", .timeout = 1s}),
+  EXPECT_EQ(failure_of(*writer_, {.kind = Kind::list, .key = "count", .timeout = 1s}),
             ErrorKind::unreachable);
   writer_->submit({.kind = Kind::put, .key = "count", .value = "1", .expected = revision_});
   EXPECT_FALSE(writer_->next_event(300ms)) << "it is still tried";
@@ -159,7 +160,7 @@ TEST_F(EtcdFaults, AllGoesOnAfterAllMembersWereAway) {
 TEST_F(EtcdFaults, AWatchListsAnewWhereItsChangesAreNoLongerKept) {
   start();
   options_.endpoints = {cluster_->endpoint(0)};
-  const auto far = connect_registry(options_);
+  const auto far = call_registry(options_);
   Follower follower(*far);
   follower.follow_to("0");
   cluster_->kill(0);
@@ -205,19 +206,20 @@ TEST(EtcdTls, ServerAndClientShowCertificates) {
                                   .certificate = files + "client.pem",
                                   .key = files + "client.key",
                                   .request_timeout = kLimit};
-  const auto registry = connect_registry(right);
+  const auto registry = call_registry(right);
   put(*registry, "count", "1");
   Follower(*registry).follow_to("1");
 
   EtcdRegistryOptions other_authority = right;
   other_authority.ca_file = files + "other.pem";
-  const auto wrong = connect_registry(other_authority);
-  EXPECT_EQ(failure_of(*wrong, {.kind = Kind::get, .key = "count"}), ErrorKind::refused);
+  const auto wrong = call_registry(other_authority);
+  EXPECT_EQ(failure_of(*wrong, {.kind = Kind::list, .key = "count"}), ErrorKind::refused);
 
   EtcdRegistryOptions no_certificate = right;
   no_certificate.certificate = no_certificate.key = "";
-  const auto without = connect_registry(no_certificate);
-  EXPECT_NE(failure_of(*without, {.kind = Kind::get, .key = "count", .timeout = 1s}), std::nullopt);
+  const auto without = call_registry(no_certificate);
+  EXPECT_NE(failure_of(*without, {.kind = Kind::list, .key = "count", .timeout = 1s}),
+            std::nullopt);
 }
 
 TEST(EtcdUsers, ThePasswordCountsAndATokenIsRenewed) {
@@ -239,12 +241,12 @@ TEST(EtcdUsers, ThePasswordCountsAndATokenIsRenewed) {
                               .user = "agent",
                               .password = "a",
                               .request_timeout = kLimit};
-  const auto registry = connect_registry(options);
+  const auto registry = call_registry(options);
   put(*registry, "count", "1");
-  const auto reader = connect_registry(options);
+  const auto reader = call_registry(options);
   Follower follower(*reader);
   follower.follow_to("1");
-  EXPECT_EQ(failure_of(*registry, {.kind = Kind::get, .key = "x"}), ErrorKind::refused)
+  EXPECT_EQ(failure_of(*registry, {.kind = Kind::list, .key = "x"}), ErrorKind::refused)
       << "no permission";
   cluster.kill(0);  // it forgets the tokens
   cluster.start(0);
@@ -252,14 +254,14 @@ TEST(EtcdUsers, ThePasswordCountsAndATokenIsRenewed) {
   follower.follow_to("2");
 
   options.password = "b";
-  const auto wrong = connect_registry(options);
-  EXPECT_EQ(failure_of(*wrong, {.kind = Kind::get, .key = "count"}), ErrorKind::refused);
+  const auto wrong = call_registry(options);
+  EXPECT_EQ(failure_of(*wrong, {.kind = Kind::list, .key = "count"}), ErrorKind::refused);
   options.user = options.password = "";
-  const auto nobody = connect_registry(options);
-  EXPECT_TRUE(failure_of(*nobody, {.kind = Kind::get, .key = "count"}));
+  const auto nobody = call_registry(options);
+  EXPECT_TRUE(failure_of(*nobody, {.kind = Kind::list, .key = "count"}));
 
   const auto forbidden =
-      connect_registry({.endpoints = cluster.endpoints(), .user = "agent", .password = "a"});
+      call_registry({.endpoints = cluster.endpoints(), .user = "agent", .password = "a"});
   const uint64_t watch = forbidden->watch("x");
   const auto event = forbidden->next_event(kLimit);
   ASSERT_TRUE(event);

@@ -3,7 +3,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -32,18 +31,12 @@ class EventQueue {
     arrived_.notify_one();
   }
 
-  /// The first event that `wanted` is true for; waits for it for at most `timeout`.
-  template <class Wanted>
-  std::optional<Event> take(std::chrono::milliseconds timeout, const Wanted& wanted) {
+  /// The first event; waits for it for at most `timeout`.
+  std::optional<Event> take(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
-    auto found = events_.end();
-    arrived_.wait_for(lock, timeout, [&] {
-      found = std::find_if(events_.begin(), events_.end(), wanted);
-      return found != events_.end();
-    });
-    if (found == events_.end()) return std::nullopt;
-    std::optional<Event> event(std::move(*found));
-    events_.erase(found);
+    if (!arrived_.wait_for(lock, timeout, [&] { return !events_.empty(); })) return std::nullopt;
+    std::optional<Event> event(std::move(events_.front()));
+    events_.pop_front();
     eventfd_t count = 0;
     if (events_.empty()) ::eventfd_read(wake_.get(), &count);
     return event;

@@ -1,7 +1,6 @@
 #include "lockstep/elastic/leader.h"
 
 #include <algorithm>
-#include <deque>
 #include <tuple>
 #include <utility>
 
@@ -15,23 +14,17 @@ namespace {
 /// others keep their order.
 std::vector<std::string> in_places(
     const std::vector<std::pair<std::string, std::optional<int>>>& agents) {
-  std::deque<std::string> free;
-  std::deque<std::pair<int, std::string>> placed;
+  std::vector<std::string> order;
+  std::map<int, std::string> placed;
   for (const auto& [id, node_rank] : agents) {
     if (node_rank) {
-      placed.emplace_back(*node_rank, id);
+      placed[*node_rank] = id;
     } else {
-      free.push_back(id);
+      order.push_back(id);
     }
   }
-  std::sort(placed.begin(), placed.end());
-  std::vector<std::string> order;
-  while (!free.empty() || !placed.empty()) {
-    const bool takes_place =
-        free.empty() || (!placed.empty() && placed.front().first <= static_cast<int>(order.size()));
-    order.push_back(takes_place ? placed.front().second : free.front());
-    takes_place ? placed.pop_front() : free.pop_front();
-  }
+  for (const auto& [place, id] : placed)
+    order.insert(order.begin() + std::min<std::ptrdiff_t>(place, std::ssize(order)), id);
   return order;
 }
 
@@ -74,8 +67,9 @@ const std::vector<Member>& Leader::members() const {
 }
 
 bool Leader::is_alone(const std::string& id) const {
-  return has_view_ && std::all_of(agents_.begin(), agents_.end(),
-                                  [&](const auto& entry) { return entry.first == id; });
+  return has_view_ && std::all_of(agents_.begin(), agents_.end(), [&](const auto& entry) {
+           return entry.first == id || entry.second.record.hosts_registry;
+         });
 }
 
 void Leader::wake(Time at, Time now) {
@@ -188,6 +182,11 @@ std::optional<GenerationRecord> Leader::end(JobEnd::Kind kind, const Report* cau
   return next;
 }
 
+std::optional<GenerationRecord> Leader::fail(const std::string& text, int exit_code) const {
+  const Report cause{.exit_code = exit_code, .text = text};
+  return end(JobEnd::Kind::failure, &cause);
+}
+
 GenerationRecord Leader::successor(const std::vector<std::string>& agents) const {
   GenerationRecord next;
   next.job = fresh_ ? options_.id : current_->job;
@@ -251,20 +250,35 @@ std::optional<GenerationRecord> Leader::wait(const std::string& why, Time now) {
   const Time until = *waiting_since_ + options_.join_timeout;
   wake(until, now);
   if (now < until) return std::nullopt;
-  Report cause;
-  cause.exit_code = kExitFailure;
-  cause.text = why + " for " + seconds_text(options_.join_timeout);
-  return end(JobEnd::Kind::failure, &cause);
+  return fail(why + " for " + seconds_text(options_.join_timeout));
 }
 
 std::optional<GenerationRecord> Leader::end_by_loss() {
-  Report cause;
-  cause.exit_code = kExitFailure;
-  cause.text = "a host is lost:";
+  std::string text = "a host is lost:";
   for (const auto& member : members()) {
-    if (fate_of(member) == Fate::gone) cause.text += " " + member.agent;
+    if (fate_of(member) == Fate::gone) text += " " + member.agent;
   }
-  return end(JobEnd::Kind::failure, &cause);
+  return fail(text);
+}
+
+/// Ends a job of a fixed number of hosts of which two take themselves for the same one: nobody
+/// would come in the place of the other. A host that was killed and is back at once is not one of
+/// two: its lease of before gets the time to end.
+std::optional<GenerationRecord> Leader::refuse_twins(Time now) {
+  std::map<int, std::string> places;
+  for (const auto& [id, seen] : agents_) {
+    const auto& place = seen.record.node_rank;
+    if (!place || seen.record.leaving || options_.min_agents != options_.max_agents) continue;
+    const auto [first, is_only] = places.emplace(*place, id);
+    if (is_only) continue;
+    const Time until = counted_at_ + 2 * options_.keep_alive;
+    wake(until, now);
+    if (now < until) return std::nullopt;
+    return fail(first->second + " and " + id + " both are host " + std::to_string(*place) +
+                    "; give each its own number by --node-rank, from 0",
+                kExitUsage);
+  }
+  return std::nullopt;
 }
 
 std::optional<GenerationRecord> Leader::regroup(std::optional<Time> patient_until, Time now) {
@@ -277,6 +291,9 @@ std::optional<GenerationRecord> Leader::regroup(std::optional<Time> patient_unti
   if (gone && patient_until && now < *patient_until) {
     wake(*patient_until, now);
     return std::nullopt;
+  }
+  if (members().empty()) {
+    if (auto refusal = refuse_twins(now)) return refusal;
   }
   const auto agents = candidates();
   const bool grows = agents.size() > members().size() && done_.empty();

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/error.h"
 #include "lockstep/elastic/agent_events.h"
 #include "lockstep/elastic/job_record.h"
 
@@ -32,7 +33,7 @@ class Leader {
   /// To be written to this agent's own record. When it comes back as a change, the view is newer
   /// than the wish.
   int64_t probe() const { return probe_; }
-  /// Whether only agent `id` is left.
+  /// Whether only agent `id` is left, and such as serve a registry of their own.
   bool is_alone(const std::string& id) const;
 
  private:
@@ -59,7 +60,9 @@ class Leader {
   bool is_interrupted() const;
   std::vector<std::string> candidates() const;
   std::optional<GenerationRecord> end(JobEnd::Kind kind, const Report* cause = nullptr) const;
+  std::optional<GenerationRecord> fail(const std::string& text, int exit_code = kExitFailure) const;
   std::optional<GenerationRecord> end_by_loss();
+  std::optional<GenerationRecord> refuse_twins(Time now);
   std::optional<GenerationRecord> regroup(std::optional<Time> patient_until, Time now);
   std::optional<GenerationRecord> wait(const std::string& why, Time now);
   GenerationRecord successor(const std::vector<std::string>& agents) const;

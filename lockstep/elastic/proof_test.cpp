@@ -12,6 +12,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/elastic/embedded_registry.h"
 #include "lockstep/elastic/etcd_registry.h"
+#include "tests/support/calling_registry.h"
 
 namespace lockstep::elastic {
 namespace proof_test {
@@ -117,11 +118,11 @@ TEST_F(Proof, RefusalsAreLoggedNowAndThen) {
 /// How a client's read fails; none when it is carried out.
 std::optional<ErrorKind> failure_with(int port, const std::string& token) {
   const auto client =
-      connect_registry({.endpoints = {"http://127.0.0.1:" + std::to_string(port)}, .token = token});
+      call_registry({.endpoints = {"http://127.0.0.1:" + std::to_string(port)}, .token = token});
   const uint64_t watch = client->watch("x");
   std::optional<ErrorKind> failure;
   try {
-    client->call({.kind = Kind::get, .key = "x"});
+    client->call({.kind = Kind::list, .key = "x"});
   } catch (const RegistryError& error) {
     failure = error.kind();
   }

@@ -17,11 +17,10 @@ class RegistryError : public Error {
   enum class Kind {
     /// Until the request's time-out each server was gone, silent or not able to serve. It may pass.
     unreachable,
-    /// The servers refuse us: user, password, token, certificate or a permission. A server that
-    /// does not prove that it knows the token counts as one that refuses.
+    /// The servers refuse us: user, password, token, certificate, a permission or the request. A
+    /// server that does not prove that it knows the token, or is no etcd of version 3, counts as
+    /// one.
     refused,
-    /// The server takes the request for a wrong one, or its answer is none of etcd's version 3.
-    invalid,
   };
   RegistryError(Kind kind, const std::string& message, const std::string& hint = {})
       : Error(message, hint), kind_(kind) {}
@@ -43,7 +42,6 @@ struct Record {
 /// One request. Which fields count depends on its kind.
 struct Request {
   enum class Kind {
-    get,           ///< The record of `key`.
     list,          ///< All records whose keys begin with `key`, sorted by key.
     put,           ///< Writes `value` under `key`, bound to `lease`.
     grant_lease,   ///< A new lease of `ttl`.
@@ -72,13 +70,13 @@ struct Reply {
   };
   uint64_t request = 0;  ///< The number that `submit` gave.
   Outcome outcome{};
-  std::vector<Record> records{};  ///< get, list: what is there. put: the record as it stands now.
+  std::vector<Record> records{};  ///< list: what is there. put: the record as it stands now.
   int64_t revision = 0;           ///< Of the whole registry, when the request was carried out.
   int64_t lease = 0;              ///< grant_lease: the new one.
   std::optional<RegistryError> error{};  ///< Where it failed.
 };
 
-/// What one revision has changed under a watched prefix, or, with `whole`, all that is there.
+/// A record that was written or erased under a watched prefix, or, with `whole`, all that is there.
 struct Change {
   uint64_t watch = 0;  ///< The number that `watch` gave.
   /// `written` is all that is under the prefix; what is not in it is gone. So begins a watch, and
@@ -125,9 +123,6 @@ class Registry {
   virtual std::optional<RegistryEvent> next_event(std::chrono::milliseconds timeout) = 0;
   /// Readable (poll) while events wait. Only for waiting; stays this object's.
   virtual int descriptor() const = 0;
-  /// Submits a request and waits for its reply, for its time-out at most. Other events stay in the
-  /// queue, in their order. Throws RegistryError where it failed. For the thread that reads.
-  virtual Reply call(Request request) = 0;
 };
 
 }  // namespace lockstep::elastic

@@ -1,6 +1,6 @@
 // Damaged requests for the embedded registry: each gets an answer, and never crashes it, hangs or
 // leaves records that cannot be read. `LLVMFuzzerTestOneInput` is also a target of libFuzzer:
-// compile this file with -DLOCKSTEP_LIBFUZZER -fsanitize=fuzzer, and without GoogleTest.
+// tests/fuzz/test_registry_fuzz.py.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -10,11 +10,12 @@
 #include <random>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/elastic/embedded_registry.h"
 #include "lockstep/elastic/embedded_store.h"
-#include "lockstep/elastic/etcd_messages.h"
+#include "lockstep/elastic/gateway.h"
 #include "lockstep/elastic/proof.h"
 
 namespace lockstep::elastic {
@@ -83,13 +84,11 @@ std::vector<std::string> corpus() {
   const Answer granted = store().handle("/v3/lease/grant", R"({"TTL":"1000"})");
   const int64_t lease = int_field(parse_json(granted.body), "ID").value();
   for (const char* key : {"a", "b/c"}) {
-    add({.kind = Kind::get, .key = key});
     add({.kind = Kind::list, .key = key});
     add({.kind = Kind::put, .key = key, .value = "value", .lease = lease});
     add({.kind = Kind::put, .key = key, .value = "value"});
     add({.kind = Kind::put, .key = key, .value = "value", .expected = 0});
     add({.kind = Kind::put, .key = key, .value = "value", .expected = 3, .lease = lease});
-    add({.kind = Kind::erase, .key = key});
     all.push_back("/v3/watch\n" + watch_message(key, 1, 2) + watch_message(key, 2, 0));
   }
   add({.kind = Kind::grant_lease, .ttl = 1s});
@@ -150,6 +149,10 @@ TEST_F(RegistryFuzz, EachRequestGetsAnAnswer) {
   testing::internal::CaptureStderr();  // The checker's warnings.
   const auto whole = corpus();
   for (const std::string& text : whole) handle(text);
+  if (const auto folder = env_string("LOCKSTEP_FUZZ_CORPUS")) {
+    for (size_t i = 0; i < whole.size(); ++i)
+      write_file_atomically(*folder + "/" + std::to_string(i), whole[i]);
+  }
   const auto end = std::chrono::steady_clock::now() + 4s;
   uint64_t rounds = 0;
   for (; std::chrono::steady_clock::now() < end; ++rounds) {

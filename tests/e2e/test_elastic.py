@@ -1,4 +1,24 @@
-"""`lockstep run` on several hosts that join, leave, fail and vanish. Each launcher stands for a host."""
+"""`lockstep run` on several hosts that join, leave, fail and vanish. Each launcher stands for a host.
+
+Faults that users of torchrun report, and the tests that Lockstep has none of them (ElasticAgent is lockstep/elastic/agent_test.cpp):
+  pytorch#111646, a lost heartbeat restarts nothing       ElasticAgent.ALostHeartbeatBringsANewGenerationWithinTheKeepAlive,
+                                                          OnFourHosts
+  #67742, #150916, all end with the store's host          ElasticAgent.TheStoreMovesWhenItsHostIsKilled,
+                                                          OverEtcd.test_the_first_host_and_a_member_of_etcd_are_lost,
+                                                          test_who_loses_the_embedded_registry_keeps_its_workers_until_they_end
+  #182221, a survivor that becomes rank 0 crashes         ElasticAgent.ASurvivorBecomesRankZero
+  #147064, a fast rejoin is refused, or not counted       ElasticAgent.AFastRejoinIsTakenAndCountsNothing,
+                                                          ElasticAgent.ARejoinDoesNotGoAroundMaxRestarts
+  #123678, a shutdown breaks the next meeting             ElasticAgent.AHostThatLeavesDoesNotDisturbTheNextGeneration
+  #135712, restarts counted by worker, ids of before      ElasticAgent.AFailureOfSeveralWorkersCountsOnceForTheJob,
+                                                          ElasticAgent.AnEndedJobOfTheSameRunIdIsNotOurs
+  #68258, #119856, 30 s before KILL whatever was asked    test_restarts.py: test_the_shutdown_timeout_counts_after_a_signal,
+                                                          test_run_faults.py: test_the_grace_is_settable
+  #154849, USR1 and USR2 are lost                         test_restarts.py: test_usr1_and_usr2_reach_the_workers_and_end_nothing
+  #67615, #182223, ranks move, host 0 without rank 0      ElasticAgent.RanksStayWhenHostsComeAndGo,
+                                                          ElasticAgent.NodeRankZeroHasRankZero
+  #118891, the store's host ends after 300 s              ElasticAgent.AFirstHostThatIsDoneWaitsForTheOthersHoweverLong
+"""
 
 import contextlib
 import os
@@ -155,6 +175,15 @@ class Elastic(unittest.TestCase):
         self.assertEqual(code, 1, err)
         self.assertIn("a host is lost", err)
 
+    def test_two_hosts_with_one_number_are_refused(self):
+        job = self.enterContext(Job("--nnodes", 3, "--keep-alive", 1, folder=self.folder, backend="static"))
+        for name, number in (("a", 0), ("b", 1), ("c", 1)):
+            job.add(name, "--node-rank", number)
+        for name, (code, err) in job.ends().items():
+            self.assertEqual(code, 2, f"{name}: {err}")
+            for twin in "bc":
+                self.assertIn(f"-{job.hosts[twin].process.pid}-", err)
+
     def test_who_loses_the_embedded_registry_keeps_its_workers_until_they_end(self):
         job = self.job("--nnodes", 2, "--keep-alive", 1)
         serves = job.add("a")
@@ -212,6 +241,21 @@ class Elastic(unittest.TestCase):
 
 @unittest.skipIf(hosts_testing.why_no_hosts(), hosts_testing.why_no_hosts())
 class OnFourHosts(unittest.TestCase):
+    def test_hosts_that_all_take_themselves_for_host_0_are_told_apart(self):
+        with hosts_testing.bridged_hosts(2) as hosts:
+            job = [subprocess.Popen(host.command(t.LOCKSTEP, "run", "--nnodes", 2, "--master-addr", hosts[0].address, "true"),
+                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                    env=t.clean_environment()) for host in hosts]
+            try:
+                for process in job:
+                    err = process.communicate(timeout=30)[1]
+                    self.assertEqual(process.returncode, 2, err)
+                    self.assertIn("both are host 0", err)
+            finally:
+                for process in job:
+                    process.kill()
+                    process.wait()
+
     def test_a_host_that_loses_its_power_is_noticed_and_the_others_go_on(self):
         with t.temporary_folder() as folder, hosts_testing.bridged_hosts(4) as hosts:
             said = [open(folder / f"said.{number}", "w+") for number in range(4)]
@@ -255,6 +299,10 @@ class Etcd(contextlib.ExitStack):
                 stderr=subprocess.DEVNULL))
             self.callback(self.kill, i)
 
+    @staticmethod
+    def is_there():
+        return bool(shutil.which("etcd"))
+
     def kill(self, i):
         self.members[i].kill()
         self.members[i].wait(20)
@@ -264,7 +312,7 @@ class Etcd(contextlib.ExitStack):
         return ",".join(client.removeprefix("http://") for client in self.clients)
 
 
-@unittest.skipUnless(shutil.which("etcd"), "etcd is not installed")
+@unittest.skipUnless(Etcd.is_there(), "etcd is not installed")
 class OverEtcd(Elastic):
     """The same, where any host may be lost."""
 
@@ -277,6 +325,7 @@ class OverEtcd(Elastic):
 
     test_who_loses_the_embedded_registry_keeps_its_workers_until_they_end = None
     test_a_host_that_vanishes_ends_a_static_job_without_restarts = None
+    test_two_hosts_with_one_number_are_refused = None
     test_hosts_prove_that_they_know_the_token = None
     test_what_cannot_succeed_is_not_tried_again = None
     test_training_goes_on_from_its_snapshot = None
@@ -292,6 +341,23 @@ class OverEtcd(Elastic):
         os.killpg(lost.process.pid, signal.SIGKILL)
         lost.nothing_left()
         self.assertEqual(job.generation(1), {0: (0, "b")})
+        self.expect_success(job.end())
+
+
+    def test_all_hosts_are_killed_and_the_job_is_started_again(self):
+        job = self.job("--nnodes", 2, "--keep-alive", 1)
+        job.add("a"), job.add("b")
+        job.generation(2)
+        for name in "ab":
+            lost = job.hosts.pop(name)
+            os.killpg(lost.process.pid, signal.SIGKILL)
+            lost.nothing_left()
+        began = time.monotonic()
+        job.add("c"), job.add("d")
+        self.assertEqual({name for _, name in job.generation(2).values()}, {"c", "d"})
+        print(f"from the second start to its ranks: {time.monotonic() - began:.1f} s", flush=True)
+        # The leases of etcd (2 s), five of --keep-alive, and the grace of ranks that are cut off.
+        self.assertLess(time.monotonic() - began, 20)
         self.expect_success(job.end())
 
 
