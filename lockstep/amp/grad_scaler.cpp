@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/amp/loss_scale.h"
-#include "lockstep/amp/scaler_state.h"
 #include "lockstep/base/error.h"
 #include "lockstep/optim/clip.h"
 

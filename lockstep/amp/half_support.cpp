@@ -129,35 +129,6 @@ HalfSupport cuda_support(at::ScalarType dtype) {
              : HalfSupport{false, "the GPU's compute capability is below 8.0"};
 }
 
-void try_linear(const at::TensorOptions& options) {
-  const at::Tensor x = leaf({4, 8}, options), weight = leaf({2, 8}, options);
-  run_backward(at::linear(x, weight, leaf({2}, options)), {x, weight});
-}
-
-void try_convolution(const at::TensorOptions& options) {
-  const at::Tensor x = leaf({1, 2, 4, 4}, options), weight = leaf({2, 2, 3, 3}, options);
-  run_backward(at::conv2d(x, weight, leaf({2}, options)), {x, weight});
-}
-
-void try_batch_norm(const at::TensorOptions& options) {
-  const at::Tensor x = leaf({4, 2}, options), weight = leaf({2}, options);
-  run_backward(at::batch_norm(x, weight, leaf({2}, options), {}, {}, /*training=*/true,
-                              /*momentum=*/0.1, /*eps=*/1e-5, /*cudnn_enabled=*/true),
-               {x, weight});
-}
-
-void try_operation(const char* name, void (*run)(const at::TensorOptions&), c10::Device device,
-                   at::ScalarType dtype) {
-  try {
-    run(at::device(device).dtype(dtype));
-  } catch (const c10::Error& error) {
-    const std::string what = error.what_without_backtrace();
-    throw UsageError("device " + device.str() + " lacks " + detail::dtype_name(dtype) + ": " +
-                         name + " fails with: " + what.substr(0, what.find('\n')),
-                     "take --precision bf16-mixed or 32-true, or another device");
-  }
-}
-
 }  // namespace
 
 HalfSupport half_support(c10::Device device, at::ScalarType dtype) {
@@ -167,13 +138,6 @@ HalfSupport half_support(c10::Device device, at::ScalarType dtype) {
   if (device.is_cpu()) return measured_once(dtype);
   if (device.is_cuda()) return cuda_support(dtype);
   return {true, "not known to be slow", true};
-}
-
-void require_dtype(c10::Device device, at::ScalarType dtype) {
-  const at::AutoGradMode with_graph(true);
-  try_operation("a linear layer", try_linear, device, dtype);
-  try_operation("a convolution", try_convolution, device, dtype);
-  try_operation("batch norm", try_batch_norm, device, dtype);
 }
 
 std::string detail::dtype_name(at::ScalarType dtype) {

@@ -23,10 +23,6 @@ struct HalfSupport {
 /// bfloat16 or float16. It knows CPUs and CUDA; any other device counts as fast.
 HalfSupport half_support(c10::Device device, at::ScalarType dtype);
 
-/// Tries a linear layer, a convolution and batch norm in the dtype, forward and backward. Throws
-/// UsageError naming what this device and this LibTorch lack. Takes a few milliseconds.
-void require_dtype(c10::Device device, at::ScalarType dtype);
-
 namespace detail {
 
 /// "bfloat16", "float16", ...: as Python names it.

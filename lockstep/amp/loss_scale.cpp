@@ -5,7 +5,10 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <string>
 
+#include "lockstep/base/error.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/flat_runs.h"
 
 namespace lockstep::detail {
@@ -15,19 +18,18 @@ at::Tensor one_number(double value, c10::Device device, at::ScalarType dtype) {
   return at::full({}, value, at::device(device).dtype(dtype));
 }
 
-/// One list a device and dtype, as LibTorch's list kernels want them. A sparse tensor's values.
-std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& gradients) {
-  std::vector<std::vector<at::Tensor>> kinds;
-  for (const at::Tensor& gradient : gradients) {
-    const at::Tensor tensor = gradient.is_sparse() ? gradient._values() : gradient;
-    const auto fits = [&](const std::vector<at::Tensor>& kind) {
-      return kind.front().device() == tensor.device() && kind.front().dtype() == tensor.dtype();
-    };
-    auto kind = std::find_if(kinds.begin(), kinds.end(), fits);
-    if (kind == kinds.end()) kind = kinds.emplace(kinds.end());
-    kind->push_back(tensor);
+const at::Tensor& entry(const StateDict& state, const std::string& name) {
+  const auto found = std::find_if(state.begin(), state.end(),
+                                  [&](const auto& item) { return item.first == name; });
+  if (found == state.end()) {
+    throw CheckpointError("the gradient scaler's state lacks '" + name + "'",
+                          state.empty() ? "it may come from a scaler that was not enabled"
+                                        : "the checkpoint is damaged or of another precision");
   }
-  return kinds;
+  if (!found->second.defined() || found->second.numel() != 1) {
+    throw CheckpointError("the gradient scaler's state: '" + name + "' is not one number");
+  }
+  return found->second;
 }
 
 }  // namespace
@@ -47,7 +49,12 @@ at::Tensor LossScale::unscale(const std::vector<at::Tensor>& gradients, bool che
   const at::Tensor inverse = check_only ? one_number(1, scale_.device(), at::kFloat)
                                         : scale_.to(at::kDouble).reciprocal().to(at::kFloat);
   at::Tensor found = one_number(0, scale_.device(), at::kFloat);
-  for (const auto& tensors : by_kind(gradients)) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& gradient : gradients)
+    values.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+  for (const auto& places : by_kind(values)) {
+    std::vector<at::Tensor> tensors;
+    for (const size_t place : places) tensors.push_back(values[place]);
     const c10::Device device = tensors.front().device();
     at::Tensor found_here = one_number(0, device, at::kFloat);
     at::_amp_foreach_non_finite_check_and_unscale_(flat_runs(tensors), found_here,
@@ -82,6 +89,23 @@ double LossScale::value() const {
 
 int64_t LossScale::growth_tracker() const {
   return growth_tracker_.item<int64_t>();
+}
+
+StateDict scaler_state(const ScalerState& state) {
+  const auto real = [](double value) { return at::full({1}, value, at::kDouble); };
+  const auto count = [](int64_t value) { return at::full({1}, value, at::kLong); };
+  return {{"scale", real(state.scale)},
+          {"growth_factor", real(state.growth_factor)},
+          {"backoff_factor", real(state.backoff_factor)},
+          {"growth_interval", count(state.growth_interval)},
+          {"_growth_tracker", count(state.growth_tracker)}};
+}
+
+ScalerState read_scaler_state(const StateDict& state) {
+  return {entry(state, "scale").item<double>(), entry(state, "growth_factor").item<double>(),
+          entry(state, "backoff_factor").item<double>(),
+          entry(state, "growth_interval").item<int64_t>(),
+          entry(state, "_growth_tracker").item<int64_t>()};
 }
 
 }  // namespace lockstep::detail

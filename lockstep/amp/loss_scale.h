@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "lockstep/base/state_dict.h"
 #include "lockstep/comm/process_group.h"
 
 namespace lockstep::detail {
@@ -44,5 +45,19 @@ class LossScale {
   at::Tensor scale_;
   at::Tensor growth_tracker_;  ///< int32: steps since the last change.
 };
+
+/// The entries of torch.amp.GradScaler's state_dict.
+struct ScalerState {
+  double scale = 0;
+  double growth_factor = 0;
+  double backoff_factor = 0;
+  int64_t growth_interval = 0;
+  int64_t growth_tracker = 0;
+};
+
+/// As named tensors of one element, under Python's names.
+StateDict scaler_state(const ScalerState& state);
+/// Throws CheckpointError naming an entry that is missing or not one number.
+ScalerState read_scaler_state(const StateDict& state);
 
 }  // namespace lockstep::detail

@@ -121,7 +121,7 @@ void MasterWeights::load_state(const StateDict& state) {
   const auto entries =
       read_state(name(), copies, {{kMaster, StateKind::like_parameter}}, parameters_);
   std::vector<at::Tensor> loaded(parameters_.size());
-  for (const StateEntry& entry : entries) loaded[entry.index] = entry.tensor;
+  for (const auto& [index, fields] : entries) loaded[index] = fields.at(kMaster);
   for (size_t i = 0; i < parameters_.size() && !entries.empty(); ++i) {
     // A part of a parameter that has no elements, as ZeRO gives it to ranks, need have no copy.
     if (has_copy(i) == loaded[i].defined() || parameters_[i].numel() == 0) continue;

@@ -10,7 +10,6 @@
 #include "lockstep/amp/half_support.h"
 #include "lockstep/amp/loss_scale.h"
 #include "lockstep/amp/master_weights.h"
-#include "lockstep/amp/scaler_state.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -128,7 +127,6 @@ Precision::Precision(const PrecisionOptions& options) : device_(options.device) 
   std::optional<double> scale;
   if (dynamic_) scale = kFirstScale;
   if (!dynamic_ && !options.loss_scale.empty()) scale = static_scale(options.loss_scale);
-  if (dtype_ != at::kFloat) require_dtype(device_, dtype_);
   if (scale) loss_scale_ = std::make_unique<detail::LossScale>(*scale, 0, device_);
 }
 

@@ -80,8 +80,8 @@ struct PrecisionOptions {
 class Precision {
  public:
   /// Throws UsageError for an unknown name (with the nearest one), for a level that contradicts the
-  /// precision, for a loss scale that is not a number above 0, and for a precision that the device
-  /// does not support. The support is tested, which takes a few milliseconds.
+  /// precision, and for a loss scale that is not a number above 0. What the device does not support
+  /// is LibTorch's error, in the first forward.
   explicit Precision(const PrecisionOptions& options = {});
   ~Precision();
   Precision(Precision&&) noexcept;

@@ -185,24 +185,19 @@ at::Tensor checkpoint_sequential(
                          std::to_string(count) + " functions",
                      "there must be 1 to " + std::to_string(count));
   }
-  const auto run = [&functions](int64_t begin, int64_t end, at::Tensor x) {
-    for (int64_t i = begin; i < end; ++i) x = functions[static_cast<size_t>(i)](x);
+  using Functions = std::vector<std::function<at::Tensor(const at::Tensor&)>>;
+  const auto run = [](const Functions& part, at::Tensor x) {
+    for (const auto& function : part) x = function(x);
     return x;
   };
   at::Tensor x = input;
   const int64_t length = count / segments;
-  for (int64_t segment = 0; segment + 1 < segments; ++segment) {
-    const auto first = functions.begin() + segment * length;
-    const std::vector<std::function<at::Tensor(const at::Tensor&)>> part(first, first + length);
-    x = checkpoint(
-        [part](const at::Tensor& from) {
-          at::Tensor value = from;
-          for (const auto& function : part) value = function(value);
-          return value;
-        },
-        x, options);
+  auto next = functions.begin();
+  for (int64_t segment = 0; segment + 1 < segments; ++segment, next += length) {
+    const Functions part(next, next + length);
+    x = checkpoint([run, part](const at::Tensor& from) { return run(part, from); }, x, options);
   }
-  return run((segments - 1) * length, count, x);
+  return run(Functions(next, functions.end()), x);
 }
 
 }  // namespace lockstep

@@ -175,13 +175,6 @@ class Gpt : public Model {
     draw_initial_values();
   }
 
-  at::Tensor forward(at::Tensor input) override {
-    check_input(input);
-    at::Tensor x = embedding_->forward(input);
-    for (const auto& block : blocks_) x = block->forward(x);
-    return head_->forward(x);
-  }
-
   std::vector<ModelLayer> layers() override {
     const auto self = std::static_pointer_cast<Gpt>(shared_from_this());
     std::vector<ModelLayer> chain{{"transformer", embedding_, [self](const at::Tensor& tokens) {

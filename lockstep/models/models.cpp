@@ -72,12 +72,6 @@ class Perceptron : public Model {
     }
   }
 
-  at::Tensor forward(at::Tensor input) override {
-    at::Tensor x = as_rows(label_, input, 784, "[batch, 784] or [batch, 1, 28, 28]");
-    for (size_t i = 0; i + 1 < layers_.size(); ++i) x = at::relu(through(layers_[i], x));
-    return through(layers_.back(), x);
-  }
-
   std::vector<ModelLayer> layers() override {
     std::vector<ModelLayer> chain;
     const auto add = [&](std::shared_ptr<nn::Module> module, auto forward) {
@@ -156,11 +150,6 @@ class ConvNet : public Model {
         layer2_(register_module("layer2", block(16, 32))),
         fc_(register_module("fc", nn::Linear(7 * 7 * 32, 10))) {}
 
-  at::Tensor forward(at::Tensor input) override {
-    at::Tensor x = layer2_->forward(layer1_->forward(as_images("convnet", input)));
-    return through(fc_, x.reshape({x.size(0), -1}));
-  }
-
   std::vector<ModelLayer> layers() override {
     return {first_block("convnet", layer1_),
             next_block("layer2", layer2_),
@@ -192,12 +181,6 @@ class FashionCnn : public Model {
         fc2_(register_module("fc2", nn::Linear(600, 120))),
         fc3_(register_module("fc3", nn::Linear(120, 10))) {}
 
-  at::Tensor forward(at::Tensor input) override {
-    at::Tensor x = layer2_->forward(layer1_->forward(as_images("fashion-cnn", input)));
-    x = drop_->forward(through(fc1_, x.flatten(1)));
-    return through(fc3_, through(fc2_, x));
-  }
-
   std::vector<ModelLayer> layers() override {
     const auto linear_layer = [](const char* name, const nn::Linear& layer) {
       return ModelLayer{name, layer.ptr(),
@@ -222,20 +205,6 @@ class FashionCnn : public Model {
   nn::Linear fc3_;
 };
 
-/// A model by name. What it is may depend on the sizes behind its name and on the data's classes.
-struct Entry {
-  std::string name;
-  ModelInfo (*info)(const ModelSpec& spec, int64_t classes);
-  std::shared_ptr<Model> (*make)(const ModelSpec& spec, int64_t classes);
-};
-
-/// Throws where a model without sizes is given some.
-template <class Value>
-Value without_sizes(const ModelSpec& spec, Value value) {
-  spec.expect_keys({});
-  return value;
-}
-
 GptOptions gpt_options(const ModelSpec& spec, int64_t classes) {
   spec.expect_keys({"layers", "heads", "channels", "context", "vocabulary", "dropout", "bias"});
   GptOptions options;
@@ -256,75 +225,47 @@ int64_t resnet_classes(const ModelSpec& spec, int64_t classes) {
   return spec.size("classes").value_or(classes > 0 ? classes : kImageNet);
 }
 
-ModelInfo gpt_info(const ModelSpec& spec, int64_t classes) {
-  const GptOptions options = gpt_options(spec, classes);
-  return {.name = "gpt",
-          .input_shape = {options.context},
-          .outputs = options.vocabulary,
-          .input_dtype = at::kLong,
-          .per_token = true};
-}
+/// A model without sizes.
+struct Plain {
+  ModelInfo info;
+  std::shared_ptr<Model> (*make)();
+};
 
-const std::vector<Entry>& entries() {
+const std::vector<Plain>& plain_models() {
   using Made = std::shared_ptr<Model>;
-  static const std::vector<Entry> all = {
-      {"mlp",
-       [](const ModelSpec& spec, int64_t) {
-         return without_sizes(spec, ModelInfo{"mlp", {784}, 10});
-       },
-       [](const ModelSpec&, int64_t) -> Made {
+  static const std::vector<Plain> all = {
+      {{"mlp", {784}, 10},
+       []() -> Made {
          return std::make_shared<Perceptron>("mlp", std::vector<int64_t>{784, 128, 64, 10});
        }},
-      {"convnet",
-       [](const ModelSpec& spec, int64_t) {
-         return without_sizes(spec, ModelInfo{"convnet", {1, 28, 28}, 10});
-       },
-       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<ConvNet>(); }},
-      {"linear",
-       [](const ModelSpec& spec, int64_t) {
-         return without_sizes(spec, ModelInfo{"linear", {20}, 1, /*regression=*/true});
-       },
-       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<LinearRegression>(); }},
-      {"fashion-cnn",
-       [](const ModelSpec& spec, int64_t) {
-         return without_sizes(spec, ModelInfo{"fashion-cnn", {1, 28, 28}, 10});
-       },
-       [](const ModelSpec&, int64_t) -> Made { return std::make_shared<FashionCnn>(); }},
-      {"wide",
-       [](const ModelSpec& spec, int64_t) {
-         return without_sizes(spec, ModelInfo{"wide", {784}, 10});
-       },
-       [](const ModelSpec&, int64_t) -> Made {
+      {{"convnet", {1, 28, 28}, 10}, []() -> Made { return std::make_shared<ConvNet>(); }},
+      {{"linear", {20}, 1, /*regression=*/true},
+       []() -> Made { return std::make_shared<LinearRegression>(); }},
+      {{"fashion-cnn", {1, 28, 28}, 10}, []() -> Made { return std::make_shared<FashionCnn>(); }},
+      {{"wide", {784}, 10},
+       []() -> Made {
          return std::make_shared<Perceptron>(
              "wide", std::vector<int64_t>{784, 784, 784, 784, 784, 784, 784, 10});
-       }},
-      {"gpt", gpt_info,
-       [](const ModelSpec& spec, int64_t classes) -> Made {
-         return make_gpt(gpt_options(spec, classes));
-       }},
-      {"resnet18",
-       [](const ModelSpec& spec, int64_t classes) {
-         return ModelInfo{.name = "resnet18",
-                          .input_shape = {3, 224, 224},
-                          .outputs = resnet_classes(spec, classes),
-                          .any_image_size = true};
-       },
-       [](const ModelSpec& spec, int64_t classes) -> Made {
-         return make_resnet18(resnet_classes(spec, classes));
        }},
   };
   return all;
 }
 
-const Entry& entry(const ModelSpec& spec) {
-  for (const Entry& candidate : entries()) {
-    if (candidate.name == spec.name()) return candidate;
+const Plain* plain_model(const std::string& name) {
+  for (const Plain& plain : plain_models()) {
+    if (plain.info.name == name) return &plain;
   }
-  throw UsageError(unknown_word("model", spec.name(), model_names()),
-                   "a TorchScript file is named by a path that ends in .pt");
+  return nullptr;
 }
 
 }  // namespace
+
+at::Tensor Model::forward(at::Tensor input) {
+  const std::vector<ModelLayer> chain = layers();
+  if (chain.empty()) throw UsageError("model " + name() + " has neither layers nor a forward");
+  for (const ModelLayer& layer : chain) input = layer.forward(input);
+  return input;
+}
 
 std::shared_ptr<nn::Module> Model::clone(const std::optional<c10::Device>& device) const {
   const at::NoGradGuard no_grad;
@@ -351,15 +292,34 @@ std::shared_ptr<Model> Model::make_again() const {
 std::shared_ptr<Model> make_model(const std::string& name, int64_t classes) {
   if (names_script_file(name)) return load_script_model(name);
   const ModelSpec spec(name);
-  const Entry& found = entry(spec);
-  found.info(spec, classes);  // throws for sizes that it does not know
-  return found.make(spec, classes);
+  if (spec.name() == "gpt") return make_gpt(gpt_options(spec, classes));
+  if (spec.name() == "resnet18") return make_resnet18(resnet_classes(spec, classes));
+  model_info(name);  // Throws for an unknown name, and for sizes.
+  return plain_model(spec.name())->make();
 }
 
 ModelInfo model_info(const std::string& name, int64_t classes) {
   if (names_script_file(name)) return {.name = name, .from_file = true};
   const ModelSpec spec(name);
-  return entry(spec).info(spec, classes);
+  if (spec.name() == "gpt") {
+    const GptOptions options = gpt_options(spec, classes);
+    return {.name = "gpt",
+            .input_shape = {options.context},
+            .outputs = options.vocabulary,
+            .input_dtype = at::kLong,
+            .per_token = true};
+  }
+  if (spec.name() == "resnet18")
+    return {.name = "resnet18",
+            .input_shape = {3, 224, 224},
+            .outputs = resnet_classes(spec, classes),
+            .any_image_size = true};
+  const Plain* plain = plain_model(spec.name());
+  if (plain == nullptr)
+    throw UsageError(unknown_word("model", spec.name(), model_names()),
+                     "a TorchScript file is named by a path that ends in .pt");
+  spec.expect_keys({});
+  return plain->info;
 }
 
 void check_model_name(const std::string& flag, const std::string& name) {
@@ -371,7 +331,8 @@ void check_model_name(const std::string& flag, const std::string& name) {
 
 std::vector<std::string> model_names() {
   std::vector<std::string> names;
-  for (const Entry& candidate : entries()) names.push_back(candidate.name);
+  for (const Plain& plain : plain_models()) names.push_back(plain.info.name);
+  names.insert(names.end(), {"gpt", "resnet18"});
   return names;
 }
 

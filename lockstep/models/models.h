@@ -26,8 +26,8 @@ class Model : public torch::nn::Module {
   /// `input` is a batch of samples with ModelInfo's dtype and shape; the first dimension is the
   /// batch. If the shape is {784} or {1, 28, 28}, images may be flat ([B, 784]) or not ([B, 1, 28,
   /// 28]). Returns [B, outputs], or [B, T, outputs] with ModelInfo::per_token. Throws UsageError
-  /// naming the shape that does not fit.
-  virtual at::Tensor forward(at::Tensor input) = 0;
+  /// naming the shape that does not fit. Runs the layers, unless it is overridden.
+  virtual at::Tensor forward(at::Tensor input);
   /// The model as a chain of layers. Their forwards, one after the other, give the same bits as
   /// `forward`. The layers keep alive what they need. Empty: the model is not a chain.
   virtual std::vector<ModelLayer> layers() { return {}; }

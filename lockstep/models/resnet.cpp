@@ -102,12 +102,6 @@ class ResNet18 : public Model {
     }
   }
 
-  at::Tensor forward(at::Tensor input) override {
-    at::Tensor x = stem_->forward(input);
-    for (const auto& block : blocks_) x = block->forward(x);
-    return classify(fc_, x);
-  }
-
   std::vector<ModelLayer> layers() override {
     std::vector<ModelLayer> chain{
         {"", stem_, [stem = stem_](const at::Tensor& x) { return stem->forward(x); }}};

@@ -5,10 +5,10 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 
@@ -61,15 +61,8 @@ FusedAdam::FusedAdam(std::string name, std::vector<at::Tensor> parameters,
       eps_(options.eps.value_or(1e-8)),
       weight_decay_(options.weight_decay.value_or(name_ == "adamw" ? 0.01 : 0)),
       amsgrad_(options.amsgrad) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto same = [&](const Group& group) {
-      const at::Tensor& first = parameters_[group.members.front()];
-      return first.dtype() == parameters_[i].dtype() && first.device() == parameters_[i].device();
-    };
-    auto group = std::find_if(groups_.begin(), groups_.end(), same);
-    if (group == groups_.end()) group = groups_.emplace(groups_.end());
-    group->members.push_back(i);
-  }
+  for (auto& members : detail::by_kind(parameters_))
+    groups_.emplace_back().members = std::move(members);
 }
 
 FusedAdam::Moments FusedAdam::fresh_moments(size_t index) const {
@@ -174,29 +167,20 @@ void FusedAdam::load_state(const StateDict& state) {
                                        {kExpAvg, StateKind::like_parameter},
                                        {kExpAvgSq, StateKind::like_parameter},
                                        {kMaxExpAvgSq, StateKind::like_parameter}};
-  std::map<size_t, std::map<std::string, at::Tensor>> by_index;
-  bool has_maxima = false;
-  for (StateEntry& entry : read_state(name_, state, fields, parameters_)) {
-    has_maxima = has_maxima || entry.name == kMaxExpAvgSq;
-    by_index[entry.index][entry.name] = entry.tensor;
-  }
   std::vector<Moments> loaded(parameters_.size());
-  for (const auto& [index, tensors] : by_index) {
+  const auto all = read_state(name_, state, fields, parameters_);
+  const bool has_maxima = has_field(all, kMaxExpAvgSq);
+  for (const auto& [index, given] : all) {
     const at::Tensor& parameter = parameters_[index];
-    const auto required = [&, &tensors = tensors, index = index](const char* field) {
-      const auto found = tensors.find(field);
-      if (found != tensors.end()) return found->second;
-      throw CheckpointError(name_ + ": the optimizer state lacks '" + state_key(field, index) + "'",
-                            "the checkpoint is damaged or of another optimizer");
-    };
     Moments& moments = loaded[index];
-    moments.step = step_tensor(required(kStep).item<int64_t>(), parameter);
-    moments.exp_avg = copy_like(required(kExpAvg), parameter);
-    moments.exp_avg_sq = copy_like(required(kExpAvgSq), parameter);
+    moments.step = step_tensor(required(name_, given, kStep, index).item<int64_t>(), parameter);
+    moments.exp_avg = copy_like(required(name_, given, kExpAvg, index), parameter);
+    moments.exp_avg_sq = copy_like(required(name_, given, kExpAvgSq, index), parameter);
     if (!amsgrad_) continue;
     // Of a run without amsgrad they begin as in a fresh optimizer.
-    moments.max_exp_avg_sq = has_maxima ? copy_like(required(kMaxExpAvgSq), parameter)
-                                        : at::zeros_like(parameter.detach());
+    moments.max_exp_avg_sq = has_maxima
+                                 ? copy_like(required(name_, given, kMaxExpAvgSq, index), parameter)
+                                 : at::zeros_like(parameter.detach());
   }
   moments_ = std::move(loaded);
 }

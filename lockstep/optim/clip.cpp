@@ -11,7 +11,6 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/optim/flat_runs.h"
-#include "lockstep/optim/optim.h"
 
 namespace lockstep {
 namespace {
@@ -30,28 +29,27 @@ void tell_of_no_gradient(size_t parameters) {
               "the strategy's clip_grad_norm");
 }
 
-/// Gradients of one device and dtype, as LibTorch's list kernels want them.
-struct Alike {
-  std::vector<at::Tensor> gradients;
-  std::vector<size_t> places;
-};
-
-std::vector<Alike> grouped(const std::vector<at::Tensor>& gradients) {
-  std::vector<Alike> groups;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const at::Tensor& gradient = gradients[i];
-    auto group = std::find_if(groups.begin(), groups.end(), [&](const Alike& other) {
-      const at::Tensor& first = other.gradients.front();
-      return first.dtype() == gradient.dtype() && first.device() == gradient.device();
-    });
-    if (group == groups.end()) group = groups.emplace(groups.end());
-    group->gradients.push_back(gradient);
-    group->places.push_back(i);
-  }
-  return groups;
+std::vector<at::Tensor> chosen(const std::vector<at::Tensor>& tensors,
+                               const std::vector<size_t>& places) {
+  std::vector<at::Tensor> some;
+  for (const size_t place : places) some.push_back(tensors[place]);
+  return some;
 }
 
 }  // namespace
+
+std::vector<std::vector<size_t>> detail::by_kind(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<size_t>> kinds;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const std::vector<size_t>& other) {
+      const at::Tensor& first = tensors[other.front()];
+      return first.dtype() == tensors[i].dtype() && first.device() == tensors[i].device();
+    });
+    if (kind == kinds.end()) kind = kinds.emplace(kinds.end());
+    kind->push_back(i);
+  }
+  return kinds;
+}
 
 std::vector<at::Tensor> detail::gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
@@ -69,16 +67,16 @@ std::vector<at::Tensor> detail::gradients_of(const std::vector<at::Tensor>& para
 double detail::clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
                               const TotalNorm& total_norm) {
   const c10::AutoGradMode no_grad(false);
-  const std::vector<Alike> groups = grouped(gradients);
+  const auto kinds = by_kind(gradients);
   std::vector<at::Tensor> norms;
   std::vector<size_t> places;
-  for (const Alike& group : groups) {
+  for (const auto& kind : kinds) {
     // A norm of float16 gradients need not fit into float16.
-    const bool half = group.gradients.front().scalar_type() == at::kHalf;
+    const bool half = gradients[kind.front()].scalar_type() == at::kHalf;
     const auto dtype = half ? std::optional<at::ScalarType>(at::kFloat) : std::nullopt;
-    for (const at::Tensor& norm : at::_foreach_norm(group.gradients, 2.0, dtype))
+    for (const at::Tensor& norm : at::_foreach_norm(chosen(gradients, kind), 2.0, dtype))
       norms.push_back(norm.to(gradients.front().device()));
-    places.insert(places.end(), group.places.begin(), group.places.end());
+    places.insert(places.end(), kind.begin(), kind.end());
   }
   const at::Tensor total = total_norm(norms, places);
   // Python's `max_norm / tensor` is a reciprocal and a product; so it is here, for the same bits.
@@ -86,10 +84,22 @@ double detail::clip_gradients(const std::vector<at::Tensor>& gradients, double m
   const double norm = total.item<double>();
   // A product by 1 changes no bit. (Asking a CUDA device again would wait for it.)
   if (total.is_cpu() && factor.item<double>() == 1) return norm;
-  for (const Alike& group : groups) {
-    at::_foreach_mul_(flat_runs(group.gradients), factor.to(group.gradients.front().device()));
-  }
+  for (const auto& kind : kinds)
+    at::_foreach_mul_(flat_runs(chosen(gradients, kind)),
+                      factor.to(gradients[kind.front()].device()));
   return norm;
+}
+
+bool detail::unscale_gradients(const std::vector<at::Tensor>& parameters, const StepScale& scale) {
+  if (scale.found_inf.defined() && scale.found_inf.item<double>() != 0) return false;
+  if (!scale.grad_scale.defined()) return true;
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor factor = scale.grad_scale.reshape({});
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    if (gradient.defined()) gradient.div_(factor.to(gradient.device()));
+  }
+  return true;
 }
 
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {

@@ -5,6 +5,8 @@
 #include <functional>
 #include <vector>
 
+#include "lockstep/optim/optim.h"
+
 namespace lockstep::detail {
 
 /// The 2-norm of all gradients that are clipped together, from those of this process's gradients:
@@ -12,11 +14,18 @@ namespace lockstep::detail {
 using TotalNorm = std::function<at::Tensor(const std::vector<at::Tensor>& norms,
                                            const std::vector<size_t>& places)>;
 
+/// The places of tensors of one dtype and device each, as LibTorch's list kernels want them.
+std::vector<std::vector<size_t>> by_kind(const std::vector<at::Tensor>& tensors);
+
 /// The gradients of those parameters that have one.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
 
 /// What clip_grad_norm and the strategies do with dense gradients, or the values of sparse ones.
 double clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
                       const TotalNorm& total_norm);
+
+/// For optimizers whose kernels know nothing of a scaler: divides the gradients by
+/// `scale.grad_scale`. False, and nothing is divided, when `scale.found_inf` forbids the step.
+bool unscale_gradients(const std::vector<at::Tensor>& parameters, const StepScale& scale);
 
 }  // namespace lockstep::detail

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <cstdint>
 
@@ -26,6 +28,27 @@ inline bool same_order(const at::Tensor& a, const at::Tensor& b) {
 /// The first `count` elements in memory order, as a vector that shares memory with a dense tensor.
 inline at::Tensor head(const at::Tensor& tensor, int64_t count) {
   return tensor.as_strided({count}, {1}, tensor.storage_offset());
+}
+
+/// The part of a vector from `offset` on that has the shape of `like`, and its strides where that
+/// is dense. Autograd does not know that it is a view: it would forbid to detach it in place, as
+/// optimizers do with gradients.
+inline at::Tensor view_like(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  if (like.is_non_overlapping_and_dense())
+    return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset);
+  return flat.narrow(0, offset, like.numel()).view(like.sizes());
+}
+
+/// The elements of a tensor as a vector in the order in which view_like has those of `like`, which
+/// has its shape. A copy where they do not lie so.
+inline at::Tensor elements_like(const at::Tensor& tensor, const at::Tensor& like) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  if (!like.is_non_overlapping_and_dense()) return tensor.contiguous().view({-1});
+  if (is_dense(tensor) && same_order(tensor, like)) return head(tensor, tensor.numel());
+  at::Tensor ordered = at::empty_strided(like.sizes(), like.strides(), tensor.options());
+  ordered.copy_(tensor);
+  return head(ordered, ordered.numel());
 }
 
 }  // namespace lockstep

@@ -49,60 +49,10 @@ std::deque<at::Tensor> rows_of(const at::Tensor& table) {
   return rows;
 }
 
-/// The entries of a given state, by name.
-class Given {
- public:
-  Given(const StateDict& state, const at::Tensor& like, int64_t elements)
-      : like_(like), elements_(elements) {
-    static const std::vector<std::string> kNames{
-        "func_evals", "n_iter",   "t",        "prev_loss", "d",
-        "H_diag",     "old_dirs", "old_stps", "ro",        "prev_flat_grad"};
-    for (const auto& [key, tensor] : state) {
-      const auto known = std::find_if(kNames.begin(), kNames.end(), [&, &own = key](const auto& n) {
-        return own == state_key(n, 0);
-      });
-      if (known == kNames.end()) throw wrong("has an unknown entry '" + key + "'");
-      entries_[*known] = tensor;
-    }
-  }
-
-  bool has(const std::string& name) const { return entries_.contains(name); }
-
-  at::Tensor one(const std::string& name) const { return sized(name, {1}); }
-  at::Tensor vector(const std::string& name) const {
-    return sized(name, {elements_}).to(like_.options()).clone();
-  }
-  std::deque<at::Tensor> vectors(const std::string& name) const {
-    if (!has(name)) return {};
-    return rows_of(sized(name, {at(name).size(0), elements_}).to(like_.options()));
-  }
-  std::deque<at::Tensor> numbers(const std::string& name) const {
-    if (!has(name)) return {};
-    return rows_of(sized(name, {at(name).size(0)}).to(like_.options()));
-  }
-  static CheckpointError wrong(const std::string& what) {
-    return CheckpointError("lbfgs: the optimizer state " + what,
-                           "the checkpoint is damaged, of another optimizer or of another model");
-  }
-
- private:
-  const at::Tensor& at(const std::string& name) const {
-    const auto found = entries_.find(name);
-    if (found == entries_.end()) throw wrong("lacks '" + state_key(name, 0) + "'");
-    if (found->second.dim() == 0) throw wrong("has '" + state_key(name, 0) + "' without elements");
-    return found->second;
-  }
-  at::Tensor sized(const std::string& name, std::vector<int64_t> sizes) const {
-    const at::Tensor& tensor = at(name);
-    if (tensor.sizes() == at::IntArrayRef(sizes)) return tensor;
-    throw wrong("has '" + state_key(name, 0) + "' of shape " + c10::str(tensor.sizes()) +
-                ", expected " + c10::str(at::IntArrayRef(sizes)));
-  }
-
-  at::Tensor like_;
-  int64_t elements_;
-  std::map<std::string, at::Tensor> entries_;
-};
+CheckpointError wrong(const std::string& what) {
+  return CheckpointError("lbfgs: the optimizer state " + what,
+                         "the checkpoint is damaged, of another optimizer or of another model");
+}
 
 }  // namespace
 
@@ -169,28 +119,44 @@ StateDict Lbfgs::state() const {
 }
 
 void Lbfgs::load_state(const StateDict& state) {
+  const at::Tensor like = parameters_.front().detach();
   int64_t elements = 0;
   for (const at::Tensor& parameter : parameters_) elements += parameter.numel();
-  const Given given(state, parameters_.front().detach(), elements);
+  std::map<std::string, at::Tensor> given(state.begin(), state.end());
+  // Takes an entry out. A first size of -1 stands for any.
+  const auto take = [&](const char* name, std::vector<int64_t> sizes) {
+    const auto entry = given.extract(state_key(name, 0));
+    if (entry.empty()) throw wrong("lacks '" + state_key(name, 0) + "'");
+    const at::Tensor tensor = entry.mapped();
+    if (sizes[0] < 0 && tensor.dim() > 0) sizes[0] = tensor.size(0);
+    if (tensor.sizes() == at::IntArrayRef(sizes)) return tensor;
+    throw wrong("has '" + state_key(name, 0) + "' of shape " + c10::str(tensor.sizes()) +
+                ", expected " + c10::str(at::IntArrayRef(sizes)));
+  };
+  const auto rows = [&](const char* name, const std::vector<int64_t>& sizes) {
+    if (!given.contains(state_key(name, 0))) return std::deque<at::Tensor>();
+    return rows_of(take(name, sizes).to(like.options()));
+  };
   auto loaded = std::make_unique<State>();
   if (!state.empty()) {
-    loaded->func_evals(given.one("func_evals").item<int64_t>());
-    loaded->n_iter(given.one("n_iter").item<int64_t>());
+    loaded->func_evals(take("func_evals", {1}).item<int64_t>());
+    loaded->n_iter(take("n_iter", {1}).item<int64_t>());
   }
   if (loaded->n_iter() > 0) {
-    loaded->t(given.one("t").item<double>());
-    loaded->prev_loss(given.one("prev_loss").item<double>());
-    loaded->d(given.vector("d"));
-    loaded->H_diag(given.one("H_diag").reshape({}).to(parameters_.front().device()).clone());
-    loaded->prev_flat_grad(given.vector("prev_flat_grad"));
-    loaded->old_dirs(given.vectors("old_dirs"));
-    loaded->old_stps(given.vectors("old_stps"));
-    loaded->ro(given.numbers("ro"));
+    loaded->t(take("t", {1}).item<double>());
+    loaded->prev_loss(take("prev_loss", {1}).item<double>());
+    loaded->d(take("d", {elements}).to(like.options()).clone());
+    loaded->H_diag(take("H_diag", {1}).reshape({}).to(like.device()).clone());
+    loaded->prev_flat_grad(take("prev_flat_grad", {elements}).to(like.options()).clone());
+    loaded->old_dirs(rows("old_dirs", {-1, elements}));
+    loaded->old_stps(rows("old_stps", {-1, elements}));
+    loaded->ro(rows("ro", {-1}));
     if (loaded->old_dirs().size() != loaded->old_stps().size() ||
         loaded->old_dirs().size() != loaded->ro().size()) {
-      throw Given::wrong("has old_dirs, old_stps and ro of different lengths");
+      throw wrong("has old_dirs, old_stps and ro of different lengths");
     }
   }
+  if (!given.empty()) throw wrong("has an unknown entry '" + given.begin()->first + "'");
   torch_.state().clear();
   if (!state.empty()) {
     torch_.state()[parameters_.front().unsafeGetTensorImpl()] = std::move(loaded);

@@ -34,27 +34,46 @@ std::string state_key(const std::string& name, size_t index) {
   return name + "." + std::to_string(index);
 }
 
-std::vector<StateEntry> read_state(const std::string& optimizer, const StateDict& state,
-                                   const std::vector<StateField>& fields,
-                                   const std::vector<at::Tensor>& parameters) {
-  std::vector<StateEntry> entries;
+StateKey parse_state_key(const std::string& text) {
+  const size_t dot = text.rfind('.');
+  const auto index = dot == std::string::npos ? std::nullopt : parse_int(text.substr(dot + 1));
+  if (index && *index >= 0) return {text.substr(0, dot), static_cast<size_t>(*index)};
+  throw CheckpointError(
+      "the optimizer state has an entry '" + text + "', expected NAME.parameter-index",
+      "it is not an optimizer's state");
+}
+
+std::map<size_t, StateFields> read_state(const std::string& optimizer, const StateDict& state,
+                                         const std::vector<StateField>& fields,
+                                         const std::vector<at::Tensor>& parameters) {
+  std::map<size_t, StateFields> entries;
   for (const auto& [key, tensor] : state) {
-    const size_t dot = key.rfind('.');
-    const std::string name = key.substr(0, dot);
-    const int64_t index =
-        dot == std::string::npos ? -1 : parse_int(key.substr(dot + 1)).value_or(-1);
-    const auto field = std::find_if(fields.begin(), fields.end(),
-                                    [&](const StateField& f) { return f.name == name; });
-    if (field == fields.end() || index < 0) refuse(optimizer, key, "is none that it keeps");
-    if (index >= static_cast<int64_t>(parameters.size())) {
+    const auto [name, index] = parse_state_key(key);
+    const auto field =
+        std::find_if(fields.begin(), fields.end(),
+                     [&, &name = name](const StateField& f) { return f.name == name; });
+    if (field == fields.end()) refuse(optimizer, key, "is none that it keeps");
+    if (index >= parameters.size())
       refuse(
           optimizer, key,
           "is for a parameter that does not exist; there are " + std::to_string(parameters.size()));
-    }
     check_shape(optimizer, key, *field, tensor, parameters[index]);
-    entries.push_back({name, static_cast<size_t>(index), tensor});
+    entries[index][name] = tensor;
   }
   return entries;
+}
+
+bool has_field(const std::map<size_t, StateFields>& state, const std::string& field) {
+  return std::any_of(state.begin(), state.end(),
+                     [&](const auto& entry) { return entry.second.contains(field); });
+}
+
+const at::Tensor& required(const std::string& optimizer, const StateFields& fields,
+                           const std::string& field, size_t index) {
+  const auto found = fields.find(field);
+  if (found != fields.end()) return found->second;
+  throw CheckpointError(optimizer + ": the optimizer state lacks '" + state_key(field, index) + "'",
+                        "the checkpoint is damaged or of another optimizer");
 }
 
 at::Tensor copy_like(const at::Tensor& tensor, const at::Tensor& parameter) {

@@ -7,9 +7,9 @@
 
 #include <cmath>
 
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
-#include "lockstep/optim/unscale.h"
 
 namespace lockstep {
 namespace {
@@ -124,7 +124,7 @@ void Sgd::step() {
 }
 
 void Sgd::step_scaled(const StepScale& scale) {
-  if (unscale_gradients(parameters_, scale)) step();
+  if (detail::unscale_gradients(parameters_, scale)) step();
 }
 
 bool Sgd::can_fuse(size_t index, const at::Tensor& gradient) const {
@@ -200,10 +200,9 @@ StateDict Sgd::state() const {
 
 void Sgd::load_state(const StateDict& state) {
   std::vector<at::Tensor> buffers(parameters_.size());
-  for (const StateEntry& entry :
+  for (const auto& [index, fields] :
        read_state(name_, state, {{kBuffer, StateKind::like_parameter}}, parameters_)) {
-    if (momentum_ == 0) continue;
-    buffers[entry.index] = copy_like(entry.tensor, parameters_[entry.index]);
+    if (momentum_ != 0) buffers[index] = copy_like(fields.at(kBuffer), parameters_[index]);
   }
   buffers_ = std::move(buffers);
 }

@@ -7,11 +7,10 @@
 #include <torch/optim/rmsprop.h>
 
 #include <map>
-#include <set>
 #include <type_traits>
 
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer_state.h"
-#include "lockstep/optim/unscale.h"
 
 namespace lockstep {
 namespace {
@@ -70,7 +69,7 @@ class TorchOptimizer : public Optimizer {
 
   void step() override { torch_.step(); }
   void step_scaled(const StepScale& scale) override {
-    if (unscale_gradients(parameters_, scale)) step();
+    if (detail::unscale_gradients(parameters_, scale)) step();
   }
   void set_lr(double lr) override { torch_.param_groups()[0].options().set_lr(lr); }
   double lr() const override { return torch_.param_groups()[0].options().get_lr(); }
@@ -98,16 +97,9 @@ class TorchOptimizer : public Optimizer {
   void load_state(const StateDict& state) override {
     std::vector<StateField> known{{kStep, StateKind::count}};
     for (const auto& field : fields_) known.push_back({field.name, StateKind::like_parameter});
-    std::map<size_t, std::map<std::string, at::Tensor>> by_index;
-    std::set<std::string> given;
-    for (StateEntry& entry : read_state(name_, state, known, parameters_)) {
-      given.insert(entry.name);
-      by_index[entry.index][entry.name] = entry.tensor;
-    }
     std::map<size_t, std::unique_ptr<State>> loaded;
-    for (const auto& [index, tensors] : by_index) {
-      loaded[index] = make_state(index, tensors, given);
-    }
+    const auto all = read_state(name_, state, known, parameters_);
+    for (const auto& [index, given] : all) loaded[index] = make_state(index, given, all);
     torch_.state().clear();
     for (auto& [index, item] : loaded) torch_.state()[key(index)] = std::move(item);
     if constexpr (std::is_same_v<State, torch::optim::AdagradParamState>) add_fresh_states();
@@ -116,26 +108,18 @@ class TorchOptimizer : public Optimizer {
  private:
   void* key(size_t index) const { return parameters_[index].unsafeGetTensorImpl(); }
 
-  const at::Tensor& require(const std::map<std::string, at::Tensor>& tensors,
-                            const std::string& field, size_t index) const {
-    const auto found = tensors.find(field);
-    if (found != tensors.end()) return found->second;
-    throw CheckpointError(name_ + ": the optimizer state lacks '" + state_key(field, index) + "'",
-                          "the checkpoint is damaged or of another optimizer");
-  }
-
-  /// `given` are the fields that any parameter has. One that an option asks for and that none has
-  /// is of a run without the option, and begins as in a fresh optimizer.
-  std::unique_ptr<State> make_state(size_t index, const std::map<std::string, at::Tensor>& tensors,
-                                    const std::set<std::string>& given) const {
+  /// What an option asks for and no parameter has is of a run without the option, and begins as in
+  /// a fresh optimizer.
+  std::unique_ptr<State> make_state(size_t index, const StateFields& given,
+                                    const std::map<size_t, StateFields>& all) const {
     auto state = std::make_unique<State>();
-    state->step(require(tensors, kStep, index).template item<int64_t>());
+    state->step(required(name_, given, kStep, index).template item<int64_t>());
     for (const auto& field : fields_) {
       if (field.kept == Kept::never) continue;
-      const bool is_new = field.kept == Kept::by_option && !given.contains(field.name);
+      const bool is_new = field.kept == Kept::by_option && !has_field(all, field.name);
       (state.get()->*field.get)() =
           is_new ? at::zeros_like(parameters_[index].detach())
-                 : copy_like(require(tensors, field.name, index), parameters_[index]);
+                 : copy_like(required(name_, given, field.name, index), parameters_[index]);
     }
     return state;
   }

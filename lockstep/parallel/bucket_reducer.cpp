@@ -13,6 +13,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/gradient_reducer.h"
@@ -147,7 +148,7 @@ class BucketReducer : public GradientReducer {
       const int64_t bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
       at::Tensor flat = arena.narrow(0, begin, bytes).view(dtype);
       for (int64_t at = 0; const size_t i : members) {
-        views[i] = view_in(flat, at, parameters_[i]);
+        views[i] = view_like(flat, at, parameters_[i]);
         at += parameters_[i].numel();
       }
       begin += bytes_of(members);
@@ -155,13 +156,6 @@ class BucketReducer : public GradientReducer {
     }
     if (as_views_) move_gradients(views);
     views_ = std::move(views);
-  }
-
-  /// Of the parameter's shape and strides, for those are the gradient's.
-  static at::Tensor view_in(const at::Tensor& flat, int64_t at, const at::Tensor& parameter) {
-    if (parameter.is_non_overlapping_and_dense())
-      return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + at);
-    return flat.narrow(0, at, parameter.numel()).view(parameter.sizes());
   }
 
   void move_gradients(const std::vector<at::Tensor>& views) {

@@ -13,7 +13,7 @@
 #include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/text.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/bucket_layout.h"
 #include "lockstep/parallel/comm_hook.h"
 #include "lockstep/parallel/gradient_place.h"
@@ -100,23 +100,6 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>&
                                   caps.first, skip_unused, python_reducer);
 }
 
-/// The parameters that the reducer's message lists: "... did not receive grad for rank 1: 4 5".
-std::vector<std::string> missing_names(const std::string& message,
-                                       const std::vector<ReducedParameter>& parameters) {
-  const size_t at = message.find("did not receive grad for rank");
-  const size_t colon = at == std::string::npos ? at : message.find(": ", at);
-  if (colon == std::string::npos) return {};
-  const size_t end = message.find('\n', colon);
-  std::vector<std::string> names;
-  for (const std::string& word : split(message.substr(colon + 2, end - colon - 2), ' ')) {
-    const auto index = parse_int(word);
-    if (index && *index >= 0 && *index < static_cast<int64_t>(parameters.size())) {
-      names.push_back(parameters[*index].name);
-    }
-  }
-  return names;
-}
-
 class C10dReducer : public GradientReducer {
  public:
   C10dReducer(const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
@@ -156,11 +139,9 @@ class C10dReducer : public GradientReducer {
           "reducer sees the graph; this forward is within no_sync()",
           "make one forward and backward outside of no_sync() first");
     }
-    translate([&] {
-      // Once for each backward: a static graph's first iteration is counted by it.
-      if (synchronizing && !prepared_) reducer_->prepare_for_forward();
-      if (reducer_->rebuild_buckets()) rebuilt_ = true;
-    });
+    // Once for each backward: a static graph's first iteration is counted by it.
+    if (synchronizing && !prepared_) reducer_->prepare_for_forward();
+    if (reducer_->rebuild_buckets()) rebuilt_ = true;
   }
 
   bool wants_outputs() const override { return c10::GradMode::is_enabled() && find_unused_; }
@@ -245,12 +226,9 @@ class C10dReducer : public GradientReducer {
 
   /// A bucket's mean becomes the gradients of its parameters.
   static void deliver(c10d::GradBucket& bucket, const at::Tensor& flat) {
-    int64_t at = flat.storage_offset();
+    int64_t at = 0;
     for (const at::Tensor& parameter : bucket.getParameters()) {
-      const at::Tensor mean =
-          parameter.is_non_overlapping_and_dense()
-              ? flat.as_strided(parameter.sizes(), parameter.strides(), at)
-              : flat.as_strided({parameter.numel()}, {1}, at).view(parameter.sizes());
+      const at::Tensor mean = view_like(flat, at, parameter);
       at += parameter.numel();
       at::Tensor& gradient = parameter.mutable_grad();
       gradient.defined() ? gradient.copy_(mean) : gradient = mean.clone();
@@ -258,9 +236,7 @@ class C10dReducer : public GradientReducer {
   }
 
   void prepare(const std::vector<at::Tensor>& outputs) {
-    translate([&] {
-      reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
-    });
+    reducer_->prepare_for_backward(find_unused_ ? outputs : std::vector<at::Tensor>{});
     prepared_ = true;
   }
 
@@ -290,29 +266,13 @@ class C10dReducer : public GradientReducer {
     for (size_t i = 0; i < places.size(); ++i) outputs[places[i]] = passed[i];
   }
 
-  std::string place() const {
-    return "DistributedDataParallel, rank " + std::to_string(group_.rank());
-  }
-
   [[noreturn]] void throw_unknown_graph() const {
-    throw UsageError(place() +
+    throw UsageError("DistributedDataParallel, rank " + std::to_string(group_.rank()) +
                          ": a backward of a forward after which another one ran, or a second "
                          "one of one forward: find_unused_parameters knows the graph of the "
                          "last forward only",
                      "run the backward of each forward before the next forward, or add their "
                      "losses up for one backward");
-  }
-
-  /// The reducer's complaint about parameters without a gradient, in our words and with names.
-  template <class F>
-  void translate(F&& call) const {
-    try {
-      call();
-    } catch (const c10::Error& error) {
-      const std::string message = error.what_without_backtrace();
-      if (message.find("Expected to have finished reduction") == std::string::npos) throw;
-      throw_unfinished(place(), missing_names(message, parameters_));
-    }
   }
 
   ProcessGroup group_;

@@ -190,14 +190,8 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
     std::vector<size_t> moved;
     for (size_t i = 0; i < kinds.size(); ++i) {
       const NamedTensor& item = state.parameters[i];
-      const bool same =
-          item.tensor.scalar_type() == kinds[i].dtype && item.tensor.sizes() == kinds[i].sizes;
-      if (kinds[i].needs_gradient && !same)
-        throw UsageError(place() + ": parameter " + item.name + " is " + item.tensor.toString() +
-                             c10::str(item.tensor.sizes()) + " now, and was " +
-                             c10::toString(kinds[i].dtype) + c10::str(kinds[i].sizes) +
-                             " when this was made",
-                         "convert the module first, then make this");
+      if (kinds[i].needs_gradient)
+        expect_kind(place(), item.name, item.tensor, kinds[i].dtype, kinds[i].sizes);
       if (item.tensor.requires_grad() != kinds[i].needs_gradient) changed = &item;
       if (kinds[i].memory._unsafe_get_target() == item.tensor.storage().unsafeGetStorageImpl())
         continue;
@@ -283,9 +277,13 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
     if (missing.empty()) return;
     tracker.forget();
     awaited = 0;
-    if (!fixed) throw_unfinished(place(), names_of(missing));
-    throw_unfinished(place(), names_of(missing),
-                     "make the loss depend on them in every batch, or freeze them");
+    throw UsageError(
+        place() + ": the last backward gave no gradient to these parameters: " +
+            join(names_of(missing), ", "),
+        fixed
+            ? "make the loss depend on them in every batch, or freeze them"
+            : "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in "
+              "every step), or make the loss depend on every output of forward");
   }
 
   std::string place() const { return what + ", rank " + std::to_string(group.rank()); }

@@ -39,45 +39,23 @@ ModuleState state_of(const std::vector<at::Tensor>& parameters) {
 
 }  // namespace
 
-struct GradientAverager::Impl {
-  detail::DdpCore core;
-  bool has_module;
-};
-
 GradientAverager::GradientAverager(torch::nn::Module& module, const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
-    : impl_(new Impl{
-          {detail::whole_module_state(module), group, ddp_options(options), "GradientAverager"},
-          true}) {}
+    : core_(detail::whole_module_state(module), group, ddp_options(options), "GradientAverager"),
+      has_module_(true) {}
 
 GradientAverager::GradientAverager(const std::vector<at::Tensor>& parameters,
                                    const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
-    : impl_(new Impl{{state_of(parameters), group, ddp_options(options), "GradientAverager"},
-                     false}) {}
-
-GradientAverager::~GradientAverager() = default;
-GradientAverager::GradientAverager(GradientAverager&&) noexcept = default;
-GradientAverager& GradientAverager::operator=(GradientAverager&&) noexcept = default;
+    : core_(state_of(parameters), group, ddp_options(options), "GradientAverager"),
+      has_module_(false) {}
 
 void GradientAverager::sync_buffers() {
-  if (!impl_->has_module) {
+  if (!has_module_) {
     throw UsageError("GradientAverager: sync_buffers knows no buffers, as it was given parameters",
                      "make the averager of the module: GradientAverager(model, group)");
   }
-  impl_->core.share_buffers();
-}
-
-NoSync GradientAverager::no_sync() {
-  return NoSync(impl_->core.synchronizing());
-}
-
-const ProcessGroup& GradientAverager::group() const {
-  return impl_->core.group();
-}
-
-DdpStatistics GradientAverager::statistics() const {
-  return impl_->core.statistics();
+  core_.share_buffers();
 }
 
 }  // namespace lockstep

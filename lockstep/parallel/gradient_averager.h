@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
@@ -63,9 +62,6 @@ class GradientAverager {
   /// gradients (Embedding) are known by their module only: give that.
   GradientAverager(const std::vector<at::Tensor>& parameters, const ProcessGroup& group,
                    const GradientAveragerOptions& options = {});
-  ~GradientAverager();
-  GradientAverager(GradientAverager&&) noexcept;
-  GradientAverager& operator=(GradientAverager&&) noexcept;
 
   /// Rank 0's buffers (the statistics of batch norm, say) go to all ranks. Nothing else does it: it
   /// is for before an evaluation or a save. UsageError where this was made of parameters. A
@@ -74,15 +70,15 @@ class GradientAverager {
 
   /// While the guard lives, backward only adds gradients up. The first backward after it averages
   /// the sum.
-  NoSync no_sync();
+  NoSync no_sync() { return NoSync(core_.synchronizing()); }
 
-  const ProcessGroup& group() const;
+  const ProcessGroup& group() const { return core_.group(); }
   /// `iterations` counts the times that gradients were averaged.
-  DdpStatistics statistics() const;
+  DdpStatistics statistics() const { return core_.statistics(); }
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  detail::DdpCore core_;
+  bool has_module_;
 };
 
 }  // namespace lockstep

@@ -1,7 +1,6 @@
 #include "lockstep/parallel/gradient_reducer.h"
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 
 namespace lockstep::detail {
 namespace {
@@ -33,14 +32,6 @@ std::unique_ptr<GradientReducer> make_gradient_reducer(
   if (options.reducer == Reducer::automatic) return make_c10d_reducer(parameters, group, options);
   throw UsageError("DistributedDataParallel: Reducer::lockstep has no " + reason,
                    "leave DdpOptions::reducer at Reducer::automatic");
-}
-
-void throw_unfinished(const std::string& place, const std::vector<std::string>& names,
-                      const std::string& hint) {
-  throw UsageError(
-      place + ": the last backward gave no gradient to " +
-          (names.empty() ? "some parameters" : "these parameters: " + join(names, ", ")),
-      hint);
 }
 
 }  // namespace lockstep::detail

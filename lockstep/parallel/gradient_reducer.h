@@ -64,12 +64,4 @@ std::unique_ptr<GradientReducer> make_bucket_reducer(
     const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
     const DdpOptions& options);
 
-/// The error of a backward that left parameters of these names without a gradient. `place` names
-/// the caller and its rank.
-[[noreturn]] void throw_unfinished(
-    const std::string& place, const std::vector<std::string>& names,
-    const std::string& hint =
-        "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in every "
-        "step), or make the loss depend on every output of forward");
-
 }  // namespace lockstep::detail

@@ -156,6 +156,15 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group,
   }
 }
 
+void expect_kind(const std::string& place, const std::string& name, const at::Tensor& now,
+                 at::ScalarType dtype, at::IntArrayRef sizes) {
+  if (now.scalar_type() == dtype && now.sizes() == sizes) return;
+  throw UsageError(place + ": parameter " + name + " is " + now.toString() + c10::str(now.sizes()) +
+                       " now, and was " + c10::toString(dtype) + c10::str(sizes) +
+                       " when this was made",
+                   "convert the module first, then make this");
+}
+
 void check_same_on_all(const std::vector<size_t>& changed, const ProcessGroup& group,
                        const std::string& what) {
   const std::vector<Json> all = group.all_gather_object(changed);

@@ -38,6 +38,11 @@ ModuleState whole_module_state(torch::nn::Module& module);
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.
 void check_same_state(const ModuleState& state, const ProcessGroup& group, const std::string& what);
 
+/// Throws UsageError for a parameter that has another dtype or shape now than when it was wrapped.
+/// `place` names the caller and its rank.
+void expect_kind(const std::string& place, const std::string& name, const at::Tensor& now,
+                 at::ScalarType dtype, at::IntArrayRef sizes);
+
 /// Throws MismatchError unless all ranks have put values into the same parameters, given by number.
 /// A collective: a rank that has put in none makes another call, which the comparison of calls
 /// finds.

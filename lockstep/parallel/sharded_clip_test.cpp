@@ -1,4 +1,4 @@
-#include "lockstep/parallel/sharded_clip.h"
+#include "lockstep/parallel/whole_model.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

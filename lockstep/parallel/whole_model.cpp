@@ -1,30 +1,59 @@
 #include "lockstep/parallel/whole_model.h"
 
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
 
-WholeModelStrategy::WholeModelStrategy(const StrategySetup& setup)
-    : module_(setup.module),
-      parameters_(unique_parameters(setup.module->parameters())),
-      group_(setup.group),
-      forward_context_(setup.options.forward_context) {
-  if (!group_) throw UsageError("strategy: the process group is null");
+BaseStrategy::BaseStrategy(std::string name, const StrategySetup& setup)
+    : name_(std::move(name)), group_(setup.group), forward_context_(setup.options.forward_context) {
+  if (!group_) throw UsageError("strategy " + name_ + ": the process group is null");
+  if (!setup.module) throw UsageError("strategy " + name_ + ": the module is null");
 }
+
+std::optional<at::Tensor> BaseStrategy::predict(const std::function<at::Tensor()>& forward,
+                                                const at::Tensor&) {
+  const at::NoGradGuard no_grad;
+  return in_context(forward);
+}
+
+void BaseStrategy::step(const StepScale& scale) {
+  expect_last_of_step();
+  step_by(optimizer(), scale);
+}
+
+at::Tensor BaseStrategy::in_context(const std::function<at::Tensor()>& forward) const {
+  const auto context = forward_context_ ? forward_context_() : nullptr;
+  return forward();
+}
+
+void BaseStrategy::expect_last_of_step() const {
+  if (!adding_up_) return;
+  throw UsageError("strategy " + name_ + ", rank " + std::to_string(group_.rank()) +
+                       ": step() while gradients only add up: they are not averaged over the ranks",
+                   "set BatchWork::last_of_step for the last batch before each step");
+}
+
+WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& setup)
+    : BaseStrategy(std::move(name), setup),
+      module_(setup.module),
+      parameters_(unique_parameters(setup.module->parameters())) {}
 
 void WholeModelStrategy::average_gradients(const DdpOptions& options,
                                            const ReducerFactory& make_reducer) {
-  if (group_.size() > 1)
-    core_.emplace(*module_, group_, options, make_reducer, "strategy " + name());
+  if (group().size() > 1)
+    core_.emplace(*module_, group(), options, make_reducer, "strategy " + name());
 }
 
 void WholeModelStrategy::run_batch(const BatchWork& work) {
@@ -42,15 +71,8 @@ void WholeModelStrategy::warm_up(const BatchWork& work) {
   zero_grad();
 }
 
-std::optional<at::Tensor> WholeModelStrategy::predict(const std::function<at::Tensor()>& forward,
-                                                      const at::Tensor&) {
-  const at::NoGradGuard no_grad;
-  const auto context = forward_context_ ? forward_context_() : nullptr;
-  return forward();
-}
-
 void WholeModelStrategy::share_buffers() {
-  detail::share_buffers(*module_, group_);
+  detail::share_buffers(*module_, group());
 }
 
 std::vector<at::Tensor> WholeModelStrategy::gradients() const {
@@ -67,7 +89,7 @@ void WholeModelStrategy::zero_grad() {
 }
 
 StateDict WholeModelStrategy::model_state() {
-  if (group_.rank() != 0) return {};
+  if (group().rank() != 0) return {};
   StateDict state = state_dict(*module_);
   for (auto& [name, tensor] : state) tensor = tensor.detach();
   return state;
@@ -79,25 +101,11 @@ void WholeModelStrategy::load_model_state(const StateDict& state) {
 
 at::Tensor WholeModelStrategy::compute_loss(const BatchWork& work) {
   adding_up_ = !work.last_of_step;
-  const auto context = forward_context_ ? forward_context_() : nullptr;
-  return work.loss();
+  return in_context(work.loss);
 }
 
-void WholeModelStrategy::expect_last_of_step() const {
-  if (!adding_up_) return;
-  throw UsageError(name() + ", rank " + std::to_string(group_.rank()) +
-                       ": step() while gradients only add up: they are not averaged over the ranks",
-                   "set BatchWork::last_of_step for the last batch before each step");
-}
-
-WholeOptimizerStrategy::WholeOptimizerStrategy(const StrategySetup& setup)
-    : WholeModelStrategy(setup), optimizer_(setup.make_optimizer(parameters())) {}
-
-void WholeOptimizerStrategy::step(const StepScale& scale) {
-  expect_last_of_step();
-  scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
-                                                          : optimizer_->step();
-}
+WholeOptimizerStrategy::WholeOptimizerStrategy(std::string name, const StrategySetup& setup)
+    : WholeModelStrategy(std::move(name), setup), optimizer_(setup.make_optimizer(parameters())) {}
 
 double WholeOptimizerStrategy::step_with(const LossClosure& closure) {
   expect_last_of_step();
@@ -127,6 +135,22 @@ void refuse_closure(const Optimizer& optimizer, const std::string& strategy,
                    "use strategy ddp or dp, or another optimizer");
 }
 
+void step_by(Optimizer& optimizer, const StepScale& scale) {
+  scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer.step_scaled(scale)
+                                                          : optimizer.step();
+}
+
+double clip_shards(const std::vector<at::Tensor>& gradients, double max_norm,
+                   const ProcessGroup& group) {
+  const auto device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
+  return clip_gradients(gradients, max_norm, [&](const auto& norms, const auto&) {
+    at::Tensor sum = at::zeros({1}, at::dtype(at::kDouble).device(device));
+    for (const at::Tensor& norm : norms) sum += norm.to(device, at::kDouble).square();
+    if (group.size() > 1) group.all_reduce(sum);
+    return sum.sqrt().squeeze();
+  });
+}
+
 int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
@@ -144,3 +168,13 @@ int64_t bytes_of(const StateDict& state) {
 }
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup, const DdpOptions& options) {
+  auto strategy = std::make_unique<detail::WholeOptimizerStrategy>("ddp", setup);
+  strategy->average_gradients(options);
+  return strategy;
+}
+
+}  // namespace lockstep

@@ -106,13 +106,27 @@ std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
 }
 
 /// One bucket on its way.
-struct Compression {
+struct OnItsWay {
+  OnItsWay(std::shared_ptr<PowerSGDState::Impl> its, ProcessGroup of, const GradientBucket& bucket)
+      : state(std::move(its)),
+        group(std::move(of)),
+        index(bucket.index),
+        is_last(bucket.is_last),
+        gradients(bucket.gradients) {}
+
   std::shared_ptr<PowerSGDState::Impl> state;
   ProcessGroup group;
   size_t index;
   bool is_last;
   at::Tensor gradients;
-  at::Tensor before = {};                     ///< A copy of them, with error feedback.
+  at::Tensor before;  ///< A copy of them, with error feedback.
+
+  PowerSGDState::Impl& kept() const { return *state; }
+  const PowerSGDOptions& options() const { return kept().options; }
+};
+
+struct Compression : OnItsWay {
+  using OnItsWay::OnItsWay;
   std::vector<at::Tensor> uncompressed = {};  ///< Views of `gradients`.
   at::Tensor uncompressed_memory = {};
   std::vector<at::Tensor> matrices = {};  ///< [batch, rows, columns], views or stacks of views.
@@ -120,9 +134,6 @@ struct Compression {
   at::Tensor p_memory = {}, q_memory = {};              ///< The state's, for all matrices.
   std::vector<at::Tensor> ps = {}, qs = {};             ///< Views of it.
   Work uncompressed_work = {}, ps_work = {};
-
-  PowerSGDState::Impl& kept() const { return *state; }
-  const PowerSGDOptions& options() const { return kept().options; }
 
   void divide_tensors(const GradientBucket& bucket) {
     std::vector<std::pair<std::vector<int64_t>, std::vector<at::Tensor>>> by_shape;
@@ -253,19 +264,12 @@ struct Compression {
 };
 
 /// The same with the bucket as one square matrix.
-struct SquareCompression {
-  std::shared_ptr<PowerSGDState::Impl> state;
-  ProcessGroup group;
-  size_t index;
-  bool is_last;
-  at::Tensor gradients;
-  at::Tensor matrix = {}, before = {};
-  at::Tensor p = {}, q = {};  ///< The state's.
-  Work p_work = {};
+struct SquareCompression : OnItsWay {
+  using OnItsWay::OnItsWay;
+  at::Tensor matrix, p, q;  ///< p and q are the state's.
+  Work p_work;
 
-  PowerSGDState::Impl& kept() const { return *state; }
-
-  void start() {
+  void start(const GradientBucket&) {
     const int64_t length = gradients.numel();
     const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(length))));
     // More orthogonal columns than rows there are none.
@@ -306,16 +310,17 @@ struct SquareCompression {
   }
 };
 
-template <class Start>
-AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state, Start start) {
-  return [state, start](const ProcessGroup& group,
-                        GradientBucket& bucket) -> std::function<at::Tensor()> {
+template <class Way>
+AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state) {
+  return [state](const ProcessGroup& group, GradientBucket& bucket) -> std::function<at::Tensor()> {
     const c10::AutoGradMode no_grad(false);
     if (!state->started()) {
       state->finish_bucket(bucket.is_last);
       return detail::start_mean(group, bucket.gradients);
     }
-    return start(state, group, bucket);
+    const auto way = std::make_shared<Way>(state, group, bucket);
+    way->start(bucket);
+    return [way] { return way->finish(); };
   };
 }
 
@@ -354,34 +359,12 @@ int64_t PowerSGDState::iter() const {
 
 AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
   if (!state) throw UsageError("power_sgd_hook: the state is null");
-  return hook_of(state->impl_,
-                 [](const std::shared_ptr<PowerSGDState::Impl>& kept, const ProcessGroup& group,
-                    GradientBucket& bucket) -> std::function<at::Tensor()> {
-                   auto compression =
-                       std::make_shared<Compression>(Compression{.state = kept,
-                                                                 .group = group,
-                                                                 .index = bucket.index,
-                                                                 .is_last = bucket.is_last,
-                                                                 .gradients = bucket.gradients});
-                   compression->start(bucket);
-                   return [compression] { return compression->finish(); };
-                 });
+  return hook_of<Compression>(state->impl_);
 }
 
 AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
   if (!state) throw UsageError("batched_power_sgd_hook: the state is null");
-  return hook_of(state->impl_,
-                 [](const std::shared_ptr<PowerSGDState::Impl>& kept, const ProcessGroup& group,
-                    GradientBucket& bucket) -> std::function<at::Tensor()> {
-                   auto compression = std::make_shared<SquareCompression>(
-                       SquareCompression{.state = kept,
-                                         .group = group,
-                                         .index = bucket.index,
-                                         .is_last = bucket.is_last,
-                                         .gradients = bucket.gradients});
-                   compression->start();
-                   return [compression] { return compression->finish(); };
-                 });
+  return hook_of<SquareCompression>(state->impl_);
 }
 
 }  // namespace lockstep

@@ -1,6 +1,5 @@
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include "lockstep/autograd/backward.h"
@@ -35,14 +34,10 @@ struct Runnable {
 class DpStrategy : public detail::WholeOptimizerStrategy {
  public:
   explicit DpStrategy(const StrategySetup& setup)
-      : WholeOptimizerStrategy(checked(setup)),
-        forward_context_(setup.options.forward_context),
-        core_(setup.module, options_of(setup), {}) {
+      : WholeOptimizerStrategy("dp", checked(setup)), core_(setup.module, options_of(setup), {}) {
     own_ = {setup.module, setup.forward};
     core_.make_replicas({});
   }
-
-  const std::string& name() const override { return name_; }
 
   void run_batch(const BatchWork& work) override {
     if (core_.devices().size() == 1) return backward(compute_loss(work));
@@ -60,9 +55,7 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
                                     const at::Tensor& input) override {
     if (core_.devices().size() == 1 || !input.defined())
       return WholeOptimizerStrategy::predict(whole, input);
-    const at::NoGradGuard no_grad;
-    const auto context = forward_context_ ? forward_context_() : nullptr;
-    return forward(input);
+    return WholeOptimizerStrategy::predict([&] { return forward(input); }, input);
   }
 
   StateBytes state_bytes() const override {
@@ -93,8 +86,6 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
     });
   }
 
-  std::string name_ = "dp";
-  ForwardContext forward_context_;
   detail::DataParallelCore core_;
   Runnable own_;
 };

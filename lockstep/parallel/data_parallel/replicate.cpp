@@ -1,13 +1,12 @@
 #include "lockstep/parallel/data_parallel/replicate.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <mutex>
 #include <unordered_map>
 
+#include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::detail {
@@ -19,25 +18,6 @@ using torch::nn::Module;
 /// Buffers up to this size are copied before each forward. What LibTorch's batch norm writes into
 /// its running statistics does not count as a change of the tensor.
 constexpr size_t kSmallBuffer = 1 << 20;
-
-/// Puts the CPU's random numbers back: `clone` draws initial values that nobody uses.
-class KeepRandomNumbers {
- public:
-  KeepRandomNumbers() : generator_(at::detail::getDefaultCPUGenerator()) {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-  }
-  ~KeepRandomNumbers() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
-  KeepRandomNumbers(const KeepRandomNumbers&) = delete;
-  KeepRandomNumbers& operator=(const KeepRandomNumbers&) = delete;
-
- private:
-  at::Generator generator_;
-  at::Tensor state_;
-};
 
 struct Named {
   std::string name;
@@ -177,7 +157,8 @@ bool bring_over(Own& own, const at::Tensor& source, bool always) {
 
 std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::Device device,
                                     const std::function<std::shared_ptr<Module>()>& make) {
-  const KeepRandomNumbers keep;
+  // `clone` draws initial values that nobody uses.
+  const RecordedState::Replay keep(RecordedState::record({}, /*random=*/true));
   const c10::AutoGradMode no_grad(false);
   std::shared_ptr<Module> copy;
   if (make) {

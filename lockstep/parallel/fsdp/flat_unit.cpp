@@ -1,7 +1,5 @@
 #include "lockstep/parallel/fsdp/flat_unit.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty_strided.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -52,25 +50,6 @@ std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank) {
     }
   }
   return pieces;
-}
-
-at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const int64_t begin = flat.storage_offset() + offset;
-  if (parameter.is_non_overlapping_and_dense())
-    return flat.as_strided(parameter.sizes(), parameter.strides(), begin);
-  return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
-}
-
-at::Tensor in_flat_order(const at::Tensor& values, const at::Tensor& parameter) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  if (!parameter.is_non_overlapping_and_dense()) return values.contiguous().view({-1});
-  at::Tensor ordered = values;
-  if (values.strides() != parameter.strides() || !values.is_non_overlapping_and_dense()) {
-    ordered = at::empty_strided(parameter.sizes(), parameter.strides(), values.options());
-    ordered.copy_(values);
-  }
-  return ordered.as_strided({ordered.numel()}, {1}, ordered.storage_offset());
 }
 
 }  // namespace lockstep::detail

@@ -47,10 +47,4 @@ std::vector<FlatUnit> lay_out(const std::vector<PlannedUnit>& planned,
 /// All pieces of a rank, in the order of units and parameters.
 std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank);
 
-/// The part of a unit's memory that has the shape and the strides of a parameter.
-at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
-/// A parameter's elements in the order in which they lie in the unit, as a vector. A copy where
-/// they do not lie so.
-at::Tensor in_flat_order(const at::Tensor& values, const at::Tensor& parameter);
-
 }  // namespace lockstep::detail

@@ -8,12 +8,13 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/optim/clip.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
 #include "lockstep/parallel/fsdp/shard_state.h"
 #include "lockstep/parallel/fsdp/sharded_gradients.h"
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "lockstep/parallel/module_state.h"
-#include "lockstep/parallel/sharded_clip.h"
+#include "lockstep/parallel/whole_model.h"
 
 namespace lockstep::detail {
 namespace {
@@ -42,11 +43,9 @@ struct FsdpCore::Impl {
   bool sync_buffers = true;
   int64_t steps = 0;  ///< Forwards whose gradients are reduced.
   std::unique_ptr<ShardedParameters> parameters;
-  std::vector<OptimizedPiece> pieces;
-  std::vector<OptimizedPiece> frozen;  ///< Those that no optimizer updates.
-  StateDict frozen_state;              ///< What a loaded state has of them.
-  std::vector<at::Tensor> shards;      ///< Of `pieces`.
-  std::vector<size_t> indices;         ///< Of `pieces`.
+  StateDict frozen_state;          ///< What a loaded state has of parameters that are frozen.
+  std::vector<at::Tensor> shards;  ///< What the optimizer updates.
+  std::vector<size_t> indices;     ///< The parameters of which they are parts.
   std::unique_ptr<ShardedGradients> gradients;
 
   Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
@@ -70,7 +69,7 @@ struct FsdpCore::Impl {
     if (has_deferred(state)) initialise(syncs);
     parameters->adopt_module();
     convert_buffers(state, options);
-    make_pieces();
+    make_shards();
     gradients = std::make_unique<ShardedGradients>(*parameters, shards, options);
     if (!shards.empty()) return;
     // Optimizers want at least one.
@@ -78,6 +77,9 @@ struct FsdpCore::Impl {
     shards.push_back(at::empty({0}, dtype).requires_grad_());
     indices.push_back(0);
   }
+
+  /// A rank without parameters that are trained has an optimizer of one tensor without elements.
+  bool has_trained() const { return shards.front().numel() > 0; }
 
   /// Runs what deferred_init has noted, and keeps rank 0's values.
   void initialise(bool syncs) {
@@ -108,14 +110,10 @@ struct FsdpCore::Impl {
     }
   }
 
-  void make_pieces() {
+  void make_shards() {
     for (const Piece& piece : parameters->pieces()) {
       const FlatParameter& parameter = parameters->parameter_of(piece);
-      if (!parameter.tensor.requires_grad()) {
-        frozen.push_back({piece, parameter.index});
-        continue;
-      }
-      pieces.push_back({piece, parameter.index});
+      if (!parameter.tensor.requires_grad()) continue;
       indices.push_back(parameter.index);
       shards.push_back(parameters->shard(piece.unit)
                            .narrow(0, piece.shard_offset, piece.size)
@@ -185,10 +183,6 @@ const std::vector<at::Tensor>& FsdpCore::shards() const {
   return impl_->shards;
 }
 
-const std::vector<size_t>& FsdpCore::parameter_indices() const {
-  return impl_->indices;
-}
-
 const ProcessGroup& FsdpCore::group() const {
   return impl_->parameters->group();
 }
@@ -220,16 +214,23 @@ void FsdpCore::load_sharded_state(const std::vector<Shard>& given, const std::st
 }
 
 StateDict FsdpCore::optimizer_state(const StateDict& own) {
-  return gather_optimizer_state(*impl_->parameters,
-                                {{impl_->pieces, own}, {impl_->frozen, impl_->frozen_state}});
+  StateDict local = impl_->frozen_state;
+  for (auto& entry : by_whole_index(impl_->has_trained() ? own : StateDict(), impl_->indices))
+    local.push_back(std::move(entry));
+  return gather_state(optimizer_spread(*impl_->parameters), local, 0, kName);
 }
 
 StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
-  StateDict own = detail::own_optimizer_state(*impl_->parameters, impl_->pieces, whole, source);
-  impl_->frozen_state =
-      detail::own_optimizer_state(*impl_->parameters, impl_->frozen, whole, source);
-  for (auto& [name, tensor] : impl_->frozen_state) tensor = tensor.clone();
-  return own;
+  StateDict trained, frozen;
+  for (auto& [key, tensor] : cut_state(optimizer_spread(*impl_->parameters), whole, source)) {
+    const auto& all = impl_->indices;
+    const bool is_trained =
+        impl_->has_trained() &&
+        std::find(all.begin(), all.end(), parse_state_key(key).index) != all.end();
+    is_trained ? trained.emplace_back(key, tensor) : frozen.emplace_back(key, tensor.clone());
+  }
+  impl_->frozen_state = std::move(frozen);
+  return by_own_index(trained, impl_->indices);
 }
 
 void FsdpCore::begin_full(bool writable) {

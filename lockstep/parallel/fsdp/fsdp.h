@@ -109,9 +109,6 @@ class FsdpCore {
   bool has_local_gradients() const;
 
   const std::vector<at::Tensor>& shards() const;
-  /// For each of `shards`, the index of its parameter in the module's parameters(), where one of
-  /// several names counts once.
-  const std::vector<size_t>& parameter_indices() const;
   const ProcessGroup& group() const;
   double clip_grad_norm(double max_norm);
 

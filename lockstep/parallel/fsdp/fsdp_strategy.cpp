@@ -21,21 +21,17 @@ FsdpOptions options_of(const StrategySetup& setup, FsdpOptions options) {
   return options;
 }
 
-class FsdpStrategy : public Strategy {
+class FsdpStrategy : public detail::BaseStrategy {
  public:
   FsdpStrategy(const StrategySetup& setup, const FsdpOptions& options)
-      : core_(setup.module, setup.group, options_of(setup, options), setup.device),
-        forward_context_(setup.options.forward_context) {
+      : BaseStrategy("fsdp", setup),
+        core_(setup.module, setup.group, options_of(setup, options), setup.device) {
     optimizer_ = setup.make_optimizer(core_.shards());
     if (!optimizer_->is_elementwise())
       throw UsageError("fsdp: the optimizer " + optimizer_->name() +
                            " looks at whole parameters, of which a rank has parts only",
                        "use sgd, adam, adamw, rmsprop or adagrad, or strategy ddp");
   }
-
-  const std::string& name() const override { return name_; }
-  const ProcessGroup& group() const override { return core_.group(); }
-  DataShare data_share() const override { return {group().rank(), group().size()}; }
 
   void run_batch(const BatchWork& work) override {
     core_.before_forward();
@@ -63,19 +59,10 @@ class FsdpStrategy : public Strategy {
   bool has_sharded_gradients() const override { return true; }
   double clip_grad_norm(double max_norm) override { return core_.clip_grad_norm(max_norm); }
 
-  void step(const StepScale& scale) override {
-    if (adding_up_)
-      throw UsageError("fsdp: a step while gradients only add up",
-                       "run the step's last batch with last_of_step = true first");
-    scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
-                                                            : optimizer_->step();
-  }
   void zero_grad() override {
     lockstep::zero_grad(core_.shards());
     adding_up_ = false;
   }
-  void set_lr(double lr) override { optimizer_->set_lr(lr); }
-  double lr() const override { return optimizer_->lr(); }
 
   StateDict model_state() override { return core_.model_state(); }
   StateDict optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
@@ -93,20 +80,18 @@ class FsdpStrategy : public Strategy {
 
  private:
   at::Tensor within_forward(const std::function<at::Tensor()>& forward) {
-    const auto context = forward_context_ ? forward_context_() : nullptr;
     try {
-      return forward();
+      return in_context(forward);
     } catch (...) {
       core_.rethrow_failure();
       throw;
     }
   }
 
-  std::string name_ = "fsdp";
+  Optimizer& optimizer() const override { return *optimizer_; }
+
   detail::FsdpCore core_;
-  ForwardContext forward_context_;
   std::unique_ptr<Optimizer> optimizer_;
-  bool adding_up_ = false;
 };
 
 }  // namespace

@@ -395,7 +395,7 @@ TEST(FsdpStrategy, AStateThatDoesNotFitIsRefusedByName) {
       }
     };
     refused({{"exp_avg.77", at::zeros({3})}}, "exp_avg.77");
-    refused({{"exp_avg.0", at::zeros({3})}}, "layers.0.weight");
+    refused({{"exp_avg.0", at::zeros({3})}}, "exp_avg.0");
     refused({{"exp_avg", at::zeros({3})}}, "NAME.parameter-index");
     StateDict model = on_all_ranks(group, task.strategy->model_state());
     model.pop_back();

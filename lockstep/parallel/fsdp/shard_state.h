@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
+#include "lockstep/parallel/spread_state.h"
 
 namespace torch::nn {
 class Module;
@@ -25,24 +25,8 @@ std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParam
 void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
                  const std::vector<Shard>& given, const std::string& source);
 
-/// What an optimizer of shards updates: number i of its tensors is this part of a parameter.
-struct OptimizedPiece {
-  Piece piece;
-  size_t parameter_index;  ///< In the module's parameters(), each counted once.
-};
-
-/// Pieces, and what there is of them, by their index.
-struct PiecesState {
-  std::vector<OptimizedPiece> pieces;
-  StateDict state;
-};
-
-/// The whole optimizer's state, on rank 0, from `own` of each rank. A collective.
-StateDict gather_optimizer_state(const ShardedParameters& parameters,
-                                 const std::vector<PiecesState>& own);
-/// This rank's part of a whole state. Throws CheckpointError naming an entry that does not fit.
-StateDict own_optimizer_state(const ShardedParameters& parameters,
-                              const std::vector<OptimizedPiece>& pieces, const StateDict& whole,
-                              const std::string& source);
+/// How the state of an optimizer of the whole module is spread: by the indices of its parameters(),
+/// each counted once.
+StateSpread optimizer_spread(const ShardedParameters& parameters);
 
 }  // namespace lockstep::detail

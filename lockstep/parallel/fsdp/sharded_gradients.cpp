@@ -11,6 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/scaled_copy.h"
 
@@ -153,7 +154,7 @@ void ShardedGradients::stage(const Unit& unit, size_t index, const at::Tensor& s
   for (const size_t member : unit.trainable) {
     const FlatParameter& item = parameters_.units()[index].parameters[member];
     at::Tensor& gradient = at::Tensor(item.tensor).mutable_grad();
-    const at::Tensor view = view_in(staged, item.offset, item.tensor);
+    const at::Tensor view = view_like(staged, item.offset, item.tensor);
     if (!gradient.defined()) {
       view.zero_();
       continue;

@@ -1,6 +1,5 @@
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -10,6 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/process_group.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
 #include "lockstep/parallel/module_state.h"
 
@@ -110,7 +110,7 @@ void ShardedParameters::set_values(const at::Tensor& parameter, const at::Tensor
   for (const Piece& piece : pieces_) {
     const FlatParameter& member = units_[piece.unit].parameters[piece.parameter];
     if (!member.tensor.is_same(parameter)) continue;
-    if (!ordered.defined()) ordered = in_flat_order(values, parameter);
+    if (!ordered.defined()) ordered = elements_like(values, parameter);
     shards_[piece.unit]
         .narrow(0, piece.shard_offset, piece.size)
         .copy_(ordered.narrow(0, piece.begin, piece.size));
@@ -133,7 +133,7 @@ void ShardedParameters::adopt_module() {
     for (const FlatParameter& parameter : unit.parameters) {
       at::Tensor tensor = parameter.tensor;
       const at::Tensor view =
-          state_.back().views.emplace_back(view_in(memory.tensor(), parameter.offset, tensor));
+          state_.back().views.emplace_back(view_like(memory.tensor(), parameter.offset, tensor));
       // set_data refuses to change the kind of device.
       if (is_deferred(tensor)) {
         tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
@@ -158,7 +158,11 @@ void ShardedParameters::take_values() {
     for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
       const FlatParameter& parameter = units_[u].parameters[i];
       if (same_storage(parameter.tensor, state_[u].memory.tensor())) continue;
-      check_kind(parameter, state_[u].views[i], units_[u].dtype);
+      // It may have the dtype in which units are gathered.
+      const at::Tensor& view = state_[u].views[i];
+      const bool gathered = parameter.tensor.dtype() == view.dtype();
+      expect_kind("FullyShardedDataParallel, rank " + std::to_string(group_.rank()), parameter.name,
+                  parameter.tensor, gathered ? view.scalar_type() : units_[u].dtype, view.sizes());
       moved.emplace_back(u, i);
       indices.push_back(parameter.index);
     }
@@ -174,18 +178,6 @@ void ShardedParameters::take_values() {
     tensor.set_data(state_[u].views[i]);
     set_values(tensor, values);
   }
-}
-
-void ShardedParameters::check_kind(const FlatParameter& parameter, const at::Tensor& view,
-                                   at::ScalarType dtype) const {
-  const at::Tensor& tensor = parameter.tensor;
-  const bool same_dtype = tensor.scalar_type() == dtype || tensor.dtype() == view.dtype();
-  if (same_dtype && tensor.sizes() == view.sizes()) return;
-  throw UsageError("FullyShardedDataParallel, rank " + std::to_string(group_.rank()) +
-                       ": parameter " + parameter.name + " is " + tensor.toString() +
-                       c10::str(tensor.sizes()) + " now, and was " + c10::toString(dtype) +
-                       c10::str(view.sizes()) + " when this was made",
-                   "convert the module first, then make this");
 }
 
 bool ShardedParameters::all_frozen() const {

@@ -93,8 +93,6 @@ class ShardedParameters : private MemoryWatcher {
   void after_use() noexcept override;
   void before_write(size_t memory, const std::string& operation) override;
 
-  void check_kind(const FlatParameter& parameter, const at::Tensor& view,
-                  at::ScalarType dtype) const;
   void share_memory();
   void make_shards();
   void open_common();

@@ -8,6 +8,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/fsdp/flat_unit.h"
 #include "lockstep/parallel/fsdp/use_order.h"
 #include "tests/support/ddp_test_modules.h"
@@ -121,10 +122,10 @@ TEST(FlatUnit, ParametersOfTwoDtypesBecomeTwoUnits) {
 TEST(FlatUnit, AChannelsLastParameterKeepsItsOrder) {
   const at::Tensor flat = at::arange(64, at::kFloat);
   const at::Tensor image = at::empty({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
-  const at::Tensor view = view_in(flat, 16, image);
+  const at::Tensor view = view_like(flat, 16, image);
   EXPECT_EQ(view.strides(), image.strides());
-  EXPECT_TRUE(at::equal(in_flat_order(view, image), flat.narrow(0, 16, 24)));
-  EXPECT_TRUE(at::equal(in_flat_order(view.contiguous(), image), flat.narrow(0, 16, 24)));
+  EXPECT_TRUE(at::equal(elements_like(view, image), flat.narrow(0, 16, 24)));
+  EXPECT_TRUE(at::equal(elements_like(view.contiguous(), image), flat.narrow(0, 16, 24)));
 }
 
 std::vector<int> foretold(UseOrder& order, const std::vector<size_t>& uses) {

@@ -1,13 +1,16 @@
 #include "lockstep/parallel/pipeline/gradient_exchange.h"
 
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/dense_layout.h"
+#include "lockstep/optim/optim.h"
 #include "lockstep/parallel/scaled_copy.h"
 
 namespace lockstep::detail {
@@ -19,6 +22,18 @@ constexpr int kTiedTag = 1 << 21;
 at::Tensor gradient_or_zeros(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   return gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter).contiguous();
+}
+
+/// In which norms are added up. A norm of float16 gradients need not fit into float16.
+at::ScalarType norm_dtype(const StageTensors& tensors) {
+  std::optional<at::ScalarType> widest;
+  for (const StageTensor& parameter : tensors.parameters()) {
+    if (!parameter.tensor.requires_grad()) continue;
+    const at::ScalarType own = parameter.tensor.scalar_type();
+    const at::ScalarType dtype = own == at::kHalf ? at::kFloat : own;
+    widest = widest ? c10::promoteTypes(*widest, dtype) : dtype;
+  }
+  return widest.value_or(at::kFloat);
 }
 
 }  // namespace
@@ -87,9 +102,7 @@ void GradientExchange::lay_out(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
     auto& [flat, used] = parts[parameter.scalar_type()];
     // In the parameter's own order of memory, which fused optimizers want.
-    places_.push_back(parameter.is_non_overlapping_and_dense()
-                          ? flat.as_strided(parameter.sizes(), parameter.strides(), used)
-                          : flat.narrow(0, used, parameter.numel()).view(parameter.sizes()));
+    places_.push_back(view_like(flat, used, parameter));
     used += parameter.numel();
   }
   laid_out_ = parameters;
@@ -114,6 +127,35 @@ void GradientExchange::average() {
   }
   for (at::Tensor& flat : flat_) data_parallel_.all_reduce(flat);
   for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = places_[i];
+}
+
+double GradientExchange::clip_grad_norm(c10::Device device, double max_norm) const {
+  if (pipeline_.size() == 1) return lockstep::clip_grad_norm(tensors_.own_parameters(), max_norm);
+  constexpr int64_t kCountedElsewhere = -1;
+  std::vector<at::Tensor> gradients;
+  std::vector<int64_t> numbers;
+  for (const size_t i : tensors_.own()) {
+    const StageTensor& parameter = tensors_.parameters()[i];
+    if (!parameter.tensor.grad().defined()) continue;
+    gradients.push_back(parameter.tensor.grad());
+    const bool is_owner = parameter.owner() == pipeline_.rank();
+    numbers.push_back(is_owner ? static_cast<int64_t>(i) : kCountedElsewhere);
+  }
+  // Each rank puts its own norms into a table of zeros, and a sum over the ranks, which changes no
+  // bit, puts them together. Row 0: the norms. Row 1: whether there is one.
+  return clip_gradients(gradients, max_norm, [&](const auto& norms, const auto& places) {
+    const auto count = static_cast<int64_t>(tensors_.parameters().size());
+    at::Tensor table = at::zeros({2, count}, at::TensorOptions(device).dtype(at::kDouble));
+    for (size_t i = 0; i < norms.size(); ++i) {
+      const int64_t number = numbers[places[i]];
+      if (number == kCountedElsewhere) continue;
+      table[0][number].copy_(norms[i]);
+      table[1][number].fill_(1);
+    }
+    pipeline_.all_reduce(table);
+    const at::Tensor all = table[0].masked_select(table[1].gt(0)).to(norm_dtype(tensors_));
+    return at::linalg_vector_norm(all, 2.0);
+  });
 }
 
 }  // namespace lockstep::detail

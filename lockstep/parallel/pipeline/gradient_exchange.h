@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <vector>
 
@@ -20,6 +21,9 @@ class GradientExchange {
   void begin();
   /// Collectives of both groups.
   void run();
+  /// lockstep::clip_grad_norm over the parameters of all stages, each counted once, with the bits
+  /// that one process gets. A collective of the pipeline.
+  double clip_grad_norm(c10::Device device, double max_norm) const;
   /// The gradients were dropped.
   void forget() { summed_ = false; }
 

@@ -5,21 +5,99 @@
 #include <condition_variable>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <unordered_set>
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/pipeline/local_link.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
+#include "lockstep/parallel/pipeline/stage_link.h"
 
 namespace lockstep {
 namespace {
 
+using detail::Parcel;
+using detail::ParcelId;
 using detail::Stage;
+
+/// Another stage has failed, which ends the wait for it. Its own error says why.
+class OtherStageFailed : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Where the threads of one process hand parcels to each other. Any thread.
+class LocalExchange {
+ public:
+  void put(const ParcelId& id, at::Tensor tensor) {
+    {
+      const std::lock_guard lock(mutex_);
+      parcels_[id] = std::move(tensor);
+    }
+    changed_.notify_all();
+  }
+  /// Blocks until it has been put. Throws OtherStageFailed after `fail`.
+  at::Tensor get(const ParcelId& id) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return failed_ || parcels_.contains(id); });
+    if (failed_) throw OtherStageFailed("pipeline: another stage has failed");
+    return parcels_.extract(id).mapped();
+  }
+  void fail() {
+    {
+      const std::lock_guard lock(mutex_);
+      failed_ = true;
+    }
+    changed_.notify_all();
+  }
+  /// Before a batch: forgets what is left of one that failed.
+  void reset() {
+    const std::lock_guard lock(mutex_);
+    parcels_.clear();
+    failed_ = false;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<ParcelId, at::Tensor> parcels_;
+  bool failed_ = false;
+};
+
+/// Stages in threads of one process.
+class LocalLink final : public detail::StageLink {
+ public:
+  LocalLink(LocalExchange& exchange, c10::Device device) : exchange_(exchange), device_(device) {}
+
+  void begin(std::vector<detail::ShapeKey>) override { without_gradient_.clear(); }
+  void send(const ParcelId& id, const at::Tensor& tensor) override {
+    at::Tensor sent = tensor.detach();
+    if (id.kind == Parcel::activation) {
+      sent.set_requires_grad(tensor.requires_grad());
+      if (!tensor.requires_grad())
+        without_gradient_.insert({Parcel::gradient, id.stage - 1, id.micro_batch});
+    }
+    exchange_.put(id, std::move(sent));
+  }
+  void expect(const ParcelId&) override {}
+  void flush() override {}
+  at::Tensor take(const ParcelId& id) override {
+    if (without_gradient_.contains(id)) return {};
+    const at::Tensor tensor = exchange_.get(id);
+    return tensor.detach().to(device_).set_requires_grad(tensor.requires_grad());
+  }
+  void finish() override {}
+
+ private:
+  LocalExchange& exchange_;
+  c10::Device device_;
+  std::set<ParcelId> without_gradient_;  ///< Gradients that will not come.
+};
 
 /// A thread that does one thing after the other.
 class Worker {
@@ -81,7 +159,7 @@ class Worker {
 bool is_echo(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const detail::OtherStageFailed&) {
+  } catch (const OtherStageFailed&) {
     return true;
   } catch (...) {
     return false;
@@ -115,7 +193,7 @@ struct LocalPipeline::Impl {
     }
     collect_parameters();
     for (size_t at = 0; at < devices.size(); ++at) {
-      links.push_back(std::make_unique<detail::LocalLink>(exchange, devices[at]));
+      links.push_back(std::make_unique<LocalLink>(exchange, devices[at]));
       runners.push_back(std::make_unique<detail::ScheduleRunner>(
           static_cast<int>(at), static_cast<int>(devices.size()), of_device[at], *links[at]));
       workers.push_back(std::make_unique<Worker>());
@@ -163,9 +241,9 @@ struct LocalPipeline::Impl {
   std::vector<size_t> starts;
   std::vector<std::unique_ptr<Stage>> stages;
   std::vector<at::Tensor> parameters;
-  detail::LocalExchange exchange;
+  LocalExchange exchange;
   detail::BatchCutter cut;
-  std::vector<std::unique_ptr<detail::LocalLink>> links;
+  std::vector<std::unique_ptr<LocalLink>> links;
   std::vector<std::unique_ptr<detail::ScheduleRunner>> runners;
   std::vector<std::unique_ptr<Worker>> workers;  ///< Last: their threads use the others.
 };

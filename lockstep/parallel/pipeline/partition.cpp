@@ -1,6 +1,5 @@
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/nn/module.h>
@@ -8,9 +7,9 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <mutex>
 
 #include "lockstep/autograd/backward.h"
+#include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -40,17 +39,11 @@ class Unchanged {
         parameter.mutable_grad() = at::Tensor();
       }
     }
-    at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-    const std::lock_guard lock(generator.mutex());
-    random_ = generator.get_state();
   }
   ~Unchanged() {
     const at::NoGradGuard no_grad;
     for (auto& [buffer, before] : buffers_) buffer.copy_(before);
     for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
-    at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(random_);
   }
   Unchanged(const Unchanged&) = delete;
   Unchanged& operator=(const Unchanged&) = delete;
@@ -58,7 +51,7 @@ class Unchanged {
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
-  at::Tensor random_;
+  RecordedState::Replay random_{RecordedState::record({}, /*random=*/true)};
 };
 
 double steady_seconds() {

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
@@ -21,7 +20,6 @@
 #include "lockstep/parallel/pipeline/group_link.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
-#include "lockstep/parallel/pipeline/stage_norm.h"
 #include "lockstep/parallel/pipeline/stage_state.h"
 #include "lockstep/parallel/whole_model.h"
 
@@ -30,9 +28,7 @@ namespace {
 
 using detail::Stage;
 
-void check_setup(const StrategySetup& setup) {
-  if (!setup.group) throw UsageError("strategy: the process group is null");
-  if (!setup.module) throw UsageError("strategy: the module is null");
+void expect_layers(const StrategySetup& setup) {
   if (!setup.layers.empty()) return;
   throw UsageError("strategy pipeline: the model is not known as a chain of layers",
                    "give StrategySetup::layers, or take a strategy that needs none, such as fsdp");
@@ -127,16 +123,17 @@ std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages, in
   return setup.group.broadcast_object(starts, 0).get<std::vector<size_t>>();
 }
 
-class PipelineStrategy final : public Strategy {
+class PipelineStrategy final : public detail::BaseStrategy {
  public:
   explicit PipelineStrategy(const StrategySetup& setup)
-      : setup_((check_setup(setup), setup)),
+      : BaseStrategy("pipeline", setup),
+        setup_((expect_layers(setup), setup)),
         mesh_(setup.group, dimensions_of(setup.options, setup.group.size())),
         pipeline_(mesh_.get_group("pp")),
         schedule_(make_pipeline_schedule(setup.options.pipeline_schedule,
                                          shape_of(setup.options, pipeline_.size()))),
         tensors_(*setup.module, setup.layers, agreed_stages(), pipeline_.rank(), pipeline_.size()),
-        state_(*setup.module, tensors_, pipeline_, setup.device),
+        state_(*setup.module, tensors_, pipeline_),
         exchange_(tensors_, pipeline_, mesh_.has("dp") ? mesh_.get_group("dp") : ProcessGroup()),
         link_(pipeline_, setup.device) {
     make_stages();
@@ -144,14 +141,12 @@ class PipelineStrategy final : public Strategy {
     parameters_ = tensors_.own_parameters();
     optimizer_ = setup.make_optimizer(optimized());
     detail::refuse_closure(
-        *optimizer_, name_,
+        *optimizer_, name(),
         "looks at all parameters as one vector, of which a rank has those of its stages only");
     setup_.layers.clear();
     setup_.example_input = nullptr;
   }
 
-  const std::string& name() const override { return name_; }
-  const ProcessGroup& group() const override { return setup_.group; }
   DataShare data_share() const override {
     if (!mesh_.has("dp")) return {};
     return {mesh_.get_local_rank("dp"), mesh_.size("dp")};
@@ -160,11 +155,14 @@ class PipelineStrategy final : public Strategy {
   void run_batch(const BatchWork& work) override {
     const detail::MicroBatches batches = cut_.cut(work, schedule_);
     exchange_.begin();
-    const PipelineSchedule& schedule = schedule_for(batches.size());
-    runner_->run(schedule, batches.inputs(), [&](int micro_batch, const at::Tensor& output) {
-      return batches.loss(micro_batch, output);
-    });
-    adds_up_ = !work.last_of_step;
+    // A smaller batch at the end of an epoch may have fewer micro-batches.
+    const bool whole = batches.size() == schedule_.num_micro_batches;
+    const PipelineSchedule shorter = whole ? PipelineSchedule() : schedule_of(batches.size());
+    runner_->run(whole ? schedule_ : shorter, batches.inputs(),
+                 [&](int micro_batch, const at::Tensor& output) {
+                   return batches.loss(micro_batch, output);
+                 });
+    adding_up_ = !work.last_of_step;
     if (!work.last_of_step) return;
     exchange_.run();
     ++steps_;
@@ -192,24 +190,14 @@ class PipelineStrategy final : public Strategy {
   std::vector<at::Tensor> gradients() const override { return detail::gradients_of(parameters_); }
   bool has_sharded_gradients() const override { return pipeline_.size() > 1; }
   double clip_grad_norm(double max_norm) override {
-    return detail::clip_stage_gradients(tensors_, pipeline_, setup_.device, max_norm);
+    return exchange_.clip_grad_norm(setup_.device, max_norm);
   }
 
-  void step(const StepScale& scale) override {
-    if (adds_up_) {
-      throw UsageError("strategy pipeline: a step while gradients only add up",
-                       "step after a batch with last_of_step = true");
-    }
-    scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
-                                                            : optimizer_->step();
-  }
   void zero_grad() override {
-    adds_up_ = false;
+    adding_up_ = false;
     exchange_.forget();
     lockstep::zero_grad(parameters_);
   }
-  void set_lr(double lr) override { optimizer_->set_lr(lr); }
-  double lr() const override { return optimizer_->lr(); }
 
   StateDict model_state() override {
     return is_first_pipeline() ? state_.gather_model() : StateDict();
@@ -230,6 +218,8 @@ class PipelineStrategy final : public Strategy {
 
  private:
   bool is_first_pipeline() const { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
+
+  Optimizer& optimizer() const override { return *optimizer_; }
 
   /// Optimizers want at least one tensor. A stage of layers without parameters gives an empty one.
   std::vector<at::Tensor> optimized() const {
@@ -269,19 +259,12 @@ class PipelineStrategy final : public Strategy {
                                                        std::move(stages), link_);
   }
 
-  /// A smaller batch at the end of an epoch may have fewer micro-batches.
-  const PipelineSchedule& schedule_for(int micro_batches) {
-    if (micro_batches == schedule_.num_micro_batches) return schedule_;
-    auto [found, is_new] = shorter_.try_emplace(micro_batches);
-    if (is_new) {
-      PipelineShape shape = shape_of(setup_.options, pipeline_.size());
-      shape.num_micro_batches = micro_batches;
-      found->second = make_pipeline_schedule(schedule_.name, shape);
-    }
-    return found->second;
+  PipelineSchedule schedule_of(int64_t micro_batches) const {
+    PipelineShape shape = shape_of(setup_.options, pipeline_.size());
+    shape.num_micro_batches = static_cast<int>(micro_batches);
+    return make_pipeline_schedule(setup_.options.pipeline_schedule, shape);
   }
 
-  std::string name_ = "pipeline";
   StrategySetup setup_;
   DeviceMesh mesh_;
   ProcessGroup pipeline_;
@@ -296,8 +279,6 @@ class PipelineStrategy final : public Strategy {
   std::vector<at::Tensor> parameters_;  ///< Of this rank's stages.
   std::unique_ptr<Optimizer> optimizer_;
   detail::BatchCutter cut_;
-  std::map<int, PipelineSchedule> shorter_;
-  bool adds_up_ = false;
   int64_t steps_ = 0;
 };
 

@@ -145,33 +145,45 @@ int stages_per_rank_of(const Kind& kind, const PipelineShape& shape) {
   return shape.stages_per_rank == 0 ? kind.stages_per_rank : shape.stages_per_rank;
 }
 
-bool divides(const Kind& kind, const PipelineShape& shape) {
-  return !kind.in_rounds ||
-         micro_batches_per_round(shape.num_ranks, shape.num_micro_batches).has_value();
+/// Why the schedule cannot be made; empty if it can.
+struct Problem {
+  std::string what;
+  std::string hint = {};
+};
+
+Problem problem_of(const Kind& kind, const PipelineShape& shape) {
+  const int stages = stages_per_rank_of(kind, shape);
+  for (const auto& [number, what] : {std::pair(shape.num_ranks, "the number of ranks"),
+                                     {shape.num_micro_batches, "the number of micro-batches"},
+                                     {stages, "the number of stages of a rank"}}) {
+    if (number < 1)
+      return {std::string(what) + " is " + std::to_string(number) + "; it must be at least 1"};
+  }
+  if (kind.one_stage && stages > 1)
+    return {"it has one stage a rank, not " + std::to_string(stages),
+            "take interleaved-1f1b for several stages a rank"};
+  if (!kind.in_rounds || micro_batches_per_round(shape.num_ranks, shape.num_micro_batches))
+    return {};
+  return {std::to_string(shape.num_micro_batches) + " micro-batches cannot be divided into " +
+              counted(shape.num_micro_batches / shape.num_ranks, "round"),
+          "take a number of micro-batches that is a multiple of the " +
+              std::to_string(shape.num_ranks) + " ranks of the pipeline"};
 }
 
-void check_shape(const Kind& kind, const PipelineShape& shape) {
-  const auto at_least_one = [&](int number, const char* what) {
-    if (number >= 1) return;
-    throw UsageError("pipeline schedule " + std::string(kind.name) + ": " + what + " is " +
-                     std::to_string(number) + "; it must be at least 1");
-  };
-  const int stages = stages_per_rank_of(kind, shape);
-  at_least_one(shape.num_ranks, "the number of ranks");
-  at_least_one(shape.num_micro_batches, "the number of micro-batches");
-  at_least_one(stages, "the number of stages of a rank");
-  if (kind.one_stage && stages > 1) {
-    throw UsageError("pipeline schedule 1f1b has one stage a rank, not " + std::to_string(stages),
-                     "take interleaved-1f1b for several stages a rank");
+/// The message between an action's stage and the one `step` further on; none where there is no such
+/// stage or it lies on the same rank.
+std::optional<PipelineAction> message(const PipelineSchedule& schedule,
+                                      const PipelineAction& action, int step, PipelineOp op) {
+  const int other = action.stage + step;
+  if (other < 0 || other >= schedule.num_stages ||
+      schedule.rank_of(other) == schedule.rank_of(action.stage)) {
+    return std::nullopt;
   }
-  if (!divides(kind, shape)) {
-    const int rounds = shape.num_micro_batches / shape.num_ranks;
-    throw UsageError("pipeline schedule " + std::string(kind.name) + ": " +
-                         std::to_string(shape.num_micro_batches) + " micro-batches" +
-                         " cannot be divided into " + counted(rounds, "round"),
-                     "take a number of micro-batches that is a multiple of the " +
-                         std::to_string(shape.num_ranks) + " ranks of the pipeline");
-  }
+  return PipelineAction{action.stage, op, action.micro_batch};
+}
+
+bool gives_input_gradient(PipelineOp op) {
+  return op == PipelineOp::backward || op == PipelineOp::backward_input;
 }
 
 }  // namespace
@@ -185,18 +197,6 @@ std::string to_string(const PipelineAction& action) {
          std::to_string(action.micro_batch);
 }
 
-std::optional<PipelineAction> parse_pipeline_action(const std::string& text) {
-  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
-  const auto begin = std::find_if_not(text.begin(), text.end(), is_digit);
-  const auto end = std::find_if(begin, text.end(), is_digit);
-  const auto op = std::find(kOpNames.begin(), kOpNames.end(), std::string(begin, end));
-  const auto stage = parse_int(std::string(text.begin(), begin));
-  const auto micro_batch = parse_int(std::string(end, text.end()));
-  if (op == kOpNames.end() || !stage || !micro_batch) return std::nullopt;
-  return PipelineAction{static_cast<int>(*stage), static_cast<PipelineOp>(op - kOpNames.begin()),
-                        static_cast<int>(*micro_batch)};
-}
-
 std::vector<std::string> pipeline_schedule_names() {
   std::vector<std::string> names;
   for (const Kind& kind : kinds()) names.emplace_back(kind.name);
@@ -208,15 +208,51 @@ int default_stages_per_rank(const std::string& name) {
 }
 
 bool fits_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
-  const Kind& kind = kind_of(name);
-  const int stages = stages_per_rank_of(kind, shape);
-  return shape.num_ranks >= 1 && shape.num_micro_batches >= 1 && stages >= 1 &&
-         (stages == 1 || !kind.one_stage) && divides(kind, shape);
+  return problem_of(kind_of(name), shape).what.empty();
+}
+
+std::optional<PipelineAction> needed_receive(const PipelineSchedule& schedule,
+                                             const PipelineAction& action) {
+  if (action.op == PipelineOp::forward) {
+    return message(schedule, action, -1, PipelineOp::recv_forward);
+  }
+  if (!gives_input_gradient(action.op)) return std::nullopt;
+  return message(schedule, action, 1, PipelineOp::recv_backward);
+}
+
+std::optional<PipelineAction> needed_send(const PipelineSchedule& schedule,
+                                          const PipelineAction& action) {
+  if (action.op == PipelineOp::forward) {
+    return message(schedule, action, 1, PipelineOp::send_forward);
+  }
+  if (!gives_input_gradient(action.op)) return std::nullopt;
+  return message(schedule, action, -1, PipelineOp::send_backward);
+}
+
+void add_communication(PipelineSchedule& schedule) {
+  for (auto& actions : schedule.actions) {
+    const std::vector<PipelineAction> computations = std::move(actions);
+    actions.clear();
+    const auto begin_receive = [&](size_t at) {
+      if (at >= computations.size()) return;
+      if (const auto receive = needed_receive(schedule, computations[at])) {
+        actions.push_back(*receive);
+      }
+    };
+    begin_receive(0);
+    for (size_t at = 0; at < computations.size(); ++at) {
+      begin_receive(at + 1);
+      actions.push_back(computations[at]);
+      if (const auto send = needed_send(schedule, computations[at])) actions.push_back(*send);
+    }
+  }
 }
 
 PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
   const Kind& kind = kind_of(name);
-  check_shape(kind, shape);
+  const Problem problem = problem_of(kind, shape);
+  if (!problem.what.empty())
+    throw UsageError("pipeline schedule " + name + ": " + problem.what, problem.hint);
   PipelineSchedule schedule;
   schedule.name = name;
   schedule.num_ranks = shape.num_ranks;
@@ -226,7 +262,6 @@ PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineS
     schedule.actions.push_back(kind.make(schedule, rank));
   }
   add_communication(schedule);
-  check_pipeline_schedule(schedule);
   return schedule;
 }
 

@@ -31,8 +31,6 @@ struct PipelineAction {
 
 /// PyTorch's text of an action: "2F0", "1SEND_B3".
 std::string to_string(const PipelineAction& action);
-/// Reads it. None for any other text.
-std::optional<PipelineAction> parse_pipeline_action(const std::string& text);
 
 /// A schedule is data: what each rank does, in its order. Sends and receives are begun in this
 /// order and do not block. A rank waits only before F for its input, and before B or I for the
@@ -67,9 +65,9 @@ struct PipelineShape {
 ///   before, and W fills what would be bubble. The memory is 1f1b's. The order is that of PyTorch's
 ///   ScheduleInterleavedZeroBubble.
 ///
-/// The result has its sends and receives and has passed check_pipeline_schedule. Throws UsageError
-/// for an unknown name (with the nearest), for numbers below 1, for 1f1b with several stages a
-/// rank, and for a number of micro-batches that interleaved rounds do not divide.
+/// The result has its sends and receives. None can end in a deadlock. Throws UsageError for an
+/// unknown name (with the nearest), for numbers below 1, for 1f1b with several stages a rank, and
+/// for a number of micro-batches that interleaved rounds do not divide.
 PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineShape& shape);
 std::vector<std::string> pipeline_schedule_names();
 /// The stages of a rank that `stages_per_rank` 0 stands for.
@@ -88,18 +86,6 @@ std::optional<PipelineAction> needed_send(const PipelineSchedule& schedule,
 /// sends. A receive is begun one computation ahead of the one that needs it, so that data can
 /// travel while the rank computes. Between stages of one rank nothing is sent.
 void add_communication(PipelineSchedule& schedule);
-
-/// The fault of a schedule; empty if it is valid. It finds:
-/// - a computation that is missing, comes twice, or is on another stage's rank
-/// - B, I or W before what it needs; micro-batches of a stage out of their order
-/// - a send or receive without its other half, or begun too early or too late
-/// - a deadlock, with what each rank waits for
-///
-/// This is a proof: time affects only the order in which ranks make progress. If the schedule ends
-/// in one such order, it ends in all, because no action can take away what another one waits for.
-std::string fault_of(const PipelineSchedule& schedule);
-/// Throws UsageError with that fault.
-void check_pipeline_schedule(const PipelineSchedule& schedule);
 
 /// How long a stage takes for a micro-batch, in any unit. A whole backward takes both its halves.
 struct StageCosts {
@@ -144,9 +130,7 @@ PipelineTimeline simulate_pipeline(const PipelineSchedule& schedule, const Pipel
 double bubble_formula(const std::string& name, const PipelineShape& shape,
                       const StageCosts& costs = {});
 
-/// A timeline as text, a row a rank: letters are F, B, I and W, dots are idle, a column is `unit`.
-std::string draw_as_text(const PipelineTimeline& timeline, double unit = 1);
-/// The same as a picture, with the numbers of micro-batches and a colour for each kind and stage.
+/// A timeline as a picture, with the numbers of micro-batches and a colour for each kind and stage.
 std::string draw_as_svg(const PipelineSchedule& schedule, const PipelineTimeline& timeline);
 
 }  // namespace lockstep

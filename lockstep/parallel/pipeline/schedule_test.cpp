@@ -7,10 +7,13 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "tests/support/schedule_check.h"
 
 namespace lockstep {
 namespace schedule_test {
 
+using test::fault_of;
+using test::parse_pipeline_action;
 using ::testing::HasSubstr;
 
 /// The computations of a rank, as PyTorch writes them.
@@ -108,7 +111,6 @@ TEST(ScheduleCheck, FindsADeadlockAndSaysWhoWaitsForWhat) {
   add_communication(schedule);
   EXPECT_EQ(fault_of(schedule),
             "a deadlock: rank 0 waits in 0B0 for 1B0, rank 1 waits in 1F1 for 0F1");
-  EXPECT_THROW(check_pipeline_schedule(schedule), UsageError);
 }
 
 TEST(ScheduleCheck, FindsWhatIsMissingOrOutOfPlace) {

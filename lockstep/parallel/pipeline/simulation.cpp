@@ -1,12 +1,10 @@
 #include "lockstep/parallel/pipeline/schedule.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <optional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/pipeline/schedule_needs.h"
 
 namespace lockstep {
 namespace {
@@ -27,6 +25,20 @@ double cost_of(const PipelineCosts& costs, const PipelineAction& action) {
     default:
       return 0;
   }
+}
+
+/// The computation of the neighbouring stage that must be done first. Of backward it is "B", which
+/// I stands for too.
+std::optional<PipelineAction> needed_from_elsewhere(const PipelineSchedule& schedule,
+                                                    const PipelineAction& action) {
+  if (action.op == Op::forward && action.stage > 0) {
+    return PipelineAction{action.stage - 1, Op::forward, action.micro_batch};
+  }
+  const bool is_backward = action.op == Op::backward || action.op == Op::backward_input;
+  if (is_backward && action.stage + 1 < schedule.num_stages) {
+    return PipelineAction{action.stage + 1, Op::backward, action.micro_batch};
+  }
+  return std::nullopt;
 }
 
 class Simulation {
@@ -58,7 +70,7 @@ class Simulation {
   bool step(size_t rank) {
     const PipelineAction& action = schedule_.actions[rank][next_[rank]];
     if (is_compute(action.op)) {
-      const auto need = detail::needed_from_elsewhere(schedule_, action);
+      const auto need = needed_from_elsewhere(schedule_, action);
       const std::optional<double> ready = need ? arrival(*need, action.stage) : 0.0;
       if (!ready) return false;
       const double start = std::max(clock_[rank], *ready);
@@ -91,6 +103,12 @@ class Simulation {
   }
 
   void finish() {
+    for (size_t rank = 0; rank < next_.size(); ++rank) {
+      if (next_[rank] == schedule_.actions[rank].size()) continue;
+      throw UsageError("simulate_pipeline: schedule '" + schedule_.name + "' cannot run: rank " +
+                       std::to_string(rank) + " waits for ever in " +
+                       to_string(schedule_.actions[rank][next_[rank]]));
+    }
     double busy = 0;
     for (const auto& actions : timeline_.ranks) {
       for (const TimedAction& timed : actions) busy += timed.end - timed.start;
@@ -112,7 +130,6 @@ class Simulation {
 }  // namespace
 
 PipelineTimeline simulate_pipeline(const PipelineSchedule& schedule, const PipelineCosts& costs) {
-  check_pipeline_schedule(schedule);
   if (costs.stages.size() != 1 && costs.stages.size() != static_cast<size_t>(schedule.num_stages)) {
     throw UsageError("simulate_pipeline: costs of " + std::to_string(costs.stages.size()) +
                          " stages, but the schedule has " + std::to_string(schedule.num_stages),
@@ -134,22 +151,6 @@ double bubble_formula(const std::string& name, const PipelineShape& shape,
     idle = hops * (costs.forward + costs.backward_input - costs.backward_weight);
   }
   return idle / (work + idle);
-}
-
-std::string draw_as_text(const PipelineTimeline& timeline, double unit) {
-  std::string text;
-  for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
-    std::string row(static_cast<size_t>(std::lround(timeline.length / unit)), '.');
-    for (const TimedAction& timed : timeline.ranks[rank]) {
-      const auto from = static_cast<size_t>(std::lround(timed.start / unit));
-      const auto to = static_cast<size_t>(std::lround(timed.end / unit));
-      const std::string name = to_string(timed.action);
-      const char letter = *std::find_if(name.begin(), name.end(), [](char c) { return c >= 'A'; });
-      for (size_t at = from; at < std::min(to, row.size()); ++at) row[at] = letter;
-    }
-    text += "rank " + std::to_string(rank) + "  " + row + "\n";
-  }
-  return text;
 }
 
 }  // namespace lockstep

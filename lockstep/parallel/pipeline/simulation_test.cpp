@@ -18,6 +18,21 @@ PipelineTimeline simulate(const std::string& name, const PipelineShape& shape,
   return simulate_pipeline(make_pipeline_schedule(name, shape), {{costs}, transfer});
 }
 
+/// A row a rank: letters are F, B, I and W, dots are idle, a column is a unit of time.
+std::string draw_as_text(const PipelineTimeline& timeline) {
+  std::string text;
+  for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
+    std::string row(static_cast<size_t>(timeline.length), '.');
+    for (const TimedAction& timed : timeline.ranks[rank]) {
+      const std::string name = to_string(timed.action);
+      const char letter = name[name.find_first_of("FBIW")];
+      for (auto at = static_cast<size_t>(timed.start); at < timed.end; ++at) row[at] = letter;
+    }
+    text += "rank " + std::to_string(rank) + "  " + row + "\n";
+  }
+  return text;
+}
+
 TEST(PipelineSimulation, BubblesAreThoseOfTheFormulas) {
   for (const std::string& name : pipeline_schedule_names()) {
     for (const int ranks : {1, 2, 3, 4, 8}) {
@@ -75,6 +90,12 @@ TEST(PipelineSimulation, DrawsTheTimeline) {
   size_t boxes = 0;
   for (size_t at = 0; (at = svg.find("<title>", at)) != std::string::npos; ++at) ++boxes;
   EXPECT_EQ(boxes, 12u);
+}
+
+TEST(PipelineSimulation, RefusesADeadlock) {
+  auto schedule = make_pipeline_schedule("gpipe", {2, 1});
+  std::reverse(schedule.actions[0].begin(), schedule.actions[0].end());
+  EXPECT_THROW(simulate_pipeline(schedule, {{StageCosts{}}, 0}), UsageError);
 }
 
 TEST(PipelineSimulation, RefusesCostsOfOtherStages) {

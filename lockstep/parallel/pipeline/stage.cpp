@@ -1,6 +1,5 @@
 #include "lockstep/parallel/pipeline/stage.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
@@ -15,26 +14,6 @@ namespace lockstep::detail {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-/// What the random generators of a stage's devices stand at.
-Tensors random_state(const c10::Device& device) {
-  Tensors states;
-  const auto add = [&](at::Generator generator) {
-    const std::lock_guard lock(generator.mutex());
-    states.push_back(generator.get_state());
-  };
-  add(at::globalContext().defaultGenerator(at::kCPU));
-  if (!device.is_cpu()) add(at::globalContext().defaultGenerator(device));
-  return states;
-}
-
-void set_random_state(const Tensors& states, const c10::Device& device) {
-  for (size_t i = 0; i < states.size(); ++i) {
-    at::Generator generator = at::globalContext().defaultGenerator(i == 0 ? at::kCPU : device);
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(states[i]);
-  }
-}
 
 bool needs_gradient(const at::Tensor& tensor) {
   return tensor.requires_grad();
@@ -84,7 +63,7 @@ at::Tensor Stage::forward(int micro_batch, at::Tensor input) {
     return kept.output;
   }
   const auto alone = lock_forward();
-  kept.random_state = random_state(options_.device);
+  kept.state = RecordedState::record({options_.device}, /*random=*/true);
   const at::NoGradGuard no_grad;
   at::Tensor output = run(kept.input).detach();
   const bool wanted = output.is_floating_point() &&
@@ -120,10 +99,10 @@ at::Tensor Stage::recompute(int micro_batch) {
   Kept& kept = this->kept(micro_batch);
   Tensors buffers;
   for (const at::Tensor& buffer : buffers_) buffers.push_back(buffer.clone());
-  const Tensors now = random_state(options_.device);
-  set_random_state(kept.random_state, options_.device);
-  kept.output = run(kept.input);
-  set_random_state(now, options_.device);
+  {
+    const RecordedState::Replay as_before(*kept.state);
+    kept.output = run(kept.input);
+  }
   // Not counted as a change: the graph may hold them, as that of batch norm does.
   for (size_t i = 0; i < buffers.size(); ++i) buffers_[i].variable_data().copy_(buffers[i]);
   return kept.output;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/autograd/backward.h"
+#include "lockstep/autograd/recorded_state.h"
 #include "lockstep/parallel/strategy.h"
 
 namespace lockstep::detail {
@@ -59,7 +59,7 @@ class Stage {
     at::Tensor input;
     at::Tensor output;  ///< Or the loss.
     MicroBatchLoss loss;
-    std::vector<at::Tensor> random_state;
+    std::optional<RecordedState> state;  ///< With which forward ran.
     std::optional<SplitBackward> split;
   };
   /// Held while this stage draws random numbers that must be drawn once more.

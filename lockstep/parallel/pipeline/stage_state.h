@@ -5,7 +5,7 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/pipeline/stage_tensors.h"
-#include "lockstep/parallel/strategy.h"
+#include "lockstep/parallel/spread_state.h"
 
 namespace lockstep::detail {
 
@@ -15,8 +15,7 @@ namespace lockstep::detail {
 /// CommErrors, such as a TimeoutError that names a rank that does not take part.
 class StageState {
  public:
-  StageState(torch::nn::Module& module, const StageTensors& tensors, ProcessGroup pipeline,
-             c10::Device device);
+  StageState(torch::nn::Module& module, const StageTensors& tensors, ProcessGroup pipeline);
 
   /// By the names of the module's state_dict.
   StateDict gather_model() const;
@@ -29,10 +28,11 @@ class StageState {
   StateDict own_part(const StateDict& whole) const;
 
  private:
+  StateSpread spread() const;
+
   torch::nn::Module& module_;
   const StageTensors& tensors_;
   ProcessGroup pipeline_;
-  c10::Device device_;
 };
 
 }  // namespace lockstep::detail

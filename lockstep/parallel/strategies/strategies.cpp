@@ -3,7 +3,6 @@
 #include <functional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/dp_strategy.h"
 #include "lockstep/parallel/ddp_strategy.h"
@@ -54,16 +53,9 @@ const Row& row_of(const std::string& name) {
 /// Dimensions that a strategy would not look at are a mistake.
 void check_mesh(const Row& row, const StrategyOptions& options) {
   if (options.mesh.empty() || row.takes_mesh) return;
-  std::vector<std::string> others;
-  for (const Row& other : rows()) {
-    if (other.takes_mesh) others.push_back(other.info.name);
-  }
   throw UsageError("strategy " + row.info.name + " takes no mesh (" + options.mesh +
                        "): all its ranks are one dimension",
-                   others.empty() ? "leave the mesh out"
-                                  : "leave the mesh out, or take a strategy that combines with "
-                                    "others: " +
-                                        join(others, ", "));
+                   "leave the mesh out, or take a strategy that combines with others: pipeline");
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/module_state.h"
 
@@ -64,20 +63,11 @@ void ParameterShards::move(size_t bucket) {
     place_[index] = {bucket, entry.offsets[k]};
     flat.narrow(0, end, entry.offsets[k] - end).zero_();
     end = entry.offsets[k] + parameter.numel();
-    views_[index] = view_of(index);
+    views_[index] = view_like(flat, entry.offsets[k], parameter);
     views_[index].copy_(parameter.detach());
     parameter.set_data(views_[index]);
   }
   flat.narrow(0, end, flat.numel() - end).zero_();
-}
-
-/// In its bucket, in the order of its elements where that is dense.
-at::Tensor ParameterShards::view_of(size_t index) const {
-  const at::Tensor& parameter = parameters_[index];
-  const auto& [bucket, offset] = place_[index];
-  if (parameter.is_non_overlapping_and_dense())
-    return flats_[bucket].as_strided(parameter.sizes(), parameter.strides(), offset);
-  return flats_[bucket].narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
 std::vector<size_t> ParameterShards::take_values(const std::string& what) {
@@ -86,12 +76,7 @@ std::vector<size_t> ParameterShards::take_values(const std::string& what) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& parameter = parameters_[i];
     if (!has(i) || parameter.is_alias_of(views_[i])) continue;
-    if (parameter.scalar_type() != views_[i].scalar_type() ||
-        parameter.sizes() != views_[i].sizes())
-      throw UsageError(what + ": parameter " + std::to_string(i) + " is " + parameter.toString() +
-                           c10::str(parameter.sizes()) + " now, and was " + views_[i].toString() +
-                           c10::str(views_[i].sizes()) + " when this was made",
-                       "convert the module first, then make this");
+    expect_kind(what, std::to_string(i), parameter, views_[i].scalar_type(), views_[i].sizes());
     views_[i].copy_(parameter.detach());
     parameter.set_data(views_[i]);
     parameter.unsafeGetTensorImpl()->bump_version();
@@ -115,13 +100,7 @@ at::Tensor ParameterShards::cut(size_t index, const at::Tensor& tensor) const {
   const Part mine = part(group_.rank(), index);
   if (mine.numel() == parameter.numel()) return tensor;
   const at::AutoDispatchBelowADInplaceOrView untracked;
-  const bool fits = is_dense(tensor) && same_order(tensor, parameter);
-  at::Tensor ordered = tensor;
-  if (!fits) {
-    ordered = at::empty_like(parameter, tensor.options().requires_grad(false));
-    ordered.copy_(tensor);
-  }
-  return ordered.as_strided({mine.numel()}, {1}, ordered.storage_offset() + mine.begin);
+  return elements_like(tensor, parameter).narrow(0, mine.begin, mine.numel());
 }
 
 std::vector<Work> ParameterShards::share(const std::vector<size_t>& parameters) {

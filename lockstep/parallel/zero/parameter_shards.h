@@ -7,16 +7,10 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/zero/partition.h"
 
 namespace lockstep::detail {
-
-/// Elements [begin, end) of a parameter, in the order of its memory.
-struct Part {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t numel() const { return end - begin; }
-};
 
 /// Parameters of which each rank of a group updates its own part. They are moved into flat memory,
 /// in which the parts of a rank lie side by side, and stay the same tensors. One thread at a time.
@@ -55,7 +49,6 @@ class ParameterShards {
   };
 
   void move(size_t bucket);
-  at::Tensor view_of(size_t parameter) const;
 
   std::vector<at::Tensor> parameters_;
   ShardLayout layout_;

@@ -5,14 +5,13 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/scaled_copy.h"
-#include "lockstep/parallel/whole_model.h"
 
 namespace lockstep::detail {
 namespace {
@@ -56,16 +55,8 @@ void ShardReducer::before_forward(bool) {
 
 void ShardReducer::agree_on_order() {
   if (ordered_ || arrived_.size() != order_.size()) return;
-  // Rank 0's order, so that all ranks make the same calls.
-  at::Tensor order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
-  auto* values = order.mutable_data_ptr<int64_t>();
-  std::copy(arrived_.begin(), arrived_.end(), values);
-  const ProcessGroup& group = optimizer_.shards().group();
-  const at::Tensor& like = optimizer_.shards().parameters().front();
-  at::Tensor sent = order.to(like.device());
-  group.broadcast(sent, 0);
-  order = sent.to(at::kCPU);
-  std::copy_n(order.const_data_ptr<int64_t>(), order_.size(), order_.begin());
+  // Rank 0's, so that all ranks make the same calls.
+  order_ = optimizer_.shards().group().broadcast_object(arrived_, 0).get<std::vector<size_t>>();
   ordered_ = true;
 }
 
@@ -113,13 +104,6 @@ void ShardReducer::reduce_zeros() {
   if (!ordered_) arrived_ = order_;
 }
 
-void ShardReducer::reduce(size_t bucket) {
-  const ShardBucket& layout = optimizer_.shards().layout()[bucket];
-  layout.is_even() ? reduce_in_parts(bucket) : reduce_to_owners(bucket);
-  for (const size_t index : layout.parameters)
-    optimizer_.shards().parameters()[index].mutable_grad().reset();
-}
-
 /// The parameter's gradient as a vector in the order of the parameter's memory.
 at::Tensor ShardReducer::ordered_gradient(size_t index) const {
   const at::Tensor& parameter = optimizer_.shards().parameters()[index];
@@ -129,10 +113,7 @@ at::Tensor ShardReducer::ordered_gradient(size_t index) const {
     throw UsageError(
         what_ + ": the gradient of " + names_[index] + " is sparse, and cannot be cut into parts",
         "make it dense (sparse=false of an embedding), or use the strategy ddp");
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const bool fits = is_dense(gradient) && same_order(gradient, parameter);
-  const at::Tensor ordered = fits ? gradient : copy_like(gradient.detach(), parameter);
-  return head(ordered, ordered.numel());
+  return elements_like(gradient, parameter);
 }
 
 /// Elements [begin, end) of a bucket, divided. What no parameter has is 0.
@@ -156,7 +137,7 @@ void ShardReducer::pack(const ShardBucket& bucket, const std::vector<at::Tensor>
   if (at < end) target.narrow(0, at - begin, end - at).zero_();
 }
 
-void ShardReducer::reduce_in_parts(size_t index) {
+void ShardReducer::reduce(size_t index) {
   const at::AutoDispatchBelowADInplaceOrView untracked;
   const ParameterShards& shards = optimizer_.shards();
   const ShardBucket& bucket = shards.layout()[index];
@@ -192,34 +173,8 @@ void ShardReducer::reduce_in_parts(size_t index) {
     }
     sent_.push_back(std::move(sent));
   }
-}
-
-/// For optimizers of whole parameters.
-void ShardReducer::reduce_to_owners(size_t index) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const ParameterShards& shards = optimizer_.shards();
-  const ProcessGroup& group = shards.group();
-  for (const size_t parameter : shards.layout()[index].parameters) {
-    int owner = 0;
-    while (owner + 1 < group.size() && shards.part(owner, parameter).numel() == 0) ++owner;
-    at::Tensor gradient = ordered_gradient(parameter);
-    const at::Tensor& like = shards.parameters()[parameter];
-    Sent sent;
-    sent.source =
-        at::zeros({like.numel()},
-                  like.options().dtype(dtype_.value_or(like.scalar_type())).requires_grad(false));
-    if (gradient.defined()) scaled_copy(sent.source, gradient, 1.0 / divisor_);
-    receive(kInFlight - 1);
-    sent.work = group.reduce_async(sent.source, owner);
-    if (owner == group.rank()) {
-      at::Tensor& cut = cuts_[parameter];
-      if (!cut.defined()) cut = at::empty_like(like.detach());
-      sent.result = sent.source;
-      sent.target = head(cut, cut.numel());
-      sent.adds = has_means_;
-    }
-    sent_.push_back(std::move(sent));
-  }
+  for (const size_t parameter : bucket.parameters)
+    shards.parameters()[parameter].mutable_grad().reset();
 }
 
 /// Waits for the oldest, until at most so many are on their way.
@@ -228,7 +183,7 @@ void ShardReducer::receive(size_t most_in_flight) {
     Sent sent = std::move(sent_.front());
     sent_.pop_front();
     if (sent.work) sent.work.wait();
-    if (!sent.target.defined() || sent.target.is_same(sent.result)) continue;
+    if (sent.target.is_same(sent.result)) continue;
     sent.adds ? sent.target.add_(sent.result) : sent.target.copy_(sent.result);
   }
 }
@@ -264,30 +219,9 @@ void ShardReducer::fill(DdpStatistics& statistics) const {
   }
 }
 
-std::vector<at::Tensor> ShardReducer::gradients() const {
-  std::vector<at::Tensor> all;
-  if (!has_means_) return all;
-  for (const at::Tensor& mean : means_) {
-    if (mean.defined()) all.push_back(mean);
-  }
-  for (size_t i = 0; i < cuts_.size(); ++i) {
-    const bool own = cuts_[i].defined() && !means_[bucket_of_[i]].defined();
-    if (own) all.push_back(cuts_[i]);
-  }
-  return all;
-}
-
 void ShardReducer::drop_gradients() {
   has_means_ = false;
   optimizer_.drop_gradients();
-}
-
-int64_t ShardReducer::gradient_bytes() const {
-  int64_t bytes = bytes_of(means_);
-  for (size_t i = 0; i < cuts_.size(); ++i) {
-    if (!means_.empty() && !means_[bucket_of_[i]].defined()) bytes += bytes_of(cuts_[i]);
-  }
-  return bytes;
 }
 
 }  // namespace lockstep::detail

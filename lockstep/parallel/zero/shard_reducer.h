@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/parallel/gradient_reducer.h"
+#include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
 
 namespace lockstep::detail {
@@ -32,10 +33,12 @@ class ShardReducer : public GradientReducer {
   void reduce_zeros() override;
 
   /// This rank's means, as vectors: what `step` uses. They may have zeros between parameters.
-  std::vector<at::Tensor> gradients() const;
+  std::vector<at::Tensor> gradients() const {
+    return has_means_ ? means_ : std::vector<at::Tensor>();
+  }
   /// Forgets them. Their memory is kept for the next step.
   void drop_gradients();
-  int64_t gradient_bytes() const;
+  int64_t gradient_bytes() const { return bytes_of(means_); }
 
  private:
   /// A part of a bucket on its way.
@@ -50,8 +53,6 @@ class ShardReducer : public GradientReducer {
   void agree_on_order();
   void reduce_what_is_ready();
   void reduce(size_t bucket);
-  void reduce_in_parts(size_t bucket);
-  void reduce_to_owners(size_t bucket);
   at::Tensor ordered_gradient(size_t parameter) const;
   void pack(const ShardBucket& bucket, const std::vector<at::Tensor>& gradients, int64_t begin,
             int64_t end, const at::Tensor& target) const;

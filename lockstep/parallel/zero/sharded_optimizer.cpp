@@ -8,9 +8,9 @@
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
-#include "lockstep/parallel/zero/sharded_state.h"
 
 namespace lockstep::detail {
 namespace {
@@ -97,8 +97,7 @@ void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& elements) {
 
 void ShardedOptimizer::update(const StepScale& scale) {
   follow_parameters();
-  scale.grad_scale.defined() || scale.found_inf.defined() ? optimizer_->step_scaled(scale)
-                                                          : optimizer_->step();
+  step_by(*optimizer_, scale);
 }
 
 void ShardedOptimizer::step(const StepScale& scale) {
@@ -110,8 +109,21 @@ void ShardedOptimizer::drop_gradients() {
   for (const at::Tensor& part : shards_.parts()) part.mutable_grad().reset();
 }
 
+/// Of a parameter that is frozen nothing is in shards: rank 0 has all of its state.
+StateSpread ShardedOptimizer::spread() const {
+  return {shards_.group(), shards_.parameters(), [this](int rank, size_t index) {
+            if (shards_.has(index)) return shards_.part(rank, index);
+            return Part{0, rank == 0 ? shards_.parameters()[index].numel() : 0};
+          }};
+}
+
 StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
-  return detail::gather_state(shards_, optimizer_->state(), frozen_, to, what_ + "::" + call);
+  StateDict local = frozen_;
+  // Some optimizers have an entry of every tensor, also of those without elements.
+  for (const auto& [key, tensor] : optimizer_->state()) {
+    if (shards_.has(parse_state_key(key).index)) local.emplace_back(key, tensor);
+  }
+  return detail::gather_state(spread(), local, to, what_ + "::" + call);
 }
 
 StateDict ShardedOptimizer::copy_of_state() const {
@@ -124,11 +136,14 @@ void ShardedOptimizer::load_state(const StateDict& whole) {
   // What fails on the only rank changes nothing by itself.
   const bool may_go_back = shards_.group().size() > 1;
   const StateDict before = may_go_back ? copy_of_state() : StateDict();
-  CutState cut;
+  StateDict local, frozen;
   std::string problem;
   try {
-    cut = cut_state(shards_, whole, optimizer_->name());
-    optimizer_->load_state(cut.local);
+    for (const auto& [key, tensor] : cut_state(spread(), whole, optimizer_->name())) {
+      const bool trained = shards_.has(parse_state_key(key).index);
+      trained ? local.emplace_back(key, tensor) : frozen.emplace_back(key, tensor.detach().clone());
+    }
+    optimizer_->load_state(local);
   } catch (const CheckpointError& error) {
     problem = error.what();
   }
@@ -138,7 +153,7 @@ void ShardedOptimizer::load_state(const StateDict& whole) {
     if (problem.empty()) optimizer_->load_state(before);
     throw CheckpointError(found.get<std::string>());
   }
-  frozen_ = std::move(cut.frozen);
+  frozen_ = std::move(frozen);
 }
 
 }  // namespace lockstep::detail

@@ -24,8 +24,7 @@ class ShardedOptimizer {
 
   ParameterShards& shards() { return shards_; }
   const ParameterShards& shards() const { return shards_; }
-  Optimizer& local() { return *optimizer_; }
-  const Optimizer& local() const { return *optimizer_; }
+  Optimizer& local() const { return *optimizer_; }
 
   /// Goes on with values that were put into the parameters since the last step. A collective where
   /// there are such: MismatchError where other ranks have put in others.
@@ -52,6 +51,8 @@ class ShardedOptimizer {
   StateDict copy_of_state() const;
 
  private:
+  StateSpread spread() const;
+
   std::string what_;  ///< For messages.
   ParameterShards shards_;
   std::unique_ptr<Optimizer> optimizer_;

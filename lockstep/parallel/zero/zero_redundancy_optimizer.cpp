@@ -1,14 +1,16 @@
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
+#include <c10/core/GradMode.h>
+
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <unordered_map>
+#include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
-#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
-#include "lockstep/parallel/zero/overlapped_steps.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
 
 namespace lockstep {
@@ -21,6 +23,78 @@ void check_same_parameters(const std::vector<at::Tensor>& parameters, const Proc
   for (size_t i = 0; i < parameters.size(); ++i)
     state.parameters.push_back({std::to_string(i), parameters[i]});
   detail::check_same_state(state, group, kWhat);
+}
+
+/// A communication hook of DistributedDataParallel that averages a bucket's gradients and then
+/// updates the bucket's parameters. While one bucket is averaged, the one before it is updated and
+/// shared. All ranks make the same calls in the same order. On the thread that runs backward.
+class OverlappedSteps {
+ public:
+  explicit OverlappedSteps(detail::ShardedOptimizer& optimizer) : optimizer_(optimizer) {
+    const auto& parameters = optimizer_.shards().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i)
+      index_of_[parameters[i].unsafeGetTensorImpl()] = i;
+  }
+
+  /// Begins with the bucket. What it returns is called at the end of backward.
+  std::function<at::Tensor()> begin(const ProcessGroup& group, GradientBucket& bucket) {
+    const c10::AutoGradMode no_grad(false);
+    Averaged next{{}, bucket.gradients, {}};
+    for (const at::Tensor& parameter : bucket.parameters) {
+      const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
+      if (found == index_of_.end())
+        throw UsageError("hook_with_zero_step: the module has a parameter that the optimizer lacks",
+                         "give the optimizer all parameters that need a gradient");
+      next.parameters.push_back(found->second);
+    }
+    next.gradients.div_(group.size());
+    next.work = group.all_reduce_async(next.gradients);
+    finish_open();
+    open_ = std::move(next);
+    return [this, gradients = bucket.gradients, last = bucket.is_last] {
+      if (last) {
+        finish_open();
+        for (const Work& work : shared_) work.wait();
+        shared_.clear();
+      }
+      return gradients;
+    };
+  }
+
+ private:
+  struct Averaged {
+    Work work;
+    at::Tensor gradients;
+    std::vector<size_t> parameters;
+  };
+
+  /// A bucket's gradients lie one after the other, each in the order of its parameter's memory.
+  void finish_open() {
+    if (!open_) return;
+    const c10::AutoGradMode no_grad(false);
+    const Averaged bucket = *std::exchange(open_, std::nullopt);
+    bucket.work.wait();
+    for (int64_t at = 0; const size_t index : bucket.parameters) {
+      const int64_t count = optimizer_.shards().parameters()[index].numel();
+      optimizer_.take_gradient(index, bucket.gradients.narrow(0, at, count));
+      at += count;
+    }
+    optimizer_.update({});
+    optimizer_.drop_gradients();
+    for (Work& work : optimizer_.shards().share(bucket.parameters))
+      shared_.push_back(std::move(work));
+  }
+
+  detail::ShardedOptimizer& optimizer_;
+  std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
+  std::optional<Averaged> open_;  ///< The bucket that is not updated yet.
+  std::vector<Work> shared_;
+};
+
+std::vector<size_t> numbers(size_t first, size_t count) {
+  std::vector<size_t> all(count);
+  std::iota(all.begin(), all.end(), first);
+  return all;
 }
 
 }  // namespace
@@ -61,21 +135,6 @@ struct ZeroRedundancyOptimizer::Impl {
         std::move(parameters), make, group,
         [this](const auto&... arguments) { return lay_out(arguments...); }, kWhat));
     this->parameters = std::move(all);
-  }
-
-  /// The entries of one group's parameters, with its own indices.
-  StateDict of_group(const StateDict& state, size_t first, size_t count) const {
-    StateDict part;
-    for (const auto& [key, tensor] : state) {
-      const size_t dot = key.rfind('.');
-      const auto index = dot == std::string::npos ? std::nullopt : parse_int(key.substr(dot + 1));
-      const auto begin = static_cast<int64_t>(first);
-      if (index && *index >= begin && *index < begin + static_cast<int64_t>(count)) {
-        part.emplace_back(state_key(key.substr(0, dot), static_cast<size_t>(*index - begin)),
-                          tensor);
-      }
-    }
-    return part;
   }
 };
 
@@ -119,7 +178,7 @@ AsyncGradientHook ZeroRedundancyOptimizer::hook_with_zero_step() {
   if (impl_->groups.size() > 1)
     throw UsageError(std::string(kWhat) + ": only one group of parameters overlaps with backward");
   impl_->overlaps = true;
-  auto steps = std::make_shared<detail::OverlappedSteps>(*impl_->groups.front());
+  auto steps = std::make_shared<OverlappedSteps>(*impl_->groups.front());
   return [steps](const ProcessGroup& group, GradientBucket& bucket) {
     return steps->begin(group, bucket);
   };
@@ -179,12 +238,11 @@ void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   StateDict all;
   size_t first = 0;
   for (const auto& group : impl_->groups) {
-    for (auto& [key, tensor] : group->gather_state(to, "consolidate_state_dict")) {
-      const size_t dot = key.rfind('.');
-      const auto index = static_cast<size_t>(parse_int(key.substr(dot + 1)).value());
-      all.emplace_back(state_key(key.substr(0, dot), first + index), tensor);
-    }
-    first += group->shards().parameters().size();
+    const size_t count = group->shards().parameters().size();
+    const StateDict state = detail::by_whole_index(
+        group->gather_state(to, "consolidate_state_dict"), numbers(first, count));
+    all.insert(all.end(), state.begin(), state.end());
+    first += count;
   }
   if (impl_->group.rank() == to) impl_->consolidated = std::move(all);
 }
@@ -203,7 +261,7 @@ void ZeroRedundancyOptimizer::load_state(const StateDict& state) {
   std::vector<StateDict> parts;
   for (const auto& group : impl_->groups) {
     const size_t count = group->shards().parameters().size();
-    taken += parts.emplace_back(impl_->of_group(state, first, count)).size();
+    taken += parts.emplace_back(detail::by_own_index(state, numbers(first, count))).size();
     first += count;
   }
   if (taken != state.size())

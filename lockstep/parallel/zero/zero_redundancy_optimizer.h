@@ -147,8 +147,7 @@ std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup);
 /// The parameters get ddp's bits over shared memory, and for two ranks over any backend. Other sums
 /// of three or more ranks add in another order than ddp's. clip_grad_norm has a norm that differs
 /// from ddp's by rounding. Every parameter must get a gradient, as with ddp. An optimizer that is
-/// not elementwise gets whole parameters. StrategyOptions::reduce_dtype may be any floating-point
-/// dtype.
+/// not elementwise is a UsageError. StrategyOptions::reduce_dtype may be any floating-point dtype.
 std::unique_ptr<Strategy> make_zero2_strategy(const StrategySetup& setup);
 
 }  // namespace lockstep

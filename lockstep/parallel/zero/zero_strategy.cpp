@@ -8,7 +8,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/sharded_clip.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/shard_reducer.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -48,37 +47,34 @@ ShardLayout layout_of(const std::vector<at::Tensor>& parameters, std::vector<siz
     constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
     return detail::even_layout(parameters, detail::buckets_of(parameters, trained, kAll), ranks);
   }
+  if (!may_cut)
+    throw UsageError(
+        "strategy zero2: the optimizer looks at whole parameters, of which a rank has "
+        "parts only",
+        "use strategy zero1 or ddp, or an optimizer that is elementwise");
   std::reverse(trained.begin(), trained.end());
-  const auto buckets = detail::buckets_of(parameters, trained, bucket_cap(parameters));
-  if (may_cut) return detail::even_layout(parameters, buckets, ranks);
-  std::vector<int64_t> sizes(static_cast<size_t>(ranks));
-  ShardLayout layout;
-  for (const auto& bucket : buckets) {
-    for (auto& part : detail::whole_layout(parameters, bucket, sizes))
-      layout.push_back(std::move(part));
-  }
-  return layout;
+  return detail::even_layout(
+      parameters, detail::buckets_of(parameters, trained, bucket_cap(parameters)), ranks);
 }
 
 class ZeroStrategy : public detail::WholeModelStrategy {
  public:
   ZeroStrategy(const StrategySetup& setup, int stage)
-      : WholeModelStrategy(setup),
-        name_("zero" + std::to_string(stage)),
+      : WholeModelStrategy("zero" + std::to_string(stage), setup),
         optimizer_(
             parameters(), setup.make_optimizer, group(),
             [stage, ranks = group().size()](const auto& parameters, const auto& trained,
                                             bool may_cut) {
               return layout_of(parameters, trained, may_cut, stage, ranks);
             },
-            name_) {
+            name()) {
     if (stage == 1) {
       DdpOptions options;
       options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
       average_gradients(options);
     } else {
       average_gradients({}, [&](const auto& parameters) {
-        auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, parameters, name_,
+        auto reducer = std::make_unique<detail::ShardReducer>(optimizer_, parameters, name(),
                                                               setup.options.reduce_dtype);
         reducer_ = reducer.get();
         return reducer;
@@ -87,8 +83,6 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   }
   /// The reducer uses the optimizer.
   ~ZeroStrategy() override { drop_reducer(); }
-
-  const std::string& name() const override { return name_; }
 
   std::vector<at::Tensor> gradients() const override {
     return reducer_ ? reducer_->gradients() : WholeModelStrategy::gradients();
@@ -109,8 +103,6 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     WholeModelStrategy::zero_grad();
     if (reducer_) reducer_->drop_gradients();
   }
-  void set_lr(double lr) override { optimizer_.local().set_lr(lr); }
-  double lr() const override { return optimizer_.local().lr(); }
 
   StateDict optimizer_state() override { return optimizer_.gather_state(0, "optimizer_state"); }
   void load_optimizer_state(const StateDict& state) override { optimizer_.load_state(state); }
@@ -118,11 +110,12 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   StateBytes state_bytes() const override {
     const int64_t shards = reducer_ ? reducer_->gradient_bytes() : 0;
     return {bytes_of(parameters()), shards + bytes_of(WholeModelStrategy::gradients()),
-            bytes_of(optimizer_.local().state())};
+            bytes_of(optimizer().state())};
   }
 
  private:
-  std::string name_;
+  Optimizer& optimizer() const override { return optimizer_.local(); }
+
   detail::ShardedOptimizer optimizer_;
   detail::ShardReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it.
 };

@@ -177,10 +177,15 @@ TEST_P(ZeroStrategy, HasTheBitsOfDdpWithEveryOptimizer) {
   }
 }
 
-TEST_P(ZeroStrategy, HasTheBitsOfDdpWithAnOptimizerOfWholeParameters) {
+TEST_P(ZeroStrategy, Stage1HasTheBitsOfDdpWithAnOptimizerOfWholeParameters) {
   for (const int ranks : {2, 3}) {
     run_group(ranks, [](const ProcessGroup& group) {
-      expect_ddp_bits({.optimizer = "normed", .accumulate = 2}, group, "normed");
+      const Job job{.optimizer = "normed", .accumulate = 2};
+      const Trained plain = train(make_ddp, group, job);
+      const Trained sharded = train(make_zero1_strategy, group, job);
+      EXPECT_EQ(plain.losses, sharded.losses);
+      expect_same(plain.model, sharded.model, "zero1");
+      EXPECT_THROW(train(make_zero2_strategy, group, job), UsageError);
     });
   }
 }

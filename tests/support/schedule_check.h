@@ -1,23 +1,43 @@
-#include <algorithm>
-#include <map>
-#include <set>
+#pragma once
 
-#include "lockstep/base/error.h"
+// For tests: the text of an action, and what is wrong with a schedule.
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
 #include "lockstep/base/text.h"
 #include "lockstep/parallel/pipeline/schedule.h"
-#include "lockstep/parallel/pipeline/schedule_needs.h"
 
-namespace lockstep {
-namespace {
+namespace lockstep::test {
+
+/// Reads "2F0" or "1SEND_B3". None for any other text.
+inline std::optional<PipelineAction> parse_pipeline_action(const std::string& text) {
+  constexpr std::array<const char*, 8> kOpNames{"F",      "B",      "I",      "W",
+                                                "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+  const auto begin = std::find_if_not(text.begin(), text.end(), is_digit);
+  const auto end = std::find_if(begin, text.end(), is_digit);
+  const auto op = std::find(kOpNames.begin(), kOpNames.end(), std::string(begin, end));
+  const auto stage = parse_int(std::string(text.begin(), begin));
+  const auto micro_batch = parse_int(std::string(end, text.end()));
+  if (op == kOpNames.end() || !stage || !micro_batch) return std::nullopt;
+  return PipelineAction{static_cast<int>(*stage), static_cast<PipelineOp>(op - kOpNames.begin()),
+                        static_cast<int>(*micro_batch)};
+}
 
 using Op = PipelineOp;
 
-std::string on_rank(int rank, const PipelineAction& action) {
+inline std::string on_rank(int rank, const PipelineAction& action) {
   return "rank " + std::to_string(rank) + ": " + to_string(action);
 }
 
 /// The numbers and the place of each action.
-std::string fault_of_places(const PipelineSchedule& schedule) {
+inline std::string fault_of_places(const PipelineSchedule& schedule) {
   if (schedule.num_ranks < 1 || schedule.num_micro_batches < 1 || schedule.num_stages < 1 ||
       schedule.num_stages % schedule.num_ranks != 0) {
     return "it has " + std::to_string(schedule.num_stages) + " stages for " +
@@ -130,13 +150,33 @@ class RankCheck {
   std::map<PipelineAction, size_t> at_;
 };
 
+/// The computation of the neighbouring stage that must be done first. Of backward it is "B", which
+/// I stands for too.
+inline std::optional<PipelineAction> needed_from_elsewhere(const PipelineSchedule& schedule,
+                                                           const PipelineAction& action) {
+  if (action.op == Op::forward && action.stage > 0) {
+    return PipelineAction{action.stage - 1, Op::forward, action.micro_batch};
+  }
+  const bool is_backward = action.op == Op::backward || action.op == Op::backward_input;
+  if (is_backward && action.stage + 1 < schedule.num_stages) {
+    return PipelineAction{action.stage + 1, Op::backward, action.micro_batch};
+  }
+  return std::nullopt;
+}
+
+inline bool is_done(const std::set<PipelineAction>& done, const PipelineAction& need) {
+  if (done.contains(need)) return true;
+  return need.op == Op::backward &&
+         done.contains({need.stage, Op::backward_input, need.micro_batch});
+}
+
 /// Lets every rank go on as far as it can until none can.
-std::string deadlock_of(const PipelineSchedule& schedule) {
+inline std::string deadlock_of(const PipelineSchedule& schedule) {
   std::set<PipelineAction> done;
   std::vector<size_t> next(schedule.actions.size());
   const auto can_run = [&](const PipelineAction& action) {
-    const auto need = detail::needed_from_elsewhere(schedule, action);
-    return !need || detail::is_done(done, *need);
+    const auto need = needed_from_elsewhere(schedule, action);
+    return !need || is_done(done, *need);
   };
   for (bool moved = true; moved;) {
     moved = false;
@@ -153,36 +193,20 @@ std::string deadlock_of(const PipelineSchedule& schedule) {
     if (next[rank] == schedule.actions[rank].size()) continue;
     const PipelineAction& action = schedule.actions[rank][next[rank]];
     waits.push_back("rank " + std::to_string(rank) + " waits in " + to_string(action) + " for " +
-                    to_string(*detail::needed_from_elsewhere(schedule, action)));
+                    to_string(*needed_from_elsewhere(schedule, action)));
   }
   return waits.empty() ? "" : "a deadlock: " + join(waits, ", ");
 }
 
-}  // namespace
-
-namespace detail {
-
-std::optional<PipelineAction> needed_from_elsewhere(const PipelineSchedule& schedule,
-                                                    const PipelineAction& action) {
-  if (action.op == Op::forward && action.stage > 0) {
-    return PipelineAction{action.stage - 1, Op::forward, action.micro_batch};
-  }
-  const bool is_backward = action.op == Op::backward || action.op == Op::backward_input;
-  if (is_backward && action.stage + 1 < schedule.num_stages) {
-    return PipelineAction{action.stage + 1, Op::backward, action.micro_batch};
-  }
-  return std::nullopt;
-}
-
-bool is_done(const std::set<PipelineAction>& done, const PipelineAction& need) {
-  if (done.contains(need)) return true;
-  return need.op == Op::backward &&
-         done.contains({need.stage, Op::backward_input, need.micro_batch});
-}
-
-}  // namespace detail
-
-std::string fault_of(const PipelineSchedule& schedule) {
+/// The fault of a schedule; empty if it is valid. It finds:
+/// - a computation that is missing, comes twice, or is on another stage's rank
+/// - B, I or W before what it needs; micro-batches of a stage out of their order
+/// - a send or receive without its other half, or begun too early or too late
+/// - a deadlock, with what each rank waits for
+///
+/// This is a proof: time affects only the order in which ranks make progress. If the schedule ends
+/// in one such order, it ends in all, because no action can take away what another one waits for.
+inline std::string fault_of(const PipelineSchedule& schedule) {
   if (auto fault = fault_of_places(schedule); !fault.empty()) return fault;
   for (int rank = 0; rank < schedule.num_ranks; ++rank) {
     if (auto fault = RankCheck(schedule, rank).fault(); !fault.empty()) return fault;
@@ -190,11 +214,4 @@ std::string fault_of(const PipelineSchedule& schedule) {
   return deadlock_of(schedule);
 }
 
-void check_pipeline_schedule(const PipelineSchedule& schedule) {
-  const std::string fault = fault_of(schedule);
-  if (!fault.empty()) {
-    throw UsageError("pipeline schedule '" + schedule.name + "' cannot run: " + fault);
-  }
-}
-
-}  // namespace lockstep
+}  // namespace lockstep::test
