@@ -78,10 +78,6 @@ namespace {
 
 using Kind = Request::Kind;
 
-std::string text(int64_t number) {
-  return std::to_string(number);
-}
-
 Json range_of_prefix(const std::string& prefix) {
   return {{"key", to_base64(prefix.empty() ? std::string(1, '\0') : prefix)},
           {"range_end", to_base64(prefix_end(prefix))}};
@@ -90,12 +86,12 @@ Json range_of_prefix(const std::string& prefix) {
 EtcdMessage put_message(const Request& request) {
   const std::string key = to_base64(request.key);
   const Json put = {
-      {"key", key}, {"value", to_base64(request.value)}, {"lease", text(request.lease)}};
+      {"key", key}, {"value", to_base64(request.value)}, {"lease", std::to_string(request.lease)}};
   if (!request.expected) return {"/v3/kv/put", put.dump()};
   const Json compare = {{"key", key},
                         {"target", "MOD"},
                         {"result", "EQUAL"},
-                        {"mod_revision", text(*request.expected)}};
+                        {"mod_revision", std::to_string(*request.expected)}};
   const Json transaction = {{"compare", Json::array({compare})},
                             {"success", Json::array({Json{{"request_put", put}}})},
                             {"failure", Json::array({Json{{"request_range", {{"key", key}}}}})}};
@@ -161,11 +157,11 @@ EtcdMessage message_of(const Request& request) {
     case Kind::put:
       return put_message(request);
     case Kind::grant_lease:
-      return {"/v3/lease/grant", Json{{"TTL", text(request.ttl.count())}}.dump()};
+      return {"/v3/lease/grant", Json{{"TTL", std::to_string(request.ttl.count())}}.dump()};
     case Kind::keep_lease:
-      return {"/v3/lease/keepalive", Json{{"ID", text(request.lease)}}.dump()};
+      return {"/v3/lease/keepalive", Json{{"ID", std::to_string(request.lease)}}.dump()};
     default:
-      return {"/v3/lease/revoke", Json{{"ID", text(request.lease)}}.dump()};
+      return {"/v3/lease/revoke", Json{{"ID", std::to_string(request.lease)}}.dump()};
   }
 }
 
@@ -191,7 +187,7 @@ std::optional<Reply> reply_of(const Request& request, const Json& answer) {
 std::string watch_message(const std::string& prefix, uint64_t id, int64_t first_revision) {
   Json create = range_of_prefix(prefix);
   create["watch_id"] = std::to_string(id);
-  create["start_revision"] = text(first_revision);
+  create["start_revision"] = std::to_string(first_revision);
   return Json{{"create_request", std::move(create)}}.dump() + "\n";
 }
 

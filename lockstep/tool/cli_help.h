@@ -54,8 +54,7 @@ struct HelpPage {
   /// The page, wrapped to `width` columns; only the flags of a heading that begins with `section`,
   /// in any case, where there is one.
   std::string text(int width, const std::string& section = {}) const;
-  /// What completion is made of: a line for each flag and word, with its names, its value and its
-  /// help between tabs.
+  /// For completion: a line for each flag or word, with tabs between its names, value and help.
   std::string table() const;
 
  private:

@@ -15,6 +15,7 @@ namespace {
 
 /// The scripts ask by this word in the place of a shell's name, with the words of the command line.
 constexpr const char* kWords = "words";
+constexpr const char* kLetters = "abcdefghijklmnopqrstuvwxyz-";  ///< Of a benchmark's name.
 
 constexpr const char* kBash = R"sh(_lockstep() {
   local cur=${COMP_WORDS[COMP_CWORD]}
@@ -42,10 +43,6 @@ struct Row {
   }
 };
 
-bool is_name(const std::string& word) {
-  return word.find_first_not_of("abcdefghijklmnopqrstuvwxyz-") == std::string::npos;
-}
-
 /// Of a command, which says it itself: this process can load one of the libraries only.
 std::vector<Row> rows_of(const std::string& command) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe").string();
@@ -70,14 +67,15 @@ std::string candidates(std::vector<std::string> words, const Commands& commands)
   if (!words.empty() && words.back() == "=") words.back().clear();
   std::erase(words, "=");  // bash makes it a word of its own
   std::string text;
-  const auto command = std::find_if(commands.begin(), commands.end(), [&](const auto& one) {
-    return words.size() > 1 && one.first == words[0];
-  });
-  if (command == commands.end()) {
+  const bool is_known =
+      words.size() > 1 && std::any_of(commands.begin(), commands.end(),
+                                      [&](const auto& one) { return one.first == words[0]; });
+  if (!is_known) {
     for (const auto& [name, help] : commands) text += name + "\t" + help + "\n";
     return words.size() < 2 ? text : "";
   }
-  const bool has_kind = words[0] == "bench" && words.size() > 2 && is_name(words[1]);
+  const bool has_kind = words[0] == "bench" && words.size() > 2 &&
+                        words[1].find_first_not_of(kLetters) == std::string::npos;
   const std::string& before = words[words.size() - 2];
   for (const auto& row : rows_of(has_kind ? words[0] + " " + words[1] : words[0])) {
     const bool is_flag = std::find(row.names.begin(), row.names.end(), before) != row.names.end();
