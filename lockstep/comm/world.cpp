@@ -258,10 +258,11 @@ std::string store_address_of(const JobEnvironment& job, int64_t generation) {
   return endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(generation);
 }
 
-/// torchrun keeps one store for all its restarts. Who holds a store of its own makes a new one.
+/// torchrun keeps one store for all its restarts. Our launcher, and who holds a store of its own,
+/// makes a new one. There generation 0 is also what ranks in Python take part in.
 int64_t generation_of(const InitOptions& options, const JobEnvironment& job) {
   if (options.generation >= 0) return options.generation;
-  return job.agent_store ? job.restart_count : 0;
+  return job.agent_store && job.launcher == "torchrun" ? job.restart_count : 0;
 }
 
 void expect_generation_exists(int64_t generation) {
