@@ -80,6 +80,8 @@ TEST(RunOptions, HostsThatComeAndGo) {
   EXPECT_EQ(options.meeting.is_host, true);
   EXPECT_THROW(parsed({"--nnodes", "1:4"}), UsageError);  // Of the static meeting all are fixed.
   EXPECT_THROW(parsed({"--nnodes", "2", "--rdzv-backend", "c10d"}), UsageError);
+  EXPECT_THROW(parsed({"--nnodes", "2"}), UsageError);  // Each would be host 0 of its own.
+  EXPECT_EQ(parsed({"--nnodes", "2", "--node-rank", "0"}).nodes, 2);
   EXPECT_THROW(parsed({"--rdzv-conf", "join_timeout=soon"}), UsageError);
   EXPECT_THROW(parsed({"--rdzv-conf", "jointimeout=5"}), UsageError);
 }
