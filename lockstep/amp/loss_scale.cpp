@@ -9,7 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/flat_runs.h"
+#include "lockstep/optim/dense_layout.h"
 
 namespace lockstep::detail {
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "lockstep/base/log.h"
-#include "lockstep/optim/flat_runs.h"
+#include "lockstep/optim/dense_layout.h"
 
 namespace lockstep {
 namespace {

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace lockstep {
 
@@ -50,5 +51,11 @@ inline at::Tensor elements_like(const at::Tensor& tensor, const at::Tensor& like
   ordered.copy_(tensor);
   return head(ordered, ordered.numel());
 }
+
+/// The same elements in fewer tensors, for operations that treat every element alike. Tensors that
+/// lie side by side in memory become one vector that shares their memory. Gradients that are views
+/// of DistributedDataParallel's buckets lie so. What is not dense stays as it is. Tensors must not
+/// overlap.
+std::vector<at::Tensor> flat_runs(const std::vector<at::Tensor>& tensors);
 
 }  // namespace lockstep

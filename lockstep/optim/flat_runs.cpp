@@ -1,11 +1,9 @@
-#include "lockstep/optim/flat_runs.h"
+#include "lockstep/optim/dense_layout.h"
 
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <tuple>
-
-#include "lockstep/optim/dense_layout.h"
 
 namespace lockstep {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/optim/flat_runs.h"
+#include "lockstep/optim/dense_layout.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

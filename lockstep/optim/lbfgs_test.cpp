@@ -1,4 +1,4 @@
-#include "lockstep/optim/lbfgs.h"
+#include "lockstep/optim/optim.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

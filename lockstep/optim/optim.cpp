@@ -9,8 +9,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
 #include "lockstep/optim/adam.h"
-#include "lockstep/optim/flat_runs.h"
-#include "lockstep/optim/lbfgs.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/torch_optimizer.h"
 
@@ -58,7 +57,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   if ((name == "adam" || name == "adamw") && FusedAdam::takes(parameters)) {
     return std::make_unique<FusedAdam>(name, std::move(parameters), options);
   }
-  if (name == "lbfgs") return std::make_unique<Lbfgs>(std::move(parameters), options);
+  if (name == "lbfgs") return make_lbfgs(std::move(parameters), options);
   return make_torch_optimizer(name, std::move(parameters), options);
 }
 

@@ -17,4 +17,11 @@ std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
                                                 std::vector<at::Tensor> parameters,
                                                 const OptimizerOptions& options);
 
+/// torch::optim::LBFGS behind our interface. It looks at all parameters as one vector, so its state
+/// is one of the whole: each entry has the index 0, as Python keeps it with the first parameter.
+/// A line search evaluates the loss up to 25 times, whatever max_iter. Python's, since
+/// PyTorch 2.13, ends where the step has made 1.25 max_iter evaluations.
+std::unique_ptr<Optimizer> make_lbfgs(std::vector<at::Tensor> parameters,
+                                      const OptimizerOptions& options);
+
 }  // namespace lockstep

@@ -14,8 +14,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/parallel/bucket_layout.h"
-#include "lockstep/parallel/gradient_place.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/scaled_copy.h"
 

@@ -1,6 +1,13 @@
 #include "lockstep/parallel/gradient_reducer.h"
 
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <algorithm>
+#include <limits>
+
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/output_tensors.h"
 
 namespace lockstep::detail {
 namespace {
@@ -21,6 +28,21 @@ std::string why_not_own(const std::vector<ReducedParameter>& parameters,
   return {};
 }
 
+int64_t bytes_of(double mebibytes, const char* option) {
+  const double bytes = mebibytes * 1024 * 1024;
+  if (!(bytes >= 1) || bytes > 1e15) {
+    throw UsageError(std::string("DdpOptions::") + option + " is " + std::to_string(mebibytes) +
+                     " MiB, expected more than 0");
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+std::vector<size_t> limits_of(const BucketCaps& caps) {
+  if (caps.first < caps.rest)
+    return {static_cast<size_t>(caps.first), static_cast<size_t>(caps.rest)};
+  return {static_cast<size_t>(caps.rest)};
+}
+
 }  // namespace
 
 std::unique_ptr<GradientReducer> make_gradient_reducer(
@@ -32,6 +54,66 @@ std::unique_ptr<GradientReducer> make_gradient_reducer(
   if (options.reducer == Reducer::automatic) return make_c10d_reducer(parameters, group, options);
   throw UsageError("DistributedDataParallel: Reducer::lockstep has no " + reason,
                    "leave DdpOptions::reducer at Reducer::automatic");
+}
+
+void throw_unknown_output(const std::string& type) {
+  throw UsageError(
+      "find_unused_parameters and static_graph must see the tensors that forward "
+      "returns, and do not know where they are in a " +
+          type,
+      "say it, once, after the definition of that type:\n"
+      "    template <> struct lockstep::OutputTensors<" +
+          type + "> { template <class F> static void visit(" + type +
+          "& o, F&& f) { lockstep::visit_tensors(o.FIELD, f); } };");
+}
+
+BucketCaps bucket_caps(const DdpOptions& options) {
+  const int64_t rest = bytes_of(options.bucket_cap_mb, "bucket_cap_mb");
+  return {std::min(rest, bytes_of(options.first_bucket_mb, "first_bucket_mb")), rest};
+}
+
+BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
+                          const std::vector<bool>& sparse, const DdpOptions& options) {
+  std::vector<size_t> limits = limits_of(bucket_caps(options));
+  if (options.static_graph || !options.find_unused_parameters)
+    limits = {static_cast<size_t>(std::numeric_limits<int64_t>::max())};
+  auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
+  // Backward produces gradients about in the opposite order.
+  std::reverse(layout.begin(), layout.end());
+  return layout;
+}
+
+BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
+                               const std::vector<size_t>& order, const DdpOptions& options) {
+  const BucketCaps caps = bucket_caps(options);
+  std::vector<at::Tensor> tensors;
+  for (const size_t index : order) tensors.push_back(parameters[index]);
+  const std::vector<int64_t> indices(order.begin(), order.end());
+  const std::vector<size_t> limits = {static_cast<size_t>(caps.first),
+                                      static_cast<size_t>(caps.rest)};
+  return std::get<0>(c10d::compute_bucket_assignment_by_size(
+      tensors, limits, std::vector<bool>(parameters.size(), false), indices));
+}
+
+BucketLayout agree_on_layout(const BucketLayout& layout, const ProcessGroup& group) {
+  std::vector<int32_t> indices;
+  for (const auto& bucket : layout) indices.insert(indices.end(), bucket.begin(), bucket.end());
+  const auto count = static_cast<int64_t>(indices.size());
+  at::Tensor flat = at::empty({count + 1}, at::kInt);
+  auto* values = flat.mutable_data_ptr<int32_t>();
+  std::copy(indices.begin(), indices.end(), values);
+  values[count] = static_cast<int32_t>(layout.size());
+  group.broadcast(flat, 0);
+  at::Tensor sizes = at::empty({values[count]}, at::kInt);
+  auto* size_values = sizes.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < sizes.numel(); ++i)
+    size_values[i] =
+        static_cast<size_t>(i) < layout.size() ? static_cast<int32_t>(layout[i].size()) : 0;
+  group.broadcast(sizes, 0);
+  BucketLayout agreed;
+  for (int64_t i = 0, at = 0; i < sizes.numel(); at += size_values[i++])
+    agreed.emplace_back(values + at, values + at + size_values[i]);
+  return agreed;
 }
 
 }  // namespace lockstep::detail

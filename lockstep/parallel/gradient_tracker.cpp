@@ -4,9 +4,12 @@
 
 #include <memory>
 
+#include "lockstep/base/error.h"
+
 namespace lockstep::detail {
 namespace {
 
+namespace native = torch::distributed::autograd;
 using torch::autograd::PostAccumulateGradHook;
 using torch::autograd::variable_list;
 
@@ -17,7 +20,7 @@ using Accumulated = decltype(argument_of(&PostAccumulateGradHook::operator()));
 
 /// Such a backward has an end on another thread, when others have sent their gradients.
 bool in_distributed_autograd() {
-  return torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr() != nullptr;
+  return native::ThreadLocalDistAutogradContext::getContextPtr() != nullptr;
 }
 
 }  // namespace
@@ -199,6 +202,38 @@ void GradientTracker::on_end(int64_t backward) {
   if (!open_ || !rules_.may_miss) return;
   open_ = false;
   receiver_.end_round();
+}
+
+GradientPlace GradientPlace::of_this_backward() {
+  GradientPlace place;
+  place.context_ = native::ThreadLocalDistAutogradContext::getContextPtr();
+  return place;
+}
+
+bool GradientPlace::is_of_this_backward() const {
+  return context_ == native::ThreadLocalDistAutogradContext::getContextPtr();
+}
+
+void GradientPlace::visit_in_context(const at::Tensor& parameter, const std::string& name,
+                                     const std::function<void(at::Tensor&)>& change) const {
+  bool found = false;
+  try {
+    context_->runGradCallbackForVariable(parameter, [&](at::Tensor& gradient) {
+      found = true;
+      change(gradient);
+      return true;
+    });
+  } catch (const c10::Error&) {
+    if (found) throw;
+    throw UsageError("a backward of distributed autograd gave " + name + " no gradient",
+                     "in a context every parameter must take part in the loss");
+  }
+}
+
+void refuse_distributed_autograd(const std::string& what) {
+  if (!native::ThreadLocalDistAutogradContext::getContextPtr()) return;
+  throw UsageError(what + ": its gradients lie in an rpc::AutogradContext, where it does not look",
+                   "call backward of the loss itself, or take DistributedDataParallel");
 }
 
 }  // namespace lockstep::detail

@@ -19,11 +19,14 @@ using Json = nlohmann::json;
 struct Entry {
   StateKey key;
   at::Tensor values;  ///< A count, or the rank's part as a vector.
+  bool is_count;
 };
 
-/// Counts are whole numbers, of one element. All else is like the parameter.
-bool is_count(const at::Tensor& tensor) {
-  return tensor.numel() == 1 && !at::isFloatingType(tensor.scalar_type());
+/// Counts are whole numbers, of one element, of parameters that are none. All else is like the
+/// parameter.
+bool is_count(const at::Tensor& tensor, const at::Tensor& parameter) {
+  return tensor.numel() == 1 && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) &&
+         !at::isIntegralType(parameter.scalar_type(), /*includeBool=*/true);
 }
 
 StateKey known_key(const std::string& text, const StateSpread& spread, const std::string& what) {
@@ -44,23 +47,24 @@ std::vector<Entry> entries_of(const StateSpread& spread, const StateDict& local,
     if (spread.part(spread.group.rank(), key.index).numel() == 0) continue;
     const at::Tensor& parameter = spread.parameters[key.index];
     at::Tensor values = tensor;
-    if (!is_count(tensor)) {
+    const bool count = is_count(tensor, parameter);
+    if (!count) {
       values = tensor.sizes() == parameter.sizes() ? elements_like(tensor, parameter)
                                                    : tensor.reshape({-1});
       values = values.to(parameter.device());
     }
-    entries.push_back({key, std::move(values)});
+    entries.push_back({key, std::move(values), count});
   }
   return entries;
 }
 
 Json described(const std::vector<Entry>& entries) {
   Json list = Json::array();
-  for (const auto& [key, values] : entries) {
+  for (const auto& [key, values, is_count] : entries) {
     list.push_back({{"name", key.name},
                     {"index", key.index},
                     {"dtype", static_cast<int>(values.scalar_type())}});
-    if (is_count(values)) list.back()["count"] = values.item<int64_t>();
+    if (is_count) list.back()["count"] = values.item<int64_t>();
   }
   return list;
 }
@@ -86,7 +90,9 @@ class Whole {
     for (const auto& [index, fields] : fields_) {
       for (const auto& [name, flat] : fields)
         state.emplace_back(state_key(name, index),
-                           is_count(flat) ? flat : view_like(flat, 0, spread_.parameters[index]));
+                           is_count(flat, spread_.parameters[index])
+                               ? flat
+                               : view_like(flat, 0, spread_.parameters[index]));
     }
     return state;
   }
@@ -109,7 +115,7 @@ StateDict exchange(const StateSpread& spread, const std::vector<Entry>& mine, in
   const std::vector<Json> all = group.gather_object(described(mine), to);
   if (group.rank() != to) {
     for (const Entry& entry : mine) {
-      if (!is_count(entry.values)) group.send(entry.values, to);
+      if (!entry.is_count) group.send(entry.values, to);
     }
     return {};
   }
@@ -162,7 +168,7 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
     const StateKey key = known_key(text, spread, what);
     const at::Tensor& parameter = spread.parameters[key.index];
     const bool like = tensor.defined() && tensor.sizes() == parameter.sizes();
-    if (!like && !(tensor.defined() && is_count(tensor))) {
+    if (!like && !(tensor.defined() && is_count(tensor, parameter))) {
       throw CheckpointError(what + ": the optimizer state's '" + text + "' has shape " +
                                 (tensor.defined() ? c10::str(tensor.sizes()) : "nothing") +
                                 ", the parameter has " + c10::str(parameter.sizes()),
@@ -172,7 +178,7 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
     if (part.numel() == 0) continue;
     const bool is_whole = part.numel() == parameter.numel() && !spread.always_vectors;
     local.emplace_back(text,
-                       is_count(tensor) || is_whole
+                       is_count(tensor, parameter) || is_whole
                            ? tensor
                            : elements_like(tensor, parameter).narrow(0, part.begin, part.numel()));
   }

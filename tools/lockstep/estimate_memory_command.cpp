@@ -10,7 +10,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/deferred_init.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
-#include "lockstep/parallel/fsdp/unit_plan.h"
+#include "lockstep/parallel/fsdp/flat_unit.h"
 #include "lockstep/parallel/memory_estimate.h"
 #include "lockstep/tool/cli.h"
 #include "tools/lockstep/bench/bench.h"

@@ -1,5 +1,10 @@
 #include "lockstep/parallel/averaging/averagers.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -22,6 +27,8 @@ void warn_of_every_step(const char* averager) {
               ": with a period of 1 the parameters are averaged in every step, which sends no less "
               "than DistributedDataParallel does for gradients: use that alone");
 }
+
+constexpr const char* kStepKey = "averager_step.0";
 
 }  // namespace
 
@@ -99,6 +106,77 @@ ProcessGroup new_subgroup_of_host(const ProcessGroup& group) {
   int first = 0;
   while (hosts[static_cast<size_t>(first)] != hosts[static_cast<size_t>(group.rank())]) ++first;
   return group.split(first, group.rank());
+}
+
+void average_parameters(const std::vector<at::Tensor>& parameters, const ProcessGroup& group) {
+  if (!group || parameters.empty()) return;
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> flat;
+  flat.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) flat.push_back(parameter.reshape({-1}));
+  at::Tensor all = at::cat(flat);
+  all.div_(group.size());
+  group.all_reduce(all);
+  int64_t offset = 0;
+  for (const at::Tensor& parameter : parameters) {
+    parameter.copy_(all.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
+    offset += parameter.numel();
+  }
+}
+
+std::vector<at::Tensor> get_params_to_average(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> wanted;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) wanted.push_back(parameter);
+  }
+  return wanted;
+}
+
+PostLocalSGDOptimizer::PostLocalSGDOptimizer(std::unique_ptr<Optimizer> optimizer,
+                                             std::vector<at::Tensor> parameters,
+                                             std::shared_ptr<ModelAverager> averager)
+    : optimizer_(std::move(optimizer)),
+      parameters_(std::move(parameters)),
+      averager_(std::move(averager)) {
+  if (!optimizer_ || !averager_) {
+    throw UsageError("PostLocalSGDOptimizer: the optimizer or the averager is null");
+  }
+}
+
+void PostLocalSGDOptimizer::step() {
+  optimizer_->step();
+  averager_->average_parameters(parameters_);
+}
+
+void PostLocalSGDOptimizer::step_scaled(const StepScale& scale) {
+  optimizer_->step_scaled(scale);
+  averager_->average_parameters(parameters_);
+}
+
+StateDict PostLocalSGDOptimizer::state() const {
+  StateDict state = optimizer_->state();
+  state.emplace_back(kStepKey, at::full({1}, averager_->step(), at::kLong));
+  return state;
+}
+
+void PostLocalSGDOptimizer::load_state(const StateDict& state) {
+  StateDict own = state;
+  const auto step = std::find_if(own.begin(), own.end(),
+                                 [](const auto& entry) { return entry.first == kStepKey; });
+  int64_t count = 0;
+  if (step == own.end()) {
+    log_warning("PostLocalSGDOptimizer: the state has no '" + std::string(kStepKey) +
+                "': the averager counts its steps from 0 again");
+  } else {
+    if (step->second.numel() != 1) {
+      throw CheckpointError("PostLocalSGDOptimizer: '" + std::string(kStepKey) +
+                            "' is not one number");
+    }
+    count = step->second.item<int64_t>();
+    own.erase(step);
+  }
+  optimizer_->load_state(own);
+  averager_->set_step(count);
 }
 
 }  // namespace lockstep

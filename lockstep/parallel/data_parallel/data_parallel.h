@@ -16,6 +16,7 @@
 
 #include "lockstep/parallel/data_parallel/parallel_apply.h"
 #include "lockstep/parallel/data_parallel/replicate.h"
+#include "lockstep/parallel/strategy.h"
 
 namespace lockstep {
 
@@ -200,5 +201,11 @@ auto data_parallel(const ModulePtr& module, const at::Tensor& input,
                    const DataParallelOptions& options = {}) {
   return lockstep::data_parallel(module, std::tuple<at::Tensor>(input), options);
 }
+
+/// DataParallel as a strategy: one process, whose replicas each take a part of every batch. The
+/// criterion sees the gathered output, so a mean is that of the whole batch. One process only, and
+/// batches with `input`, `target` and `criterion`: UsageError otherwise. The module must have a
+/// `clone`, and the setup a `forward`. With one replica the module itself runs, as with ddp.
+std::unique_ptr<Strategy> make_dp_strategy(const StrategySetup& setup);
 
 }  // namespace lockstep

@@ -1,11 +1,10 @@
-#include "lockstep/parallel/data_parallel/dp_strategy.h"
+#include "lockstep/parallel/data_parallel/data_parallel.h"
 
 #include <torch/nn/module.h>
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "lockstep/parallel/data_parallel/data_parallel.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {

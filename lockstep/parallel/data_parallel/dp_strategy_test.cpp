@@ -1,4 +1,4 @@
-#include "lockstep/parallel/data_parallel/dp_strategy.h"
+#include "lockstep/parallel/data_parallel/data_parallel.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

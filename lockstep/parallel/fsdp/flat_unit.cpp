@@ -1,15 +1,141 @@
 #include "lockstep/parallel/fsdp/flat_unit.h"
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep::detail {
 namespace {
 
 int64_t up_to_block(int64_t elements) {
   return (elements + kShardBlock - 1) / kShardBlock * kShardBlock;
+}
+
+using torch::nn::Module;
+
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+int64_t elements_of(const Module& module) {
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : module.parameters()) elements += parameter.numel();
+  return elements;
+}
+
+/// Whether the children are named 0, 1, 2 and so on, as those of Sequential and ModuleList are.
+bool has_numbered_children(const Module& module) {
+  size_t next = 0;
+  for (const auto& child : module.named_children()) {
+    if (child.key() != std::to_string(next++)) return false;
+  }
+  return next > 0;
+}
+
+bool is_list(const Module& module) {
+  return has_numbered_children(module) || module.as<torch::nn::Sequential>() != nullptr ||
+         module.as<torch::nn::ModuleList>() != nullptr ||
+         module.as<torch::nn::ModuleDict>() != nullptr;
+}
+
+class Plan {
+ public:
+  explicit Plan(const Module& module) : units_(1) { units_.front().name = ""; }
+
+  /// All parameters below `module` go to `unit`, except those of modules that `is_unit` names.
+  template <class IsUnit>
+  void take(const Module& module, const std::string& name, size_t unit, const IsUnit& is_unit) {
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (!item.value().defined()) continue;
+      if (!seen_.insert(item.value().unsafeGetTensorImpl()).second) continue;
+      units_[unit].parameters.push_back({joined(name, item.key()), item.value()});
+    }
+    for (const auto& child : module.named_children()) {
+      const std::string child_name = joined(name, child.key());
+      size_t its_unit = unit;
+      if (is_unit(child_name, *child.value())) {
+        its_unit = units_.size();
+        units_.push_back({child_name, {}});
+      }
+      take(*child.value(), child_name, its_unit, is_unit);
+    }
+  }
+
+  std::vector<PlannedUnit> result() && {
+    std::erase_if(units_, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
+    return std::move(units_);
+  }
+
+ private:
+  std::vector<PlannedUnit> units_;
+  std::unordered_set<const c10::TensorImpl*> seen_;
+};
+
+bool is_big(const Module& module, int64_t min_elements) {
+  return elements_of(module) >= min_elements;
+}
+
+/// Whether a list in it, or itself, holds two big modules or more.
+bool has_big_list(const Module& module, int64_t min_elements) {
+  const auto children = module.children();
+  if (is_list(module) && std::count_if(children.begin(), children.end(), [&](const auto& child) {
+                           return is_big(*child, min_elements);
+                         }) >= 2)
+    return true;
+  return std::any_of(children.begin(), children.end(), [&](const auto& child) {
+    return is_big(*child, min_elements) && has_big_list(*child, min_elements);
+  });
+}
+
+/// By size. A unit is not cut further, so nothing below it is asked for.
+class BySize {
+ public:
+  explicit BySize(int64_t min_elements) : min_elements_(min_elements) {}
+  bool operator()(const std::string& name, const Module& module) const {
+    const bool below = !last_.empty() && name.compare(0, last_.size(), last_) == 0;
+    if (below || !is_big(module, min_elements_) || has_big_list(module, min_elements_))
+      return false;
+    last_ = name + ".";
+    return true;
+  }
+
+ private:
+  int64_t min_elements_;
+  mutable std::string last_;  ///< The last unit, with a dot. Modules are asked for depth first.
+};
+
+/// The full names that a list of names and "NAME.*" stands for.
+std::unordered_set<std::string> expand(const Module& module,
+                                       const std::vector<std::string>& names) {
+  std::vector<std::string> all;
+  for (const auto& entry : module.named_modules("", /*include_self=*/false))
+    all.push_back(entry.key());
+  std::unordered_set<std::string> units;
+  for (const std::string& name : names) {
+    const bool children = name == "*" || name.ends_with(".*");
+    const std::string prefix = children ? name.substr(0, name.size() - 1) : "";
+    bool found = false;
+    for (const std::string& known : all) {
+      const bool is_child = children && known.starts_with(prefix) &&
+                            known.find('.', prefix.size()) == std::string::npos;
+      if (!is_child && known != name) continue;
+      found = true;
+      units.insert(known);
+    }
+    if (!found)
+      throw UsageError("FsdpOptions::units: " + unknown_word("module", name, all),
+                       "give full names as named_modules() has them, or \"NAME.*\" for all "
+                       "children of NAME");
+  }
+  return units;
 }
 
 }  // namespace
@@ -50,6 +176,19 @@ std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank) {
     }
   }
   return pieces;
+}
+
+std::vector<PlannedUnit> plan_units(const Module& module, const std::vector<std::string>& names,
+                                    int64_t min_elements) {
+  Plan plan(module);
+  if (names.empty()) {
+    plan.take(module, "", 0, BySize(min_elements));
+  } else {
+    const auto units = expand(module, names);
+    plan.take(module, "", 0,
+              [&](const std::string& name, const Module&) { return units.contains(name); });
+  }
+  return std::move(plan).result();
 }
 
 }  // namespace lockstep::detail

@@ -6,9 +6,28 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/fsdp/unit_plan.h"
+#include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {
+
+/// Parameters that are gathered, freed and reduced together: those of one module.
+struct PlannedUnit {
+  std::string name;                     ///< Of the module; "" is the whole.
+  std::vector<NamedTensor> parameters;  ///< Each tensor once, in the module's order.
+};
+
+/// Cuts a module into units. What belongs to no other unit is the first unit, that of the whole.
+///
+/// `names` are the full names of the modules that are units. "h.*" stands for all children of h. A
+/// unit within a unit is one of its own. Modules without parameters are left out. Throws UsageError
+/// for a name that the module does not have, with the nearest.
+///
+/// Without `names` the size decides. A module of at least `min_elements` is a unit, unless there is
+/// a list in it (Sequential, ModuleList, ModuleDict, numbered children) with two such modules or
+/// more: then it is cut further. So the blocks of a transformer are units, and small layers stay
+/// together.
+std::vector<PlannedUnit> plan_units(const torch::nn::Module& module,
+                                    const std::vector<std::string>& names, int64_t min_elements);
 
 /// Where shards and parameters begin: at multiples of so many elements. It is a multiple of the
 /// elements in every vector register that LibTorch's kernels use. An optimizer's kernels round the

@@ -217,12 +217,12 @@ StateDict FsdpCore::optimizer_state(const StateDict& own) {
   StateDict local = impl_->frozen_state;
   for (auto& entry : by_whole_index(impl_->has_trained() ? own : StateDict(), impl_->indices))
     local.push_back(std::move(entry));
-  return gather_state(optimizer_spread(*impl_->parameters), local, 0, kName);
+  return gather_state(spread_of(*impl_->parameters), local, 0, kName);
 }
 
 StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
   StateDict trained, frozen;
-  for (auto& [key, tensor] : cut_state(optimizer_spread(*impl_->parameters), whole, source)) {
+  for (auto& [key, tensor] : cut_state(spread_of(*impl_->parameters), whole, source)) {
     const auto& all = impl_->indices;
     const bool is_trained =
         impl_->has_trained() &&

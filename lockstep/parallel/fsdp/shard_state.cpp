@@ -12,31 +12,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
 namespace {
-
-/// All ranks' `shard` of a unit, one after the other, on rank 0; undefined on the others.
-at::Tensor gather_unit(const ProcessGroup& group, const at::Tensor& shard) {
-  const int64_t size = shard.numel();
-  if (group.rank() != 0) {
-    std::vector<at::Tensor> none;
-    group.gather(none, shard, 0);
-    return {};
-  }
-  at::Tensor whole = at::empty({size * group.size()}, shard.options());
-  std::vector<at::Tensor> parts;
-  for (int rank = 0; rank < group.size(); ++rank)
-    parts.push_back(whole.narrow(0, rank * size, size));
-  group.gather(parts, shard, 0);
-  return whole;
-}
-
-/// A parameter's values out of a whole unit, in its shape and strides.
-at::Tensor parameter_in(const at::Tensor& whole, const FlatParameter& parameter) {
-  return view_like(whole, parameter.offset, parameter.tensor).clone(at::MemoryFormat::Preserve);
-}
 
 std::unordered_set<const c10::TensorImpl*> sharded_tensors(const ShardedParameters& parameters) {
   std::unordered_set<const c10::TensorImpl*> sharded;
@@ -51,19 +31,26 @@ std::unordered_set<const c10::TensorImpl*> sharded_tensors(const ShardedParamete
 
 StateDict gather_model_state(const torch::nn::Module& module, const ShardedParameters& parameters) {
   const c10::AutoGradMode no_grad(false);
-  const bool is_first = parameters.group().rank() == 0;
+  const StateSpread spread = spread_of(parameters);
+  StateDict local;
+  for (const Piece& piece : parameters.pieces())
+    local.emplace_back(state_key("value", parameters.parameter_of(piece).index),
+                       parameters.shard(piece.unit).narrow(0, piece.shard_offset, piece.size));
   std::unordered_map<const c10::TensorImpl*, at::Tensor> values;
-  for (size_t u = 0; u < parameters.units().size(); ++u) {
-    const at::Tensor whole = gather_unit(parameters.group(), parameters.shard(u));
-    if (!is_first) continue;
-    for (const FlatParameter& parameter : parameters.units()[u].parameters)
-      values[parameter.tensor.unsafeGetTensorImpl()] = parameter_in(whole, parameter).cpu();
-  }
+  for (const auto& [key, tensor] : gather_state(spread, local, 0, "FullyShardedDataParallel"))
+    values[spread.parameters[parse_state_key(key).index].unsafeGetTensorImpl()] = tensor;
   StateDict state;
-  if (!is_first) return state;
+  if (parameters.group().rank() != 0) return state;
   for (const auto& [name, tensor] : state_dict(module)) {
     const auto found = values.find(tensor.unsafeGetTensorImpl());
-    state.emplace_back(name, found != values.end() ? found->second : tensor.detach());
+    if (found != values.end()) {
+      state.emplace_back(name, found->second);
+    } else {
+      // A parameter without elements is in no shard, and must not be used by one rank alone.
+      state.emplace_back(name, tensor.numel() > 0
+                                   ? tensor.detach()
+                                   : at::empty(tensor.sizes(), tensor.scalar_type()));
+    }
   }
   return state;
 }
@@ -72,11 +59,16 @@ void load_model_state(torch::nn::Module& module, const ShardedParameters& parame
                       const StateDict& state, const std::string& source) {
   check_state_dict(module, state, source);
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
-  std::vector<Shard> whole;
-  for (const auto& [name, tensor] : state_dict(module))
-    whole.push_back(
-        {name, tensor.sizes().vec(), 0, elements_like(given.at(name).detach(), tensor)});
-  load_shards(module, parameters, whole, source);
+  std::unordered_set<const c10::TensorImpl*> others = sharded_tensors(parameters);
+  for (const Piece& piece : parameters.pieces())
+    others.erase(parameters.parameter_of(piece).tensor.unsafeGetTensorImpl());
+  std::vector<Shard> needed;
+  for (const auto& [name, tensor] : state_dict(module)) {
+    if (!others.contains(tensor.unsafeGetTensorImpl()))
+      needed.push_back(
+          {name, tensor.sizes().vec(), 0, elements_like(given.at(name).detach(), tensor)});
+  }
+  load_shards(module, parameters, needed, source);
 }
 
 std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParameters& parameters) {
@@ -141,7 +133,7 @@ void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
   }
 }
 
-StateSpread optimizer_spread(const ShardedParameters& parameters) {
+StateSpread spread_of(const ShardedParameters& parameters) {
   struct Place {
     int64_t offset, shard_size;
   };

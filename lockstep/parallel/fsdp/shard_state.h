@@ -25,8 +25,8 @@ std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParam
 void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
                  const std::vector<Shard>& given, const std::string& source);
 
-/// How the state of an optimizer of the whole module is spread: by the indices of its parameters(),
+/// How a state of the whole module's parameters is spread: by the indices of its parameters(),
 /// each counted once.
-StateSpread optimizer_spread(const ShardedParameters& parameters);
+StateSpread spread_of(const ShardedParameters& parameters);
 
 }  // namespace lockstep::detail

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
@@ -11,10 +12,41 @@
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/fsdp/flat_unit.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
-#include "lockstep/parallel/fsdp/use_order.h"
 #include "lockstep/parallel/fsdp/watched_memory.h"
 
 namespace lockstep::detail {
+
+/// In which order units are used, learned in one round and foretold in the next. A round is a
+/// forward and its backward. One that stops early, as an evaluation does, changes nothing.
+class UseOrder {
+ public:
+  /// A new round begins.
+  void begin() {
+    finish();
+    now_.clear();
+    follows_ = true;
+  }
+
+  /// Notes that `unit` is used next. Gives the unit that was used after it in the round before;
+  /// none when this round has gone another way, or that one ended here.
+  std::optional<size_t> use(size_t unit) {
+    const size_t at = now_.size();
+    now_.push_back(unit);
+    follows_ = follows_ && at < before_.size() && before_[at] == unit;
+    if (!follows_ || at + 1 == before_.size()) return std::nullopt;
+    return before_[at + 1];
+  }
+
+ private:
+  void finish() {
+    const bool is_start_of_before = follows_ && now_.size() <= before_.size();
+    if (!is_start_of_before) before_ = now_;
+  }
+
+  std::vector<size_t> before_;
+  std::vector<size_t> now_;
+  bool follows_ = true;  ///< So far this round is the one before.
+};
 
 /// The parameters of a module, of which each rank keeps a shard, and which are whole while they are
 /// used.
@@ -64,7 +96,6 @@ class ShardedParameters : private MemoryWatcher {
   /// Nobody uses them any more. Nothing outside of a round. `all_know`: every rank has come to this
   /// point already.
   void end_round(bool all_know = false);
-  bool in_round() const { return in_round_; }
   /// From now on used units are freed also where they are kept after forward.
   void begin_backward() { in_backward_ = true; }
   /// The unit's backward is done.

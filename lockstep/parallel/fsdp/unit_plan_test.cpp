@@ -1,4 +1,4 @@
-#include "lockstep/parallel/fsdp/unit_plan.h"
+#include "lockstep/parallel/fsdp/flat_unit.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -9,8 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/parallel/fsdp/flat_unit.h"
-#include "lockstep/parallel/fsdp/use_order.h"
+#include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "tests/support/ddp_test_modules.h"
 
 namespace lockstep::detail {

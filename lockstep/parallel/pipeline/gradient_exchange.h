@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/parallel/pipeline/stage_tensors.h"
+#include "lockstep/parallel/pipeline/stage_state.h"
 
 namespace lockstep::detail {
 

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <set>
 #include <thread>
-#include <unordered_set>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -23,7 +22,6 @@ namespace {
 
 using detail::Parcel;
 using detail::ParcelId;
-using detail::Stage;
 
 /// Another stage has failed, which ends the wait for it. Its own error says why.
 class OtherStageFailed : public Error {
@@ -176,26 +174,26 @@ struct LocalPipeline::Impl {
     starts = options.plan.empty()
                  ? balance_stages(estimate_layer_costs(layers), schedule.num_stages)
                  : planned_stages(layers, options.plan, schedule.num_stages);
-    std::vector<std::vector<Stage*>> of_device(devices.size());
-    const auto one_forward = devices.size() > 1 ? std::make_shared<std::mutex>() : nullptr;
     for (size_t stage = 0; stage < starts.size(); ++stage) {
       const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
-      const size_t at = stage % devices.size();
-      const std::vector<Layer> part(layers.begin() + static_cast<std::ptrdiff_t>(starts[stage]),
-                                    layers.begin() + static_cast<std::ptrdiff_t>(end));
-      for (const Layer& layer : part) {
-        if (layer.module) layer.module->to(devices[at]);
+      for (size_t i = starts[stage]; i < end; ++i) {
+        if (layers[i].module) layers[i].module->to(devices[stage % devices.size()]);
       }
-      stages.push_back(std::make_unique<Stage>(
-          part, detail::StageOptions{devices[at], options.recompute_activations,
-                                     options.forward_context, one_forward}));
-      of_device[at].push_back(stages.back().get());
     }
-    collect_parameters();
+    for (const Layer& layer : layers) {
+      if (!layer.module) continue;
+      for (const at::Tensor& parameter : layer.module->parameters())
+        parameters.push_back(parameter);
+    }
+    parameters = unique_parameters(parameters);
+    const auto one_forward = devices.size() > 1 ? std::make_shared<std::mutex>() : nullptr;
     for (size_t at = 0; at < devices.size(); ++at) {
       links.push_back(std::make_unique<LocalLink>(exchange, devices[at]));
       runners.push_back(std::make_unique<detail::ScheduleRunner>(
-          static_cast<int>(at), static_cast<int>(devices.size()), of_device[at], *links[at]));
+          static_cast<int>(at), static_cast<int>(devices.size()), layers, starts,
+          detail::StageOptions{devices[at], options.recompute_activations, options.forward_context,
+                               one_forward},
+          *links[at]));
       workers.push_back(std::make_unique<Worker>());
     }
   }
@@ -203,15 +201,6 @@ struct LocalPipeline::Impl {
   PipelineShape shape(int64_t micro_batches) const {
     return {static_cast<int>(devices.size()), static_cast<int>(micro_batches),
             static_cast<int>(options.stages_per_device)};
-  }
-
-  void collect_parameters() {
-    std::unordered_set<const c10::TensorImpl*> seen;
-    for (const auto& stage : stages) {
-      for (const at::Tensor& parameter : stage->parameters()) {
-        if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
-      }
-    }
   }
 
   /// Runs `task` for each device in its thread. Rethrows what failed first by itself.
@@ -239,7 +228,6 @@ struct LocalPipeline::Impl {
   LocalPipelineOptions options;
   PipelineSchedule schedule;
   std::vector<size_t> starts;
-  std::vector<std::unique_ptr<Stage>> stages;
   std::vector<at::Tensor> parameters;
   LocalExchange exchange;
   detail::BatchCutter cut;
@@ -256,7 +244,7 @@ LocalPipeline::~LocalPipeline() = default;
 void LocalPipeline::run_batch(const BatchWork& work) {
   BatchWork on_last = work;
   if (work.target.defined()) {
-    on_last.target = work.target.to(impl_->stages.back()->device());
+    on_last.target = work.target.to(impl_->devices.back());
   }
   const detail::MicroBatches batches = impl_->cut.cut(on_last, impl_->schedule);
   const bool whole = batches.size() == impl_->schedule.num_micro_batches;

@@ -26,8 +26,6 @@
 namespace lockstep {
 namespace {
 
-using detail::Stage;
-
 void expect_layers(const StrategySetup& setup) {
   if (!setup.layers.empty()) return;
   throw UsageError("strategy pipeline: the model is not known as a chain of layers",
@@ -136,7 +134,11 @@ class PipelineStrategy final : public detail::BaseStrategy {
         state_(*setup.module, tensors_, pipeline_),
         exchange_(tensors_, pipeline_, mesh_.has("dp") ? mesh_.get_group("dp") : ProcessGroup()),
         link_(pipeline_, setup.device) {
-    make_stages();
+    runner_ = std::make_unique<detail::ScheduleRunner>(
+        pipeline_.rank(), pipeline_.size(), setup_.layers, starts_,
+        detail::StageOptions{setup.device, setup.options.recompute_activations,
+                             setup.options.forward_context},
+        link_);
     tensors_.free_others();
     parameters_ = tensors_.own_parameters();
     optimizer_ = setup.make_optimizer(optimized());
@@ -241,24 +243,6 @@ class PipelineStrategy final : public detail::BaseStrategy {
     return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 
-  void make_stages() {
-    std::vector<Stage*> stages;
-    const detail::StageOptions options{setup_.device, setup_.options.recompute_activations,
-                                       setup_.options.forward_context};
-    for (size_t stage = static_cast<size_t>(pipeline_.rank()); stage < starts_.size();
-         stage += static_cast<size_t>(pipeline_.size())) {
-      const size_t end = stage + 1 < starts_.size() ? starts_[stage + 1] : setup_.layers.size();
-      const auto first = setup_.layers.begin();
-      stages_.push_back(std::make_unique<Stage>(
-          std::vector<Layer>(first + static_cast<std::ptrdiff_t>(starts_[stage]),
-                             first + static_cast<std::ptrdiff_t>(end)),
-          options));
-      stages.push_back(stages_.back().get());
-    }
-    runner_ = std::make_unique<detail::ScheduleRunner>(pipeline_.rank(), pipeline_.size(),
-                                                       std::move(stages), link_);
-  }
-
   PipelineSchedule schedule_of(int64_t micro_batches) const {
     PipelineShape shape = shape_of(setup_.options, pipeline_.size());
     shape.num_micro_batches = static_cast<int>(micro_batches);
@@ -274,7 +258,6 @@ class PipelineStrategy final : public detail::BaseStrategy {
   detail::StageState state_;
   detail::GradientExchange exchange_;
   detail::GroupLink link_;
-  std::vector<std::unique_ptr<Stage>> stages_;
   std::unique_ptr<detail::ScheduleRunner> runner_;
   std::vector<at::Tensor> parameters_;  ///< Of this rank's stages.
   std::unique_ptr<Optimizer> optimizer_;

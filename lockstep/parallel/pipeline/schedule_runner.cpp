@@ -16,12 +16,23 @@ ShapeKey key_of(const at::Tensor& input, bool records_graph) {
 
 }  // namespace
 
-ScheduleRunner::ScheduleRunner(int rank, int num_ranks, std::vector<Stage*> stages, StageLink& link)
+ScheduleRunner::ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>& layers,
+                               const std::vector<size_t>& starts, const StageOptions& options,
+                               StageLink& link)
     : rank_(rank),
       num_ranks_(num_ranks),
-      num_stages_(num_ranks * static_cast<int>(stages.size())),
-      stages_(std::move(stages)),
-      link_(link) {}
+      num_stages_(static_cast<int>(starts.size())),
+      link_(link) {
+  for (auto stage = static_cast<size_t>(rank); stage < starts.size();
+       stage += static_cast<size_t>(num_ranks)) {
+    const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
+    const auto first = layers.begin();
+    stages_.push_back(std::make_unique<Stage>(
+        std::vector<Layer>(first + static_cast<std::ptrdiff_t>(starts[stage]),
+                           first + static_cast<std::ptrdiff_t>(end)),
+        options));
+  }
+}
 
 void ScheduleRunner::run(const PipelineSchedule& schedule, const std::vector<at::Tensor>& inputs,
                          const MicroBatchLoss& loss) {
@@ -31,7 +42,7 @@ void ScheduleRunner::run(const PipelineSchedule& schedule, const std::vector<at:
   std::vector<ShapeKey> keys;
   for (const at::Tensor& input : inputs) keys.push_back(key_of(input, /*records_graph=*/true));
   link_.begin(std::move(keys));
-  for (Stage* stage : stages_) stage->begin(schedule.num_micro_batches);
+  for (const auto& stage : stages_) stage->begin(schedule.num_micro_batches);
   for (const PipelineAction& action : schedule.actions.at(static_cast<size_t>(rank_))) {
     perform(action);
   }

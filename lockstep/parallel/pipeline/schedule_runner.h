@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "lockstep/parallel/pipeline/schedule.h"
@@ -14,8 +15,10 @@ namespace lockstep::detail {
 /// Does what a schedule says for one rank, with that rank's stages. One thread.
 class ScheduleRunner {
  public:
-  /// `stages` are those of the rank, in their order; they and `link` must outlive the runner.
-  ScheduleRunner(int rank, int num_ranks, std::vector<Stage*> stages, StageLink& link);
+  /// `starts` are the first layers of all stages, of which the rank has every `num_ranks`-th.
+  /// `link` must outlive the runner.
+  ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>& layers,
+                 const std::vector<size_t>& starts, const StageOptions& options, StageLink& link);
 
   /// One batch, forward and backward. `inputs` are the micro-batches, whose shapes all ranks know.
   /// `loss` is called on the rank of the last stage. Throws what layers, the loss and the link
@@ -37,7 +40,7 @@ class ScheduleRunner {
   const int rank_;
   const int num_ranks_;
   const int num_stages_;
-  const std::vector<Stage*> stages_;
+  std::vector<std::unique_ptr<Stage>> stages_;
   StageLink& link_;
   const std::vector<at::Tensor>* inputs_ = nullptr;  ///< While `run` runs, as all below.
   const MicroBatchLoss* loss_ = nullptr;

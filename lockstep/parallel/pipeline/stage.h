@@ -33,9 +33,6 @@ class Stage {
  public:
   Stage(std::vector<Layer> layers, StageOptions options);
 
-  /// Of the layers' modules, each once, in their order.
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<at::Tensor>& buffers() const { return buffers_; }
   const c10::Device& device() const { return options_.device; }
 
   /// The layers, without anything kept.
@@ -71,7 +68,7 @@ class Stage {
 
   std::vector<Layer> layers_;
   StageOptions options_;
-  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> parameters_;  ///< Of the layers' modules, each once.
   std::vector<at::Tensor> buffers_;
   std::vector<Kept> kept_;
 };

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/zero/partition.h"
+#include "lockstep/parallel/zero/parameter_shards.h"
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>

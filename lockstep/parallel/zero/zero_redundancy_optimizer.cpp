@@ -2,7 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <unordered_map>
@@ -115,12 +114,8 @@ struct ZeroRedundancyOptimizer::Impl {
       throw UsageError(
           std::string(kWhat) + ": ZeroPartition::elements, but the optimizer is not elementwise",
           "use ZeroPartition::automatic");
-    if (may_cut && options.partition != ZeroPartition::parameters) {
-      constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
-      return detail::even_layout(parameters, detail::buckets_of(parameters, trained, kAll),
-                                 group.size());
-    }
-    return detail::whole_layout(parameters, trained, sizes);
+    const bool cuts = may_cut && options.partition != ZeroPartition::parameters;
+    return detail::single_layout(parameters, trained, cuts, sizes);
   }
 
   void add(std::vector<at::Tensor> parameters, const OptimizerFactory& make) {

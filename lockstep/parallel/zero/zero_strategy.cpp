@@ -3,7 +3,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "lockstep/base/error.h"
@@ -39,14 +38,8 @@ int64_t bucket_cap(const std::vector<at::Tensor>& parameters) {
 /// them. Stage 2: buckets in about the order in which gradients come, each shared by all ranks.
 ShardLayout layout_of(const std::vector<at::Tensor>& parameters, std::vector<size_t> trained,
                       bool may_cut, int stage, int ranks) {
-  if (!may_cut && stage == 1) {
-    std::vector<int64_t> sizes(static_cast<size_t>(ranks));
-    return detail::whole_layout(parameters, trained, sizes);
-  }
-  if (stage == 1) {
-    constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
-    return detail::even_layout(parameters, detail::buckets_of(parameters, trained, kAll), ranks);
-  }
+  std::vector<int64_t> sizes(static_cast<size_t>(ranks));
+  if (stage == 1) return detail::single_layout(parameters, trained, may_cut, sizes);
   if (!may_cut)
     throw UsageError(
         "strategy zero2: the optimizer looks at whole parameters, of which a rank has "
