@@ -15,13 +15,17 @@ struct CheckpointInfo {
   int64_t step = 0;     ///< Optimizer steps done.
   int64_t epoch = 0;    ///< The epoch in which training goes on, from 0.
   int64_t batches = 0;  ///< Batches of that epoch that each rank has already used.
+  /// Samples of that epoch that all ranks together have used, of the order that all ranks share.
+  /// With them a run of another number of ranks goes on. -1: not known.
+  int64_t samples = -1;
+  int ranks = 1;  ///< How many have written it; filled in when it is.
   /// What must be the same in the run that resumes: model, world_size, batch_size, ... Compared as
   /// text by `check_identity`.
   std::map<std::string, std::string> identity;
   /// What a resumed run may change, although training then differs: lr, schedule, ... See
   /// `changed_settings`. Empty in checkpoints from before this field existed.
   std::map<std::string, std::string> settings;
-  std::string libtorch;  ///< The version that wrote it; filled in by `write_checkpoint`.
+  std::string libtorch;  ///< The version that wrote it; filled in when it is written.
   /// Numbers that callbacks keep ("early_stop.best"). Numbers that are not finite are not stored.
   std::map<std::string, double> values;
 };
@@ -39,18 +43,13 @@ class DamagedCheckpointError : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-/// The version of the layout that `write_checkpoint` writes and `read_checkpoint` understands.
-inline constexpr int kCheckpointVersion = 1;
+/// The version of the layout that is written. Version 1 is read, too.
+inline constexpr int kCheckpointVersion = 2;
 
-/// Writes model.safetensors, state.safetensors and state.json into an existing empty folder.
-/// Flushes them and the folder to the disk. state.json holds the info, the size and SHA-256 of the
-/// two other files, and a SHA-256 of itself. Throws SystemError (a full disk, ...).
-void write_checkpoint(const std::filesystem::path& folder, const Checkpoint& checkpoint);
-
-/// Reads what `write_checkpoint` wrote, after comparing sizes and hashes. Throws
-/// DamagedCheckpointError naming the file and what is wrong with it, and CheckpointError for
-/// another version of the layout, naming both. Another version of LibTorch only causes a warning:
-/// it reads the same files, but may round differently.
+/// Reads a whole checkpoint, after comparing sizes and hashes. Throws DamagedCheckpointError naming
+/// the file and what is wrong with it, and CheckpointError for another version of the layout,
+/// naming both. Another version of LibTorch only causes a warning: it reads the same files, but may
+/// round differently.
 Checkpoint read_checkpoint(const std::filesystem::path& folder);
 
 /// Throws CheckpointError naming every key whose value differs, with both values. Keys that only

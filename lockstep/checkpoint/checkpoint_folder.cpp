@@ -13,6 +13,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/checkpoint_lock.h"
+#include "lockstep/checkpoint/sharded_save.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -157,16 +158,26 @@ void CheckpointFolder::supersede_after(int64_t step) {
 }
 
 fs::path CheckpointFolder::write(const Checkpoint& checkpoint) {
-  const fs::path target = path_ / checkpoint_name(checkpoint.info.step);
+  const ProcessGroup alone;
+  detail::ShardedSave(
+      alone, {checkpoint.info, whole_shards(checkpoint.model), whole_shards(checkpoint.state)})
+      .write(alone, *this);
+  return path_ / checkpoint_name(checkpoint.info.step);
+}
+
+fs::path CheckpointFolder::write(int64_t step, const std::function<void(const fs::path&)>& fill) {
+  const fs::path target = path_ / checkpoint_name(step);
   try {
     take();
     AsideFolder aside(path_, target.filename().string());
-    write_checkpoint(aside.path(), checkpoint);
+    fill(aside.path());
     Publication publication(aside.path(), target);
     fsync_path(path_);
     point_latest_at(target);
     publication.keep();
   } catch (const FolderInUseError&) {
+    throw;
+  } catch (const CommError&) {
     throw;
   } catch (const std::exception& error) {
     throw CheckpointError("cannot write checkpoint " + target.string() + ": " + error.what());
@@ -249,9 +260,13 @@ std::optional<std::pair<fs::path, Checkpoint>> CheckpointFolder::read_newest() c
       log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
     }
   }
-  throw DamagedCheckpointError(
-      "every checkpoint in " + path_.string() + " is damaged (" + std::to_string(all.size()) + ")",
-      "start anew with --resume none and another --checkpoint-dir");
+  throw detail::all_damaged(path_, all.size());
+}
+
+DamagedCheckpointError detail::all_damaged(const fs::path& folder, size_t checkpoints) {
+  return DamagedCheckpointError("every checkpoint in " + folder.string() + " is damaged (" +
+                                    std::to_string(checkpoints) + ")",
+                                "start anew with --resume none and another --checkpoint-dir");
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,7 +13,9 @@
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/stored_checkpoint.h"
 #include "lockstep/comm/process_group.h"
+#include "lockstep/comm/tensor_shard.h"
 
 namespace lockstep {
 
@@ -52,6 +55,10 @@ class CheckpointFolder {
   /// (a full disk) nothing of it stays, older checkpoints stay, and CheckpointError says what
   /// happened. Returns its folder.
   std::filesystem::path write(const Checkpoint& checkpoint);
+  /// The same of what `fill` writes into an empty folder. `fill` may throw, also CommErrors, which
+  /// come out as they are.
+  std::filesystem::path write(int64_t step,
+                              const std::function<void(const std::filesystem::path&)>& fill);
 
   /// Folders of checkpoints, the newest (highest step) first. Empty when there is no folder.
   std::vector<std::filesystem::path> list() const;
@@ -77,31 +84,62 @@ class CheckpointFolder {
 /// "step-00001234".
 std::string checkpoint_name(int64_t step);
 
-/// Every rank of the group calls. Rank 0's `checkpoint` is written to `folder`, together with every
-/// rank's `rank_state`: uint8 tensors on the CPU, as random states are. That lands in the state as
-/// "rank3.NAME". Only rank 0 touches the disk. When it fails, every rank throws the CheckpointError
-/// that says so. Returns when the checkpoint is on the disk.
-void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
-                     const Checkpoint& checkpoint, const StateDict& rank_state);
+/// What one rank gives to a checkpoint that all ranks write.
+struct CheckpointShards {
+  CheckpointInfo info;             ///< That of rank 0 counts.
+  std::vector<TensorShard> model;  ///< By the names of Python's state_dict.
+  std::vector<TensorShard> state;  ///< "optimizer.*", and of this rank alone "rank3.*".
+};
 
-/// Every rank of the group calls. Rank 0 reads and sends to the others, which need no access to the
-/// files. `resume` is one of these:
+/// Every rank of the group calls, and writes what it alone has. What several ranks have alike is
+/// shared out among them. Each rank needs access to `folder`, of which rank 0's object counts. When
+/// one fails, every rank throws the CheckpointError that says so, also where the ranks' shards do
+/// not make up a tensor. Returns when the checkpoint is on the disk.
+///
+/// Of a module and an optimizer that all ranks have whole:
+///
+///     save_checkpoint(group, folder, {.info = {.step = step},
+///                                     .model = whole_shards(state_dict(*module)),
+///                                     .state = whole_shards(optimizer->state(), "optimizer.")});
+void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
+                     const CheckpointShards& shards);
+
+/// Whether all ranks see what rank 0 writes to the folder, as `save_checkpoint` needs it. Where
+/// they do not, rank 0 must give all tensors whole, and the others none. A collective.
+bool is_seen_by_all(const ProcessGroup& group, const std::filesystem::path& folder);
+
+/// Each rank's tensors, as "rankR.NAME" on rank 0, which needs them where it alone writes. uint8
+/// tensors on the CPU, as random states are. A collective.
+StateDict gather_rank_state(const ProcessGroup& group, const StateDict& rank_state);
+
+/// Every rank of the group calls. Ranks share out the files, to compare their hashes. Of tensors
+/// nothing is read yet: see `read_tensors`. `resume` is one of these:
 /// - "none": returns none.
 /// - "auto": the newest whole checkpoint of `folder`, or none when it has none.
 /// - a path: a checkpoint's own folder, or a folder of checkpoints, of which the newest whole one
 ///   is taken.
 ///
-/// The tensors are on the CPU. `device` is where the group's backend communicates. Throws
-/// CheckpointError on all ranks: nothing at the path, damaged, or of another `identity`.
-std::optional<Checkpoint> load_checkpoint(const ProcessGroup& group, const std::string& resume,
-                                          const CheckpointFolder* folder,
-                                          const std::map<std::string, std::string>& identity,
-                                          c10::Device device);
+/// Where some rank does not see the files, rank 0 reads all tensors and sends them. `device` is
+/// where the group's backend communicates. Throws CheckpointError on all ranks: nothing at the
+/// path, damaged, or of another `identity`.
+std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
+                                                const std::string& resume,
+                                                const CheckpointFolder* folder,
+                                                const std::map<std::string, std::string>& identity,
+                                                c10::Device device);
 
 /// This rank's part of the state: the tensors whose names start with "rankR.", without that prefix.
-StateDict state_of_rank(const Checkpoint& checkpoint, int rank);
+/// A rank that the run that saved did not have gets that of another one.
+StateDict state_of_rank(const StoredCheckpoint& checkpoint, int rank);
 
 /// The tensors whose names start with `prefix`, without it.
 StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefix);
+
+namespace detail {
+
+/// That no checkpoint of a folder is whole.
+DamagedCheckpointError all_damaged(const std::filesystem::path& folder, size_t checkpoints);
+
+}  // namespace detail
 
 }  // namespace lockstep

@@ -98,13 +98,13 @@ TEST(CheckpointFolder, TakesTheLastGoodOneWhenTheNewestIsDamaged) {
   CheckpointFolder folder(temporary.path());
   folder.write(at_step(1));
   const fs::path damaged = folder.write(at_step(2));
-  fs::resize_file(damaged / "model.safetensors", 20);
+  fs::resize_file(damaged / "model-00001-of-00001.safetensors", 20);
   testing::internal::CaptureStderr();
   const auto found = folder.read_newest();
   const std::string warning = testing::internal::GetCapturedStderr();
   EXPECT_EQ(found->second.info.step, 1);
-  EXPECT_THAT(warning,
-              testing::HasSubstr(damaged.string() + " is damaged: model.safetensors has 20"));
+  EXPECT_THAT(warning, testing::HasSubstr(damaged.string() +
+                                          " is damaged: model-00001-of-00001.safetensors has 20"));
 }
 
 TEST(CheckpointFolder, RefusesWhenAllAreDamaged) {

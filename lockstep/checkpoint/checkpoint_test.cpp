@@ -5,6 +5,7 @@
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/version.h>
 
 #include <fstream>
 #include <limits>
@@ -12,6 +13,8 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/data/safetensors.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -19,6 +22,10 @@ namespace checkpoint_test {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
+
+constexpr char kModel[] = "model-00001-of-00001.safetensors";
+constexpr char kState[] = "state-00001-of-00001.safetensors";
+constexpr char kIndex[] = "model.safetensors.index.json";
 
 class CheckpointFiles : public testing::Test {
  protected:
@@ -32,25 +39,26 @@ class CheckpointFiles : public testing::Test {
                                {"unset", std::numeric_limits<double>::infinity()}};
     checkpoint_.model = {{"0.weight", at::randn({3, 5})}, {"0.bias", at::randn({3})}};
     checkpoint_.state = {{"optimizer.step", at::arange(1)}, {"rank0.rng", at::arange(9)}};
-    write_checkpoint(folder_.path(), checkpoint_);
+    folder_ = CheckpointFolder(directory_.path()).write(checkpoint_);
   }
 
-  std::string content(const char* name) { return read_file(folder_.path() / name); }
-  void put(const char* name, const std::string& text) {
-    std::ofstream(folder_.path() / name, std::ios::binary | std::ios::trunc) << text;
+  std::string content(const std::string& name) { return read_file(folder_ / name); }
+  void put(const std::string& name, const std::string& text) {
+    std::ofstream(folder_ / name, std::ios::binary | std::ios::trunc) << text;
   }
   void expect_damaged(const std::string& what) {
-    EXPECT_THAT([&] { read_checkpoint(folder_.path()); },
+    EXPECT_THAT([&] { read_checkpoint(folder_); },
                 ThrowsMessage<DamagedCheckpointError>(
-                    testing::AllOf(HasSubstr(folder_.path().string()), HasSubstr(what))));
+                    testing::AllOf(HasSubstr(folder_.string()), HasSubstr(what))));
   }
 
-  TemporaryDirectory folder_;
+  TemporaryDirectory directory_;
+  fs::path folder_;
   Checkpoint checkpoint_;
 };
 
 TEST_F(CheckpointFiles, ComeBackAsTheyWere) {
-  const Checkpoint read = read_checkpoint(folder_.path());
+  const Checkpoint read = read_checkpoint(folder_);
   EXPECT_EQ(read.info.step, 1234);
   EXPECT_EQ(read.info.epoch, 2);
   EXPECT_EQ(read.info.batches, 17);
@@ -68,52 +76,74 @@ TEST_F(CheckpointFiles, ComeBackAsTheyWere) {
 }
 
 TEST_F(CheckpointFiles, EveryFlippedByteIsNoticed) {
-  for (const char* name : {"model.safetensors", "state.safetensors", "state.json"}) {
+  for (const std::string name : {kModel, kState, kIndex, "state.json"}) {
     const std::string good = content(name);
     for (size_t at = 0; at < good.size(); at += 1 + good.size() / 40) {
       std::string bad = good;
       bad[at] ^= 0x04;
       put(name, bad);
-      EXPECT_THROW(read_checkpoint(folder_.path()), CheckpointError) << name << " byte " << at;
+      EXPECT_THROW(read_checkpoint(folder_), CheckpointError) << name << " byte " << at;
     }
     put(name, good);
   }
-  EXPECT_NO_THROW(read_checkpoint(folder_.path()));
+  EXPECT_NO_THROW(read_checkpoint(folder_));
 }
 
 TEST_F(CheckpointFiles, MissingOrTruncatedOnesAreNamed) {
-  fs::remove(folder_.path() / "state.safetensors");
-  expect_damaged("state.safetensors is missing");
-  fs::resize_file(folder_.path() / "model.safetensors", 10);
-  expect_damaged("model.safetensors has 10 bytes in place of");
+  fs::remove(folder_ / kState);
+  expect_damaged(std::string(kState) + " is missing");
+  fs::resize_file(folder_ / kModel, 10);
+  expect_damaged(std::string(kModel) + " has 10 bytes in place of");
   put("state.json", "{");
   expect_damaged("state.json is not the description");
-  fs::remove(folder_.path() / "state.json");
+  fs::remove(folder_ / "state.json");
   expect_damaged("state.json is missing");
 }
 
 TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
   std::string text = content("state.json");
-  const std::string now = "\"version\": 1";
-  text.replace(text.find(now), now.size(), "\"version\": 2");
+  const std::string now = "\"version\":2";
+  text.replace(text.find(now), now.size(), "\"version\":3");
   put("state.json", text);
-  EXPECT_THAT([&] { read_checkpoint(folder_.path()); },
+  EXPECT_THAT([&] { read_checkpoint(folder_); },
               ThrowsMessage<CheckpointError>(
-                  HasSubstr("has version 2 of the layout; this Lockstep reads version 1")));
+                  HasSubstr("has version 3 of the layout; this Lockstep reads versions 1 and 2")));
 }
 
-TEST_F(CheckpointFiles, WithoutSettingsTheyAreOfAnEarlierVersion) {
-  auto document = nlohmann::json::parse(content("state.json"));
-  document.erase("settings");
-  document.erase("checksum");
+/// What earlier versions of Lockstep wrote: two files, and the number of ranks in the identity.
+TEST_F(CheckpointFiles, OfVersionOneAreRead) {
+  const fs::path old = directory_.path() / "old";
+  fs::create_directory(old);
+  save_safetensors(old / "model.safetensors", checkpoint_.model);
+  save_safetensors(old / "state.safetensors", checkpoint_.state);
+  nlohmann::json document = {{"format", "lockstep-checkpoint"},
+                             {"version", 1},
+                             {"step", 7},
+                             {"epoch", 1},
+                             {"batches", 3},
+                             {"libtorch", TORCH_VERSION},
+                             {"identity", {{"model", "mlp"}, {"number of ranks", "2"}}},
+                             {"values", {{"x", 0.5}}}};
+  for (const char* name : {"model.safetensors", "state.safetensors"}) {
+    const std::string bytes = read_file(old / name);
+    document["files"][name] = {{"bytes", bytes.size()}, {"sha256", sha256_hex(bytes)}};
+  }
   document["checksum"] = sha256_hex(document.dump());
-  put("state.json", document.dump());
-  EXPECT_TRUE(read_checkpoint(folder_.path()).info.settings.empty());
+  std::ofstream(old / "state.json") << document.dump(2);
+  const Checkpoint read = read_checkpoint(old);
+  EXPECT_EQ(read.info.step, 7);
+  EXPECT_EQ(read.info.ranks, 2);
+  EXPECT_EQ(read.info.samples, -1);
+  EXPECT_EQ(read.info.identity, (std::map<std::string, std::string>{{"model", "mlp"}}));
+  ASSERT_EQ(read.model.size(), 2u);
+  EXPECT_TRUE(at::equal(read.model[0].second, checkpoint_.model[0].second));
+  fs::resize_file(old / "model.safetensors", 20);
+  EXPECT_THROW(read_checkpoint(old), DamagedCheckpointError);
 }
 
 TEST_F(CheckpointFiles, ADescriptionWithoutAnEndIsDamaged) {
-  fs::remove(folder_.path() / "state.json");
-  fs::create_symlink("/dev/zero", folder_.path() / "state.json");
+  fs::remove(folder_ / "state.json");
+  fs::create_symlink("/dev/zero", folder_ / "state.json");
   expect_damaged("/state.json has more than");
 }
 
@@ -125,7 +155,7 @@ TEST(ChangedSettings, NamesWhatBothSidesHave) {
 }
 
 TEST(CheckIdentity, NamesEveryDifferenceWithBothValues) {
-  EXPECT_NO_THROW(check_identity("d", {{"model", "mlp"}}, {{"model", "mlp"}}));
+  EXPECT_NO_THROW(check_identity("d", {{"model", "mlp"}}, {{"model", "mlp"}, {"new", "none"}}));
   EXPECT_THAT(
       [] {
         check_identity("d", {{"model", "mlp"}, {"seed", "1"}, {"world_size", "2"}},

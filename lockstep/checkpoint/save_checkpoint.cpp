@@ -1,69 +1,89 @@
-#include "lockstep/checkpoint/checkpoint_folder.h"
-
 #include <ATen/ops/empty.h>
-#include <c10/core/ScalarType.h>
+#include <torch/version.h>
 
 #include <cstring>
 #include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/sharded_save.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 using nlohmann::json;
 namespace {
 
-json to_json(const StateDict& bytes) {
-  json object = json::array();
-  for (const auto& [name, tensor] : bytes) {
-    const at::Tensor flat = tensor.contiguous();
-    const auto* data = static_cast<const uint8_t*>(flat.const_data_ptr());
-    object.push_back({name, json::binary(std::vector<uint8_t>(data, data + flat.numel()))});
-  }
-  return object;
-}
-
-void append_rank_state(StateDict& state, const std::vector<json>& ranks) {
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (const json& item : ranks[rank]) {
-      const auto& bytes = item.at(1).get_binary();
-      at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-      std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
-      state.emplace_back("rank" + std::to_string(rank) + "." + item.at(0).get<std::string>(),
-                         tensor);
+/// What rank 0 found, told to all. What it throws all throw.
+template <class F>
+json from_first_rank(const ProcessGroup& group, const F& find) {
+  json found = json::object();
+  if (group.rank() == 0) {
+    try {
+      found["found"] = find();
+    } catch (const std::exception& failure) {
+      found["error"] = failure.what();
     }
   }
+  if (group.size() > 1) found = group.broadcast_object(found, 0);
+  if (found.contains("error")) throw CheckpointError(found["error"].get<std::string>());
+  return found["found"];
 }
 
-/// What rank 0 did, told to all: empty for success.
-void share_outcome(const ProcessGroup& group, const std::string& error) {
-  const json outcome = group.size() > 1 ? group.broadcast_object(json(error), 0) : json(error);
-  if (const auto text = outcome.get<std::string>(); !text.empty()) throw CheckpointError(text);
+bool is_checkpoint(const fs::path& path) {
+  return path.filename().string().starts_with("step-") || fs::exists(path / "state.json");
 }
 
-std::pair<fs::path, std::optional<Checkpoint>> read_newest(const CheckpointFolder& folder) {
-  auto found = folder.read_newest();
-  if (!found) return {folder.path(), std::nullopt};
-  return {found->first, std::move(found->second)};
-}
-
-std::pair<fs::path, std::optional<Checkpoint>> read_at(const fs::path& path) {
-  if (!fs::exists(path)) throw CheckpointError("there is no checkpoint at " + path.string());
-  if (path.filename().string().starts_with("step-") || fs::exists(path / "state.json")) {
-    return {path, read_checkpoint(path)};
+/// The checkpoints that may be taken, the best first.
+std::vector<std::string> candidates(const std::string& resume, const CheckpointFolder* folder) {
+  std::vector<std::string> paths;
+  if (resume == "auto" && !folder) return paths;
+  if (resume != "auto" && !fs::exists(resume)) {
+    throw CheckpointError("there is no checkpoint at " + resume);
   }
-  auto found = read_newest(CheckpointFolder(path));
-  if (!found.second) {
-    throw CheckpointError("there is no checkpoint in " + path.string(),
+  if (resume != "auto" && is_checkpoint(resume)) return {resume};
+  const CheckpointFolder given(resume);
+  for (const fs::path& path : (resume == "auto" ? *folder : given).list()) paths.push_back(path);
+  if (resume != "auto" && paths.empty()) {
+    throw CheckpointError("there is no checkpoint in " + resume,
                           "give a folder that holds step-* folders, or one of those");
   }
-  return found;
+  return paths;
 }
 
-std::optional<Checkpoint> read_wanted(const std::string& resume, const CheckpointFolder* folder,
-                                      const std::map<std::string, std::string>& identity) {
-  if (resume == "auto" && !folder) return std::nullopt;
-  auto [path, checkpoint] = resume == "auto" ? read_newest(*folder) : read_at(resume);
-  if (checkpoint) check_identity(path, checkpoint->info.identity, identity);
-  return std::move(checkpoint);
+/// What is wrong with it, as rank 0 sees it; empty: nothing. Other errors come out on all ranks.
+template <class F>
+void check_on_first_rank(const ProcessGroup& group, const F& check) {
+  const json damage = from_first_rank(group, [&]() -> json {
+    try {
+      check();
+      return "";
+    } catch (const DamagedCheckpointError& error) {
+      return error.what();
+    }
+  });
+  if (damage != "") throw DamagedCheckpointError(damage.get<std::string>());
+}
+
+/// The checkpoint, each rank having looked at its part of the files. Where other ranks do not see
+/// what is whole on rank 0, `seen_by_all` becomes false.
+StoredCheckpoint checked(const ProcessGroup& group, const std::string& path,
+                         const std::map<std::string, std::string>& identity, bool& seen_by_all) {
+  check_on_first_rank(group,
+                      [&] { check_identity(path, open_checkpoint(path).info.identity, identity); });
+  StoredCheckpoint checkpoint;
+  int bad = 0;
+  try {
+    checkpoint = open_checkpoint(path);
+    check_files(checkpoint, group.rank(), group.size());
+  } catch (const std::exception&) {
+    bad = 1;
+  }
+  if (group.size() > 1) group.all_reduce_values(bad);
+  // What another rank finds may be that its host has no such folder: rank 0 looks at all.
+  if (bad != 0) check_on_first_rank(group, [&] { check_files(open_checkpoint(path)); });
+  seen_by_all = bad == 0;
+  return checkpoint;
 }
 
 json describe(const StateDict& tensors) {
@@ -74,90 +94,103 @@ json describe(const StateDict& tensors) {
   return list;
 }
 
-void receive_or_send(const ProcessGroup& group, StateDict& tensors, const json& description,
-                     c10::Device device) {
-  if (group.rank() != 0) {
-    for (const json& item : description) {
-      const auto dtype = static_cast<c10::ScalarType>(item.at(1).get<int>());
-      tensors.emplace_back(item.at(0).get<std::string>(),
-                           at::empty(item.at(2).get<std::vector<int64_t>>(), dtype));
-    }
-  }
-  for (auto& [name, tensor] : tensors) {
-    at::Tensor wire = tensor.to(device).contiguous();
+/// Whole tensors of rank 0, as parts in every rank's memory.
+std::vector<StoredTensor> shared(const ProcessGroup& group, StateDict tensors, c10::Device device) {
+  std::vector<StoredTensor> stored;
+  const json described = group.broadcast_object(describe(tensors), 0);
+  for (size_t i = 0; i < described.size(); ++i) {
+    const auto dtype = static_cast<c10::ScalarType>(described[i].at(1).get<int>());
+    const auto sizes = described[i].at(2).get<std::vector<int64_t>>();
+    at::Tensor wire =
+        (group.rank() == 0 ? tensors[i].second : at::empty(sizes, dtype)).to(device).contiguous();
     if (wire.numel() > 0) group.broadcast(wire, 0);
-    tensor = wire.to(c10::kCPU);
+    StoredPart part{{std::vector<int64_t>(sizes.size()), sizes}, {}, 0, wire.to(c10::kCPU)};
+    stored.push_back({described[i].at(0), dtype, sizes, {std::move(part)}});
   }
+  return stored;
 }
 
-json describe(const CheckpointInfo& info) {
-  return {{"step", info.step},         {"epoch", info.epoch},       {"batches", info.batches},
-          {"identity", info.identity}, {"settings", info.settings}, {"values", info.values}};
-}
-
-CheckpointInfo info_from(const json& description) {
-  CheckpointInfo info;
-  info.step = description.at("step");
-  info.epoch = description.at("epoch");
-  info.batches = description.at("batches");
-  description.at("identity").get_to(info.identity);
-  description.at("settings").get_to(info.settings);
-  description.at("values").get_to(info.values);
-  return info;
-}
-
-std::optional<Checkpoint> share(const ProcessGroup& group, std::optional<Checkpoint> checkpoint,
-                                c10::Device device) {
-  json plan = json::object();
-  if (checkpoint) {
-    plan = {{"info", describe(checkpoint->info)},
-            {"model", describe(checkpoint->model)},
-            {"state", describe(checkpoint->state)}};
-  }
-  plan = group.broadcast_object(plan, 0);
-  if (plan.empty()) return std::nullopt;
-  if (!checkpoint) checkpoint.emplace().info = info_from(plan.at("info"));
-  receive_or_send(group, checkpoint->model, plan.at("model"), device);
-  receive_or_send(group, checkpoint->state, plan.at("state"), device);
+/// For ranks that do not see the files.
+StoredCheckpoint share(const ProcessGroup& group, StoredCheckpoint checkpoint, c10::Device device) {
+  checkpoint.info = detail::info_from(group.broadcast_object(detail::to_json(checkpoint.info), 0));
+  const bool is_first = group.rank() == 0;
+  checkpoint.model =
+      shared(group, is_first ? read_tensors(checkpoint, checkpoint.model) : StateDict(), device);
+  checkpoint.state =
+      shared(group, is_first ? read_tensors(checkpoint, checkpoint.state) : StateDict(), device);
   return checkpoint;
 }
 
 }  // namespace
 
 void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
-                     const Checkpoint& checkpoint, const StateDict& rank_state) {
-  const json mine = to_json(rank_state);
-  const std::vector<json> ranks =
-      group.size() > 1 ? group.gather_object(mine, 0) : std::vector<json>{mine};
-  std::string error;
-  if (group.rank() == 0) {
-    try {
-      Checkpoint whole = checkpoint;
-      append_rank_state(whole.state, ranks);
-      folder.write(whole);
-    } catch (const std::exception& failure) {
-      error = failure.what();
-    }
-  }
-  share_outcome(group, error);
+                     const CheckpointShards& shards) {
+  const std::string error = detail::ShardedSave(group, shards).write(group, folder);
+  if (!error.empty()) throw CheckpointError(error);
 }
 
-std::optional<Checkpoint> load_checkpoint(const ProcessGroup& group, const std::string& resume,
-                                          const CheckpointFolder* folder,
-                                          const std::map<std::string, std::string>& identity,
-                                          c10::Device device) {
-  if (resume == "none") return std::nullopt;
-  std::optional<Checkpoint> checkpoint;
-  std::string error;
-  if (group.rank() == 0) {
-    try {
-      checkpoint = read_wanted(resume, folder, identity);
-    } catch (const std::exception& failure) {
-      error = failure.what();
+bool is_seen_by_all(const ProcessGroup& group, const fs::path& folder) {
+  if (group.size() == 1) return true;
+  const json path = from_first_rank(group, [&] {
+    fs::create_directories(folder);
+    return make_unique_folder(folder / ".tmp-seen").string();
+  });
+  int unseen = fs::exists(path.get<std::string>()) ? 0 : 1;
+  group.all_reduce_values(unseen);
+  std::error_code ignored;
+  if (group.rank() == 0) fs::remove(path.get<std::string>(), ignored);
+  return unseen == 0;
+}
+
+StateDict gather_rank_state(const ProcessGroup& group, const StateDict& rank_state) {
+  json mine = json::array();
+  for (const auto& [name, tensor] : rank_state) {
+    const at::Tensor flat = tensor.contiguous();
+    const auto* data = static_cast<const uint8_t*>(flat.const_data_ptr());
+    mine.push_back({name, json::binary(std::vector<uint8_t>(data, data + flat.numel()))});
+  }
+  const auto ranks = group.size() > 1 ? group.gather_object(mine, 0) : std::vector<json>{mine};
+  StateDict state;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const json& item : ranks[rank]) {
+      const auto& bytes = item.at(1).get_binary();
+      at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+      std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+      state.emplace_back("rank" + std::to_string(rank) + "." + item.at(0).get<std::string>(),
+                         tensor);
     }
   }
-  share_outcome(group, error);
-  return group.size() > 1 ? share(group, std::move(checkpoint), device) : std::move(checkpoint);
+  return state;
+}
+
+std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
+                                                const std::string& resume,
+                                                const CheckpointFolder* folder,
+                                                const std::map<std::string, std::string>& identity,
+                                                c10::Device device) {
+  if (resume == "none") return std::nullopt;
+  const json paths = from_first_rank(group, [&] { return json(candidates(resume, folder)); });
+  for (const json& each : paths) {
+    const auto path = each.get<std::string>();
+    bool seen_by_all = true;
+    try {
+      StoredCheckpoint checkpoint = checked(group, path, identity, seen_by_all);
+      if (group.rank() == 0 && checkpoint.info.libtorch != TORCH_VERSION) {
+        log_warning("checkpoint " + path + " was written with LibTorch " +
+                    checkpoint.info.libtorch + "; this is " + TORCH_VERSION);
+      }
+      if (seen_by_all) return checkpoint;
+      return share(group, std::move(checkpoint), device);
+    } catch (const DamagedCheckpointError& error) {
+      if (resume != "auto" && is_checkpoint(resume)) throw;
+      const std::string text = error.what();
+      if (group.rank() == 0) {
+        log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
+      }
+    }
+  }
+  if (paths.empty()) return std::nullopt;
+  throw detail::all_damaged(resume == "auto" ? folder->path() : fs::path(resume), paths.size());
 }
 
 StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefix) {
@@ -168,8 +201,9 @@ StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefi
   return found;
 }
 
-StateDict state_of_rank(const Checkpoint& checkpoint, int rank) {
-  return with_prefix_removed(checkpoint.state, "rank" + std::to_string(rank) + ".");
+StateDict state_of_rank(const StoredCheckpoint& checkpoint, int rank) {
+  return read_tensors(checkpoint, checkpoint.state,
+                      "rank" + std::to_string(rank % checkpoint.info.ranks) + ".");
 }
 
 }  // namespace lockstep

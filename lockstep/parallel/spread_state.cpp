@@ -185,6 +185,30 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
   return local;
 }
 
+std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict& local) {
+  std::vector<TensorShard> all;
+  for (const auto& [text, tensor] : local) {
+    const size_t index = parse_state_key(text).index;
+    const at::Tensor& parameter = spread.parameters.at(index);
+    const Part part = spread.part(spread.group.rank(), index);
+    if (part.numel() == 0) continue;
+    const bool whole = is_count(tensor, parameter) || tensor.sizes() == parameter.sizes();
+    const auto some = whole ? whole_shards({{text, tensor}})
+                            : shards_of_range(text, parameter, part.begin, tensor.reshape({-1}));
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+std::map<size_t, std::vector<TensorBox>> needed_state(const StateSpread& spread) {
+  std::map<size_t, std::vector<TensorBox>> needed;
+  for (size_t i = 0; i < spread.parameters.size(); ++i) {
+    const Part part = spread.part(spread.group.rank(), i);
+    needed[i] = boxes_of_range(spread.parameters[i], part.begin, part.numel());
+  }
+  return needed;
+}
+
 StateDict by_whole_index(const StateDict& own, const std::vector<size_t>& indices) {
   StateDict whole;
   for (const auto& [text, tensor] : own) {

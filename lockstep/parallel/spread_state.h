@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/state_dict.h"
 #include "lockstep/comm/process_group.h"
+#include "lockstep/comm/tensor_shard.h"
 
 namespace lockstep::detail {
 
@@ -40,6 +42,12 @@ StateDict gather_state(const StateSpread& spread, const StateDict& local, int to
 /// What this rank keeps of a whole state, by the whole's indices. Throws CheckpointError, which
 /// `what` begins, where it does not fit the parameters.
 StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std::string& what);
+
+/// What this rank has of a whole state: see Strategy::optimizer_shards. `local` is as for
+/// `gather_state`.
+std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict& local);
+/// What cut_state looks at: see Strategy::needed_of_optimizer.
+std::map<size_t, std::vector<TensorBox>> needed_state(const StateSpread& spread);
 
 /// The state of an optimizer whose parameter i is the whole's `indices[i]`, by the whole's indices.
 StateDict by_whole_index(const StateDict& own, const std::vector<size_t>& indices);

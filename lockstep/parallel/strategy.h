@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/comm/tensor_shard.h"
 #include "lockstep/optim/optim.h"
 
 namespace torch::nn {
@@ -190,6 +192,16 @@ class Strategy {
   /// The same states, whole, on every rank. Throws CheckpointError where they do not fit.
   virtual void load_model_state(const StateDict& state) = 0;
   virtual void load_optimizer_state(const StateDict& state) = 0;
+
+  /// The same states in parts: what this rank has, for a checkpoint that all ranks write. What
+  /// several ranks have alike each gives. Optimizer state of a parameter has the parameter's sizes,
+  /// or is one number. The tensors are the model's and the optimizer's own. Collectives.
+  virtual std::vector<TensorShard> model_shards() { return whole_shards(model_state()); }
+  virtual std::vector<TensorShard> optimizer_shards() { return whole_shards(optimizer_state()); }
+  /// What the load functions look at on this rank: boxes of a tensor of the model, by its name, and
+  /// of an optimizer's state, by the parameter's index. What is not named is needed whole.
+  virtual std::map<std::string, std::vector<TensorBox>> needed_of_model() { return {}; }
+  virtual std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() { return {}; }
 
   virtual StateBytes state_bytes() const = 0;
 };

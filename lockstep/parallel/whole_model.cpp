@@ -95,6 +95,15 @@ StateDict WholeModelStrategy::model_state() {
   return state;
 }
 
+/// Buffers may differ: those of rank 0 count.
+std::vector<TensorShard> WholeModelStrategy::model_shards() {
+  StateDict state = state_dict(*module_);
+  if (group_.rank() != 0) {
+    std::erase_if(state, [](const auto& item) { return !item.second.requires_grad(); });
+  }
+  return whole_shards(state);
+}
+
 void WholeModelStrategy::load_model_state(const StateDict& state) {
   load_state_dict(*module_, state, "the checkpoint's model.safetensors");
 }

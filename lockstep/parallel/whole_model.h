@@ -52,6 +52,7 @@ class WholeModelStrategy : public BaseStrategy {
   double clip_grad_norm(double max_norm) override;
   void zero_grad() override;
   StateDict model_state() override;
+  std::vector<TensorShard> model_shards() override;
   void load_model_state(const StateDict& state) override;
   /// From now on backward averages gradients over the ranks, where there are several. A collective.
   void average_gradients(const DdpOptions& options, const ReducerFactory& make_reducer = {});
@@ -76,6 +77,7 @@ class WholeOptimizerStrategy : public WholeModelStrategy {
   bool needs_closure() const override { return optimizer_->needs_closure(); }
   double step_with(const LossClosure& closure) override;
   StateDict optimizer_state() override;
+  std::vector<TensorShard> optimizer_shards() override { return whole_shards(optimizer_->state()); }
   void load_optimizer_state(const StateDict& state) override { optimizer_->load_state(state); }
   StateBytes state_bytes() const override;
 

@@ -30,6 +30,8 @@ class BatchFeed {
  public:
   virtual ~BatchFeed() = default;
   virtual int64_t batches_per_epoch() const = 0;
+  /// Of all ranks together, in a batch that is full; 0 where the loader does not say.
+  virtual int64_t samples_per_batch() const = 0;
   virtual void start(int64_t epoch, int64_t first_batch) = 0;
   /// Takes the next batch; false at the epoch's end.
   virtual bool next() = 0;
@@ -72,6 +74,11 @@ class FeedOf : public BatchFeed {
 
   int64_t batches_per_epoch() const override {
     return static_cast<int64_t>(std::as_const(loader_).batches_per_epoch());
+  }
+  int64_t samples_per_batch() const override {
+    if constexpr (std::same_as<L, DataLoader>)
+      return loader_.options().batch_size * loader_.sampler().options().world_size;
+    return 0;
   }
   void start(int64_t epoch, int64_t first_batch) override { loader_.epoch(epoch, first_batch); }
 

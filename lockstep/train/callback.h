@@ -35,6 +35,7 @@ struct LogResult {
   StepResult step;
   Metrics metrics;           ///< Of the steps since the last one, over all ranks.
   double samples_per_s = 0;  ///< Over all ranks, since the last one.
+  double save_seconds = 0;   ///< For which saves of checkpoints held up this rank meanwhile.
 };
 
 /// After each epoch and its evaluation.

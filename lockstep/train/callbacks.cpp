@@ -19,11 +19,11 @@ void Checkpointer::on_start(Trainer& trainer) {
 }
 
 void Checkpointer::on_step(Trainer& trainer, const StepResult& result) {
-  if (every_n_steps_ > 0 && result.step % every_n_steps_ == 0) trainer.save(folder_);
+  if (every_n_steps_ > 0 && result.step % every_n_steps_ == 0) trainer.save(folder_, overlap_);
 }
 
 void Checkpointer::on_epoch_end(Trainer& trainer, const EpochResult& result) {
-  trainer.save(folder_);
+  trainer.save(folder_, overlap_);
 }
 
 void Checkpointer::on_interrupt(Trainer& trainer, int signal_number) {

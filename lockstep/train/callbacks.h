@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/train/callback.h"
 
 namespace lockstep {
@@ -16,8 +17,13 @@ class Checkpointer : public Callback {
  public:
   /// Called with the checkpoint that was saved because a signal ends the run.
   using OnInterruptSaved = std::function<void(const std::filesystem::path& latest)>;
-  Checkpointer(CheckpointFolder folder, int64_t every_n_steps, OnInterruptSaved saved = {})
-      : folder_(std::move(folder)), every_n_steps_(every_n_steps), saved_(std::move(saved)) {}
+  /// By default training goes on while a checkpoint is written.
+  Checkpointer(CheckpointFolder folder, int64_t every_n_steps, OnInterruptSaved saved = {},
+               CheckpointOverlap overlap = CheckpointOverlap::wait)
+      : folder_(std::move(folder)),
+        every_n_steps_(every_n_steps),
+        saved_(std::move(saved)),
+        overlap_(overlap) {}
   /// Sets the folder's checkpoints of later steps aside where training goes on from an earlier one.
   void on_start(Trainer& trainer) override;
   void on_step(Trainer& trainer, const StepResult& result) override;
@@ -28,6 +34,7 @@ class Checkpointer : public Callback {
   CheckpointFolder folder_;
   int64_t every_n_steps_;
   OnInterruptSaved saved_;
+  CheckpointOverlap overlap_;
 };
 
 /// Ends the run when the test loss has not become lower for `patience` epochs. A loss that is NaN

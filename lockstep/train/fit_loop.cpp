@@ -1,6 +1,7 @@
 #include "lockstep/train/fit_loop.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iomanip>
 #include <limits>
 #include <sstream>
@@ -150,6 +151,7 @@ FitResult FitLoop::run() {
   result.stopped_early = epoch_ < options_.max_epochs;
   result.seconds = seconds();
   for (const auto& callback : callbacks_) callback->on_end(trainer_, result);
+  finish_saves();
   if (signals.received() != 0) throw InterruptedError(signals.received());
   return result;
 }
@@ -197,6 +199,7 @@ void FitLoop::log_step(const StepResult& result) {
   LogResult log;
   log.step = result;
   log.metrics = reduced(std::exchange(log_sums_, {}));
+  log.save_seconds = std::exchange(save_seconds_, 0);
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
   log_start_ = now;
@@ -261,41 +264,111 @@ double FitLoop::seconds() const {
   return std::chrono::duration<double>(Clock::now() - start_).count();
 }
 
-void FitLoop::save(CheckpointFolder& folder) {
-  collect_sums();
-  // The epoch's sums of all ranks become rank 0's after a resume.
-  const MetricSums sums = reduce_over_ranks(group_, device(), epoch_sums_);
-  Checkpoint checkpoint;
-  checkpoint.info.step = loop_.step();
-  checkpoint.info.epoch = epoch_;
-  checkpoint.info.batches = batches_;
-  checkpoint.info.identity = options_.identity;
-  checkpoint.info.settings = options_.settings;
-  checkpoint.info.values = sums.values(kEpoch);
-  checkpoint.info.values.merge(loop_.values());
-  checkpoint.info.values[detail::kSharesOfEpoch] =
-      loop_.parts().front()->strategy().data_share().size;
-  for (const auto& callback : callbacks_) checkpoint.info.values.merge(callback->values());
-  checkpoint.model = model_state();
-  for (const auto& [name, tensor] : detail::optimizer_state(loop_.parts())) {
-    checkpoint.state.emplace_back(kOptimizer + name, tensor);
+/// Where ranks do not see the folder, rank 0 has all.
+CheckpointShards FitLoop::shards_to_save(bool seen_by_all) {
+  const detail::TrainedParts& parts = loop_.parts();
+  CheckpointShards shards;
+  std::vector<TensorShard> optimizer;
+  StateDict random = random_state(device());
+  if (seen_by_all) {
+    shards.model = detail::model_shards(*task_.module, parts);
+    optimizer = detail::optimizer_shards(parts);
+    const std::string prefix = "rank" + std::to_string(group_.rank()) + ".";
+    shards.state = whole_shards(random, prefix);
+  } else {
+    shards.model = whole_shards(model_state());
+    optimizer = whole_shards(detail::optimizer_state(parts));
+    shards.state = whole_shards(gather_rank_state(group_, random));
   }
-  for (const auto& [name, tensor] : detail::precision_state(loop_.parts())) {
-    checkpoint.state.emplace_back(kPrecision + name, tensor);
+  for (TensorShard& shard : optimizer) {
+    shard.name = kOptimizer + shard.name;
+    shards.state.push_back(std::move(shard));
   }
-  save_checkpoint(group_, folder, checkpoint, random_state(device()));
+  if (group_.rank() != 0) return shards;
+  for (TensorShard& shard : whole_shards(detail::precision_state(parts), kPrecision))
+    shards.state.push_back(std::move(shard));
+  return shards;
 }
 
-void FitLoop::restore(const Checkpoint& checkpoint) {
-  loop_.warm_up();
-  detail::load_model_state(*task_.module, loop_.parts(), checkpoint.model);
-  detail::load_optimizer_state(loop_.parts(), with_prefix_removed(checkpoint.state, kOptimizer));
-  detail::load_precision_state(loop_.parts(), with_prefix_removed(checkpoint.state, kPrecision));
-  random_state_ = state_of_rank(checkpoint, group_.rank());
+FitLoop::SavedFolder& FitLoop::saved(const CheckpointFolder& folder) {
+  const auto found = saved_folders_.find(folder.path());
+  if (found != saved_folders_.end()) return found->second;
+  SavedFolder made{is_seen_by_all(group_, folder.path()),
+                   std::make_unique<CheckpointWriter>(group_, folder)};
+  return saved_folders_.emplace(folder.path(), std::move(made)).first->second;
+}
+
+void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap) {
+  const double begin = seconds();
+  collect_sums();
+  SavedFolder& target = saved(folder);
+  // The epoch's sums of all ranks become rank 0's after a resume.
+  const MetricSums sums = reduce_over_ranks(group_, device(), epoch_sums_);
+  CheckpointShards shards = shards_to_save(target.seen_by_all);
+  CheckpointInfo& info = shards.info;
+  info.step = loop_.step();
+  info.epoch = epoch_;
+  info.batches = batches_;
+  const int64_t samples = task_.train->samples_per_batch();
+  info.samples = samples > 0 ? batches_ * samples : -1;
+  info.identity = options_.identity;
+  info.settings = options_.settings;
+  info.values = sums.values(kEpoch);
+  info.values.merge(loop_.values());
+  info.values[detail::kSharesOfEpoch] = loop_.parts().front()->strategy().data_share().size;
+  for (const auto& callback : callbacks_) info.values.merge(callback->values());
+  target.writer->save(shards, overlap);
+  save_seconds_ += seconds() - begin;
+}
+
+void FitLoop::finish_saves() {
+  for (auto& [path, folder] : saved_folders_) folder.writer->finish();
+}
+
+/// Where the epoch goes on. A step must begin where one of the checkpoint's ended.
+int64_t FitLoop::first_batch_of(const CheckpointInfo& info) const {
+  if (info.batches == 0) return 0;
+  const int64_t of_batch = task_.train->samples_per_batch();
+  if (info.samples >= 0 && of_batch > 0) {
+    const int64_t end = loop_.batches_per_epoch();
+    if (info.samples >= end * of_batch) return end;
+    if (info.samples == info.batches * of_batch) return info.batches;
+    const int64_t of_step = of_batch * options_.accumulate_grad_batches;
+    if (info.samples % of_step == 0) return info.samples / of_batch;
+    throw CheckpointError("the checkpoint lies within an epoch, after " +
+                              std::to_string(info.samples) +
+                              " samples, where no step of this run begins: they have " +
+                              std::to_string(of_step) + " samples over all ranks",
+                          "keep the samples of a step (--global-batch-size), or resume from a "
+                          "checkpoint at the end of an epoch");
+  }
+  const auto found = info.values.find(detail::kSharesOfEpoch);
+  const int shares = loop_.parts().front()->strategy().data_share().size;
+  if (found == info.values.end() || found->second == shares) return info.batches;
+  throw CheckpointError("the checkpoint lies within an epoch of a run that cut the data into " +
+                            std::to_string(std::llround(found->second)) +
+                            " shares; this run cuts it into " + std::to_string(shares),
+                        "resume with as many ranks and the strategy that it was saved with, or "
+                        "from a checkpoint at the end of an epoch");
+}
+
+void FitLoop::restore(const StoredCheckpoint& checkpoint) {
   const CheckpointInfo& info = checkpoint.info;
+  batches_ = first_batch_of(info);
+  loop_.warm_up();
+  const detail::TrainedParts& parts = loop_.parts();
+  const detail::NeededState needed(parts);
+  detail::load_model_state(
+      *task_.module, parts,
+      read_tensors(checkpoint, checkpoint.model, "",
+                   [&](const std::string& name) { return needed.of_model(name); }));
+  detail::load_optimizer_state(
+      parts, read_tensors(checkpoint, checkpoint.state, kOptimizer,
+                          [&](const std::string& name) { return needed.of_optimizer(name); }));
+  detail::load_precision_state(parts, read_tensors(checkpoint, checkpoint.state, kPrecision));
+  random_state_ = state_of_rank(checkpoint, group_.rank());
   loop_.load_values(info.step, info.values);
   epoch_ = info.epoch;
-  batches_ = info.batches;
   const MetricSums sums = MetricSums::from_values(info.values, kEpoch);
   restored_samples_ = sums.samples;
   epoch_sums_ = group_.rank() == 0 ? sums : MetricSums();

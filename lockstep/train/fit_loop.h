@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,12 +40,13 @@ class FitLoop {
 
   FitResult run();
   /// Goes on from a checkpoint in `run`. Throws CheckpointError when the tensors do not fit.
-  void restore(const Checkpoint& checkpoint);
+  void restore(const StoredCheckpoint& checkpoint);
   /// See Trainer::load_optimizer.
   void load_optimizer(const StateDict& state) {
     detail::load_optimizer_state(loop_.parts(), state);
   }
-  void save(CheckpointFolder& folder);
+  void save(CheckpointFolder& folder, CheckpointOverlap overlap);
+  void finish_saves();
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
   StateDict model_state() { return detail::model_state(*task_.module, loop_.parts()); }
@@ -53,6 +56,13 @@ class FitLoop {
   int64_t epoch() const { return epoch_; }
 
  private:
+  struct SavedFolder {
+    bool seen_by_all;
+    std::unique_ptr<CheckpointWriter> writer;
+  };
+  SavedFolder& saved(const CheckpointFolder& folder);
+  CheckpointShards shards_to_save(bool seen_by_all);
+  int64_t first_batch_of(const CheckpointInfo& info) const;
   void train();
   void after_step(const StepResult& result);
   void log_step(const StepResult& result);
@@ -86,7 +96,9 @@ class FitLoop {
   int stop_requested_ = 0;
   StepResult last_step_;
   Metrics validation_;
-  StateDict random_state_;  ///< To be set when `run` begins.
+  std::map<std::filesystem::path, SavedFolder> saved_folders_;
+  double save_seconds_ = 0;  ///< For which saves have held up this rank since the last log.
+  StateDict random_state_;   ///< To be set when `run` begins.
   std::chrono::steady_clock::time_point start_;
 };
 

@@ -155,8 +155,10 @@ void MetricsFile::on_start(Trainer& trainer) {
 
 void MetricsFile::on_log(Trainer& trainer, const LogResult& result) {
   const StepResult& step = result.step;
-  file_->write(row_of(step.step, step.epoch, "train", result.metrics, step.lr, result.samples_per_s,
-                      step.seconds));
+  ordered_json row = row_of(step.step, step.epoch, "train", result.metrics, step.lr,
+                            result.samples_per_s, step.seconds);
+  if (result.save_seconds > 0) row["save_seconds"] = std::round(result.save_seconds * 1e6) / 1e6;
+  file_->write(row);
 }
 
 void MetricsFile::on_epoch_end(Trainer& trainer, const EpochResult& result) {

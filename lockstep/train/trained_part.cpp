@@ -213,6 +213,14 @@ void append(StateDict& all, const std::string& prefix, const StateDict& more) {
   for (const auto& [name, tensor] : more) all.emplace_back(prefix + name, tensor);
 }
 
+void append(std::vector<TensorShard>& all, const std::string& prefix,
+            std::vector<TensorShard> more) {
+  for (TensorShard& shard : more) {
+    shard.name = prefix + shard.name;
+    all.push_back(std::move(shard));
+  }
+}
+
 /// An optimizer without copies of the weights would call them unknown.
 void check_copies_fit(const StateDict& state, const Precision& precision) {
   const bool has_copies = std::any_of(state.begin(), state.end(), [](const auto& item) {
@@ -295,6 +303,47 @@ StateDict optimizer_state(const TrainedParts& parts) {
     append(all, prefix_of(*part, parts), part->strategy().optimizer_state());
   }
   return all;
+}
+
+std::vector<TensorShard> model_shards(const TrainingModuleBase& root, const TrainedParts& parts) {
+  std::vector<TensorShard> all;
+  for (const auto& part : parts)
+    append(all, prefix_of(*part, parts), part->strategy().model_shards());
+  if (parts.front()->strategy().group().rank() == 0)
+    append(all, "", whole_shards(tensors_of_no_part(root, parts)));
+  return all;
+}
+
+std::vector<TensorShard> optimizer_shards(const TrainedParts& parts) {
+  std::vector<TensorShard> all;
+  for (const auto& part : parts)
+    append(all, prefix_of(*part, parts), part->strategy().optimizer_shards());
+  return all;
+}
+
+NeededState::NeededState(const TrainedParts& parts) {
+  for (const auto& part : parts) {
+    const std::string prefix = prefix_of(*part, parts);
+    for (auto& [name, boxes] : part->strategy().needed_of_model())
+      model_.emplace(prefix + name, std::move(boxes));
+    for (auto& [index, boxes] : part->strategy().needed_of_optimizer())
+      optimizers_[prefix].emplace("." + std::to_string(index), std::move(boxes));
+  }
+}
+
+const std::vector<TensorBox>* NeededState::of_model(const std::string& name) const {
+  const auto found = model_.find(name);
+  return found == model_.end() ? nullptr : &found->second;
+}
+
+const std::vector<TensorBox>* NeededState::of_optimizer(const std::string& name) const {
+  const size_t dot = name.rfind('.');
+  if (dot == std::string::npos) return nullptr;
+  for (const auto& [prefix, boxes] : optimizers_) {
+    const auto found = name.starts_with(prefix) ? boxes.find(name.substr(dot)) : boxes.end();
+    if (found != boxes.end()) return &found->second;
+  }
+  return nullptr;
 }
 
 StateDict precision_state(const TrainedParts& parts) {

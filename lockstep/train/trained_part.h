@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -107,6 +108,21 @@ class OnlyPart {
 /// part, else "PART.NAME". What belongs to no part has the root's names. Collectives.
 StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts);
 StateDict optimizer_state(const TrainedParts& parts);
+/// What this rank has of the same: see Strategy. Collectives.
+std::vector<TensorShard> model_shards(const TrainingModuleBase& root, const TrainedParts& parts);
+std::vector<TensorShard> optimizer_shards(const TrainedParts& parts);
+/// What of them the load functions below look at on this rank.
+class NeededState {
+ public:
+  explicit NeededState(const TrainedParts& parts);
+  const std::vector<TensorBox>* of_model(const std::string& name) const;
+  const std::vector<TensorBox>* of_optimizer(const std::string& name) const;
+
+ private:
+  std::map<std::string, std::vector<TensorBox>> model_;
+  /// By the part's prefix and the parameter's index: ".3".
+  std::map<std::string, std::map<std::string, std::vector<TensorBox>>> optimizers_;
+};
 /// Of gradient scalers, by the same names, on every rank. No collective.
 StateDict precision_state(const TrainedParts& parts);
 /// The same, whole, on every rank. Throw CheckpointError where they do not fit.

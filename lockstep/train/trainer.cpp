@@ -1,6 +1,5 @@
 #include "lockstep/train/trainer.h"
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <utility>
@@ -8,7 +7,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/fit_loop.h"
 #include "lockstep/train/same_settings.h"
@@ -31,27 +29,13 @@ void check_ranges(const TrainerOptions& options) {
   if (!(options.gradient_clip_val >= 0)) throw UsageError("gradient_clip_val must not be negative");
 }
 
-/// A position within an epoch is one of batches, whose number depends on how the data is shared.
-void check_position(const CheckpointInfo& info, const TrainerOptions& options, const World& world) {
-  const auto found = info.values.find(detail::kSharesOfEpoch);
-  if (info.batches == 0 || found == info.values.end()) return;
-  const int shares =
-      data_share(options.strategy, options.strategy_options, world.rank(), world.size()).size;
-  if (found->second == shares) return;
-  throw CheckpointError("the checkpoint lies within an epoch of a run that cut the data into " +
-                            std::to_string(std::llround(found->second)) + " shares; strategy " +
-                            options.strategy + " cuts it into " + std::to_string(shares),
-                        "resume with the strategy that it was saved with, or from a checkpoint at "
-                        "the end of an epoch");
-}
-
 }  // namespace
 
 class Trainer::Impl {
  public:
   Impl(const World& world, TrainerOptions options) : world_(world), options_(std::move(options)) {
     check_ranges(options_);
-    options_.identity["number of ranks"] = std::to_string(world.size());
+    options_.settings["number of ranks"] = std::to_string(world.size());
   }
 
   FitResult fit(Trainer& trainer, detail::TrainTask task) {
@@ -67,7 +51,7 @@ class Trainer::Impl {
     return fit_->run();
   }
   Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
-  void restore(Checkpoint checkpoint);
+  void restore(StoredCheckpoint checkpoint);
   /// The latest fit. `what` is the function that needs one.
   FitLoop& fitted(const char* what) const {
     if (fit_) return *fit_;
@@ -78,8 +62,8 @@ class Trainer::Impl {
   const World& world_;
   TrainerOptions options_;
   std::vector<std::shared_ptr<Callback>> callbacks_;
-  std::optional<Checkpoint> checkpoint_;  ///< From which the next fit goes on.
-  StateDict optimizer_state_;             ///< With which the next fit begins; empty: none.
+  std::optional<StoredCheckpoint> checkpoint_;  ///< From which the next fit goes on.
+  StateDict optimizer_state_;                   ///< With which the next fit begins; empty: none.
   std::unique_ptr<FitLoop> fit_;
 };
 
@@ -99,8 +83,7 @@ Metrics Trainer::Impl::validate(TrainingModuleBase& module, detail::BatchFeed& f
   return evaluate(module, {}, feed, world_.group(), options_.limit_val_batches);
 }
 
-void Trainer::Impl::restore(Checkpoint checkpoint) {
-  check_position(checkpoint.info, options_, world_);
+void Trainer::Impl::restore(StoredCheckpoint checkpoint) {
   const std::string changed = changed_settings(checkpoint.info.settings, options_.settings);
   if (world_.rank() == 0 && !changed.empty()) {
     log_warning("this run goes on with other settings: " + changed +
@@ -122,14 +105,17 @@ FitResult Trainer::fit(detail::TrainTask task) {
 Metrics Trainer::validate(TrainingModuleBase& module, detail::BatchFeed& feed) {
   return impl_->validate(module, feed);
 }
-void Trainer::restore(Checkpoint checkpoint) {
+void Trainer::restore(StoredCheckpoint checkpoint) {
   impl_->restore(std::move(checkpoint));
 }
 void Trainer::load_optimizer(StateDict state) {
   impl_->optimizer_state_ = std::move(state);
 }
-void Trainer::save(CheckpointFolder& folder) {
-  impl_->fitted("save").save(folder);
+void Trainer::save(CheckpointFolder& folder, CheckpointOverlap overlap) {
+  impl_->fitted("save").save(folder, overlap);
+}
+void Trainer::finish_saves() {
+  impl_->fitted("finish_saves").finish_saves();
 }
 StateDict Trainer::model_state() {
   return impl_->fitted("model_state").model_state();

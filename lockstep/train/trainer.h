@@ -8,6 +8,7 @@
 
 #include "lockstep/amp/precision.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/strategy.h"
@@ -46,11 +47,10 @@ struct TrainerOptions {
   /// How the model is spread over ranks: see strategy_names().
   std::string strategy = "ddp";
   StrategyOptions strategy_options = {};
-  /// What must be the same in a run that resumes, besides the world size: see
-  /// CheckpointInfo::identity.
+  /// What must be the same in a run that resumes: see CheckpointInfo::identity.
   std::map<std::string, std::string> identity = {};
-  /// What a run that resumes may change: see CheckpointInfo::settings. `Trainer::restore` warns of
-  /// each difference.
+  /// What a run that resumes may change, besides the number of ranks: see CheckpointInfo::settings.
+  /// `Trainer::restore` warns of each difference.
   std::map<std::string, std::string> settings = {};
 };
 
@@ -105,10 +105,11 @@ class Trainer {
     return validate(*module, *detail::feed_of(module, std::move(data)));
   }
 
-  /// Lets the next `fit` go on from a checkpoint. Every rank calls with the same one. Warns if
-  /// TrainerOptions::settings differ. Throws CheckpointError for a checkpoint within an epoch if
-  /// another strategy splits the data differently. `fit` throws it if the tensors do not fit.
-  void restore(Checkpoint checkpoint);
+  /// Lets the next `fit` go on from a checkpoint, of any strategy and number of ranks: each rank
+  /// reads what it needs of it. Every rank calls with the same one. Warns if
+  /// TrainerOptions::settings differ. `fit` throws CheckpointError if the tensors do not fit, and
+  /// for a checkpoint within an epoch at a sample where no step of this run begins.
+  void restore(StoredCheckpoint checkpoint);
   /// Lets the next `fit` begin with this state of the optimizer, whole, as Optimizer::load_state
   /// takes it, or with "OPTIMIZER." before where there are several. Every rank calls with the same
   /// one. A checkpoint to go on from has its own. `fit` throws CheckpointError if it does not fit.
@@ -116,9 +117,14 @@ class Trainer {
 
   // What follows is about the latest fit, and throws UsageError before one. Callbacks may call it.
 
-  /// Saves the state after the last step: all parameters, all optimizers. Every rank calls, rank 0
-  /// writes. `folder` is used on rank 0 only.
-  void save(CheckpointFolder& folder);
+  /// Saves the state after the last step: all parameters, all optimizers. Every rank calls, and
+  /// writes what it has. Where some rank does not see the folder, rank 0 gathers all and writes.
+  /// `folder` is used on rank 0 only. See CheckpointWriter for `overlap`, and for what becomes of a
+  /// checkpoint that cannot be written.
+  void save(CheckpointFolder& folder, CheckpointOverlap overlap = CheckpointOverlap::none);
+  /// Waits for what is being written behind training, as `fit` does when it ends. Every rank calls.
+  /// Throws CheckpointError where a folder's newest checkpoint could not be written.
+  void finish_saves();
   /// The module's parameters and buffers by name, whole: on rank 0, empty on the others. Every rank
   /// calls. Names are those of the optimizer's module, with "OPTIMIZER." before where there are
   /// several.

@@ -6,9 +6,13 @@
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
+#include <atomic>
 #include <future>
+#include <map>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/state_dict.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/step_loop.h"
@@ -36,10 +40,11 @@ class EachStrategy : public ::testing::TestWithParam<std::string> {
  protected:
   TrainerOptions options() const { return {.max_epochs = 1, .strategy = GetParam()}; }
   /// Made before the ranks' threads begin, which share LibTorch's random state.
-  std::vector<TrainTask> tasks(int ranks, const char* model = "mlp") const {
+  std::vector<TrainTask> tasks(int ranks, const char* model = "mlp",
+                               const std::string& strategy = GetParam()) const {
     std::vector<TrainTask> all;
     for (int rank = 0; rank < ranks; ++rank) {
-      const DataShare share = data_share(GetParam(), {}, rank, ranks);
+      const DataShare share = data_share(strategy, {}, rank, ranks);
       all.push_back(small_task(model, noise_images(48), share.rank, share.size));
     }
     return all;
@@ -179,6 +184,73 @@ TEST_P(EachStrategy, GoesOnFromAStateInEachPrecision) {
     ASSERT_EQ(got.size(), expected.size());
     for (size_t i = 0; i < got.size(); ++i)
       EXPECT_TRUE(at::equal(got[i].second, expected[i].second)) << got[i].first;
+  }
+}
+
+void expect_same(const StateDict& found, const StateDict& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  const std::map<std::string, at::Tensor> wanted(expected.begin(), expected.end());
+  for (const auto& [name, tensor] : found) EXPECT_TRUE(at::equal(tensor, wanted.at(name))) << name;
+}
+
+/// Each rank's part of the state, of a strategy over 2 ranks, becomes that of this one over 3.
+TEST_P(EachStrategy, ReadsWhatItNeedsOfWhatAnyOtherSavedAtAnySize) {
+  for (const std::string& saver : strategies_of_ranks()) {
+    SCOPED_TRACE(saver + ", then " + GetParam());
+    TemporaryDirectory folder;
+    const TrainerOptions saving{.max_epochs = 1, .strategy = saver};
+    std::vector<TrainTask> first = tasks(2, "mlp", saver), second = tasks(3);
+    StateDict model, optimizer;
+    run_group(2,
+              [&](ProcessGroup group) {
+                TrainTask& task = first[static_cast<size_t>(group.rank())];
+                StepLoop loop(task, group, saving);
+                loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+                CheckpointShards shards;
+                shards.model = detail::model_shards(*task.module, loop.parts());
+                shards.state = detail::optimizer_shards(loop.parts());
+                CheckpointFolder checkpoints(folder.path());
+                save_checkpoint(group, checkpoints, shards);
+                const StateDict whole_model = detail::model_state(*task.module, loop.parts());
+                const StateDict whole_optimizer = detail::optimizer_state(loop.parts());
+                if (group.rank() != 0) return;
+                model = copied(whole_model);
+                optimizer = copied(whole_optimizer);
+              },
+              {.backend = "shm"});
+    std::atomic<int64_t> read = 0;
+    run_group(3,
+              [&](ProcessGroup group) {
+                TrainTask& task = second[static_cast<size_t>(group.rank())];
+                StepLoop loop(task, group, options());
+                const StoredCheckpoint stored =
+                    *load_checkpoint(group, folder.path().string(), nullptr, {}, c10::kCPU);
+                const detail::NeededState needed(loop.parts());
+                const auto of_model = [&](const auto& name) { return needed.of_model(name); };
+                const auto of_optimizer = [&](const auto& name) {
+                  return needed.of_optimizer(name);
+                };
+                detail::load_model_state(*task.module, loop.parts(),
+                                         read_tensors(stored, stored.model, "", of_model));
+                detail::load_optimizer_state(loop.parts(),
+                                             read_tensors(stored, stored.state, "", of_optimizer));
+                read += *stored.bytes_read;
+                const StateDict found = detail::model_state(*task.module, loop.parts());
+                const StateDict found_optimizer = detail::optimizer_state(loop.parts());
+                if (group.rank() != 0) return;
+                expect_same(found, model);
+                expect_same(found_optimizer, optimizer);
+              },
+              {.backend = "shm"});
+    const auto bytes = [](const StateDict& state) {
+      int64_t sum = 0;
+      for (const auto& [name, tensor] : state) sum += static_cast<int64_t>(tensor.nbytes());
+      return sum;
+    };
+    const bool cuts_model = GetParam() == "fsdp" || GetParam() == "pipeline";
+    const bool cuts_optimizer = GetParam() != "ddp";
+    EXPECT_EQ(read,
+              bytes(model) * (cuts_model ? 1 : 3) + bytes(optimizer) * (cuts_optimizer ? 1 : 3));
   }
 }
 

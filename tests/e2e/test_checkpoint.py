@@ -21,6 +21,10 @@ def steps_in(folder):
     return sorted(path.name for path in folder.glob("step-*"))
 
 
+MODEL = "model-00001-of-00001.safetensors"
+STATE = "state-00001-of-00001.safetensors"
+
+
 def flip_a_byte(path, at=-1):
     content = bytearray(path.read_bytes())
     content[at] ^= 1
@@ -135,7 +139,7 @@ class Folder(unittest.TestCase):
         self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (2, 4, 5, 6, 8, 10)])
         self.assertEqual(sorted(os.listdir(self.saved)), sorted(steps_in(self.saved) + ["latest", "config.toml"]))
         self.assertEqual(os.readlink(self.saved / "latest"), "step-00000010")
-        self.assertEqual(sorted(os.listdir(self.saved / "latest")), ["model.safetensors", "state.json", "state.safetensors"])
+        self.assertEqual(sorted(os.listdir(self.saved / "latest")), [MODEL, "model.safetensors.index.json", STATE, "state.json"])
         state = json.loads((self.saved / "latest" / "state.json").read_text())
         self.assertEqual((state["step"], state["epoch"], state["batches"]), (10, 2, 0))
 
@@ -149,12 +153,14 @@ class Folder(unittest.TestCase):
         except ImportError:
             self.skipTest("Python has no safetensors")
         self.save("--save-weights", self.folder / "w.safetensors", "--devices", 2)
-        model = load_file(self.saved / "latest" / "model.safetensors")
+        latest = self.saved / "latest"
+        model = {name: load_file(latest / file)[name] for name, file in
+                 json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"].items()}
         weights = load_file(self.folder / "w.safetensors")
         self.assertEqual(set(model), {f"layers.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")})
         for name in weights:
             self.assertEqual(model[name].tobytes(), weights[name].tobytes(), name)
-        state = load_file(self.saved / "latest" / "state.safetensors")
+        state = {name: tensor for path in latest.glob("state-*") for name, tensor in load_file(path).items()}
         self.assertIn("rank0.rng.cpu", state)
         self.assertIn("rank1.rng.cpu", state)
         self.assertTrue(any(name.startswith("optimizer.") for name in state), list(state))
@@ -162,18 +168,18 @@ class Folder(unittest.TestCase):
     def test_a_damaged_one_is_named_and_the_one_before_is_used(self):
         self.save()
         newest = self.saved / "step-00000010"
-        flip_a_byte(newest / "model.safetensors")
+        flip_a_byte(newest / MODEL)
         result = self.resume("--devices", 1)
-        self.assertIn(f"{newest} is damaged: model.safetensors has SHA-256", result.stderr)
+        self.assertIn(f"{newest} is damaged: {MODEL} has SHA-256", result.stderr)
         self.assertIn("resumed after step 5 ", result.stdout)
 
     def test_a_damaged_one_asked_for_by_name_is_refused(self):
         self.save()
         newest = self.saved / "step-00000010"
-        (newest / "state.safetensors").unlink()
+        (newest / STATE).unlink()
         result = self.resume(check=False, resume=newest)
         self.assertEqual(result.returncode, 1)
-        self.assertIn(f"checkpoint {newest} is damaged: state.safetensors is missing", result.stderr)
+        self.assertIn(f"checkpoint {newest} is damaged: {STATE} is missing", result.stderr)
 
     def test_all_damaged_is_an_error_and_no_new_start(self):
         self.save()
@@ -183,10 +189,10 @@ class Folder(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn(f"every checkpoint in {self.saved} is damaged", result.stderr)
 
-    def test_of_another_model_world_or_data_names_both(self):
+    def test_of_another_model_or_data_names_both(self):
         self.save()
         for flags, message in ((("--model", "wide"), "--model 'mlp' in the checkpoint, 'wide' in this run"),
-                               (("--devices", 2), "number of ranks '1' in the checkpoint, '2' in this run"),
+                               (("--global-batch-size", 64), "--global-batch-size 'none' in the checkpoint, '64' in"),
                                (("--limit-train-batches", 4), "--limit-train-batches '5' in the checkpoint, '4' in"),
                                (("--batch-size", 32), "--batch-size '64' in the checkpoint, '32' in this run"),
                                (("--optimizer", "adam"), "--optimizer 'sgd' in the checkpoint, 'adam' in this run")):
@@ -202,6 +208,7 @@ class Folder(unittest.TestCase):
         for flags, message in ((("--lr", 0.01), "--lr '0.05' in the checkpoint, '0.01' in this run"),
                                (("--weight-decay", 0.1), "--weight-decay '0.0' in the checkpoint, '0.1' in this run"),
                                (("--gradient-clip-val", 1), "--gradient-clip-val '0.0' in the checkpoint, '1.0' in"),
+                               (("--devices", 2), "number of ranks '1' in the checkpoint, '2' in this run"),
                                (("--lr-gamma", 0.5), "--lr-gamma '0.1' in the checkpoint, '0.5' in this run"),
                                (("--schedule", "linear"), "--schedule 'step' in the checkpoint, 'linear' in this run")):
             result = self.resume("--schedule", "step", "--quiet", *flags, resume=self.saved / "step-00000010")
@@ -213,10 +220,10 @@ class Folder(unittest.TestCase):
         self.save()
         for folder in self.saved.glob("step-*"):
             path = folder / "state.json"
-            path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+            path.write_text(path.read_text().replace('"version":2', '"version":99'))
         result = self.resume(check=False)
         self.assertEqual(result.returncode, 1)
-        self.assertIn("has version 99 of the layout; this Lockstep reads version 1", result.stderr)
+        self.assertIn("has version 99 of the layout; this Lockstep reads versions 1 and 2", result.stderr)
 
     def test_a_new_run_does_not_mix_with_an_old_one(self):
         self.save()
@@ -254,6 +261,121 @@ class Folder(unittest.TestCase):
         shutil.move(self.saved, moved)
         self.assertIn("resumed after step 10 ", self.resume(resume=moved).stdout)
         self.assertIn("resumed after step 10 ", self.resume(resume=moved / "latest").stdout)
+
+
+class AtAnySize(unittest.TestCase):
+    """A checkpoint of any strategy and number of ranks is that of any other."""
+
+    FLAGS = ("--optimizer", "adam", "--limit-val-batches", 2)
+
+    def test_another_number_of_ranks_makes_the_same_steps(self):
+        """Over 2, 3 and 1 ranks: each step has the samples, and so the loss, of a run that stayed at 2."""
+        flags = (*self.FLAGS, "--global-batch-size", 24, "--limit-train-batches", 14, "--max-epochs", 2, "--schedule",
+                 "cosine", "--log-every-n-steps", 1, "--checkpoint-every", 4, "--keep-checkpoints", 0)
+        with t.temporary_folder() as folder:
+
+            def run(name, devices, *more):
+                train(*flags, "--devices", devices, "--checkpoint-dir", folder / name, "--metrics-file",
+                      folder / f"{name}.jsonl", *more)
+                rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+                return {row["step"]: row for row in rows if row["split"] == "train"}
+
+            whole = run("whole", 2)
+            self.assertEqual(sorted(whole), list(range(1, 29)))
+            second = run("second", 3, "--resume", folder / "whole/step-00000004")
+            third = run("third", 1, "--resume", folder / "second/step-00000020")
+            self.assertEqual((min(second), min(third)), (5, 21))
+            for rows in (second, third):
+                for step, row in rows.items():
+                    self.assertAlmostEqual(row["loss"], whole[step]["loss"], places=3, msg=f"step {step}")
+                    self.assertEqual(row["lr"], whole[step]["lr"])
+
+    def test_a_batch_of_each_rank_goes_on_where_a_step_begins(self):
+        flags = (*self.FLAGS, "--limit-train-batches", 6, "--max-epochs", 1, "--batch-size", 8)
+        with t.temporary_folder() as folder:
+            train(*flags, "--devices", 2, "--checkpoint-dir", folder, "--checkpoint-every", 1, "--keep-checkpoints", 0)
+            on = train(*flags, "--devices", 1, "--resume", folder / "step-00000002")
+            self.assertIn("resumed after step 2 (epoch 1, batch 2)", on.stdout)
+            off = train(*flags, "--devices", 3, "--resume", folder / "step-00000002", check=False)
+            self.assertEqual(off.returncode, 1, off.stderr)
+            self.assertIn("after 32 samples, where no step of this run begins", off.stderr)
+            self.assertIn("--global-batch-size", off.stderr)
+
+    def test_a_batch_that_cannot_be_shared_is_refused(self):
+        result = train("--devices", 2, "--global-batch-size", 9, check=False)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("--global-batch-size 9 cannot be cut into 2 equal batches", result.stderr)
+
+    def test_each_strategy_reads_what_others_wrote(self):
+        """The same weights to the bit, and the same optimizer: it makes the same next epoch."""
+        flags = (*self.FLAGS, "--global-batch-size", 24, "--limit-train-batches", 3)
+        runs = (("ddp", 3), ("zero2", 2), ("fsdp", 3), ("fsdp", 2), ("pipeline", 2))
+        with t.temporary_folder() as folder:
+
+            def weights(name):
+                return (folder / name).read_bytes()
+
+            train(*flags, "--max-epochs", 1, "--checkpoint-dir", folder / "run", "--save-weights", folder / "first")
+            before = weights("first")
+            previous = folder / "run"
+            for number, (strategy, devices) in enumerate(runs):
+                with self.subTest(f"{previous.name} then {strategy} on {devices}"):
+                    again = ("--strategy", strategy, "--devices", devices, "--resume", previous)
+                    train(*flags, *again, "--max-epochs", 1, "--save-weights", folder / "same")
+                    self.assertEqual(weights("same"), before)
+                    previous = folder / f"{strategy}-{devices}-{number}"
+                    train(*flags, *again, "--max-epochs", number + 2, "--checkpoint-dir", previous, "--save-weights",
+                          folder / "next")
+                    before = weights("next")
+                    self.assertNotEqual(before, weights("same"))
+
+
+class ReadByPython(unittest.TestCase):
+    """torch.distributed.checkpoint reads the weights, of any strategy, and gives each rank its part."""
+
+    SCRIPT = """
+import json, sys, torch, torch.distributed as dist
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from safetensors.torch import load_file
+folder, weights, rank, size, meeting = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(size))
+mesh = init_device_mesh("cpu", (int(size),))
+expected = load_file(weights)
+state = {name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for name, value in expected.items()}
+load(state, storage_reader=HuggingFaceStorageReader(folder))
+for name, value in expected.items():
+    assert torch.equal(state[name].full_tensor(), value), name
+dist.destroy_process_group()
+"""
+
+    def check(self, strategy, devices):
+        with t.temporary_folder() as folder:
+            train("--limit-train-batches", 3, "--max-epochs", 1, "--strategy", strategy, "--devices", devices,
+                  "--checkpoint-dir", folder / "run", "--save-weights", folder / "w.safetensors")
+            script = folder / "read.py"
+            script.write_text(self.SCRIPT)
+            ranks = [subprocess.Popen([sys.executable, script, folder / "run/latest", folder / "w.safetensors", str(rank),
+                                       "2", folder / "meeting"], stderr=subprocess.PIPE, text=True)
+                     for rank in range(2)]
+            for rank in ranks:
+                self.addCleanup(rank.kill)
+            for rank in ranks:
+                _, err = rank.communicate(timeout=120)
+                self.assertEqual(rank.returncode, 0, err)
+
+    def setUp(self):
+        try:
+            import safetensors
+            import torch
+        except ImportError as missing:
+            self.skipTest(str(missing))
+
+    def test_of_ddp(self):
+        self.check("ddp", 2)
+
+    def test_of_shards(self):
+        self.check("fsdp", 3)
 
 
 class InUse(unittest.TestCase):
@@ -360,7 +482,14 @@ class CannotSave(unittest.TestCase):
             self.assertIn("/proc/none", result.stderr)
             self.assertNotIn("epoch 1", result.stdout)
 
-    def test_a_full_disk_ends_all_ranks_and_leaves_the_last_good_one(self):
+    def test_a_full_disk_is_told_and_leaves_the_last_good_one(self):
+        """A save behind training that fails does not end it. The run fails at its end, as its result is not saved."""
+        self.check_full_disk("wait", ["training goes on without it", "step-00000025"])
+
+    def test_a_full_disk_ends_a_run_that_waits_for_its_saves(self):
+        self.check_full_disk("none", [])
+
+    def check_full_disk(self, overlap, told):
         can_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0 \
             if shutil.which("unshare") else False
         if not can_mount:
@@ -370,14 +499,16 @@ class CannotSave(unittest.TestCase):
             saved.mkdir()
             # The MLP's checkpoint takes 0.9 MB: one fits, the second does not.
             script = (f"mount -t tmpfs -o size=1500k tmpfs {saved} || exit 77; "
-                      f"{t.LOCKSTEP} train --devices 2 --limit-train-batches 5 --checkpoint-dir {saved}; code=$?; "
+                      f"{t.LOCKSTEP} train --devices 2 --limit-train-batches 5 --checkpoint-overlap {overlap} "
+                      f"--checkpoint-dir {saved}; code=$?; "
                       f"cp -r {saved} {folder}/after; exit $code")
             result = t.run("unshare", "-rm", "sh", "-c", script, check=False, timeout=60)
             if result.returncode == 77:
                 self.skipTest("no small file system can be mounted here")
             self.assertEqual(result.returncode, 1, result.stderr)
             self.assertIn("No space left on device", result.stderr)
-            self.assertIn("step-00000010", result.stderr)
+            for text in ["step-00000010", *told]:
+                self.assertIn(text, result.stderr)
             after = folder / "after"
             self.assertEqual(steps_in(after), ["step-00000005"])
             self.assertEqual([name for name in os.listdir(after) if name.startswith(".tmp")], [])

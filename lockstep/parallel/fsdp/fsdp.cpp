@@ -48,6 +48,9 @@ struct FsdpCore::Impl {
   std::vector<size_t> indices;     ///< The parameters of which they are parts.
   std::unique_ptr<ShardedGradients> gradients;
 
+  /// What this rank has of the optimizer's state, by the whole's indices.
+  StateDict local_state(const StateDict& own) const;
+
   Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
        const FsdpOptions& options, c10::Device device)
       : module(std::move(wrapped)) {
@@ -213,11 +216,15 @@ void FsdpCore::load_sharded_state(const std::vector<Shard>& given, const std::st
   load_shards(*impl_->module, *impl_->parameters, given, source);
 }
 
-StateDict FsdpCore::optimizer_state(const StateDict& own) {
-  StateDict local = impl_->frozen_state;
-  for (auto& entry : by_whole_index(impl_->has_trained() ? own : StateDict(), impl_->indices))
+StateDict FsdpCore::Impl::local_state(const StateDict& own) const {
+  StateDict local = frozen_state;
+  for (auto& entry : by_whole_index(has_trained() ? own : StateDict(), indices))
     local.push_back(std::move(entry));
-  return gather_state(spread_of(*impl_->parameters), local, 0, kName);
+  return local;
+}
+
+StateDict FsdpCore::optimizer_state(const StateDict& own) {
+  return gather_state(spread_of(*impl_->parameters), impl_->local_state(own), 0, kName);
 }
 
 StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
@@ -231,6 +238,23 @@ StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::strin
   }
   impl_->frozen_state = std::move(frozen);
   return by_own_index(trained, impl_->indices);
+}
+
+std::vector<TensorShard> FsdpCore::model_shards() {
+  impl_->parameters->take_values();
+  return detail::model_shards(*impl_->module, *impl_->parameters);
+}
+
+std::vector<TensorShard> FsdpCore::optimizer_shards(const StateDict& own) const {
+  return state_shards(spread_of(*impl_->parameters), impl_->local_state(own));
+}
+
+std::map<std::string, std::vector<TensorBox>> FsdpCore::needed_of_model() const {
+  return detail::needed_of_model(*impl_->module, *impl_->parameters);
+}
+
+std::map<size_t, std::vector<TensorBox>> FsdpCore::needed_of_optimizer() const {
+  return needed_state(spread_of(*impl_->parameters));
 }
 
 void FsdpCore::begin_full(bool writable) {

@@ -118,6 +118,11 @@ class FsdpCore {
   void load_sharded_state(const std::vector<Shard>& given, const std::string& source);
   StateDict optimizer_state(const StateDict& own);
   StateDict own_optimizer_state(const StateDict& whole, const std::string& source);
+  /// See Strategy's functions of these names.
+  std::vector<TensorShard> model_shards();
+  std::vector<TensorShard> optimizer_shards(const StateDict& own) const;
+  std::map<std::string, std::vector<TensorBox>> needed_of_model() const;
+  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() const;
 
   void begin_full(bool writable);
   void end_full();

@@ -66,6 +66,16 @@ class FsdpStrategy : public detail::BaseStrategy {
 
   StateDict model_state() override { return core_.model_state(); }
   StateDict optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
+  std::vector<TensorShard> model_shards() override { return core_.model_shards(); }
+  std::vector<TensorShard> optimizer_shards() override {
+    return core_.optimizer_shards(optimizer_->state());
+  }
+  std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
+    return core_.needed_of_model();
+  }
+  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
+    return core_.needed_of_optimizer();
+  }
   void load_model_state(const StateDict& state) override {
     core_.load_model_state(state, "the checkpoint's model.safetensors");
   }

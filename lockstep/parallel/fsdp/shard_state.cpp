@@ -88,6 +88,41 @@ std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParam
   return shards;
 }
 
+std::vector<TensorShard> model_shards(const torch::nn::Module& module,
+                                      const ShardedParameters& parameters) {
+  const StateDict state = state_dict(module);
+  const std::map<std::string, at::Tensor> tensors(state.begin(), state.end());
+  std::vector<TensorShard> all;
+  const auto add = [&](const std::vector<TensorShard>& some) {
+    all.insert(all.end(), some.begin(), some.end());
+  };
+  for (const Shard& shard : shards_of(module, parameters))
+    add(shards_of_range(shard.name, tensors.at(shard.name), shard.begin, shard.values));
+  for (const auto& item : state) {
+    if (item.second.numel() == 0 && parameters.group().rank() == 0) add(whole_shards({item}));
+  }
+  return all;
+}
+
+std::map<std::string, std::vector<TensorBox>> needed_of_model(const torch::nn::Module& module,
+                                                              const ShardedParameters& parameters) {
+  std::unordered_map<const c10::TensorImpl*, std::vector<TensorBox>> boxes;
+  for (const FlatUnit& unit : parameters.units()) {
+    for (const FlatParameter& parameter : unit.parameters)
+      boxes[parameter.tensor.unsafeGetTensorImpl()] = {};
+  }
+  for (const Piece& piece : parameters.pieces()) {
+    const at::Tensor& tensor = parameters.parameter_of(piece).tensor;
+    boxes[tensor.unsafeGetTensorImpl()] = boxes_of_range(tensor, piece.begin, piece.size);
+  }
+  std::map<std::string, std::vector<TensorBox>> needed;
+  for (const auto& [name, tensor] : state_dict(module)) {
+    const auto found = boxes.find(tensor.unsafeGetTensorImpl());
+    if (found != boxes.end()) needed[name] = found->second;
+  }
+  return needed;
+}
+
 void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
                  const std::vector<Shard>& given, const std::string& source) {
   const c10::AutoGradMode no_grad(false);

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/tensor_shard.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "lockstep/parallel/spread_state.h"
@@ -24,6 +26,12 @@ void load_model_state(torch::nn::Module& module, const ShardedParameters& parame
 std::vector<Shard> shards_of(const torch::nn::Module& module, const ShardedParameters& parameters);
 void load_shards(torch::nn::Module& module, const ShardedParameters& parameters,
                  const std::vector<Shard>& given, const std::string& source);
+
+/// See Strategy::model_shards and Strategy::needed_of_model.
+std::vector<TensorShard> model_shards(const torch::nn::Module& module,
+                                      const ShardedParameters& parameters);
+std::map<std::string, std::vector<TensorBox>> needed_of_model(const torch::nn::Module& module,
+                                                              const ShardedParameters& parameters);
 
 /// How a state of the whole module's parameters is spread: by the indices of its parameters(),
 /// each counted once.

@@ -208,6 +208,19 @@ class PipelineStrategy final : public detail::BaseStrategy {
     if (!is_first_pipeline()) return {};
     return state_.gather_optimizer(optimizer_->state());
   }
+  std::vector<TensorShard> model_shards() override {
+    return is_first_pipeline() ? state_.model_shards() : std::vector<TensorShard>();
+  }
+  std::vector<TensorShard> optimizer_shards() override {
+    return is_first_pipeline() ? state_.optimizer_shards(optimizer_->state())
+                               : std::vector<TensorShard>();
+  }
+  std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
+    return state_.needed_of_model();
+  }
+  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
+    return state_.needed_of_optimizer();
+  }
   void load_model_state(const StateDict& state) override { state_.load_model(state); }
   void load_optimizer_state(const StateDict& state) override {
     optimizer_->load_state(state_.own_part(state));

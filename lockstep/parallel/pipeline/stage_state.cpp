@@ -78,10 +78,45 @@ StateSpread StageState::spread() const {
   return spread;
 }
 
+std::vector<TensorShard> StageState::model_shards() const {
+  std::unordered_map<const c10::TensorImpl*, bool> is_own;
+  for (const auto& list : {tensors_.parameters(), tensors_.buffers()}) {
+    for (const StageTensor& item : list)
+      is_own[item.tensor.unsafeGetTensorImpl()] = item.owner() == pipeline_.rank();
+  }
+  StateDict state = state_dict(module_);
+  std::erase_if(state,
+                [&](const auto& item) { return !is_own.at(item.second.unsafeGetTensorImpl()); });
+  return whole_shards(state);
+}
+
+std::map<std::string, std::vector<TensorBox>> StageState::needed_of_model() const {
+  std::unordered_map<const c10::TensorImpl*, bool> is_others;
+  for (const StageTensor& item : tensors_.parameters())
+    is_others[item.tensor.unsafeGetTensorImpl()] = !item.is_on(pipeline_.rank());
+  std::map<std::string, std::vector<TensorBox>> needed;
+  for (const auto& [name, tensor] : state_dict(module_)) {
+    const auto found = is_others.find(tensor.unsafeGetTensorImpl());
+    if (found != is_others.end() && found->second) needed[name] = {};
+  }
+  return needed;
+}
+
+/// A rank without parameters has an optimizer of one tensor without elements.
+StateDict StageState::local_state(const StateDict& own) const {
+  return tensors_.own().empty() ? StateDict() : by_whole_index(own, tensors_.own());
+}
+
+std::vector<TensorShard> StageState::optimizer_shards(const StateDict& own) const {
+  return state_shards(spread(), local_state(own));
+}
+
+std::map<size_t, std::vector<TensorBox>> StageState::needed_of_optimizer() const {
+  return needed_state(spread());
+}
+
 StateDict StageState::gather_optimizer(const StateDict& own) const {
-  // A rank without parameters has an optimizer of one tensor without elements.
-  const StateDict mine = tensors_.own().empty() ? StateDict() : own;
-  return gather_state(spread(), by_whole_index(mine, tensors_.own()), 0, "strategy pipeline");
+  return gather_state(spread(), local_state(own), 0, "strategy pipeline");
 }
 
 void StageState::load_model(const StateDict& whole) const {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,12 @@ class StageState {
   /// `own` is the state of the optimizer of this rank's parameters, in their order.
   StateDict gather_optimizer(const StateDict& own) const;
 
+  /// See Strategy::model_shards and what follows it there.
+  std::vector<TensorShard> model_shards() const;
+  std::vector<TensorShard> optimizer_shards(const StateDict& own) const;
+  std::map<std::string, std::vector<TensorBox>> needed_of_model() const;
+  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() const;
+
   /// Copies what this rank has. Throws CheckpointError where the whole state does not fit.
   void load_model(const StateDict& whole) const;
   /// The part of a whole optimizer's state for this rank's parameters.
@@ -69,6 +76,7 @@ class StageState {
 
  private:
   StateSpread spread() const;
+  StateDict local_state(const StateDict& own) const;
 
   torch::nn::Module& module_;
   const StageTensors& tensors_;

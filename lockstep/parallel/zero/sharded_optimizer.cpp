@@ -117,13 +117,25 @@ StateSpread ShardedOptimizer::spread() const {
           }};
 }
 
-StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
+StateDict ShardedOptimizer::local_state() const {
   StateDict local = frozen_;
   // Some optimizers have an entry of every tensor, also of those without elements.
   for (const auto& [key, tensor] : optimizer_->state()) {
     if (shards_.has(parse_state_key(key).index)) local.emplace_back(key, tensor);
   }
-  return detail::gather_state(spread(), local, to, what_ + "::" + call);
+  return local;
+}
+
+StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
+  return detail::gather_state(spread(), local_state(), to, what_ + "::" + call);
+}
+
+std::vector<TensorShard> ShardedOptimizer::shards_of_state() const {
+  return state_shards(spread(), local_state());
+}
+
+std::map<size_t, std::vector<TensorBox>> ShardedOptimizer::needed() const {
+  return needed_state(spread());
 }
 
 StateDict ShardedOptimizer::copy_of_state() const {

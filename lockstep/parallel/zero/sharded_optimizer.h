@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,6 +44,9 @@ class ShardedOptimizer {
   /// The whole state on rank `to`; empty on the others. `call` is what the user called, for
   /// messages. A collective.
   StateDict gather_state(int to, const std::string& call) const;
+  /// See Strategy::optimizer_shards and needed_of_optimizer.
+  std::vector<TensorShard> shards_of_state() const;
+  std::map<size_t, std::vector<TensorBox>> needed() const;
   /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
   /// throw CheckpointError and change nothing. What it has of frozen parameters is kept for
   /// gather_state. A collective.
@@ -52,6 +56,7 @@ class ShardedOptimizer {
 
  private:
   StateSpread spread() const;
+  StateDict local_state() const;
 
   std::string what_;  ///< For messages.
   ParameterShards shards_;

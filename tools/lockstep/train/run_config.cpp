@@ -328,6 +328,10 @@ void check_config(const RunConfig& config) {
     check_value(flag, config, flag.name);
     refuse_if_it_does_not_count(flag, config);
   }
+  if (config.global_batch_size && config.batch_size != RunConfig().batch_size) {
+    throw UsageError("--global-batch-size and --batch-size are both given",
+                     "give one: the other follows from it and the number of ranks");
+  }
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }

@@ -172,10 +172,12 @@ void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& 
   }
   if (!saves) return;
   trainer.add_callback(std::make_shared<Checkpointer>(
-      folder, config.checkpoint_every, [&console](const fs::path& latest) {
+      folder, config.checkpoint_every,
+      [&console](const fs::path& latest) {
         console.line("saved " + latest.string() +
                      "; the same command with --resume auto goes on from there");
-      }));
+      },
+      checkpoint_overlap(config.checkpoint_overlap)));
 }
 
 void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console) {
@@ -234,14 +236,31 @@ void go_on_after_restart(RunConfig& config) {
   if (config.resume == "none" || !checkpoint_folder(config).list().empty()) config.resume = "auto";
 }
 
+/// With --global-batch-size the batch of a rank follows from their number.
+RunConfig with_batch_of_rank(RunConfig config, const World& world) {
+  if (!config.global_batch_size) return config;
+  const int64_t shares =
+      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+  const int64_t batches = shares * config.accumulate_grad_batches;
+  if (*config.global_batch_size % batches != 0) {
+    throw UsageError("--global-batch-size " + std::to_string(*config.global_batch_size) +
+                         " cannot be cut into " + std::to_string(batches) + " equal batches" +
+                         ", one for each rank and batch of --accumulate-grad-batches",
+                     "give a multiple of " + std::to_string(batches));
+  }
+  config.batch_size = *config.global_batch_size / batches;
+  return config;
+}
+
 FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
   RunConfig config = resolved(wanted);
   go_on_after_restart(config);
   check_same_settings(settings_of_all_ranks(config), world.group());
   CheckpointFolder folder = world.rank() == 0 ? check_files(config) : checkpoint_folder(config);
-  ModelTask made = make_train_task(config, world);
+  const RunConfig of_rank = with_batch_of_rank(config, world);
+  ModelTask made = make_train_task(of_rank, world);
   config.memory_format = memory_format_name(made.memory_format);
-  print_opening(config, world, made, console);
+  print_opening(of_rank, world, made, console);
   Trainer trainer(world, trainer_options(config));
   add_callbacks(config, trainer, folder, console);
   resume(config, trainer, folder, console);

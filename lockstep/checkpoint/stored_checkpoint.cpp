@@ -1,0 +1,395 @@
+#include "lockstep/checkpoint/stored_checkpoint.h"
+
+#include <ATen/Functions.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/hash.h"
+#include "lockstep/base/log.h"
+#include "lockstep/data/content_reader.h"
+#include "lockstep/data/safetensors.h"
+
+#include <torch/version.h>
+
+namespace lockstep {
+namespace fs = std::filesystem;
+using nlohmann::json;
+namespace {
+
+constexpr char kFormat[] = "lockstep-checkpoint";
+constexpr char kInfoFile[] = "state.json";
+constexpr size_t kMostOfInfo = size_t{1} << 30;
+
+[[noreturn]] void damaged(const fs::path& folder, const std::string& what) {
+  throw DamagedCheckpointError("checkpoint " + folder.string() + " is damaged: " + what,
+                               "resume from an older one, or start anew with --resume none");
+}
+
+/// The hash of everything in state.json but the hash itself. nlohmann's objects are ordered by key,
+/// so that the text is the same when it is written again.
+std::string checksum_of(json document) {
+  document.erase("checksum");
+  return sha256_hex(document.dump());
+}
+
+std::string read_info_file(const fs::path& folder) {
+  const fs::path path = folder / kInfoFile;
+  if (!fs::exists(path)) damaged(folder, std::string(kInfoFile) + " is missing");
+  try {
+    return read_file(path, kMostOfInfo);
+  } catch (const DataError& error) {
+    damaged(folder, error.what());
+  }
+}
+
+json read_document(const fs::path& folder) {
+  json document = json::parse(read_info_file(folder), nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object() || document.value("format", json()) != kFormat) {
+    damaged(folder, std::string(kInfoFile) + " is not the description of a Lockstep checkpoint");
+  }
+  const json version = document.value("version", json());
+  if (version != kCheckpointVersion && version != 1) {
+    throw CheckpointError("checkpoint " + folder.string() + " has version " + version.dump() +
+                              " of the layout; this Lockstep reads versions 1 and " +
+                              std::to_string(kCheckpointVersion),
+                          "read it with the Lockstep that wrote it");
+  }
+  if (document.value("checksum", json()) != checksum_of(document)) {
+    damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
+  }
+  return document;
+}
+
+json tensors_as_json(const std::vector<StoredTensor>& tensors) {
+  json list = json::array();
+  for (const StoredTensor& tensor : tensors) {
+    json parts = json::array();
+    for (const StoredPart& part : tensor.parts) {
+      parts.push_back({{"file", part.file},
+                       {"begin", part.begin},
+                       {"offsets", part.box.offsets},
+                       {"sizes", part.box.sizes}});
+    }
+    list.push_back({{"name", tensor.name},
+                    {"dtype", safetensors_dtype(tensor.dtype)},
+                    {"shape", tensor.sizes},
+                    {"parts", std::move(parts)}});
+  }
+  return list;
+}
+
+int64_t numel_of(const std::vector<int64_t>& sizes) {
+  return static_cast<int64_t>(c10::multiply_integers(sizes));
+}
+
+bool lies_within(const TensorBox& box, const std::vector<int64_t>& sizes) {
+  if (box.offsets.size() != sizes.size() || box.sizes.size() != sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (box.offsets[d] < 0 || box.sizes[d] < 0 || box.sizes[d] > sizes[d] - box.offsets[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+StoredTensor tensor_from(const fs::path& folder, const json& item) {
+  StoredTensor tensor;
+  tensor.name = item.at("name");
+  const auto dtype = safetensors_dtype(item.at("dtype").get<std::string>());
+  if (!dtype) damaged(folder, tensor.name + " has the unknown dtype " + item.at("dtype").dump());
+  tensor.dtype = *dtype;
+  item.at("shape").get_to(tensor.sizes);
+  int64_t elements = 0;
+  for (const json& each : item.at("parts")) {
+    StoredPart part{{each.at("offsets"), each.at("sizes")}, each.at("file"), each.at("begin")};
+    if (!lies_within(part.box, tensor.sizes)) damaged(folder, tensor.name + " has a part outside");
+    elements += numel_of(part.box.sizes);
+    tensor.parts.push_back(std::move(part));
+  }
+  if (elements != numel_of(tensor.sizes))
+    damaged(folder, "of " + tensor.name + " a part is missing");
+  return tensor;
+}
+
+/// Version 1 has two files, whose headers say what is in them.
+std::vector<StoredTensor> tensors_in(const fs::path& folder, const char* file) {
+  std::vector<StoredTensor> tensors;
+  if (!fs::exists(folder / file)) damaged(folder, std::string(file) + " is missing");
+  try {
+    for (const SafetensorsEntry& entry : read_safetensors_header(folder / file)) {
+      const TensorBox all{std::vector<int64_t>(entry.sizes.size()), entry.sizes};
+      tensors.push_back({entry.name, entry.dtype, entry.sizes, {{all, file, entry.begin}}});
+    }
+  } catch (const DataError& error) {
+    damaged(folder, error.what());
+  }
+  return tensors;
+}
+
+void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& checkpoint) {
+  checkpoint.info = detail::info_from(document);
+  for (const auto& [name, file] : document.at("files").items()) {
+    checkpoint.files.push_back({name, file.at("bytes"), file.at("sha256")});
+  }
+  if (document.at("version") == 1) {
+    // Sizes first: a file that was cut has no good header.
+    check_files(checkpoint, 0, 0);
+    checkpoint.model = tensors_in(folder, "model.safetensors");
+    checkpoint.state = tensors_in(folder, "state.safetensors");
+    return;
+  }
+  const json& tensors = document.at("tensors");
+  for (const json& item : tensors.at("model"))
+    checkpoint.model.push_back(tensor_from(folder, item));
+  for (const json& item : tensors.at("state"))
+    checkpoint.state.push_back(tensor_from(folder, item));
+}
+
+/// Zeros that take no memory where nobody writes to them.
+at::Tensor untouched(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  const size_t bytes = static_cast<size_t>(numel_of(sizes)) * c10::elementSize(dtype);
+  constexpr size_t kWorthAMapping = 1 << 20;
+  if (bytes < kWorthAMapping) return at::zeros(sizes, dtype);
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw SystemError("no memory for a tensor of a checkpoint", errno);
+  return at::from_blob(
+      memory, sizes, [bytes](void* mapped) { ::munmap(mapped, bytes); }, dtype);
+}
+
+at::Tensor slice(at::Tensor tensor, const std::vector<int64_t>& offsets,
+                 const std::vector<int64_t>& sizes) {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    tensor = tensor.narrow(static_cast<int64_t>(d), offsets[d], sizes[d]);
+  }
+  return tensor;
+}
+
+/// None where the boxes have nothing in common.
+std::optional<TensorBox> intersection(const TensorBox& a, const TensorBox& b) {
+  TensorBox common;
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    const int64_t begin = std::max(a.offsets[d], b.offsets[d]);
+    const int64_t end = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
+    if (begin >= end) return std::nullopt;
+    common.offsets.push_back(begin);
+    common.sizes.push_back(end - begin);
+  }
+  return common;
+}
+
+/// A box of a part as runs of bytes in the file, each as long as can be.
+class PartReader {
+ public:
+  PartReader(const StoredCheckpoint& checkpoint, const StoredPart& part, int64_t element_size)
+      : checkpoint_(checkpoint), part_(part), element_size_(element_size) {}
+
+  /// `wanted` lies in the part's box. Both are of the whole tensor.
+  at::Tensor read(const TensorBox& wanted, at::ScalarType dtype) {
+    file_.reset(::open((checkpoint_.folder / part_.file).c_str(), O_RDONLY | O_CLOEXEC));
+    if (!file_)
+      throw SystemError("cannot open " + (checkpoint_.folder / part_.file).string(), errno);
+    at::Tensor result = at::empty(wanted.sizes, dtype);
+    out_ = static_cast<char*>(result.mutable_data_ptr());
+    // Dimensions after this one are wanted whole.
+    size_t whole_after = wanted.sizes.size();
+    while (whole_after > 0 && wanted.sizes[whole_after - 1] == part_.box.sizes[whole_after - 1]) {
+      --whole_after;
+    }
+    read_runs(wanted, 0, whole_after == 0 ? 0 : whole_after - 1, 0);
+    return result;
+  }
+
+ private:
+  /// `index` is the number of the row before dimension `dim`.
+  void read_runs(const TensorBox& wanted, size_t dim, size_t last, int64_t index) {
+    const auto& sizes = part_.box.sizes;
+    if (sizes.empty()) return read_bytes(0, 1);
+    const int64_t from = wanted.offsets[dim] - part_.box.offsets[dim];
+    if (dim == last) {
+      int64_t row = 1;
+      for (size_t d = dim + 1; d < sizes.size(); ++d) row *= sizes[d];
+      return read_bytes((index * sizes[dim] + from) * row, wanted.sizes[dim] * row);
+    }
+    for (int64_t i = from; i < from + wanted.sizes[dim]; ++i) {
+      read_runs(wanted, dim + 1, last, index * sizes[dim] + i);
+    }
+  }
+
+  void read_bytes(int64_t element, int64_t count) {
+    auto offset = static_cast<off_t>(part_.begin) + element * element_size_;
+    int64_t left = count * element_size_;
+    *checkpoint_.bytes_read += left;
+    while (left > 0) {
+      const ssize_t n = ::pread(file_.get(), out_, static_cast<size_t>(left), offset);
+      if (n == 0) damaged(checkpoint_.folder, part_.file + " is too short");
+      if (n < 0 && errno != EINTR) throw SystemError("cannot read " + part_.file, errno);
+      if (n < 0) continue;
+      out_ += n;
+      offset += n;
+      left -= n;
+    }
+  }
+
+  const StoredCheckpoint& checkpoint_;
+  const StoredPart& part_;
+  int64_t element_size_;
+  UniqueFd file_;
+  char* out_ = nullptr;
+};
+
+void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, const TensorBox& box,
+              at::Tensor& into) {
+  for (const StoredPart& part : tensor.parts) {
+    const auto common = intersection(part.box, box);
+    if (!common) continue;
+    at::Tensor values;
+    if (part.file.empty()) {
+      TensorBox within = *common;
+      for (size_t d = 0; d < within.offsets.size(); ++d) within.offsets[d] -= part.box.offsets[d];
+      values = slice(part.values, within.offsets, within.sizes);
+    } else {
+      const auto size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      values = PartReader(checkpoint, part, size).read(*common, tensor.dtype);
+    }
+    if (values.sizes().equals(into.sizes()) && !part.file.empty()) {
+      into = values;
+    } else {
+      slice(into, common->offsets, common->sizes).copy_(values);
+    }
+  }
+}
+
+at::Tensor read_tensor(const StoredCheckpoint& checkpoint, const StoredTensor& tensor,
+                       const std::vector<TensorBox>* boxes) {
+  at::Tensor result = untouched(tensor.sizes, tensor.dtype);
+  const auto fits = [&](const TensorBox& box) { return lies_within(box, tensor.sizes); };
+  // A count has one element, whatever its parameter's shape is.
+  if (!boxes || result.numel() <= 1 || !std::all_of(boxes->begin(), boxes->end(), fits)) {
+    const TensorBox all{std::vector<int64_t>(tensor.sizes.size()), tensor.sizes};
+    read_box(checkpoint, tensor, all, result);
+  } else {
+    for (const TensorBox& box : *boxes) read_box(checkpoint, tensor, box, result);
+  }
+  return result;
+}
+
+}  // namespace
+
+StoredCheckpoint open_checkpoint(const fs::path& folder) {
+  const json document = read_document(folder);
+  StoredCheckpoint checkpoint;
+  checkpoint.folder = folder;
+  try {
+    fill_from(folder, document, checkpoint);
+  } catch (const json::exception& error) {
+    damaged(folder, std::string(kInfoFile) + ": " + error.what());
+  }
+  return checkpoint;
+}
+
+void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
+  std::vector<const StoredFile*> files;
+  for (const StoredFile& file : checkpoint.files) {
+    const fs::path path = checkpoint.folder / file.name;
+    if (!fs::exists(path)) damaged(checkpoint.folder, file.name + " is missing");
+    if (const uint64_t bytes = fs::file_size(path); bytes != file.bytes) {
+      damaged(checkpoint.folder, file.name + " has " + std::to_string(bytes) +
+                                     " bytes in place of " + std::to_string(file.bytes));
+    }
+    files.push_back(&file);
+  }
+  if (parts == 0) return;
+  std::stable_sort(files.begin(), files.end(),
+                   [](const auto* a, const auto* b) { return a->bytes > b->bytes; });
+  std::vector<uint64_t> loads(static_cast<size_t>(parts));
+  for (const StoredFile* file : files) {
+    const auto least = std::min_element(loads.begin(), loads.end());
+    *least += file->bytes;
+    if (least - loads.begin() != part) continue;
+    const std::string sha256 = content_hash(
+        checkpoint.folder / file->name, Hasher::Algorithm::sha256, ContentOptions::Packing::plain);
+    if (sha256 == file->sha256) continue;
+    damaged(checkpoint.folder,
+            file->name + " has SHA-256 " + sha256 + " in place of " + file->sha256);
+  }
+}
+
+StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<StoredTensor>& tensors,
+                       const std::string& prefix, const WantedBoxes& wanted) {
+  StateDict result;
+  for (const StoredTensor& tensor : tensors) {
+    if (!tensor.name.starts_with(prefix)) continue;
+    const std::string name = tensor.name.substr(prefix.size());
+    result.emplace_back(name, read_tensor(checkpoint, tensor, wanted ? wanted(name) : nullptr));
+  }
+  return result;
+}
+
+Checkpoint read_checkpoint(const fs::path& folder) {
+  const StoredCheckpoint stored = open_checkpoint(folder);
+  check_files(stored);
+  if (stored.info.libtorch != TORCH_VERSION) {
+    log_warning("checkpoint " + folder.string() + " was written with LibTorch " +
+                stored.info.libtorch + "; this is " + TORCH_VERSION);
+  }
+  return {stored.info, read_tensors(stored, stored.model), read_tensors(stored, stored.state)};
+}
+
+json detail::to_json(const CheckpointInfo& info) {
+  json values = json::object();
+  for (const auto& [name, value] : info.values) {
+    if (std::isfinite(value)) values[name] = value;
+  }
+  return {{"step", info.step},         {"epoch", info.epoch},       {"batches", info.batches},
+          {"samples", info.samples},   {"ranks", info.ranks},       {"libtorch", info.libtorch},
+          {"identity", info.identity}, {"settings", info.settings}, {"values", std::move(values)}};
+}
+
+CheckpointInfo detail::info_from(const json& object) {
+  CheckpointInfo info;
+  info.step = object.at("step");
+  info.epoch = object.at("epoch");
+  info.batches = object.at("batches");
+  info.libtorch = object.at("libtorch");
+  object.at("identity").get_to(info.identity);
+  object.at("values").get_to(info.values);
+  info.settings = object.value("settings", info.settings);
+  info.samples = object.value("samples", info.samples);
+  info.ranks = object.value("ranks", 1);
+  // In version 1 it had to be the same.
+  if (auto ranks = info.identity.extract("number of ranks")) {
+    info.ranks = std::max(1, std::atoi(ranks.mapped().c_str()));
+    info.settings.insert(std::move(ranks));
+  }
+  return info;
+}
+
+void detail::write_description(const StoredCheckpoint& checkpoint) {
+  json document = to_json(checkpoint.info);
+  json files = json::object();
+  for (const StoredFile& file : checkpoint.files) {
+    files[file.name] = {{"bytes", file.bytes}, {"sha256", file.sha256}};
+  }
+  document["format"] = kFormat;
+  document["version"] = kCheckpointVersion;
+  document["libtorch"] = TORCH_VERSION;
+  document["files"] = std::move(files);
+  document["tensors"] = {{"model", tensors_as_json(checkpoint.model)},
+                         {"state", tensors_as_json(checkpoint.state)}};
+  document["checksum"] = checksum_of(document);
+  write_file_atomically(checkpoint.folder / kInfoFile, document.dump() + "\n");
+  fsync_path(checkpoint.folder);
+}
+
+}  // namespace lockstep
