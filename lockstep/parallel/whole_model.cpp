@@ -98,7 +98,7 @@ StateDict WholeModelStrategy::model_state() {
 /// Buffers may differ: those of rank 0 count.
 std::vector<TensorShard> WholeModelStrategy::model_shards() {
   StateDict state = state_dict(*module_);
-  if (group_.rank() != 0) {
+  if (group().rank() != 0) {
     std::erase_if(state, [](const auto& item) { return !item.second.requires_grad(); });
   }
   return whole_shards(state);
