@@ -2,7 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/comm/backends/mpi/mpi_backend.h"
 
@@ -35,13 +34,7 @@ std::string broadcast_from_first(const std::string& text, int rank, int size) {
     told->resize(static_cast<size_t>(length));
     check(MPI_Bcast(told->data(), length, MPI_CHAR, 0, MPI_COMM_WORLD), "MPI_Bcast");
   };
-  try {
-    engine->run(task, kBroadcastTimeout, "the ranks' first meeting over MPI");
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw TimeoutError(error.what(), "did every rank start?");
-  }
+  engine->run(task, kBroadcastTimeout, "the ranks' first meeting over MPI");
   return *told;
 }
 

@@ -216,7 +216,7 @@ void Engine::run(std::function<void()> task, std::chrono::milliseconds timeout,
     progress_until(
         [&] { return done.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
   } else if (done.wait_for(timeout) != std::future_status::ready) {
-    throw std::runtime_error(what + " timed out after " + seconds_text(timeout));
+    throw TimeoutError(what + " timed out after " + seconds_text(timeout), "did every rank start?");
   }
   done.get();
 }

@@ -73,7 +73,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int largest_tag() const { return largest_tag_; }
 
   /// Runs `task` on the MPI thread and waits for its end. Rethrows what it throws. Throws
-  /// std::runtime_error ("timed out") when it takes longer. The task may then still run.
+  /// TimeoutError when it takes longer. The task may then still run.
   void run(std::function<void()> task, std::chrono::milliseconds timeout, const std::string& what);
   /// Starts the work after all that were submitted before. Its time-out runs from now.
   void submit(c10::intrusive_ptr<MpiWork> work);

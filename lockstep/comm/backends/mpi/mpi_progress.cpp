@@ -24,7 +24,7 @@ constexpr std::chrono::milliseconds kLookForDead{50};
 /// The next call often follows at once: a nap would cost it its waking up.
 constexpr microseconds kLinger{30};
 
-/// Operations of a group's collectives.
+/// So many requests of a group's collectives are under way before a piece of a large one starts.
 constexpr size_t kAtOnce = 4;
 
 }  // namespace
@@ -78,8 +78,9 @@ void Engine::issue(const WorkPtr& work) {
 }
 
 void Engine::start_queued(Group& group) {
-  while (!group.queue.empty() && group.under_way < kAtOnce) {
+  while (!group.queue.empty()) {
     const WorkPtr work = group.queue.front();
+    if (work->operations() > 1 && group.under_way >= kAtOnce) return;
     group.queue.pop_front();
     try {
       group.under_way += work->start_next();
