@@ -132,7 +132,7 @@ UniqueFd SharedMemory::open_memory_of_rank_0() const {
     throw UsageError(
         what() + "rank 0 is in another process namespace ('" + told + "')",
         "let the containers share it (docker run --pid host), or use the backend gloo");
-  throw PeerLostError(what() + "rank 0 (process " + process + ") has ended",
+  throw PeerLostError(what() + "rank 0 (process " + process + ") has ended or waits no more",
                       "look at what rank 0 printed last");
 }
 
