@@ -14,26 +14,24 @@ std::shared_ptr<CallState> FastPath::call(int to, const Signature& signature,
                                           const std::string& what) {
   if (stopped_ || to >= link_->size() || to == link_->rank()) return nullptr;
   std::string bytes;
-  if (!encode_request(signature.name, arguments, limits_, bytes)) return nullptr;
+  WireCall wire(signature.name, signature.hash, HandlerThreads::depth() + 1, arguments);
+  if (!encode_values(std::move(wire).stack(), {limits_.bytes, limits_.depth - 1}, bytes)) {
+    return nullptr;
+  }
   auto state = std::make_shared<CallState>(CallState::Ends::by_itself, weak_from_this());
   const auto number = enter({to, state, Clock::now() + timeout, what, signature.types});
   if (!number) return nullptr;
   state->on_cancel([self = weak_from_this(), number = *number] {
     if (const auto path = self.lock()) path->take_pending(number);
   });
-  const FastHead head{static_cast<uint32_t>(Kind::request), *number,
-                      static_cast<uint64_t>(HandlerThreads::depth() + 1),
-                      static_cast<uint64_t>(signature.hash)};
-  if (link_->send(to, head, bytes, FastLink::WhenFull::refuse)) return state;
+  if (link_->send(to, {static_cast<uint32_t>(Kind::request), *number}, bytes)) return state;
   take_pending(*number);
-  const std::lock_guard lock(mutex_);
-  ++refused_;
   return nullptr;
 }
 
 uint64_t FastPath::calls_sent() {
   const std::lock_guard lock(mutex_);
-  return last_number_ - refused_;
+  return last_number_;
 }
 
 std::optional<uint64_t> FastPath::enter(Pending pending) {

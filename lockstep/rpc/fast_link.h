@@ -16,8 +16,6 @@ namespace lockstep::rpc::detail {
 struct FastHead {
   uint32_t kind = 0;
   uint64_t number = 0;  ///< Of the call, as its caller counts.
-  uint64_t extra = 0;
-  uint64_t hash = 0;
 };
 
 struct FastMessage {
@@ -58,14 +56,10 @@ class FastLink {
   /// Bytes that a message may have.
   virtual size_t most_bytes() const = 0;
 
-  enum class WhenFull {
-    refuse,  ///< When many bytes wait already: false.
-    keep,    ///< However many wait. For answers, whose number the requests bound.
-  };
-  /// Gives the message to its receiver, or keeps it until there is room. Does not block. False: it
-  /// is lost, or refused.
-  virtual bool send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) = 0;
-  /// Takes out what has come, and sends on what waits for room. Nothing while another thread does.
+  /// Gives the message to its receiver. Does not block. False: that one is lost, or there is no
+  /// room.
+  virtual bool send(int to, const FastHead& head, std::string_view bytes) = 0;
+  /// Takes out what has come. Nothing while another thread does.
   virtual void take(FastCatch& caught) = 0;
   /// Whether `take` has something to do.
   virtual bool look() const = 0;
@@ -87,8 +81,5 @@ class FastLink {
   /// Wakes who sleeps there in this process.
   virtual void wake(Bed bed) = 0;
 };
-
-/// So much may wait for room at one worker before requests go another way.
-inline constexpr size_t kMostWaiting = 1 << 20;
 
 }  // namespace lockstep::rpc::detail

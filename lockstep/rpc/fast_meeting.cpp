@@ -29,47 +29,12 @@ bool are_all(const std::vector<std::string>& values, const std::string& wanted) 
                      [&](const std::string& value) { return value == wanted; });
 }
 
-/// One attempt of all ranks to get a link of a kind. One that cannot have its part says so, and the
-/// others give up as well.
-class Attempt {
- public:
-  using Link = std::shared_ptr<FastLink>;
-  Attempt(Store& store, const FastMeeting& meeting, std::string kind)
-      : store_(store), meeting_(meeting), kind_(std::move(kind)) {}
+/// Throws when another rank has failed.
+using Look = std::function<void()>;
 
-  /// `make` may call `look` while it waits for others.
-  Link make(const std::function<Link()>& make) {
-    Link link;
-    std::string lack;
-    try {
-      link = make();
-    } catch (const std::exception& error) {
-      lack = "rank " + std::to_string(meeting_.rank) + ": " + error.what();
-      store_.set(failed_key(), lack);
-    }
-    const auto lacks = exchange(store_, kind_ + "/made", meeting_, lack);
-    if (are_all(lacks, "")) return link;
-    const auto is_lack = [](const std::string& one) { return !one.empty(); };
-    log_debug("rpc: no small calls over " + kind_ + ": " +
-              *std::find_if(lacks.begin(), lacks.end(), is_lack));
-    return nullptr;
-  }
-  /// Throws when a rank has failed.
-  void look() {
-    if (store_.check({failed_key()})) throw CommError(store_.get(failed_key()));
-  }
-
- private:
-  std::string failed_key() const { return "fast/" + kind_ + "/failed"; }
-
-  Store& store_;
-  const FastMeeting& meeting_;
-  const std::string kind_;
-};
-
-std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meeting) {
-  static constexpr const char* kKey = "fast/memory/meeting";
-  Attempt attempt(store, meeting, "memory");
+std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meeting,
+                                           const Look& look) {
+  static constexpr const char* kKey = "fast/memory";
   shm::SharedGroupOptions options;
   options.segment.rank = meeting.rank;
   options.segment.size = meeting.size;
@@ -77,42 +42,36 @@ std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meet
   options.segment.message_bytes = RingLink::kRingBytes;
   options.segment.timeout = store.timeout();
   options.segment.group = "rpc";
-  options.segment.look = [&](const std::vector<int>&) { attempt.look(); };
+  options.segment.look = [&](const std::vector<int>&) { look(); };
   const shm::Meeting place{[&](const std::string& value) { store.set(kKey, value); },
                            [&] { return store.get(kKey); }};
-  return attempt.make([&]() -> std::shared_ptr<FastLink> {
-    try {
-      return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, place));
-    } catch (...) {
-      if (meeting.rank == 0) store.set(kKey, kNone);  // Nobody need wait for it.
-      throw;
-    }
-  });
+  try {
+    return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, place));
+  } catch (...) {
+    if (meeting.rank == 0) store.set(kKey, kNone);  // Nobody need wait for it.
+    throw;
+  }
 }
 
-std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& meeting) {
-  Attempt attempt(store, meeting, "TCP");
-  return attempt.make([&]() -> std::shared_ptr<FastLink> {
-    // Whoever fails hangs up, so that nobody waits for its answer.
-    SocketMeeting sockets(meeting.rank, meeting.size, meeting.secret, meeting.job);
-    std::string address;
-    std::string lack;
-    try {
-      address = sockets.listen(meeting.host);
-    } catch (const Error& error) {
-      lack = error.what();
-    }
-    const auto addresses = exchange(store, "TCP/address", meeting, address);
-    if (!lack.empty()) throw CommError(lack);
-    if (std::count(addresses.begin(), addresses.end(), "") > 0) {
-      throw CommError("another rank cannot listen");
-    }
-    SocketLink::Setup setup;
-    setup.rank = meeting.rank;
-    setup.has_processor = meeting.has_processor;
-    setup.peers = sockets.connect(addresses, store.timeout(), [&] { attempt.look(); });
-    return std::make_shared<SocketLink>(std::move(setup));
-  });
+std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& meeting,
+                                            const Look& look) {
+  SocketMeeting sockets(meeting.rank, meeting.size, meeting.secret, meeting.job);
+  std::string address, lack;
+  try {
+    address = sockets.listen(meeting.host);
+  } catch (const Error& error) {
+    lack = error.what();
+  }
+  const auto addresses = exchange(store, "TCP/address", meeting, address);
+  if (!lack.empty()) throw CommError(lack);
+  if (std::count(addresses.begin(), addresses.end(), "") > 0) {
+    throw CommError("another rank cannot listen");
+  }
+  SocketLink::Setup setup;
+  setup.rank = meeting.rank;
+  setup.has_processor = meeting.has_processor;
+  setup.peers = sockets.connect(addresses, store.timeout(), look);
+  return std::make_shared<SocketLink>(std::move(setup));
 }
 
 /// "none", "TCP", or where this rank can share memory.
@@ -132,10 +91,26 @@ std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting) {
     log_debug("rpc: calls go LibTorch's way only: a rank wants it so");
     return nullptr;
   }
-  if (wish != "TCP" && are_all(wishes, wish)) {
-    if (auto link = meet_over_memory(store, meeting)) return link;
+  const bool memory = wish != "TCP" && are_all(wishes, wish);
+  static constexpr const char* kFailed = "fast/failed";
+  const Look look = [&] {
+    if (store.check({kFailed})) throw CommError(store.get(kFailed));
+  };
+  std::shared_ptr<FastLink> link;
+  std::string lack;
+  try {
+    link =
+        memory ? meet_over_memory(store, meeting, look) : meet_over_sockets(store, meeting, look);
+  } catch (const std::exception& error) {
+    lack = "rank " + std::to_string(meeting.rank) + ": " + error.what();
+    store.set(kFailed, lack);
   }
-  return meet_over_sockets(store, meeting);
+  const auto lacks = exchange(store, "made", meeting, lack);
+  if (are_all(lacks, "")) return link;
+  const auto is_lack = [](const std::string& one) { return !one.empty(); };
+  log_debug("rpc: calls go LibTorch's way only: " +
+            *std::find_if(lacks.begin(), lacks.end(), is_lack));
+  return nullptr;
 }
 
 }  // namespace lockstep::rpc::detail

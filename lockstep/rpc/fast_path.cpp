@@ -2,7 +2,6 @@
 #include "lockstep/rpc/fast_path.h"
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "lockstep/base/log.h"
@@ -82,14 +81,10 @@ void FastPath::bring_helper() {
   if (has_guest_) {
     link_->wake(FastLink::guest);
   } else if (!helper_comes_.exchange(true)) {
-    try {
-      threads_->run([self = shared_from_this()] {
-        self->helper_comes_ = false;
-        self->serve();
-      });
-    } catch (const std::system_error&) {  // No thread can be started. The next message tries again.
-      helper_comes_ = false;
-    }
+    threads_->run([self = shared_from_this()] {
+      self->helper_comes_ = false;
+      self->serve();
+    });
   }
 }
 
@@ -163,11 +158,7 @@ struct Callbacks {
 void FastPath::run_elsewhere(std::shared_ptr<CallState> state,
                              std::vector<std::function<void()>> callbacks) noexcept {
   auto kept = std::make_shared<Callbacks>(std::move(state), std::move(callbacks));
-  try {
-    threads_->run([kept] { kept->run(); });
-  } catch (const std::system_error&) {
-    // No thread can be started: they run here.
-  }
+  threads_->run([kept] { kept->run(); });
 }
 
 void FastPath::run_keeper() {

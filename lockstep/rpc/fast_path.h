@@ -63,7 +63,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   std::shared_ptr<CallState> call(int to, const Signature& signature,
                                   const std::vector<at::IValue>& arguments,
                                   std::chrono::milliseconds timeout, const std::string& what);
-  /// Calls of this worker that have gone this way.
+  /// Calls of this worker that have gone this way, or found no room.
   uint64_t calls_sent();
   FastLink& link() { return *link_; }
   /// An answer came LibTorch's way: a value, or the text of a failure. None waits for it where it
@@ -144,7 +144,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, Pending> pending_;
-  uint64_t last_number_ = 0, refused_ = 0;
+  uint64_t last_number_ = 0;
   Clock::time_point next_deadline_ = Clock::time_point::max();
 
   RequestQueue requests_;

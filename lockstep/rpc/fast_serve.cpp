@@ -85,9 +85,9 @@ void FastPath::run(const FastMessage& request, Look& look) {
   const uint64_t number = request.head.number;
   std::optional<CallOutcome> outcome;
   try {
-    PlainRequest plain = decode_request(request.bytes, limits_.depth);
-    WireCall call(std::move(plain.function), static_cast<int64_t>(request.head.hash),
-                  static_cast<int64_t>(request.head.extra), std::move(plain.arguments));
+    // An argument lies one level deeper than a result.
+    auto stack = decode_values(request.bytes, limits_.depth - 1);
+    WireCall call(stack);
     outcome = runner_->run(std::move(call),
                            [weak = weak_from_this(), caller, number](const CallOutcome& late) {
                              if (const auto self = weak.lock()) self->answer(caller, number, late);
@@ -102,20 +102,22 @@ void FastPath::run(const FastMessage& request, Look& look) {
 
 void FastPath::answer(int caller, uint64_t number, const CallOutcome& outcome) {
   if (stopped_) return;
-  std::string bytes;
-  const bool fits = outcome.failure ? outcome.failure->size() <= limits_.bytes
+  std::string bytes = outcome.failure.value_or("");
+  const bool fits = outcome.failure ? bytes.size() <= limits_.bytes
                                     : encode_values({outcome.value}, limits_, bytes);
-  if (!fits) return deliver(caller, number, outcome);
   const Kind kind = outcome.failure ? Kind::failure : Kind::value;
-  link_->send(caller, {static_cast<uint32_t>(kind), number, 0, 0},
-              outcome.failure ? *outcome.failure : bytes, FastLink::WhenFull::keep);
+  if (fits && link_->send(caller, {static_cast<uint32_t>(kind), number}, bytes)) return;
+  deliver(caller, number, outcome);
 }
 
-// LibTorch's way takes all that can travel. That something cannot is the call's failure.
+// LibTorch's way takes all that can travel. That a value cannot is the call's failure. One that
+// cannot be told either has no receiver any more.
 void FastPath::deliver(int caller, uint64_t number, const CallOutcome& outcome) {
   const HandlerThreads::HandlerScope no_function(0);  // This call is nobody's.
-  const auto fail = [weak = weak_from_this(), caller, number](const std::exception_ptr& error) {
-    if (const auto self = weak.lock()) self->answer(caller, number, self->runner_->refused(error));
+  const auto fail = [weak = weak_from_this(), caller, number,
+                     told = outcome.failure.has_value()](const std::exception_ptr& error) {
+    const auto self = weak.lock();
+    if (self && !told) self->answer(caller, number, self->runner_->refused(error));
   };
   try {
     const auto delivered =

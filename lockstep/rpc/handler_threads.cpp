@@ -1,12 +1,10 @@
 #include "lockstep/rpc/handler_threads.h"
 
-#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <list>
 #include <map>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace lockstep::rpc::detail {
@@ -31,9 +29,8 @@ void join_all(Threads& threads) {
 struct HandlerThreads::Core {
   explicit Core(size_t may_be_busy) : busy(may_be_busy) {}
 
-  /// False where a further thread is needed, and none can be started.
-  static bool add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
-  static bool use_thread(const std::shared_ptr<Core>& core);
+  static void add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
+  static void use_thread(const std::shared_ptr<Core>& core);
   static void watch_if_needed(const std::shared_ptr<Core>& core);
   static void watch(const std::shared_ptr<Core>& core);
   void work(Threads::iterator self);
@@ -94,20 +91,15 @@ bool HandlerThreads::end(std::chrono::milliseconds limit) noexcept {
 
 void HandlerThreads::run(std::function<void()> task) {
   Threads ended;
-  std::function<void()> refused;
   {
     const std::lock_guard lock(core_->mutex);
     if (core_->ends) return;
     ended.swap(core_->ended);
     core_->tasks.push_back(std::move(task));
-    if (!Core::use_thread(core_) && core_->threads.empty()) {
-      refused = std::move(core_->tasks.back());
-      core_->tasks.pop_back();
-    }
+    Core::use_thread(core_);
     Core::watch_if_needed(core_);
   }
   join_all(ended);
-  if (refused) throw std::system_error(EAGAIN, std::generic_category(), "rpc: starting a thread");
 }
 
 void HandlerThreads::run_later(std::chrono::milliseconds delay, std::function<void()> task) {
@@ -117,38 +109,25 @@ void HandlerThreads::run_later(std::chrono::milliseconds delay, std::function<vo
   Core::watch_if_needed(core_);
 }
 
-// With the lock, for the task that is the last now. False: none can be started for it.
-bool HandlerThreads::Core::use_thread(const std::shared_ptr<Core>& core) {
+// With the lock, for the task that is the last now.
+void HandlerThreads::Core::use_thread(const std::shared_ptr<Core>& core) {
   if (core->free < core->tasks.size()) return add_if_needed(core, false);
   core->changed.notify_one();
-  return true;
 }
 
-// With the lock. Where none can be started, those that are there get to the task in time.
-bool HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
-  if (core->ends || core->tasks.size() <= core->free) return true;
-  if (!stalled && core->threads.size() - core->waiting >= core->busy) return true;
+// With the lock.
+void HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
+  if (core->ends || core->tasks.size() <= core->free) return;
+  if (!stalled && core->threads.size() - core->waiting >= core->busy) return;
   // The thread takes its first task once it gets the lock, and so finds its own handle.
   const auto self = core->threads.emplace(core->threads.end());
-  try {
-    *self = std::thread([core, self] { core->work(self); });
-  } catch (const std::system_error&) {
-    core->threads.erase(self);
-    return false;
-  }
-  return true;
+  *self = std::thread([core, self] { core->work(self); });
 }
 
 // With the lock.
 void HandlerThreads::Core::watch_if_needed(const std::shared_ptr<Core>& core) {
   if (core->tasks.size() <= core->free && core->later.empty()) return;
-  if (!core->watch_thread.joinable()) {
-    try {
-      core->watch_thread = std::thread([core] { watch(core); });
-    } catch (const std::system_error&) {  // The next task tries again.
-      return;
-    }
-  }
+  if (!core->watch_thread.joinable()) core->watch_thread = std::thread([core] { watch(core); });
   core->watched.notify_one();
 }
 

@@ -18,10 +18,9 @@ class HandlerThreads {
   HandlerThreads(const HandlerThreads&) = delete;
   HandlerThreads& operator=(const HandlerThreads&) = delete;
 
-  /// Any thread. The task must not throw. Throws std::system_error, and drops the task, when no
-  /// thread can be started and there is none.
+  /// Any thread. The task must not throw. The machine must be able to start a thread.
   void run(std::function<void()> task);
-  /// The same after a while. Where no thread can be started then, it waits for one.
+  /// The same after a while.
   void run_later(std::chrono::milliseconds delay, std::function<void()> task);
   /// Drops the tasks that have not begun and waits for those that run. False when one still runs
   /// after the limit: its thread is left behind, as no thread can be ended from outside. What the

@@ -5,10 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <latch>
-#include <system_error>
 
 #include "tests/support/page_faults.h"
-#include "tests/support/refuse_threads.h"
 #include "tests/support/test_wait.h"
 
 namespace lockstep::rpc::detail {
@@ -124,42 +122,6 @@ TEST(HandlerThreads, TheDestructorWaitsForWhatRuns) {
     begun.wait();
   }
   EXPECT_TRUE(ended);
-}
-
-/// What happens to tasks where no thread can be started any more, with or without one that is
-/// there.
-bool take_what_there_is(bool has_thread) {
-  std::latch begun(1), released(1);
-  std::atomic<int> ended = 0;
-  HandlerThreads threads(4);
-  const auto task = [&] { ++ended; };
-  if (has_thread) {
-    threads.run([&] {
-      begun.count_down();
-      released.wait();
-    });
-    begun.wait();
-  }
-  lockstep::test::refuse_threads();
-  if (has_thread) {
-    for (int i = 0; i < 3; ++i) threads.run(task);
-    released.count_down();
-    wait_until([&] { return ended == 3; }, "the tasks");
-  } else {
-    EXPECT_THROW(threads.run(task), std::system_error);
-  }
-  EXPECT_TRUE(threads.end(std::chrono::milliseconds(0)) || has_thread);
-  return ended == (has_thread ? 3 : 0) && !::testing::Test::HasFailure();
-}
-
-TEST(HandlerThreads, WhereNoThreadCanBeStartedThoseThatAreThereDoTheWork) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "a sanitizer's own memory goes beyond any limit";
-#endif
-  for (const bool has_thread : {true, false}) {
-    const auto run = [&] { return take_what_there_is(has_thread) ? 0 : 1; };
-    EXPECT_EQ(lockstep::test::in_another_process(run), 0) << has_thread;
-  }
 }
 
 }  // namespace handler_threads_test

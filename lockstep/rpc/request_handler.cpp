@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/rpc/script_resp.h>
 
 #include <atomic>
-#include <system_error>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -193,15 +192,9 @@ class RequestHandler final : public native::RequestCallbackNoPython {
                                                       std::move(request).moveTensors(),  // NOLINT
                                                       request.type(), request.id());     // NOLINT
     auto answer = c10::make_intrusive<native::JitFuture>(message_type());
-    try {
-      threads_.run([this, owned, answer, sender, streams = std::move(streams)]() mutable {
-        forward(process(*owned, std::move(streams), sender), answer);
-      });
-    } catch (const std::system_error& error) {
-      return refused(std::make_exception_ptr(
-          CommError(std::string("no thread can be started for a call here: ") + error.what(),
-                    "does a limit stand in the way: `ulimit -u`, `ulimit -v`?")));
-    }
+    threads_.run([this, owned, answer, sender, streams = std::move(streams)]() mutable {
+      forward(process(*owned, std::move(streams), sender), answer);
+    });
     return answer;
   }
 

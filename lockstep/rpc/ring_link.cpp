@@ -58,68 +58,31 @@ void RingLink::sleep(Bed bed, const std::function<bool()>& enough, std::chrono::
   inbox_->beds.fetch_and(~(1U << bed), std::memory_order_seq_cst);
 }
 
-// With the peer's mutex.
-bool RingLink::put(Peer& peer, const FastHead& head, std::string_view bytes) {
+bool RingLink::send(int to, const FastHead& head, std::string_view bytes) {
+  Peer& peer = peers_[static_cast<size_t>(to)];
+  if (bytes.size() > most_) return false;
   shm::Frame frame{};
   frame.kind = shm::FrameKind::announce;
   frame.bytes = static_cast<uint32_t>(bytes.size());
   frame.tag = static_cast<int32_t>(head.kind);
   frame.id = head.number;
-  frame.size = head.extra;
-  frame.hash = head.hash;
-  std::byte* place = peer.out.put(frame);
-  if (!place) return false;
-  copy_bytes(place, bytes.data(), bytes.size());
-  return true;
-}
-
-bool RingLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
-  Peer& peer = peers_[static_cast<size_t>(to)];
-  if (bytes.size() > most_) return false;
   {
     const std::lock_guard lock(peer.mutex);
     if (peer.lost) return false;
-    if (!peer.opened) {
-      peer.opened = true;
+    std::byte* place = peer.out.put(frame);
+    if (!place) {
+      peer.out.unblock();
+      return false;
+    }
+    copy_bytes(place, bytes.data(), bytes.size());
+    if (!std::exchange(peer.opened, true)) {
       const auto me = static_cast<size_t>(rank());
       inbox(to).opened[me / 64].fetch_or(uint64_t{1} << me % 64, std::memory_order_seq_cst);
     }
-    if (!peer.waiting.empty() || !put(peer, head, bytes)) {
-      if (when_full == WhenFull::refuse && peer.waiting_bytes + bytes.size() > kMostWaiting) {
-        return false;
-      }
-      if (peer.waiting.empty()) blocked_.fetch_add(1, std::memory_order_seq_cst);
-      peer.waiting.push_back({head, std::string(bytes)});
-      peer.waiting_bytes += bytes.size();
-      // The reader may have made room before anybody could see that this one waits for it.
-      if (!peer.out.moved()) return true;
-      if (!write_waiting(peer)) return true;
-    } else {
-      peer.out.publish();
-    }
+    peer.out.publish();
   }
   ring(to);
   return true;
-}
-
-// With the peer's mutex. True: there is something new for the reader.
-bool RingLink::write_waiting(Peer& peer) {
-  auto& waiting = peer.waiting;
-  while (!waiting.empty() && put(peer, waiting.front().head, waiting.front().bytes)) {
-    peer.waiting_bytes -= waiting.front().bytes.size();
-    waiting.pop_front();
-  }
-  if (waiting.empty()) blocked_.fetch_sub(1, std::memory_order_seq_cst);
-  return peer.out.publish();
-}
-
-void RingLink::flush(int rank) {
-  Peer& peer = peers_[static_cast<size_t>(rank)];
-  {
-    const std::lock_guard lock(peer.mutex);
-    if (peer.waiting.empty() || !write_waiting(peer)) return;
-  }
-  ring(rank);
 }
 
 template <class Visit>
@@ -136,51 +99,35 @@ bool RingLink::any_opened(Visit visit) const {
 }
 
 bool RingLink::look() const {
-  if (any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); })) {
-    return true;
-  }
-  if (blocked_.load(std::memory_order_seq_cst) == 0) return false;
-  return std::any_of(peers_.begin(), peers_.end(),
-                     [](const Peer& peer) { return peer.out.moved(); });
+  return any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); });
 }
 
 void RingLink::take(FastCatch& caught) {
   const std::unique_lock lock(taking_, std::try_to_lock);
   if (!lock) return;
   any_opened([&](int rank) {
-    if (take_from(rank, caught.messages)) ring(rank);
+    take_from(rank, caught.messages);
     return false;
   });
-  if (blocked_.load(std::memory_order_seq_cst) == 0) return;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (peers_[static_cast<size_t>(rank)].out.moved()) flush(rank);
-  }
 }
 
-// True: the sender waits for the room that this has made.
-bool RingLink::take_from(int rank, std::vector<FastMessage>& messages) {
+void RingLink::take_from(int rank, std::vector<FastMessage>& messages) {
   shm::RingReader& in = peers_[static_cast<size_t>(rank)].in;
   for (int left = kTurn; left > 0; --left) {
     const shm::Frame* frame = in.next();
     if (!frame) break;
     const auto* bytes = reinterpret_cast<const char*>(in.payload(*frame));
-    messages.push_back({rank,
-                        {static_cast<uint32_t>(frame->tag), frame->id, frame->size, frame->hash},
-                        std::string(bytes, frame->bytes)});
+    messages.push_back(
+        {rank, {static_cast<uint32_t>(frame->tag), frame->id}, std::string(bytes, frame->bytes)});
     in.pop(*frame);
   }
-  return in.unreleased() > 0 && in.release();
+  if (in.unreleased() > 0) in.release();
 }
 
 void RingLink::lose(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   const std::lock_guard lock(peer.mutex);
   peer.lost = true;
-  if (peer.waiting.empty()) return;
-  peer.waiting.clear();
-  peer.waiting_bytes = 0;
-  peer.out.unblock();
-  blocked_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 }  // namespace lockstep::rpc::detail

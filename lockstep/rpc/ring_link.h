@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -38,7 +37,7 @@ class RingLink final : public FastLink {
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
   size_t most_bytes() const override { return most_; }
-  bool send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) override;
+  bool send(int to, const FastHead& head, std::string_view bytes) override;
   void take(FastCatch& caught) override;
   bool look() const override;
   void lose(int rank) override;
@@ -60,15 +59,9 @@ class RingLink final : public FastLink {
     /// A bit for each worker that has sent: the others' memory need not be touched.
     alignas(64) std::array<std::atomic<uint64_t>, 64> opened;
   };
-  struct Waiting {
-    FastHead head;
-    std::string bytes;
-  };
   struct Peer {
     std::mutex mutex;  ///< Of what goes out.
     shm::RingWriter out;
-    std::deque<Waiting> waiting;  ///< For room.
-    size_t waiting_bytes = 0;
     bool opened = false, lost = false;
     shm::RingReader in;  ///< Under `taking_`.
   };
@@ -76,10 +69,7 @@ class RingLink final : public FastLink {
   Inbox& inbox(int rank) const;
   void ring(int rank);
   static void ring_bed(Inbox& inbox, uint32_t bed);
-  bool write_waiting(Peer& peer);
-  bool put(Peer& peer, const FastHead& head, std::string_view bytes);
-  bool take_from(int rank, std::vector<FastMessage>& messages);
-  void flush(int rank);
+  void take_from(int rank, std::vector<FastMessage>& messages);
   template <class Visit>
   bool any_opened(Visit visit) const;
 
@@ -87,7 +77,6 @@ class RingLink final : public FastLink {
   size_t most_ = 0;
   Inbox* inbox_ = nullptr;
   std::vector<Peer> peers_;
-  std::atomic<int> blocked_{0};  ///< Peers for which messages wait.
   std::mutex taking_;
 };
 

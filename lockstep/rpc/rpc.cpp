@@ -174,22 +174,17 @@ detail::Worker::Setup setup_of(const Options& options, const std::string& name) 
 constexpr const char* kCarrier = "carrier";
 
 using detail::Carrier;
-constexpr std::pair<Carrier, const char*> kCarriers[] = {{Carrier::polled_memory, "memory"},
-                                                         {Carrier::loopback, "loopback"},
-                                                         {Carrier::network, "network"}};
 
-const char* carrier_of(const World& world, const Options& options) {
-  if (world.local_size() != world.size()) return "network";
+Carrier carrier_of(const World& world, const Options& options) {
+  if (world.local_size() != world.size()) return Carrier::network;
   // TensorPipe needs what our own shared memory does.
-  return options.poll && !shared_memory_place().empty() ? "memory" : "loopback";
+  return options.poll && !shared_memory_place().empty() ? Carrier::polled_memory
+                                                        : Carrier::loopback;
 }
 
-Carrier carrier_named(const std::string& name) {
-  for (const auto& [carrier, its_name] : kCarriers) {
-    if (name == its_name) return carrier;
-  }
-  throw CommError("rpc: rank 0 told of a carrier '" + name + "', which this version does not know",
-                  "run the same version of Lockstep on all workers");
+/// As rank 0 has told it.
+Carrier carrier_in(Store& store) {
+  return static_cast<Carrier>(parse_int(store.get(kCarrier)).value_or(0));
 }
 
 /// Where others reach this worker. `towards_group`: this host's address that the group's other
@@ -247,10 +242,10 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   setup.store = prefix_store("rpc", world.store().clone());
   setup.id = world.rank();
   if (world.rank() == 0) {
-    setup.store.set(kCarrier, carrier_of(world, options));
+    setup.store.set(kCarrier, std::to_string(static_cast<int>(carrier_of(world, options))));
     setup.store.add("workers", world.size());
   }
-  setup.carrier = carrier_named(setup.store.get(kCarrier));
+  setup.carrier = carrier_in(setup.store);
   setup.host = host_of(setup.carrier, [&] { return world.address(); });
   setup.names = meet(setup.store, world, name);
   setup.job = meet_with_secret(setup.store, world, setup.secret);
@@ -263,7 +258,7 @@ Agent join(const std::string& address, const std::string& name, const Options& o
   auto setup = setup_of(options, name);
   setup.store = prefix_store("rpc", store_of_job(address, options.timeout));
   setup.job = setup.store.get("job");
-  setup.carrier = carrier_named(setup.store.get(kCarrier));
+  setup.carrier = carrier_in(setup.store);
   setup.host = host_of(setup.carrier, [&] { return reachable_address(store_host(address)); });
   // Numbers are never used twice, so nothing of a dead worker is taken for the new one's.
   const int64_t id = setup.store.add("workers", 1) - 1;

@@ -49,49 +49,38 @@ void SocketLink::watch(int rank, bool for_room) {
   epoll_ctl(beds_.sockets(), EPOLL_CTL_MOD, peer(rank).connection.get(), &event);
 }
 
-bool SocketLink::send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) {
+bool SocketLink::send(int to, const FastHead& head, std::string_view bytes) {
   if (bytes.size() > kMostBytes) return false;
   Peer& other = peer(to);
   const std::lock_guard lock(other.mutex);
-  if (other.ended) return false;
-  const bool waits = !other.waiting.empty();
-  if (waits && when_full == WhenFull::refuse && other.waiting_bytes + bytes.size() > kMostWaiting) {
-    return false;
-  }
-  const WireHead wire{static_cast<uint32_t>(bytes.size()),
-                      head.kind,
-                      other.sent++,
-                      head.number,
-                      head.extra,
-                      head.hash};
-  std::string text(reinterpret_cast<const char*>(&wire), sizeof(wire));
-  text.append(bytes);
-  if (!other.key_out.empty()) text += hmac_sha256(other.key_out, text);
-  other.waiting_bytes += text.size();
-  other.waiting.push_back(std::move(text));
-  if (!waits && !flush(other)) watch(to, true);
+  if (other.ended || !other.unsent.empty()) return false;
+  const WireHead wire{static_cast<uint32_t>(bytes.size()), head.kind, other.sent++, head.number};
+  other.unsent.assign(reinterpret_cast<const char*>(&wire), sizeof(wire));
+  other.unsent.append(bytes);
+  if (!other.key_out.empty()) other.unsent += hmac_sha256(other.key_out, other.unsent);
+  if (!flush(other)) watch(to, true);
   return true;
 }
 
 // With the peer's mutex. False: the rest waits for room. Who reads finds out why a connection
 // fails.
 bool SocketLink::flush(Peer& peer) {
-  while (!peer.waiting.empty()) {
-    const std::string& first = peer.waiting.front();
-    const ssize_t sent = ::send(peer.connection.get(), first.data() + peer.first_sent,
-                                first.size() - peer.first_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+  size_t place = 0;
+  while (place < peer.unsent.size()) {
+    const ssize_t sent = ::send(peer.connection.get(), peer.unsent.data() + place,
+                                peer.unsent.size() - place, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      peer.unsent.erase(0, place);
+      return false;
+    }
     if (sent < 0) {
       shutdown(peer.connection.get(), SHUT_RDWR);  // The reader sees the end, and says it.
-      return true;
+      break;
     }
-    peer.first_sent += static_cast<size_t>(sent);
-    if (peer.first_sent < first.size()) continue;
-    peer.waiting_bytes -= first.size();
-    peer.first_sent = 0;
-    peer.waiting.pop_front();
+    place += static_cast<size_t>(sent);
   }
+  peer.unsent.clear();
   return true;
 }
 
@@ -149,9 +138,8 @@ bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
       const std::string its = hmac_sha256(other.key_in, other.in.substr(begin, whole));
       if (CRYPTO_memcmp(its.data(), other.in.data() + begin + whole, kCodeBytes) != 0) return false;
     }
-    messages.push_back({rank,
-                        {head.kind, head.number, head.extra, head.hash},
-                        other.in.substr(begin + sizeof(head), head.bytes)});
+    messages.push_back(
+        {rank, {head.kind, head.number}, other.in.substr(begin + sizeof(head), head.bytes)});
     ++other.received;
     begin += whole + code;
   }
@@ -166,8 +154,7 @@ void SocketLink::end(int rank, const std::string& how) {
   const std::lock_guard lock(other.mutex);
   other.ended = true;
   other.how = how;
-  other.waiting.clear();
-  other.waiting_bytes = other.first_sent = 0;
+  other.unsent.clear();
   other.in = {};
   shutdown(other.connection.get(), SHUT_RDWR);
 }
@@ -177,8 +164,7 @@ void SocketLink::lose(int rank) {
   const std::lock_guard lock(other.mutex);
   if (other.ended) return;
   other.ended = true;
-  other.waiting.clear();
-  other.waiting_bytes = other.first_sent = 0;
+  other.unsent.clear();
   watch(rank, false);
 }
 

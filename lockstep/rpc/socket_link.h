@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,9 +28,7 @@ struct SocketPeer {
 /// of all that. Bytes that make no such message end the connection.
 ///
 /// A connection that ends, in whatever way, tells both workers that no more comes
-/// (FastCatch::lost). What a slow reader has not taken waits here: requests up to kMostWaiting,
-/// answers without a limit of their own. Their number is that of its requests, whose caller has one
-/// (Options::max_pending).
+/// (FastCatch::lost). A slow reader has the system's buffers.
 class SocketLink final : public FastLink {
  public:
   struct Setup {
@@ -46,7 +43,7 @@ class SocketLink final : public FastLink {
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(peers_.size()); }
   size_t most_bytes() const override { return kMostBytes; }
-  bool send(int to, const FastHead& head, std::string_view bytes, WhenFull when_full) override;
+  bool send(int to, const FastHead& head, std::string_view bytes) override;
   void take(FastCatch& caught) override;
   bool look() const override;
   void lose(int rank) override;
@@ -67,9 +64,9 @@ class SocketLink final : public FastLink {
     uint32_t bytes;  ///< Of the message, without this head and the code.
     uint32_t kind;
     uint64_t count;  ///< Of the messages on this connection and direction, from 0.
-    uint64_t number, extra, hash;
+    uint64_t number;
   };
-  static_assert(sizeof(WireHead) == 40);
+  static_assert(sizeof(WireHead) == 24);
 
  private:
   struct Peer {
@@ -77,8 +74,7 @@ class SocketLink final : public FastLink {
     std::string name, key_in, key_out;
 
     mutable std::mutex mutex;  ///< Of what goes out, and of how it went.
-    std::deque<std::string> waiting;
-    size_t waiting_bytes = 0, first_sent = 0;  ///< Of the first that waits.
+    std::string unsent;        ///< The rest of a message, for which there was no room.
     uint64_t sent = 0;
     bool ended = false;
     std::string how;

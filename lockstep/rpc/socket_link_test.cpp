@@ -54,7 +54,7 @@ struct End {
 };
 
 std::string message(uint64_t count, const std::string& bytes, const std::string& key = {}) {
-  const SocketLink::WireHead head{static_cast<uint32_t>(bytes.size()), 1, count, 5, 6, 7};
+  const SocketLink::WireHead head{static_cast<uint32_t>(bytes.size()), 1, count, 5};
   std::string text(reinterpret_cast<const char*>(&head), sizeof(head));
   text += bytes;
   return key.empty() ? text : text + hmac_sha256(key, text);
@@ -64,7 +64,7 @@ void expect_end(const End& end, const std::string& how) {
   EXPECT_THAT(end.take().lost, ElementsAre(1));
   EXPECT_TRUE(end.take().lost.empty()) << "it is told once";
   EXPECT_THAT(end.link->how_it_went(1), HasSubstr(how));
-  EXPECT_FALSE(end.link->send(1, {}, "x", FastLink::WhenFull::keep));
+  EXPECT_FALSE(end.link->send(1, {}, "x"));
   EXPECT_FALSE(end.link->look());
   char byte = 0;
   while (recv(end.other.get(), &byte, 1, 0) > 0) {
@@ -86,8 +86,6 @@ TEST(SocketLink, MessagesInPiecesArriveWhole) {
     EXPECT_EQ(messages[0].bytes, "first");
     EXPECT_EQ(messages[0].from, 1);
     EXPECT_EQ(messages[0].head.number, 5);
-    EXPECT_EQ(messages[0].head.extra, 6);
-    EXPECT_EQ(messages[0].head.hash, 7);
     EXPECT_EQ(messages[1].bytes, "");
     EXPECT_EQ(messages[2].bytes.size(), SocketLink::kMostBytes);
   }
@@ -136,11 +134,11 @@ TEST(SocketLink, AnEndedConnectionIsToldWithWhatCameBefore) {
   EXPECT_THAT(end.link->how_it_went(1), HasSubstr("rank 1 has ended"));
 }
 
-TEST(SocketLink, ASlowReaderGetsNoMoreRequests) {
+TEST(SocketLink, ASlowReaderGetsNoMore) {
   const End end;
   const std::string most(SocketLink::kMostBytes, 'x');
   size_t sent = 0;
-  while (end.link->send(1, {}, most, FastLink::WhenFull::refuse)) ASSERT_LT(++sent, 100);
+  while (end.link->send(1, {}, most)) ASSERT_LT(++sent, 100);
   // What was taken comes when there is room again.
   size_t read = 0;
   std::string buffer(1 << 20, '\0');
@@ -153,7 +151,7 @@ TEST(SocketLink, ASlowReaderGetsNoMoreRequests) {
         return read == all;
       },
       "what had to wait");
-  EXPECT_TRUE(end.link->send(1, {}, most, FastLink::WhenFull::refuse));
+  EXPECT_TRUE(end.link->send(1, {}, most));
 }
 
 TEST(SocketLink, AnyBytesEndAtMostTheConnection) {

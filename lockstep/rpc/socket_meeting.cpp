@@ -7,7 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <thread>
+#include <cstring>
+#include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/poll_pause.h"
@@ -24,15 +25,58 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLongestMeeting{30'000};
 /// Who has connected says at once who it is.
 constexpr milliseconds kPatience{2'000};
-/// Beyond so many that have not, besides the job's ranks, one goes. So many are let in at a time.
-constexpr size_t kMostStrangers = 64;
 constexpr milliseconds kBetweenLooks{50};
-/// Between two calls of one rank.
-constexpr milliseconds kBetweenCalls{1};
 /// To connect; the others listen already.
 constexpr milliseconds kAttempt{1'000};
 /// A connection to a host that was cut off without a word fails after so long.
 constexpr milliseconds kSilence{60'000};
+
+struct Hello {
+  uint64_t magic = 0x6c6f636b72706304;  ///< "lockrpc", version 4, of one byte order.
+  int64_t rank = -1;
+  char nonce[32] = {};
+};
+
+std::string hello_of(int rank) {
+  Hello hello;
+  hello.rank = rank;
+  random_hex(sizeof(hello.nonce) / 2).copy(hello.nonce, sizeof(hello.nonce));
+  return {reinterpret_cast<const char*>(&hello), sizeof(hello)};
+}
+
+/// -1: it is no hello of ours.
+int rank_in(const std::string& bytes) {
+  Hello hello;
+  const uint64_t magic = hello.magic;
+  std::memcpy(&hello, bytes.data(), sizeof(hello));
+  return hello.magic == magic ? static_cast<int>(hello.rank) : -1;
+}
+
+/// As little as a new connection always takes at once.
+void say(int connection, const std::string& text) {
+  const auto sent = ::send(connection, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent != static_cast<ssize_t>(text.size())) throw CommError("rpc: the other end hung up");
+}
+
+/// Reads no more than that, as messages may follow.
+std::string hear(int connection, size_t bytes, std::chrono::steady_clock::time_point deadline,
+                 const std::function<void()>& look) {
+  std::string word(bytes, '\0');
+  for (size_t place = 0; place < bytes;) {
+    const ssize_t got = recv(connection, word.data() + place, bytes - place, MSG_DONTWAIT);
+    if (got > 0) {
+      place += static_cast<size_t>(got);
+    } else if (got == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) {
+      throw CommError("rpc: the other end hung up");
+    } else {
+      if (time_left(deadline).count() == 0) throw TimeoutError("rpc: the other end says nothing");
+      pollfd entry{connection, POLLIN, 0};
+      poll(&entry, 1, static_cast<int>(std::min(kBetweenLooks, time_left(deadline)).count()));
+      look();
+    }
+  }
+  return word;
+}
 
 struct Address {
   std::string host;
@@ -42,13 +86,10 @@ struct Address {
 
 /// "10.0.0.1 4711 identity"
 Address address_of(const std::string& text) {
-  const size_t first = text.find(' ');
-  const size_t second = first == std::string::npos ? first : text.find(' ', first + 1);
-  const auto port = second == std::string::npos
-                        ? std::nullopt
-                        : parse_int(text.substr(first + 1, second - first - 1));
+  const auto parts = split(text, ' ');
+  const auto port = parts.size() < 3 ? std::nullopt : parse_int(parts[1]);
   if (!port || *port < 1 || *port > UINT16_MAX) throw DataError("rpc: no address: " + text);
-  return {text.substr(0, first), static_cast<uint16_t>(*port), text.substr(second + 1)};
+  return {parts[0], static_cast<uint16_t>(*port), parts[2]};
 }
 
 }  // namespace
@@ -71,33 +112,64 @@ std::string SocketMeeting::name_of(int other) const {
   return with_process("rank " + std::to_string(other), identity);
 }
 
-SocketPeer SocketMeeting::peer_of(Handshake& known) const {
+/// Shows to the other end of this connection that one knows the key.
+std::string SocketMeeting::proof(const std::string& session, const char* what) const {
+  return hmac_sha256(key_, session + what);
+}
+
+SocketPeer SocketMeeting::peer_of(UniqueFd connection, int other,
+                                  const std::string& session) const {
   SocketPeer peer;
-  peer.connection = known.take_connection();
+  peer.connection = std::move(connection);
   const int on = 1;
   setsockopt(peer.connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   limit_silence_of(peer.connection.get(), kSilence);
-  peer.name = name_of(known.rank());
+  peer.name = name_of(other);
   if (!has_secret_) return peer;
-  const auto up = known.session().proof(key_, "upwards");
-  const auto down = known.session().proof(key_, "downwards");
-  peer.key_in = known.rank() < rank_ ? up : down;
-  peer.key_out = known.rank() < rank_ ? down : up;
+  peer.key_in = proof(session, other < rank_ ? "upwards" : "downwards");
+  peer.key_out = proof(session, other < rank_ ? "downwards" : "upwards");
   return peer;
 }
 
-// The higher of two ranks calls.
-Handshake SocketMeeting::call(int other, Clock::time_point deadline,
-                              const std::function<void()>& look) const {
+SocketPeer SocketMeeting::call(int other, Clock::time_point deadline,
+                               const std::function<void()>& look) const {
   const Address address = address_of(addresses_[static_cast<size_t>(other)]);
-  while (true) {
+  UniqueFd connection;
+  while (!connection) {
     try {
-      return {connect_to(address.host, address.port, std::min(kAttempt, time_left(deadline))),
-              rank_, other, other, key_};
+      connection = connect_to(address.host, address.port, std::min(kAttempt, time_left(deadline)));
     } catch (const TimeoutError&) {
       look();
       if (time_left(deadline).count() == 0) throw;
     }
+  }
+  const std::string own = hello_of(rank_);
+  say(connection.get(), own);
+  const std::string its = hear(connection.get(), sizeof(Hello), deadline, look);
+  const std::string session = its + own;
+  const std::string shown = hear(connection.get(), kCodeBytes, deadline, look);
+  if (rank_in(its) != other || !same_code(shown, proof(session, "lower"))) {
+    throw CommError("rpc: " + name_of(other) + " does not answer as a rank of this job");
+  }
+  say(connection.get(), proof(session, "higher"));
+  return peer_of(std::move(connection), other, session);
+}
+
+std::optional<int> SocketMeeting::answer(UniqueFd connection,
+                                         std::vector<SocketPeer>& peers) const {
+  const auto deadline = Clock::now() + kPatience;
+  try {
+    const std::string its = hear(connection.get(), sizeof(Hello), deadline, [] {});
+    const int other = rank_in(its);
+    if (other <= rank_ || other >= size_) return std::nullopt;
+    const std::string own = hello_of(rank_), session = own + its;
+    say(connection.get(), own + proof(session, "lower"));
+    const std::string shown = hear(connection.get(), kCodeBytes, deadline, [] {});
+    if (!same_code(shown, proof(session, "higher"))) return std::nullopt;
+    peers[static_cast<size_t>(other)] = peer_of(std::move(connection), other, session);
+    return other;
+  } catch (const CommError&) {  // It hung up, or said nothing in time.
+    return std::nullopt;
   }
 }
 
@@ -106,105 +178,26 @@ std::vector<SocketPeer> SocketMeeting::connect(const std::vector<std::string>& a
                                                const std::function<void()>& look) {
   addresses_ = addresses;
   const auto deadline = Clock::now() + std::min(timeout, kLongestMeeting);
-  Peers peers(static_cast<size_t>(size_));
-  std::list<Handshake> calls, visitors;
-  const Call call_again = [&](int other) { return call(other, deadline, look); };
-  for (int other = 0; other < rank_; ++other) calls.push_back(call_again(other));
-  Every now_and_then(kBetweenLooks);
-  for (auto left = missing(peers); !left.empty(); left = missing(peers)) {
-    if (time_left(deadline).count() == 0) {
-      std::vector<std::string> names;
-      for (const int other : left) names.push_back(name_of(other));
-      throw TimeoutError("rpc: no connection to " + lockstep::join(names, ", "));
+  std::vector<SocketPeer> peers(static_cast<size_t>(size_));
+  for (int other = 0; other < rank_; ++other) {
+    peers[static_cast<size_t>(other)] = call(other, deadline, look);
+  }
+  std::set<int> missing;
+  for (int other = rank_ + 1; other < size_; ++other) missing.insert(other);
+  while (!missing.empty()) {
+    UniqueFd connection =
+        accept_from(listener_.get(), std::min(kBetweenLooks, time_left(deadline)));
+    if (connection) {
+      if (const auto other = answer(std::move(connection), peers)) missing.erase(*other);
     }
-    wait_for_words(calls, visitors, std::min(deadline, Clock::now() + kBetweenLooks));
-    let_in(visitors);
-    go_on_with(visitors, peers);
-    go_on_with_calls(calls, peers, call_again);
-    if (now_and_then.due()) look();
+    look();
+    if (missing.empty() || time_left(deadline).count() > 0) continue;
+    std::vector<std::string> names;
+    for (const int other : missing) names.push_back(name_of(other));
+    throw TimeoutError("rpc: no connection from " + lockstep::join(names, ", "));
   }
   listener_.reset();
   return peers;
-}
-
-std::vector<int> SocketMeeting::missing(const Peers& peers) const {
-  std::vector<int> ranks;
-  for (int other = 0; other < size_; ++other) {
-    if (other != rank_ && !peers[static_cast<size_t>(other)].connection) ranks.push_back(other);
-  }
-  return ranks;
-}
-
-void SocketMeeting::go_on_with_calls(std::list<Handshake>& calls, Peers& peers,
-                                     const Call& call_again) const {
-  for (auto one = calls.begin(); one != calls.end();) {
-    const int other = one->rank();
-    switch (one->go_on()) {
-      case Handshake::State::talks:
-        ++one;
-        continue;
-      case Handshake::State::known:
-        peers[static_cast<size_t>(other)] = peer_of(*one);
-        break;
-      case Handshake::State::hung_up:  // Perhaps this rank was too slow.
-        std::this_thread::sleep_for(kBetweenCalls);
-        calls.push_front(call_again(other));
-        break;
-      case Handshake::State::a_stranger:
-        throw CommError("rpc: " + name_of(other) + " does not answer as a rank of this job");
-    }
-    one = calls.erase(one);
-  }
-}
-
-void SocketMeeting::wait_for_words(const std::list<Handshake>& calls,
-                                   const std::list<Handshake>& visitors,
-                                   Clock::time_point deadline) const {
-  std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
-  for (const auto* all : {&calls, &visitors}) {
-    for (const Handshake& one : *all) entries.push_back({one.descriptor(), POLLIN, 0});
-  }
-  const int found =
-      poll(entries.data(), entries.size(), static_cast<int>(time_left(deadline).count()));
-  if (found < 0 && errno != EINTR) throw SystemError("poll", errno);
-}
-
-void SocketMeeting::let_in(std::list<Handshake>& visitors) const {
-  for (size_t come = 0; come < kMostStrangers; ++come) {
-    try {
-      UniqueFd connection = accept_from(listener_.get(), milliseconds(0));
-      if (!connection) return;
-      visitors.emplace_back(std::move(connection), rank_, rank_ + 1, size_ - 1, key_);
-    } catch (const SystemError&) {  // Too many open files, perhaps: one goes, the next turn tries.
-      if (visitors.empty()) throw;
-      turn_away_one(visitors);
-      return;
-    }
-  }
-}
-
-void SocketMeeting::turn_away_one(std::list<Handshake>& visitors) {
-  const auto silent = std::find_if(visitors.begin(), visitors.end(), [](const Handshake& visitor) {
-    return !visitor.has_said_hello();
-  });
-  visitors.erase(silent == visitors.end() ? visitors.begin() : silent);
-}
-
-void SocketMeeting::go_on_with(std::list<Handshake>& visitors, Peers& peers) const {
-  const auto earliest = Clock::now() - kPatience;
-  for (auto visitor = visitors.begin(); visitor != visitors.end();) {
-    const auto state = visitor->go_on();
-    if (state == Handshake::State::talks && visitor->begun() > earliest) {
-      ++visitor;
-      continue;
-    }
-    // One that has called again takes the place of its first connection, which it gave up.
-    if (state == Handshake::State::known) {
-      peers[static_cast<size_t>(visitor->rank())] = peer_of(*visitor);
-    }
-    visitor = visitors.erase(visitor);
-  }
-  while (visitors.size() > kMostStrangers + static_cast<size_t>(size_)) turn_away_one(visitors);
 }
 
 }  // namespace lockstep::rpc::detail

@@ -2,20 +2,20 @@
 
 #include <chrono>
 #include <functional>
-#include <list>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/file.h"
-#include "lockstep/rpc/socket_handshake.h"
 #include "lockstep/rpc/socket_link.h"
 
 namespace lockstep::rpc::detail {
 
-/// How the ranks of a job connect for SocketLink, each to all others. Both ends of a connection
-/// show that they know the job's secret, or without one the job's number, which only its ranks
-/// have: see Session. Who shows nothing within two seconds is hung up on, and holds nobody up until
-/// then.
+/// How the ranks of a job connect for SocketLink: each calls those below it, then answers those
+/// above it, one after the other. Each end says a random number, so nothing that was sent before
+/// counts. Then each shows that it knows the job's secret, or without one the job's number, which
+/// only its ranks have: first the one that was called. Who calls and shows nothing is hung up on
+/// after two seconds, for which others wait.
 class SocketMeeting {
  public:
   SocketMeeting(int rank, int size, const std::string& secret, const std::string& job);
@@ -31,19 +31,13 @@ class SocketMeeting {
 
  private:
   using Clock = std::chrono::steady_clock;
-  using Peers = std::vector<SocketPeer>;
-  using Call = std::function<Handshake(int other)>;
 
-  SocketPeer peer_of(Handshake& known) const;
+  SocketPeer call(int other, Clock::time_point deadline, const std::function<void()>& look) const;
+  /// Who has called. None: no rank of this job.
+  std::optional<int> answer(UniqueFd connection, std::vector<SocketPeer>& peers) const;
+  SocketPeer peer_of(UniqueFd connection, int other, const std::string& session) const;
+  std::string proof(const std::string& session, const char* what) const;
   std::string name_of(int other) const;
-  Handshake call(int other, Clock::time_point deadline, const std::function<void()>& look) const;
-  void wait_for_words(const std::list<Handshake>& calls, const std::list<Handshake>& visitors,
-                      Clock::time_point deadline) const;
-  void let_in(std::list<Handshake>& visitors) const;
-  static void turn_away_one(std::list<Handshake>& visitors);
-  void go_on_with(std::list<Handshake>& visitors, Peers& peers) const;
-  void go_on_with_calls(std::list<Handshake>& calls, Peers& peers, const Call& call_again) const;
-  std::vector<int> missing(const Peers& peers) const;
 
   const int rank_, size_;
   const std::string key_;

@@ -1,10 +1,9 @@
 #include "lockstep/rpc/value_codec.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -22,42 +21,25 @@ constexpr auto kLastKind = Kind::tensor;
 
 /// A tensor's dimensions, at most.
 constexpr size_t kMostDimensions = 64;
-/// LibTorch's RPC copies a view first that has less than half of so large a storage.
-constexpr size_t kLargeStorage = 8 * 1024;
 
 bool travels(at::ScalarType type) {
-  switch (type) {
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-    case at::kHalf:
-    case at::kFloat:
-    case at::kDouble:
-    case at::kComplexHalf:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-    case at::kBool:
-    case at::kBFloat16:
-      return true;
-    default:
-      return false;
-  }
+  return (type >= at::kByte && type <= at::kBool) || type == at::kBFloat16;
 }
 
 bool has_gradients(at::ScalarType type) {
   return c10::isFloatingType(type) || c10::isComplexType(type);
 }
 
-/// Of the CPU and dense, without names, conjugation, quantization or a class of its own.
+/// Of the CPU, dense and contiguous, without names, conjugation, quantization or a class of its
+/// own.
 bool is_plain(const at::Tensor& tensor) {
   static const uint64_t plain = [] {
     const c10::InferenceMode off(false);  // Else the first thread's mode would count for ever.
     return at::empty({0}).key_set().raw_repr();
   }();
   return tensor.defined() && (tensor.key_set().raw_repr() & ~plain) == 0 && tensor.has_storage() &&
-         travels(tensor.scalar_type()) && static_cast<size_t>(tensor.dim()) <= kMostDimensions;
+         tensor.is_contiguous() && travels(tensor.scalar_type()) &&
+         static_cast<size_t>(tensor.dim()) <= kMostDimensions;
 }
 
 class Encoder {
@@ -112,45 +94,25 @@ class Encoder {
     return fits(0);
   }
 
-  bool tensor(const at::Tensor& given) {
-    if (!is_plain(given)) return false;
-    const size_t whole = given.storage().nbytes(), used = given.nbytes();
-    if (whole < kLargeStorage || whole < 2 * used) return stored(given);
-    if (!fits(used)) return false;
-    copies_.push_back(given.detach().clone());
-    return stored(copies_.back(), given.requires_grad());
-  }
-
-  bool stored(const at::Tensor& tensor) { return stored(tensor, tensor.requires_grad()); }
-  bool stored(const at::Tensor& tensor, bool requires_grad) {
+  bool tensor(const at::Tensor& tensor) {
+    if (!is_plain(tensor) || !fits(tensor.nbytes())) return false;
+    // What two of them share is kept LibTorch's way only.
+    const void* const storage = tensor.storage().unsafeGetStorageImpl();
+    if (std::find(storages_.begin(), storages_.end(), storage) != storages_.end()) return false;
+    storages_.push_back(storage);
     put(Kind::tensor);
     put(tensor.scalar_type());
-    put(static_cast<uint8_t>(requires_grad));
+    put(static_cast<uint8_t>(tensor.requires_grad()));
     put(static_cast<uint8_t>(tensor.dim()));
     for (const int64_t size : tensor.sizes()) put(size);
-    for (const int64_t stride : tensor.strides()) put(stride);
-    put(tensor.storage_offset());
-    return storage(tensor.storage());
-  }
-
-  /// Its number, and its bytes when it is new.
-  bool storage(const at::Storage& storage) {
-    const void* const same = storage.unsafeGetStorageImpl();
-    const auto found = std::find(storages_.begin(), storages_.end(), same);
-    put(static_cast<uint32_t>(found - storages_.begin()));
-    if (found != storages_.end()) return fits(0);
-    storages_.push_back(same);
-    const size_t size = storage.nbytes();
-    if (!fits(size + sizeof(uint32_t))) return false;
-    put(static_cast<uint32_t>(size));
-    if (size > 0) bytes_.append(static_cast<const char*>(storage.data()), size);
-    return true;
+    if (tensor.numel() > 0)
+      bytes_.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    return fits(0);
   }
 
   const CodecLimits limits_;
   std::string& bytes_;
   c10::SmallVector<const void*, 8> storages_;
-  std::vector<at::Tensor> copies_;  ///< Kept: another one's storage must not get their address.
 };
 
 class Decoder {
@@ -188,12 +150,6 @@ class Decoder {
     std::memcpy(&number, take(sizeof(number)), sizeof(number));
     return number;
   }
-  int64_t get_size(const char* what) {
-    const auto size = get<int64_t>();
-    if (size < 0) fail(what);
-    return size;
-  }
-
   at::IValue value(int depth) {
     switch (static_cast<Kind>(std::min(get<uint8_t>(), static_cast<uint8_t>(kEnd)))) {
       case Kind::none:
@@ -228,60 +184,35 @@ class Decoder {
     }
     const size_t dimensions = get<uint8_t>();
     if (dimensions > kMostDimensions) fail("a tensor of too many dimensions");
-    c10::SmallVector<int64_t, 5> sizes, strides;
-    for (size_t i = 0; i < dimensions; ++i) sizes.push_back(get_size("a negative size"));
-    for (size_t i = 0; i < dimensions; ++i) strides.push_back(get_size("a negative stride"));
-    const int64_t offset = get_size("a negative offset");
-    const at::Storage stored = storage();
-    check_bounds(sizes, strides, offset, stored.nbytes() / c10::elementSize(type));
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        at::Storage(stored), c10::DispatchKeySet(c10::DispatchKey::CPU),
-        c10::scalarTypeToTypeMeta(type));
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    c10::SmallVector<int64_t, 5> sizes;
+    int64_t bytes = static_cast<int64_t>(c10::elementSize(type));
+    for (size_t i = 0; i < dimensions; ++i) {
+      sizes.push_back(get<int64_t>());
+      // Also of an empty one LibTorch computes strides.
+      const int64_t count = std::max<int64_t>(sizes.back(), 1);
+      if (sizes.back() < 0 || __builtin_mul_overflow(bytes, count, &bytes)) {
+        fail("a tensor of more elements than numbers can count");
+      }
+    }
+    const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    const char* const data = take(empty ? 0 : static_cast<size_t>(bytes));
+    const at::Tensor made = at::detail::empty_cpu(sizes, type);
+    if (!empty) copy_bytes(made.mutable_data_ptr(), data, static_cast<size_t>(bytes));
     if (requires_grad == 1) made.set_requires_grad(true);
     return made;
-  }
-
-  at::Storage storage() {
-    const auto number = get<uint32_t>();
-    if (number < storages_.size()) return storages_[number];
-    if (number > storages_.size()) fail("a storage out of order");
-    const auto size = get<uint32_t>();
-    const char* const bytes = take(size);
-    storages_.emplace_back(at::Storage::use_byte_size_t(), size, c10::GetCPUAllocator(),
-                           /*resizable=*/true);
-    copy_bytes(storages_.back().mutable_data(), bytes, size);
-    return storages_.back();
-  }
-
-  /// All elements lie within a storage of so many.
-  void check_bounds(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides, int64_t offset,
-                    size_t elements) const {
-    int64_t count = 1, last = offset;
-    bool fits = true, empty = false;
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      if (sizes[i] == 0) empty = true;
-      fits = fits && !__builtin_mul_overflow(count, std::max<int64_t>(sizes[i], 1), &count);
-      int64_t way = 0;
-      fits = fits && !__builtin_mul_overflow(std::max<int64_t>(sizes[i], 1) - 1, strides[i], &way);
-      fits = fits && !__builtin_add_overflow(last, way, &last);
-    }
-    if (!fits) fail("a tensor of more elements than numbers can count");
-    if (!empty && static_cast<size_t>(last) >= elements) {  // An empty one has no element there.
-      fail("a tensor beyond its storage");
-    }
   }
 
   static constexpr int kEnd = static_cast<int>(kLastKind) + 1;
   const std::string_view bytes_;
   size_t at_ = 0;
-  c10::SmallVector<at::Storage, 8> storages_;
 };
 
 }  // namespace
 
 bool encode_values(c10::ArrayRef<at::IValue> values, const CodecLimits& limits,
                    std::string& bytes) {
+  constexpr size_t kRoom = 512;
+  bytes.reserve(kRoom);
   try {
     return Encoder(limits, bytes).values(values, limits.depth);
   } catch (const c10::Error&) {  // A tensor that lets nobody see its memory.
@@ -296,26 +227,6 @@ std::vector<at::IValue> decode_values(std::string_view bytes, int depth) {
   auto values = decoder.values(depth);
   decoder.end();
   return values;
-}
-
-bool encode_request(const std::string& function, c10::ArrayRef<at::IValue> arguments,
-                    const CodecLimits& limits, std::string& bytes) {
-  constexpr size_t kRoom = 512;
-  if (function.size() > UINT16_MAX) return false;
-  const auto size = static_cast<uint16_t>(function.size());
-  bytes.reserve(kRoom);
-  bytes.append(reinterpret_cast<const char*>(&size), sizeof(size));
-  bytes.append(function);
-  return encode_values(arguments, {limits.bytes, limits.depth - 1}, bytes);
-}
-
-PlainRequest decode_request(std::string_view bytes, int depth) {
-  uint16_t size = 0;
-  if (bytes.size() < sizeof(size)) throw DataError("rpc: a request that ends too early");
-  std::memcpy(&size, bytes.data(), sizeof(size));
-  bytes.remove_prefix(sizeof(size));
-  if (bytes.size() < size) throw DataError("rpc: a request whose function's name ends too early");
-  return {std::string(bytes.substr(0, size)), decode_values(bytes.substr(size), depth - 1)};
 }
 
 }  // namespace lockstep::rpc::detail

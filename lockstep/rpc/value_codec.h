@@ -20,22 +20,12 @@ struct CodecLimits {
 /// double, strings, tuples and plain tensors of the CPU. False when one is of another kind, lies
 /// deeper than the limit, or makes `bytes` larger than it. Then what was appended means nothing.
 ///
-/// Tensors arrive as by LibTorch's RPC: a storage goes whole and once, so views keep their strides
-/// and what they share. A small view of a large storage is copied first. `requires_grad` goes
-/// along, what computed the tensor does not.
+/// A tensor is contiguous, and shares its memory with no other of the message. It arrives with
+/// memory of its own. `requires_grad` goes along, what computed the tensor does not.
 bool encode_values(c10::ArrayRef<at::IValue> values, const CodecLimits& limits, std::string& bytes);
 
 /// The values again, which own their memory. Throws DataError, with the place, for bytes that
 /// `encode_values` has not made or that end too early. Takes time and memory in proportion to them.
 std::vector<at::IValue> decode_values(std::string_view bytes, int depth);
-
-/// A request: the function's name, then the arguments, one level deeper than a result.
-bool encode_request(const std::string& function, c10::ArrayRef<at::IValue> arguments,
-                    const CodecLimits& limits, std::string& bytes);
-struct PlainRequest {
-  std::string function;
-  std::vector<at::IValue> arguments;
-};
-PlainRequest decode_request(std::string_view bytes, int depth);
 
 }  // namespace lockstep::rpc::detail

@@ -36,31 +36,28 @@ std::string refusal(std::string_view bytes, int depth = kLimits.depth) {
   return "accepted";
 }
 
-TEST(ValueCodec, TensorsKeepWhatTheyShareAndNothingElse) {
+TEST(ValueCodec, TensorsOwnTheirMemory) {
   const at::Tensor whole = at::arange(12, at::kFloat).view({3, 4});
-  const auto values = decode_values(encoded({whole, whole.t(), whole[1], at::ones({2})}), 8);
-  ASSERT_EQ(values.size(), 4);
-  EXPECT_TRUE(at::equal(values[1].toTensor(), whole.t()));
-  EXPECT_EQ(values[1].toTensor().strides(), whole.t().strides());
-  EXPECT_EQ(values[2].toTensor().storage_offset(), 4);
+  const auto values = decode_values(encoded({whole[1], at::empty({0, 5}), at::ones({2})}), 8);
+  ASSERT_EQ(values.size(), 3);
+  EXPECT_TRUE(at::equal(values[0].toTensor(), whole[1]));
+  EXPECT_EQ(values[1].toTensor().sizes(), at::IntArrayRef({0, 5}));
   values[0].toTensor().zero_();
-  EXPECT_EQ(values[2].toTensor().sum().item<float>(), 0);
-  EXPECT_EQ(values[3].toTensor().sum().item<float>(), 2);
-  EXPECT_EQ(whole.sum().item<float>(), 66) << "it owns its memory";
+  EXPECT_EQ(values[2].toTensor().sum().item<float>(), 2);
+  EXPECT_EQ(whole.sum().item<float>(), 66);
 }
 
-TEST(ValueCodec, ASmallViewOfALargeStorageTravelsAlone) {
+TEST(ValueCodec, APartOfALargeTensorTravelsAlone) {
   const at::Tensor large = at::zeros({1 << 20});
   EXPECT_LT(encoded({large.slice(0, 0, 10)}).size(), 200);
   EXPECT_EQ(encoded({large}), "not plain") << "more than the limit";
 }
 
-TEST(ValueCodec, AnEmptyPartOfAnEmptyTensorTravels) {
-  const at::Tensor part = at::empty({0, 5}).select(1, 4);
-  const auto values = decode_values(encoded({part}), 8);
-  ASSERT_EQ(values.size(), 1);
-  EXPECT_EQ(values[0].toTensor().sizes(), part.sizes());
-  EXPECT_EQ(values[0].toTensor().storage_offset(), 4);
+TEST(ValueCodec, SharedMemoryAndStridesAreNotPlain) {
+  const at::Tensor whole = at::ones({3, 4});
+  EXPECT_EQ(encoded({whole, whole[1]}), "not plain");
+  EXPECT_EQ(encoded({whole.t()}), "not plain");
+  EXPECT_EQ(encoded({at::ones({1, 3}).expand({4, 3})}), "not plain");
 }
 
 TEST(ValueCodec, OtherKindsAndDeeperValuesAreNotPlain) {
@@ -86,7 +83,7 @@ TEST(ValueCodec, RefusesLyingCountsAndBounds) {
   std::string tensor = encoded({at::ones({1})});
   // Behind the count, the kind, the type, the flag and the dimensions: the size.
   tensor[8] = 2;
-  EXPECT_THAT(refusal(tensor), HasSubstr("a tensor beyond its storage"));
+  EXPECT_THAT(refusal(tensor), HasSubstr("a length beyond the end"));
   tensor[15] = '\x7f';
   EXPECT_NE(refusal(tensor), "accepted");
 }
@@ -107,7 +104,7 @@ at::IValue random_value(Random& random, int depth) {
     case 5:
       return at::ones({static_cast<int64_t>(below(4))}).requires_grad_(below(2) == 1);
     case 6:
-      return at::ones({2, 3}, at::kByte).t();
+      return at::ones({2, 3}, at::kByte);
     default: {
       std::vector<at::IValue> parts;
       for (uint64_t left = below(6); left > 0; --left) {
