@@ -19,7 +19,6 @@
 #include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/tool/cli_help.h"
-#include "lockstep/tool/memory_limit.h"
 
 namespace lockstep::tool {
 namespace {
@@ -96,35 +95,10 @@ void finish_output() {
   throw Error("cannot write all of standard output");  // what hindered it was not kept
 }
 
-/// What an error comes from that may be for want of memory: a block, a mapping of a library, the
-/// stack of a thread.
-bool may_be_memory(const std::exception& error) {
-  if (dynamic_cast<const std::bad_alloc*>(&error)) return true;
-  const std::string text = error.what();
-  for (const char* words : {"llocate memory", "failed to map segment", "cannot create thread",
-                            "Resource temporarily unavailable"}) {
-    if (text.find(words) != std::string::npos) return true;
-  }
-  return false;
-}
-
-/// Without hints for other causes and without a C++ stack.
-std::string without_asides(std::string text) {
-  for (const char* aside : {"\n  hint:", "\nframe #", "\nException raised from"}) {
-    text.erase(std::min(text.find(aside), text.size()));
-  }
-  return text;
-}
-
-/// The error in words. One that a limit of memory explains names that.
 std::string text_of(const std::exception& error) {
-  if (!may_be_memory(error)) return error.what();
-  const bool nameless = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
-  const std::string text = nameless ? "out of memory" : error.what();
-  const std::string hint = memory_limit_hint();
-  if (!hint.empty()) return without_asides(text) + hint;
-  if (!nameless) return text;
-  return text + "\n  hint: give a smaller --batch-size, or start fewer ranks on this host";
+  if (!dynamic_cast<const std::bad_alloc*>(&error)) return error.what();
+  return "out of memory\n  hint: give a smaller --batch-size, or start fewer ranks on this host; "
+         "`ulimit -v` shows whether a limit holds";
 }
 
 bool is_number(const std::string& word) {
@@ -475,25 +449,6 @@ std::vector<std::string> Cli::long_names() const {
 
 std::string Cli::help(int width) const {
   return impl_->text(width);
-}
-
-void end_in_words_without_memory(const std::string& command) {
-  static std::string name;
-  static std::terminate_handler before;
-  name = command;
-  before = std::set_terminate([] {
-    if (const auto error = std::current_exception()) {
-      try {
-        std::rethrow_exception(error);
-      } catch (const std::bad_alloc& failure) {
-        const std::string text = name + ": error: " + text_of(failure) + "\n";
-        write_all(STDERR_FILENO, text.data(), text.size(), "standard error");
-        _exit(kExitFailure);
-      } catch (...) {  // LibTorch's or our own: as ever.
-      }
-    }
-    before();
-  });
 }
 
 void print(const std::string& text) {

@@ -113,11 +113,6 @@ void print(const std::string& text);
 /// so that it is printed once.
 int run_guarded(const std::string& command, const std::function<int()>& body);
 
-/// Makes a program that runs out of memory where no code can catch it end with a message and exit
-/// code 1, not by abort. Examples are a library's thread, or the loading of a library. `command` is
-/// as for run_guarded.
-void end_in_words_without_memory(const std::string& command);
-
 /// Columns of the terminal, within 40 and 100; 80 when the output is none.
 int help_width();
 

@@ -292,22 +292,6 @@ class Surroundings(BadInput):
             result = t.run(t.LOCKSTEP, *command, env=t.clean_environment(TMPDIR=""))
             self.assertNotIn("TMPDIR", result.stderr)
 
-    @unittest.skipIf(t.SANITIZED, "a sanitizer takes more addresses than any of these limits")
-    def test_a_memory_limit_is_named(self):
-        """Whichever library meets it first: the loader, one of LibTorch's that is loaded, or its tensors."""
-        failed = 0
-        for megabytes in (60, 300, 380, 400, 420, 440, 600):
-            large = ("--model", "wide", "--batch-size", 5000) if megabytes == 600 else ()
-            result, _ = self.limited(f"ulimit -c 0; ulimit -v {megabytes * 1000}", "train", *self.SHORT, "--threads", 1, *large)
-            if result.returncode == 0:
-                continue
-            failed += 1
-            with self.subTest(megabytes=megabytes, err=result.stderr):
-                self.assertEqual(result.returncode, 1)
-                self.assertRegex(result.stderr, r"\Alockstep( train)?: error: .*\n"
-                                 r"  hint: a memory limit holds: `ulimit -v` allows each process [0-9.]+ MB of addresses.*\n\Z")
-        self.assertGreater(failed, 2)
-
     def test_a_folder_that_was_deleted_is_told(self):
         folder = self.temporary() / "gone"
         for command in (("train", *self.SHORT), ("run", "true")):

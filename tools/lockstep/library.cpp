@@ -8,7 +8,6 @@
 #include "entry.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/omp_waiting.h"
-#include "lockstep/tool/memory_limit.h"
 
 namespace lockstep::tool {
 namespace {
@@ -33,8 +32,6 @@ void* load_library(const std::string& name, const std::string& if_missing) {
     tried += (tried.empty() ? "" : ", ") + path.string();
     std::error_code ignored;
     if (!fs::exists(path, ignored)) continue;
-    const AbortMeansMemory guard("lockstep: error: " + path.string() +
-                                 " was aborted while it was loaded");
     // Lazily: binding every symbol of LibTorch at once takes 40 ms more.
     if (void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_GLOBAL)) return handle;
     throw Error("cannot load " + path.string() + ": " + dlerror(),

@@ -152,7 +152,6 @@ int dispatch(const std::vector<std::string>& given) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  end_in_words_without_memory("lockstep");
   const int code = run_guarded("lockstep", [&] {
     return dispatch({argv + std::min(argc, 1), argv + argc});
   });

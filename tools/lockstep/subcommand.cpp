@@ -4,7 +4,6 @@
 #include "library.h"
 #include "lockstep/base/heap.h"
 #include "lockstep/launch/omp_waiting.h"
-#include "lockstep/tool/memory_limit.h"
 #include "unpack_ahead.h"
 
 namespace lockstep::tool {
@@ -21,7 +20,7 @@ int run_from_library(const std::vector<std::string>& words) {
   for (auto& word : all) argv.push_back(word.data());
   argv.push_back(nullptr);
   launch::choose_omp_waiting();  // Before there is a thread of ours to be taken for others' work.
-  if (!memory_is_limited()) grow_heap_in_huge_pages(kLoadedLibTorch);
+  grow_heap_in_huge_pages(kLoadedLibTorch);
   if (words[0] == "bench") {
     auto* bench =
         reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));

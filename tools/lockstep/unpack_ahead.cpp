@@ -10,7 +10,6 @@
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/mnist_files.h"
 #include "lockstep/tool/cli.h"
-#include "lockstep/tool/memory_limit.h"
 
 namespace lockstep::tool {
 namespace {
@@ -105,15 +104,9 @@ std::vector<UnpackAhead::File> unpack(const std::vector<fs::path>& paths) {
 }  // namespace
 
 UnpackAhead::UnpackAhead(const Words& words) {
-  // There each byte may be needed for LibTorch itself.
-  if (memory_is_limited()) return;
-  try {
-    auto paths = packed_files(words);
-    if (paths.empty()) return;
-    thread_ = std::thread([this, paths = std::move(paths)] { files_ = unpack(paths); });
-  } catch (const std::exception&) {
-    // No thread is to be had: the files are unpacked when they are read.
-  }
+  auto paths = packed_files(words);
+  if (paths.empty()) return;
+  thread_ = std::thread([this, paths = std::move(paths)] { files_ = unpack(paths); });
 }
 
 UnpackAhead::~UnpackAhead() {

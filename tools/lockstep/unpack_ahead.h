@@ -14,8 +14,7 @@ namespace lockstep::tool {
 class UnpackAhead {
  public:
   /// `words`: the command line, subcommand first. Nothing happens unless it seems to read such
-  /// files: `train` and `eval` that name mnist or fashion-mnist and no --config. Nor under a limit
-  /// of memory (`ulimit -v`), or where no thread can be started.
+  /// files: `train` and `eval` that name mnist or fashion-mnist and no --config.
   explicit UnpackAhead(const std::vector<std::string>& words);
   ~UnpackAhead();
   UnpackAhead(const UnpackAhead&) = delete;
