@@ -44,7 +44,7 @@ class Files(unittest.TestCase):
         t.run(CLANG, "-std=c++20", "-O1", "-g", "-fsanitize=fuzzer,address", "-I", t.SOURCE_DIR, "-isystem",
               root / "include", "-isystem", root / "include/torch/csrc/api/include",
               t.SOURCE_DIR / "tests/fuzz/file_fuzzer.cpp", *(ROOM / f"{name}.cpp" for name in SOURCES),
-              t.BUILD_DIR / "lockstep/base/liblockstep_base.a", "-L", root / "lib", f"-Wl,-rpath,{root / 'lib'}",
+              t.BUILD_DIR / "lib/liblockstep.a", "-L", root / "lib", f"-Wl,-rpath,{root / 'lib'}",
               "-ltorch", "-ltorch_cpu", "-lc10", "-lisal", "-lcrypto", "-o", folder / "fuzz", timeout=1800)
 
     def test_no_input_breaks_them(self):
