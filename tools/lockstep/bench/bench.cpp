@@ -378,7 +378,7 @@ void explain(const std::vector<std::string>& args) {
     for (const auto& example : bench.examples) cli.example(example);
   }
   std::string what;
-  cli.positional("WHAT", what, list, /*required=*/false, kind_names());
+  cli.positional("WHAT", what, list, /*required=*/false, bench_names());
   if (!cli.parse(args)) return;
   throw UsageError("no benchmark named; expected one of " + join(bench_names(), ", "),
                    "lockstep bench step; 'lockstep bench --help' says what each measures");
