@@ -102,25 +102,18 @@ void FastPath::fail(const Pending& call, const std::string& remote_failure) {
 }
 
 FastPath::Clock::time_point FastPath::expire() {
-  std::vector<Pending> late;
   const auto now = Clock::now();
-  Clock::time_point next = Clock::time_point::max();
   {
     const std::lock_guard lock(mutex_);
     if (now < next_deadline_) return next_deadline_;
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      if (it->second.deadline > now) {
-        next = std::min(next, it->second.deadline);
-        ++it;
-        continue;
-      }
-      late.push_back(std::move(it->second));
-      it = pending_.erase(it);
-    }
-    next_deadline_ = next;
   }
+  const auto late = take_pending_if([now](const Pending& call) { return call.deadline <= now; });
   for (const auto& call : late) call.state->fail(late_failure(call.what));
-  return next;
+  const std::lock_guard lock(mutex_);
+  next_deadline_ = Clock::time_point::max();
+  for (const auto& [number, call] : pending_)
+    next_deadline_ = std::min(next_deadline_, call.deadline);
+  return next_deadline_;
 }
 
 void FastPath::lose(int id) {

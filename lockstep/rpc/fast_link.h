@@ -44,6 +44,8 @@ class FastLink {
  public:
   /// Where threads sleep, the first to be woken first.
   enum Bed : uint32_t { caller, guest, keeper };
+  /// Of a message that is sent: a ring takes two of them at least.
+  static constexpr size_t kMostBytes = 127 << 10;
   static constexpr size_t kBeds = 3;
 
   FastLink() = default;
@@ -53,8 +55,6 @@ class FastLink {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// Bytes that a message may have.
-  virtual size_t most_bytes() const = 0;
 
   /// Gives the message to its receiver. Does not block. False: that one is lost, or there is no
   /// room.

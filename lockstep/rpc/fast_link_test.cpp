@@ -102,7 +102,7 @@ TEST_P(FastLinks, MessagesComeWholeAndInOrder) {
 TEST_P(FastLinks, RefusesWhatIsTooLargeHasNoRoomOrIsForALostWorker) {
   const Pair pair(GetParam());
   FastLink& link = *pair.first;
-  const std::string most(link.most_bytes(), 'x');
+  const std::string most(FastLink::kMostBytes, 'x');
   EXPECT_FALSE(link.send(1, {}, most + "x"));
   size_t sent = 0;
   while (link.send(1, {}, most)) ASSERT_LT(++sent, 100);
@@ -147,7 +147,7 @@ struct Served {
   explicit Served(std::shared_ptr<FastLink> link)
       : path(std::make_shared<FastPath>(std::move(link),
                                         std::make_shared<CallRunner>("w1", running, ServeLimits{}),
-                                        threads, FastPath::Limits{1 << 20, 8})) {
+                                        threads, MessageLimits{1 << 20, 8})) {
     path->start();
   }
   ~Served() { path->stop(); }
@@ -174,7 +174,7 @@ const auto much = function(
 TEST_P(FastLinks, AnAnswerThatCannotBeBroughtIsTheCallsFailure) {
   const Pair pair(GetParam());
   const Served served(pair.second);
-  const auto largest = static_cast<int64_t>(pair.first->most_bytes());
+  const auto largest = static_cast<int64_t>(FastLink::kMostBytes);
   ASSERT_TRUE(pair.first->send(1, request_of(1), request(much.signature(), largest)));
   Messages answers;
   await(*pair.first, answers);

@@ -67,11 +67,8 @@ std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& mee
   if (std::count(addresses.begin(), addresses.end(), "") > 0) {
     throw CommError("another rank cannot listen");
   }
-  SocketLink::Setup setup;
-  setup.rank = meeting.rank;
-  setup.has_processor = meeting.has_processor;
-  setup.peers = sockets.connect(addresses, store.timeout(), look);
-  return std::make_shared<SocketLink>(std::move(setup));
+  return std::make_shared<SocketLink>(
+      meeting.rank, sockets.connect(addresses, store.timeout(), look), meeting.has_processor);
 }
 
 /// "none", "TCP", or where this rank can share memory.

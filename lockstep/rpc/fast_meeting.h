@@ -15,7 +15,7 @@ struct FastMeeting {
   bool shared_memory = true;  ///< It would have one over shared memory.
   /// Over TCP: this host's address, on which it listens and at which the others reach it.
   std::string host = "127.0.0.1";
-  bool has_processor = false;  ///< See SocketLink::Setup.
+  bool has_processor = false;  ///< See SocketLink.
   std::string secret = {};     ///< Empty: none. With one, shared memory is not used.
   std::string job = {};        ///< Of this job alone, and known to its ranks.
 };

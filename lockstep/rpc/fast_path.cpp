@@ -28,11 +28,11 @@ constexpr int kLooksPerTime = 16;
 }  // namespace
 
 FastPath::FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-                   std::shared_ptr<HandlerThreads> threads, const Limits& limits)
+                   std::shared_ptr<HandlerThreads> threads, const MessageLimits& limits)
     : link_(std::move(link)),
       runner_(std::move(runner)),
       threads_(std::move(threads)),
-      limits_{std::min<size_t>(link_->most_bytes(), limits.bytes),
+      limits_{std::min<uint64_t>(FastLink::kMostBytes, limits.bytes),
               std::min(limits.depth, kMostDepth)},
       caller_budget_(kLeastSpin, kMostSpin),
       guest_budget_(kLeastSpin, kMostSpin) {}

@@ -47,12 +47,8 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
  public:
   /// Of a message.
   enum class Kind : uint32_t { request, value, failure };
-  struct Limits {
-    uint64_t bytes = 0;  ///< Of a message.
-    int depth = 0;       ///< Of tuples within tuples.
-  };
   FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-           std::shared_ptr<HandlerThreads> threads, const Limits& limits);
+           std::shared_ptr<HandlerThreads> threads, const MessageLimits& limits);
   ~FastPath() override;
 
   /// Begins to serve.
@@ -139,7 +135,7 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   const std::shared_ptr<FastLink> link_;
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<HandlerThreads> threads_;
-  const CodecLimits limits_;
+  const MessageLimits limits_;
   std::atomic<bool> stopped_{false};
 
   std::mutex mutex_;

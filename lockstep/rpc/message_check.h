@@ -13,7 +13,7 @@ namespace lockstep::rpc::detail {
 
 struct MessageLimits {
   uint64_t bytes = 0;
-  int depth = 0;
+  int depth = 0;  ///< Of tuples within tuples.
 };
 
 /// Looks whether the message is one that RPC sends, and whether LibTorch can read it without danger

@@ -19,8 +19,6 @@ RingLink::RingLink(std::unique_ptr<shm::SharedGroup> group)
     : group_(std::move(group)), peers_(static_cast<size_t>(group_->size())) {
   shm::Segment& segment = group_->segment();
   const size_t memory = segment.message_bytes();
-  // A ring holds two of the largest.
-  most_ = shm::ring_capacity(memory) / 2 - 2 * sizeof(shm::Frame) - 64;
   static_assert(sizeof(Inbox) <= 4096);
   inbox_ = &inbox(rank());
   for (int other = 0; other < size(); ++other) {
@@ -60,7 +58,7 @@ void RingLink::sleep(Bed bed, const std::function<bool()>& enough, std::chrono::
 
 bool RingLink::send(int to, const FastHead& head, std::string_view bytes) {
   Peer& peer = peers_[static_cast<size_t>(to)];
-  if (bytes.size() > most_) return false;
+  if (bytes.size() > kMostBytes) return false;
   shm::Frame frame{};
   frame.kind = shm::FrameKind::announce;
   frame.bytes = static_cast<uint32_t>(bytes.size());

@@ -31,12 +31,12 @@ class RingLink final : public FastLink {
  public:
   explicit RingLink(std::unique_ptr<shm::SharedGroup> group);
 
-  /// Memory for each ordered pair of workers. Pages that are not used take none.
-  static constexpr size_t kRingBytes = 256 << 10;
+  /// Memory for each ordered pair of workers, for some hundred calls of 4 KiB under way. Pages that
+  /// are not used take none.
+  static constexpr size_t kRingBytes = 512 << 10;
 
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
-  size_t most_bytes() const override { return most_; }
   bool send(int to, const FastHead& head, std::string_view bytes) override;
   void take(FastCatch& caught) override;
   bool look() const override;
@@ -74,7 +74,6 @@ class RingLink final : public FastLink {
   bool any_opened(Visit visit) const;
 
   const std::unique_ptr<shm::SharedGroup> group_;
-  size_t most_ = 0;
   Inbox* inbox_ = nullptr;
   std::vector<Peer> peers_;
   std::mutex taking_;

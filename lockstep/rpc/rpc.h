@@ -54,7 +54,7 @@ struct Options {
   /// applies to all.
   bool fast_calls = true;
   /// Small calls use shared memory if all ranks are on one host and the job has no secret: up to
-  /// 256 KiB per pair of ranks and direction. Otherwise they use TCP, with one connection per pair
+  /// 512 KiB per pair of ranks and direction. Otherwise they use TCP, with one connection per pair
   /// of ranks, including pairs on one host. False: always TCP. If one rank sets false, it applies
   /// to all.
   bool shared_memory = true;

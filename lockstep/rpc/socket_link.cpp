@@ -22,9 +22,9 @@ constexpr int kReadyAtOnce = 64;
 
 }  // namespace
 
-SocketLink::SocketLink(Setup setup)
-    : rank_(setup.rank), has_processor_(setup.has_processor), buffer_(kReadBytes) {
-  for (SocketPeer& given : setup.peers) {
+SocketLink::SocketLink(int rank, std::vector<SocketPeer> peers, bool has_processor)
+    : rank_(rank), has_processor_(has_processor), buffer_(kReadBytes) {
+  for (SocketPeer& given : peers) {
     auto made = std::make_unique<Peer>();
     made->name = std::move(given.name);
     made->key_in = std::move(given.key_in);

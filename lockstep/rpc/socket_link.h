@@ -31,18 +31,13 @@ struct SocketPeer {
 /// (FastCatch::lost). A slow reader has the system's buffers.
 class SocketLink final : public FastLink {
  public:
-  struct Setup {
-    int rank = 0;
-    std::vector<SocketPeer> peers;  ///< By rank; without a connection: nobody is there.
-    bool has_processor = false;     ///< This worker's, whatever the others of the host do.
-  };
-  /// Throws SystemError.
-  explicit SocketLink(Setup setup);
+  /// `peers`: by rank; without a connection: nobody is there. `has_processor`: this worker's,
+  /// whatever the others of the host do. Throws SystemError.
+  SocketLink(int rank, std::vector<SocketPeer> peers, bool has_processor);
   ~SocketLink() override { close(); }
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(peers_.size()); }
-  size_t most_bytes() const override { return kMostBytes; }
   bool send(int to, const FastHead& head, std::string_view bytes) override;
   void take(FastCatch& caught) override;
   bool look() const override;
@@ -58,8 +53,6 @@ class SocketLink final : public FastLink {
   }
   void wake(Bed bed) override { beds_.wake(bed); }
 
-  /// As much as a ring of RingLink takes.
-  static constexpr size_t kMostBytes = 127 << 10;
   struct WireHead {
     uint32_t bytes;  ///< Of the message, without this head and the code.
     uint32_t kind;

@@ -34,12 +34,11 @@ struct End {
     other.reset(both[1]);
     const timeval most{5, 0};  // So that what does not end fails.
     setsockopt(both[1], SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
-    SocketLink::Setup setup;
-    setup.peers.resize(2);
-    setup.peers[1].connection.reset(both[0]);
-    setup.peers[1].name = "rank 1";
-    setup.peers[1].key_in = setup.peers[1].key_out = key;
-    link = std::make_unique<SocketLink>(std::move(setup));
+    std::vector<SocketPeer> peers(2);
+    peers[1].connection.reset(both[0]);
+    peers[1].name = "rank 1";
+    peers[1].key_in = peers[1].key_out = key;
+    link = std::make_unique<SocketLink>(0, std::move(peers), /*has_processor=*/false);
   }
   void write(const std::string& bytes) const {
     ASSERT_EQ(::send(other.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), bytes.size());

@@ -16,8 +16,8 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-enum class Kind : uint8_t { none, no, yes, whole, real, text, tuple, tensor };
-constexpr auto kLastKind = Kind::tensor;
+enum class Kind : uint8_t { none, no, yes, whole, real, text, tuple, tensor, again };
+constexpr auto kLastKind = Kind::again;
 
 /// A tensor's dimensions, at most.
 constexpr size_t kMostDimensions = 64;
@@ -44,7 +44,7 @@ bool is_plain(const at::Tensor& tensor) {
 
 class Encoder {
  public:
-  Encoder(const CodecLimits& limits, std::string& bytes) : limits_(limits), bytes_(bytes) {}
+  Encoder(const MessageLimits& limits, std::string& bytes) : limits_(limits), bytes_(bytes) {}
 
   bool values(c10::ArrayRef<at::IValue> values, int depth) {
     if (values.size() > UINT32_MAX) return false;
@@ -96,10 +96,12 @@ class Encoder {
 
   bool tensor(const at::Tensor& tensor) {
     if (!is_plain(tensor) || !fits(tensor.nbytes())) return false;
-    // What two of them share is kept LibTorch's way only.
-    const void* const storage = tensor.storage().unsafeGetStorageImpl();
-    if (std::find(storages_.begin(), storages_.end(), storage) != storages_.end()) return false;
-    storages_.push_back(storage);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (tensor.is_same(*tensors_[i])) return put_as(Kind::again, static_cast<uint32_t>(i));
+      // What two of them share is kept LibTorch's way only.
+      if (tensor.is_alias_of(*tensors_[i])) return false;
+    }
+    tensors_.push_back(&tensor);
     put(Kind::tensor);
     put(tensor.scalar_type());
     put(static_cast<uint8_t>(tensor.requires_grad()));
@@ -110,9 +112,9 @@ class Encoder {
     return fits(0);
   }
 
-  const CodecLimits limits_;
+  const MessageLimits limits_;
   std::string& bytes_;
-  c10::SmallVector<const void*, 8> storages_;
+  c10::SmallVector<const at::Tensor*, 8> tensors_;
 };
 
 class Decoder {
@@ -170,7 +172,12 @@ class Decoder {
         if (depth <= 0) fail("values within values deeper than the limit");
         return c10::ivalue::Tuple::create(values(depth - 1));
       case Kind::tensor:
-        return tensor();
+        return tensors_.emplace_back(tensor());
+      case Kind::again: {
+        const auto number = get<uint32_t>();
+        if (number >= tensors_.size()) fail("a tensor that did not come before");
+        return tensors_[number];
+      }
     }
     fail("a value of an unknown kind");
   }
@@ -205,11 +212,12 @@ class Decoder {
   static constexpr int kEnd = static_cast<int>(kLastKind) + 1;
   const std::string_view bytes_;
   size_t at_ = 0;
+  c10::SmallVector<at::Tensor, 8> tensors_;
 };
 
 }  // namespace
 
-bool encode_values(c10::ArrayRef<at::IValue> values, const CodecLimits& limits,
+bool encode_values(c10::ArrayRef<at::IValue> values, const MessageLimits& limits,
                    std::string& bytes) {
   constexpr size_t kRoom = 512;
   bytes.reserve(kRoom);

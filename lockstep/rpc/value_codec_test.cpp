@@ -20,9 +20,9 @@ namespace value_codec_test {
 using ::testing::HasSubstr;
 using Random = std::mt19937_64;
 
-constexpr CodecLimits kLimits{64 << 10, 8};
+constexpr MessageLimits kLimits{64 << 10, 8};
 
-std::string encoded(const std::vector<at::IValue>& values, const CodecLimits& limits = kLimits) {
+std::string encoded(const std::vector<at::IValue>& values, const MessageLimits& limits = kLimits) {
   std::string bytes;
   return encode_values(values, limits, bytes) ? bytes : "not plain";
 }
@@ -56,6 +56,8 @@ TEST(ValueCodec, APartOfALargeTensorTravelsAlone) {
 TEST(ValueCodec, SharedMemoryAndStridesAreNotPlain) {
   const at::Tensor whole = at::ones({3, 4});
   EXPECT_EQ(encoded({whole, whole[1]}), "not plain");
+  const auto twice = decode_values(encoded({whole, whole}), 8);
+  EXPECT_TRUE(twice[0].toTensor().is_same(twice[1].toTensor()));
   EXPECT_EQ(encoded({whole.t()}), "not plain");
   EXPECT_EQ(encoded({at::ones({1, 3}).expand({4, 3})}), "not plain");
 }

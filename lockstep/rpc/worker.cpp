@@ -84,8 +84,7 @@ std::shared_ptr<FastPath> make_fast_path(const Worker::Setup& setup,
                                          const std::shared_ptr<const CallRunner>& runner,
                                          const std::shared_ptr<HandlerThreads>& threads) {
   if (!setup.link) return nullptr;
-  return std::make_shared<FastPath>(setup.link, runner, threads,
-                                    FastPath::Limits{setup.messages.bytes, setup.messages.depth});
+  return std::make_shared<FastPath>(setup.link, runner, threads, setup.messages);
 }
 
 // References name their types in messages.
