@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/content_reader.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/data/safetensors.h"
 
 namespace lockstep::detail {
@@ -112,11 +112,6 @@ void choose_files(std::vector<PlannedPart>& parts) {
   }
 }
 
-StoredFile described_file(const fs::path& folder, const std::string& name) {
-  return {name, fs::file_size(folder / name),
-          content_hash(folder / name, Hasher::Algorithm::sha256, ContentOptions::Packing::plain)};
-}
-
 /// Where transformers and others look for a tensor; none where one lies in several files.
 std::optional<json> index_of(const std::vector<PlannedPart>& plan) {
   json map = json::object();
@@ -187,11 +182,12 @@ json ShardedSave::write_own(const fs::path& folder, int rank) const {
       tensors.emplace_back(name, tensors_.at(index));
       sharding[name] = {{"saved_offsets", plan_[index].box.offsets}};
     }
+    std::string sha256;
     save_safetensors(
         folder / file, tensors,
-        {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}});
-    const StoredFile stored = described_file(folder, file);
-    result["files"].push_back({stored.name, stored.bytes, stored.sha256});
+        {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}},
+        &sha256);
+    result["files"].push_back({file, fs::file_size(folder / file), sha256});
     for (const SafetensorsEntry& entry : read_safetensors_header(folder / file))
       result["begins"].push_back({parts.at(entry.name), entry.begin});
   }
@@ -219,8 +215,9 @@ void ShardedSave::complete(const fs::path& folder, const std::vector<json>& resu
     tensors[index].parts.push_back({part.box, part.file, begins[i]});
   }
   if (const auto index = index_of(plan_)) {
-    write_file_atomically(folder / kIndexFile, index->dump(2) + "\n");
-    stored.files.push_back(described_file(folder, kIndexFile));
+    const std::string text = index->dump(2) + "\n";
+    write_file_atomically(folder / kIndexFile, text);
+    stored.files.push_back({kIndexFile, text.size(), sha256_hex(text)});
   }
   write_description(stored);
 }

@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <future>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -11,6 +12,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/stored_tensors.h"
@@ -324,27 +326,40 @@ detail::StoredTensors detail::index_safetensors(const std::filesystem::path& pat
 void detail::write_safetensors(const std::filesystem::path& path,
                                const std::vector<TensorInfo>& tensors,
                                const std::map<std::string, std::string>& metadata,
-                               const std::function<at::Tensor(size_t)>& read) {
+                               const std::function<at::Tensor(size_t)>& read, std::string* sha256) {
   const std::vector<size_t> order = in_file_order(tensors);
   const std::string header = header_of(tensors, order, metadata);
-  std::array<char, kLengthSize> length;
-  for (size_t i = 0; i < kLengthSize; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));
-  AtomicFile file(path);
-  file.write(length.data(), length.size());
-  file.write(header);
-  for (const size_t i : order) {
-    at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
-    if constexpr (std::endian::native == std::endian::big) {
-      plain = plain.clone();
-      swap_bytes(plain);
+  const auto write_to = [&](const auto& take) {
+    std::array<char, kLengthSize> length;
+    for (size_t i = 0; i < kLengthSize; ++i)
+      length[i] = static_cast<char>(header.size() >> (8 * i));
+    take(length.data(), length.size());
+    take(header.data(), header.size());
+    for (const size_t i : order) {
+      at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
+      if constexpr (std::endian::native == std::endian::big) {
+        plain = plain.clone();
+        swap_bytes(plain);
+      }
+      take(plain.const_data_ptr(), plain.nbytes());
     }
-    file.write(plain.const_data_ptr(), plain.nbytes());
+  };
+  std::future<std::string> hash;
+  if (sha256) {
+    hash = std::async(std::launch::async, [&] {
+      Hasher hasher(Hasher::Algorithm::sha256);
+      write_to([&](const void* data, size_t size) { hasher.update(data, size); });
+      return hasher.finish();
+    });
   }
+  AtomicFile file(path);
+  write_to([&](const void* data, size_t size) { file.write(data, size); });
   file.commit();
+  if (sha256) *sha256 = hash.get();
 }
 
 void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
-                      const std::map<std::string, std::string>& metadata) {
+                      const std::map<std::string, std::string>& metadata, std::string* sha256) {
   std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) throw Error("tensor '" + name + "' is undefined: nothing to save");
@@ -352,7 +367,8 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
       throw Error("tensor '" + name + "' is sparse, which safetensors cannot hold");
     infos.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
-  detail::write_safetensors(path, infos, metadata, [&](size_t i) { return tensors[i].second; });
+  detail::write_safetensors(
+      path, infos, metadata, [&](size_t i) { return tensors[i].second; }, sha256);
 }
 
 }  // namespace lockstep

@@ -58,9 +58,11 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);
 StoredTensors index_safetensors(const std::filesystem::path& path);
 
 /// save_safetensors of tensors that `read` gives one after another, by their place in `tensors`.
+/// With `sha256` it is called twice for each, from two threads.
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorInfo>& tensors,
                        const std::map<std::string, std::string>& metadata,
-                       const std::function<at::Tensor(size_t)>& read);
+                       const std::function<at::Tensor(size_t)>& read,
+                       std::string* sha256 = nullptr);
 
 /// Of a .pt file, or of one that lies within another file (`begin`, `size`). `root` is the name of
 /// what was saved, before those of its parts.
