@@ -12,7 +12,7 @@ cd "$root"
 packages() {
   cat scripts/packages.txt
   [ "${1:-}" != --test ] || grep -vE "${starts_service:-^$}" scripts/packages-test.txt
-  [ "${1:-}" != --test ] || [ -z "${LOCKSTEP_LONG_TESTS:-}" ] || echo clang  # libFuzzer
+  [ "${1:-}" != --test ] || [ -z "${LOCKSTEP_LONG_TESTS:-}" ] || printf '%s\n' clang libclang-rt-14-dev  # libFuzzer
   [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
 }
 
