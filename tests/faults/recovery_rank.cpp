@@ -1,5 +1,5 @@
 // Ranks that live on when others die (test_recovery.py):
-//   lockstep_recovery_rank FOLDER RANKS RESTARTS SAMPLES OPTIMIZER [PAUSE_US]
+//   lockstep_recovery_rank FOLDER RANKS RESTARTS SAMPLES OPTIMIZER PAUSE_US BACKEND
 // trains on SAMPLES numbered samples, and writes into FOLDER, for each process:
 //   steps-PID  a line for each committed step: its number, the samples seen then, the ranks, the
 //   time
@@ -49,10 +49,11 @@ int main(int argc, char** argv) {
   StartOptions options;
   options.max_restarts = std::atoi(argv[3]);
   options.seed = 1;
+  options.init.backend = argv[7];
   ElasticJob job(std::atoi(argv[2]), options);
   const int64_t samples = std::atoll(argv[4]);
   const std::string kind = argv[5];
-  const std::chrono::microseconds pause(argc > 6 ? std::atoi(argv[6]) : 0);
+  const std::chrono::microseconds pause(std::atoi(argv[6]));
   const std::string process = std::to_string(getpid());
   std::ofstream(folder + "/pid-" + process) << std::getenv("RANK");
 

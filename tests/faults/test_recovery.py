@@ -23,10 +23,10 @@ BATCH = 4
 class Job:
     """One run of the program, with what its processes wrote."""
 
-    def __init__(self, ranks, restarts, samples, optimizer, launcher=False, pause_us=300):
+    def __init__(self, ranks, restarts, samples, optimizer, launcher=False, pause_us=300, backend="auto"):
         self._folder = tempfile.TemporaryDirectory()
         self.folder = pathlib.Path(self._folder.name)
-        words = [PROGRAM, self.folder, ranks, restarts, samples, optimizer, pause_us]
+        words = [PROGRAM, self.folder, ranks, restarts, samples, optimizer, pause_us, backend]
         if launcher:
             words = [t.LOCKSTEP, "run", "--nproc-per-node", ranks, "--max-restarts", restarts, *words]
         self.process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -141,8 +141,8 @@ class Recovery(unittest.TestCase):
     def test_new_processes_take_the_place_of_the_dead(self):
         kills = 30 if LONG else 4
         samples = 60_000 if not LONG else 400_000
-        for optimizer in ["adam", "own"]:
-            with self.subTest(optimizer=optimizer), Job(3, kills, samples, optimizer) as job:
+        for optimizer, backend in [("adam", "shm"), ("own", "gloo")]:
+            with self.subTest(optimizer=optimizer), Job(3, kills, samples, optimizer, backend=backend) as job:
                 took = []
                 for number in range(kills):
                     # Into a step, the meeting of a new process, or what follows it.
@@ -160,7 +160,7 @@ class Recovery(unittest.TestCase):
                 self.assertEqual(code, 0, errors)
                 self.check_history(job, samples)
                 self.assertGreater(len(job.pids()), 3, "nobody was replaced")
-                print(f"{optimizer}: from the kill to the next step, median {statistics.median(took):.3f} s, "
+                print(f"{backend}: from the kill to the next step, median {statistics.median(took):.3f} s, "
                       f"longest {max(took):.3f} s", flush=True)
 
     def test_the_last_one_that_dies_ends_the_job(self):
