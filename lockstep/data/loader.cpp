@@ -176,7 +176,7 @@ class DataLoader::Impl {
     const int64_t size = options_.batch_size;
     batches_ = options_.drop_last ? all / size : all / size + (all % size != 0);
     samples_ = std::min(all, batches_ * size);
-    if (batches_ > 0) return;
+    if (batches_ > 0 || sampler_.options().skip > 0) return;
     throw UsageError(
         "a batch of " + std::to_string(size) + " is larger than the data: rank " +
             std::to_string(sampler_.options().rank) + " has " + std::to_string(all) + " of the " +

@@ -56,7 +56,7 @@ class DataLoader {
   /// Throws UsageError if the sampler is for a dataset of another size, an option is out of range,
   /// or the transforms do not fit. Also throws if there is no batch at all, for example with
   /// drop_last and a batch larger than this rank's data. Without drop_last that gives one short
-  /// batch.
+  /// batch. Where the sampler skips samples there may be none.
   DataLoader(TensorDataset dataset, DistributedSampler sampler, Compose transforms = {},
              LoaderOptions options = {});
   DataLoader(std::unique_ptr<SampleSource> source, DistributedSampler sampler,

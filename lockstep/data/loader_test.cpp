@@ -229,6 +229,15 @@ TEST(DataLoader, AnEpochCanStartAtABatchAndEndEarly) {
   }
 }
 
+TEST(DataLoader, AnEpochOfWhichAllIsSkippedHasNoBatch) {
+  for (const int workers : {0, 2}) {
+    const DistributedSampler sampler({.dataset_size = 20, .world_size = 2, .skip = 20});
+    DataLoader loader(numbered_images(20), sampler, {}, {.batch_size = 4, .num_workers = workers});
+    EXPECT_EQ(loader.batches_per_epoch(), 0);
+    for ([[maybe_unused]] const Batch& batch : loader.epoch(0)) ADD_FAILURE();
+  }
+}
+
 TEST(DataLoader, NothingComesBeforeTheFirstEpoch) {
   DataLoader loader(numbered_images(10), sampler_for(10));
   Batch batch;

@@ -80,10 +80,14 @@ void add_file(std::map<std::string, StoredTensor>& all, StoredTensors file, cons
   }
 }
 
-std::vector<fs::path> safetensors_files(const fs::path& folder) {
+std::vector<fs::path> safetensors_files(const fs::path& folder, bool weights_only) {
+  // Those of our own checkpoints: see docs/checkpoints.md.
+  const bool leaves_state = weights_only && fs::exists(folder / "state.json");
   std::vector<fs::path> files;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
-    if (entry.path().extension() == ".safetensors" && entry.is_regular_file())
+    const bool is_state = entry.path().filename().string().starts_with("state");
+    if (entry.path().extension() == ".safetensors" && entry.is_regular_file() &&
+        !(leaves_state && is_state))
       files.push_back(entry.path());
   }
   std::sort(files.begin(), files.end());
@@ -102,7 +106,7 @@ void check_weight_map(const std::map<std::string, std::string>& weight_map,
 
 }  // namespace
 
-StoredTensors index_safetensors_folder(const fs::path& folder) {
+StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only) {
   const std::map<std::string, std::string> weight_map = read_weight_map(folder);
   std::set<std::string> named;
   for (const auto& [name, file] : weight_map) named.insert(file);
@@ -110,7 +114,7 @@ StoredTensors index_safetensors_folder(const fs::path& folder) {
   stored.format = "hf";
   std::map<std::string, StoredTensor> all;
   bool any = false;
-  for (const fs::path& path : safetensors_files(folder)) {
+  for (const fs::path& path : safetensors_files(folder, weights_only)) {
     StoredTensors file = index_safetensors(path);
     const bool has_shards = file.metadata.contains(kShardingInfo);
     // Beside its files a folder may hold the same weights in another layout.

@@ -70,7 +70,8 @@ StoredTensors index_pt(const std::filesystem::path& path, uint64_t begin = 0,
                        std::optional<uint64_t> size = {}, const std::string& root = {});
 
 /// A folder of safetensors files.
-StoredTensors index_safetensors_folder(const std::filesystem::path& folder);
+StoredTensors index_safetensors_folder(const std::filesystem::path& folder,
+                                       bool weights_only = false);
 
 /// Writes files of at most `largest_file` bytes, or one tensor, and an index into an empty folder.
 /// Python's HuggingFaceStorageReader and Hugging Face's libraries read it.

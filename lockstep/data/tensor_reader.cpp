@@ -24,15 +24,15 @@ bool starts_as_zip(const fs::path& path) {
   return reader.read_some(start.data(), start.size()) == start.size() && start == "PK";
 }
 
-StoredTensors index_of(const fs::path& path) {
+StoredTensors index_of(const fs::path& path, bool weights_only) {
   std::error_code ignored;
   if (!fs::exists(path, ignored))
     throw DataError(path.string() + ": there is no such file or folder");
   if (!fs::is_directory(path, ignored))
     return starts_as_zip(path) ? detail::index_pt(path) : detail::index_safetensors(path);
   if (fs::exists(path / ".metadata", ignored)) return detail::index_dcp_folder(path);
-  if (fs::is_directory(path / "latest", ignored)) return index_of(path / "latest");
-  return detail::index_safetensors_folder(path);
+  if (fs::is_directory(path / "latest", ignored)) return index_of(path / "latest", weights_only);
+  return detail::index_safetensors_folder(path, weights_only);
 }
 
 const StoredTensor& tensor_named(const StoredTensors& stored, const std::string& name) {
@@ -147,8 +147,8 @@ void read_through(const StoredBytes& bytes) {
 
 }  // namespace
 
-TensorReader::TensorReader(const fs::path& path) {
-  StoredTensors stored = index_of(path);
+TensorReader::TensorReader(const fs::path& path, bool weights_only) {
+  StoredTensors stored = index_of(path, weights_only);
   for (size_t i = 0; i < stored.tensors.size(); ++i) {
     stored.infos.push_back(stored.tensors[i]);
     stored.index.emplace(stored.tensors[i].name, i);

@@ -37,8 +37,9 @@ class TensorReader {
  public:
   /// Reads headers and no values. Throws DataError for what is missing, damaged or of another
   /// format, and for a tensor whose shards overlap or leave a part out. Throws SystemError where a
-  /// file cannot be read.
-  explicit TensorReader(const std::filesystem::path& path);
+  /// file cannot be read. `weights_only` leaves out what a checkpoint of Lockstep has besides the
+  /// model: the optimizer's state.
+  explicit TensorReader(const std::filesystem::path& path, bool weights_only = false);
 
   /// "safetensors", "pt", "hf" or "dcp".
   const std::string& format() const;

@@ -86,7 +86,8 @@ TEST_F(Shards, AFewBytesDoNotAskForMuchMemory) {
       "((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0"
       "0X\x03\0\0\0"
       "cpuK\x01tQ"
-      "K\0\x8a\x06\0\0\0\0\0\x01\x85K\0\x85\x89ccollections\nOrderedDict\n)RtRs.",
+      "K\0\x8a\x06\0\0\0\0\0\x01\x85K\0\x85\x89"
+      "ccollections\nOrderedDict\n)RtRs.",
       140);
   test_files::write(path, test_files::zip({{"archive/data.pkl", pickle, false},
                                            {"archive/data/0", std::string(4, '\0'), false}}));

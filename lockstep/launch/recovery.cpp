@@ -34,7 +34,9 @@ void Recovery::admit() {
 
 void Recovery::ended(int worker) {
   expected_.erase(worker);
-  if (members_.erase(worker) > 0 && has_members()) publish();
+  // Who has announced nothing looks for no generation.
+  const bool waits = folder_.has_announced(worker);
+  if (members_.erase(worker) > 0 && has_members() && waits) publish();
 }
 
 void Recovery::publish() {

@@ -80,5 +80,11 @@ TEST_F(RecoveryTest, WhoIsDoneIsNotWaitedFor) {
   EXPECT_EQ(newest(), 2) << "nobody is left to be told";
 }
 
+TEST_F(RecoveryTest, WorkersThatAnnouncedNothingAreToldNothing) {
+  recovery_.ended(4);
+  recovery_.ended(5);
+  EXPECT_FALSE(folder_.has_after(0));
+}
+
 }  // namespace recovery_test
 }  // namespace lockstep::launch

@@ -25,7 +25,7 @@ void expect_first_call(const std::string& name) {
   static std::atomic<bool> called{false};
   if (called.exchange(true)) {
     throw UsageError(
-        name + " was called in a process that start or run_elastic has started already",
+        name + " was called in a process that start or ElasticJob has made a rank already",
         "call it once, at the beginning of main; World::new_group makes further groups");
   }
 }

@@ -144,7 +144,7 @@ class Failures(unittest.TestCase):
                                   "  hint: a std::thread that is destroyed before join() or detach() does that\n")
 
     def test_started_twice(self):
-        self.check("twice", 2, "error: rank 1: start was called for the second time in this process\n"
+        self.check("twice", 2, "error: rank 1: start was called in a process that start or ElasticJob has made a rank already\n"
                                "  hint: call it once, at the beginning of main; World::new_group makes further groups\n")
 
     def test_spawn_after_start(self):

@@ -184,6 +184,14 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual((got["checked"], [row["path"] for row in got["damaged"]]), (len(steps), [str(steps[0])]))
         self.assertIn("optimizer.", self.checkpoint("inspect", run))
 
+    def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(self):
+        run, weights = self.scratch / "run", self.scratch / "model.pt"
+        trained = t.run(t.LOCKSTEP, "train", "--dataset", "digits", "--max-epochs", 1, "--limit-train-batches", 2,
+                        "--strategy", "zero1", "--devices", 2, "--optimizer", "adam", "--checkpoint-dir", run)
+        self.checkpoint("convert", run, weights)
+        tested = t.run(t.LOCKSTEP, "eval", "--dataset", "digits", "--load-weights", weights)
+        self.assertEqual(tested.stdout.splitlines()[-1], trained.stdout.splitlines()[-1])
+
 
 if __name__ == "__main__":
     t.main()

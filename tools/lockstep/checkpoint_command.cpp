@@ -204,10 +204,11 @@ int convert(const std::string& action, const Words& args) {
   std::string target;
   std::string to;
   Cli cli("lockstep checkpoint " + action,
-          merges ? "Writes all tensors of a folder, whose files hold them or shards of them, into "
-                   "one file."
-                 : "Writes the tensors of a checkpoint or file in another format. Values that are "
-                   "no tensors are left out, with a note.");
+          merges
+              ? "Writes all tensors of a folder, whose files hold them or shards of them, into "
+                "one file."
+              : "Writes the tensors of a checkpoint or file in another format; of a checkpoint of "
+                "Lockstep, the model's. Values that are no tensors are left out, with a note.");
   cli.positional("SOURCE", source_path, kSources);
   cli.positional("TARGET", target, merges ? "The file" : "The file, or for hf a new folder");
   Words formats = tensor_formats();
@@ -223,7 +224,7 @@ int convert(const std::string& action, const Words& args) {
   if (to.empty()) to = format_of_name(target);
   if (to.empty()) throw UsageError("TARGET " + target + " does not tell its format", "give --to");
   expect_one_of("--to", to, formats);
-  const TensorReader source(source_path);
+  const TensorReader source(source_path, /*weights_only=*/true);
   convert_tensors(source, target, to);
   std::string text =
       target + ": " + counted(static_cast<int64_t>(source.tensors().size()), "tensor");

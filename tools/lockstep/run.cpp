@@ -72,8 +72,7 @@ class LogFolders {
       make_run_folder(temporary_folder(), options);
       say("logs are in " + run_folder_.string());
     } else {
-      scratch_ = std::make_unique<TemporaryDirectory>("lockstep-run");
-      run_folder_ = scratch_->path();
+      run_folder_ = scratch_.path();
     }
   }
 
@@ -84,7 +83,7 @@ class LogFolders {
     fs::create_directories(generations());
   }
   /// For LaunchPlan::generation_folder.
-  fs::path generations() const { return run_folder_ / attempt_ / "generations"; }
+  fs::path generations() const { return scratch_.path() / attempt_ / "generations"; }
   fs::path folder(int local_rank) const {
     return run_folder_ / attempt_ / std::to_string(local_rank);
   }
@@ -96,8 +95,8 @@ class LogFolders {
   fs::path shared_file(const char* name) const {
     return discard_ ? fs::path(kNoLogs) : run_folder_ / attempt_ / name;
   }
-  /// What is to be removed at the end; empty: nothing.
-  fs::path scratch() const { return scratch_ ? scratch_->path() : fs::path(); }
+  /// What is to be removed at the end.
+  const fs::path& scratch() const { return scratch_.path(); }
 
  private:
   void make_run_folder(const fs::path& base, const RunOptions& options) {
@@ -115,7 +114,7 @@ class LogFolders {
   }
 
   bool discard_;
-  std::unique_ptr<TemporaryDirectory> scratch_;
+  TemporaryDirectory scratch_{"lockstep-run"};
   fs::path run_folder_;
   std::string attempt_;
 };

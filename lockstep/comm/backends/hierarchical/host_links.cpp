@@ -174,7 +174,7 @@ void HostLinks::receive(size_t host) {
     const std::lock_guard lock(mutex_);
     connection.reset();
   }
-  if (!closed)
+  if (!closed && !closing_)
     events_.lost(static_cast<int>(host), error == 0 ? "connection closed" : std::strerror(error));
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <mutex>
@@ -54,6 +55,7 @@ class HostLinks {
   void tell_left(const Failure& left) noexcept { tell('L', encode(left, kMostBytes)); }
   /// Ends the thread, after an event that it is in, and the connections. Later calls do nothing.
   void close() noexcept {
+    closing_ = true;
     tell('C', {});
     end();
   }
@@ -74,6 +76,7 @@ class HostLinks {
 
   const Options options_;
   const std::chrono::steady_clock::time_point deadline_;  ///< Of the meeting.
+  std::atomic<bool> closing_{false};                      ///< The others may end connections first.
   std::mutex mutex_;                                      ///< Held to send or to end a connection.
   std::vector<UnforkedFd> connections_;                   ///< By host; null: its own, or ended.
   std::vector<std::string> received_;                     ///< By host: what is not complete yet.
