@@ -1,8 +1,8 @@
 // distributed.cpp, beside this file, whose ranks live on when one of them dies:
 //   build/examples/quickstart/elastic
-// Kill a rank while it trains (`kill -9`, or pkill -9 -n elastic). The other one goes on within
-// some 0.1 s, and a new process takes the place of the dead. Each sample is used once in an epoch
-// all the same.
+// Kill a rank while it trains: `pkill -9 -n elastic` in another terminal. The other one goes on
+// within some 0.1 s, and a new process takes the place of the dead. Each sample is used once in an
+// epoch all the same.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -31,7 +31,7 @@ int main() {
 
   job.run([&](lockstep::World& world) {
     lockstep::GradientAverager averager(*model, world.group());
-    while (epoch < 3) {
+    while (epoch < 20) {
       lockstep::DistributedSampler sampler({.dataset_size = digits.train.size(),
                                             .rank = world.rank(),
                                             .world_size = world.size(),

@@ -56,6 +56,8 @@ class Job {
   void dropped(int index);
   /// INT, TERM, HUP, ... sent to us.
   int signalled(int signal, Time now);
+  /// The workers leave by USR1, as one of them or another host has: those that still live get TERM.
+  int left(Time now);
   /// Nobody reads our output any more.
   int output_closed(Time now);
   /// Our supervisor is gone, or something else that leaves no choice but to end.
@@ -81,7 +83,6 @@ class Job {
  private:
   enum class Phase { running, settling, stopping, interrupting, killing };
   int stop(Time now);
-  int left(Time now);
   int kill();
 
   Options options_;

@@ -245,7 +245,8 @@ class Launcher {
     const auto order = agent_->order();
     if (order.kind == HostOrder::Kind::run) return;
     told_to_stop_ = true;
-    send(order.interrupted ? job_.signalled(SIGTERM, now) : job_.failed(now));
+    if (!order.interrupted) return send(job_.failed(now));
+    send(has_passed_usr1_on_ ? job_.left(now) : job_.signalled(SIGTERM, now));
   }
 
   void stop_and_continue() {
@@ -258,7 +259,10 @@ class Launcher {
 
   void take_signal(int signal, Time now) {
     if (signal == SIGTSTP && stops_workers(plan_)) return stop_and_continue();
-    if (is_message(plan_, signal)) return send(signal);
+    if (is_message(plan_, signal)) {
+      has_passed_usr1_on_ = has_passed_usr1_on_ || signal == SIGUSR1;
+      return send(signal);
+    }
     if (agent_) agent_->leave();
     if (job_.all_ended()) leaves_at_once_ = true;
     send(job_.signalled(signal, now));
@@ -304,9 +308,12 @@ class Launcher {
     if (agent_ && leaves) agent_->leave();
   }
 
-  /// True: the others go on without the worker.
+  /// True: the others go on without the worker. Not so where it has ended because of them: they
+  /// were late, or called something else.
   bool recover(int index, const WorkerEnd& end) {
-    if (!recovery_ || !job_.running() || end.left_by_usr1()) return false;
+    const auto& report = reports_[static_cast<size_t>(index)];
+    const bool because_of_others = end.consequence || (report && report->failure);
+    if (!recovery_ || !job_.running() || end.left_by_usr1() || because_of_others) return false;
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
     if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;
@@ -437,7 +444,8 @@ class Launcher {
   std::vector<std::optional<ErrorReport>> reports_;
   std::shared_ptr<void> served_;
   std::future<void> serving_;
-  bool told_to_stop_ = false;  ///< By the agent.
+  bool told_to_stop_ = false;        ///< By the agent.
+  bool has_passed_usr1_on_ = false;  ///< The workers may be leaving.
   std::exception_ptr serve_failure_;
   std::unique_ptr<Supervisor> supervisor_;
   std::optional<Time> drain_until_;

@@ -75,9 +75,9 @@ struct LaunchPlan {
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
-  /// The GenerationFolder, which workers find by kGenerationFolderVariable. When one fails, the
-  /// others go on without it if they have announced that they can, and a new process takes its
-  /// place while restarts are left. Empty: a failure ends the attempt.
+  /// The GenerationFolder, which workers find by kGenerationFolderVariable. When one fails of
+  /// itself, the others go on without it if they have announced that they can, and a new process
+  /// takes its place while restarts are left. Empty: a failure ends the attempt.
   std::filesystem::path generation_folder = {};
   std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
   /// How the user goes on after a worker was killed by a signal and no restart was asked for.

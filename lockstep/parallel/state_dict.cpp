@@ -63,7 +63,8 @@ std::string differences(const StateDict& own, std::map<std::string, at::Tensor> 
 void detail::require_values(const StateDict& tensors) {
   for (const auto& [name, tensor] : tensors) {
     const bool strided = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta();
-    if (!strided || tensor.numel() < 2 || tensor.storage().nbytes() != tensor.element_size())
+    if (!strided || tensor.numel() < 2 ||
+        tensor.storage().nbytes() != static_cast<size_t>(tensor.element_size()))
       continue;
     throw UsageError("the values of '" + name + "' are on another rank of a pipeline",
                      "use the strategy's model_state() and load_model_state()");

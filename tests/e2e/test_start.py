@@ -277,7 +277,7 @@ class Launchers(unittest.TestCase):
 
     def test_ranks_that_lost_one_are_told_of_once(self):
         """The lost one ends with 0, so that no launcher ends the others: each finds out by itself."""
-        lost = r"rank [01](: barrier| called barrier).* rank 2 \(process \d+\) has ended"
+        lost = r"rank [01](: barrier| called barrier|: forming the group).* rank 2 \(process \d+\) has ended"
         code, _, err = run_testing.lockstep_run("--nproc-per-node", 3, PROGRAM, "vanishes")
         self.assertEqual(code, 1)
         self.assertRegex(err, r"^lockstep run: error: rank [01] \(pid \d+\) exited with code 1\n  it reported:\n    " + lost)
@@ -337,7 +337,7 @@ class Launchers(unittest.TestCase):
                 ranks[1].process.kill()
                 code, out, err = ranks[0].end()
                 self.assertEqual((code, out), (1, ""))
-                self.assertRegex(err, r"^error: rank 0(: barrier| called barrier).* rank 1 \(process \d+\) has ended")
+                self.assertRegex(err, r"^error: rank 0(: barrier| called barrier|: forming the group).* rank 1 \(process \d+\) has ended")
                 self.assertEqual(err.count("error: "), 1, err)
                 self.assertNotIn("frame #", err)
 

@@ -23,14 +23,14 @@ BATCH = 4
 class Job:
     """One run of the program, with what its processes wrote."""
 
-    def __init__(self, ranks, restarts, samples, optimizer, launcher=False, pause_us=300, backend="auto"):
+    def __init__(self, ranks, restarts, samples, optimizer, launcher=False, pause_us=300, backend="auto", timeout=60):
         self._folder = tempfile.TemporaryDirectory()
         self.folder = pathlib.Path(self._folder.name)
         words = [PROGRAM, self.folder, ranks, restarts, samples, optimizer, pause_us, backend]
         if launcher:
             words = [t.LOCKSTEP, "run", "--nproc-per-node", ranks, "--max-restarts", restarts, *words]
         self.process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, env=t.clean_environment(OMP_NUM_THREADS="1"))
+                                        text=True, env=t.clean_environment(OMP_NUM_THREADS="1", LOCKSTEP_TIMEOUT=timeout))
 
     def __enter__(self):
         return self
@@ -180,6 +180,14 @@ class Recovery(unittest.TestCase):
             self.assertEqual(code, 0, errors)
             self.check_history(job, 20_000)
             self.assertEqual(len(job.pids()), 3)
+
+    def test_a_rank_that_stands_still_is_not_left_behind_by_the_others(self):
+        with Job(2, 0, 1_000_000, "sgd", timeout=2) as job:
+            job.wait_for(lambda: len(job.living_with_state()) == 2, "steps")
+            os.kill(job.pids()[0], signal.SIGSTOP)
+            code, _, errors = job.end()
+            self.assertNotEqual(code, 0, errors)
+            self.assertNotIn("go on without it", errors)
 
     def test_a_signal_to_the_job_ends_it(self):
         with Job(2, 3, 1_000_000, "sgd") as job:

@@ -191,6 +191,13 @@ class Checkpoints(unittest.TestCase):
         self.checkpoint("convert", run, weights)
         tested = t.run(t.LOCKSTEP, "eval", "--dataset", "digits", "--load-weights", weights)
         self.assertEqual(tested.stdout.splitlines()[-1], trained.stdout.splitlines()[-1])
+        self.checkpoint("convert", weights, weights, code=2)
+        file = next((run / "latest").glob("model-*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        self.checkpoint("convert", run, self.scratch / "damaged.pt", code=1)
+        self.assertFalse((self.scratch / "damaged.pt").exists())
 
 
 if __name__ == "__main__":

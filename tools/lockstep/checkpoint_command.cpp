@@ -10,6 +10,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/stored_checkpoint.h"
 #include "lockstep/data/convert_tensors.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/tensor_reader.h"
@@ -104,7 +105,7 @@ using Damage = std::vector<std::pair<std::string, std::string>>;
 /// Of one checkpoint or file: what is damaged, and how.
 Damage damage_of(const fs::path& path) {
   try {
-    if (fs::exists(path / "state.json")) {
+    if (path.filename().string().starts_with("step-") || fs::exists(path / "state.json")) {
       read_checkpoint(path);  // It compares hashes.
       return {};
     }
@@ -197,6 +198,13 @@ int diff(const Words& args) {
   return rows.empty() ? kExitSuccess : kExitFailure;
 }
 
+/// Compares the hashes of a checkpoint of Lockstep. All other sources have none, or are compared
+/// while they are read.
+void expect_whole(const fs::path& source) {
+  const fs::path newest = fs::exists(source / "latest") ? source / "latest" : source;
+  if (fs::exists(newest / "state.json")) check_files(open_checkpoint(newest));
+}
+
 /// "convert" and "merge": the latter writes one file.
 int convert(const std::string& action, const Words& args) {
   const bool merges = action == "merge";
@@ -224,6 +232,10 @@ int convert(const std::string& action, const Words& args) {
   if (to.empty()) to = format_of_name(target);
   if (to.empty()) throw UsageError("TARGET " + target + " does not tell its format", "give --to");
   expect_one_of("--to", to, formats);
+  std::error_code ignored;
+  if (fs::equivalent(source_path, target, ignored))
+    throw UsageError("SOURCE and TARGET are the same: " + target, "name another TARGET");
+  expect_whole(source_path);
   const TensorReader source(source_path, /*weights_only=*/true);
   convert_tensors(source, target, to);
   std::string text =
