@@ -124,16 +124,19 @@ UniqueFd SharedMemory::open_memory_of_rank_0() const {
   if (memory) return memory;
   const int error = errno;
   if (options_.look) options_.look({0});  // It may say more.
-  if (error == EACCES || error == EPERM)
-    throw UsageError(what() + "rank 0 (process " + process + ") runs as another user",
-                     "start all ranks of a host as one user, or use the backend gloo");
-  if (error != ENOENT) throw SystemError(what() + "opening rank 0's memory", error);
-  if (process_state(identity) == ProcessState::unknown)
+  const ProcessState state = process_state(identity);
+  if (error == ENOENT && state == ProcessState::unknown)
     throw UsageError(
         what() + "rank 0 is in another process namespace ('" + told + "')",
         "let the containers share it (docker run --pid host), or use the backend gloo");
-  throw PeerLostError(what() + "rank 0 (process " + process + ") has ended or waits no more",
-                      "look at what rank 0 printed last");
+  // ENXIO: the descriptor is a socket's or the like by now. One that ends can give EACCES.
+  if (error == ENOENT || error == ENXIO || state == ProcessState::ended)
+    throw PeerLostError(what() + "rank 0 (process " + process + ") has ended or waits no more",
+                        "look at what rank 0 printed last");
+  if (error == EACCES || error == EPERM)
+    throw UsageError(what() + "rank 0 (process " + process + ") runs as another user",
+                     "start all ranks of a host as one user, or use the backend gloo");
+  throw SystemError(what() + "opening rank 0's memory", error);
 }
 
 std::vector<int> SharedMemory::missing() const {

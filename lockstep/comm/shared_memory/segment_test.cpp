@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -63,6 +64,11 @@ TEST(Segment, OnlyTheMemoryOfRankZeroIsTaken) {
   const UniqueFd other(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   EXPECT_TRUE(joins(std::to_string(other.get()) + " " + process_identity()).is<CommError>());
   EXPECT_TRUE(joins("9999 " + process_identity()).is<PeerLostError>());
+}
+
+TEST(Segment, ARankZeroThatGaveUpAndUsesTheDescriptorForASocketIsLost) {
+  const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  EXPECT_TRUE(joins(std::to_string(socket.get()) + " " + process_identity()).is<PeerLostError>());
 }
 
 TEST(Segment, WithoutADescriptorItSaysSo) {
