@@ -9,6 +9,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/data/safetensors.h"
+#include "lockstep/data/stored_tensors.h"
 
 namespace lockstep::detail {
 namespace fs = std::filesystem;
@@ -188,8 +189,8 @@ json ShardedSave::write_own(const fs::path& folder, int rank) const {
         {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}},
         &sha256);
     result["files"].push_back({file, fs::file_size(folder / file), sha256});
-    for (const SafetensorsEntry& entry : read_safetensors_header(folder / file))
-      result["begins"].push_back({parts.at(entry.name), entry.begin});
+    for (const auto& entry : index_safetensors(folder / file).tensors)
+      result["begins"].push_back({parts.at(entry.name), entry.chunks[0].bytes->where.begin});
   }
   return result;
 }

@@ -17,7 +17,9 @@
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/data/content_reader.h"
+#include "lockstep/data/dtype_names.h"
 #include "lockstep/data/safetensors.h"
+#include "lockstep/data/stored_tensors.h"
 
 #include <torch/version.h>
 
@@ -81,7 +83,7 @@ json tensors_as_json(const std::vector<StoredTensor>& tensors) {
                        {"sizes", part.box.sizes}});
     }
     list.push_back({{"name", tensor.name},
-                    {"dtype", safetensors_dtype(tensor.dtype)},
+                    {"dtype", name_of_dtype(&DtypeNames::safetensors, tensor.dtype)},
                     {"shape", tensor.sizes},
                     {"parts", std::move(parts)}});
   }
@@ -105,7 +107,7 @@ bool lies_within(const TensorBox& box, const std::vector<int64_t>& sizes) {
 StoredTensor tensor_from(const fs::path& folder, const json& item) {
   StoredTensor tensor;
   tensor.name = item.at("name");
-  const auto dtype = safetensors_dtype(item.at("dtype").get<std::string>());
+  const auto dtype = dtype_of_name(&DtypeNames::safetensors, item.at("dtype").get<std::string>());
   if (!dtype) damaged(folder, tensor.name + " has the unknown dtype " + item.at("dtype").dump());
   tensor.dtype = *dtype;
   item.at("shape").get_to(tensor.sizes);
@@ -126,9 +128,12 @@ std::vector<StoredTensor> tensors_in(const fs::path& folder, const char* file) {
   std::vector<StoredTensor> tensors;
   if (!fs::exists(folder / file)) damaged(folder, std::string(file) + " is missing");
   try {
-    for (const SafetensorsEntry& entry : read_safetensors_header(folder / file)) {
-      const TensorBox all{std::vector<int64_t>(entry.sizes.size()), entry.sizes};
-      tensors.push_back({entry.name, entry.dtype, entry.sizes, {{all, file, entry.begin}}});
+    for (const auto& entry : detail::index_safetensors(folder / file).tensors) {
+      const TensorBox all{std::vector<int64_t>(entry.shape.size()), entry.shape};
+      tensors.push_back({entry.name,
+                         entry.dtype,
+                         entry.shape,
+                         {{all, file, entry.chunks[0].bytes->where.begin}}});
     }
   } catch (const DataError& error) {
     damaged(folder, error.what());

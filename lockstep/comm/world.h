@@ -42,8 +42,9 @@ struct InitOptions {
   /// (seconds), else two minutes. PyTorch waits 30. A person at a terminal wants to know sooner.
   /// From a millisecond to a million seconds (11 days).
   std::optional<std::chrono::milliseconds> timeout = {};
-  /// Asked every 50 ms while a group forms. When it says true, the wait for ranks ends by a
-  /// PeerLostError: a later generation has begun without one of them. Empty: nobody asks.
+  /// Asked while a group forms, every 50 ms, with more than 32 ranks every 500. When it says true,
+  /// the wait for ranks ends by a PeerLostError: a later generation has begun without one of them.
+  /// Empty: nobody asks.
   std::function<bool()> cancelled = {};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.

@@ -152,6 +152,17 @@ InitOptions options_over(const Store& store, int64_t generation, int rank, int s
   return options;
 }
 
+TEST(World, AMeetingThatIsCancelledEndsAtOnce) {
+  for (const std::string backend : {"shm", "gloo", "hierarchical"}) {
+    const Store store = tcp_store({.is_listener = true});
+    InitOptions options = options_over(store, 1, 0, 2);
+    options.backend = backend;
+    options.timeout = milliseconds(600'000);
+    options.cancelled = [] { return true; };
+    EXPECT_THROW(init(options), PeerLostError) << backend;
+  }
+}
+
 TEST(World, GenerationsOverOneStoreHaveKeysOfTheirOwn) {
   const Store store = tcp_store({.is_listener = true});
   int64_t keys = 0;

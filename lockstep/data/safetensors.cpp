@@ -85,33 +85,7 @@ class Reader {
     return stored;
   }
 
-  std::vector<SafetensorsEntry> layout() const {
-    std::vector<SafetensorsEntry> entries;
-    for (const Entry& entry : entries_) {
-      entries.push_back({entry.name,
-                         entry.dtype,
-                         {entry.shape.begin(), entry.shape.end()},
-                         data_start_ + entry.begin});
-    }
-    return entries;
-  }
-
  private:
-  /// Gives the metadata.
-  std::map<std::string, std::string> read_entries() {
-    std::map<std::string, std::string> metadata;
-    const Json header = read_header();
-    for (const auto& [name, value] : header.items()) {
-      if (name == kMetadataKey) {
-        metadata = metadata_of(value);
-      } else {
-        entries_.push_back(entry_of(name, value));
-      }
-    }
-    check_layout();
-    return metadata;
-  }
-
   Json read_header() {
     std::array<unsigned char, kLengthSize> length_bytes;
     file_.read_exact(length_bytes.data(), length_bytes.size(), "the header's length");
@@ -303,20 +277,6 @@ std::string header_of(const std::vector<TensorInfo>& tensors, const std::vector<
 
 SafetensorsFile load_safetensors(const std::filesystem::path& path) {
   return Reader(path).read();
-}
-
-std::vector<SafetensorsEntry> read_safetensors_header(const std::filesystem::path& path) {
-  return Reader(path).layout();
-}
-
-std::string safetensors_dtype(at::ScalarType dtype) {
-  const auto name = name_of_dtype(&DtypeNames::safetensors, dtype);
-  if (name.empty()) throw Error(std::string("safetensors cannot hold ") + c10::toString(dtype));
-  return std::string(name);
-}
-
-std::optional<at::ScalarType> safetensors_dtype(std::string_view name) {
-  return dtype_of_name(&DtypeNames::safetensors, name);
 }
 
 detail::StoredTensors detail::index_safetensors(const std::filesystem::path& path) {

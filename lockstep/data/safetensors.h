@@ -2,12 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <filesystem>
 #include <map>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/base/state_dict.h"
@@ -27,22 +24,6 @@ struct SafetensorsFile {
 /// The error names the file, the offset and what was expected. Throws SystemError when the file
 /// cannot be opened or read.
 SafetensorsFile load_safetensors(const std::filesystem::path& path);
-
-/// Where a tensor lies in a file: contiguous and little-endian.
-struct SafetensorsEntry {
-  std::string name;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<int64_t> sizes;
-  uint64_t begin = 0;  ///< In the file.
-};
-
-/// Reads the header of a file only, and checks it as load_safetensors does. In the order of bytes.
-std::vector<SafetensorsEntry> read_safetensors_header(const std::filesystem::path& path);
-
-/// The format's name of a dtype, "F32". Throws Error for one that it does not have.
-std::string safetensors_dtype(at::ScalarType dtype);
-/// None for a name that load_safetensors does not know.
-std::optional<at::ScalarType> safetensors_dtype(std::string_view name);
 
 /// Writes atomically: to a temporary file, which is flushed and renamed, so a reader never sees a
 /// part. Tensors may be on any device and have any strides. They are written contiguous and

@@ -16,6 +16,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/poll_pause.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/launch/generation_folder.h"
 #include "lockstep/launch/start_ranks.h"
@@ -147,7 +148,10 @@ class ElasticJob::Impl {
       const auto newest = folder_->newest_after(number_);
       if (newest && rank_in(*newest) >= 0) return newest;
     }
-    if (!failure_ && folder_) throw TimeoutError("ElasticJob: no generation has begun in time");
+    if (!failure_ && folder_)
+      throw TimeoutError(
+          "ElasticJob: no generation with this process has begun within " + seconds_text(timeout),
+          "look at what the launcher and the other ranks printed last");
     return std::nullopt;
   }
 

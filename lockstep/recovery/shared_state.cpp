@@ -74,7 +74,9 @@ StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgre
     most = commits;
     source = static_cast<int>(rank);
   }
-  if (source < 0) throw Error("ElasticJob: no rank has the state: those that had it have ended");
+  if (source < 0)
+    throw Error("ElasticJob: no rank has the state: those that had it have ended",
+                "with max_restarts all ranks start again; save snapshots to go on from");
   const StateProgress furthest{.complete = true, .commits = most};
   const bool all_alike = std::all_of(ranks.begin(), ranks.end(), [&](const json& rank) {
     return rank.at("complete").get<bool>() && rank.at("commits").get<int64_t>() == most;
