@@ -58,7 +58,13 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
   const std::string identity = process_identity();
   mine.identity[identity.copy(mine.identity.data(), mine.identity.size() - 1)] = '\0';
   mine.state.store(RankState::joined, std::memory_order_release);
-  memory_.meet();
+  try {
+    memory_.meet();
+  } catch (...) {
+    // Ranks that have come already are told: this process may live on.
+    mine.state.store(RankState::left, std::memory_order_seq_cst);
+    throw;
+  }
   mine.processors = own_processors();
   mine.bound.store(1, std::memory_order_release);
 }

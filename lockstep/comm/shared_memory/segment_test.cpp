@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <future>
 #include <string>
@@ -47,6 +48,28 @@ TEST(Segment, WhoIsWaitedForIsLookedAfter) {
   };
   const Meeting meeting{[](const std::string&) {}, {}};
   EXPECT_THROW(Segment(options, meeting), PeerLostError);
+}
+
+TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
+  SegmentOptions options = options_of(0);
+  options.size = 3;
+  std::promise<std::string> told;
+  std::atomic<bool> gives_up{false};
+  options.look = [&](const std::vector<int>&) {
+    if (gives_up) throw PeerLostError("rank 2 has ended");
+  };
+  std::thread first([&] {
+    EXPECT_THROW(Segment(options, {[&](const std::string& text) { told.set_value(text); }, {}}),
+                 PeerLostError);
+  });
+  SegmentOptions second = options_of(1);
+  second.size = 3;
+  const std::string text = told.get_future().get();
+  const Segment segment(second, {{}, [&] { return text; }});
+  EXPECT_EQ(segment.record(0).state.load(), RankState::joined);
+  gives_up = true;
+  first.join();
+  EXPECT_EQ(segment.record(0).state.load(), RankState::left);
 }
 
 TEST(Segment, TheTimeOutEndsBothSides) {
