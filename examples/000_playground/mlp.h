@@ -9,9 +9,9 @@ namespace playground {
 
 /// Takes [batch, 784], gives [batch, 10].
 inline torch::nn::Sequential make_mlp() {
-  return torch::nn::Sequential(torch::nn::Linear(28 * 28, 128), torch::nn::ReLU(),
+  return torch::nn::Sequential{torch::nn::Linear(28 * 28, 128), torch::nn::ReLU(),
                                torch::nn::Linear(128, 64), torch::nn::ReLU(),
-                               torch::nn::Linear(64, 10));
+                               torch::nn::Linear(64, 10)};
 }
 
 }  // namespace playground

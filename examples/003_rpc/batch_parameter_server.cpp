@@ -38,7 +38,7 @@ struct Options {
 
 nn::Sequential make_model() {
   at::manual_seed(0);  // The same on all workers.
-  return nn::Sequential(nn::Flatten(), nn::Linear(784, 128), nn::ReLU(), nn::Linear(128, 10));
+  return nn::Sequential{nn::Flatten(), nn::Linear(784, 128), nn::ReLU(), nn::Linear(128, 10)};
 }
 
 /// The parameters on the server, and the optimizer that updates them.

@@ -132,7 +132,7 @@ class Policy {
   }
   static nn::Sequential make_scores() {
     at::manual_seed(static_cast<uint64_t>(options.seed));
-    return nn::Sequential(nn::Linear(4, 128), nn::ReLU(), nn::Linear(128, 2));
+    return nn::Sequential{nn::Linear(4, 128), nn::ReLU(), nn::Linear(128, 2)};
   }
 
   /// Each observer has its own, so that its actions do not depend on when the others ask.

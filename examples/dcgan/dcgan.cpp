@@ -29,22 +29,32 @@ namespace nn = torch::nn;
 
 nn::Sequential make_generator(int64_t noise_size) {
   using Up = nn::ConvTranspose2dOptions;
-  return nn::Sequential(
-      nn::ConvTranspose2d(Up(noise_size, 256, 4).bias(false)), nn::BatchNorm2d(256), nn::ReLU(),
-      nn::ConvTranspose2d(Up(256, 128, 3).stride(2).padding(1).bias(false)), nn::BatchNorm2d(128),
-      nn::ReLU(), nn::ConvTranspose2d(Up(128, 64, 4).stride(2).padding(1).bias(false)),
-      nn::BatchNorm2d(64), nn::ReLU(),
-      nn::ConvTranspose2d(Up(64, 1, 4).stride(2).padding(1).bias(false)), nn::Tanh());
+  return nn::Sequential{nn::ConvTranspose2d(Up(noise_size, 256, 4).bias(false)),
+                        nn::BatchNorm2d(256),
+                        nn::ReLU(),
+                        nn::ConvTranspose2d(Up(256, 128, 3).stride(2).padding(1).bias(false)),
+                        nn::BatchNorm2d(128),
+                        nn::ReLU(),
+                        nn::ConvTranspose2d(Up(128, 64, 4).stride(2).padding(1).bias(false)),
+                        nn::BatchNorm2d(64),
+                        nn::ReLU(),
+                        nn::ConvTranspose2d(Up(64, 1, 4).stride(2).padding(1).bias(false)),
+                        nn::Tanh()};
 }
 
 nn::Sequential make_discriminator() {
   using Down = nn::Conv2dOptions;
   const auto leaky = [] { return nn::LeakyReLU(nn::LeakyReLUOptions().negative_slope(0.2)); };
-  return nn::Sequential(
-      nn::Conv2d(Down(1, 64, 4).stride(2).padding(1).bias(false)), leaky(),
-      nn::Conv2d(Down(64, 128, 4).stride(2).padding(1).bias(false)), nn::BatchNorm2d(128), leaky(),
-      nn::Conv2d(Down(128, 256, 4).stride(2).padding(1).bias(false)), nn::BatchNorm2d(256), leaky(),
-      nn::Conv2d(Down(256, 1, 3).bias(false)), nn::Sigmoid());
+  return nn::Sequential{nn::Conv2d(Down(1, 64, 4).stride(2).padding(1).bias(false)),
+                        leaky(),
+                        nn::Conv2d(Down(64, 128, 4).stride(2).padding(1).bias(false)),
+                        nn::BatchNorm2d(128),
+                        leaky(),
+                        nn::Conv2d(Down(128, 256, 4).stride(2).padding(1).bias(false)),
+                        nn::BatchNorm2d(256),
+                        leaky(),
+                        nn::Conv2d(Down(256, 1, 3).bias(false)),
+                        nn::Sigmoid()};
 }
 
 class Dcgan : public lockstep::TrainingModule<lockstep::Batch> {

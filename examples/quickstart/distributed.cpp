@@ -22,8 +22,8 @@
 int main() {
   auto world = lockstep::start(2);
   at::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
-                              torch::nn::Linear(128, 10));
+  torch::nn::Sequential model{torch::nn::Linear(784, 128), torch::nn::ReLU(),
+                              torch::nn::Linear(128, 10)};
   lockstep::set_num_threads_for(*model, 64);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   lockstep::GradientAverager averager(*model, world.group());

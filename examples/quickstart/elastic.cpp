@@ -16,8 +16,8 @@
 int main() {
   lockstep::ElasticJob job(2, {.max_restarts = 3});
   at::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
-                              torch::nn::Linear(128, 10));
+  torch::nn::Sequential model{torch::nn::Linear(784, 128), torch::nn::ReLU(),
+                              torch::nn::Linear(128, 10)};
   lockstep::set_num_threads_for(*model, 64);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   int64_t epoch = 0, samples = 0;  // How far training is.

@@ -16,8 +16,8 @@
 int main() {
   auto world = lockstep::start(2);
   at::manual_seed(0);  // The ranks begin with the same weights.
-  torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
-                              torch::nn::Linear(128, 10));
+  torch::nn::Sequential model{torch::nn::Linear(784, 128), torch::nn::ReLU(),
+                              torch::nn::Linear(128, 10)};
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   // Every 8th step, from the first on.
   lockstep::PeriodicModelAverager averager(8, 0, world.group());

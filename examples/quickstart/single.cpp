@@ -1,5 +1,6 @@
 // A program of your own in one process: an MLP on the built-in digits. distributed.cpp, beside this
-// file, is the same on several processes, with three lines changed.
+// file, is the same on several processes, with four lines changed. Braces make the layers from left
+// to right, as Python does: then their random weights are those of Python.
 //   build/examples/quickstart/single
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
@@ -13,8 +14,8 @@
 
 int main() {
   at::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(784, 128), torch::nn::ReLU(),
-                              torch::nn::Linear(128, 10));
+  torch::nn::Sequential model{torch::nn::Linear(784, 128), torch::nn::ReLU(),
+                              torch::nn::Linear(128, 10)};
   lockstep::set_num_threads_for(*model, 64);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
 

@@ -243,12 +243,12 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
     backend_ = with_checks(*this->context, std::move(made), check_store, this->name,
                            this->global_ranks, steps);
   } catch (const TimeoutError&) {
-    watch->throw_if_lost(watch->others());  // Gloo does not see who ends while it connects.
+    watch->throw_if_lost(watch->others());
     throw;
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {
-    watch->throw_if_found();
+    watch->throw_if_lost(watch->others());  // Gloo does not see who ends while it connects.
     Store view = wrap_store(backend_store);
     throw_forming(*this->context, this->name, this->global_ranks, view, *watch,
                   std::current_exception());
