@@ -184,46 +184,44 @@ class Canvas {
   /// Draws a line with a round pen; ink fades over one pixel at `half_width` from its middle.
   void line(Point a, Point b, double half_width) {
     const double reach = half_width + 0.5;
-    const int left = clamped(std::min(a.x, b.x) - reach);
-    const int right = clamped(std::max(a.x, b.x) + reach + 1);
-    const int top = clamped(std::min(a.y, b.y) - reach);
-    const int bottom = clamped(std::max(a.y, b.y) + reach + 1);
-    for (int y = top; y <= bottom; ++y) {
-      for (int x = left; x <= right; ++x) {
-        const double squared = squared_distance({double(x), double(y)}, a, b);
-        if (squared >= reach * reach) continue;
-        double& pixel = ink_[static_cast<size_t>(y * kDigitSide + x)];
-        pixel = std::max(pixel, std::min(reach - std::sqrt(squared), 1.0));
-      }
-    }
+    const double dx = b.x - a.x, dy = b.y - a.y, length = dx * dx + dy * dy;
+    const Point low{std::min(a.x, b.x), std::min(a.y, b.y)};
+    const Point high{std::max(a.x, b.x), std::max(a.y, b.y)};
+    for_pixels_near(low, high, reach, [&](int x, int y, double& pixel) {
+      const double px = x - a.x, py = y - a.y;
+      const double along = length == 0 ? 0 : (px * dx + py * dy) / length;
+      const double t = std::min(std::max(0.0, along), 1.0);
+      const double ex = px - t * dx, ey = py - t * dy;
+      // Less than 0 out of reach. A branch would be guessed wrongly too often.
+      pixel = std::max(pixel, std::min(reach - std::sqrt(ex * ex + ey * ey), 1.0));
+    });
   }
 
   /// Takes the ink away around a point.
   void erase(Point centre, double radius) {
-    for (int y = 0; y < kDigitSide; ++y) {
-      for (int x = 0; x < kDigitSide; ++x) {
-        const double distance = std::hypot(x - centre.x, y - centre.y);
-        ink_[static_cast<size_t>(y * kDigitSide + x)] *= std::clamp(distance - radius, 0.0, 1.0);
-      }
-    }
+    for_pixels_near(centre, centre, radius + 1, [&](int x, int y, double& pixel) {
+      const double distance = std::hypot(x - centre.x, y - centre.y);
+      pixel *= std::clamp(distance - radius, 0.0, 1.0);
+    });
   }
 
   const std::array<double, kDigitSide * kDigitSide>& ink() const { return ink_; }
 
  private:
-  static int clamped(double position) {
-    return static_cast<int>(std::clamp(std::floor(position), 0.0, kDigitSide - 1.0));
+  /// All pixels that are less than `reach` away from the box, and some more.
+  template <class Action>
+  void for_pixels_near(Point low, Point high, double reach, const Action& action) {
+    const double out = reach + 1e-9;
+    const int left = clamped(std::ceil(low.x - out)), right = clamped(high.x + out);
+    const int top = clamped(std::ceil(low.y - out)), bottom = clamped(high.y + out);
+    for (int y = top; y <= bottom; ++y) {
+      for (int x = left; x <= right; ++x)
+        action(x, y, ink_[static_cast<size_t>(y * kDigitSide + x)]);
+    }
   }
 
-  static double squared_distance(Point p, Point a, Point b) {
-    const double dx = b.x - a.x;
-    const double dy = b.y - a.y;
-    const double length = dx * dx + dy * dy;
-    const double along = length == 0 ? 0 : ((p.x - a.x) * dx + (p.y - a.y) * dy) / length;
-    const double t = std::clamp(along, 0.0, 1.0);
-    const double ex = p.x - a.x - t * dx;
-    const double ey = p.y - a.y - t * dy;
-    return ex * ex + ey * ey;
+  static int clamped(double position) {
+    return static_cast<int>(std::clamp(position, 0.0, kDigitSide - 1.0));
   }
 
   std::array<double, kDigitSide * kDigitSide> ink_{};
@@ -288,7 +286,7 @@ void develop(const Canvas& canvas, uint8_t* pixels, KeyedRandom& random) {
     const double noise = (static_cast<double>(bits & 255) - 127.5) * kNoiseStep;
     bits >>= 8;
     const double value = pressure * canvas.ink()[i] + noise;
-    pixels[i] = static_cast<uint8_t>(std::floor(std::clamp(value, 0.0, 255.0) + 0.5));
+    pixels[i] = static_cast<uint8_t>(std::clamp(static_cast<int>(value + 0.5), 0, 255));
   }
 }
 

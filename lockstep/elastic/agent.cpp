@@ -227,8 +227,11 @@ void Agent::tell_wait() {
   wake(at);
   if (now_ < at) return;
   told_wait_ = true;
+  const std::string unanswered = "no answer yet from " + options_.registry +
+                                 ": is it started, and do firewalls let its port through?";
   say("waiting for " + counted(options_.min_agents, "host") + " to meet, for " +
-      seconds_text(options_.join_timeout) + " at most");
+      seconds_text(options_.join_timeout) + " at most; " +
+      (knows_generation_ ? view_ ? view_->missing() : "others have not come" : unanswered));
 }
 
 void Agent::wake(Time at) {
@@ -252,7 +255,7 @@ void Agent::check_contact() {
 }
 
 void Agent::lose_contact() {
-  const std::string lost = "no contact to the registry for " +
+  const std::string lost = "no contact to " + options_.registry + " for " +
                            seconds_text(contact_ ? options_.contact_limit : options_.join_timeout);
   if (!std::exchange(told_lost_contact_, true) && running_ != 0)
     say(lost + (options_.embedded_registry

@@ -29,7 +29,8 @@ struct AgentOptions {
   /// The registry lives in one agent's process. Then it has no life of its own: who loses it keeps
   /// its workers until they end.
   bool embedded_registry = false;
-  bool hosts_registry = false;  ///< It is this process.
+  bool hosts_registry = false;            ///< It is this process.
+  std::string registry = "the registry";  ///< Which one and where, for messages.
   /// Of the lease. A vanished host is noticed within it.
   std::chrono::milliseconds keep_alive{2'000};
   /// How long the number of agents must stand still before a generation is proposed: hosts of one

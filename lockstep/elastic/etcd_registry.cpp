@@ -48,7 +48,11 @@ struct Verdict {
   Kind kind{};
   std::string problem{};
   Json answer{};
+  const char* hint = "";  ///< What the user may do about it.
 };
+
+constexpr const char* kSameToken =
+    "hosts of a job share one token: give each the same --token-file or LOCKSTEP_TOKEN";
 
 bool is_tls_problem(CURLcode code) {
   return code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CERTPROBLEM ||
@@ -280,13 +284,19 @@ class EtcdRegistry : public Registry {
     std::string text = transfer.received();
     const bool asks = operation.purpose == Purpose::credentials;
     if (session_ && !asks) {
-      if (status == 401) return {Kind::no_credentials, "it refuses our proof of the token"};
+      if (status == 401)
+        return {Kind::no_credentials, "it refuses our proof of the token", {}, kSameToken};
       auto opened = operation.seal.open(status, 0, text);
       if (!opened)
-        return {Kind::refused, "it does not prove that it knows the token" + with_status};
+        return {Kind::refused,
+                "it does not prove that it knows the token" + with_status,
+                {},
+                kSameToken};
       text = std::move(*opened);
     }
     Json answer = parse_json(text);
+    if (status == 401 && !answer.is_object())  // etcd's refusals are objects
+      return {Kind::no_credentials, "it wants a proof of a token", {}, kSameToken};
     if (status == 200 || (!asks && is_reply(operation.request, answer)))
       return {Kind::answered, "not an answer of etcd's version 3", std::move(answer)};
     auto kind = kind_of_error(status, int_field(answer, "code").value_or(0));
@@ -312,7 +322,8 @@ class EtcdRegistry : public Registry {
     const bool refuses = verdict.kind == Kind::refused || verdict.kind == Kind::no_credentials;
     const bool often =
         refuses && ++operation.refusals >= std::max(kMostRefusals, options_.endpoints.size());
-    if (often || verdict.kind == Kind::invalid) return fail(operation, ErrorKind::refused);
+    if (often || verdict.kind == Kind::invalid)
+      return fail(operation, ErrorKind::refused, verdict.hint);
     const bool round_is_over = ++operation.tries % options_.endpoints.size() == 0;
     operation.next_try = Clock::now() + (round_is_over ? options_.retry_pause : milliseconds(0));
     if (verdict.kind != Kind::no_credentials) leave(operation.endpoint);
@@ -338,7 +349,7 @@ class EtcdRegistry : public Registry {
     return true;
   }
 
-  void fail(Operation& operation, ErrorKind kind) {
+  void fail(Operation& operation, ErrorKind kind, const char* hint) {
     const bool late = kind == ErrorKind::unreachable;
     const bool ours = operation.purpose == Purpose::reply;
     const std::string what =
@@ -348,8 +359,7 @@ class EtcdRegistry : public Registry {
         (late ? " did not carry out " + what + " within " + seconds_text(operation.request.timeout)
               : " refuses " + what) +
         ": " + (operation.problem.empty() ? last_problem_ : operation.problem);
-    const char* hint = "are the servers up, and do the endpoints lead to them?";
-    const RegistryError error(kind, message, late ? hint : "");
+    const RegistryError error(kind, message, hint);
     const bool all = operation.purpose == Purpose::credentials;  // they wait for it
     for (auto at = operations_.begin(); at != operations_.end();) {
       const auto one = at++;
@@ -372,7 +382,9 @@ class EtcdRegistry : public Registry {
     const auto now = Clock::now();
     for (auto at = operations_.begin(); at != operations_.end();) {
       Operation& operation = *at++;
-      if (!operation.transfer && operation.deadline <= now) fail(operation, ErrorKind::unreachable);
+      if (!operation.transfer && operation.deadline <= now)
+        fail(operation, ErrorKind::unreachable,
+             "are the servers up, and do the endpoints lead to them?");
     }
   }
 

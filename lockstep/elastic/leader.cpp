@@ -6,6 +6,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep::elastic {
 namespace {
@@ -64,6 +65,16 @@ const Leader::Seen* Leader::find(const std::string& agent) const {
 /// Of the current generation of this job.
 const std::vector<Member>& Leader::members() const {
   return fresh_ ? none_->members : current_->members;
+}
+
+std::string Leader::missing() const {
+  std::set<int> places;
+  for (const auto& [_, seen] : agents_) places.insert(seen.record.node_rank.value_or(-1));
+  int first = 0;
+  while (places.count(first)) ++first;
+  return places.count(-1)
+             ? "so far " + counted(static_cast<int64_t>(agents_.size()), "host") + " came"
+             : "host " + std::to_string(first) + " has not come";
 }
 
 bool Leader::is_alone(const std::string& id) const {

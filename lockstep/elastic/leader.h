@@ -33,6 +33,8 @@ class Leader {
   /// To be written to this agent's own record. When it comes back as a change, the view is newer
   /// than the wish.
   int64_t probe() const { return probe_; }
+  /// Who has not come yet, for the user.
+  std::string missing() const;
   /// Whether only agent `id` is left, and such as serve a registry of their own.
   bool is_alone(const std::string& id) const;
 

@@ -13,6 +13,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/socket.h"
+#include "lockstep/base/text.h"
 #include "lockstep/elastic/embedded_registry.h"
 #include "lockstep/elastic/embedded_store.h"
 #include "lockstep/elastic/gateway.h"
@@ -25,36 +26,72 @@ void expect(bool holds) {
   if (!holds) std::abort();
 }
 
-/// One store for all inputs, so that they find records, leases and changes.
-EmbeddedStore& store() {
-  static EmbeddedStore one(64);
-  return one;
-}
-
 void expect_answer(const Answer& answer) {
   expect(answer.status == 200 || (answer.status >= 400 && answer.status < 600));
   expect(parse_json(answer.body).is_object());
 }
 
-/// A path, a line's end, a body.
-void handle(const std::string& input) {
-  const size_t end = std::min(input.find('\n'), input.size());
-  const std::string path = input.substr(0, end),
-                    body = input.substr(std::min(end + 1, input.size()));
-  if (path == "/v3/watch") {
-    auto watcher = store().watch(body);
-    if (const auto* refused = std::get_if<Answer>(&watcher)) return expect_answer(*refused);
-    for (const auto& line :
-         store().next_lines(std::get<EmbeddedStore::Watcher>(watcher), std::chrono::seconds(0)))
-      expect(parse_json(line).is_object());
-    return;
+/// Stands in an input for the number of the store's lease, which is another one each time.
+constexpr int64_t kLease = 471'147;
+
+/// Requests to a store of their own, so that an input that was found fails again by itself.
+class Session {
+ public:
+  Session() {
+    const Answer granted = store_.handle("/v3/lease/grant", R"({"TTL":"1000"})");
+    lease_ = std::to_string(int_field(parse_json(granted.body), "ID").value());
+    for (const char* key : {"a", "b/c", "b/d"})
+      put({.kind = Request::Kind::put, .key = key, .value = "value"});
   }
-  expect_answer(store().handle(path, body));
-  static ProofChecker checker("0123456789abcdef");
-  expect(!checker.open(path, body, "a test"));
-  // What a client makes of such an answer.
-  for (int kind = 0; kind <= static_cast<int>(Request::Kind::revoke_lease); ++kind)
-    reply_of({.kind = static_cast<Request::Kind>(kind), .expected = 1}, parse_json(body));
+
+  /// A path, a line's end, a body.
+  void handle(std::string input) {
+    const std::string mark = std::to_string(kLease);
+    for (size_t at = 0; (at = input.find(mark, at)) != std::string::npos; at += lease_.size())
+      input.replace(at, mark.size(), lease_);
+    const size_t end = std::min(input.find('\n'), input.size());
+    const std::string path = input.substr(0, end),
+                      body = input.substr(std::min(end + 1, input.size()));
+    if (path == "/v3/watch") return watch(body);
+    expect_answer(store_.handle(path, body));
+    static ProofChecker checker("0123456789abcdef");
+    expect(!checker.open(path, body, "a test"));
+    // What a client makes of such an answer.
+    const Json answer = parse_json(body);
+    for (int kind = 0; kind <= static_cast<int>(Request::Kind::revoke_lease); ++kind)
+      reply_of({.kind = static_cast<Request::Kind>(kind), .expected = 1}, answer);
+  }
+
+  /// The changes that those who watch are told of.
+  void end() {
+    for (auto& watcher : watchers_) {
+      for (const auto& line : store_.next_lines(watcher, std::chrono::seconds(0)))
+        expect(parse_json(line).is_object());
+    }
+  }
+
+ private:
+  void put(const Request& request) {
+    const EtcdMessage message = message_of(request);
+    expect_answer(store_.handle(message.path, message.body));
+  }
+
+  void watch(const std::string& body) {
+    auto watcher = store_.watch(body);
+    if (const auto* refused = std::get_if<Answer>(&watcher)) return expect_answer(*refused);
+    watchers_.push_back(std::get<EmbeddedStore::Watcher>(std::move(watcher)));
+  }
+
+  EmbeddedStore store_{8};
+  std::string lease_;
+  std::vector<EmbeddedStore::Watcher> watchers_;
+};
+
+/// Requests with a zero between them.
+void handle(const std::string& input) {
+  Session session;
+  for (const auto& request : split(input, '\0')) session.handle(request);
+  session.end();
 }
 
 }  // namespace registry_fuzz_test
@@ -74,26 +111,27 @@ namespace registry_fuzz_test {
 using namespace std::chrono_literals;
 using Kind = Request::Kind;
 
-/// What a client sends.
+/// What a client sends, one by one and all together.
 std::vector<std::string> corpus() {
   std::vector<std::string> all;
   const auto add = [&](const Request& request) {
     const EtcdMessage message = message_of(request);
     all.push_back(message.path + "\n" + message.body);
   };
-  const Answer granted = store().handle("/v3/lease/grant", R"({"TTL":"1000"})");
-  const int64_t lease = int_field(parse_json(granted.body), "ID").value();
   for (const char* key : {"a", "b/c"}) {
     add({.kind = Kind::list, .key = key});
-    add({.kind = Kind::put, .key = key, .value = "value", .lease = lease});
+    all.push_back("/v3/watch\n" + watch_message(key, 1, 2) + watch_message(key, 2, 0));
+    add({.kind = Kind::put, .key = key, .value = "value", .lease = kLease});
     add({.kind = Kind::put, .key = key, .value = "value"});
     add({.kind = Kind::put, .key = key, .value = "value", .expected = 0});
-    add({.kind = Kind::put, .key = key, .value = "value", .expected = 3, .lease = lease});
-    all.push_back("/v3/watch\n" + watch_message(key, 1, 2) + watch_message(key, 2, 0));
+    add({.kind = Kind::put, .key = key, .value = "value", .expected = 3, .lease = kLease});
   }
   add({.kind = Kind::grant_lease, .ttl = 1s});
-  add({.kind = Kind::keep_lease, .lease = lease});
-  add({.kind = Kind::revoke_lease, .lease = lease});
+  add({.kind = Kind::keep_lease, .lease = kLease});
+  add({.kind = Kind::revoke_lease, .lease = kLease});
+  std::string together;
+  for (const auto& request : all) together += request + '\0';
+  all.push_back(together);
   // What a server answers, which `handle` reads as a client does.
   all.emplace_back(R"(/v3/kv/range
 {"header":{"revision":"5"},"succeeded":false,"ID":"3","TTL":"2","kvs":[{"key":"YQ==","value":"YQ==",

@@ -317,8 +317,8 @@ class Launcher {
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
     if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;
-    tell(index, end);
     const bool replaced = attempts_.current() < attempts_.max_restarts;
+    tell(index, end, true, replaced);
     attempts_.failures.push_back(failure.line());
     std::string text = plan_.told_by + failure.line() + "; the others go on without it";
     if (replaced) {
@@ -352,12 +352,13 @@ class Launcher {
   }
 
   /// `end`: none for a start.
-  void tell(int index, const std::optional<WorkerEnd>& end) {
+  void tell(int index, const std::optional<WorkerEnd>& end, bool others_go_on = false,
+            bool is_replaced = false) {
     if (!plan_.on_worker) return;
     const bool failed = end && !end->succeeded();
     plan_.on_worker({plan_.workers[static_cast<size_t>(index)].local_rank,
                      pids_[static_cast<size_t>(index)], end,
-                     failed ? failure_of(index, *end).line() : ""});
+                     failed ? failure_of(index, *end).line() : "", others_go_on, is_replaced});
   }
 
   /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.

@@ -15,7 +15,6 @@
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/host_agent.h"
 #include "lockstep/launch/job.h"
-#include "lockstep/launch/line_copies.h"
 
 namespace lockstep::launch {
 
@@ -24,6 +23,12 @@ struct StreamPlan {
   bool inherit = false;        ///< The worker gets our own descriptor; nothing else then applies.
   bool console = false;        ///< To the same stream of ours, in whole lines with the prefix.
   std::filesystem::path file;  ///< Bytes as they come; empty: no file.
+};
+
+/// Which lines of the console are copied into a file: those that contain one of `words`.
+struct LineCopiesPlan {
+  std::filesystem::path file;  ///< Empty: none are.
+  std::vector<std::string> words;
 };
 
 /// A process to run as a rank.
@@ -50,6 +55,8 @@ struct WorkerEvent {
   pid_t pid = -1;                     ///< -1: it could not be executed.
   std::optional<WorkerEnd> end = {};  ///< None: it has started.
   std::string error = {};             ///< Of one that failed: WorkerFailure::line.
+  bool others_go_on = false;          ///< Of one that failed: LaunchPlan::generation_folder.
+  bool is_replaced = false;           ///< And a new process takes its place.
 };
 
 struct LaunchPlan {

@@ -1,10 +1,13 @@
 #include "lockstep/launch/rank_environment.h"
 
+#include <algorithm>
 #include <cstdlib>
 
+#include "lockstep/base/descriptors.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/variables.h"
 
@@ -71,6 +74,18 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
   }
   if (const auto waiting = omp_waiting()) env.push_back(*waiting);
   return env;
+}
+
+void make_room_for_ranks(const RankLayout& layout) {
+  // Counted on running jobs of 2 to 8 ranks over each backend, and a little more.
+  constexpr int kOfALauncher = 20, kOfARank = 12;
+  constexpr int kStreams = 4;      // A rank's pipes and log files.
+  constexpr int kConnections = 2;  // Of a rank, to the store; also the other ends of its pipes.
+  const bool serves = layout.agent_store && layout.node_rank == 0;
+  const int served = serves ? layout.world_size : layout.local_size;
+  const int launcher = kOfALauncher + layout.local_size * kStreams + served * kConnections;
+  make_room_for_descriptors(std::max(launcher, kOfARank + layout.world_size),
+                            "cannot start " + counted(layout.local_size, "rank"));
 }
 
 ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said) {

@@ -45,6 +45,10 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
                                                                   int local_rank,
                                                                   const std::string& error_file);
 
+/// Makes room for the open files and sockets of the launcher and of its ranks, which inherit the
+/// limit: too few are told before anything is started, and once. See make_room_for_descriptors.
+void make_room_for_ranks(const RankLayout& layout);
+
 /// Between telling workers to end and killing them. Where `said` is none, the seconds of torchrun's
 /// variable count, else 0.8 s after a failure, and 30 s after a signal that the user has sent: long
 /// enough to save a checkpoint. Throws UsageError for a variable that is no number of seconds.

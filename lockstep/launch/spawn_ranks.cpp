@@ -20,7 +20,6 @@
 #include "lockstep/comm/store_host.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
-#include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/launch/variables.h"
 
@@ -200,7 +199,7 @@ void run_parent(int nprocs, const SpawnOptions& options, const SpawnCall& call, 
   auto layout = layout_of(nprocs, options, call.name);
   Parent parent{
       nprocs, options, call, number, stdout_ranks(nprocs, options, call), own_command_line()};
-  make_room_for_ranks(layout, {});
+  make_room_for_ranks(layout);
   if (!options.args.empty()) {
     parent.argv.resize(1);
     parent.argv.insert(parent.argv.end(), options.args.begin(), options.args.end());

@@ -366,11 +366,12 @@ std::vector<pid_t> descendants_of(pid_t root) {
 void kill_descendants(std::chrono::milliseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
   while (std::chrono::steady_clock::now() < end) {
-    const auto left = descendants_of(getpid());
-    for (const pid_t pid : left) ::kill(pid, SIGKILL);
-    while (waitpid(-1, nullptr, WNOHANG) > 0) {
-    }
-    if (left.empty()) return;
+    pid_t reaped = 0;
+    do {
+      reaped = waitpid(-1, nullptr, WNOHANG);
+    } while (reaped > 0);
+    if (reaped < 0) return;  // Who has no child has nothing below.
+    for (const pid_t pid : descendants_of(getpid())) ::kill(pid, SIGKILL);
     constexpr timespec kPause{0, 2'000'000};
     nanosleep(&kPause, nullptr);
   }

@@ -3,14 +3,36 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/launch/launcher.h"
 
 namespace lockstep::launch {
+
+LogFile::LogFile(std::filesystem::path path) : path_(std::move(path)) {
+  if (path_.empty()) return;
+  file_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666));
+  if (!file_) throw SystemError("cannot write the log file " + path_.string(), errno);
+}
+
+void LogFile::write(std::string_view bytes) {
+  if (!file_) return;
+  try {
+    write_all(file_.get(), bytes.data(), bytes.size(), path_.string());
+  } catch (const SystemError& error) {
+    log_warning(std::string(error.what()) + "; the log is not continued");
+    file_.reset();
+  }
+}
+
+void LineCopies::take(std::string_view prefix, std::string_view line) {
+  const auto in_line = [&](const std::string& word) { return line.find(word) != line.npos; };
+  if (std::none_of(words_.begin(), words_.end(), in_line)) return;
+  file_.write(std::string(prefix).append(line).append("\n"));
+}
 
 WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix, int own_fd,
                            OutputQueue& console, LineCopies& copies)
@@ -21,7 +43,7 @@ WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix,
       own_mark_("[rank" + std::to_string(rank) + "]"),
       console_(console),
       copies_(copies),
-      file_name_(plan.file.string()) {
+      file_(plan.inherit ? std::filesystem::path() : plan.file) {
   if (inherit_) return;
   int fds[2];
   if (::pipe2(fds, O_CLOEXEC) != 0) {
@@ -31,10 +53,6 @@ WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix,
   read_.reset(fds[0]);
   write_.reset(fds[1]);
   fcntl(read_.get(), F_SETFL, O_NONBLOCK);
-  if (file_name_.empty()) return;
-  file_.reset(
-      ::open(file_name_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666));
-  if (!file_) throw SystemError("cannot write the log file " + file_name_, errno);
 }
 
 void WorkerStream::read(Time now) {
@@ -54,19 +72,8 @@ void WorkerStream::read(Time now) {
 
 void WorkerStream::take(std::string_view bytes, Time now) {
   tail_.feed(bytes);
-  write_file(bytes);
+  file_.write(bytes);
   if (console_wanted_) cutter_.feed(bytes, now, [this](std::string_view line) { show(line); });
-}
-
-void WorkerStream::write_file(std::string_view bytes) {
-  if (!file_) return;
-  try {
-    write_all(file_.get(), bytes.data(), bytes.size(), file_name_);
-  } catch (const SystemError& error) {
-    // A full disk costs the log, not the training.
-    log_warning(std::string(error.what()) + "; the log is not continued");
-    file_.reset();
-  }
 }
 
 void WorkerStream::show(std::string_view line) {

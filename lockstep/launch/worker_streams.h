@@ -1,17 +1,43 @@
 #pragma once
 
 #include <chrono>
+#include <filesystem>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/base/file.h"
-#include "lockstep/launch/line_copies.h"
+#include "lockstep/launch/launcher.h"
 #include "lockstep/launch/line_cutter.h"
 #include "lockstep/launch/output.h"
 
 namespace lockstep::launch {
 
-struct StreamPlan;
+/// A file that a launcher writes its workers' output to. A full disk costs the log, with a warning,
+/// and not the training.
+class LogFile {
+ public:
+  /// Empties the file, or makes it. No file: an empty name. Throws SystemError naming it.
+  explicit LogFile(std::filesystem::path path);
+  void write(std::string_view bytes);
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd file_;
+};
+
+/// The file of a LineCopiesPlan.
+class LineCopies {
+ public:
+  /// Throws as LogFile.
+  explicit LineCopies(const LineCopiesPlan& plan) : words_(plan.words), file_(plan.file) {}
+  /// Copies the line, with its prefix, if it has one of the words.
+  void take(std::string_view prefix, std::string_view line);
+
+ private:
+  std::vector<std::string> words_;
+  LogFile file_;
+};
 
 /// Our end of one output stream of a worker. Reads it, keeps its tail and passes it on: to a file
 /// and, in whole lines, to the console.
@@ -44,7 +70,6 @@ class WorkerStream {
 
  private:
   void take(std::string_view bytes, Time now);
-  void write_file(std::string_view bytes);
   void show(std::string_view line);
 
   bool inherit_;
@@ -54,8 +79,7 @@ class WorkerStream {
   std::string own_mark_;  ///< "[rank3]", which our own messages and c10d's begin with.
   OutputQueue& console_;
   LineCopies& copies_;
-  std::string file_name_;
-  UniqueFd file_;
+  LogFile file_;
   UniqueFd read_;
   UniqueFd write_;
   LineCutter cutter_;

@@ -8,8 +8,9 @@ namespace lockstep {
 /// While one lives, INT, TERM, HUP, QUIT and USR1, by which Slurm tells of the end of a job's time,
 /// only set a flag, which the training loop looks at. A second signal of the same kind ends the
 /// process at once, unless it comes so soon that it is the first once more (kSameSignal). Signals
-/// that are ignored when it is made (nohup, background jobs) stay ignored. One at a time in a
-/// process, since signal handlers are the process's own.
+/// that are ignored when it is made (nohup, background jobs) stay ignored. USR2, which a launcher
+/// forwards, is ignored where nothing handles it. One at a time in a process, since signal handlers
+/// are the process's own.
 class StopSignal {
  public:
   StopSignal();
@@ -23,7 +24,7 @@ class StopSignal {
   static void request(int signal_number);
 
  private:
-  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1};
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
   struct sigaction before_[std::size(kSignals)];
 };
 

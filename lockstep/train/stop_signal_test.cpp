@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 
 #include "lockstep/base/same_signal.h"
@@ -38,6 +39,23 @@ TEST(StopSignal, NotesEachThatAUserMaySend) {
     ::raise(number);
     EXPECT_EQ(signals.received(), number);
   }
+}
+
+TEST(StopSignal, Usr2EndsNothingAndReachesAHandlerOfTheProgram) {
+  static std::atomic<int> came{0};
+  EXPECT_EXIT(
+      {
+        {
+          const StopSignal signals;
+          ::raise(SIGUSR2);
+          if (signals.received() != 0) ::_exit(1);
+        }
+        ::signal(SIGUSR2, [](int number) { came = number; });
+        const StopSignal signals;
+        ::raise(SIGUSR2);
+        ::_exit(came == SIGUSR2 && signals.received() == 0 ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(StopSignal, LeavesIgnoredSignalsIgnored) {

@@ -23,6 +23,11 @@ LINES = {
     "train --config some-f": ["train", "--config", "some-file.toml"],
     "run ./some-p": ["run", "./some-program"],
     "completion fi": ["completion", "fish"],
+    "checkpoint insp": ["checkpoint", "inspect"],
+    "checkpoint convert --t": ["checkpoint", "convert", "--to"],
+    "run --rdzv-backend c1": ["run", "--rdzv-backend", "c10d"],
+    "hel": ["help"],
+    "help est": ["help", "estimate-memory"],
 }
 BEGIN = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
 

@@ -23,16 +23,18 @@ Faults that users of torchrun report, and the tests that Lockstep has none of th
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 import unittest
+import urllib.request
 
 import hosts_testing
 import lockstep_testing as t
-from run_testing import Launched, running
+from run_testing import Launched, processes_with, running
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 SNAPSHOTS = t.BUILD_DIR / "examples/002_ddp_series/multigpu_torchrun"
@@ -62,8 +64,8 @@ class Job(contextlib.ExitStack):
 
     def __init__(self, *flags, folder, backend="c10d", endpoint=None):
         super().__init__()
-        self.folder = folder
-        self.flags = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint or f"127.0.0.1:{free_port()}", "--rdzv-id", "job",
+        self.folder, self.port = folder, free_port()
+        self.flags = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint or f"127.0.0.1:{self.port}", "--rdzv-id", "job",
                       *flags]
         self.hosts = {}
 
@@ -211,6 +213,7 @@ class Elastic(unittest.TestCase):
             stranger = job.add("stranger", *flags)
             code, _, err = stranger.end(60)
             self.assertEqual(code, 1, err)
+            self.assertIn("--token-file", err)
             job.hosts.pop("stranger")
         job.add("b", "--token-file", token)
         job.generation(2)
@@ -230,9 +233,8 @@ class Elastic(unittest.TestCase):
 
     @staticmethod
     def listens(job):
-        address, port = job.flags[3].split(":")
         with socket.socket() as one:
-            return one.connect_ex((address, int(port))) == 0
+            return one.connect_ex(("127.0.0.1", job.port)) == 0
 
     @staticmethod
     def ranks(job):
@@ -290,14 +292,18 @@ class Etcd(contextlib.ExitStack):
         self.clients = [f"http://127.0.0.1:{free_port()}" for _ in range(members)]
         peers = [f"http://127.0.0.1:{free_port()}" for _ in range(members)]
         cluster = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
-        self.members = []
-        for i, (client, peer) in enumerate(zip(self.clients, peers)):
-            self.members.append(subprocess.Popen(
-                ["etcd", "--name", f"m{i}", "--data-dir", folder / f"m{i}", "--listen-client-urls", client,
-                 "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                 "--initial-cluster", cluster], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL))
+        self.commands = [
+            ["etcd", "--name", f"m{i}", "--data-dir", folder / f"m{i}", "--listen-client-urls", client, "--advertise-client-urls",
+             client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster]
+            for i, (client, peer) in enumerate(zip(self.clients, peers))]
+        self.members = [None] * members
+        for i in range(members):
+            self.start(i)
             self.callback(self.kill, i)
+
+    def start(self, i):
+        self.members[i] = subprocess.Popen(self.commands[i], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                           stderr=subprocess.DEVNULL)
 
     @staticmethod
     def is_there():
@@ -306,6 +312,15 @@ class Etcd(contextlib.ExitStack):
     def kill(self, i):
         self.members[i].kill()
         self.members[i].wait(20)
+
+    def leases_kept(self):
+        """By member, as it says itself: how often it has prolonged a lease. Without those that do not answer."""
+        kept = {}
+        for client in self.clients:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{client}/metrics", timeout=1) as answer:
+                found = re.search(r"^etcd_debugging_lease_renewed_total (\S+)", answer.read().decode(), re.MULTILINE)
+                kept[client] = int(float(found[1]))
+        return kept
 
     @property
     def endpoint(self):
@@ -343,6 +358,22 @@ class OverEtcd(Elastic):
         self.assertEqual(job.generation(1), {0: (0, "b")})
         self.expect_success(job.end())
 
+    def test_hosts_wait_for_an_etcd_that_is_away_and_go_on(self):
+        job = self.job("--nnodes", 2, "--keep-alive", 1)
+        job.add("a"), job.add("b")
+        before = job.generation(2)
+        for i in range(3):
+            self.etcd.kill(i)
+        # After five of --keep-alive nobody knows whether others have gone on.
+        t.wait_until(lambda: not any(self.workers(host) for host in job.hosts.values()), 60, "the ranks' end")
+        for i in range(3):
+            self.etcd.start(i)
+        self.assertEqual(job.generation(2), before)
+        self.expect_success(job.end())
+
+    @staticmethod
+    def workers(host):
+        return [pid for pid, line in processes_with(host.mark) if line.startswith(b"sh\0")]
 
     def test_all_hosts_are_killed_and_the_job_is_started_again(self):
         job = self.job("--nnodes", 2, "--keep-alive", 1)

@@ -2,6 +2,7 @@
 under torchrun, and of ranks in C++ and Python together."""
 
 import os
+import pathlib
 import random
 import signal
 import subprocess
@@ -125,9 +126,15 @@ class Faults(unittest.TestCase):
             job.generation(2)
             self.moment()
             job.hosts["a"].send(SIGNALS[name])
-            time.sleep(5)
+            t.wait_until(lambda: self.given_up(job.port) >= 4, 30, "requests that nobody answered in time")
             job.hosts["a"].send(signal.SIGCONT)
             self.expect_end_of_this_generation(folder, job)
+
+    @staticmethod
+    def given_up(port):
+        """Connections to the port that the other side has closed, and who serves it has not."""
+        lines = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return sum(line[1].endswith(f":{port:04X}") and line[3] == "08" for line in lines)  # CLOSE_WAIT
 
     def etcd(self, folder, name):
         if not Etcd.is_there():
@@ -137,7 +144,10 @@ class Faults(unittest.TestCase):
             job.generation(2)
             self.moment()
             etcd.members[self.chance.randrange(3)].send_signal(SIGNALS[name])
-            time.sleep(4)  # some leases
+            before = etcd.leases_kept()
+            # Each host's lease lasts for 2 s and is kept three times a second.
+            t.wait_until(lambda: sum(count - before.get(member, 0) for member, count in etcd.leases_kept().items()) > 18, 60,
+                         "leases that are kept")
             self.expect_end_of_this_generation(folder, job)
 
     def expect_end_of_this_generation(self, folder, job):

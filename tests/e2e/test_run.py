@@ -381,6 +381,18 @@ class FlagsOfTorchrun(unittest.TestCase):
         self.assertIn("exited with code 3", json.loads(failed["raw_error"])["message"])
         self.assertEqual(events[-1]["metadata"]["agent_restarts"], 1)
 
+    def test_a_rank_that_is_replaced_is_an_event(self):
+        # The ranks announce that they can go on without one that fails, as those of an ElasticJob do.
+        text = ("touch $LOCKSTEP_GENERATION_FOLDER/worker-$RANK; "
+                "if [ $RANK = 1 ] && [ ! -e $OUT/failed ]; then touch $OUT/failed; "
+                "until [ -e $LOCKSTEP_GENERATION_FOLDER/worker-0 ]; do sleep 0.02; done; exit 3; fi; "
+                "[ $RANK = 0 ] || touch $OUT/again; until [ -e $OUT/again ]; do sleep 0.02; done")
+        with temporary_folder() as folder:
+            code, told, events = self.events("--nproc-per-node", 2, "--max-restarts", 1, "sh", "-c", text, env={"OUT": str(folder)})
+        self.assertEqual(code, 0)
+        self.assertEqual(told[3:6], [("FAILED", "WORKER", 1), ("REPLACEMENT", "AGENT", None), ("START", "WORKER", 1)])
+        self.assertEqual(events[4]["metadata"]["agent_restarts"], 1)
+
     def test_events_have_torchruns_fields(self):
         if not TORCHRUN.exists():
             self.skipTest("no torchrun beside this Python")

@@ -214,10 +214,13 @@ class Hosts(unittest.TestCase):
                         "--master-port", port, "sh", "-c", text, env={"OUT": str(folder), **(env or {})}, **popen)
 
     def test_a_host_that_waits_for_host_0_says_so(self):
+        port = free_port()
         with temporary_folder() as folder, open(folder / "said", "wb") as said, \
-                self.launch(1, free_port(), "touch $OUT/started", folder, stderr=said) as second:
+                self.launch(1, port, "touch $OUT/started", folder, env={"TMPDIR": str(folder)}, stderr=said) as second:
             wait_until(lambda: "waiting for 2 hosts" in (folder / "said").read_text(), 20, "the wait for host 0")
-            self.assertFalse((folder / "started").exists())
+            self.assertIn(f"host 0 at 127.0.0.1:{port}", (folder / "said").read_text())
+            # Nobody would remove a folder, should the launcher be killed now.
+            self.assertEqual([path.name for path in folder.iterdir()], ["said"])
             second.send(signal.SIGINT)
             self.assertEqual(second.end()[0], 128 + signal.SIGINT)
 

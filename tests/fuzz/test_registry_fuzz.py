@@ -23,7 +23,7 @@ class Registry(unittest.TestCase):
             t.run(t.BUILD_DIR / "tests/lockstep_elastic_test", "--gtest_filter=RegistryFuzz.EachRequestGetsAnAnswer",
                   env=t.clean_environment(LOCKSTEP_FUZZ_CORPUS=corpus))
             self.assertGreater(len(list(corpus.iterdir())), 10)
-            t.run(CLANG, "-std=c++20", "-O1", "-g", "-fsanitize=fuzzer,address", "-DLOCKSTEP_LIBFUZZER", "-I", t.SOURCE_DIR,
+            t.run(CLANG, "-std=c++20", "-O2", "-g", "-fsanitize=fuzzer,address", "-DLOCKSTEP_LIBFUZZER", "-I", t.SOURCE_DIR,
                   *(ROOM / name for name in SOURCES), t.BUILD_DIR / "lib/liblockstep.a", "-lcrypto", "-o",
                   folder / "fuzz", timeout=600)
             # Our base library has no sanitizer, so its containers have no marks.

@@ -265,7 +265,7 @@ int checkpoint_command(const Words& args) {
   cli.positional("ACTION", none,
                  "inspect: lists tensors; verify: says what is damaged; diff: compares two; "
                  "convert: writes another format; merge: joins shards into one file",
-                 /*required=*/false);
+                 /*required=*/false, actions);
   cli.example("lockstep checkpoint inspect runs/a");
   cli.example("lockstep checkpoint convert runs/a model.pt");
   if (!cli.parse(args)) return 0;

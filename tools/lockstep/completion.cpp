@@ -15,7 +15,8 @@ namespace {
 
 /// The scripts ask by this word in the place of a shell's name, with the words of the command line.
 constexpr const char* kWords = "words";
-constexpr const char* kLetters = "abcdefghijklmnopqrstuvwxyz-";  ///< Of a benchmark's name.
+constexpr const char* kLetters =
+    "abcdefghijklmnopqrstuvwxyz-";  ///< Of a benchmark's or an action's name.
 
 constexpr const char* kBash = R"sh(_lockstep() {
   local cur=${COMP_WORDS[COMP_CWORD]}
@@ -67,6 +68,7 @@ std::string candidates(std::vector<std::string> words, const Commands& commands)
   if (!words.empty() && words.back() == "=") words.back().clear();
   std::erase(words, "=");  // bash makes it a word of its own
   std::string text;
+  if (!words.empty() && words[0] == "help") words.erase(words.begin());
   const bool is_known =
       words.size() > 1 && std::any_of(commands.begin(), commands.end(),
                                       [&](const auto& one) { return one.first == words[0]; });
@@ -74,7 +76,7 @@ std::string candidates(std::vector<std::string> words, const Commands& commands)
     for (const auto& [name, help] : commands) text += name + "\t" + help + "\n";
     return words.size() < 2 ? text : "";
   }
-  const bool has_kind = words[0] == "bench" && words.size() > 2 &&
+  const bool has_kind = (words[0] == "bench" || words[0] == "checkpoint") && words.size() > 2 &&
                         words[1].find_first_not_of(kLetters) == std::string::npos;
   const std::string& before = words[words.size() - 2];
   for (const auto& row : rows_of(has_kind ? words[0] + " " + words[1] : words[0])) {

@@ -85,6 +85,14 @@ elastic::EtcdRegistryOptions registry_options(const RunOptions& options, const s
   return client;
 }
 
+/// For messages.
+std::string registry_name(const RunOptions& options) {
+  const auto backend = options.meeting.backend;
+  if (backend == Backend::etcd) return "etcd at " + join(options.meeting.etcd.endpoints, ", ");
+  const std::string at = " at " + endpoint_text(options.master_addr, *options.master_port);
+  return (backend == Backend::fixed ? "host 0" : "the host of --rdzv-endpoint") + at;
+}
+
 /// By which the other hosts reach this one.
 std::string own_address(const RunOptions& options) {
   const MeetingOptions& meeting = options.meeting;
@@ -100,6 +108,7 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
   agent.host = host_name();
   agent.id = agent.host + "-" + std::to_string(::getpid()) + "-" + random_hex(4);
   agent.address = own_address(options);
+  agent.registry = registry_name(options);
   agent.min_agents = options.min_nodes;
   agent.max_agents = options.nodes;
   agent.nproc = options.nproc;

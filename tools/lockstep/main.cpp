@@ -126,6 +126,7 @@ int dispatch(const std::vector<std::string>& given) {
   if (command == "completion") {
     Commands commands;
     for (const auto& row : kCommands) commands.emplace_back(row.name, row.help);
+    commands.emplace_back("help", "list a command's flags");
     return completion_command({words.begin() + 1, words.end()}, commands);
   }
   check_working_folder();

@@ -23,7 +23,6 @@
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/rank_environment.h"
-#include "lockstep/launch/room_for_ranks.h"
 #include "lockstep/launch/variables.h"
 #include "run_events.h"
 #include "run_options.h"
@@ -71,21 +70,21 @@ class LogFolders {
     } else if (wants_files && !discard_) {
       make_run_folder(temporary_folder(), options);
       say("logs are in " + run_folder_.string());
-    } else {
-      run_folder_ = scratch_.path();
     }
   }
 
   /// From now on the folders are those of this attempt.
   void begin(int attempt, int nproc) {
     attempt_ = "attempt_" + std::to_string(attempt);
+    // Not before: nobody removes it should this process be killed while there is no supervisor.
+    scratch_.emplace("lockstep-run");
     for (int i = 0; i < nproc; ++i) fs::create_directories(folder(i));
     fs::create_directories(generations());
   }
   /// For LaunchPlan::generation_folder.
-  fs::path generations() const { return scratch_.path() / attempt_ / "generations"; }
+  fs::path generations() const { return scratch() / "generations"; }
   fs::path folder(int local_rank) const {
-    return run_folder_ / attempt_ / std::to_string(local_rank);
+    return (run_folder_.empty() ? scratch() : run_folder_) / attempt_ / std::to_string(local_rank);
   }
   /// Where a stream is kept; /dev/null with --log-dir /dev/null.
   fs::path file(int local_rank, const char* name) const {
@@ -96,7 +95,7 @@ class LogFolders {
     return discard_ ? fs::path(kNoLogs) : run_folder_ / attempt_ / name;
   }
   /// What is to be removed at the end.
-  const fs::path& scratch() const { return scratch_.path(); }
+  const fs::path& scratch() const { return scratch_->path(); }
 
  private:
   void make_run_folder(const fs::path& base, const RunOptions& options) {
@@ -114,8 +113,8 @@ class LogFolders {
   }
 
   bool discard_;
-  TemporaryDirectory scratch_{"lockstep-run"};
-  fs::path run_folder_;
+  std::optional<TemporaryDirectory> scratch_;  ///< Of the attempt.
+  fs::path run_folder_;                        ///< Empty: scratch_.
   std::string attempt_;
 };
 
@@ -274,18 +273,6 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
   return plan;
 }
 
-/// The most that a rank has.
-launch::RankStreams streams_of(const RunOptions& options) {
-  launch::RankStreams most{.pipes = 2, .files = 0};
-  for (int i = 0; i < options.nproc; ++i) {
-    const auto to_file = [&](auto stream) {
-      return options.redirects.of(i).*stream || options.tee.of(i).*stream;
-    };
-    most.files = std::max(most.files, int{to_file(&Streams::out)} + int{to_file(&Streams::err)});
-  }
-  return most;
-}
-
 /// A job of this host alone.
 void run_here(const RunOptions& options, LogFolders& logs,
               const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of) {
@@ -328,12 +315,11 @@ int run_command(const std::vector<std::string>& args) {
   launch::RankLayout most = layout_of(*options);
   most.nodes = options->nodes;
   most.world_size = options->nodes * options->nproc;
-  launch::make_room_for_ranks(most, streams_of(*options));
+  launch::make_room_for_ranks(most);
   if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const auto bindings = bindings_of(*options);
-  // Last, as nobody removes them should this process be killed before the supervisor has started.
   LogFolders logs(*options);
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();

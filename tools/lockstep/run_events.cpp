@@ -31,10 +31,13 @@ void EventLog::begin(const launch::RankLayout& layout) {
   write(std::exchange(begun_, true) ? again : "RENDEZVOUS", "", nullptr);
 }
 
-void EventLog::tell(const launch::WorkerEvent& worker) const {
+void EventLog::tell(const launch::WorkerEvent& worker) {
   if (!worker.end) return write("START", "", &worker);
   if (worker.end->succeeded()) return write("SUCCEEDED", "", &worker);
   write(worker.end->after_stop ? "TERMINATED" : "FAILED", worker.error, &worker);
+  if (!worker.others_go_on) return;
+  if (worker.is_replaced) ++layout_.restart_count;
+  write(worker.is_replaced ? "REPLACEMENT" : "MEMBERSHIP_CHANGE", "", nullptr);
 }
 
 void EventLog::end(const std::string& error) const {

@@ -10,16 +10,17 @@
 namespace lockstep::tool {
 
 /// torchrun's events, as lines of JSON on standard error with --event-log-handler console: the
-/// hosts have met (RENDEZVOUS), a worker starts or ends, this host's part ends. Two are ours: all
-/// ranks start again (RESTART), or with other hosts (MEMBERSHIP_CHANGE). Fields, and lists of one,
-/// are torchrun's; the times are set.
+/// hosts have met (RENDEZVOUS), a worker starts or ends, this host's part ends. Three are ours: all
+/// ranks start again (RESTART); one is replaced while the others live on (REPLACEMENT); hosts have
+/// come or gone, or the others go on without one (MEMBERSHIP_CHANGE). Fields, and lists of one, are
+/// torchrun's; the times are set.
 class EventLog {
  public:
   /// `options` must outlive it.
   explicit EventLog(const RunOptions& options) : options_(options) {}
   /// The ranks are about to start.
   void begin(const launch::RankLayout& layout);
-  void tell(const launch::WorkerEvent& worker) const;
+  void tell(const launch::WorkerEvent& worker);
   /// `error`: empty after a success.
   void end(const std::string& error) const;
 

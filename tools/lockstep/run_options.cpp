@@ -98,10 +98,9 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "hosts]",
              {0, 65535});
   cli.flag("--standalone", raw.standalone, "One host, whatever --nnodes and --rdzv-* say");
-  cli.option("--rdzv-backend", raw.rdzv_backend,
+  cli.choice("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"},
              "How hosts meet: static at host 0, of a fixed number; c10d at the host of "
-             "--rdzv-endpoint; etcd at an etcd, so that any host may be lost",
-             "NAME");
+             "--rdzv-endpoint; etcd at an etcd, so that any host may be lost");
   cli.option("--rdzv-endpoint", raw.rdzv_endpoint,
              "Where hosts meet; with static another way to give --master-addr and --master-port; "
              "of etcd all members, A:2379,B:2379",
@@ -158,8 +157,8 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "The same for standard error and filtered_stderr.log", "A,B");
   cli.choice(
       "--event-log-handler", options.event_log, {"null", "console"},
-      "console: a line of JSON on standard error, as torchrun's, when a worker starts or ends, "
-      "all start again, hosts come or go, and at the end");
+      "console: a line of JSON on standard error, as torchrun's, when a worker starts or ends or "
+      "is replaced, all start again, hosts come or go, and at the end");
   cli.group("End");
   cli.option(
       "--signals-to-handle", raw.signals,
@@ -353,7 +352,6 @@ void take_address(const RawFlags& raw, RunOptions& options) {
 
 void resolve_meeting(const RawFlags& raw, RunOptions& options) {
   using Backend = MeetingOptions::Backend;
-  expect_one_of("--rdzv-backend", raw.rdzv_backend, {"static", "c10d", "etcd", "etcd-v2"});
   MeetingOptions& meeting = options.meeting;
   meeting.keep_alive = std::chrono::milliseconds(static_cast<int64_t>(raw.keep_alive * 1000));
   meeting.token_file = raw.token_file;
@@ -372,6 +370,11 @@ void resolve_meeting(const RawFlags& raw, RunOptions& options) {
       take_address(raw, options);
     }
   }
+  const bool proves = options.has_meeting() && meeting.backend != Backend::etcd;
+  if (!raw.token_file.empty() && !proves)
+    options.without_effect.emplace_back(
+        options.has_meeting() ? "--token-file has no effect with etcd, which has users and TLS"
+                              : "--token-file has no effect on one host, which meets no others");
   const bool named = raw.rdzv_id && !raw.standalone;
   if (named) options.run_id = *raw.rdzv_id;
   if (!named) options.run_id = options.has_meeting() ? "none" : random_hex(16);
