@@ -5,7 +5,6 @@
 
 #include <nlohmann/json.hpp>  // What all_gather_object and its like take.
 
-#include "lockstep/amp/autocast.h"
 #include "lockstep/amp/grad_scaler.h"
 #include "lockstep/amp/precision.h"
 #include "lockstep/autograd/activation_checkpoint.h"
@@ -26,7 +25,6 @@
 #include "lockstep/data/loader.h"
 #include "lockstep/data/pt_file.h"
 #include "lockstep/data/safetensors.h"
-#include "lockstep/data/sample_source.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/data/torch_dataset.h"
 #include "lockstep/data/transforms.h"

@@ -1,4 +1,4 @@
-#include "lockstep/amp/autocast.h"
+#include "lockstep/amp/precision.h"
 
 #include <ATen/autocast_mode.h>
 

@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "lockstep/amp/master_weights.h"
+#include "lockstep/amp/precision.h"
 #include "lockstep/base/error.h"
 #include "tests/support/over_backends.h"
 

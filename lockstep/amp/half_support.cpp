@@ -141,18 +141,7 @@ HalfSupport half_support(c10::Device device, at::ScalarType dtype) {
 }
 
 std::string detail::dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    default:
-      return to_lower(c10::toString(dtype));
-  }
+  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 }  // namespace lockstep

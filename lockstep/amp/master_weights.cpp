@@ -1,4 +1,4 @@
-#include "lockstep/amp/master_weights.h"
+#include "lockstep/amp/precision.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -6,10 +6,8 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/amp/autocast.h"
 #include "lockstep/amp/half_support.h"
 #include "lockstep/amp/loss_scale.h"
-#include "lockstep/amp/master_weights.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"

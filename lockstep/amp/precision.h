@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -17,6 +19,47 @@ class Module;
 }
 
 namespace lockstep {
+
+/// PyTorch's torch.autocast as a guard. While it lives, each operation on this thread runs in the
+/// dtype that suits it: matrix products and convolutions in `dtype`, sums and losses in float32.
+/// Parameters keep their dtype. Run forward and the loss in it, and backward outside:
+///
+///     at::Tensor loss;
+///     {
+///       const lockstep::Autocast autocast(c10::kCPU, at::kBFloat16);
+///       loss = cross_entropy(model->forward(x), y);
+///     }
+///     lockstep::backward(loss);
+///
+/// Guards nest. An inner one with `enabled` false computes in the tensors' own dtypes. Each guard
+/// restores the previous state. Within the outermost guard the cast of a parameter is cached. The
+/// outermost guard clears this cache at its end, so parameters must not change within it. Destroy
+/// guards in reverse order, on the thread that made them. A guard does not apply to threads that
+/// are started within it.
+class Autocast {
+ public:
+  struct Options {
+    /// False turns autocast off, for example around an operation that needs float32.
+    bool enabled = true;
+    /// Whether casts of parameters are cached. None: as outside. Use false when recording a graph
+    /// for replay, or to save memory.
+    std::optional<bool> cache_enabled = {};
+  };
+
+  /// Throws UsageError for a dtype other than bfloat16 and float16, and for a device without
+  /// autocast. With `enabled` false any dtype is accepted.
+  Autocast(c10::DeviceType device, at::ScalarType dtype) : Autocast(device, dtype, Options()) {}
+  Autocast(c10::DeviceType device, at::ScalarType dtype, const Options& options);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  c10::DeviceType device_;
+  bool outer_enabled_;
+  at::ScalarType outer_dtype_;
+  bool outer_cache_enabled_;
+};
 
 namespace detail {
 class LossScale;
@@ -170,5 +213,49 @@ class Precision {
 std::vector<std::string> precision_names();
 /// O0, O1, O2, O3.
 std::vector<std::string> amp_level_names();
+
+/// An optimizer of 16-bit parameters that keeps a float32 copy of each: the master weights of
+/// Micikevicius et al. 2018 (Apex's O2). Without them an update that is small relative to its
+/// weight would be lost in rounding. A step converts the gradients to float32 and divides them by
+/// their scale. It then steps the copies with the inner optimizer, and rounds them into the
+/// parameters. Parameters of other dtypes (batch norm's in float32) have no copy: the inner
+/// optimizer steps them directly.
+///
+/// If other code has changed an element of a parameter since the last step (loaded weights, a
+/// broadcast, averaging), the element replaces its copy. Any way of writing is noticed: a step
+/// first compares all elements with what it rounded into them.
+class MasterWeights : public Optimizer {
+ public:
+  using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
+
+  /// `make` gets the copies, and the parameters that have no copy, in the order of `parameters`.
+  MasterWeights(std::vector<at::Tensor> parameters, const Factory& make);
+
+  void step() override { step_scaled({}); }
+  void step_scaled(const StepScale& scale) override;
+  void set_lr(double lr) override { inner_->set_lr(lr); }
+  double lr() const override { return inner_->lr(); }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  bool takes_grad_scale() const override { return true; }
+  /// The inner optimizer's state, in float32, and the copies as "master_param.INDEX".
+  StateDict state() const override;
+  /// Loads the copies and rounds them into the parameters. A state without copies, from a run in
+  /// float32, leaves the parameters unchanged, and the copies are made from them.
+  void load_state(const StateDict& state) override;
+  const std::string& name() const override { return inner_->name(); }
+  bool is_elementwise() const override { return inner_->is_elementwise(); }
+
+  /// The tensors that are stepped: the copies, and the parameters that have no copy.
+  const std::vector<at::Tensor>& master_parameters() const { return masters_; }
+
+ private:
+  bool has_copy(size_t index) const;
+  void adopt_changes() const;
+  void round_into_parameters();
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> masters_;
+  std::unique_ptr<Optimizer> inner_;
+};
 
 }  // namespace lockstep

@@ -23,25 +23,6 @@ constexpr size_t kBufferSize = 1 << 18;
 constexpr uint64_t kDeflateRatio = 1032;
 constexpr size_t kLargestPiece = 1u << 30;  // ISA-L counts in 32 bits
 
-const char* reason_of(int result) {
-  switch (result) {
-    case ISAL_INVALID_BLOCK:
-      return "invalid block";
-    case ISAL_INVALID_SYMBOL:
-      return "invalid code";
-    case ISAL_INVALID_LOOKBACK:
-      return "invalid distance";
-    case ISAL_INVALID_WRAPPER:
-      return "incorrect header";
-    case ISAL_UNSUPPORTED_METHOD:
-      return "unknown compression method";
-    case ISAL_INCORRECT_CHECKSUM:
-      return "incorrect data check";
-    default:
-      return "ISA-L gives no reason";
-  }
-}
-
 }  // namespace
 
 struct ContentReader::Input {
@@ -207,8 +188,10 @@ size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
     done += made;
     in.stream_done = stream.block_state == ISAL_BLOCK_FINISH;
     if (result < 0) {
-      fail(offset_ + done,
-           std::string("the compressed data is damaged (") + reason_of(result) + ")",
+      const std::string reason = result == ISAL_INCORRECT_CHECKSUM
+                                     ? "incorrect data check"
+                                     : "error " + std::to_string(result) + " of ISA-L";
+      fail(offset_ + done, "the compressed data is damaged (" + reason + ")",
            "copy or download the file again");
     }
     if (at_end && made == 0 && !in.stream_done) {

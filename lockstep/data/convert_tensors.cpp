@@ -1,4 +1,4 @@
-#include "lockstep/data/convert_tensors.h"
+#include "lockstep/data/tensor_reader.h"
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"

@@ -17,106 +17,43 @@ struct Point {
   double y = 0;
 };
 
-/// Points that the pen passes, in a box of 60 x 100 with y downwards; a point given twice is a
-/// corner, between others the pen curves (Catmull-Rom).
 using Stroke = std::vector<Point>;
 using Glyph = std::vector<Stroke>;
+
+/// For each stroke x, y, x, y, ... of the points that the pen passes, in a box of 60 x 100 with y
+/// downwards. A point given twice is a corner, between others the pen curves (Catmull-Rom).
+using PenGlyph = std::vector<std::vector<int>>;
 
 constexpr Point kGlyphCentre{30, 50};
 constexpr double kGlyphHeight = 100;
 
 /// The ways to write each digit.
-const std::array<std::vector<Glyph>, 10>& glyphs() {
-  static const std::array<std::vector<Glyph>, 10> all{{
-      {{{{30, 2}, {10, 15}, {3, 50}, {10, 85}, {30, 98}, {50, 85}, {57, 50}, {50, 15}, {30, 2}}},
-       {{{34, 4}, {16, 18}, {12, 52}, {20, 90}, {36, 94}, {48, 66}, {48, 26}, {34, 4}, {26, 8}}}},
-      {{{{30, 2}, {30, 98}}},
-       {{{14, 22}, {32, 2}, {32, 2}, {32, 98}}},
-       {{{14, 22}, {32, 2}, {32, 2}, {32, 98}}, {{12, 98}, {52, 98}}}},
-      {{{{6, 22}, {14, 6}, {32, 2}, {50, 12}, {52, 32}, {36, 58}, {5, 96}, {5, 96}, {56, 96}}},
-       {{{8, 20},
-         {20, 4},
-         {42, 6},
-         {50, 25},
-         {38, 55},
-         {14, 88},
-         {5, 90},
-         {10, 80},
-         {25, 88},
-         {56, 96}}}},
-      {{{{6, 12},
-         {26, 2},
-         {48, 10},
-         {50, 30},
-         {24, 46},
-         {24, 46},
-         {52, 58},
-         {54, 82},
-         {30, 98},
-         {5, 88}}},
-       {{{6, 4},
-         {6, 4},
-         {52, 4},
-         {52, 4},
-         {26, 42},
-         {26, 42},
-         {50, 52},
-         {55, 75},
-         {36, 97},
-         {6, 90}}}},
-      {{{{40, 2}, {40, 2}, {4, 66}, {4, 66}, {56, 66}}, {{42, 40}, {42, 98}}},
-       {{{10, 4}, {8, 50}, {8, 50}, {52, 50}}, {{48, 4}, {46, 98}}},
-       {{{42, 98}, {42, 2}, {42, 2}, {4, 66}, {4, 66}, {58, 66}}}},
-      {{{{52, 4},
-         {52, 4},
-         {12, 4},
-         {12, 4},
-         {8, 44},
-         {8, 44},
-         {32, 38},
-         {54, 55},
-         {52, 82},
-         {28, 98},
-         {5, 88}}},
-       {{{12, 6}, {8, 44}, {32, 40}, {54, 58}, {50, 86}, {24, 98}, {4, 90}}, {{12, 6}, {54, 4}}}},
-      {{{{46, 4}, {22, 22}, {6, 55}, {8, 85}, {30, 98}, {52, 86}, {52, 62}, {32, 52}, {10, 66}}},
-       {{{36, 2}, {12, 40}, {5, 75}, {26, 98}, {50, 88}, {48, 62}, {26, 56}, {8, 74}}}},
-      {{{{5, 4}, {5, 4}, {55, 4}, {55, 4}, {22, 98}}},
-       {{{5, 4}, {5, 4}, {55, 4}, {55, 4}, {22, 98}}, {{16, 50}, {50, 50}}},
-       {{{5, 14}, {8, 6}, {30, 6}, {56, 4}, {56, 4}, {34, 45}, {26, 98}}}},
-      {{{{50, 16},
-         {30, 2},
-         {10, 16},
-         {16, 38},
-         {44, 58},
-         {54, 80},
-         {30, 98},
-         {6, 80},
-         {16, 58},
-         {44, 38},
-         {50, 16}}},
-       {{{30, 2}, {14, 12}, {14, 34}, {30, 46}, {46, 34}, {46, 12}, {30, 2}},
-        {{30, 46}, {8, 58}, {6, 84}, {30, 98}, {54, 84}, {52, 58}, {30, 46}}}},
-      {{{{52, 30},
-         {40, 4},
-         {14, 6},
-         {6, 28},
-         {20, 48},
-         {44, 42},
-         {52, 24},
-         {52, 24},
-         {50, 60},
-         {44, 98}}},
-       {{{50, 26},
-         {30, 2},
-         {8, 22},
-         {18, 46},
-         {44, 40},
-         {50, 26},
-         {50, 26},
-         {50, 70},
-         {30, 98},
-         {8, 90}}}},
+const std::array<std::vector<PenGlyph>, 10>& glyphs() {
+  static const std::array<std::vector<PenGlyph>, 10> all{{
+      {{{30, 2, 10, 15, 3, 50, 10, 85, 30, 98, 50, 85, 57, 50, 50, 15, 30, 2}},
+       {{34, 4, 16, 18, 12, 52, 20, 90, 36, 94, 48, 66, 48, 26, 34, 4, 26, 8}}},
+      {{{30, 2, 30, 98}},
+       {{14, 22, 32, 2, 32, 2, 32, 98}},
+       {{14, 22, 32, 2, 32, 2, 32, 98}, {12, 98, 52, 98}}},
+      {{{6, 22, 14, 6, 32, 2, 50, 12, 52, 32, 36, 58, 5, 96, 5, 96, 56, 96}},
+       {{8, 20, 20, 4, 42, 6, 50, 25, 38, 55, 14, 88, 5, 90, 10, 80, 25, 88, 56, 96}}},
+      {{{6, 12, 26, 2, 48, 10, 50, 30, 24, 46, 24, 46, 52, 58, 54, 82, 30, 98, 5, 88}},
+       {{6, 4, 6, 4, 52, 4, 52, 4, 26, 42, 26, 42, 50, 52, 55, 75, 36, 97, 6, 90}}},
+      {{{40, 2, 40, 2, 4, 66, 4, 66, 56, 66}, {42, 40, 42, 98}},
+       {{10, 4, 8, 50, 8, 50, 52, 50}, {48, 4, 46, 98}},
+       {{42, 98, 42, 2, 42, 2, 4, 66, 4, 66, 58, 66}}},
+      {{{52, 4, 52, 4, 12, 4, 12, 4, 8, 44, 8, 44, 32, 38, 54, 55, 52, 82, 28, 98, 5, 88}},
+       {{12, 6, 8, 44, 32, 40, 54, 58, 50, 86, 24, 98, 4, 90}, {12, 6, 54, 4}}},
+      {{{46, 4, 22, 22, 6, 55, 8, 85, 30, 98, 52, 86, 52, 62, 32, 52, 10, 66}},
+       {{36, 2, 12, 40, 5, 75, 26, 98, 50, 88, 48, 62, 26, 56, 8, 74}}},
+      {{{5, 4, 5, 4, 55, 4, 55, 4, 22, 98}},
+       {{5, 4, 5, 4, 55, 4, 55, 4, 22, 98}, {16, 50, 50, 50}},
+       {{5, 14, 8, 6, 30, 6, 56, 4, 56, 4, 34, 45, 26, 98}}},
+      {{{50, 16, 30, 2, 10, 16, 16, 38, 44, 58, 54, 80, 30, 98, 6, 80, 16, 58, 44, 38, 50, 16}},
+       {{30, 2, 14, 12, 14, 34, 30, 46, 46, 34, 46, 12, 30, 2},
+        {30, 46, 8, 58, 6, 84, 30, 98, 54, 84, 52, 58, 30, 46}}},
+      {{{52, 30, 40, 4, 14, 6, 6, 28, 20, 48, 44, 42, 52, 24, 52, 24, 50, 60, 44, 98}},
+       {{50, 26, 30, 2, 8, 22, 18, 46, 44, 40, 50, 26, 50, 26, 50, 70, 30, 98, 8, 90}}},
   }};
   return all;
 }
@@ -244,18 +181,19 @@ void draw_stroke(Canvas& canvas, const Stroke& stroke, double half_width) {
 }
 
 /// The glyph as this writer writes it: its points displaced, then mapped to pixels.
-Glyph written(const Glyph& glyph, KeyedRandom& random) {
+Glyph written(const PenGlyph& glyph, KeyedRandom& random) {
   const Affine affine = random_affine(random);
-  Glyph result = glyph;
-  for (Stroke& stroke : result) {
+  Glyph result;
+  for (const std::vector<int>& numbers : glyph) {
+    Stroke& stroke = result.emplace_back();
     Point original;
-    for (size_t i = 0; i < stroke.size(); ++i) {
+    for (size_t i = 0; i < numbers.size(); i += 2) {
       const Point last = original;
-      original = stroke[i];
+      original = {double(numbers[i]), double(numbers[i + 1])};
       const bool corner = i > 0 && original.x == last.x && original.y == last.y;
-      stroke[i] = corner ? stroke[i - 1]
-                         : affine.apply({original.x + random.normal() * kVariation.point,
-                                         original.y + random.normal() * kVariation.point});
+      stroke.push_back(corner ? stroke.back()
+                              : affine.apply({original.x + random.normal() * kVariation.point,
+                                              original.y + random.normal() * kVariation.point}));
     }
   }
   return result;
@@ -295,7 +233,7 @@ void develop(const Canvas& canvas, uint8_t* pixels, KeyedRandom& random) {
 uint8_t render_digit(uint64_t seed, uint64_t index, uint8_t* pixels) {
   KeyedRandom random(seed, index);
   const auto label = static_cast<uint8_t>(random.below(10));
-  const std::vector<Glyph>& ways = glyphs()[label];
+  const std::vector<PenGlyph>& ways = glyphs()[label];
   const Glyph glyph = written(ways[random.below(ways.size())], random);
   const double half_width = random.uniform(kVariation.pen_low, kVariation.pen_high);
   Canvas canvas;

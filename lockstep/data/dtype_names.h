@@ -14,6 +14,7 @@ struct DtypeNames {
   std::string_view torch;        ///< Python's torch.NAME: "float32".
   std::string_view storage;      ///< The class of torch that .pt files name: "FloatStorage".
   std::string_view safetensors;  ///< "F32".
+  std::string_view npy;          ///< "f4", without the byte order.
 };
 
 using DtypeFormat = std::string_view DtypeNames::*;

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/sample_source.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep {
 

@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "lockstep/data/dataset.h"
-#include "lockstep/data/sample_source.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/data/transforms.h"
 

@@ -1,16 +1,19 @@
 #include "lockstep/data/npy.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cctype>
 #include <cstdint>
-#include <optional>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/data/content_reader.h"
+#include "lockstep/data/dtype_names.h"
 #include "lockstep/data/tensor_bytes.h"
 #include "lockstep/data/zip.h"
 
@@ -20,150 +23,51 @@ namespace {
 constexpr std::string_view kMagic("\x93NUMPY", 6);
 constexpr std::string_view kSuffix = ".npy";
 
-/// What the header, the text of a Python dictionary, says.
-struct NpyHeader {
-  std::optional<std::string> descr;
-  std::optional<bool> fortran_order;
-  std::optional<std::vector<uint64_t>> shape;
-};
+constexpr uint32_t kLongestHeader = 10'000;  // numpy's own limit
 
-/// Parses the dictionary: the three keys with a string, a truth value and a tuple of whole numbers.
-class HeaderParser {
- public:
-  HeaderParser(const ContentReader& file, uint64_t start, std::string_view text)
-      : file_(file), start_(start), text_(text) {}
-
-  NpyHeader parse() {
-    NpyHeader header;
-    expect('{');
-    while (!accept('}')) {
-      const std::string key = string();
-      expect(':');
-      if (key == "descr") {
-        if (peek() != '\'' && peek() != '"') {
-          fail("a structured dtype; expected a plain one such as '<f4'");
-        }
-        header.descr = string();
-      } else if (key == "fortran_order") {
-        header.fortran_order = truth();
-      } else if (key == "shape") {
-        header.shape = tuple();
-      } else {
-        fail("the key '" + key + "'; expected descr, fortran_order and shape");
-      }
-      if (!accept(',') && peek() != '}') fail("no ',' or '}' after a value");
+/// The text of a Python dictionary with plain values, as JSON.
+std::string as_json(const std::string& python) {
+  std::string text;
+  for (const char c : python) {
+    if (c == ')' || c == '}') {  // A comma may stand before it.
+      const size_t last = text.find_last_not_of(" \n");
+      if (last != std::string::npos && text[last] == ',') text.erase(last);
     }
-    if (position() != text_.size()) fail("more text after the dictionary");
-    if (!header.descr || !header.fortran_order || !header.shape) {
-      fail("a dictionary that lacks descr, fortran_order or shape");
-    }
-    return header;
+    if (c == 'L' && !text.empty() && std::isdigit(static_cast<unsigned char>(text.back())))
+      continue;  // Python 2 wrote 3L.
+    text += c == '\'' ? '"' : c == '(' ? '[' : c == ')' ? ']' : c;
   }
-
- private:
-  [[noreturn]] void fail(const std::string& complaint) const {
-    file_.fail(start_ + next_, "the npy header has " + complaint);
+  for (const auto& [word, json] : {std::pair("True", "true"), std::pair("False", "false")}) {
+    const size_t at = text.find(word);
+    if (at != std::string::npos) text.replace(at, std::string_view(word).size(), json);
   }
+  return text;
+}
 
-  size_t position() {
-    while (next_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[next_]))) ++next_;
-    return next_;
+nlohmann::json parse_header(const ContentReader& file, uint64_t start, const std::string& text) {
+  using Json = nlohmann::json;
+  const Json header = Json::parse(as_json(text), nullptr, /*allow_exceptions=*/false);
+  const auto is = [&](const char* key, bool (Json::*test)() const) {
+    return header.contains(key) && (header[key].*test)();
+  };
+  const auto is_size = [](const Json& size) { return size.is_number_unsigned(); };
+  if (!header.is_object() || header.size() != 3 || !is("descr", &Json::is_string) ||
+      !is("fortran_order", &Json::is_boolean) || !is("shape", &Json::is_array) ||
+      !std::all_of(header["shape"].begin(), header["shape"].end(), is_size)) {
+    file.fail(start,
+              "the npy header is " + text.substr(0, 100) +
+                  "; expected {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)} with a "
+                  "plain dtype and sizes below 2^64");
   }
-
-  char peek() { return position() < text_.size() ? text_[next_] : '\0'; }
-
-  bool accept(char wanted) {
-    if (peek() != wanted || next_ >= text_.size()) return false;
-    ++next_;
-    return true;
-  }
-
-  void expect(char wanted) {
-    if (!accept(wanted)) fail("no " + std::string(1, wanted) + " where one was expected");
-  }
-
-  std::string string() {
-    const char quote = peek();
-    if (quote != '\'' && quote != '"') fail("no text in quotes where one was expected");
-    const size_t end = text_.find(quote, next_ + 1);
-    if (end == std::string_view::npos) fail("a text without its closing quote");
-    std::string result(text_.substr(next_ + 1, end - next_ - 1));
-    next_ = end + 1;
-    return result;
-  }
-
-  bool truth() {
-    position();
-    for (const bool value : {false, true}) {
-      const std::string_view word = value ? "True" : "False";
-      if (text_.substr(next_).starts_with(word)) {
-        next_ += word.size();
-        return value;
-      }
-    }
-    fail("neither True nor False for fortran_order");
-  }
-
-  std::vector<uint64_t> tuple() {
-    std::vector<uint64_t> numbers;
-    expect('(');
-    while (!accept(')')) {
-      numbers.push_back(whole_number());
-      if (!accept(',') && peek() != ')') fail("no ',' or ')' in the shape");
-    }
-    return numbers;
-  }
-
-  uint64_t whole_number() {
-    uint64_t value = 0;
-    bool any = false;
-    position();
-    for (; next_ < text_.size() && text_[next_] >= '0' && text_[next_] <= '9'; ++next_) {
-      any = true;
-      if (__builtin_mul_overflow(value, uint64_t{10}, &value) ||
-          __builtin_add_overflow(value, static_cast<uint64_t>(text_[next_] - '0'), &value)) {
-        fail("a size in the shape that is too large");
-      }
-    }
-    if (!any) fail("something other than whole numbers in the shape");
-    if (next_ < text_.size() && text_[next_] == 'L') ++next_;  // Python 2 wrote 3L
-    return value;
-  }
-
-  const ContentReader& file_;
-  uint64_t start_;
-  std::string_view text_;
-  size_t next_ = 0;
-};
-
-struct NpyType {
-  std::string_view name;  ///< descr without the byte order.
-  at::ScalarType dtype;
-};
-constexpr std::array<NpyType, 14> kTypes{{{"b1", at::ScalarType::Bool},
-                                          {"u1", at::ScalarType::Byte},
-                                          {"u2", at::ScalarType::UInt16},
-                                          {"u4", at::ScalarType::UInt32},
-                                          {"u8", at::ScalarType::UInt64},
-                                          {"i1", at::ScalarType::Char},
-                                          {"i2", at::ScalarType::Short},
-                                          {"i4", at::ScalarType::Int},
-                                          {"i8", at::ScalarType::Long},
-                                          {"f2", at::ScalarType::Half},
-                                          {"f4", at::ScalarType::Float},
-                                          {"f8", at::ScalarType::Double},
-                                          {"c8", at::ScalarType::ComplexFloat},
-                                          {"c16", at::ScalarType::ComplexDouble}}};
+  return header;
+}
 
 at::ScalarType dtype_of(const ContentReader& file, uint64_t offset, const std::string& descr) {
   if (!descr.empty() && std::string_view("<>|=").find(descr[0]) != std::string_view::npos) {
-    for (const NpyType& type : kTypes) {
-      if (std::string_view(descr).substr(1) == type.name) return type.dtype;
-    }
+    if (const auto dtype = dtype_of_name(&DtypeNames::npy, descr.substr(1))) return *dtype;
   }
-  file.fail(offset,
-            "the npy header has the dtype '" + descr +
-                "'; expected a number or boolean: b1, i1 to i8, u1 to u8, f2 to f8, c8, c16");
+  file.fail(offset, "the npy header has the dtype '" + descr +
+                        "'; expected a byte order and one of " + known_dtypes(&DtypeNames::npy));
 }
 
 std::endian order_of(const std::string& descr) {
@@ -187,11 +91,10 @@ std::string read_header_text(ContentReader& file) {
   file.read_exact(length_bytes.data(), version[0] == 1 ? 2 : 4, "the header's length");
   const uint32_t length = uint32_t{length_bytes[0]} | uint32_t{length_bytes[1]} << 8 |
                           uint32_t{length_bytes[2]} << 16 | uint32_t{length_bytes[3]} << 24;
-  constexpr uint32_t kLongest = 1 << 20;  // numpy itself refuses more than 10,000
-  if (length > kLongest) {
+  if (length > kLongestHeader) {
     file.fail(kMagic.size() + version.size(), "an npy header of " + std::to_string(length) +
                                                   " bytes; expected at most " +
-                                                  std::to_string(kLongest));
+                                                  std::to_string(kLongestHeader));
   }
   std::string text(length, '\0');
   file.read_exact(text.data(), text.size(), "the npy header");
@@ -201,14 +104,16 @@ std::string read_header_text(ContentReader& file) {
 at::Tensor read_npy(ContentReader& file, const std::string& what) {
   const std::string text = read_header_text(file);
   const uint64_t header_start = file.offset() - text.size();
-  const NpyHeader header = HeaderParser(file, header_start, text).parse();
-  const at::ScalarType dtype = dtype_of(file, header_start, *header.descr);
-  std::vector<uint64_t> shape = *header.shape;
+  const nlohmann::json header = parse_header(file, header_start, text);
+  const std::string descr = header["descr"];
+  const bool fortran_order = header["fortran_order"];
+  std::vector<uint64_t> shape = header["shape"];
+  const at::ScalarType dtype = dtype_of(file, header_start, descr);
   // Fortran's order is C's order of the transposed array.
-  if (*header.fortran_order) shape.assign(header.shape->rbegin(), header.shape->rend());
-  at::Tensor tensor = read_tensor(file, dtype, shape, order_of(*header.descr), what);
+  if (fortran_order) std::reverse(shape.begin(), shape.end());
+  at::Tensor tensor = read_tensor(file, dtype, shape, order_of(descr), what);
   file.expect_end();
-  if (!*header.fortran_order) return tensor;
+  if (!fortran_order) return tensor;
   std::vector<int64_t> reversed;
   for (int64_t i = tensor.dim() - 1; i >= 0; --i) reversed.push_back(i);
   return tensor.permute(reversed).contiguous();

@@ -4,45 +4,17 @@
 #include <pthread.h>
 
 #include <csignal>
-#include <system_error>
 #include <utility>
-
-#include "lockstep/base/error.h"
 
 namespace lockstep {
 
 Prefetcher::Prefetcher(int workers, int64_t window, int64_t first, int64_t last, Make make)
     : make_(std::move(make)), last_(last), slots_(window), claimed_(first), taken_(first) {
-  try {
-    start(workers);
-  } catch (const std::system_error& error) {
-    stop();
-    throw SystemError("cannot start worker thread " + std::to_string(threads_.size() + 1) + " of " +
-                          std::to_string(workers) + " for the data loader",
-                      error.code().value(), "use fewer workers, or raise the limit of threads");
-  }
+  for (int worker = 0; worker < workers; ++worker)
+    threads_.emplace_back([this, worker] { work(worker); });
 }
 
 Prefetcher::~Prefetcher() {
-  stop();
-}
-
-void Prefetcher::start(int workers) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    for (int worker = 0; worker < workers; ++worker)
-      threads_.emplace_back([this, worker] { work(worker); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
-void Prefetcher::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -60,6 +32,9 @@ std::optional<int64_t> Prefetcher::claim() {
 }
 
 void Prefetcher::work(int worker) {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   const c10::ParallelGuard one_thread(
       true);  // no team of threads for each worker's tensor operations
   while (const std::optional<int64_t> batch = claim()) {

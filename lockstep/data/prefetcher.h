@@ -15,7 +15,8 @@ namespace lockstep {
 
 /// Threads that make batches [first, last) ahead of the thread that takes them, in order. At most
 /// `window` batches are ready or in the making at a time. All signals are blocked in the threads,
-/// so that they go to the program's own. LibTorch's operations run on the thread itself there.
+/// so that they go to the program's own. LibTorch's operations run on the thread itself there. A
+/// machine that cannot start a thread ends the program.
 class Prefetcher {
  public:
   /// Makes batch number `batch`. Called from the thread `worker` in [0, workers).
@@ -38,8 +39,6 @@ class Prefetcher {
     bool ready() const { return batch.has_value() || error != nullptr; }
   };
 
-  void start(int workers);
-  void stop() noexcept;
   void work(int worker);
   /// The number of the next batch to make, as soon as there is room for it. None at the end.
   std::optional<int64_t> claim();

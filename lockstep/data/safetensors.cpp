@@ -296,11 +296,7 @@ void detail::write_safetensors(const std::filesystem::path& path,
     take(length.data(), length.size());
     take(header.data(), header.size());
     for (const size_t i : order) {
-      at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
-      if constexpr (std::endian::native == std::endian::big) {
-        plain = plain.clone();
-        swap_bytes(plain);
-      }
+      const at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
       take(plain.const_data_ptr(), plain.nbytes());
     }
   };

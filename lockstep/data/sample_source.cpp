@@ -1,4 +1,4 @@
-#include "lockstep/data/sample_source.h"
+#include "lockstep/data/dataset.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max.h>
@@ -13,34 +13,6 @@
 
 namespace lockstep {
 namespace {
-
-/// PyTorch's name of a dtype.
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-      return "uint8";
-    case at::kChar:
-      return "int8";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
-}
 
 void check(const TensorDataset& dataset) {
   const auto fail = [&](const std::string& what) {
@@ -107,7 +79,7 @@ std::vector<int64_t> SampleSpec::batch_shape(int64_t rows) const {
 }
 
 std::string SampleSpec::describe() const {
-  return dtype_name(dtype) + " " + c10::str(at::IntArrayRef(shape));
+  return std::string(c10::getDtypeNames(dtype).first) + " " + c10::str(at::IntArrayRef(shape));
 }
 
 RowView::RowView(const at::Tensor& source, std::span<const int64_t> rows)

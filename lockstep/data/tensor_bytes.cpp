@@ -18,6 +18,16 @@ void check_booleans(const ContentReader& file, uint64_t start, const at::Tensor&
   }
 }
 
+/// Reverses the bytes of each number. Complex elements are two numbers.
+void swap_bytes(at::Tensor& tensor) {
+  const size_t unit = at::elementSize(c10::toRealValueType(tensor.scalar_type()));
+  if (unit == 1) return;
+  auto* bytes = static_cast<unsigned char*>(tensor.mutable_data_ptr());
+  for (auto* end = bytes + tensor.nbytes(); bytes != end; bytes += unit) {
+    std::reverse(bytes, bytes + unit);
+  }
+}
+
 }  // namespace
 
 std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape) {
@@ -35,15 +45,6 @@ std::string shape_text(const std::vector<uint64_t>& shape) {
   std::string text;
   for (const uint64_t size : shape) text += (text.empty() ? "" : " x ") + std::to_string(size);
   return text.empty() ? "scalar" : text;
-}
-
-void swap_bytes(at::Tensor& tensor) {
-  const size_t unit = at::elementSize(c10::toRealValueType(tensor.scalar_type()));
-  if (unit == 1) return;
-  auto* bytes = static_cast<unsigned char*>(tensor.mutable_data_ptr());
-  for (auto* end = bytes + tensor.nbytes(); bytes != end; bytes += unit) {
-    std::reverse(bytes, bytes + unit);
-  }
 }
 
 at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,

@@ -11,6 +11,8 @@
 
 namespace lockstep {
 
+static_assert(std::endian::native == std::endian::little, "files of tensors are read as they lie");
+
 /// Reads a contiguous CPU tensor of this dtype and shape whose elements are next in the file, in
 /// the given byte order. The file's remaining_limit() is checked before memory is taken, so a
 /// damaged header cannot ask for more than the file could hold. `what` names the tensor in
@@ -22,10 +24,6 @@ at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
 /// The bytes of a tensor of this shape. None when it is too large for PyTorch, whose strides must
 /// fit into 63 bits even when a size is 0.
 std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape);
-
-/// Reverses the bytes of each number of a contiguous CPU tensor in place. Complex elements are two
-/// numbers.
-void swap_bytes(at::Tensor& tensor);
 
 /// "3 x 28 x 28", "scalar".
 std::string shape_text(const std::vector<uint64_t>& shape);

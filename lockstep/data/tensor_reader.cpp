@@ -96,13 +96,7 @@ at::Tensor read_part(const StoredTensor& tensor, const StoredChunk& chunk, const
   if (tensor.dtype == at::kBool && bytes.gt(1).any().item<bool>())
     throw DataError(chunk.bytes->path.string() + ": " + what +
                     " has a byte other than 0 or 1 for a boolean: the file is damaged");
-  at::Tensor part =
-      at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides);
-  if constexpr (std::endian::native == std::endian::big) {
-    part = part.contiguous().clone();
-    swap_bytes(part);
-  }
-  return part;
+  return at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides);
 }
 
 /// Memory that a file of few bytes could ask for, by strides of 0.

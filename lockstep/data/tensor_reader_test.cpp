@@ -9,7 +9,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/data/convert_tensors.h"
 #include "tests/support/test_files.h"
 
 namespace lockstep {

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "lockstep/data/dataset.h"
-#include "lockstep/data/sample_source.h"
 #include "lockstep/data/sampler.h"
 
 namespace lockstep {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/sample_source.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep {
 

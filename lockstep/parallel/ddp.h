@@ -12,7 +12,6 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/join.h"
-#include "lockstep/parallel/output_tensors.h"
 #include "lockstep/parallel/wrapped_module.h"
 
 namespace torch::nn {

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/output_tensors.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace lockstep::detail {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/output_tensors.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>

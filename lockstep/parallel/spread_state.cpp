@@ -6,15 +6,20 @@
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <unordered_map>
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
+#include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
 namespace {
 
 using Json = nlohmann::json;
+
+/// The name under which a module's tensors are gathered as if they were an optimizer's state.
+constexpr const char* kValue = "value";
 
 struct Entry {
   StateKey key;
@@ -141,6 +146,12 @@ StateDict exchange(const StateSpread& spread, const std::vector<Entry>& mine, in
   return whole.take();
 }
 
+/// What this rank has of one.
+std::vector<TensorBox> boxes_of_part(const StateSpread& spread, size_t index) {
+  const Part part = spread.part(spread.group.rank(), index);
+  return boxes_of_range(spread.parameters[index], part.begin, part.numel());
+}
+
 }  // namespace
 
 StateDict gather_state(const StateSpread& spread, const StateDict& local, int to,
@@ -200,33 +211,140 @@ std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict
   return all;
 }
 
-std::map<size_t, std::vector<TensorBox>> needed_state(const StateSpread& spread) {
-  std::map<size_t, std::vector<TensorBox>> needed;
-  for (size_t i = 0; i < spread.parameters.size(); ++i) {
-    const Part part = spread.part(spread.group.rank(), i);
-    needed[i] = boxes_of_range(spread.parameters[i], part.begin, part.numel());
+StateDict SpreadOptimizer::local(const StateDict& own) const {
+  StateDict local = frozen;
+  for (const auto& [text, tensor] : own) {
+    const StateKey key = parse_state_key(text);
+    if (indices.at(key.index) != kNone)
+      local.emplace_back(state_key(key.name, indices[key.index]), tensor);
   }
+  return local;
+}
+
+StateDict SpreadOptimizer::gather(const StateDict& own, const std::string& what, int to) const {
+  return gather_state(spread, local(own), to, what);
+}
+
+std::vector<TensorShard> SpreadOptimizer::shards(const StateDict& own) const {
+  return state_shards(spread, local(own));
+}
+
+std::map<size_t, std::vector<TensorBox>> SpreadOptimizer::needed() const {
+  std::map<size_t, std::vector<TensorBox>> needed;
+  for (size_t i = 0; i < spread.parameters.size(); ++i) needed[i] = boxes_of_part(spread, i);
   return needed;
 }
 
-StateDict by_whole_index(const StateDict& own, const std::vector<size_t>& indices) {
-  StateDict whole;
-  for (const auto& [text, tensor] : own) {
-    const StateKey key = parse_state_key(text);
-    whole.emplace_back(state_key(key.name, indices.at(key.index)), tensor);
-  }
-  return whole;
-}
-
-StateDict by_own_index(const StateDict& whole, const std::vector<size_t>& indices) {
-  StateDict own;
-  for (const auto& [text, tensor] : whole) {
+std::pair<StateDict, StateDict> SpreadOptimizer::own_part(const StateDict& whole,
+                                                          const std::string& what) const {
+  StateDict trained, others;
+  for (const auto& [text, tensor] : cut_state(spread, whole, what)) {
     const StateKey key = parse_state_key(text);
     const auto found = std::find(indices.begin(), indices.end(), key.index);
-    if (found == indices.end()) continue;
-    own.emplace_back(state_key(key.name, static_cast<size_t>(found - indices.begin())), tensor);
+    if (found == indices.end()) {
+      others.emplace_back(text, tensor.detach().clone());
+    } else {
+      trained.emplace_back(state_key(key.name, static_cast<size_t>(found - indices.begin())),
+                           tensor);
+    }
   }
-  return own;
+  return {std::move(trained), std::move(others)};
+}
+
+void SpreadModel::each(const std::function<void(const std::string&, size_t)>& f) const {
+  std::unordered_map<const c10::TensorImpl*, size_t> index;
+  for (const at::Tensor& tensor : tensors)
+    index.emplace(tensor.unsafeGetTensorImpl(), index.size());
+  for (const auto& [name, tensor] : state_dict(module))
+    f(name, index.at(tensor.unsafeGetTensorImpl()));
+}
+
+StateDict SpreadModel::gather(const std::string& what) const {
+  const int me = spread.group.rank();
+  StateDict local;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (spread.part(me, i).numel() > 0) local.emplace_back(state_key(kValue, i), values(i));
+  }
+  std::map<std::string, at::Tensor> whole;
+  for (auto& [key, tensor] : gather_state(spread, local, 0, what)) whole[key] = tensor;
+  StateDict state;
+  if (me != 0) return state;
+  each([&](const std::string& name, size_t i) {
+    // One without elements is in no part, and must not be used by one rank alone.
+    const auto found = whole.find(state_key(kValue, i));
+    state.emplace_back(name, found != whole.end()
+                                 ? found->second
+                                 : at::empty(tensors[i].sizes(), tensors[i].scalar_type()));
+  });
+  return state;
+}
+
+void SpreadModel::load_each(
+    const std::function<at::Tensor(const std::string&, size_t)>& whole) const {
+  const c10::AutoGradMode no_grad(false);
+  each([&](const std::string& name, size_t i) {
+    if (i >= num_parameters) {
+      at::Tensor(tensors[i]).copy_(whole(name, i));
+    } else if (spread.part(spread.group.rank(), i).numel() > 0) {
+      store(i, whole(name, i));
+    }
+  });
+}
+
+void SpreadModel::load(const StateDict& whole, const std::string& source) const {
+  check_state_dict(module, whole, source);
+  const std::map<std::string, at::Tensor> given(whole.begin(), whole.end());
+  load_each([&](const std::string& name, size_t) { return given.at(name).detach(); });
+}
+
+void SpreadModel::load(const std::vector<TensorShard>& given, const std::string& source) const {
+  std::unordered_map<std::string, std::vector<const TensorShard*>> by_name;
+  for (const TensorShard& shard : given) by_name[shard.name].push_back(&shard);
+  load_each([&](const std::string& name, size_t i) {
+    const std::vector<const TensorShard*>& shards = by_name[name];
+    at::Tensor whole = at::empty(
+        tensors[i].sizes(), shards.empty() ? at::TensorOptions() : shards[0]->values.options());
+    int64_t filled = 0;
+    for (const TensorShard* shard : shards) {
+      if (whole.sizes() != at::IntArrayRef(shard->sizes))
+        throw CheckpointError(source + ": '" + name + "' is " + c10::str(shard->sizes) +
+                                  ", expected " + c10::str(whole.sizes()),
+                              "it is of another model");
+      at::Tensor target = whole;
+      for (int64_t d = 0; d < whole.dim(); ++d)
+        target = target.narrow(d, shard->offsets[static_cast<size_t>(d)], shard->values.size(d));
+      target.copy_(shard->values);
+      filled += shard->values.numel();
+    }
+    if (filled < whole.numel())
+      throw CheckpointError(source + " lacks " + std::to_string(whole.numel() - filled) +
+                                " elements of '" + name + "'",
+                            "give the shards of all ranks that saved it");
+    return whole;
+  });
+}
+
+std::vector<TensorShard> SpreadModel::shards() const {
+  std::vector<TensorShard> all;
+  each([&](const std::string& name, size_t i) {
+    const bool is_empty = tensors[i].numel() == 0;
+    std::vector<TensorShard> some;
+    if (is_empty && spread.group.rank() == 0) some = whole_shards({{name, tensors[i]}});
+    if (!is_empty) some = state_shards(spread, {{state_key(kValue, i), values(i)}});
+    for (TensorShard& shard : some) {
+      shard.name = name;
+      all.push_back(std::move(shard));
+    }
+  });
+  return all;
+}
+
+std::map<std::string, std::vector<TensorBox>> SpreadModel::needed() const {
+  std::map<std::string, std::vector<TensorBox>> needed;
+  each([&](const std::string& name, size_t i) {
+    if (i < num_parameters) needed[name] = boxes_of_part(spread, i);
+  });
+  return needed;
 }
 
 }  // namespace lockstep::detail

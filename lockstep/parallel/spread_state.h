@@ -7,11 +7,16 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/state_dict.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/tensor_shard.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep::detail {
 
@@ -43,15 +48,57 @@ StateDict gather_state(const StateSpread& spread, const StateDict& local, int to
 /// `what` begins, where it does not fit the parameters.
 StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std::string& what);
 
-/// What this rank has of a whole state: see Strategy::optimizer_shards. `local` is as for
-/// `gather_state`.
+/// A state of which this rank has a part, as boxes of whole tensors.
 std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict& local);
-/// What cut_state looks at: see Strategy::needed_of_optimizer.
-std::map<size_t, std::vector<TensorBox>> needed_state(const StateSpread& spread);
 
-/// The state of an optimizer whose parameter i is the whole's `indices[i]`, by the whole's indices.
-StateDict by_whole_index(const StateDict& own, const std::vector<size_t>& indices);
-/// The other way. What the optimizer has no parameter for is left out.
-StateDict by_own_index(const StateDict& whole, const std::vector<size_t>& indices);
+/// The state of an optimizer of which each rank has one of its own parameters.
+struct SpreadOptimizer {
+  /// Of an own parameter that counts as none of the whole's.
+  static constexpr size_t kNone = SIZE_MAX;
+
+  StateSpread spread;
+  std::vector<size_t> indices;  ///< Own parameter i is the whole's `indices[i]`.
+  StateDict frozen = {};        ///< What a loaded state has of parameters that are not trained.
+
+  /// `own` is the state of this rank's optimizer. See `gather_state`.
+  StateDict gather(const StateDict& own, const std::string& what, int to = 0) const;
+  /// See Strategy::optimizer_shards and Strategy::needed_of_optimizer.
+  std::vector<TensorShard> shards(const StateDict& own) const;
+  std::map<size_t, std::vector<TensorBox>> needed() const;
+  /// This rank's part of a whole state: for its optimizer, and for `frozen`. See `cut_state`.
+  std::pair<StateDict, StateDict> own_part(const StateDict& whole, const std::string& what) const;
+
+ private:
+  StateDict local(const StateDict& own) const;
+};
+
+/// The state of a module of whose parameters each rank has a part. Buffers are whole on all ranks.
+struct SpreadModel {
+  torch::nn::Module& module;
+  std::vector<at::Tensor> tensors;  ///< Its parameters and then its buffers, each once.
+  size_t num_parameters;
+  StateSpread spread;  ///< Of `tensors`: which ranks give what of the whole.
+  /// This rank's part of a tensor: a vector, or the whole in its shape.
+  std::function<at::Tensor(size_t tensor)> values;
+  /// Takes this rank's part of a whole parameter.
+  std::function<void(size_t parameter, const at::Tensor& whole)> store;
+
+  /// By the names of the module's state_dict. See `gather_state`.
+  StateDict gather(const std::string& what) const;
+  /// Throws CheckpointError, which `source` begins, where the state does not fit, and then changes
+  /// nothing.
+  void load(const StateDict& whole, const std::string& source) const;
+  /// The same of shards that together are the whole. Tensors are taken one after the other.
+  void load(const std::vector<TensorShard>& given, const std::string& source) const;
+  /// See Strategy::model_shards and Strategy::needed_of_model.
+  std::vector<TensorShard> shards() const;
+  std::map<std::string, std::vector<TensorBox>> needed() const;
+
+ private:
+  /// Calls `f(name, index)` for each name of a tensor.
+  void each(const std::function<void(const std::string& name, size_t index)>& f) const;
+  void load_each(
+      const std::function<at::Tensor(const std::string& name, size_t index)>& whole) const;
+};
 
 }  // namespace lockstep::detail

@@ -9,7 +9,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/data/convert_tensors.h"
 #include "lockstep/data/pt_file.h"
 #include "lockstep/data/tensor_reader.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/autograd/activation_checkpoint.h"
-#include "lockstep/parallel/output_tensors.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace lockstep::ddp_test {
 

@@ -11,7 +11,6 @@
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/stored_checkpoint.h"
-#include "lockstep/data/convert_tensors.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/tensor_reader.h"
 #include "lockstep/tool/cli.h"

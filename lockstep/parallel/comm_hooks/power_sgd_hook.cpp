@@ -107,27 +107,25 @@ std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
 }
 
 /// One bucket on its way.
-struct OnItsWay {
-  OnItsWay(std::shared_ptr<PowerSGDState::Impl> its, ProcessGroup of, const GradientBucket& bucket)
+struct Compression {
+  Compression(std::shared_ptr<PowerSGDState::Impl> its, ProcessGroup of,
+              const GradientBucket& bucket, bool as_square)
       : state(std::move(its)),
         group(std::move(of)),
+        square(as_square),
         index(bucket.index),
         is_last(bucket.is_last),
+        length(bucket.gradients.numel()),
         gradients(bucket.gradients) {}
 
   std::shared_ptr<PowerSGDState::Impl> state;
   ProcessGroup group;
+  bool square;  ///< The bucket is one square matrix.
   size_t index;
   bool is_last;
-  at::Tensor gradients;
-  at::Tensor before;  ///< A copy of them, with error feedback.
-
-  PowerSGDState::Impl& kept() const { return *state; }
-  const PowerSGDOptions& options() const { return kept().options; }
-};
-
-struct Compression : OnItsWay {
-  using OnItsWay::OnItsWay;
+  int64_t length;
+  at::Tensor gradients;                       ///< With zeros behind them, if square.
+  at::Tensor before = {};                     ///< A copy of them, with error feedback.
   std::vector<at::Tensor> uncompressed = {};  ///< Views of `gradients`.
   at::Tensor uncompressed_memory = {};
   std::vector<at::Tensor> matrices = {};  ///< [batch, rows, columns], views or stacks of views.
@@ -135,6 +133,20 @@ struct Compression : OnItsWay {
   at::Tensor p_memory = {}, q_memory = {};              ///< The state's, for all matrices.
   std::vector<at::Tensor> ps = {}, qs = {};             ///< Views of it.
   Work uncompressed_work = {}, ps_work = {};
+
+  PowerSGDState::Impl& kept() const { return *state; }
+  const PowerSGDOptions& options() const { return kept().options; }
+
+  void pad_to_square() {
+    const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(length))));
+    const at::Tensor padded = at::zeros({side * side}, gradients.options());
+    padded.narrow(0, 0, length).copy_(gradients);
+    gradients = padded;
+    matrices.push_back(padded.view({1, side, side}));
+    originals.emplace_back();
+    kept().stats.numel_before += length;
+    kept().stats.numel_after += 2 * side * rank_of(matrices[0]);
+  }
 
   void divide_tensors(const GradientBucket& bucket) {
     std::vector<std::pair<std::vector<int64_t>, std::vector<at::Tensor>>> by_shape;
@@ -213,18 +225,29 @@ struct Compression : OnItsWay {
     }
   }
 
+  /// Not one for both: their last bits differ.
+  void multiply(at::Tensor result, const at::Tensor& a, const at::Tensor& b) const {
+    if (!square) {
+      at::bmm_out(result, a, b);
+      return;
+    }
+    at::Tensor only = result[0];
+    at::mm_out(only, a[0], b[0]);
+  }
+
   /// The part before the first communication has an answer.
   void start(const GradientBucket& bucket) {
+    if (square) pad_to_square();
     if (options().use_error_feedback) {
       kept().add_error(index, gradients);
       before = gradients.clone();
     }
-    divide_tensors(bucket);
+    if (!square) divide_tensors(bucket);
     std::vector<at::Tensor> flat;
     for (const at::Tensor& tensor : uncompressed) flat.push_back(tensor.reshape({-1}));
     uncompressed_memory = flat.empty() ? at::empty({0}, gradients.options()) : at::cat(flat);
     prepare_qs(find_memory());
-    for (size_t i = 0; i < matrices.size(); ++i) at::bmm_out(ps[i], matrices[i], qs[i]);
+    for (size_t i = 0; i < matrices.size(); ++i) multiply(ps[i], matrices[i], qs[i]);
     if (!uncompressed.empty()) uncompressed_work = group.all_reduce_async(uncompressed_memory);
     if (!matrices.empty()) ps_work = group.all_reduce_async(p_memory);
   }
@@ -243,7 +266,7 @@ struct Compression : OnItsWay {
     if (!matrices.empty()) decompress();
     kept().keep(index, before, gradients);
     kept().finish_bucket(is_last);
-    return gradients;
+    return gradients.narrow(0, 0, length);
   }
 
   void decompress() {
@@ -253,73 +276,26 @@ struct Compression : OnItsWay {
       orthogonalize(ps[i], options().orthogonalization_epsilon);
     }
     for (size_t i = 0; i < matrices.size(); ++i) {
-      at::bmm_out(qs[i], matrices[i].transpose(1, 2), ps[i]);
+      multiply(qs[i], matrices[i].transpose(1, 2), ps[i]);
     }
     group.all_reduce(q_memory);
     q_memory.div_(group.size());
     for (size_t i = 0; i < matrices.size(); ++i) {
-      at::bmm_out(matrices[i], ps[i], qs[i].transpose(1, 2));
+      multiply(matrices[i], ps[i], qs[i].transpose(1, 2));
       for (size_t k = 0; k < originals[i].size(); ++k) originals[i][k].copy_(matrices[i][k]);
     }
   }
 };
 
-/// The same with the bucket as one square matrix.
-struct SquareCompression : OnItsWay {
-  using OnItsWay::OnItsWay;
-  at::Tensor matrix, p, q;  ///< p and q are the state's.
-  Work p_work;
-
-  void start(const GradientBucket&) {
-    const int64_t length = gradients.numel();
-    const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(length))));
-    // More orthogonal columns than rows there are none.
-    const int64_t rank = std::min(side, kept().options.matrix_approximation_rank);
-    kept().stats.numel_before += length;
-    kept().stats.numel_after += 2 * side * rank;
-    at::Tensor padded = at::zeros({side * side}, gradients.options());
-    padded.narrow(0, 0, length).copy_(gradients);
-    if (kept().options.use_error_feedback) {
-      kept().add_error(index, padded);
-      before = padded.clone();
-    }
-    matrix = padded.view({side, side});
-    if (!kept().options.warm_start || !kept().ps.contains(index)) {
-      kept().ps[index] = at::empty({side, rank}, gradients.options());
-      auto generator = at::make_generator<at::CPUGeneratorImpl>(kept().next_seed());
-      kept().qs[index] = normal_values({side, rank}, gradients, generator);
-    }
-    p = kept().ps[index];
-    q = kept().qs[index];
-    orthogonalize(q.unsqueeze(0), kept().options.orthogonalization_epsilon);
-    at::matmul_out(p, matrix, q);
-    p_work = group.all_reduce_async(p);
-  }
-
-  at::Tensor finish() {
-    const c10::AutoGradMode no_grad(false);
-    p_work.wait();
-    orthogonalize(p.unsqueeze(0), kept().options.orthogonalization_epsilon);
-    at::matmul_out(q, matrix.t(), p);
-    group.all_reduce(q);
-    q.div_(group.size());
-    at::matmul_out(matrix, p, q.t());
-    const at::Tensor flat = matrix.view({-1});
-    kept().keep(index, before, flat);
-    kept().finish_bucket(is_last);
-    return flat.narrow(0, 0, gradients.numel());
-  }
-};
-
-template <class Way>
-AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state) {
-  return [state](const ProcessGroup& group, GradientBucket& bucket) -> std::function<at::Tensor()> {
+AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state, bool square) {
+  return [state, square](const ProcessGroup& group,
+                         GradientBucket& bucket) -> std::function<at::Tensor()> {
     const c10::AutoGradMode no_grad(false);
     if (!state->started()) {
       state->finish_bucket(bucket.is_last);
       return detail::start_mean(group, bucket.gradients);
     }
-    const auto way = std::make_shared<Way>(state, group, bucket);
+    const auto way = std::make_shared<Compression>(state, group, bucket, square);
     way->start(bucket);
     return [way] { return way->finish(); };
   };
@@ -360,12 +336,12 @@ int64_t PowerSGDState::iter() const {
 
 AsyncGradientHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
   if (!state) throw UsageError("power_sgd_hook: the state is null");
-  return hook_of<Compression>(state->impl_);
+  return hook_of(state->impl_, /*square=*/false);
 }
 
 AsyncGradientHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
   if (!state) throw UsageError("batched_power_sgd_hook: the state is null");
-  return hook_of<SquareCompression>(state->impl_);
+  return hook_of(state->impl_, /*square=*/true);
 }
 
 PostLocalSGDState::PostLocalSGDState(const ProcessGroup& group, ProcessGroup given, int64_t start,

@@ -1,9 +1,13 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -14,11 +18,321 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/parallel/data_parallel/parallel_apply.h"
-#include "lockstep/parallel/data_parallel/replicate.h"
+#include "lockstep/base/error.h"
 #include "lockstep/parallel/strategy.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace lockstep {
+namespace detail {
+
+template <class ModulePtr>
+using ModuleOf = std::remove_cvref_t<decltype(*std::declval<const ModulePtr&>())>;
+
+template <class ModulePtr>
+ModulePtr typed_pointer(const std::shared_ptr<torch::nn::Module>& module) {
+  return ModulePtr(std::dynamic_pointer_cast<ModuleOf<ModulePtr>>(module));
+}
+
+/// Another module of the same structure on `device`, made by `clone`, or by `make` where it is
+/// given. Leaves the random numbers of the CPU as they were. Throws UsageError where the module
+/// cannot be cloned, or the copy has other tensors.
+std::shared_ptr<torch::nn::Module> copy_module(
+    const std::shared_ptr<torch::nn::Module>& module, c10::Device device,
+    const std::function<std::shared_ptr<torch::nn::Module>()>& make = {});
+
+/// A module and copies of it, whose tensors are kept equal to the module's. On the device of the
+/// module a copy's parameters are the module's own memory. Of buffers that holds for the first
+/// copy; the others have their own, so that what they write is lost.
+class ReplicaSet {
+ public:
+  ReplicaSet(std::shared_ptr<torch::nn::Module> module,
+             std::vector<std::shared_ptr<torch::nn::Module>> replicas);
+  ~ReplicaSet();
+  ReplicaSet(ReplicaSet&&) noexcept;
+  ReplicaSet& operator=(ReplicaSet&&) noexcept;
+
+  /// Before a forward of the first `count` replicas: brings over what has changed in the module,
+  /// and its training modes. With `link` backward goes on from the replicas' parameters to the
+  /// module's, where it adds the replicas' gradients in their order.
+  void refresh(size_t count, bool link);
+  const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
+  /// Tensors of replicas into which values were copied, so far.
+  int64_t copies() const;
+  /// Bytes of parameters that replicas have for themselves.
+  int64_t own_bytes() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace detail
+
+/// A copy of the module on each device, as torch.nn.parallel.replicate. A device may be named
+/// twice. Unless `detach` is set, backward through a copy reaches the module's parameters. On the
+/// module's own device a copy's parameters share their memory. The copies are for one forward: make
+/// new ones after the parameters have changed, or use DataParallel, which updates them.
+///
+/// The module must be torch::nn::Cloneable, as LibTorch's own modules are, or override `clone`.
+/// Throws UsageError where it is not.
+template <class ModulePtr>
+std::vector<ModulePtr> replicate(const ModulePtr& module, const std::vector<c10::Device>& devices,
+                                 bool detach = !c10::GradMode::is_enabled()) {
+  const auto pointer = detail::module_pointer(module);
+  std::vector<std::shared_ptr<torch::nn::Module>> copies;
+  std::vector<ModulePtr> replicas;
+  for (const c10::Device device : devices) {
+    copies.push_back(detail::copy_module(pointer, device));
+    replicas.push_back(detail::typed_pointer<ModulePtr>(copies.back()));
+  }
+  detail::ReplicaSet(pointer, std::move(copies)).refresh(devices.size(), !detach);
+  return replicas;
+}
+
+namespace detail {
+
+/// A tensor's part for each device; fewer where there are fewer rows than devices.
+std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor,
+                                       const std::vector<c10::Device>& devices, int64_t dim);
+at::Tensor gather_tensors(const std::vector<at::Tensor>& parts, c10::Device device, int64_t dim);
+
+/// The tensors of a value and what becomes of them: `parts[t][i]` is what device i gets of the
+/// value's tensor t. Throws UsageError where tensors do not give equally many parts.
+size_t common_parts(const std::vector<at::Tensor>& tensors,
+                    const std::vector<std::vector<at::Tensor>>& parts, size_t devices);
+/// Throws UsageError where replicas gave different numbers of tensors.
+void check_gathered(const std::vector<std::vector<at::Tensor>>& tensors);
+[[noreturn]] void throw_other_keys(size_t replica);
+
+template <class T>
+std::vector<at::Tensor> tensors_of(T& value) {
+  std::vector<at::Tensor> tensors;
+  if constexpr (CarriesTensors<T>) {
+    visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+  }
+  return tensors;
+}
+
+/// Puts as many tensors as it has into the value.
+template <class T, class Next>
+void replace_tensors(T& value, Next&& next) {
+  if constexpr (CarriesTensors<T>) {
+    visit_tensors(value, [&](at::Tensor& tensor) { tensor = next(); });
+  }
+}
+
+}  // namespace detail
+
+/// Cuts the tensors in `value` along `dim` into a part for each device, as torch.Tensor.chunk does,
+/// and moves each part there. Everything else is copied for each. `value` is a tensor, or what
+/// OutputTensors knows: tuples, vectors, maps, types of your own. A tensor without dimensions goes
+/// to each device whole. Where there are fewer rows than devices, there are fewer parts. On the
+/// device where a tensor lies its parts share its memory. Gradients flow back into the tensors.
+///
+/// Throws UsageError where the tensors give different numbers of parts. (Python drops the rows that
+/// are left over.)
+template <class T>
+std::vector<T> scatter(const T& value, const std::vector<c10::Device>& devices, int64_t dim = 0) {
+  T copy = value;
+  const std::vector<at::Tensor> tensors = detail::tensors_of(copy);
+  std::vector<std::vector<at::Tensor>> chunks;
+  chunks.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    chunks.push_back(detail::scatter_tensor(tensor, devices, dim));
+  }
+  std::vector<T> parts(detail::common_parts(tensors, chunks, devices.size()), value);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    detail::replace_tensors(parts[i],
+                            [&, next = size_t{0}]() mutable { return chunks[next++][i]; });
+  }
+  return parts;
+}
+
+/// Concatenates the replicas' output tensors along `dim`, on `device`. Tensors without dimensions
+/// become a vector of one element per replica. Everything that is not a tensor is taken from the
+/// first replica. Gradients flow back. Throws UsageError where the replicas gave different numbers
+/// of tensors or maps with different keys, and for no outputs.
+template <class T>
+T gather(const std::vector<T>& outputs, c10::Device device, int64_t dim = 0) {
+  std::vector<T> copies = outputs;
+  std::vector<std::vector<at::Tensor>> tensors;
+  tensors.reserve(copies.size());
+  for (T& copy : copies) tensors.push_back(detail::tensors_of(copy));
+  detail::check_gathered(tensors);
+  if constexpr (requires { typename T::key_type; }) {
+    for (size_t i = 1; i < copies.size(); ++i) {
+      for (const auto& [key, item] : copies[0]) {
+        if (!copies[i].contains(key)) detail::throw_other_keys(i);
+      }
+    }
+  }
+  T result = std::move(copies.front());
+  detail::replace_tensors(result, [&, next = size_t{0}]() mutable {
+    std::vector<at::Tensor> parts;
+    parts.reserve(tensors.size());
+    for (const auto& of_replica : tensors) parts.push_back(of_replica[next]);
+    ++next;
+    return detail::gather_tensors(parts, device, dim);
+  });
+  return result;
+}
+
+/// What a replica of a DataParallel threw, in forward or in backward. The message names the replica
+/// and its device, and holds the message of the cause.
+class ReplicaError : public Error {
+ public:
+  ReplicaError(size_t replica, c10::Device device, const std::string& message,
+               std::exception_ptr cause, int exit_code);
+  size_t replica() const { return replica_; }
+  c10::Device device() const { return device_; }
+  /// The exception itself, of its own type.
+  const std::exception_ptr& cause() const { return cause_; }
+  /// The cause's.
+  int exit_code() const noexcept override { return exit_code_; }
+
+ private:
+  size_t replica_;
+  c10::Device device_;
+  std::exception_ptr cause_;
+  int exit_code_;
+};
+
+namespace detail {
+
+/// A thread for each replica, which stay from call to call.
+class ReplicaThreads {
+ public:
+  /// `threads_each`: LibTorch's threads for the operations of one replica, where devices are CPUs.
+  /// 0: those of the caller in equal parts, at least 1.
+  explicit ReplicaThreads(std::vector<c10::Device> devices, int threads_each = 0);
+  ~ReplicaThreads();
+  ReplicaThreads(const ReplicaThreads&) = delete;
+  ReplicaThreads& operator=(const ReplicaThreads&) = delete;
+
+  const std::vector<c10::Device>& devices() const;
+  int threads_each() const;
+
+  /// Calls `work(i)` on the thread of replica i for all i below `count`, and waits for all. The
+  /// threads have the caller's thread-local state: grad mode, autocast, current streams. When some
+  /// have failed, the first one's failure is thrown as a ReplicaError. Any thread may call, except
+  /// these.
+  void run(size_t count, const std::function<void(size_t)>& work);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Where a replica's graph begins.
+struct GraphStart {
+  at::Tensor tensor;  ///< The caller's.
+  at::Tensor input;   ///< Stands for it in the replica's graph; undefined for a parameter.
+};
+
+/// Whether replicas on these threads have graphs of their own, of which join_graphs makes one. With
+/// other devices than CPUs they have none: there LibTorch's engine has a thread for each device.
+bool joins_graphs(const ReplicaThreads& threads, size_t replicas);
+
+/// Begins a replica's graph at these inputs. Those that need a gradient are replaced by tensors of
+/// the same memory, which have no more to do with each other or with parameters.
+std::vector<GraphStart> begin_graph(std::vector<at::Tensor>& inputs);
+
+/// Makes what replicas computed on the CPU one node of the caller's graph. Its backward runs each
+/// replica's part on the thread of that replica, where LibTorch's engine would run all of them on
+/// one thread. `starts[i]`: where replica i's graph begins, its parameters and inputs.
+/// `outputs[i]`: the tensors that it gave, which are replaced.
+void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
+                 const std::vector<std::vector<GraphStart>>& starts,
+                 std::vector<std::vector<at::Tensor>>& outputs);
+
+/// Begins the graph of a module's forward, with `inputs` exchanged as begin_graph does.
+template <class Module, class Inputs>
+std::vector<GraphStart> graph_starts(const Module& module, Inputs& inputs) {
+  std::vector<GraphStart> starts;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.requires_grad()) starts.push_back({parameter, {}});
+  }
+  std::vector<at::Tensor> tensors = tensors_of(inputs);
+  for (GraphStart& start : begin_graph(tensors)) starts.push_back(std::move(start));
+  replace_tensors(inputs, [&, next = size_t{0}]() mutable { return tensors[next++]; });
+  return starts;
+}
+
+/// `call(i)` on the thread of replica i, for all i below `count`.
+template <class Call>
+auto run_replicas(ReplicaThreads& threads, size_t count, const Call& call) {
+  using Output = std::decay_t<decltype(call(size_t{0}))>;
+  std::vector<std::optional<Output>> given(count);
+  threads.run(count, [&](size_t i) { given[i].emplace(call(i)); });
+  std::vector<Output> outputs;
+  for (auto& output : given) outputs.push_back(std::move(*output));
+  return outputs;
+}
+
+template <class ModulePtr, class Inputs>
+auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
+                   const std::vector<ModulePtr>& modules, std::vector<Inputs>& inputs) {
+  const auto call = [&](size_t i) {
+    ModulePtr module = modules[i];  // A const ModuleHolder gives a const module only.
+    return std::apply([&](auto&... args) { return module->forward(args...); }, inputs[i]);
+  };
+  using Output = std::decay_t<decltype(call(size_t{0}))>;
+  if (!CarriesTensors<Output> || !joins_graphs(*threads, inputs.size())) {
+    return run_replicas(*threads, inputs.size(), call);
+  }
+  std::vector<std::vector<GraphStart>> starts;
+  for (size_t i = 0; i < inputs.size(); ++i) starts.push_back(graph_starts(*modules[i], inputs[i]));
+  std::vector<Output> outputs = run_replicas(*threads, inputs.size(), call);
+  std::vector<std::vector<at::Tensor>> tensors;
+  for (Output& output : outputs) tensors.push_back(tensors_of(output));
+  join_graphs(threads, starts, tensors);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    replace_tensors(outputs[i], [&, next = size_t{0}]() mutable { return tensors[i][next++]; });
+  }
+  return outputs;
+}
+
+}  // namespace detail
+
+/// Calls `modules[i]->forward(inputs[i]...)` for all i at once, each on a thread of its own, as
+/// torch.nn.parallel.parallel_apply, and returns what they gave. `inputs[i]` is the tuple of the
+/// arguments. The threads have the caller's grad mode, autocast and streams. Their LibTorch threads
+/// are the caller's in equal parts, at least 1. On the CPU backward of the outputs runs on a thread
+/// per module as well. `devices` names the modules' devices in errors, and says where streams are
+/// taken from. Empty: those of their first parameters.
+///
+/// Inputs may depend on each other and on the modules' parameters. If gradients are needed, do not
+/// use an input again that a module has written to: the caller's graph does not record the write.
+///
+/// Throws ReplicaError when a module throws, and UsageError for lists of different lengths.
+template <class ModulePtr, class... Args>
+auto parallel_apply(const std::vector<ModulePtr>& modules,
+                    const std::vector<std::tuple<Args...>>& inputs,
+                    std::vector<c10::Device> devices = {}) {
+  if (devices.empty()) {
+    for (const ModulePtr& module : modules) {
+      const auto parameters = module->parameters();
+      devices.push_back(parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().device());
+    }
+  }
+  if (modules.empty() || modules.size() != inputs.size() || modules.size() != devices.size()) {
+    throw UsageError("parallel_apply: " + std::to_string(modules.size()) + " modules, " +
+                     std::to_string(inputs.size()) + " inputs and " +
+                     std::to_string(devices.size()) +
+                     " devices; expected equally many, at least one");
+  }
+  auto arguments = inputs;
+  return detail::apply_modules(std::make_shared<detail::ReplicaThreads>(std::move(devices)),
+                               modules, arguments);
+}
+
+/// The same for modules of one argument, a tensor.
+template <class ModulePtr>
+auto parallel_apply(const std::vector<ModulePtr>& modules, const std::vector<at::Tensor>& inputs,
+                    std::vector<c10::Device> devices = {}) {
+  std::vector<std::tuple<at::Tensor>> tuples(inputs.begin(), inputs.end());
+  return lockstep::parallel_apply(modules, tuples, std::move(devices));
+}
 
 struct DataParallelOptions {
   /// One device per replica; a device may be listed twice. Empty: for a module on the CPU one

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/data_parallel/replicate.h"
+#include "lockstep/parallel/data_parallel/data_parallel.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

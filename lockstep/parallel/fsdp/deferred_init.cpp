@@ -1,4 +1,4 @@
-#include "lockstep/parallel/fsdp/deferred_init.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>

@@ -1,5 +1,4 @@
 // Modules that need no memory until they are sharded.
-#include "lockstep/parallel/fsdp/deferred_init.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

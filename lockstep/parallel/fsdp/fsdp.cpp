@@ -8,12 +8,10 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/optimizer_state.h"
-#include "lockstep/parallel/fsdp/deferred_init.h"
-#include "lockstep/parallel/fsdp/shard_state.h"
 #include "lockstep/parallel/fsdp/sharded_gradients.h"
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "lockstep/parallel/module_state.h"
+#include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep::detail {
@@ -35,21 +33,42 @@ bool has_deferred(const ModuleState& state) {
          std::any_of(state.buffers.begin(), state.buffers.end(), deferred);
 }
 
+/// How a state of the whole module's parameters is spread, by their indices.
+StateSpread spread_of(const ShardedParameters& parameters) {
+  struct Place {
+    int64_t offset, shard_size;
+  };
+  std::vector<Place> places;
+  StateSpread spread{parameters.group(), {}, {}, /*always_vectors=*/true};
+  for (const FlatUnit& unit : parameters.units()) {
+    for (const FlatParameter& parameter : unit.parameters) {
+      places.resize(std::max(places.size(), parameter.index + 1));
+      spread.parameters.resize(places.size());
+      places[parameter.index] = {parameter.offset, unit.shard_size};
+      spread.parameters[parameter.index] = parameter.tensor;
+    }
+  }
+  spread.part = [places = std::move(places), all = spread.parameters](int rank, size_t index) {
+    const auto [offset, size] = places[index];
+    const int64_t count = all[index].numel();
+    const int64_t begin = std::clamp<int64_t>(rank * size - offset, 0, count);
+    return Part{begin, std::clamp<int64_t>((rank + 1) * size - offset, begin, count)};
+  };
+  return spread;
+}
+
 }  // namespace
 
 struct FsdpCore::Impl {
   std::shared_ptr<torch::nn::Module> module;
-  std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
+  std::vector<at::Tensor> buffers;
+  bool broadcasts_buffers = false;  ///< Before a forward.
   bool sync_buffers = true;
   int64_t steps = 0;  ///< Forwards whose gradients are reduced.
   std::unique_ptr<ShardedParameters> parameters;
-  StateDict frozen_state;          ///< What a loaded state has of parameters that are frozen.
+  SpreadOptimizer optimizer;
   std::vector<at::Tensor> shards;  ///< What the optimizer updates.
-  std::vector<size_t> indices;     ///< The parameters of which they are parts.
   std::unique_ptr<ShardedGradients> gradients;
-
-  /// What this rank has of the optimizer's state, by the whole's indices.
-  StateDict local_state(const StateDict& own) const;
 
   Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
        const FsdpOptions& options, c10::Device device)
@@ -72,17 +91,41 @@ struct FsdpCore::Impl {
     if (has_deferred(state)) initialise(syncs);
     parameters->adopt_module();
     convert_buffers(state, options);
+    optimizer.spread = spread_of(*parameters);
     make_shards();
     gradients = std::make_unique<ShardedGradients>(*parameters, shards, options);
     if (!shards.empty()) return;
     // Optimizers want at least one.
     const auto dtype = parameters->shard(0).options();
     shards.push_back(at::empty({0}, dtype).requires_grad_());
-    indices.push_back(0);
+    optimizer.indices.push_back(SpreadOptimizer::kNone);
   }
 
-  /// A rank without parameters that are trained has an optimizer of one tensor without elements.
-  bool has_trained() const { return shards.front().numel() > 0; }
+  /// Buffers are rank 0's.
+  SpreadModel model() const {
+    StateSpread spread = optimizer.spread;
+    const size_t count = spread.parameters.size();
+    spread.parameters.insert(spread.parameters.end(), buffers.begin(), buffers.end());
+    spread.part = [this, count](int rank, size_t i) {
+      if (i < count) return optimizer.spread.part(rank, i);
+      return Part{0, rank == 0 ? buffers[i - count].numel() : 0};
+    };
+    const auto values = [this, count](size_t i) {
+      if (i >= count) return buffers[i - count].detach();
+      for (const Piece& piece : parameters->pieces()) {
+        if (parameters->parameter_of(piece).index == i) return shard(piece);
+      }
+      return at::Tensor();
+    };
+    const auto store = [this](size_t i, const at::Tensor& whole) {
+      parameters->set_values(optimizer.spread.parameters[i], whole);
+    };
+    return {*module, spread.parameters, count, spread, values, store};
+  }
+
+  at::Tensor shard(const Piece& piece) const {
+    return parameters->shard(piece.unit).narrow(0, piece.shard_offset, piece.size);
+  }
 
   /// Runs what deferred_init has noted, and keeps rank 0's values.
   void initialise(bool syncs) {
@@ -109,19 +152,17 @@ struct FsdpCore::Impl {
       at::Tensor buffer = item.tensor;
       if (options.buffer_dtype && buffer.is_floating_point())
         buffer.set_data(buffer.detach().to(*options.buffer_dtype));
-      if (options.broadcast_buffers && parameters->group().size() > 1) buffers.push_back(buffer);
+      buffers.push_back(buffer);
     }
+    broadcasts_buffers = options.broadcast_buffers && parameters->group().size() > 1;
   }
 
   void make_shards() {
     for (const Piece& piece : parameters->pieces()) {
       const FlatParameter& parameter = parameters->parameter_of(piece);
       if (!parameter.tensor.requires_grad()) continue;
-      indices.push_back(parameter.index);
-      shards.push_back(parameters->shard(piece.unit)
-                           .narrow(0, piece.shard_offset, piece.size)
-                           .detach()
-                           .requires_grad_());
+      optimizer.indices.push_back(parameter.index);
+      shards.push_back(shard(piece).detach().requires_grad_());
     }
   }
 };
@@ -168,6 +209,7 @@ void FsdpCore::after_forward(bool records) {
 }
 
 void FsdpCore::share_buffers() {
+  if (!impl_->broadcasts_buffers) return;
   std::vector<at::Tensor> values;
   // Not their versions: a graph of an earlier forward may hold them.
   for (const at::Tensor& buffer : impl_->buffers) values.push_back(buffer.variable_data());
@@ -197,64 +239,42 @@ double FsdpCore::clip_grad_norm(double max_norm) {
   return clip_shards(gradients_of(shards()), max_norm, group());
 }
 
-StateDict FsdpCore::model_state() {
+SpreadModel FsdpCore::spread_model() {
   impl_->parameters->take_values();
-  return gather_model_state(*impl_->module, *impl_->parameters);
+  return impl_->model();
+}
+
+const SpreadOptimizer& FsdpCore::spread_optimizer() const {
+  return impl_->optimizer;
+}
+
+StateDict FsdpCore::model_state() {
+  return spread_model().gather(kName);
 }
 
 void FsdpCore::load_model_state(const StateDict& state, const std::string& source) {
   impl_->parameters->end_round();
-  detail::load_model_state(*impl_->module, *impl_->parameters, state, source);
+  impl_->model().load(state, source);
 }
 
-std::vector<Shard> FsdpCore::sharded_state() const {
-  return shards_of(*impl_->module, *impl_->parameters);
+std::vector<TensorShard> FsdpCore::sharded_state() const {
+  return impl_->model().shards();
 }
 
-void FsdpCore::load_sharded_state(const std::vector<Shard>& given, const std::string& source) {
+void FsdpCore::load_sharded_state(const std::vector<TensorShard>& given,
+                                  const std::string& source) {
   impl_->parameters->end_round();
-  load_shards(*impl_->module, *impl_->parameters, given, source);
-}
-
-StateDict FsdpCore::Impl::local_state(const StateDict& own) const {
-  StateDict local = frozen_state;
-  for (auto& entry : by_whole_index(has_trained() ? own : StateDict(), indices))
-    local.push_back(std::move(entry));
-  return local;
+  impl_->model().load(given, source);
 }
 
 StateDict FsdpCore::optimizer_state(const StateDict& own) {
-  return gather_state(spread_of(*impl_->parameters), impl_->local_state(own), 0, kName);
+  return impl_->optimizer.gather(own, kName);
 }
 
 StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
-  StateDict trained, frozen;
-  for (auto& [key, tensor] : cut_state(spread_of(*impl_->parameters), whole, source)) {
-    const auto& all = impl_->indices;
-    const bool is_trained =
-        impl_->has_trained() &&
-        std::find(all.begin(), all.end(), parse_state_key(key).index) != all.end();
-    is_trained ? trained.emplace_back(key, tensor) : frozen.emplace_back(key, tensor.clone());
-  }
-  impl_->frozen_state = std::move(frozen);
-  return by_own_index(trained, impl_->indices);
-}
-
-std::vector<TensorShard> FsdpCore::model_shards() {
-  impl_->parameters->take_values();
-  return detail::model_shards(*impl_->module, *impl_->parameters);
-}
-
-std::vector<TensorShard> FsdpCore::optimizer_shards(const StateDict& own) const {
-  return state_shards(spread_of(*impl_->parameters), impl_->local_state(own));
-}
-
-std::map<std::string, std::vector<TensorBox>> FsdpCore::needed_of_model() const {
-  return detail::needed_of_model(*impl_->module, *impl_->parameters);
-}
-
-std::map<size_t, std::vector<TensorBox>> FsdpCore::needed_of_optimizer() const {
-  return needed_state(spread_of(*impl_->parameters));
+  auto [trained, frozen] = impl_->optimizer.own_part(whole, source);
+  impl_->optimizer.frozen = std::move(frozen);
+  return trained;
 }
 
 void FsdpCore::begin_full(bool writable) {

@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,10 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/parallel/wrapped_module.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep {
 
@@ -60,23 +65,10 @@ struct FsdpStatistics {
   int64_t reductions = 0;              ///< Of a unit's gradients, so far.
 };
 
-}  // namespace lockstep
-
-namespace torch::nn {
-class Module;
-}
-
-namespace lockstep {
-
-/// A run of one tensor of a module, as a rank keeps it.
-struct Shard {
-  std::string name;            ///< Of the tensor, by the module's names.
-  std::vector<int64_t> sizes;  ///< Of the whole tensor.
-  int64_t begin = 0;           ///< Of the run's first element, in the order of the tensor's memory.
-  at::Tensor values;           ///< [n]
-};
-
 namespace detail {
+
+struct SpreadModel;
+struct SpreadOptimizer;
 
 /// The part of FullyShardedDataParallel that does not depend on the module's type.
 class FsdpCore {
@@ -114,15 +106,13 @@ class FsdpCore {
 
   StateDict model_state();
   void load_model_state(const StateDict& state, const std::string& source);
-  std::vector<Shard> sharded_state() const;
-  void load_sharded_state(const std::vector<Shard>& given, const std::string& source);
+  std::vector<TensorShard> sharded_state() const;
+  void load_sharded_state(const std::vector<TensorShard>& given, const std::string& source);
   StateDict optimizer_state(const StateDict& own);
   StateDict own_optimizer_state(const StateDict& whole, const std::string& source);
-  /// See Strategy's functions of these names.
-  std::vector<TensorShard> model_shards();
-  std::vector<TensorShard> optimizer_shards(const StateDict& own) const;
-  std::map<std::string, std::vector<TensorBox>> needed_of_model() const;
-  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() const;
+  /// With values that were put into the module's parameters since. A collective.
+  SpreadModel spread_model();
+  const SpreadOptimizer& spread_optimizer() const;
 
   void begin_full(bool writable);
   void end_full();
@@ -188,7 +178,7 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
  public:
   FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
                            const FsdpOptions& options = {}, c10::Device device = c10::kCPU)
-      : Base(module, Base::pointer(module), group, options, device) {}
+      : Base(module, detail::module_pointer(module), group, options, device) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
   /// vectors. One without elements where it has none, as ranks are many and parameters few.
@@ -227,12 +217,12 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   void load_full_state_dict(const StateDict& state) {
     this->core_.load_model_state(state, "the state");
   }
-  /// What of the module this rank keeps: its runs of the parameters, and on rank 0 the buffers. The
+  /// What of the module this rank keeps: boxes of the parameters, and on rank 0 the buffers. The
   /// tensors are its own: copy what must outlive the next step. No collective.
-  std::vector<Shard> sharded_state_dict() const { return this->core_.sharded_state(); }
+  std::vector<TensorShard> sharded_state_dict() const { return this->core_.sharded_state(); }
   /// Takes what this rank needs of `given`: shards of all ranks of a run of any size, which
   /// together are the whole. Throws CheckpointError naming what is missing or does not fit.
-  void load_sharded_state_dict(const std::vector<Shard>& given) {
+  void load_sharded_state_dict(const std::vector<TensorShard>& given) {
     this->core_.load_sharded_state(given, "the sharded state");
   }
   /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
@@ -254,5 +244,58 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
 /// ddp. With one batch per step the bits are those of ddp, as FullyShardedDataParallel says.
 std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
                                              const FsdpOptions& options = {});
+
+namespace detail {
+
+/// Operations that were noted instead of run.
+class InitTape;
+
+/// While it lives, this thread's operations give tensors without memory (device meta) and are
+/// noted.
+class RecordInit {
+ public:
+  RecordInit();
+  ~RecordInit();
+  RecordInit(const RecordInit&) = delete;
+  RecordInit& operator=(const RecordInit&) = delete;
+  /// Ties the tape to the tensors of a module made meanwhile.
+  void attach(torch::nn::Module& module) const;
+
+ private:
+  std::shared_ptr<InitTape> tape_;
+};
+
+bool is_deferred(const at::Tensor& tensor);
+
+/// Runs what was noted, in its order, on the CPU. `made` gets each tensor of the module that is
+/// deferred, as soon as its values are complete, with these values. They are freed when it returns.
+/// So little more than one of them is there at a time. Tensors that share memory come one after the
+/// other. Throws UsageError for a tensor on the meta device of which nothing was noted.
+void run_deferred(
+    torch::nn::Module& module,
+    const std::function<void(const at::Tensor& deferred, const at::Tensor& values)>& made);
+
+}  // namespace detail
+
+/// Makes a module that needs no memory until FullyShardedDataParallel (or the strategy fsdp) shards
+/// it. So a model can be made that is larger than one rank's memory:
+///
+///     auto model = deferred_init([] { return std::make_shared<Gpt>(options); });
+///     FullyShardedDataParallel fsdp(model, world.group());
+///
+/// `make` gives a std::shared_ptr of a module or a ModuleHolder. The operations in it are noted:
+/// tensors are made on the meta device. FullyShardedDataParallel runs them, one parameter after the
+/// other, on every rank, and keeps its shards of rank 0's values. They have the bits that `make`
+/// would have given there: the random numbers are drawn then.
+///
+/// What `make` does with raw pointers or values (torch::tensor of a list, item(), loading a file)
+/// cannot be noted and is LibTorch's error. Such a tensor can be made before, outside of it.
+template <class Make>
+auto deferred_init(Make&& make) {
+  const detail::RecordInit record;
+  auto module = std::forward<Make>(make)();
+  record.attach(*module);
+  return module;
+}
 
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/optim/clip.h"
+#include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {
@@ -66,15 +67,15 @@ class FsdpStrategy : public detail::BaseStrategy {
 
   StateDict model_state() override { return core_.model_state(); }
   StateDict optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
-  std::vector<TensorShard> model_shards() override { return core_.model_shards(); }
+  std::vector<TensorShard> model_shards() override { return core_.spread_model().shards(); }
   std::vector<TensorShard> optimizer_shards() override {
-    return core_.optimizer_shards(optimizer_->state());
+    return core_.spread_optimizer().shards(optimizer_->state());
   }
   std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
-    return core_.needed_of_model();
+    return core_.spread_model().needed();
   }
   std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return core_.needed_of_optimizer();
+    return core_.spread_optimizer().needed();
   }
   void load_model_state(const StateDict& state) override {
     core_.load_model_state(state, "the checkpoint's model.safetensors");

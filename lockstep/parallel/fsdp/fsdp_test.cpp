@@ -650,13 +650,13 @@ TEST(Fsdp, GathersAndComputesInAnotherDtype) {
 TEST(Fsdp, AShardedStateIsLoadedByAnotherNumberOfRanks) {
   for (const int after : {1, 2, 3}) {
     std::mutex mutex;
-    std::vector<Shard> all;
+    std::vector<TensorShard> all;
     over_shared_memory(2, [&](ProcessGroup group) {
       auto module = filled<Counter>(5);
       module->seen.fill_(6);
       FullyShardedDataParallel fsdp(module, group, gathered());
       const std::lock_guard lock(mutex);
-      for (Shard shard : fsdp.sharded_state_dict()) {
+      for (TensorShard shard : fsdp.sharded_state_dict()) {
         shard.values = shard.values.clone();
         all.push_back(shard);
       }
@@ -668,8 +668,8 @@ TEST(Fsdp, AShardedStateIsLoadedByAnotherNumberOfRanks) {
       expect_equal(module->parameters(), same->parameters());
       EXPECT_EQ(module->seen[1].item<float>(), 6);
       if (group.rank() != 0) return;
-      std::vector<Shard> some = all;
-      std::erase_if(some, [](const Shard& shard) { return shard.name == "linear.weight"; });
+      std::vector<TensorShard> some = all;
+      std::erase_if(some, [](const TensorShard& shard) { return shard.name == "linear.weight"; });
       try {
         fsdp.load_sharded_state_dict(some);
         ADD_FAILURE() << "accepted";

@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/parallel/fsdp/deferred_init.h"
+#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {

@@ -1,17 +1,17 @@
-#include "lockstep/parallel/pipeline/local_pipeline.h"
 
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/data_parallel/data_parallel.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
@@ -97,63 +97,6 @@ class LocalLink final : public detail::StageLink {
   std::set<ParcelId> without_gradient_;  ///< Gradients that will not come.
 };
 
-/// A thread that does one thing after the other.
-class Worker {
- public:
-  Worker() : thread_([this] { run(); }) {}
-  ~Worker() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
-
-  void start(std::function<void()> task) {
-    {
-      const std::lock_guard lock(mutex_);
-      task_ = std::move(task);
-    }
-    changed_.notify_all();
-  }
-  /// Blocks until the task is done. Gives what it threw.
-  std::exception_ptr wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !task_; });
-    return std::exchange(error_, nullptr);
-  }
-
- private:
-  void run() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      changed_.wait(lock, [this] { return stop_ || task_; });
-      if (!task_) return;
-      lock.unlock();
-      std::exception_ptr error;
-      try {
-        task_();
-      } catch (...) {
-        error = std::current_exception();
-      }
-      lock.lock();
-      error_ = error;
-      task_ = nullptr;
-      changed_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::function<void()> task_;
-  std::exception_ptr error_;
-  bool stop_ = false;
-  std::thread thread_;  ///< Last: it uses the others.
-};
-
 bool is_echo(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -194,8 +137,8 @@ struct LocalPipeline::Impl {
           detail::StageOptions{devices[at], options.recompute_activations, options.forward_context,
                                one_forward},
           *links[at]));
-      workers.push_back(std::make_unique<Worker>());
     }
+    threads = std::make_unique<detail::ReplicaThreads>(devices, at::get_num_threads());
   }
 
   PipelineShape shape(int64_t micro_batches) const {
@@ -206,19 +149,17 @@ struct LocalPipeline::Impl {
   /// Runs `task` for each device in its thread. Rethrows what failed first by itself.
   void on_all(const std::function<void(size_t)>& task) {
     exchange.reset();
-    for (size_t at = 0; at < workers.size(); ++at) {
-      workers[at]->start([this, &task, at] {
-        try {
-          task(at);
-        } catch (...) {
-          exchange.fail();
-          throw;
-        }
-      });
-    }
+    std::vector<std::exception_ptr> errors(devices.size());
+    threads->run(devices.size(), [&](size_t at) {
+      try {
+        task(at);
+      } catch (...) {
+        errors[at] = std::current_exception();
+        exchange.fail();
+      }
+    });
     std::exception_ptr first;
-    for (const auto& worker : workers) {
-      const std::exception_ptr error = worker->wait();
+    for (const std::exception_ptr& error : errors) {
       if (error && (!first || is_echo(first))) first = error;
     }
     if (first) std::rethrow_exception(first);
@@ -233,7 +174,7 @@ struct LocalPipeline::Impl {
   detail::BatchCutter cut;
   std::vector<std::unique_ptr<LocalLink>> links;
   std::vector<std::unique_ptr<detail::ScheduleRunner>> runners;
-  std::vector<std::unique_ptr<Worker>> workers;  ///< Last: their threads use the others.
+  std::unique_ptr<detail::ReplicaThreads> threads;
 };
 
 LocalPipeline::LocalPipeline(std::vector<Layer> layers, std::vector<c10::Device> devices,
@@ -254,6 +195,7 @@ void LocalPipeline::run_batch(const BatchWork& work) {
   const detail::MicroBatchLoss loss = [&](int micro_batch, const at::Tensor& output) {
     return batches.loss(micro_batch, output);
   };
+  const c10::AutoGradMode with_grad(true);
   impl_->on_all([&](size_t at) { impl_->runners[at]->run(schedule, batches.inputs(), loss); });
 }
 

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/pipeline/local_pipeline.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -131,7 +131,8 @@ class PipelineStrategy final : public detail::BaseStrategy {
         schedule_(make_pipeline_schedule(setup.options.pipeline_schedule,
                                          shape_of(setup.options, pipeline_.size()))),
         tensors_(*setup.module, setup.layers, agreed_stages(), pipeline_.rank(), pipeline_.size()),
-        state_(*setup.module, tensors_, pipeline_),
+        model_(tensors_.spread_model(*setup.module, pipeline_)),
+        spread_(tensors_.spread_optimizer(pipeline_)),
         exchange_(tensors_, pipeline_, mesh_.has("dp") ? mesh_.get_group("dp") : ProcessGroup()),
         link_(pipeline_, setup.device) {
     runner_ = std::make_unique<detail::ScheduleRunner>(
@@ -202,28 +203,30 @@ class PipelineStrategy final : public detail::BaseStrategy {
   }
 
   StateDict model_state() override {
-    return is_first_pipeline() ? state_.gather_model() : StateDict();
+    return is_first_pipeline() ? model_.gather("strategy pipeline") : StateDict();
   }
   StateDict optimizer_state() override {
     if (!is_first_pipeline()) return {};
-    return state_.gather_optimizer(optimizer_->state());
+    return spread_.gather(optimizer_->state(), "strategy pipeline");
   }
   std::vector<TensorShard> model_shards() override {
-    return is_first_pipeline() ? state_.model_shards() : std::vector<TensorShard>();
+    return is_first_pipeline() ? model_.shards() : std::vector<TensorShard>();
   }
   std::vector<TensorShard> optimizer_shards() override {
-    return is_first_pipeline() ? state_.optimizer_shards(optimizer_->state())
-                               : std::vector<TensorShard>();
+    if (!is_first_pipeline()) return {};
+    return spread_.shards(optimizer_->state());
   }
   std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
-    return state_.needed_of_model();
+    return model_.needed();
   }
   std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return state_.needed_of_optimizer();
+    return spread_.needed();
   }
-  void load_model_state(const StateDict& state) override { state_.load_model(state); }
+  void load_model_state(const StateDict& state) override {
+    model_.load(state, "the checkpoint's model.safetensors");
+  }
   void load_optimizer_state(const StateDict& state) override {
-    optimizer_->load_state(state_.own_part(state));
+    optimizer_->load_state(spread_.own_part(state, "strategy pipeline").first);
     cut_.expect_any_size();
   }
   StateBytes state_bytes() const override {
@@ -268,7 +271,8 @@ class PipelineStrategy final : public detail::BaseStrategy {
   PipelineSchedule schedule_;
   std::vector<size_t> starts_;
   detail::StageTensors tensors_;
-  detail::StageState state_;
+  detail::SpreadModel model_;
+  detail::SpreadOptimizer spread_;
   detail::GradientExchange exchange_;
   detail::GroupLink link_;
   std::unique_ptr<detail::ScheduleRunner> runner_;

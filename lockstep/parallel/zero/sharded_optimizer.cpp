@@ -8,7 +8,6 @@
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
-#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
 
@@ -58,6 +57,13 @@ ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const Opt
       optimizer_(make(shards_.parts())) {
   refuse_closure(*optimizer_, what_,
                  "looks at all parameters as one vector, of which a rank updates a part only");
+  // Of a parameter that is frozen nothing is in shards: rank 0 has all of its state.
+  spread_.spread = {group, shards_.parameters(), [this](int rank, size_t i) {
+                      if (shards_.has(i)) return shards_.part(rank, i);
+                      return Part{0, rank == 0 ? shards_.parameters()[i].numel() : 0};
+                    }};
+  for (size_t i = 0; i < shards_.parameters().size(); ++i)
+    spread_.indices.push_back(shards_.has(i) ? i : SpreadOptimizer::kNone);
 }
 
 void ShardedOptimizer::follow_parameters() {
@@ -109,33 +115,8 @@ void ShardedOptimizer::drop_gradients() {
   for (const at::Tensor& part : shards_.parts()) part.mutable_grad().reset();
 }
 
-/// Of a parameter that is frozen nothing is in shards: rank 0 has all of its state.
-StateSpread ShardedOptimizer::spread() const {
-  return {shards_.group(), shards_.parameters(), [this](int rank, size_t index) {
-            if (shards_.has(index)) return shards_.part(rank, index);
-            return Part{0, rank == 0 ? shards_.parameters()[index].numel() : 0};
-          }};
-}
-
-StateDict ShardedOptimizer::local_state() const {
-  StateDict local = frozen_;
-  // Some optimizers have an entry of every tensor, also of those without elements.
-  for (const auto& [key, tensor] : optimizer_->state()) {
-    if (shards_.has(parse_state_key(key).index)) local.emplace_back(key, tensor);
-  }
-  return local;
-}
-
 StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
-  return detail::gather_state(spread(), local_state(), to, what_ + "::" + call);
-}
-
-std::vector<TensorShard> ShardedOptimizer::shards_of_state() const {
-  return state_shards(spread(), local_state());
-}
-
-std::map<size_t, std::vector<TensorBox>> ShardedOptimizer::needed() const {
-  return needed_state(spread());
+  return spread_.gather(optimizer_->state(), what_ + "::" + call, to);
 }
 
 StateDict ShardedOptimizer::copy_of_state() const {
@@ -148,14 +129,11 @@ void ShardedOptimizer::load_state(const StateDict& whole) {
   // What fails on the only rank changes nothing by itself.
   const bool may_go_back = shards_.group().size() > 1;
   const StateDict before = may_go_back ? copy_of_state() : StateDict();
-  StateDict local, frozen;
+  std::pair<StateDict, StateDict> own;
   std::string problem;
   try {
-    for (const auto& [key, tensor] : cut_state(spread(), whole, optimizer_->name())) {
-      const bool trained = shards_.has(parse_state_key(key).index);
-      trained ? local.emplace_back(key, tensor) : frozen.emplace_back(key, tensor.detach().clone());
-    }
-    optimizer_->load_state(local);
+    own = spread_.own_part(whole, optimizer_->name());
+    optimizer_->load_state(own.first);
   } catch (const CheckpointError& error) {
     problem = error.what();
   }
@@ -165,7 +143,7 @@ void ShardedOptimizer::load_state(const StateDict& whole) {
     if (problem.empty()) optimizer_->load_state(before);
     throw CheckpointError(found.get<std::string>());
   }
-  frozen_ = std::move(frozen);
+  spread_.frozen = std::move(own.second);
 }
 
 }  // namespace lockstep::detail

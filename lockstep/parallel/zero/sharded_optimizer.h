@@ -1,11 +1,11 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/parallel/zero/parameter_shards.h"
 
@@ -22,6 +22,9 @@ class ShardedOptimizer {
   /// and for the parts. Those may have no elements either.
   ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
                    const ProcessGroup& group, const Layouts& layouts, std::string what);
+
+  ShardedOptimizer(const ShardedOptimizer&) = delete;
+  ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   ParameterShards& shards() { return shards_; }
   const ParameterShards& shards() const { return shards_; }
@@ -44,9 +47,8 @@ class ShardedOptimizer {
   /// The whole state on rank `to`; empty on the others. `call` is what the user called, for
   /// messages. A collective.
   StateDict gather_state(int to, const std::string& call) const;
-  /// See Strategy::optimizer_shards and needed_of_optimizer.
-  std::vector<TensorShard> shards_of_state() const;
-  std::map<size_t, std::vector<TensorBox>> needed() const;
+  /// By the indices of the parameters, as `local().state()`.
+  const SpreadOptimizer& spread() const { return spread_; }
   /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
   /// throw CheckpointError and change nothing. What it has of frozen parameters is kept for
   /// gather_state. A collective.
@@ -55,13 +57,10 @@ class ShardedOptimizer {
   StateDict copy_of_state() const;
 
  private:
-  StateSpread spread() const;
-  StateDict local_state() const;
-
   std::string what_;  ///< For messages.
   ParameterShards shards_;
   std::unique_ptr<Optimizer> optimizer_;
-  StateDict frozen_;  ///< On rank 0: what a loaded state has of parameters that are frozen.
+  SpreadOptimizer spread_;
 };
 
 /// Indices of those that need a gradient. Throws UsageError for a tensor that is there twice.

@@ -2,12 +2,12 @@
 
 #include <c10/core/GradMode.h>
 
-#include <numeric>
 #include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -90,10 +90,15 @@ class OverlappedSteps {
   std::vector<Work> shared_;
 };
 
-std::vector<size_t> numbers(size_t first, size_t count) {
-  std::vector<size_t> all(count);
-  std::iota(all.begin(), all.end(), first);
-  return all;
+/// The entries of `count` parameters from `first` on, by indices from `to` on.
+StateDict renumbered(const StateDict& state, size_t first, size_t count, size_t to) {
+  StateDict result;
+  for (const auto& [text, tensor] : state) {
+    const StateKey key = parse_state_key(text);
+    if (key.index >= first && key.index - first < count)
+      result.emplace_back(state_key(key.name, key.index - first + to), tensor);
+  }
+  return result;
 }
 
 }  // namespace
@@ -234,8 +239,8 @@ void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
   size_t first = 0;
   for (const auto& group : impl_->groups) {
     const size_t count = group->shards().parameters().size();
-    const StateDict state = detail::by_whole_index(
-        group->gather_state(to, "consolidate_state_dict"), numbers(first, count));
+    const StateDict state =
+        renumbered(group->gather_state(to, "consolidate_state_dict"), 0, count, first);
     all.insert(all.end(), state.begin(), state.end());
     first += count;
   }
@@ -256,7 +261,7 @@ void ZeroRedundancyOptimizer::load_state(const StateDict& state) {
   std::vector<StateDict> parts;
   for (const auto& group : impl_->groups) {
     const size_t count = group->shards().parameters().size();
-    taken += parts.emplace_back(detail::by_own_index(state, numbers(first, count))).size();
+    taken += parts.emplace_back(renumbered(state, first, count, 0)).size();
     first += count;
   }
   if (taken != state.size())

@@ -98,9 +98,11 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   }
 
   StateDict optimizer_state() override { return optimizer_.gather_state(0, "optimizer_state"); }
-  std::vector<TensorShard> optimizer_shards() override { return optimizer_.shards_of_state(); }
+  std::vector<TensorShard> optimizer_shards() override {
+    return optimizer_.spread().shards(optimizer_.local().state());
+  }
   std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return optimizer_.needed();
+    return optimizer_.spread().needed();
   }
   void load_optimizer_state(const StateDict& state) override { optimizer_.load_state(state); }
 

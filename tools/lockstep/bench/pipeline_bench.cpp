@@ -11,7 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/words.h"
-#include "lockstep/parallel/pipeline/local_pipeline.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule.h"
 #include "tools/lockstep/bench/bench.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
-#include "lockstep/data/sample_source.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/models/models.h"
 #include "lockstep/train/model_training.h"

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/memory_estimate.h"
+#include "lockstep/parallel/strategies/strategies.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
