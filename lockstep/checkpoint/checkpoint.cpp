@@ -34,7 +34,7 @@ void check_identity(const std::filesystem::path& folder,
   for (const auto& [key, value] : expected) keys.insert(key);
   const std::string differences = differences_of(keys, found, expected);
   if (differences.empty()) return;
-  throw CheckpointError("checkpoint " + folder.string() + " is of another run: " + differences,
+  throw CheckpointError("checkpoint " + folder.string() + " does not fit this run: " + differences,
                         "run with the checkpoint's settings, or use another --checkpoint-dir");
 }
 

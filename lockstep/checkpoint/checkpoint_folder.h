@@ -112,6 +112,9 @@ bool is_seen_by_all(const ProcessGroup& group, const std::filesystem::path& fold
 /// tensors on the CPU, as random states are. A collective.
 StateDict gather_rank_state(const ProcessGroup& group, const StateDict& rank_state);
 
+using AdaptIdentity =
+    std::function<void(const CheckpointInfo& found, std::map<std::string, std::string>& identity)>;
+
 /// Every rank of the group calls. Ranks share out the files, to compare their hashes. Of tensors
 /// nothing is read yet: see `read_tensors`. `resume` is one of these:
 /// - "none": returns none.
@@ -122,11 +125,14 @@ StateDict gather_rank_state(const ProcessGroup& group, const StateDict& rank_sta
 /// Where some rank does not see the files, rank 0 reads all tensors and sends them. `device` is
 /// where the group's backend communicates. Throws CheckpointError on all ranks: nothing at the
 /// path, damaged, or of another `identity`.
+///
+/// `adapt` may change the identity by what rank 0 has found, before they are compared.
 std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
                                                 const std::string& resume,
                                                 const CheckpointFolder* folder,
                                                 const std::map<std::string, std::string>& identity,
-                                                c10::Device device);
+                                                c10::Device device,
+                                                const AdaptIdentity& adapt = {});
 
 /// This rank's part of the state: the tensors whose names start with "rankR.", without that prefix.
 /// A rank that the run that saved did not have gets that of another one.

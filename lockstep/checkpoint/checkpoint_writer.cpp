@@ -19,6 +19,11 @@ constexpr const char* kOverlaps[] = {"none", "wait", "skip"};
 /// Another rank's disk may be slow. One that is lost is noticed sooner.
 constexpr std::chrono::hours kLongestWrite{1};
 
+void warn_of(std::string error) {
+  log_warning(
+      error.insert(std::min(error.find('\n'), error.size()), "; training goes on without it"));
+}
+
 }  // namespace
 
 CheckpointOverlap checkpoint_overlap(const std::string& name) {
@@ -74,13 +79,13 @@ bool CheckpointWriter::save(const CheckpointShards& shards, CheckpointOverlap ov
     try {
       pending->error = pending->save.write(group, folder_);
       if (!pending->error.empty() && group.rank() == 0) {
-        log_warning(pending->error + "; training goes on without it");
+        warn_of(pending->error);
       }
     } catch (const CommError& failure) {
       pending->error = failure.what();  // Training learns of it, too.
     } catch (const std::exception& failure) {
       pending->error = failure.what();
-      log_warning(pending->error + "; training goes on without it");
+      warn_of(pending->error);
     }
     pending->done = true;
   });

@@ -68,9 +68,13 @@ void check_on_first_rank(const ProcessGroup& group, const F& check) {
 /// The checkpoint, each rank having looked at its part of the files. Where other ranks do not see
 /// what is whole on rank 0, `seen_by_all` becomes false.
 StoredCheckpoint checked(const ProcessGroup& group, const std::string& path,
-                         const std::map<std::string, std::string>& identity, bool& seen_by_all) {
-  check_on_first_rank(group,
-                      [&] { check_identity(path, open_checkpoint(path).info.identity, identity); });
+                         std::map<std::string, std::string> identity, const AdaptIdentity& adapt,
+                         bool& seen_by_all) {
+  check_on_first_rank(group, [&] {
+    const CheckpointInfo found = open_checkpoint(path).info;
+    if (adapt) adapt(found, identity);
+    check_identity(path, found.identity, identity);
+  });
   StoredCheckpoint checkpoint;
   int bad = 0;
   try {
@@ -167,14 +171,14 @@ std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
                                                 const std::string& resume,
                                                 const CheckpointFolder* folder,
                                                 const std::map<std::string, std::string>& identity,
-                                                c10::Device device) {
+                                                c10::Device device, const AdaptIdentity& adapt) {
   if (resume == "none") return std::nullopt;
   const json paths = from_first_rank(group, [&] { return json(candidates(resume, folder)); });
   for (const json& each : paths) {
     const auto path = each.get<std::string>();
     bool seen_by_all = true;
     try {
-      StoredCheckpoint checkpoint = checked(group, path, identity, seen_by_all);
+      StoredCheckpoint checkpoint = checked(group, path, identity, adapt, seen_by_all);
       if (group.rank() == 0 && checkpoint.info.libtorch != TORCH_VERSION) {
         log_warning("checkpoint " + path + " was written with LibTorch " +
                     checkpoint.info.libtorch + "; this is " + TORCH_VERSION);

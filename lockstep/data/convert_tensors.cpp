@@ -10,12 +10,28 @@ namespace {
 
 constexpr uint64_t kLargestFile = 5'000'000'000;  // Hugging Face's default
 
-void make_empty_folder(const fs::path& folder) {
+/// Whether it was missing.
+bool make_empty_folder(const fs::path& folder) {
   std::error_code failure;
-  fs::create_directories(folder, failure);
+  const bool is_new = fs::create_directories(folder, failure);
   if (failure) throw SystemError("cannot make folder " + folder.string(), failure.value());
   if (!fs::is_empty(folder))
     throw UsageError("folder " + folder.string() + " is not empty", "name a new folder");
+  return is_new;
+}
+
+/// On failure nothing of it stays.
+void write_folder(const TensorReader& source, const fs::path& folder) {
+  const bool is_new = make_empty_folder(folder);
+  try {
+    detail::write_safetensors_folder(folder, source, kLargestFile);
+  } catch (...) {
+    std::error_code ignored;
+    for (const auto& entry : fs::directory_iterator(folder, ignored))
+      fs::remove(entry.path(), ignored);
+    if (is_new) fs::remove(folder, ignored);
+    throw;
+  }
 }
 
 }  // namespace
@@ -35,8 +51,7 @@ void convert_tensors(const TensorReader& source, const fs::path& target,
   expect_one_of("format", format, tensor_formats());
   const auto& tensors = source.tensors();
   if (format == "hf") {
-    make_empty_folder(target);
-    detail::write_safetensors_folder(target, source, kLargestFile);
+    write_folder(source, target);
   } else if (format == "safetensors") {
     detail::write_safetensors(target, tensors, {{"format", "pt"}},
                               [&](size_t i) { return source.read(tensors[i].name); });

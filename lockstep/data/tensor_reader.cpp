@@ -18,18 +18,26 @@ using detail::StoredChunk;
 using detail::StoredTensor;
 using detail::StoredTensors;
 
-bool starts_as_zip(const fs::path& path) {
+StoredTensors index_of_file(const fs::path& path) {
   ContentReader reader(path, {.packing = ContentOptions::Packing::plain});
-  std::string start(2, '\0');
-  return reader.read_some(start.data(), start.size()) == start.size() && start == "PK";
+  std::string start(9, '\0');
+  start.resize(reader.read_some(start.data(), start.size()));
+  if (start.starts_with("PK")) return detail::index_pt(path);
+  if (start.size() < 9 || start[8] == '{') return detail::index_safetensors(path);
+  if (start.starts_with("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9")) {
+    throw DataError(path.string() + ": this is torch.save's format of before PyTorch 1.6",
+                    "write it anew in Python: torch.save(torch.load(FILE), NEW_FILE)");
+  }
+  throw DataError(path.string() + ": this is neither a safetensors file nor a .pt file",
+                  "give one of these, or a folder of weights; a file of these that begins with "
+                  "something else is damaged");
 }
 
 StoredTensors index_of(const fs::path& path, bool weights_only) {
   std::error_code ignored;
   if (!fs::exists(path, ignored))
     throw DataError(path.string() + ": there is no such file or folder");
-  if (!fs::is_directory(path, ignored))
-    return starts_as_zip(path) ? detail::index_pt(path) : detail::index_safetensors(path);
+  if (!fs::is_directory(path, ignored)) return index_of_file(path);
   if (fs::exists(path / ".metadata", ignored)) return detail::index_dcp_folder(path);
   if (fs::is_directory(path / "latest", ignored)) return index_of(path / "latest", weights_only);
   return detail::index_safetensors_folder(path, weights_only);

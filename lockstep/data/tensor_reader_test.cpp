@@ -3,6 +3,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -13,6 +14,9 @@
 
 namespace lockstep {
 namespace tensor_reader_test {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
 
 /// A shard of the tensor "x", whose first element is at (`row`, `column`) of it.
 void write_shard(const std::filesystem::path& file, const at::Tensor& shard, int row, int column) {
@@ -95,6 +99,30 @@ TEST_F(Shards, AFewBytesDoNotAskForMuchMemory) {
   EXPECT_EQ(reader.tensors()[0].shape, (std::vector<int64_t>{int64_t{1} << 40}));
   EXPECT_THROW(reader.read("x"), DataError);
   EXPECT_EQ(reader.read("x", {7}, {2}).numel(), 2);
+}
+
+TEST_F(Shards, AFileOfAnotherKindIsToldPlainly) {
+  const auto path = folder_.path() / "x";
+  const auto complaint = [&](const std::string& content) {
+    test_files::write(path, content);
+    return [&] { TensorReader reader(path); };
+  };
+  EXPECT_THAT(complaint("\x89PNG\r\n\x1a\n and so on"),
+              ThrowsMessage<DataError>(HasSubstr("neither a safetensors file nor a .pt file")));
+  EXPECT_THAT(complaint("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8"),
+              ThrowsMessage<DataError>(HasSubstr("before PyTorch 1.6")));
+}
+
+TEST_F(Shards, AConversionThatFailsLeavesNothing) {
+  write("a", 0, 4, 0, 6);
+  const TensorReader reader(folder_.path());
+  std::filesystem::resize_file(folder_.path() / "a.safetensors", 100);
+  for (const bool there : {false, true}) {
+    if (there) std::filesystem::create_directory(folder_.path() / "out");
+    EXPECT_THROW(convert_tensors(reader, folder_.path() / "out", "hf"), Error);
+    EXPECT_EQ(std::filesystem::exists(folder_.path() / "out"), there);
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder_.path() / "out"));
 }
 
 TEST_F(Shards, ConvertNeedsANewFolder) {

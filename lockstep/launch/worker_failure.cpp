@@ -1,5 +1,6 @@
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -60,8 +61,11 @@ std::string WorkerFailure::text() const {
   if (report_is_all()) return told_by(rank, report->message);
   std::string text = ending();
   if (start_errno != 0) return text;
-  const std::string said = join(last_lines, "\n");
-  if (report && said.find(split(report->message, '\n').front()) == std::string::npos) {
+  // A warning about the same does not say that it has become the end.
+  const bool said = report && std::any_of(last_lines.begin(), last_lines.end(), [&](auto& line) {
+                      return line.ends_with(split(report->message, '\n').front());
+                    });
+  if (report && !said) {
     text += "\n  it reported:" + indented(split(report->message, '\n'));
   }
   if (!last_lines.empty() && !lines_are_shown)

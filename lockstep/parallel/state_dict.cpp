@@ -26,7 +26,7 @@ void collect(const torch::nn::Module& module, const std::string& prefix, StateDi
 
 /// "2 missing (a, b)", "9 missing (a, b, c, ...)"; empty for none.
 std::string summary(const std::vector<std::string>& tensors, const std::string& what) {
-  constexpr size_t kShown = 3;
+  constexpr size_t kShown = 20;
   if (tensors.empty()) return {};
   const auto shown = static_cast<std::ptrdiff_t>(std::min(tensors.size(), kShown));
   return std::to_string(tensors.size()) + " " + what + " (" +

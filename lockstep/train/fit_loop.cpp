@@ -293,15 +293,17 @@ CheckpointShards FitLoop::shards_to_save(bool seen_by_all) {
 FitLoop::SavedFolder& FitLoop::saved(const CheckpointFolder& folder) {
   const auto found = saved_folders_.find(folder.path());
   if (found != saved_folders_.end()) return found->second;
-  SavedFolder made{is_seen_by_all(group_, folder.path()),
-                   std::make_unique<CheckpointWriter>(group_, folder)};
+  SavedFolder made;
+  made.seen_by_all = is_seen_by_all(group_, folder.path());
+  made.writer = std::make_unique<CheckpointWriter>(group_, folder);
   return saved_folders_.emplace(folder.path(), std::move(made)).first->second;
 }
 
-void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap) {
+void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may_be_lost) {
   const double begin = seconds();
   collect_sums();
   SavedFolder& target = saved(folder);
+  target.may_be_lost = may_be_lost;
   // The epoch's sums of all ranks become rank 0's after a resume.
   const MetricSums sums = reduce_over_ranks(group_, device(), epoch_sums_);
   CheckpointShards shards = shards_to_save(target.seen_by_all);
@@ -322,7 +324,13 @@ void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap) {
 }
 
 void FitLoop::finish_saves() {
-  for (auto& [path, folder] : saved_folders_) folder.writer->finish();
+  for (auto& [path, folder] : saved_folders_) {
+    try {
+      folder.writer->finish();
+    } catch (const CheckpointError&) {
+      if (!folder.may_be_lost) throw;
+    }
+  }
 }
 
 /// Where the epoch goes on. A step must begin where one of the checkpoint's ended.

@@ -45,7 +45,7 @@ class FitLoop {
   void load_optimizer(const StateDict& state) {
     detail::load_optimizer_state(loop_.parts(), state);
   }
-  void save(CheckpointFolder& folder, CheckpointOverlap overlap);
+  void save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may_be_lost = false);
   void finish_saves();
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
@@ -59,6 +59,7 @@ class FitLoop {
   struct SavedFolder {
     bool seen_by_all;
     std::unique_ptr<CheckpointWriter> writer;
+    bool may_be_lost = false;
   };
   SavedFolder& saved(const CheckpointFolder& folder);
   CheckpointShards shards_to_save(bool seen_by_all);

@@ -10,8 +10,10 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/tensor_reader.h"
 #include "lockstep/optim/optimizer_state.h"
+#include "lockstep/train/weights.h"
 
 namespace lockstep {
 namespace {
@@ -145,6 +147,13 @@ class PythonOptimizer {
 
 StateDict load_python_optimizer(const std::filesystem::path& path, const torch::nn::Module& module,
                                 const std::map<std::string, double>& settings) {
+  if (std::filesystem::is_directory(path)) {
+    if (const auto own = detail::checkpoint_at(path)) {
+      StateDict state = with_prefix_removed(own->state, "optimizer.");
+      if (!state.empty()) return state;
+      throw DataError("the checkpoint in " + path.string() + " has no optimizer's state");
+    }
+  }
   PythonOptimizer optimizer(path, module);
   StateDict state = optimizer.state();
   optimizer.warn_of_differences(settings);

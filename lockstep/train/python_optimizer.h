@@ -20,6 +20,8 @@ namespace lockstep {
 /// Only the state is taken: learning rate, momentum and the like are options here. A warning names
 /// each of `settings`, by Python's names of them ("lr"), that the file has otherwise.
 ///
+/// A checkpoint of Lockstep, or a folder of them, is taken too, without a warning of settings.
+///
 /// Throws DataError for a file without an optimizer's state, or with several, or with groups of
 /// parameters without names. Throws CheckpointError for a parameter that `module` does not have.
 StateDict load_python_optimizer(const std::filesystem::path& path, const torch::nn::Module& module,

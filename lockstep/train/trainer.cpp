@@ -114,6 +114,9 @@ void Trainer::load_optimizer(StateDict state) {
 void Trainer::save(CheckpointFolder& folder, CheckpointOverlap overlap) {
   impl_->fitted("save").save(folder, overlap);
 }
+void Trainer::save_snapshot(CheckpointFolder& folder) {
+  impl_->fitted("save_snapshot").save(folder, CheckpointOverlap::skip, /*may_be_lost=*/true);
+}
 void Trainer::finish_saves() {
   impl_->fitted("finish_saves").finish_saves();
 }

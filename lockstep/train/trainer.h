@@ -122,6 +122,9 @@ class Trainer {
   /// `folder` is used on rank 0 only. See CheckpointWriter for `overlap`, and for what becomes of a
   /// checkpoint that cannot be written.
   void save(CheckpointFolder& folder, CheckpointOverlap overlap = CheckpointOverlap::none);
+  /// The same for a checkpoint that may be lost: while the one before is being written it is left
+  /// out, and one that cannot be written is a warning only.
+  void save_snapshot(CheckpointFolder& folder);
   /// Waits for what is being written behind training, as `fit` does when it ends. Every rank calls.
   /// Throws CheckpointError where a folder's newest checkpoint could not be written.
   void finish_saves();

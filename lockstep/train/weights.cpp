@@ -1,13 +1,16 @@
 #include "lockstep/train/weights.h"
 
+#include <fnmatch.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/pt_file.h"
 #include "lockstep/data/tensor_reader.h"
@@ -15,15 +18,6 @@
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
-
-/// The checkpoint that a folder is, or the newest one in it; none when it is no such folder.
-std::optional<Checkpoint> checkpoint_at(const fs::path& folder) {
-  if (fs::exists(folder / "state.json")) return read_checkpoint(folder);
-  auto newest = CheckpointFolder(folder).read_newest();
-  if (!newest) return std::nullopt;
-  log_info("weights of checkpoint " + newest->first.string());
-  return std::move(newest->second);
-}
 
 /// What a folder of files has its weights in.
 fs::path weights_in(const fs::path& path) {
@@ -43,12 +37,89 @@ bool is_wrapper(const std::string& prefix) {
   return begin == prefix.size();
 }
 
-/// What stands in `tensors` before the names of `wanted`. Empty where nothing that is known does.
-std::string prefix_of(const std::vector<TensorInfo>& tensors, const StateDict& wanted) {
+/// The rules of WeightsSelection::rename.
+class Renames {
+ public:
+  explicit Renames(const std::vector<std::string>& rules) {
+    for (const std::string& rule : rules) {
+      const auto sides = split(rule, '=');
+      const auto stars = [&](size_t side) {
+        return std::count(sides[side].begin(), sides[side].end(), '*');
+      };
+      if (sides.size() != 2 || stars(0) != stars(1) || stars(0) > 1) {
+        throw UsageError("'" + rule + "' does not say how to rename weights",
+                         "expected OLD=NEW, with one * in each or in none: encoder.*=backbone.*");
+      }
+      rules_.push_back({rule, sides[0], sides[1]});
+    }
+  }
+
+  std::string of(const std::string& name) {
+    for (Rule& rule : rules_) {
+      const auto result = applied(rule, name);
+      if (!result) continue;
+      rule.used = true;
+      return *result;
+    }
+    return name;
+  }
+
+  void check_all_used(const std::string& source) const {
+    for (const Rule& rule : rules_) {
+      if (rule.used) continue;
+      throw UsageError(source + " has no tensor to rename by '" + rule.text + "'",
+                       "lockstep checkpoint inspect lists the names");
+    }
+  }
+
+ private:
+  struct Rule {
+    std::string text, from, to;
+    bool used = false;
+  };
+
+  static std::optional<std::string> applied(const Rule& rule, const std::string& name) {
+    const size_t star = rule.from.find('*');
+    if (star == std::string::npos) return name == rule.from ? std::optional(rule.to) : std::nullopt;
+    const std::string before = rule.from.substr(0, star), after = rule.from.substr(star + 1);
+    const bool fits = name.size() >= before.size() + after.size() && name.starts_with(before) &&
+                      name.ends_with(after);
+    if (!fits) return std::nullopt;
+    const std::string kept = name.substr(star, name.size() - before.size() - after.size());
+    return std::string(rule.to).replace(rule.to.find('*'), 1, kept);
+  }
+
+  std::vector<Rule> rules_;
+};
+
+/// Of the model's tensors those that are to be loaded.
+StateDict selected(const StateDict& own, const std::vector<std::string>& patterns) {
+  StateDict found;
+  const auto matches = [](const std::string& pattern, const std::string& name) {
+    return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+  };
+  for (const auto& item : own) {
+    const bool wanted = std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
+      return matches(pattern, item.first);
+    });
+    if (wanted || patterns.empty()) found.push_back(item);
+  }
+  for (const std::string& pattern : patterns) {
+    const bool used = std::any_of(own.begin(), own.end(),
+                                  [&](const auto& item) { return matches(pattern, item.first); });
+    if (used) continue;
+    throw UsageError("the model has no tensor whose name matches '" + pattern + "'",
+                     own.empty() ? "" : "its names are like " + own.front().first);
+  }
+  return found;
+}
+
+/// What stands in `names` before the names of `wanted`. Empty where nothing that is known does.
+std::string prefix_of(const std::vector<std::string>& names, const StateDict& wanted) {
   if (wanted.empty()) return {};
   const std::string& first = wanted.front().first;
   std::string shortest;
-  for (const auto& [name, dtype, shape] : tensors) {
+  for (const std::string& name : names) {
     if (name == first) return {};
     if (!name.ends_with("." + first)) continue;
     const std::string prefix = name.substr(0, name.size() - first.size());
@@ -59,21 +130,58 @@ std::string prefix_of(const std::vector<TensorInfo>& tensors, const StateDict& w
   return shortest;
 }
 
-StateDict read_weights(const fs::path& path, const StateDict& wanted) {
-  if (fs::is_directory(path)) {
-    if (auto checkpoint = checkpoint_at(path)) return std::move(checkpoint->model);
-  }
-  const TensorReader source(weights_in(path));
-  const std::string prefix = prefix_of(source.tensors(), wanted);
+/// The tensors of a source, which `read` gives one by one, by the model's names.
+template <class Read>
+StateDict read_named(const std::vector<std::string>& found, const fs::path& path,
+                     const StateDict& wanted, const WeightsSelection& selection, const Read& read) {
+  Renames renames(selection.rename);
+  std::vector<std::string> names;
+  for (const std::string& name : found) names.push_back(renames.of(name));
+  renames.check_all_used(path.string());
+  const std::string prefix = prefix_of(names, wanted);
+  std::set<std::string> own;
+  for (const auto& [name, tensor] : wanted) own.insert(name);
+  std::map<std::string, const std::string*> taken;
   StateDict tensors;
-  for (const TensorInfo& tensor : source.tensors()) {
-    if (tensor.name.starts_with(prefix))
-      tensors.emplace_back(tensor.name.substr(prefix.size()), source.read(tensor.name));
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (!names[i].starts_with(prefix)) continue;
+    const std::string name = names[i].substr(prefix.size());
+    if (!own.contains(name) && !selection.only.empty()) continue;
+    const auto [other, is_new] = taken.emplace(name, &found[i]);
+    if (!is_new) {
+      throw UsageError(path.string() + ": " + *other->second + " and " + found[i] +
+                       " would both become " + name);
+    }
+    tensors.emplace_back(name, read(i));
   }
   return tensors;
 }
 
+StateDict read_weights(const fs::path& path, const StateDict& wanted,
+                       const WeightsSelection& selection) {
+  std::vector<std::string> names;
+  if (fs::is_directory(path)) {
+    if (const auto checkpoint = detail::checkpoint_at(path)) {
+      for (const auto& [name, tensor] : checkpoint->model) names.push_back(name);
+      return read_named(names, path, wanted, selection,
+                        [&](size_t i) { return checkpoint->model[i].second; });
+    }
+  }
+  const TensorReader source(weights_in(path));
+  for (const TensorInfo& tensor : source.tensors()) names.push_back(tensor.name);
+  return read_named(names, path, wanted, selection,
+                    [&](size_t i) { return source.read(names[i]); });
+}
+
 }  // namespace
+
+std::optional<Checkpoint> detail::checkpoint_at(const fs::path& folder) {
+  if (fs::exists(folder / "state.json")) return read_checkpoint(folder);
+  auto newest = CheckpointFolder(folder).read_newest();
+  if (!newest) return std::nullopt;
+  log_info("reading checkpoint " + newest->first.string());
+  return std::move(newest->second);
+}
 
 void check_weights_exist(const fs::path& path) {
   std::error_code ignored;
@@ -82,9 +190,18 @@ void check_weights_exist(const fs::path& path) {
                   "give a safetensors file, as --save-weights writes, or a checkpoint's folder");
 }
 
-void load_weights(torch::nn::Module& module, const std::filesystem::path& path) {
+void load_weights(torch::nn::Module& module, const std::filesystem::path& path,
+                  const WeightsSelection& selection) {
   check_weights_exist(path);
-  load_state_dict(module, read_weights(path, state_dict(module)), path.string());
+  const StateDict own = state_dict(module);
+  const StateDict wanted = selected(own, selection.only);
+  StateDict tensors = read_weights(path, wanted, selection);
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : wanted) names.insert(name);
+  for (const auto& item : own) {
+    if (!names.contains(item.first)) tensors.push_back(item);  // It is copied to itself.
+  }
+  load_state_dict(module, tensors, path.string());
 }
 
 void check_weights_name(const std::string& what, const fs::path& path) {

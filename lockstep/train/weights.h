@@ -2,8 +2,11 @@
 
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/state_dict.h"
 
@@ -16,6 +19,16 @@ namespace lockstep {
 /// Throws DataError when there is nothing of that name.
 void check_weights_exist(const std::filesystem::path& path);
 
+/// Which weights are loaded, and under which names. In a pattern `*` stands for any text.
+struct WeightsSelection {
+  /// Patterns of the model's names. What none of them matches keeps its values, and what else the
+  /// file has is left aside. Empty: all of the model, and nothing else in the file.
+  std::vector<std::string> only = {};
+  /// "OLD=NEW" of names as `lockstep checkpoint inspect` shows them. Each side has one `*`
+  /// ("encoder.*=backbone.*"), or neither has one. The first that matches a name counts.
+  std::vector<std::string> rename = {};
+};
+
 /// Reads weights into a model. `path` is one of these:
 /// - a checkpoint (`step-*`), whose hashes are checked,
 /// - a folder of checkpoints, of which the newest whole one is read,
@@ -24,9 +37,13 @@ void check_weights_exist(const std::filesystem::path& path);
 ///   libraries or torch.distributed.checkpoint have written. Only the model's tensors are read.
 ///
 /// Prefixes that wrappers and checkpoints in Python leave behind are taken away: "module.",
-/// "_orig_mod.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like. Throws
-/// DataError and CheckpointError.
-void load_weights(torch::nn::Module& module, const std::filesystem::path& path);
+/// "_orig_mod.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like. That is
+/// after renaming.
+///
+/// Throws DataError for what cannot be read. Throws CheckpointError that lists all names and shapes
+/// that do not fit, and UsageError for a pattern that matches nothing. Then the model is as before.
+void load_weights(torch::nn::Module& module, const std::filesystem::path& path,
+                  const WeightsSelection& selection = {});
 
 /// Throws UsageError, which begins with `what`, for the name of a file to be written that says
 /// another format than safetensors or .pt ("model.onnx"). A name without an extension says none.
@@ -39,5 +56,12 @@ void save_weights(const StateDict& tensors, const std::filesystem::path& path,
 /// Writes a model's state_dict as safetensors.
 void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
                   const std::map<std::string, std::string>& metadata = {});
+
+namespace detail {
+
+/// The checkpoint that a folder is, or the newest whole one in it; none when it is no such folder.
+std::optional<Checkpoint> checkpoint_at(const std::filesystem::path& folder);
+
+}  // namespace detail
 
 }  // namespace lockstep

@@ -97,6 +97,23 @@ class Bench(unittest.TestCase):
         self.assertGreater(row["parameters"], 170e9)
         self.assertAlmostEqual(row["state_bytes"], 16 * row["parameters"] / 1024, delta=0.05 * row["state_bytes"])
 
+    def test_checkpoint(self):
+        compare = ["--compare-python"] if HAS_TORCH else []
+        rows = bench("checkpoint", "--model", "mlp", "--strategy", "ddp,zero1", "--devices", "1,2", "--batch-size", 8,
+                     "--rounds", 1, *compare)["results"]
+        self.assertEqual([(r["strategy"], r["ranks"], r["read_ranks"]) for r in rows],
+                         [("ddp", 1, 2), ("ddp", 2, 3), ("zero1", 1, 2), ("zero1", 2, 3)])
+        parameters = 784 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
+        for row in rows:
+            self.assertAlmostEqual(row["bytes"], 12 * parameters, delta=100, msg=row)  # Adam's counts are beside them.
+            self.assertGreaterEqual(row["rank_bytes"], row["bytes"] / row["ranks"])
+            self.assertLessEqual(row["read_bytes"], row["bytes"])
+            for key in ("stall_ms", "of_memcpy", "seconds", "of_dd"):
+                self.assertGreater(row[key], 0, key)
+            if compare:
+                python = [row[key] for key in ("torch_save_s", "dcp_stall_ms", "dcp_s")]
+                self.assertTrue(all(python) if row["strategy"] == "ddp" else python == [None] * 3, row)
+
     def test_scaling_says_what_ate_the_rest(self):
         with t.temporary_folder() as folder:
             rows = bench("scaling", "--model", "mlp", "--devices", "2,1", "--epochs", 1, "--rounds", 1, "--batch-size",

@@ -134,6 +134,23 @@ class Folder(unittest.TestCase):
         return train("--limit-train-batches", 5, "--max-epochs", 3, "--checkpoint-dir", self.saved, "--resume", resume,
                      *flags, check=check)
 
+    def test_weights_and_optimizer_begin_another_run(self):
+        """The next epoch is that of a resumed run: the same weights and optimizer, of other ranks."""
+        self.save("--devices", 2, "--strategy", "zero1", "--optimizer", "adam", "--batch-size", 32, epochs=1)
+        for name in (self.saved, self.saved / "latest"):
+            other = self.folder / "other"
+            train("--limit-train-batches", 5, "--max-epochs", 1, "--optimizer", "adam", "--load-weights", name,
+                  "--load-optimizer", name, "--checkpoint-dir", other)
+            state = json.loads((other / "latest" / "state.json").read_text())
+            steps = [tensor for tensor in state["tensors"]["state"] if tensor["name"].startswith("optimizer.step.")]
+            self.assertTrue(steps)
+            for tensor in steps:
+                part, = tensor["parts"]
+                with open(other / "latest" / part["file"], "rb") as file:
+                    file.seek(part["begin"])
+                    self.assertEqual(int.from_bytes(file.read(8), "little"), 10, "5 of each run")
+            shutil.rmtree(other)
+
     def test_layout(self):
         self.save("--checkpoint-every", 2, "--keep-checkpoints", 0)
         self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (2, 4, 5, 6, 8, 10)])
@@ -192,13 +209,20 @@ class Folder(unittest.TestCase):
     def test_of_another_model_or_data_names_both(self):
         self.save()
         for flags, message in ((("--model", "wide"), "--model 'mlp' in the checkpoint, 'wide' in this run"),
-                               (("--global-batch-size", 64), "--global-batch-size 'none' in the checkpoint, '64' in"),
+                               (("--global-batch-size", 32), "--global-batch-size 'none' in the checkpoint, '32' in"),
                                (("--limit-train-batches", 4), "--limit-train-batches '5' in the checkpoint, '4' in"),
                                (("--batch-size", 32), "--batch-size '64' in the checkpoint, '32' in this run"),
                                (("--optimizer", "adam"), "--optimizer 'sgd' in the checkpoint, 'adam' in this run")):
             result = self.resume(*flags, check=False)
             self.assertEqual(result.returncode, 1, result.stderr)
             self.assertIn(message, result.stderr)
+
+    def test_an_equal_batch_may_be_said_by_the_other_flag(self):
+        self.save("--devices", 2, "--batch-size", 32)
+        self.assertIn("resumed after step 10 ", self.resume("--global-batch-size", 64, "--devices", 1).stdout)
+        self.assertIn("resumed after step 15 ", self.resume("--batch-size", 64, "--devices", 1).stdout)
+        result = self.resume("--global-batch-size", 32, check=False)
+        self.assertIn("--global-batch-size '64' in the checkpoint, '32' in this run", result.stderr)
 
     def test_other_settings_are_told(self):
         """Another learning rate makes another course: no error, but no silence either."""
@@ -230,7 +254,7 @@ class Folder(unittest.TestCase):
         for devices in (1, 2):
             result = self.resume("--devices", devices, check=False, resume="none")
             self.assertEqual(result.returncode, 2)
-            self.assertIn("holds checkpoints of another run already (step-00000010)", result.stderr)
+            self.assertIn("holds checkpoints already (step-00000010)", result.stderr)
             self.assertIn("--resume auto", result.stderr)
         self.assertEqual(steps_in(self.saved), ["step-00000005", "step-00000010"])
 
@@ -295,7 +319,7 @@ class AtAnySize(unittest.TestCase):
         with t.temporary_folder() as folder:
             train(*flags, "--devices", 2, "--checkpoint-dir", folder, "--checkpoint-every", 1, "--keep-checkpoints", 0)
             on = train(*flags, "--devices", 1, "--resume", folder / "step-00000002")
-            self.assertIn("resumed after step 2 (epoch 1, batch 2)", on.stdout)
+            self.assertIn("resumed after step 2 (epoch 1, after 32 samples of it)", on.stdout)
             off = train(*flags, "--devices", 3, "--resume", folder / "step-00000002", check=False)
             self.assertEqual(off.returncode, 1, off.stderr)
             self.assertIn("after 32 samples, where no step of this run begins", off.stderr)
@@ -456,6 +480,72 @@ class InUse(unittest.TestCase):
         self.assertFalse((self.saved / ".in-use").exists())
 
 
+class Snapshots(unittest.TestCase):
+    """Checkpoints in memory outlive the job's processes."""
+
+    def setUp(self):
+        if not os.access("/dev/shm", os.W_OK):
+            self.skipTest("this system has no /dev/shm")
+        self.folder = self.enterContext(t.temporary_folder())
+        self.saved = self.folder / "saved"
+        self.before = set(os.listdir("/dev/shm"))
+        self.addCleanup(lambda: [shutil.rmtree(path, ignore_errors=True) for path in self.left()])
+
+    def left(self):
+        return [path for path in pathlib.Path("/dev/shm").glob("lockstep-snapshots-*") if path.name not in self.before]
+
+    def flags(self, *more):
+        """One epoch of 2,500 steps, at whose end alone the disk is written to."""
+        return ["--devices", 2, "--batch-size", 2, "--limit-val-batches", 1, "--max-epochs", 1, "--snapshot-every", 5,
+                "--checkpoint-dir", self.saved, *more]
+
+    def killed(self, *more, whom):
+        """Ends what `whom` gives of the job as soon as there is a snapshot."""
+        job = subprocess.Popen([str(word) for word in (t.LOCKSTEP, "train", *self.flags(*more))], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=t.clean_environment())
+        try:
+            t.wait_until(lambda: any(list(path.glob("step-*")) for path in self.left()), 60, "a snapshot")
+            os.kill(whom(job.pid), signal.SIGKILL)
+            out, err = job.communicate(timeout=90)
+            return job.returncode, out, err
+        finally:
+            job.kill()
+            job.wait()
+
+    def rank_of(self, pid):
+        """A rank, below the supervisor."""
+        for _ in range(2):
+            pid = int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return pid
+
+    def test_a_restart_goes_on_from_memory_to_the_same_bits(self):
+        code, out, err = self.killed("--max-restarts", 1, "--save-weights", self.folder / "w", whom=self.rank_of)
+        self.assertEqual(code, 0, err)
+        self.assertIn("resumed from a snapshot after step", out)
+        self.assertEqual(self.left(), [])
+        train(*self.flags("--checkpoint-dir", self.folder / "other", "--save-weights", self.folder / "whole"))
+        self.assertEqual((self.folder / "w").read_bytes(), (self.folder / "whole").read_bytes())
+
+    def test_a_job_that_fails_writes_it_to_the_disk(self):
+        code, _, err = self.killed(whom=self.rank_of)
+        self.assertNotEqual(code, 0)
+        step, = steps_in(self.saved)
+        self.assertIn(f"the last snapshot is saved as {self.saved / step}", err)
+        self.assertEqual(self.left(), [])
+        self.assertIn(f"resumed after step {int(step[5:]):,} ".replace(",", ""), train(*self.flags("--resume", "auto")).stdout)
+
+    def test_the_next_start_finds_what_a_killed_launcher_left(self):
+        self.killed(whom=lambda pid: pid)
+        self.assertEqual((steps_in(self.saved), len(self.left())), ([], 1))
+        self.assertIn("resumed from a snapshot after step", train(*self.flags("--resume", "auto")).stdout)
+        self.assertEqual(self.left(), [])
+
+    def test_one_of_a_folder_that_is_gone_is_not_taken(self):
+        self.killed(whom=lambda pid: pid)
+        shutil.rmtree(self.saved)
+        self.assertNotIn("resumed", train(*self.flags("--resume", "auto", "--limit-train-batches", 10)).stdout)
+
+
 class Metrics(unittest.TestCase):
 
     def test_a_new_run_says_what_it_overwrites(self):
@@ -491,24 +581,34 @@ class CannotSave(unittest.TestCase):
     def test_a_full_disk_ends_a_run_that_waits_for_its_saves(self):
         self.check_full_disk("none", [])
 
-    def check_full_disk(self, overlap, told):
+    def test_a_read_only_folder_is_named_before_training(self):
+        with t.temporary_folder() as folder:
+            result = self.run_mounted("ro", folder, f"{t.LOCKSTEP} train --devices 2 --checkpoint-dir {folder}")
+            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertIn(f"cannot write checkpoints to {folder}", result.stderr)
+            self.assertIn("Read-only file system", result.stderr)
+            self.assertNotIn("epoch 1", result.stdout)
+
+    def run_mounted(self, options, folder, script):
+        """The script where a file system of these options is mounted on the folder."""
         can_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0 \
             if shutil.which("unshare") else False
-        if not can_mount:
+        script = f"mount -t tmpfs -o {options} tmpfs {folder} || exit 77; {script}"
+        result = t.run("unshare", "-rm", "sh", "-c", script, check=False, timeout=60) if can_mount else None
+        if not result or result.returncode == 77:
             self.skipTest("no small file system can be mounted here (unshare -rm)")
+        return result
+
+    def check_full_disk(self, overlap, told):
         with t.temporary_folder() as folder:
             saved = folder / "saved"
             saved.mkdir()
             # The MLP's checkpoint takes 0.9 MB: one fits, the second does not.
-            script = (f"mount -t tmpfs -o size=1500k tmpfs {saved} || exit 77; "
-                      f"{t.LOCKSTEP} train --devices 2 --limit-train-batches 5 --checkpoint-overlap {overlap} "
-                      f"--checkpoint-dir {saved}; code=$?; "
-                      f"cp -r {saved} {folder}/after; exit $code")
-            result = t.run("unshare", "-rm", "sh", "-c", script, check=False, timeout=60)
-            if result.returncode == 77:
-                self.skipTest("no small file system can be mounted here")
+            result = self.run_mounted("size=1500k", saved, (
+                f"{t.LOCKSTEP} train --devices 2 --limit-train-batches 5 --checkpoint-overlap {overlap} "
+                f"--checkpoint-dir {saved}; code=$?; cp -r {saved} {folder}/after; exit $code"))
             self.assertEqual(result.returncode, 1, result.stderr)
-            self.assertIn("No space left on device", result.stderr)
+            self.assertIn("No space left on device", result.stderr.splitlines()[-2], "the last error has its reason")
             for text in ["step-00000010", *told]:
                 self.assertIn(text, result.stderr)
             after = folder / "after"

@@ -183,6 +183,11 @@ class Checkpoints(unittest.TestCase):
         got = json.loads(self.checkpoint("verify", run, "--json", code=1))
         self.assertEqual((got["checked"], [row["path"] for row in got["damaged"]]), (len(steps), [str(steps[0])]))
         self.assertIn("optimizer.", self.checkpoint("inspect", run))
+        whole = self.checkpoint("inspect", run / "latest")
+        (run / "latest").unlink()  # As on a file system that has no links.
+        self.assertEqual(self.checkpoint("inspect", run), whole)
+        self.checkpoint("convert", run, self.scratch / "newest.pt")
+        self.checkpoint("diff", run, steps[1])
 
     def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(self):
         run, weights = self.scratch / "run", self.scratch / "model.pt"

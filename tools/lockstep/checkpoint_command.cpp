@@ -29,6 +29,12 @@ constexpr const char* kSources =
     "torch.distributed.checkpoint), of torch.distributed.checkpoint (.metadata), or of `lockstep "
     "train`, of which the newest checkpoint is taken";
 
+/// The newest checkpoint of a run's folder; any other path as it is.
+fs::path newest_in(const fs::path& source) {
+  const auto all = CheckpointFolder(source).list();
+  return all.empty() ? source : all.front();
+}
+
 Json json_of(const PtFile::Value& value) {
   return std::visit(
       [](const auto& held) -> Json {
@@ -77,7 +83,7 @@ int inspect(const Words& args) {
   cli.positional("SOURCE", source_path, kSources);
   cli.flag("--json", json, "Print one JSON object, with the metadata and what is no tensor");
   if (!cli.parse(args)) return 0;
-  const TensorReader source(source_path);
+  const TensorReader source(newest_in(source_path));
   BenchRows rows;
   uint64_t bytes = 0;
   for (const TensorInfo& tensor : source.tensors()) {
@@ -173,8 +179,8 @@ int diff(const Words& args) {
   cli.positional("B", path_b, "The same");
   cli.flag("--json", json, "Print one JSON object instead of the table");
   if (!cli.parse(args)) return 0;
-  const TensorReader source_a(path_a);
-  const TensorReader source_b(path_b);
+  const TensorReader source_a(newest_in(path_a));
+  const TensorReader source_b(newest_in(path_b));
   std::map<std::string, std::array<const TensorInfo*, 2>> names;
   for (const TensorInfo& tensor : source_a.tensors()) names[tensor.name][0] = &tensor;
   for (const TensorInfo& tensor : source_b.tensors()) names[tensor.name][1] = &tensor;
@@ -200,8 +206,7 @@ int diff(const Words& args) {
 /// Compares the hashes of a checkpoint of Lockstep. All other sources have none, or are compared
 /// while they are read.
 void expect_whole(const fs::path& source) {
-  const fs::path newest = fs::exists(source / "latest") ? source / "latest" : source;
-  if (fs::exists(newest / "state.json")) check_files(open_checkpoint(newest));
+  if (fs::exists(source / "state.json")) check_files(open_checkpoint(source));
 }
 
 /// "convert" and "merge": the latter writes one file.
@@ -234,8 +239,9 @@ int convert(const std::string& action, const Words& args) {
   std::error_code ignored;
   if (fs::equivalent(source_path, target, ignored))
     throw UsageError("SOURCE and TARGET are the same: " + target, "name another TARGET");
-  expect_whole(source_path);
-  const TensorReader source(source_path, /*weights_only=*/true);
+  const fs::path newest = newest_in(source_path);
+  expect_whole(newest);
+  const TensorReader source(newest, /*weights_only=*/true);
   convert_tensors(source, target, to);
   std::string text =
       target + ": " + counted(static_cast<int64_t>(source.tensors().size()), "tensor");

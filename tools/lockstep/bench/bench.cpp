@@ -290,6 +290,19 @@ const std::vector<Bench>& benches() {
        scaling_worker,
        scaling_text,
        {.devices = {1, 2}}},
+      {"checkpoint",
+       "Measures saves of a strategy's state to the disk of TMPDIR: how long training waits, "
+       "beside "
+       "a memcpy of the state, and how fast it is written, beside dd with conv=fsync. Also how "
+       "many "
+       "bytes a rank writes, and reads where there is one rank more. Python's side is torch.save "
+       "and torch.distributed.checkpoint's async_save.",
+       of_steps({"--compare-python"}),
+       {"lockstep bench checkpoint --model gpt --strategy ddp,zero2,fsdp --compare-python"},
+       bench_checkpoint,
+       checkpoint_worker,
+       bench_table,
+       {.models = {"gpt"}, .optimizer = "adam"}},
       {"allreduce",
        "Measures all-reduces of tensors of several sizes, in microseconds, beside a lower bound: "
        "the time to copy each tensor into shared memory and back (two reads and two writes of its "

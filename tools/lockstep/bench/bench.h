@@ -150,6 +150,9 @@ struct Bench {
 
 const std::vector<Bench>& benches();
 
+/// The configurations of the models, ranks, strategies and precisions that are asked for.
+std::vector<BenchRow> cases_of(const BenchOptions& options, const std::string& kind);
+
 /// model, batch_size, ranks, backend, strategy, precision, optimizer, us_per_step. With a profile:
 /// the round whose step is the median one counts, and `trace` is of it.
 BenchRows bench_step(BenchRunner& runner);
@@ -158,6 +161,11 @@ BenchRows bench_memory(BenchRunner& runner);
 /// model, batch_size, ranks, ..., seconds (of an epoch), parts, and against the row with the fewest
 /// ranks: speedup, efficiency, lost_s (per part: by how much it took longer, divided by the ranks).
 BenchRows bench_scaling(BenchRunner& runner);
+/// model, strategy, ranks, bytes (written by all), rank_bytes (by the rank that writes most),
+/// read_ranks, read_bytes (the most that one of so many ranks reads), stall_ms, of_memcpy (the
+/// stall, of the time that memcpy of the same takes), seconds, of_dd (the speed, of dd's).
+/// Python's: torch_save_s, dcp_stall_ms, dcp_s; null where it has no such strategy.
+BenchRows bench_checkpoint(BenchRunner& runner);
 BenchRows bench_allreduce(
     BenchRunner& runner);                     ///< bytes, ranks, backend, p50_us, bound_us, of_bound
 BenchRows bench_rpc(BenchRunner& runner);     ///< call, bytes, p50_us, p99_us, calls_per_s

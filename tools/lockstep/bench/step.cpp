@@ -21,32 +21,6 @@ using PlainJson = nlohmann::json;
 constexpr int64_t kRandomSamples = 60'000;
 constexpr int64_t kCostlySamples = 600;
 
-/// The configurations of all steps that are asked for.
-std::vector<Json> cases_of(const BenchOptions& options, const std::string& kind) {
-  std::vector<Json> cases;
-  for (const auto& model : options.models) {
-    for (const int64_t ranks : options.devices) {
-      for (const auto& strategy : options.strategies) {
-        for (const auto& precision : options.precisions) {
-          // A sample of gpt has 128 tokens.
-          const int64_t usual = model.starts_with("gpt") ? 8 : 32;
-          cases.push_back({{"kind", kind},
-                           {"model", model},
-                           {"batch_size", options.batch_size_or(usual)},
-                           {"ranks", ranks},
-                           {"backend", options.backends.front()},
-                           {"strategy", strategy},
-                           {"precision", precision},
-                           {"optimizer", options.optimizer},
-                           {"warmup", std::min(kWarmup, options.steps)},
-                           {"steps", options.steps}});
-        }
-      }
-    }
-  }
-  return cases;
-}
-
 std::string text_of(const Json& config) {
   const auto word = [&](const char* key) { return config[key].get<std::string>(); };
   return word("kind") + " " + word("model") + ", " + word("strategy") + ", " + word("precision") +
@@ -143,6 +117,31 @@ void add_speedup(BenchRows& rows) {
 }
 
 }  // namespace
+
+std::vector<Json> cases_of(const BenchOptions& options, const std::string& kind) {
+  std::vector<Json> cases;
+  for (const auto& model : options.models) {
+    for (const int64_t ranks : options.devices) {
+      for (const auto& strategy : options.strategies) {
+        for (const auto& precision : options.precisions) {
+          // A sample of gpt has 128 tokens.
+          const int64_t usual = model.starts_with("gpt") ? 8 : 32;
+          cases.push_back({{"kind", kind},
+                           {"model", model},
+                           {"batch_size", options.batch_size_or(usual)},
+                           {"ranks", ranks},
+                           {"backend", options.backends.front()},
+                           {"strategy", strategy},
+                           {"precision", precision},
+                           {"optimizer", options.optimizer},
+                           {"warmup", std::min(kWarmup, options.steps)},
+                           {"steps", options.steps}});
+        }
+      }
+    }
+  }
+  return cases;
+}
 
 PlainJson step_worker(const PlainJson& config) {
   const World world = join_group(config);

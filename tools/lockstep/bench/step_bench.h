@@ -39,6 +39,7 @@ class StepBench {
 
   int64_t parameters() const;
   int64_t batch_size() const { return batch_; }
+  Strategy& strategy() { return *strategy_; }
   int data_shares() const { return strategy_->data_share().size; }
 
  private:

@@ -49,6 +49,10 @@ nlohmann::json memory_worker(const nlohmann::json& config);
 /// Trains on all samples, as often as `epochs` says. Rank 0's `seconds` of an epoch (the median)
 /// and `parts`, the seconds that each part of its steps took.
 nlohmann::json scaling_worker(const nlohmann::json& config);
+/// Saves into `folder`: bytes, rank_bytes, stall_ms, of_memcpy, seconds and of_dd, the medians of
+/// `saves` of them, each beside a memcpy and a dd. With `reads` it looks at what is there:
+/// read_bytes.
+nlohmann::json checkpoint_worker(const nlohmann::json& config);
 /// `rows`, an object for each of `batch_sizes`, whose times are medians.
 nlohmann::json data_parallel_worker(const nlohmann::json& config);
 /// `rows`, for each size: p50_us, bound_us and of_bound. The latter two are null where nothing is

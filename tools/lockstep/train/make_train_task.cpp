@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
@@ -83,6 +84,13 @@ ScheduleOptions schedule_of(const RunConfig& config, int64_t steps) {
   return schedule;
 }
 
+WeightsSelection selection_of(const RunConfig& config) {
+  WeightsSelection selection;
+  if (!config.load_only.empty()) selection.only = split(config.load_only, ',');
+  if (!config.load_rename.empty()) selection.rename = split(config.load_rename, ',');
+  return selection;
+}
+
 /// The module of the run, its parameters drawn from the seed.
 void make_module(const RunConfig& config, const World& world, const SampleSource& source,
                  ScheduleOptions schedule, ModelTask& made) {
@@ -90,7 +98,7 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   check_output_fits(info, made.train ? *made.train : *made.validation, source);
   seed_everything(config.seed);
   const auto model = make_model(config.model, source.num_classes());
-  if (!config.load_weights.empty()) load_weights(*model, config.load_weights);
+  if (!config.load_weights.empty()) load_weights(*model, config.load_weights, selection_of(config));
   if (!config.load_optimizer.empty() && made.train)
     made.optimizer_state =
         load_python_optimizer(config.load_optimizer, *model, python_settings(config));

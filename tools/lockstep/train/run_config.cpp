@@ -335,12 +335,18 @@ void check_config(const RunConfig& config) {
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }
+  if (config.snapshot_every > 0 && config.checkpoint_dir.empty()) {
+    throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written");
+  }
   if (config.resume == "auto" && config.checkpoint_dir.empty()) {
     throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");
   }
   if (config.resume != "none" && !config.load_weights.empty()) {
     throw UsageError("--resume and --load-weights exclude each other",
                      "--load-weights starts anew from weights; --resume goes on with a run");
+  }
+  if (config.load_weights.empty() && !(config.load_only + config.load_rename).empty()) {
+    throw UsageError("--load-only and --load-rename are for --load-weights, which is not given");
   }
   if (config.resume != "none" && !config.load_optimizer.empty()) {
     throw UsageError("--resume and --load-optimizer exclude each other",

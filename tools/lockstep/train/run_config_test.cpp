@@ -208,6 +208,7 @@ TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
         c.load_weights = "file";
       },
       "--resume and --load-weights exclude each other");
+  expect_refused([](auto& c) { c.load_rename = "a.*=b.*"; }, "are for --load-weights");
 }
 
 }  // namespace run_config_test

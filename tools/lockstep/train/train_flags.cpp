@@ -15,6 +15,7 @@
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/spawn_ranks.h"
 #include "tools/lockstep/train/placement.h"
+#include "tools/lockstep/train/snapshots.h"
 #include "tools/lockstep/train/training.h"
 
 namespace lockstep::tool {
@@ -108,8 +109,13 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
     options.shutdown_timeout =
         std::chrono::milliseconds(static_cast<int64_t>(*config.shutdown_timeout * 1000));
   }
-  const auto role = launch::spawn_ranks(static_cast<int>(config.devices), options, call);
-  return role != launch::SpawnRole::worker;
+  try {
+    return launch::spawn_ranks(static_cast<int>(config.devices), options, call) !=
+           launch::SpawnRole::worker;
+  } catch (...) {
+    if (!job.started_as_rank()) write_snapshot_to_disk(config);
+    throw;
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <optional>
@@ -11,12 +12,14 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
+#include "lockstep/train/fit_loop.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/metrics_file.h"
 #include "lockstep/train/same_settings.h"
@@ -24,6 +27,7 @@
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/make_train_task.h"
 #include "tools/lockstep/train/progress.h"
+#include "tools/lockstep/train/snapshots.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -94,9 +98,8 @@ void check_checkpoint_dir(const RunConfig& config, CheckpointFolder& folder) {
   const auto others = folder.list();
   if (config.resume != "none" || others.empty()) return;
   // No failure of the run, after which a launcher starts it again with --resume auto implied.
-  throw UsageError(what + " holds checkpoints of another run already (" +
-                       others.front().filename().string() + ")",
-                   "--resume auto goes on with that run; a new one needs another folder");
+  throw UsageError(what + " holds checkpoints already (" + others.front().filename().string() + ")",
+                   "--resume auto goes on from the newest; a new run needs another folder");
 }
 
 void check_resume(const std::string& resume) {
@@ -154,6 +157,19 @@ class ConfigSaver : public Callback {
   std::string text_;
 };
 
+class SnapshotSaver : public Callback {
+ public:
+  SnapshotSaver(CheckpointFolder folder, int64_t every)
+      : folder_(std::move(folder)), every_(every) {}
+  void on_step(Trainer& trainer, const StepResult& result) override {
+    if (result.step % every_ == 0) trainer.save_snapshot(folder_);
+  }
+
+ private:
+  CheckpointFolder folder_;
+  int64_t every_;
+};
+
 void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder,
                    Console& console) {
   if (config.early_stop_patience > 0) {
@@ -171,6 +187,10 @@ void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& 
     if (saves) trainer.add_callback(std::make_shared<ConfigSaver>(config));
   }
   if (!saves) return;
+  if (auto snapshots = snapshot_folder(config)) {
+    trainer.add_callback(
+        std::make_shared<SnapshotSaver>(std::move(*snapshots), config.snapshot_every));
+  }
   trainer.add_callback(std::make_shared<Checkpointer>(
       folder, config.checkpoint_every,
       [&console](const fs::path& latest) {
@@ -180,16 +200,68 @@ void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& 
       checkpoint_overlap(config.checkpoint_overlap)));
 }
 
-void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console) {
+/// Where both runs make steps of as many samples, either flag may have said so. `config` has the
+/// batch of a rank.
+void adapt_batch(const RunConfig& config, int64_t shares, const CheckpointInfo& found,
+                 std::map<std::string, std::string>& identity) {
+  const auto in_found = [&](const char* flag) {
+    const auto value = found.identity.find(flag);
+    return value == found.identity.end() ? std::string("none") : value->second;
+  };
+  const auto whole = parse_int(in_found("--global-batch-size"));
+  const auto of_each = parse_int(in_found("--batch-size"));
+  const auto found_shares = found.values.find(detail::kSharesOfEpoch);
+  const bool same_flag = whole.has_value() == config.global_batch_size.has_value();
+  if (same_flag || !of_each || found_shares == found.values.end()) return;
+  const int64_t batches = config.accumulate_grad_batches;
+  const int64_t samples = whole ? *whole : *of_each * std::llround(found_shares->second) * batches;
+  if (samples != config.batch_size * shares * batches) return;
+  for (const char* flag : {"--global-batch-size", "--batch-size"}) identity[flag] = in_found(flag);
+}
+
+/// A snapshot where it is newer than all checkpoints. `config` has the batch of a rank.
+std::optional<StoredCheckpoint> state_to_resume(const RunConfig& config, const Trainer& trainer,
+                                                const CheckpointFolder& folder, bool& is_snapshot) {
   const World& world = trainer.world();
-  auto checkpoint = load_checkpoint(world.group(), config.resume,
-                                    config.checkpoint_dir.empty() ? nullptr : &folder,
-                                    trainer.options().identity, world.device());
+  const int64_t shares =
+      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+  const auto load_from = [&](const CheckpointFolder& from) {
+    return load_checkpoint(world.group(), config.resume,
+                           config.checkpoint_dir.empty() ? nullptr : &from,
+                           trainer.options().identity, world.device(),
+                           [&](const CheckpointInfo& found, auto& identity) {
+                             adapt_batch(config, shares, found, identity);
+                           });
+  };
+  const auto snapshots = snapshot_folder(config);
+  int newer = 0;
+  if (snapshots && world.rank() == 0) {
+    newer = config.resume == "auto" && is_newer(*snapshots, folder) ? 1 : 0;
+  }
+  if (snapshots) world.group().all_reduce_values(ReduceOp::max, newer);
+  is_snapshot = newer != 0;
+  if (!is_snapshot) return load_from(folder);
+  try {
+    return load_from(*snapshots);
+  } catch (const DamagedCheckpointError& error) {
+    is_snapshot = false;
+    if (world.rank() == 0) log_warning(std::string("the snapshot is not used: ") + error.what());
+    return load_from(folder);
+  }
+}
+
+void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console) {
+  bool is_snapshot = false;
+  auto checkpoint = state_to_resume(config, trainer, folder, is_snapshot);
   if (!checkpoint) return;
   const CheckpointInfo info = checkpoint->info;
   trainer.restore(std::move(*checkpoint));
-  console.line("resumed after step " + std::to_string(info.step) + " (epoch " +
-               std::to_string(info.epoch + 1) + ", batch " + std::to_string(info.batches) + ")");
+  const std::string source = is_snapshot ? "resumed from a snapshot" : "resumed";
+  console.line(
+      source + " after step " + std::to_string(info.step) + " (epoch " +
+      std::to_string(info.epoch + 1) + ", after " +
+      (info.samples < 0 ? counted(info.batches, "batch") : counted(info.samples, "sample")) +
+      " of it)");
   if (info.epoch >= config.max_epochs) {
     console.line("nothing to train: all of --max-epochs " + std::to_string(config.max_epochs) +
                  " are done; testing the model as it is");
@@ -227,6 +299,7 @@ CheckpointFolder check_files(const RunConfig& config) {
   if (!config.load_optimizer.empty()) check_weights_exist(config.load_optimizer);
   CheckpointFolder folder = checkpoint_folder(config);
   check_checkpoint_dir(config, folder);
+  prepare_snapshots(config);
   return folder;
 }
 
@@ -261,9 +334,13 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   ModelTask made = make_train_task(of_rank, world);
   config.memory_format = memory_format_name(made.memory_format);
   print_opening(of_rank, world, made, console);
+  // After the trainer, which may still be writing.
+  const std::shared_ptr<void> tidied(nullptr, [&](void*) {
+    if (world.rank() == 0 && config.snapshot_every > 0) remove_old_snapshots(config);
+  });
   Trainer trainer(world, trainer_options(config));
   add_callbacks(config, trainer, folder, console);
-  resume(config, trainer, folder, console);
+  resume(of_rank, trainer, folder, console);
   trainer.load_optimizer(std::move(made.optimizer_state));
   const FitResult result =
       trainer.fit(made.module, std::move(*made.train), std::move(*made.validation));
