@@ -2,6 +2,7 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -116,7 +117,7 @@ MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device,
 }
 
 void add_sums(ShardSums& sums, const ShardSums& more) {
-  sums.resize(more.size());
+  sums.resize(std::max(sums.size(), more.size()));
   for (size_t i = 0; i < more.size(); ++i) sums[i].add(more[i]);
 }
 

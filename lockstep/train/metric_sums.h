@@ -47,7 +47,7 @@ MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device, cons
 /// The sums of each of a rank's logical shards, in their order. Without shards there is one.
 using ShardSums = std::vector<MetricSums>;
 
-/// Adds shard by shard. `sums` may be empty.
+/// Adds shard by shard. Either may be empty.
 void add_sums(ShardSums& sums, const ShardSums& more);
 
 /// The sums of all `shards` shards, by the tree of LogicalShards, on all ranks. 0: those of all
