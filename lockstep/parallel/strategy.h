@@ -34,8 +34,15 @@ struct BatchWork {
   at::Tensor target = {};
   /// The mean over the samples that it is given, divided and scaled as `loss`.
   std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)> criterion = {};
-  /// False while gradients only add up: ranks need not communicate them yet.
+  /// False while gradients only add up: ranks need not communicate them yet. With logical shards:
+  /// while further batches of the shard are to come.
   bool last_of_step = true;
+  struct Shard {
+    int64_t step;   ///< Counted over the whole run.
+    int64_t index;  ///< Among all shards.
+  };
+  /// Of which shard the batch is; only with StrategyOptions::logical_shards.
+  std::optional<Shard> shard = {};
 };
 
 /// A module as a chain: the output of one layer is the input of the next. For strategies that put
@@ -50,6 +57,8 @@ struct Layer {
 struct DataShare {
   int rank = 0;
   int size = 1;
+  /// How many, from `rank` on: with logical shards those of this rank, else one.
+  int count = 1;
 };
 
 /// Bytes that a rank keeps for training, as they are now. Activations are not counted.
@@ -100,6 +109,11 @@ struct StrategyOptions {
   std::optional<at::ScalarType> reduce_dtype = {};
   /// Empty: nothing is entered.
   ForwardContext forward_context = {};
+  /// DDP: into how many parts a step's batch is cut, for the same bits at any number of ranks up to
+  /// it: see LogicalShards. 0: a rank's part is what it is given.
+  int64_t logical_shards = 0;
+  /// Of the shards' random numbers.
+  uint64_t shard_seed = 0;
 };
 
 /// What a strategy is made of. The module's parameters lie on `device` and have their values; those

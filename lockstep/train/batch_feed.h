@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "lockstep/train/training_module.h"
 
@@ -21,6 +22,24 @@ concept BatchLoader = requires(L loader, const L& constant, B batch, int64_t num
   { loader.next(batch) } -> std::convertible_to<bool>;
   { constant.batches_per_epoch() } -> std::convertible_to<int64_t>;
 };
+
+namespace detail {
+
+template <class L>
+struct LoaderOf {
+  using type = L;
+};
+template <class L>
+struct LoaderOf<std::vector<L>> {
+  using type = L;
+};
+
+}  // namespace detail
+
+/// What a Trainer is given: a loader, or with logical shards a vector of one for each of this
+/// rank's shards, in their order.
+template <class L, class B>
+concept BatchLoaders = BatchLoader<typename detail::LoaderOf<L>::type, B>;
 
 namespace detail {
 
@@ -49,9 +68,14 @@ class BatchFeed {
   /// How the data is shared; null where the loader does not say.
   virtual const SamplerOptions* sampler() const = 0;
 
-  void move_to(c10::Device device) { device_ = device; }
+  /// With logical shards each has a loader of its own. What is about batches is of the selected
+  /// one, at first the first; `start` starts all.
+  virtual size_t shards() const { return 1; }
+  virtual void select(size_t shard) {}
+
+  virtual void move_to(c10::Device device) { device_ = device; }
   /// Floating-point tensors of the batches that the loader gives become of this dtype.
-  void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
+  virtual void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
   c10::Device device() const { return device_; }
   bool has_samples() const { return has_samples_; }
 
@@ -143,6 +167,16 @@ class FeedOf : public BatchFeed {
 template <class M, class L>
 std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, L loader) {
   return std::make_unique<FeedOf<typename M::BatchType, L>>(std::move(loader), module);
+}
+
+/// The feeds of a rank's logical shards, in their order, as one.
+std::unique_ptr<BatchFeed> feed_of_shards(std::vector<std::unique_ptr<BatchFeed>> feeds);
+
+template <class M, class L>
+std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, std::vector<L> loaders) {
+  std::vector<std::unique_ptr<BatchFeed>> feeds;
+  for (L& loader : loaders) feeds.push_back(feed_of(module, std::move(loader)));
+  return feed_of_shards(std::move(feeds));
 }
 
 /// What a fit works with.

@@ -93,23 +93,31 @@ class Evaluation {
 
 Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
                  detail::BatchFeed& feed, const ProcessGroup& group, int64_t limit_batches,
-                 const std::function<bool()>& go_on) {
+                 const std::function<bool()>& go_on, int64_t logical_shards) {
   const at::NoGradGuard no_grad;
   const EvaluationMode mode(module);
   share_buffers(module, parts, group);
   Evaluation evaluation(module, parts, feed);
   evaluation.context.device = feed.device();
   const detail::TrainingContext::Scope scope(module, evaluation.context);
-  MetricSums sums;
+  ShardSums sums(feed.shards());
   feed.start(0, 0);
+  const auto run_batches = [&](int64_t index) {
+    for (size_t shard = 0; shard < sums.size(); ++shard) {
+      feed.select(shard);
+      if (!feed.next_without_padding()) return false;
+      evaluation.run_batch(index);
+      if (feed.has_samples()) sums[shard].add(evaluation.context.sums);
+      evaluation.context.sums = {};
+    }
+    return true;
+  };
   const auto wanted = [&](int64_t batch) { return limit_batches == 0 || batch < limit_batches; };
-  for (int64_t used = 0; wanted(used) && feed.next_without_padding(); ++used) {
-    evaluation.run_batch(used);
-    if (feed.has_samples()) sums.add(evaluation.context.sums);
-    evaluation.context.sums = {};
+  for (int64_t used = 0; wanted(used) && run_batches(used); ++used) {
     if (go_on && !go_on()) return {};
   }
-  const Metrics metrics = metrics_of(reduce_over_ranks(group, feed.device(), sums));
+  const Metrics metrics =
+      metrics_of(reduce_over_shards(group, feed.device(), sums, logical_shards));
   module.on_validation_epoch_end(metrics);
   return metrics;
 }

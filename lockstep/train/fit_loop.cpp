@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
@@ -45,6 +46,8 @@ Settings settings_of_all_ranks(const TrainerOptions& options, const detail::Trai
   set("gradient_clip_val", options.gradient_clip_val);
   set("limit_train_batches", options.limit_train_batches);
   set("limit_val_batches", options.limit_val_batches);
+  set("logical_shards", options.strategy_options.logical_shards);
+  set("shard_seed", options.strategy_options.shard_seed);
   set("log_every_n_steps", options.log_every_n_steps);
   constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
   set("on_nan", kPolicies[static_cast<int>(options.on_nan)]);
@@ -85,6 +88,10 @@ void check_module(const detail::TrainTask& task, const TrainerOptions& options) 
                          ", but the module calls update itself",
                      "call accumulate in its training_step for the batches before an update");
   }
+  if (!task.module->automatic_optimization() && options.strategy_options.logical_shards > 0) {
+    throw UsageError("a module that calls update itself was given with logical shards",
+                     "let it return its loss (automatic_optimization), or leave the shards out");
+  }
 }
 
 /// Before the first collective call that depends on them.
@@ -107,6 +114,12 @@ detail::TrainTask ready(detail::TrainTask task, const Trainer& trainer) {
 }  // namespace
 
 void detail::check_share(const BatchFeed& feed, const DataShare& share, const std::string& use) {
+  if (static_cast<int>(feed.shards()) != share.count) {
+    throw UsageError("a Trainer was given " + counted(feed.shards(), "loader") + "; " + use + " " +
+                         counted(share.count, "share"),
+                     "give one loader, or with StrategyOptions::logical_shards a vector of one for "
+                     "each of data_share(strategy, options, rank, size).count shares");
+  }
   const SamplerOptions* const sampler = feed.sampler();
   if (!sampler || (sampler->rank == share.rank && sampler->world_size == share.size)) return;
   throw UsageError("a loader's sampler has rank " + std::to_string(sampler->rank) + " of " +
@@ -188,9 +201,9 @@ void FitLoop::after_step(const StepResult& result) {
 }
 
 void FitLoop::collect_sums() {
-  const MetricSums sums = loop_.take_sums();
-  log_sums_.add(sums);
-  epoch_sums_.add(sums);
+  const ShardSums sums = loop_.take_sums();
+  add_sums(log_sums_, sums);
+  add_sums(epoch_sums_, sums);
 }
 
 void FitLoop::log_step(const StepResult& result) {
@@ -198,7 +211,7 @@ void FitLoop::log_step(const StepResult& result) {
   logged_step_ = result.step;
   LogResult log;
   log.step = result;
-  log.metrics = reduced(std::exchange(log_sums_, {}));
+  log.metrics = metrics_of(reduced(std::exchange(log_sums_, {})));
   log.save_seconds = std::exchange(save_seconds_, 0);
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
@@ -216,7 +229,7 @@ bool FitLoop::finish_epoch() {
   result.step = loop_.step();
   result.lr = loop_.lr();
   const double trained = seconds();
-  result.train = reduced(epoch_sums_);
+  result.train = metrics_of(reduced(epoch_sums_));
   const int64_t samples = result.train.samples - restored_samples_;
   result.samples_per_s = static_cast<double>(samples) / std::max(trained - epoch_start_, 1e-9);
   if (task_.validation && !validate()) return false;
@@ -233,14 +246,16 @@ bool FitLoop::finish_epoch() {
 }
 
 Metrics FitLoop::evaluate(detail::BatchFeed& feed) {
-  return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches);
+  return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches,
+                            {}, options_.strategy_options.logical_shards);
 }
 
 /// False when a signal ended it.
 bool FitLoop::validate() {
   const Metrics metrics = lockstep::evaluate(
       *task_.module, loop_.parts(), *task_.validation, group_, options_.limit_val_batches,
-      [&] { return goes_on(agreement_->after_step(signals_->received())); });
+      [&] { return goes_on(agreement_->after_step(signals_->received())); },
+      options_.strategy_options.logical_shards);
   if (stop_requested_ != 0) return false;
   validation_ = metrics;
   return true;
@@ -256,8 +271,8 @@ void FitLoop::interrupt() {
   throw InterruptedError(stop_requested_);
 }
 
-Metrics FitLoop::reduced(const MetricSums& mine) const {
-  return metrics_of(reduce_over_ranks(group_, device(), mine));
+MetricSums FitLoop::reduced(const ShardSums& mine) const {
+  return reduce_over_shards(group_, device(), mine, options_.strategy_options.logical_shards);
 }
 
 double FitLoop::seconds() const {
@@ -305,7 +320,7 @@ void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may
   SavedFolder& target = saved(folder);
   target.may_be_lost = may_be_lost;
   // The epoch's sums of all ranks become rank 0's after a resume.
-  const MetricSums sums = reduce_over_ranks(group_, device(), epoch_sums_);
+  const MetricSums sums = reduced(epoch_sums_);
   CheckpointShards shards = shards_to_save(target.seen_by_all);
   CheckpointInfo& info = shards.info;
   info.step = loop_.step();
@@ -379,7 +394,8 @@ void FitLoop::restore(const StoredCheckpoint& checkpoint) {
   epoch_ = info.epoch;
   const MetricSums sums = MetricSums::from_values(info.values, kEpoch);
   restored_samples_ = sums.samples;
-  epoch_sums_ = group_.rank() == 0 ? sums : MetricSums();
+  epoch_sums_ = ShardSums(task_.train->shards());
+  if (group_.rank() == 0) epoch_sums_.front() = sums;
   for (const auto& callback : callbacks_) callback->load_values(info.values);
 }
 

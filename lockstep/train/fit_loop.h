@@ -74,7 +74,7 @@ class FitLoop {
   bool goes_on_now();
   bool wants_to_stop() const;
   [[noreturn]] void interrupt();
-  Metrics reduced(const MetricSums& mine) const;
+  MetricSums reduced(const ShardSums& mine) const;
   double seconds() const;
   c10::Device device() const { return task_.train->device(); }
 
@@ -88,9 +88,9 @@ class FitLoop {
   std::optional<StopAgreement> agreement_;
   int64_t epoch_ = 0;
   int64_t batches_ = 0;           ///< Of the epoch that are behind us.
-  MetricSums log_sums_;           ///< This rank's, since the last log.
+  ShardSums log_sums_;            ///< This rank's, since the last log.
   int64_t logged_step_ = 0;       ///< Of the last log. Ranks may have sums or none, but all steps.
-  MetricSums epoch_sums_;         ///< This rank's, of the epoch.
+  ShardSums epoch_sums_;          ///< This rank's, of the epoch.
   int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
   double log_start_ = 0;
   double epoch_start_ = 0;

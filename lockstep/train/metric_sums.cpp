@@ -2,8 +2,12 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+
+#include "lockstep/parallel/logical_shards.h"
+#include "lockstep/parallel/shard_tree.h"
 
 namespace lockstep {
 using nlohmann::json;
@@ -110,6 +114,29 @@ MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device,
   sums.samples = std::llround(values[4]);
   if (values[5] > 0) sums.named = reduce_named(group, mine.named);
   return sums;
+}
+
+void add_sums(ShardSums& sums, const ShardSums& more) {
+  sums.resize(std::max(sums.size(), more.size()));
+  for (size_t i = 0; i < more.size(); ++i) sums[i].add(more[i]);
+}
+
+MetricSums reduce_over_shards(const ProcessGroup& group, c10::Device device, const ShardSums& mine,
+                              int64_t shards) {
+  ShardSums own = mine;
+  if (shards == 0)
+    return reduce_over_ranks(group, device, own.empty() ? MetricSums() : own.front());
+  own.resize(shards_of_rank(shards, group.rank(), group.size()).size());
+  json values = json::array();
+  for (const MetricSums& sums : own) values.push_back(sums.values(""));
+  detail::ShardTree<MetricSums> tree([](MetricSums& left, MetricSums& right) { left.add(right); });
+  int64_t shard = 0;
+  for (const json& of_rank : group.all_gather_object(values)) {
+    for (const json& of_shard : of_rank)
+      tree.push(
+          {shard++, 1, MetricSums::from_values(of_shard.get<std::map<std::string, double>>(), "")});
+  }
+  return tree.take_total();
 }
 
 Metrics metrics_of(const MetricSums& sums) {

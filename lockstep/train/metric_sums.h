@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/train/callback.h"
@@ -42,6 +43,17 @@ struct MetricSums {
 /// exact. Where a rank has named ones, their names and sums are exchanged too, and added in the
 /// order of ranks. `device` is where the group's backend communicates.
 MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device, const MetricSums& mine);
+
+/// The sums of each of a rank's logical shards, in their order. Without shards there is one.
+using ShardSums = std::vector<MetricSums>;
+
+/// Adds shard by shard. Either may be empty.
+void add_sums(ShardSums& sums, const ShardSums& more);
+
+/// The sums of all `shards` shards, by the tree of LogicalShards, on all ranks. 0: those of all
+/// ranks. A collective.
+MetricSums reduce_over_shards(const ProcessGroup& group, c10::Device device, const ShardSums& mine,
+                              int64_t shards);
 
 /// NaN where there is nothing to divide by.
 Metrics metrics_of(const MetricSums& sums);

@@ -90,23 +90,34 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
   task_.train->start(epoch, first_batch);
-  for (int64_t i = first_batch; i < batches && task_.train->next(); ++i) {
+  for (int64_t i = first_batch, end = i; i < batches; i = end) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
     const int64_t first_of_step = i - i % accumulate_batches;
     batches_of_step_ = std::min(accumulate_batches, batches - first_of_step);
-    const bool last_of_step = i == first_of_step + batches_of_step_ - 1;
-    run_batch(i, last_of_step);
-    if (!last_of_step) continue;
+    end = first_of_step + batches_of_step_;
+    if (!run_step(i, end)) break;
     if (automatic_) {
-      parts_.front()->finish_step(
-          step_ + 1, epoch,
-          {last_loss_ / static_cast<double>(last_rows_), [this, i] { return loss_once_more(i); }});
+      parts_.front()->finish_step(step_ + 1, epoch,
+                                  {last_loss_ / static_cast<double>(last_rows_),
+                                   [this, end] { return loss_once_more(end - 1); }});
     }
     context_.step = ++step_;
-    if (!after_step(result_of(epoch, i + 1))) return false;
+    if (!after_step(result_of(epoch, end))) return false;
   }
   for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0);
   task_.module->on_train_epoch_end(epoch);
+  return true;
+}
+
+/// False where the loader has no further batch.
+bool StepLoop::run_step(int64_t first, int64_t end) {
+  for (shard_ = 0; shard_ < task_.train->shards(); ++shard_) {
+    task_.train->select(shard_);
+    for (int64_t i = first; i < end; ++i) {
+      if (!task_.train->next()) return false;
+      run_batch(i, /*last_of_step=*/i == end - 1);
+    }
+  }
   return true;
 }
 
@@ -134,7 +145,7 @@ void StepLoop::run_batch(int64_t index, bool last_of_step) {
   } else {
     task_.module->run_training_step(task_.train->batch(), index);
   }
-  samples_of_step_ += task_.module->samples_of(task_.train->batch());
+  if (shard_ == 0) samples_of_step_ += task_.module->samples_of(task_.train->batch());
   note_batch();
 }
 
@@ -148,6 +159,10 @@ double StepLoop::loss_once_more(int64_t index) {
 BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
   BatchWork work;
   work.last_of_step = last_of_step;
+  if (options_.strategy_options.logical_shards > 0) {
+    const int64_t first = parts_.front()->strategy().data_share().rank;
+    work.shard = {step_, first + static_cast<int64_t>(shard_)};
+  }
   work.loss = [this, index] {
     const at::Tensor loss = task_.module->run_training_step(task_.train->batch(), index);
     return judged(*parts_.front(), loss, task_.module->samples_of(task_.train->batch()));
@@ -182,7 +197,8 @@ void StepLoop::note_batch() {
   }
   // Of ranks that share a batch, those count it that have its loss.
   noted.samples = automatic_ ? last_rows_ : task_.module->samples_of(task_.train->batch());
-  sums_.add(noted);
+  sums_.resize(task_.train->shards());
+  sums_[shard_].add(noted);
   noted = {};
 }
 
@@ -267,7 +283,7 @@ void StepLoop::load_values(int64_t step, const std::map<std::string, double>& va
   }
 }
 
-MetricSums StepLoop::take_sums() {
+ShardSums StepLoop::take_sums() {
   return std::exchange(sums_, {});
 }
 

@@ -53,11 +53,12 @@ class StepLoop : private detail::Updater {
   int64_t batches_per_epoch() const;
   int64_t steps_per_epoch() const;
   int64_t total_steps() const { return steps_per_epoch() * options_.max_epochs; }
-  /// This rank's sums since the last call, over all batches.
-  MetricSums take_sums();
+  /// This rank's sums since the last call, over all batches of each of its shards.
+  ShardSums take_sums();
 
  private:
   class Unmeasured;
+  bool run_step(int64_t first, int64_t end);
   void run_batch(int64_t index, bool last_of_step);
   double loss_once_more(int64_t index);
   BatchWork work_of(int64_t index, bool last_of_step);
@@ -74,6 +75,7 @@ class StepLoop : private detail::Updater {
   detail::TrainedParts parts_;
   int shares_;  ///< Into how many different parts the data is cut.
   detail::TrainingContext context_;
+  size_t shard_ = 0;  ///< Of this rank's logical shards; without them there is one.
   bool warming_up_ = false;
   int64_t step_ = 0;
   int64_t batches_of_step_ = 1;
@@ -81,7 +83,7 @@ class StepLoop : private detail::Updater {
   double last_loss_ = 0;  ///< Times `last_rows_`, where a batch comes in parts.
   int64_t last_rows_ = 0;
   bool bad_batch_ = false;  ///< Its loss would hide that of all others.
-  MetricSums sums_;
+  ShardSums sums_;
   std::chrono::steady_clock::time_point start_;
 };
 

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/parallel/logical_shards.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/fit_loop.h"
 #include "lockstep/train/same_settings.h"
@@ -35,7 +36,12 @@ class Trainer::Impl {
  public:
   Impl(const World& world, TrainerOptions options) : world_(world), options_(std::move(options)) {
     check_ranges(options_);
-    options_.settings["number of ranks"] = std::to_string(world.size());
+    if (options_.strategy_options.logical_shards == 0) {
+      options_.settings["number of ranks"] = std::to_string(world.size());
+    } else {
+      options_.settings["arithmetic"] = arithmetic_of_process();
+      options_.settings["processor"] = processor_model();
+    }
   }
 
   FitResult fit(Trainer& trainer, detail::TrainTask task) {

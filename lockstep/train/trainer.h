@@ -73,7 +73,8 @@ class Trainer {
 
   /// Trains the module on the batches of `train` to the last epoch, or until a callback wants to
   /// stop. After each epoch it is evaluated on those of `validation`. The loaders are moved in and
-  /// must be made alike on all ranks: see BatchLoader.
+  /// must be made alike on all ranks: see BatchLoader. With StrategyOptions::logical_shards each is
+  /// a vector, with a loader for each of this rank's shards: see LogicalShards.
   ///
   /// The module comes to the world's device and gets rank 0's parameters. Throws UsageError for
   /// what the strategy cannot do with it, and MismatchError where ranks differ in their options,
@@ -85,13 +86,13 @@ class Trainer {
   /// InterruptedError. If an evaluation was interrupted, a resumed run repeats it from its start.
   /// Throws NumericError (see OnNan), CommError and what callbacks throw.
   template <class M, class Train>
-  requires BatchLoader<Train, typename M::BatchType> FitResult fit(std::shared_ptr<M> module,
-                                                                   Train train) {
+  requires BatchLoaders<Train, typename M::BatchType> FitResult fit(std::shared_ptr<M> module,
+                                                                    Train train) {
     return fit(detail::train_task(module, std::move(train)));
   }
   template <class M, class Train, class Validation>
-  requires BatchLoader<Train, typename M::BatchType> &&
-      BatchLoader<Validation, typename M::BatchType>
+  requires BatchLoaders<Train, typename M::BatchType> &&
+      BatchLoaders<Validation, typename M::BatchType>
           FitResult fit(std::shared_ptr<M> module, Train train, Validation validation) {
     return fit(detail::train_task(module, std::move(train), std::move(validation)));
   }
@@ -100,7 +101,7 @@ class Trainer {
   /// `fit` was called with the same module, it is evaluated as the strategy has spread it, else as
   /// it is. Every rank calls. Throws as `fit`.
   template <class M, class Data>
-  requires BatchLoader<Data, typename M::BatchType> Metrics
+  requires BatchLoaders<Data, typename M::BatchType> Metrics
   validate(const std::shared_ptr<M>& module, Data data) {
     return validate(*module, *detail::feed_of(module, std::move(data)));
   }

@@ -161,7 +161,7 @@ TEST(TrainingModule, TwoOptimizersKeepTheRanksAlike) {
               const auto rank = static_cast<size_t>(group.rank());
               StepLoop loop(tasks[rank], group, {});
               loop.run_epoch(0, 0, [](const StepResult&) { return true; });
-              const MetricSums sums = reduce_over_ranks(group, c10::kCPU, loop.take_sums());
+              const MetricSums sums = reduce_over_ranks(group, c10::kCPU, loop.take_sums().front());
               EXPECT_EQ(sums.samples, 24);
               EXPECT_EQ(sums.named.at("judge").weight, 24);
               weights[rank] = copies(*duels[rank]);

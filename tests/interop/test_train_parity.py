@@ -121,6 +121,18 @@ class SameWeights(unittest.TestCase):
     def test_mlp_with_nesterov_decay_and_clipping(self):
         self.check(2, model="mlp", epochs=1, batches=40, nesterov=True, weight_decay=0.001, clip=0.5, seed=7)
 
+    def test_logical_shards_are_ranks(self):
+        """Two shards, on one process or two, are DDP on two ranks."""
+        options = {"lr": 0.05, "momentum": 0.9, "seed": 42, "batch_size": 32, "model": "mlp", "epochs": 1, "batches": 40,
+                   "clip": 0.5}
+        with t.temporary_folder() as folder:
+            data = Data(folder)
+            theirs = python_weights(folder, data, 2, options)
+            for ranks in (1, 2):
+                ours = lockstep_weights(folder, data, ranks, options, ["--logical-shards", 2])
+                for name, tensor in theirs.items():
+                    self.assertTrue(ours[name].equal(tensor), (ranks, name))
+
     def test_goes_on_from_an_optimizer_that_python_saved(self):
         """Python trains 7 steps, saves, and goes on. Lockstep goes on from the file, to the same bits."""
         for world_size, options in ((1, {}), (2, {"nesterov": True, "weight_decay": 0.001}),

@@ -7,6 +7,7 @@
 #include "lockstep/parallel/data_parallel/data_parallel.h"
 #include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/logical_shards.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
@@ -26,7 +27,10 @@ struct Row {
 const std::vector<Row>& rows() {
   static const std::vector<Row> rows{
       {{"ddp", "every rank has the whole model; gradients are averaged"},
-       [](const StrategySetup& setup) { return make_ddp_strategy(setup); }},
+       [](const StrategySetup& setup) {
+         return setup.options.logical_shards > 0 ? make_sharded_batch_strategy(setup)
+                                                 : make_ddp_strategy(setup);
+       }},
       {{"dp", "one process: a replica for each device or core takes a part of each batch"},
        [](const StrategySetup& setup) { return make_dp_strategy(setup); }},
       {{"zero1", "ddp, with the optimizer's state shared out to the ranks"},
@@ -50,8 +54,12 @@ const Row& row_of(const std::string& name) {
   throw UsageError(unknown_word("strategy", name, strategy_names()));
 }
 
-/// Dimensions that a strategy would not look at are a mistake.
-void check_mesh(const Row& row, const StrategyOptions& options) {
+/// Dimensions or shards that a strategy would not look at are a mistake.
+void check_options(const Row& row, const StrategyOptions& options) {
+  if (options.logical_shards > 0 && row.info.name != "ddp") {
+    throw UsageError("strategy " + row.info.name + " takes no logical shards",
+                     "take strategy ddp, or leave the shards out");
+  }
   if (options.mesh.empty() || row.takes_mesh) return;
   throw UsageError("strategy " + row.info.name + " takes no mesh (" + options.mesh +
                        "): all its ranks are one dimension",
@@ -76,7 +84,7 @@ std::vector<std::string> strategy_names() {
 }
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
-  check_mesh(row_of(name), setup.options);
+  check_options(row_of(name), setup.options);
   const auto require = [&](bool given, const char* what) {
     if (!given) throw UsageError("strategy " + name + ": StrategySetup::" + what + " is not set");
   };
@@ -88,7 +96,10 @@ std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategyS
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
   const Row& row = row_of(name);
-  check_mesh(row, options);
+  check_options(row, options);
+  if (options.logical_shards > 0) {
+    return share_of(shards_of_rank(options.logical_shards, rank, size), options.logical_shards);
+  }
   return row.share ? row.share(options, rank, size) : DataShare{rank, size};
 }
 

@@ -19,7 +19,8 @@ const std::vector<StrategyInfo>& strategy_infos();
 std::vector<std::string> strategy_names();
 
 /// The share of the data that a rank of `size` trains on, known before the strategy is made: for
-/// its sampler. Equals Strategy::data_share. Throws as make_strategy.
+/// its sampler. With logical shards: its shards, of all. Equals Strategy::data_share. Throws as
+/// make_strategy.
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size);
 
 /// Makes a strategy. A collective of `setup.group`. Throws UsageError for an unknown name (with the

@@ -95,11 +95,12 @@ WeightsSelection selection_of(const RunConfig& config) {
 void make_module(const RunConfig& config, const World& world, const SampleSource& source,
                  ScheduleOptions schedule, ModelTask& made) {
   const ModelInfo info = model_info(config.model, source.num_classes());
-  check_output_fits(info, made.train ? *made.train : *made.validation, source);
+  check_output_fits(info, made.train.empty() ? made.validation.front() : made.train.front(),
+                    source);
   seed_everything(config.seed);
   const auto model = make_model(config.model, source.num_classes());
   if (!config.load_weights.empty()) load_weights(*model, config.load_weights, selection_of(config));
-  if (!config.load_optimizer.empty() && made.train)
+  if (!config.load_optimizer.empty() && !made.train.empty())
     made.optimizer_state =
         load_python_optimizer(config.load_optimizer, *model, python_settings(config));
   model->to(world.device());
@@ -108,8 +109,11 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   if (!threads_are_asked_for(config.threads) && world.device().is_cpu()) {
     const int64_t uses =
         info.per_token ? info.input_shape.at(0) : 1;  // of the weights, by a sample
+    // With logical shards bits must not depend on how many processes share the cores.
     at::set_num_threads(
-        threads_worth_using(at::get_num_threads(), *model, config.batch_size * uses));
+        config.logical_shards > 0
+            ? 1
+            : threads_worth_using(at::get_num_threads(), *model, config.batch_size * uses));
   }
   for (const at::Tensor& parameter : model->parameters()) made.parameters += parameter.numel();
   ModelTrainingOptions options;
@@ -119,11 +123,9 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   made.module = std::make_shared<ModelTraining>(model, std::move(options));
 }
 
-/// This rank's share of a part of a data set, by its strategy, made fit for the model.
-DataLoader make_loader(const RunConfig& config, const World& world,
+/// A share of a part of a data set, made fit for the model.
+DataLoader make_loader(const RunConfig& config, const World& world, const DataShare& data,
                        std::unique_ptr<SampleSource> source, bool training) {
-  const DataShare data =
-      data_share(config.strategy, strategy_options(config), world.rank(), world.size());
   SamplerOptions sampler;
   sampler.dataset_size = source->size();
   sampler.rank = data.rank;
@@ -138,15 +140,30 @@ DataLoader make_loader(const RunConfig& config, const World& world,
   options.seed = config.seed;
   const DistributedSampler share(sampler);
   if (training && config.batch_size > share.samples_per_rank()) {
-    throw UsageError("--batch-size " + std::to_string(config.batch_size) + " is larger than the " +
-                         std::to_string(share.samples_per_rank()) + " samples that " +
-                         (data.size > 1 ? "each of " + counted(data.size, "rank") + " has"
-                                        : std::string("there are")) +
-                         " of dataset " + source->name(),
-                     "give at most --batch-size " + std::to_string(share.samples_per_rank()));
+    throw UsageError(
+        "--batch-size " + std::to_string(config.batch_size) + " is larger than the " +
+            std::to_string(share.samples_per_rank()) + " samples that " +
+            (data.size > 1
+                 ? "each of " + counted(data.size, config.logical_shards > 0 ? "shard" : "rank") +
+                       " has"
+                 : std::string("there are")) +
+            " of dataset " + source->name(),
+        "give at most --batch-size " + std::to_string(share.samples_per_rank()));
   }
   Compose transforms = transforms_for(config, info, *source, training);
   return DataLoader(std::move(source), share, std::move(transforms), options);
+}
+
+/// This rank's share, by its strategy: with logical shards several.
+std::vector<DataLoader> make_loaders(RunConfig config, const World& world,
+                                     const std::unique_ptr<SampleSource>& source, bool training) {
+  DataShare data =
+      data_share(config.strategy, strategy_options(config), world.rank(), world.size());
+  config.num_workers = (config.num_workers + data.count - 1) / data.count;
+  std::vector<DataLoader> loaders;
+  for (; data.count > 0; --data.count, ++data.rank)
+    loaders.push_back(make_loader(config, world, data, source->clone(), training));
+  return loaders;
 }
 
 }  // namespace
@@ -170,10 +187,10 @@ ModelTask make_train_task(const RunConfig& config, const World& world, bool trai
   ScheduleOptions schedule;
   if (training) {
     made.train_samples = data.train->size();
-    made.train = make_loader(config, world, std::move(data.train), /*training=*/true);
-    schedule = schedule_of(config, steps_per_epoch(config, made.train->batches_per_epoch()));
+    made.train = make_loaders(config, world, std::exchange(data.train, {}), /*training=*/true);
+    schedule = schedule_of(config, steps_per_epoch(config, made.train.front().batches_per_epoch()));
   }
-  made.validation = make_loader(config, world, std::move(data.test), /*training=*/false);
+  made.validation = make_loaders(config, world, std::exchange(data.test, {}), /*training=*/false);
   make_module(config, world, *source, std::move(schedule), made);
   return made;
 }

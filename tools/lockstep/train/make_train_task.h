@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/data/loader.h"
@@ -19,8 +19,8 @@ int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
 /// What a Trainer is given, and what is told of it.
 struct ModelTask {
   std::shared_ptr<ModelTraining> module;
-  std::optional<DataLoader> train;  ///< None for an evaluation.
-  std::optional<DataLoader> validation;
+  std::vector<DataLoader> train;  ///< One, or one for each logical shard; none for an evaluation.
+  std::vector<DataLoader> validation;
   int64_t parameters = 0;
   int64_t train_samples = 0;
   int64_t test_samples = 0;

@@ -257,6 +257,8 @@ StrategyOptions strategy_options(const RunConfig& config) {
   if (!config.pipeline_balance.empty()) options.pipeline_balance = config.pipeline_balance;
   options.recompute_activations = config.recompute_activations;
   options.dp_replicas = config.dp_replicas.value_or(options.dp_replicas);
+  options.logical_shards = config.logical_shards;
+  options.shard_seed = config.seed;
   return options;
 }
 

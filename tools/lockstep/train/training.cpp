@@ -125,10 +125,11 @@ void print_opening(const RunConfig& config, const World& world, const ModelTask&
   const int64_t shares =
       data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
   const int64_t steps =
-      steps_per_epoch(config, made.train->batches_per_epoch()) * config.max_epochs;
+      steps_per_epoch(config, made.train.front().batches_per_epoch()) * config.max_epochs;
   console.line(counted(ranks, "rank") + over + " on " + world.device().str() +
                (config.strategy == "ddp" ? "" : ", strategy " + config.strategy) + ", batch size " +
-               std::to_string(config.batch_size) + " per rank, " +
+               std::to_string(config.batch_size) +
+               (config.logical_shards > 0 ? " per shard, " : " per rank, ") +
                std::to_string(config.batch_size * config.accumulate_grad_batches * shares) +
                " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
 }
@@ -318,7 +319,7 @@ RunConfig with_batch_of_rank(RunConfig config, const World& world) {
   if (*config.global_batch_size % batches != 0) {
     throw UsageError("--global-batch-size " + std::to_string(*config.global_batch_size) +
                          " cannot be cut into " + std::to_string(batches) + " equal batches" +
-                         ", one for each rank and batch of --accumulate-grad-batches",
+                         ", one for each rank or shard and batch of --accumulate-grad-batches",
                      "give a multiple of " + std::to_string(batches));
   }
   config.batch_size = *config.global_batch_size / batches;
@@ -343,7 +344,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   resume(of_rank, trainer, folder, console);
   trainer.load_optimizer(std::move(made.optimizer_state));
   const FitResult result =
-      trainer.fit(made.module, std::move(*made.train), std::move(*made.validation));
+      trainer.fit(made.module, std::move(made.train), std::move(made.validation));
   if (result.stopped_early) {
     console.line("stopped early: the test loss has not become lower for " +
                  counted(config.early_stop_patience, "epoch"));
@@ -359,7 +360,7 @@ Metrics run_evaluation(const RunConfig& config, const World& world, Console& con
   ModelTask made = make_train_task(config, world, /*training=*/false);
   TrainerOptions options;
   options.limit_val_batches = config.limit_val_batches.value_or(0);
-  const Metrics test = Trainer(world, options).validate(made.module, std::move(*made.validation));
+  const Metrics test = Trainer(world, options).validate(made.module, std::move(made.validation));
   finish_output(config, world, test, made.test_samples, console);
   return test;
 }

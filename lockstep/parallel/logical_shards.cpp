@@ -1,0 +1,443 @@
+#include "lockstep/parallel/logical_shards.h"
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+#include <torch/version.h>
+
+#include <bit>
+#include <fstream>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
+#include "lockstep/base/words.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/dense_layout.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/module_state.h"
+#include "lockstep/parallel/scaled_copy.h"
+#include "lockstep/parallel/shard_tree.h"
+#include "lockstep/parallel/whole_model.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kWhat = "LogicalShards";
+
+/// What the shards' tree sums: all pieces in flat memory, one for each dtype and device.
+struct FlatPieces {
+  std::vector<at::Tensor> memory;
+  std::vector<at::Tensor> views;  ///< By piece.
+};
+using PieceTree = detail::ShardTree<FlatPieces>;
+
+void seed_generators(c10::Device device, uint64_t key) {
+  const auto seed = [key](c10::Device where) {
+    at::Generator generator = at::globalContext().defaultGenerator(where);
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(key);
+  };
+  seed(c10::kCPU);
+  if (device.is_cuda()) seed(device);
+}
+
+/// The sizes of the tree's nodes that lie within a range, in their order.
+std::vector<int64_t> node_sizes(const ShardRange& range) {
+  const auto nothing = [](char&, char&) {};
+  detail::ShardTree<char> tree(nothing);
+  for (int64_t shard = range.begin; shard < range.end; ++shard) tree.push({shard, 1, 0});
+  std::vector<int64_t> sizes;
+  for (const auto& node : tree.nodes()) sizes.push_back(node.size);
+  return sizes;
+}
+
+DdpOptions core_options() {
+  DdpOptions options;
+  options.broadcast_buffers = false;
+  options.init_sync = false;
+  return options;
+}
+
+}  // namespace
+
+ShardRange shards_of_rank(int64_t shards, int rank, int ranks) {
+  if (shards < ranks) {
+    throw UsageError(counted(shards, "logical shard") + " for " + counted(ranks, "rank") +
+                         ": each rank needs one at least",
+                     "cut batches into as many shards as there are to be ranks at most");
+  }
+  return {shards * rank / ranks, shards * (rank + 1) / ranks};
+}
+
+DataShare share_of(const ShardRange& own, int64_t shards) {
+  return {static_cast<int>(own.begin), static_cast<int>(shards), static_cast<int>(own.size())};
+}
+
+std::string arithmetic_of_process() {
+  return "LibTorch " TORCH_VERSION ", " + at::get_cpu_capability() + ", " +
+         counted(at::get_num_threads(), "thread");
+}
+
+std::string processor_model() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    const size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return {};
+}
+
+class LogicalShards::Impl {
+ public:
+  Impl(torch::nn::Module& module, ProcessGroup group, int64_t count, uint64_t seed)
+      : group_(std::move(group)),
+        count_(count),
+        seed_(seed),
+        own_(shards_of_rank(count, group_.rank(), group_.size())),
+        state_(detail::whole_module_state(module)),
+        device_(state_.parameters.empty() ? c10::Device(c10::kCPU)
+                                          : state_.parameters.front().tensor.device()),
+        tree_([this](FlatPieces& left, FlatPieces& right) { join(left, right); }) {
+    start_alike();
+    for (const auto& item : state_.buffers) buffers_.push_back({item.tensor, {}});
+    if (one_node_each() && own_.size() == 1 && group_.size() > 1)
+      core_.emplace(module, group_, core_options(), detail::ReducerFactory(), kWhat);
+    lay_out();
+  }
+
+  int64_t count() const { return count_; }
+  ShardRange own() const { return own_; }
+
+  void run(int64_t step, int64_t shard, const std::function<at::Tensor()>& loss, bool last) {
+    if (!std::exchange(within_shard_, false)) begin(step, shard);
+    if (shard != shard_) refuse(shard, shard_);
+    backward_of(loss, last);
+    within_shard_ = !last;
+    if (last) end(step);
+  }
+
+  double sum(const std::vector<double>& of_own) const {
+    if (static_cast<int64_t>(of_own.size()) != own_.size()) {
+      throw UsageError(place() + ": " + counted(of_own.size(), "number") + " for " +
+                       counted(own_.size(), "shard"));
+    }
+    detail::ShardTree<double> tree([](double& left, double& right) { left += right; });
+    int64_t shard = 0;
+    for (const nlohmann::json& of_rank : group_.all_gather_object(of_own)) {
+      for (const nlohmann::json& number : of_rank) tree.push({shard++, 1, number.get<double>()});
+    }
+    return tree.take_total();
+  }
+
+ private:
+  struct Buffer {
+    at::Tensor tensor;
+    at::Tensor before;  ///< As the step began with it.
+  };
+
+  /// A gradient or a buffer's change, as a part of flat memory.
+  struct Piece {
+    std::string name;
+    at::Tensor tensor;
+    std::optional<size_t> buffer;  ///< None for a parameter.
+    size_t kind = 0;
+    int64_t offset = 0;
+  };
+
+  std::string place() const {
+    return std::string(kWhat) + ", rank " + std::to_string(group_.rank());
+  }
+
+  void start_alike() const {
+    if (group_.size() == 1) return;
+    for (const nlohmann::json& other : group_.all_gather_object(arithmetic_of_process())) {
+      if (other == arithmetic_of_process()) continue;
+      throw MismatchError(place() + " computes with " + arithmetic_of_process() +
+                              ", another rank with " + other.get<std::string>(),
+                          "the same bits at any size need the same LibTorch, instruction set and "
+                          "number of threads on all ranks");
+    }
+    detail::check_same_state(state_, group_, kWhat);
+    std::vector<at::Tensor> tensors;
+    for (const auto& item : state_.parameters) tensors.push_back(item.tensor.detach());
+    for (const auto& item : state_.buffers) tensors.push_back(item.tensor);
+    detail::broadcast_tensors(tensors, group_);
+  }
+
+  /// Whether each rank has one node of the tree, all of one size, and the group's own sum over
+  /// ranks is the rest of the tree. Two numbers have one sum.
+  bool one_node_each() const {
+    const int64_t ranks = group_.size();
+    return count_ % ranks == 0 && std::has_single_bit(static_cast<uint64_t>(count_ / ranks)) &&
+           (ranks <= 2 || group_.backend() == "shm");
+  }
+
+  void lay_out() {
+    if (!core_) {
+      for (const auto& item : state_.reduced) pieces_.push_back({item.name, item.tensor, {}});
+    }
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      const at::Tensor& tensor = buffers_[i].tensor;
+      if (tensor.is_floating_point()) pieces_.push_back({"", tensor, i});
+    }
+    std::vector<at::Tensor> tensors;
+    for (const Piece& piece : pieces_) tensors.push_back(piece.tensor);
+    for (const auto& members : detail::by_kind(tensors)) {
+      int64_t length = 0;
+      for (const size_t i : members) {
+        pieces_[i].kind = kinds_.size();
+        pieces_[i].offset = std::exchange(length, length + tensors[i].numel());
+      }
+      // Ranks sum equal parts of it.
+      const int64_t ranks = group_.size();
+      kinds_.push_back({tensors[members.front()].options().requires_grad(false),
+                        (length + ranks - 1) / ranks * ranks});
+    }
+  }
+
+  FlatPieces take_flat() {
+    if (!spare_.empty()) {
+      FlatPieces flat = std::move(spare_.back());
+      spare_.pop_back();
+      return flat;
+    }
+    FlatPieces flat;
+    for (const auto& [options, length] : kinds_)
+      flat.memory.push_back(at::zeros({length}, options));
+    for (const Piece& piece : pieces_)
+      flat.views.push_back(view_like(flat.memory[piece.kind], piece.offset, piece.tensor));
+    return flat;
+  }
+
+  void join(FlatPieces& left, FlatPieces& right) {
+    for (size_t kind = 0; kind < left.memory.size(); ++kind)
+      left.memory[kind].add_(right.memory[kind]);
+    spare_.push_back(std::move(right));
+  }
+
+  [[noreturn]] void refuse(int64_t shard, int64_t expected) const {
+    throw UsageError(place() + ": shard " + std::to_string(shard) + " was run, expected shard " +
+                         std::to_string(expected),
+                     "run shards " + std::to_string(own_.begin) + " to " +
+                         std::to_string(own_.end - 1) + " in each step, one after the other");
+  }
+
+  void begin(int64_t step, int64_t shard) {
+    const c10::AutoGradMode no_grad(false);
+    if (shard == own_.begin) {
+      begin_step();
+    } else if (shard != shard_ + 1 || shard >= own_.end) {
+      refuse(shard, shard_ + 1 < own_.end ? shard_ + 1 : own_.begin);
+    } else {
+      for (const Buffer& buffer : buffers_) buffer.tensor.variable_data().copy_(buffer.before);
+    }
+    shard_ = shard;
+    seed_generators(device_, KeyedRandom(seed_, step, shard).next());
+  }
+
+  void begin_step() {
+    for (const auto& item : state_.reduced) item.tensor.mutable_grad().reset();
+    for (auto& node : tree_.nodes()) spare_.push_back(std::move(node.value));
+    tree_.nodes().clear();
+    if (!total_.memory.empty()) spare_.push_back(std::exchange(total_, {}));
+    for (Buffer& buffer : buffers_) buffer.before = buffer.tensor.detach().clone();
+  }
+
+  void backward_of(const std::function<at::Tensor()>& loss, bool last) {
+    if (!core_) return backward(loss());
+    core_->synchronizing() = last;
+    core_->before_forward();
+    std::vector<at::Tensor> losses{loss()};
+    core_->after_forward(losses);
+    backward(losses.front());
+  }
+
+  void end(int64_t step) {
+    const c10::AutoGradMode no_grad(false);
+    if (!pieces_.empty()) {
+      tree_.push({shard_, 1, leaf()});
+      if (shard_ + 1 == own_.end) finish();
+    }
+    // What a program draws between steps is alike at each size, too.
+    if (shard_ + 1 == own_.end)
+      seed_generators(device_, KeyedRandom(seed_, step, static_cast<uint64_t>(count_)).next());
+  }
+
+  /// What this shard has made of the gradients and buffers, divided as DistributedDataParallel
+  /// divides.
+  FlatPieces leaf() {
+    FlatPieces flat = take_flat();
+    const double factor = 1.0 / static_cast<double>(count_);
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      const Piece& piece = pieces_[i];
+      at::Tensor& view = flat.views[i];
+      if (!piece.buffer) {
+        detail::scaled_copy(view, gradient_of(piece), factor);
+        piece.tensor.mutable_grad().reset();
+        continue;
+      }
+      const at::Tensor& before = buffers_[*piece.buffer].before;
+      if (at::equal(piece.tensor, before)) {
+        view.zero_();  // It may be infinite.
+      } else {
+        at::sub_out(view, piece.tensor, before).mul_(factor);
+      }
+    }
+    return flat;
+  }
+
+  at::Tensor gradient_of(const Piece& piece) const {
+    const at::Tensor gradient = piece.tensor.grad();
+    if (gradient.defined() && gradient.layout() == at::kStrided) return gradient.detach();
+    throw UsageError(place() + ": shard " + std::to_string(shard_) + " gave parameter " +
+                         piece.name + (gradient.defined() ? " a sparse gradient" : " no gradient"),
+                     "make the loss depend on every parameter in each batch, or freeze it before");
+  }
+
+  void finish() {
+    if (one_node_each()) {
+      total_ = tree_.take_total();
+      if (group_.size() > 1)
+        for (at::Tensor& memory : total_.memory) group_.all_reduce(memory);
+    } else {
+      total_ = exchange();
+    }
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      const Piece& piece = pieces_[i];
+      if (piece.buffer) {
+        at::Tensor now = piece.tensor.variable_data();
+        at::add_out(now, buffers_[*piece.buffer].before, total_.views[i]);
+      } else {
+        piece.tensor.mutable_grad() = total_.views[i];
+      }
+    }
+  }
+
+  /// Each rank gets its part of all ranks' nodes, joins them by the tree, and gives the sum to all.
+  FlatPieces exchange() {
+    FlatPieces result = take_flat();
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+      std::vector<at::Tensor> nodes;
+      for (const auto& node : tree_.nodes())
+        nodes.push_back(node.value.memory[kind].view({group_.size(), -1}));
+      const at::Tensor sum = sum_of_part(at::stack(nodes, 1).flatten());
+      group_.all_gather_into_tensor(result.memory[kind], sum);
+    }
+    for (auto& node : tree_.nodes()) spare_.push_back(std::move(node.value));
+    tree_.nodes().clear();
+    return result;
+  }
+
+  /// `nodes` has for each rank its part of each of this rank's nodes.
+  at::Tensor sum_of_part(const at::Tensor& nodes) const {
+    const auto count = static_cast<int64_t>(node_sizes(own_).size());
+    const int64_t part = nodes.numel() / count / group_.size();
+    std::vector<std::vector<int64_t>> sizes;
+    std::vector<int64_t> received;
+    int64_t all = 0;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      sizes.push_back(node_sizes(shards_of_rank(count_, rank, group_.size())));
+      received.push_back(static_cast<int64_t>(sizes.back().size()) * part);
+      all += received.back();
+    }
+    at::Tensor output = at::empty({all}, nodes.options());
+    group_.all_to_all_single(output, nodes, received,
+                             std::vector<int64_t>(group_.size(), count * part));
+    detail::ShardTree<at::Tensor> tree(
+        [](at::Tensor& left, at::Tensor& right) { left.add_(right); });
+    for (int64_t first = 0, begin = 0; const auto& of_rank : sizes) {
+      for (const int64_t size : of_rank) {
+        tree.push({first, size, output.narrow(0, begin, part)});
+        first += size;
+        begin += part;
+      }
+    }
+    return tree.take_total();
+  }
+
+  struct Kind {
+    at::TensorOptions options;
+    int64_t length;
+  };
+
+  const ProcessGroup group_;
+  const int64_t count_;
+  const uint64_t seed_;
+  const ShardRange own_;
+  const detail::ModuleState state_;
+  const c10::Device device_;
+  std::vector<Buffer> buffers_;
+  std::optional<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
+  std::vector<Piece> pieces_;            ///< What the tree sums here.
+  std::vector<Kind> kinds_;
+  PieceTree tree_;
+  FlatPieces total_;               ///< Whose views are gradients until the next step.
+  std::vector<FlatPieces> spare_;  ///< Memory for further shards.
+  int64_t shard_ = -1;             ///< The one that runs, or ran last.
+  bool within_shard_ = false;      ///< More batches of it are to come.
+};
+
+LogicalShards::LogicalShards(torch::nn::Module& module, const ProcessGroup& group, int64_t count,
+                             uint64_t seed) {
+  if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
+  impl_ = std::make_unique<Impl>(module, group, count, seed);
+}
+LogicalShards::~LogicalShards() = default;
+
+int64_t LogicalShards::count() const {
+  return impl_->count();
+}
+ShardRange LogicalShards::own() const {
+  return impl_->own();
+}
+void LogicalShards::run(int64_t step, int64_t shard, const std::function<at::Tensor()>& loss,
+                        bool last_of_shard) {
+  impl_->run(step, shard, loss, last_of_shard);
+}
+double LogicalShards::sum(const std::vector<double>& of_own) const {
+  return impl_->sum(of_own);
+}
+
+namespace {
+
+class ShardedBatchStrategy : public detail::WholeOptimizerStrategy {
+ public:
+  explicit ShardedBatchStrategy(const StrategySetup& setup)
+      : WholeOptimizerStrategy("ddp", setup),
+        shards_(*setup.module, setup.group, setup.options.logical_shards,
+                setup.options.shard_seed) {
+    if (!optimizer().needs_closure()) return;
+    throw UsageError("optimizer " + optimizer().name() +
+                         " evaluates the loss several times in a step, which logical shards do "
+                         "not do",
+                     "take another optimizer, or leave the logical shards out");
+  }
+
+  DataShare data_share() const override { return share_of(shards_.own(), shards_.count()); }
+
+  void run_batch(const BatchWork& work) override {
+    if (!work.shard)
+      throw UsageError("strategy ddp with logical shards: BatchWork::shard is not set");
+    shards_.run(
+        work.shard->step, work.shard->index, [&] { return compute_loss(work); }, work.last_of_step);
+  }
+
+ private:
+  LogicalShards shards_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_sharded_batch_strategy(const StrategySetup& setup) {
+  return std::make_unique<ShardedBatchStrategy>(setup);
+}
+
+}  // namespace lockstep
