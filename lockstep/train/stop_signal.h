@@ -8,8 +8,8 @@ namespace lockstep {
 /// While one lives, INT, TERM, HUP, QUIT and USR1, by which Slurm tells of the end of a job's time,
 /// only set a flag, which the training loop looks at. A second signal of the same kind ends the
 /// process at once, unless it comes so soon that it is the first once more (kSameSignal). Signals
-/// that are ignored when it is made (nohup, background jobs) stay ignored. One at a time in a
-/// process, since signal handlers are the process's own.
+/// that are ignored when it is made (nohup, background jobs) stay ignored. Signal handlers are the
+/// process's own: of several at a time each lives within the one before, which tells of the same.
 class StopSignal {
  public:
   StopSignal();
