@@ -382,7 +382,8 @@ int64_t FitLoop::first_batch_of(const CheckpointInfo& info, bool in_memory) {
     loop_.skip(before);
     const int64_t done = info.samples - before;
     const int64_t end = loop_.batches_per_epoch();
-    if (done >= end * of_batch) return end;
+    const SamplerOptions* const sampler = task_.train->sampler();
+    if (done >= end * of_batch || (sampler && info.samples >= sampler->dataset_size)) return end;
     if (done == info.batches * of_batch) return info.batches;
     const int64_t of_step = of_batch * options_.accumulate_grad_batches;
     if (done % of_step == 0) return done / of_batch;

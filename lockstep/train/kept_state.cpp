@@ -17,8 +17,8 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kInfo = "info";
-constexpr const char* kModel = "model.";
-constexpr const char* kState = "state.";
+constexpr const char* kOfModel = "model.";
+constexpr const char* kOfState = "state.";
 
 StateDict flattened(const StoredCheckpoint& kept) {
   const std::string text = to_json(kept.info).dump();
@@ -26,9 +26,9 @@ StateDict flattened(const StoredCheckpoint& kept) {
   std::memcpy(info.mutable_data_ptr(), text.data(), text.size());
   StateDict all{{kInfo, info}};
   for (const auto& tensor : kept.model)
-    all.emplace_back(kModel + tensor.name, tensor.parts.front().values);
+    all.emplace_back(kOfModel + tensor.name, tensor.parts.front().values);
   for (const auto& tensor : kept.state)
-    all.emplace_back(kState + tensor.name, tensor.parts.front().values);
+    all.emplace_back(kOfState + tensor.name, tensor.parts.front().values);
   return all;
 }
 
@@ -37,8 +37,8 @@ StoredCheckpoint unflattened(const StateDict& all) {
   const auto* const text = static_cast<const char*>(info.const_data_ptr());
   StoredCheckpoint kept;
   kept.info = info_from(json::parse(text, text + info.numel()));
-  kept.model = in_memory(whole_shards(with_prefix_removed(all, kModel)));
-  kept.state = in_memory(whole_shards(with_prefix_removed(all, kState)));
+  kept.model = in_memory(whole_shards(with_prefix_removed(all, kOfModel)));
+  kept.state = in_memory(whole_shards(with_prefix_removed(all, kOfState)));
   return kept;
 }
 

@@ -19,6 +19,7 @@ from left_behind import LeftBehind
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = bool(os.environ.get("LOCKSTEP_LONG_TESTS"))
+TRAINER_RANK = t.BUILD_DIR / "tests" / "lockstep_trainer_recovery_rank"
 SAMPLES, BATCH = 1437, 64
 
 
@@ -90,6 +91,59 @@ class Training:
 
     def digest(self):
         return hashlib.sha256(self.weights.read_bytes()).hexdigest()
+
+
+class TrainerRecovery(unittest.TestCase):
+    """A Trainer in an ElasticJob, which goes on with any number of ranks."""
+
+    def setUp(self):
+        self.left = LeftBehind()
+        self.random = random.Random(SEED)
+
+    def tearDown(self):
+        self.left.expect_nothing()
+
+    def check_samples(self, folder, epochs):
+        """Each sample is used once in each epoch, by the steps that count."""
+        generation_of, used = {}, {}
+        for path in folder.glob("finished-*"):
+            for line in path.read_text().splitlines():
+                generation, step = map(int, line.split())
+                generation_of[step] = max(generation_of.get(step, 0), generation)
+        for path in folder.glob("begun-*"):
+            for line in path.read_text().splitlines():
+                generation, step, epoch, *samples = map(int, line.split())
+                if generation_of.get(step) == generation:
+                    used.setdefault(epoch, []).extend(samples)
+        self.assertEqual(sorted(generation_of), list(range(1, len(generation_of) + 1)))
+        self.assertEqual(sorted(used), list(range(epochs)))
+        for epoch, samples in used.items():
+            self.assertEqual(sorted(samples), list(range(1000)), f"epoch {epoch}")
+
+    def test_each_sample_is_used_once(self):
+        kills, epochs = (40, 300) if LONG else (6, 60)
+        with t.temporary_folder() as folder:
+            process = subprocess.Popen([TRAINER_RANK, folder, "3", str(kills), str(epochs)], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True, env=t.clean_environment(LOCKSTEP_TIMEOUT="60"))
+            try:
+                t.wait_until(lambda: len([path for path in folder.glob("finished-*") if path.stat().st_size]) == 3, 60, "steps")
+                for _ in range(kills):
+                    time.sleep(self.random.choice([0.0, 0.05, 0.3, 1.0]) * self.random.random())
+                    # The state lies with those that have made a step.
+                    alive = [pid for child in children(process.pid) for pid in children(child)]
+                    made = [pid for pid in alive if (folder / f"finished-{pid}").exists()
+                            and (folder / f"finished-{pid}").stat().st_size]
+                    if process.poll() is None and len(made) >= 2:
+                        os.kill(self.random.choice(alive), signal.SIGKILL)
+                _, errors = process.communicate(timeout=180)
+            finally:
+                process.kill()
+                process.communicate()
+            self.assertEqual(process.returncode, 0, errors)
+            self.assertIn("go on without it", errors)
+            self.check_samples(folder, epochs)
+            ends = {path.read_text() for path in folder.glob("end-*")}
+            self.assertEqual(len(ends), 1, ends)
 
 
 class TrainRecovery(unittest.TestCase):

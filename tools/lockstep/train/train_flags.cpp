@@ -113,10 +113,10 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& again) {
   if (config.devices == 1 && config.max_restarts == 0) return false;
   const JobEnvironment job = read_job_environment();
-  if (!job.started_as_rank()) sizes_to_go_on_with(config, static_cast<int>(config.devices));
   if (job.started_as_rank()) {
     tell_of_ignored_devices(config, job);
   } else {
+    sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
     check_files(config);
     tell_crowd(config);
   }
