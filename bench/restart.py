@@ -78,7 +78,7 @@ def measure(job, program, chance):
         start = len(job.lines)
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    header = job.next("2 ranks over", start)[0]
+    header = job.next("resumed after step", start)[0]
     return job.next("step", header + 1)[1] - begin
 
 

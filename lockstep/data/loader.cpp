@@ -139,6 +139,16 @@ class DataLoader::Impl {
     start(state.epoch, at_end ? batches_ : position / options_.batch_size);
   }
 
+  void skip(int64_t samples) {
+    prefetcher_.reset();
+    running_ = false;
+    SamplerOptions options = sampler_.options();
+    options.skip = samples;
+    sampler_ = DistributedSampler(options);
+    indices_.clear();
+    count_batches();
+  }
+
   bool next(Batch& batch) {
     batch = Batch{};  // gives its buffer back
     if (!running_) return false;
@@ -289,6 +299,9 @@ DataLoader::Epoch DataLoader::resume(const SamplerState& state) {
   return Epoch(this);
 }
 
+void DataLoader::skip(int64_t samples) {
+  impl_->skip(samples);
+}
 bool DataLoader::next(Batch& batch) {
   return impl_->next(batch);
 }

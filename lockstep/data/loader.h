@@ -71,6 +71,9 @@ class DataLoader {
   /// Starts at the position of a loader with the same options when it gave this state. Throws
   /// UsageError if the position is not at the start of a batch.
   Epoch resume(const SamplerState& state);
+  /// From now on so many samples at the beginning of an epoch's order are done, as with
+  /// SamplerOptions::skip. 0: none is. Ends the epoch in progress.
+  void skip(int64_t samples);
   /// The next batch. False, with an empty batch, at the epoch's end or before the first epoch.
   bool next(Batch& batch);
 

@@ -238,6 +238,30 @@ TEST(DataLoader, AnEpochOfWhichAllIsSkippedHasNoBatch) {
   }
 }
 
+TEST(DataLoader, SkipsAsItsSamplerWould) {
+  for (const int workers : {0, 2}) {
+    const SamplerOptions all{.dataset_size = 20, .rank = 1, .world_size = 2};
+    SamplerOptions rest = all;
+    rest.skip = 7;
+    const LoaderOptions options{.batch_size = 4, .num_workers = workers};
+    DataLoader loader(numbered_images(20), DistributedSampler(all), {}, options);
+    DataLoader expected(numbered_images(20), DistributedSampler(rest), {}, options);
+    loader.epoch(1, 1);
+    loader.skip(7);
+    Batch batch;
+    EXPECT_FALSE(loader.next(batch)) << "the epoch in progress has ended";
+    EXPECT_EQ(loader.batches_per_epoch(), expected.batches_per_epoch());
+    loader.epoch(1);
+    for (const Batch& other : expected.epoch(1)) {
+      ASSERT_TRUE(loader.next(batch));
+      EXPECT_TRUE(batch.data.equal(other.data));
+    }
+    EXPECT_FALSE(loader.next(batch));
+    loader.skip(0);
+    EXPECT_EQ(loader.batches_per_epoch(), 3);
+  }
+}
+
 TEST(DataLoader, NothingComesBeforeTheFirstEpoch) {
   DataLoader loader(numbered_images(10), sampler_for(10));
   Batch batch;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <system_error>
@@ -35,17 +36,48 @@ std::filesystem::path GenerationFolder::mark_of(int worker) const {
   return folder_ / ("worker-" + std::to_string(worker));
 }
 
-void GenerationFolder::announce(int worker) const {
-  write_new_file(mark_of(worker), {});
+std::filesystem::path GenerationFolder::leave_of(int worker, int64_t number) const {
+  return folder_ / ("left-" + std::to_string(number) + "-" + std::to_string(worker));
+}
+
+/// Renamed into place, as the launcher reads it.
+void GenerationFolder::announce(int worker, const std::set<int>& sizes) const {
+  std::string text;
+  for (const int size : sizes) text += std::to_string(size) + " ";
+  const auto aside = folder_ / ("worker-new-" + std::to_string(worker));
+  write_new_file(aside, text);
+  std::filesystem::rename(aside, mark_of(worker));
 }
 
 bool GenerationFolder::has_announced(int worker) const {
   return is_there(mark_of(worker));
 }
 
+bool GenerationFolder::accepts(int worker, size_t members) const {
+  const auto sizes = split(read_file(mark_of(worker)), ' ');
+  const auto is_it = [&](const auto& word) { return word == std::to_string(members); };
+  return sizes.size() <= 1 || std::any_of(sizes.begin(), sizes.end(), is_it);
+}
+
+void GenerationFolder::leave(int worker, int64_t number) const {
+  write_new_file(leave_of(worker, number), {});
+}
+
+bool GenerationFolder::has_left(int worker, int64_t number) const {
+  return is_there(leave_of(worker, number));
+}
+
 void GenerationFolder::forget(int worker) const {
   std::error_code ignored;
   std::filesystem::remove(mark_of(worker), ignored);
+}
+
+void GenerationFolder::promise(int64_t number) const {
+  write_new_file(folder_ / ("promised-" + std::to_string(number)), {});
+}
+
+bool GenerationFolder::is_promised(int64_t number) const {
+  return is_there(folder_ / ("promised-" + std::to_string(number)));
 }
 
 void GenerationFolder::publish(const Generation& generation) const {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace lockstep::launch {
@@ -24,12 +25,21 @@ class GenerationFolder {
  public:
   explicit GenerationFolder(std::filesystem::path folder) : folder_(std::move(folder)) {}
 
-  /// A worker says that it joins later generations. Throws SystemError.
-  void announce(int worker) const;
+  /// A worker says that it joins later generations of so many members. Empty: of any number.
+  /// Throws SystemError.
+  void announce(int worker, const std::set<int>& sizes = {}) const;
   bool has_announced(int worker) const;
+  /// Whether the worker, which has announced itself, joins a generation of so many members.
+  bool accepts(int worker, size_t members) const;
+  /// A worker says that a call between ranks has failed in this generation.
+  void leave(int worker, int64_t number) const;
+  bool has_left(int worker, int64_t number) const;
   /// A new process takes the worker's place, which has announced nothing yet.
   void forget(int worker) const;
 
+  /// The launcher says that this generation begins when new processes have come.
+  void promise(int64_t number) const;
+  bool is_promised(int64_t number) const;
   /// Generations are numbered without a gap. Throws SystemError.
   void publish(const Generation& generation) const;
   /// Whether there is a generation after this one.
@@ -40,6 +50,7 @@ class GenerationFolder {
  private:
   std::filesystem::path file_of(int64_t number) const;
   std::filesystem::path mark_of(int worker) const;
+  std::filesystem::path leave_of(int worker, int64_t number) const;
 
   std::filesystem::path folder_;
 };

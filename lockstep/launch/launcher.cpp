@@ -39,6 +39,8 @@ constexpr std::chrono::milliseconds kSettleAcrossHosts{1000};
 constexpr std::chrono::milliseconds kOrphanLimit{1000};
 /// How often to look whether a new process has come to join the others.
 constexpr std::chrono::milliseconds kExpectedInterval{5};
+/// The same for ranks that hang.
+constexpr std::chrono::milliseconds kHangingInterval{200};
 
 std::vector<std::string> environment_of(const WorkerPlan& plan,
                                         const std::filesystem::path& generation_folder) {
@@ -178,6 +180,7 @@ class Launcher {
     }
     supervisor_ = std::make_unique<Supervisor>(processes, plan_.scratch, recovery_.has_value());
     for (auto& stream : streams_) stream->started();
+    if (recovery_) show_first_member(Clock::now());
   }
 
   /// On a thread of its own: LibTorch takes 0.3 s to load, in which a rank may fail.
@@ -223,7 +226,7 @@ class Launcher {
     if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
     follow_agent(now);
-    if (recovery_) recovery_->admit();
+    if (recovery_) look_after_generation(now);
     pump(now);
     if (job_.all_ended() && !leaving_) leave_if_ready();
   }
@@ -233,7 +236,8 @@ class Launcher {
     if (drain_until_ && (!next || *drain_until_ < *next)) next = drain_until_;
     std::chrono::milliseconds interval{60'000};
     if (serving_.valid()) interval = kServedInterval;
-    if (recovery_ && !recovery_->expected().empty()) interval = kExpectedInterval;
+    if (recovery_ && job_.running())
+      interval = recovery_->expected().empty() ? kHangingInterval : kExpectedInterval;
     const int64_t longest = interval.count();
     if (!next) return longest < 60'000 ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
@@ -316,11 +320,13 @@ class Launcher {
     if (!recovery_ || !job_.running() || end.left_by_usr1() || because_of_others) return false;
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
-    if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank)) return false;
     const bool replaced = attempts_.current() < attempts_.max_restarts;
+    if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank, replaced))
+      return false;
     tell(index, end, true, replaced);
     attempts_.failures.push_back(failure.line());
-    std::string text = plan_.told_by + failure.line() + "; the others go on without it";
+    std::string text = plan_.told_by + failure.line() + "; the others ";
+    text += recovery_->waits() ? "wait" : "go on without it";
     if (replaced) {
       text += ", and a new process takes its place (restart " +
               std::to_string(attempts_.current()) + " of " +
@@ -331,6 +337,29 @@ class Launcher {
     }
     log_warning(text);
     return true;
+  }
+
+  void look_after_generation(Time now) {
+    recovery_->admit();
+    show_first_member(now);
+    if (!job_.running()) return;
+    const auto hanging = recovery_->hanging(now);
+    for (size_t i = 0; i < pids_.size(); ++i) {
+      if (hanging.count(plan_.workers[i].rank) == 0 || pids_[i] <= 0) continue;
+      log_warning(plan_.told_by + "rank " + std::to_string(plan_.workers[i].rank) +
+                  " hangs: the others have waited in vain; it is killed");
+      ::kill(-pids_[i], SIGKILL);
+    }
+  }
+
+  void show_first_member(Time now) {
+    const int first = recovery_->first_member();
+    if (!plan_.shows_first_member || first < 0 || first == shown_) return;
+    shown_ = first;
+    for (size_t i = 0; i < plan_.workers.size(); ++i) {
+      streams_[2 * i]->read(now);
+      streams_[2 * i]->mute(plan_.workers[i].rank != shown_);
+    }
   }
 
   void start_again(int index) {
@@ -441,6 +470,7 @@ class Launcher {
   LineCopies err_copies_;
   Job job_;
   std::vector<std::unique_ptr<WorkerStream>> streams_;  // out and err of worker 0, of worker 1, ...
+  int shown_ = -1;  ///< Whose standard output is shown, where it is that of one.
   std::vector<pid_t> pids_;
   std::vector<std::optional<ErrorReport>> reports_;
   std::shared_ptr<void> served_;

@@ -86,6 +86,8 @@ struct LaunchPlan {
   /// itself, the others go on without it if they have announced that they can, and a new process
   /// takes its place while restarts are left. Empty: a failure ends the attempt.
   std::filesystem::path generation_folder = {};
+  /// Of standard output that goes to the console, only that of the generation's rank 0 does.
+  bool shows_first_member = false;
   std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
   /// How the user goes on after a worker was killed by a signal and no restart was asked for.
   std::string how_to_go_on = {};

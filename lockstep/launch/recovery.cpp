@@ -4,17 +4,36 @@
 
 namespace lockstep::launch {
 
-bool Recovery::go_on_without(int worker) {
-  if (expected_.erase(worker) > 0) return has_members();
+bool Recovery::go_on_without(int worker, bool is_replaced) {
+  const bool was_expected = expected_.erase(worker) > 0;
   auto left = members_;
   left.erase(worker);
   const bool can = !left.empty() && std::all_of(left.begin(), left.end(), [&](int other) {
     return folder_.has_announced(other);
   });
   if (!can) return false;
-  members_ = std::move(left);
-  publish();
+  members_.swap(left);
+  bool enough = false;
+  const size_t most = members_.size() + expected_.size() + (is_replaced ? 1 : 0);
+  for (size_t size = members_.size(); size <= most; ++size) enough = enough || fits(size);
+  if (!enough) {
+    members_.swap(left);
+    return false;
+  }
+  if (was_expected && !waits_) return true;
+  if (fits(members_.size())) {
+    publish();
+  } else {
+    waits_ = true;
+    folder_.promise(number_ + 1);
+  }
   return true;
+}
+
+/// Whether all members go on as so many.
+bool Recovery::fits(size_t size) const {
+  return std::all_of(members_.begin(), members_.end(),
+                     [&](int member) { return folder_.accepts(member, size); });
 }
 
 void Recovery::expect(int worker) {
@@ -26,10 +45,24 @@ void Recovery::admit() {
   for (const int worker : expected_) {
     if (folder_.has_announced(worker)) came.insert(worker);
   }
-  if (came.empty()) return;
+  if (came.empty() || !fits(members_.size() + came.size())) return;
   for (const int worker : came) expected_.erase(worker);
   members_.merge(came);
   publish();
+}
+
+std::set<int> Recovery::hanging(std::chrono::steady_clock::time_point now) {
+  std::set<int> left, stay;
+  for (const int member : members_)
+    (folder_.has_left(member, number_) ? left : stay).insert(member);
+  if (left.empty() || waits_) {
+    left_since_.reset();
+    return {};
+  }
+  if (!left_since_) left_since_ = now;
+  if (now - *left_since_ < kSettle) return {};
+  left_since_ = now;  // Not to be named again at once.
+  return stay;
 }
 
 void Recovery::ended(int worker) {
@@ -40,6 +73,8 @@ void Recovery::ended(int worker) {
 }
 
 void Recovery::publish() {
+  waits_ = false;
+  left_since_.reset();
   folder_.publish({.number = ++number_, .members = {members_.begin(), members_.end()}});
 }
 

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -12,31 +14,46 @@ namespace lockstep::launch {
 /// their RANKs. One thread.
 class Recovery {
  public:
+  /// Less than workers wait for a next generation.
+  static constexpr std::chrono::seconds kSettle{3};
+
   /// All workers are members.
   Recovery(const std::filesystem::path& folder, std::set<int> workers)
       : folder_(folder), members_(std::move(workers)) {}
 
-  /// A worker has failed. True: the others go on, and a generation without it was published. False:
-  /// none is left, or one has not announced that it can go on.
-  bool go_on_without(int worker);
+  /// A worker has failed. True: the others go on. A generation without it was published, or is when
+  /// new processes have come, where the others do not go on as so few. With `is_replaced` one comes
+  /// in its place. False: none is left, one has not announced that it can go on, or they are too
+  /// few for good.
+  bool go_on_without(int worker, bool is_replaced);
   /// A new process was started in the worker's place. It becomes a member once it has announced
   /// itself.
   void expect(int worker);
-  /// Publishes a generation with those who have come.
+  /// Publishes a generation with those who have come, if they are enough.
   void admit();
+  /// Members that still stand in a generation that others have left `kSettle` ago although nobody
+  /// had failed: they hang.
+  std::set<int> hanging(std::chrono::steady_clock::time_point now);
   /// A worker has ended well. The rest does not wait for it.
   void ended(int worker);
+  /// Whether those that are left wait for new processes.
+  bool waits() const { return waits_; }
   /// New processes that have not come yet.
   const std::set<int>& expected() const { return expected_; }
   bool has_members() const { return !members_.empty(); }
+  /// Rank 0 of the generation; -1: none.
+  int first_member() const { return members_.empty() ? -1 : *members_.begin(); }
 
  private:
+  bool fits(size_t size) const;
   void publish();
 
   GenerationFolder folder_;
   int64_t number_ = 0;
   std::set<int> members_;
   std::set<int> expected_;
+  bool waits_ = false;
+  std::optional<std::chrono::steady_clock::time_point> left_since_;
 };
 
 }  // namespace lockstep::launch

@@ -29,27 +29,27 @@ class RecoveryTest : public testing::Test {
 TEST_F(RecoveryTest, TheOthersGoOnWithoutOneThatFailed) {
   announce({4, 5, 6});
   EXPECT_FALSE(folder_.has_after(0));
-  EXPECT_TRUE(recovery_.go_on_without(5));
+  EXPECT_TRUE(recovery_.go_on_without(5, false));
   EXPECT_EQ(members_after(0), (std::vector<int>{4, 6}));
-  EXPECT_TRUE(recovery_.go_on_without(4));
+  EXPECT_TRUE(recovery_.go_on_without(4, false));
   EXPECT_EQ(members_after(1), (std::vector<int>{6}));
   EXPECT_EQ(newest(), 2);
   EXPECT_FALSE(folder_.has_after(2));
-  EXPECT_FALSE(recovery_.go_on_without(6)) << "nobody is left";
+  EXPECT_FALSE(recovery_.go_on_without(6, false)) << "nobody is left";
   EXPECT_EQ(newest(), 2);
 }
 
 TEST_F(RecoveryTest, NobodyGoesOnUnlessAllOthersCan) {
   announce({4});
-  EXPECT_FALSE(recovery_.go_on_without(5));
+  EXPECT_FALSE(recovery_.go_on_without(5, false));
   EXPECT_FALSE(folder_.has_after(0));
   announce({6});
-  EXPECT_TRUE(recovery_.go_on_without(5));
+  EXPECT_TRUE(recovery_.go_on_without(5, false));
 }
 
 TEST_F(RecoveryTest, ANewProcessJoinsOnceItHasComeInItsOldPlace) {
   announce({4, 5, 6});
-  ASSERT_TRUE(recovery_.go_on_without(4));
+  ASSERT_TRUE(recovery_.go_on_without(4, false));
   folder_.forget(4);
   recovery_.expect(4);
   recovery_.admit();
@@ -60,12 +60,46 @@ TEST_F(RecoveryTest, ANewProcessJoinsOnceItHasComeInItsOldPlace) {
   EXPECT_TRUE(recovery_.expected().empty());
 }
 
-TEST_F(RecoveryTest, ANewProcessThatFailsBeforeItHasComeChangesNothing) {
-  announce({4, 5, 6});
-  ASSERT_TRUE(recovery_.go_on_without(4));
+TEST_F(RecoveryTest, WhoAreTooFewWaitForANewProcess) {
+  for (const int worker : {4, 5, 6}) folder_.announce(worker, {3});
+  ASSERT_TRUE(recovery_.go_on_without(5, true));
+  EXPECT_TRUE(recovery_.waits());
+  EXPECT_TRUE(folder_.is_promised(1));
+  EXPECT_FALSE(folder_.has_after(0));
+  folder_.forget(5);
+  recovery_.expect(5);
+  EXPECT_TRUE(recovery_.go_on_without(4, true)) << "one more while they wait";
   folder_.forget(4);
   recovery_.expect(4);
-  EXPECT_TRUE(recovery_.go_on_without(4));
+  folder_.announce(5, {3});
+  recovery_.admit();
+  EXPECT_FALSE(folder_.has_after(0)) << "two are too few";
+  folder_.announce(4, {3});
+  recovery_.admit();
+  EXPECT_EQ(members_after(0), (std::vector<int>{4, 5, 6}));
+  EXPECT_FALSE(recovery_.waits());
+  EXPECT_FALSE(recovery_.go_on_without(6, false)) << "nobody comes";
+  EXPECT_EQ(newest(), 1);
+}
+
+TEST_F(RecoveryTest, WhoDoesNotLeaveWithTheOthersHangs) {
+  announce({4, 5, 6});
+  const std::chrono::steady_clock::time_point now{};
+  EXPECT_TRUE(recovery_.hanging(now).empty());
+  folder_.leave(4, 0);
+  EXPECT_TRUE(recovery_.hanging(now).empty()) << "it may come yet";
+  folder_.leave(6, 0);
+  EXPECT_EQ(recovery_.hanging(now + Recovery::kSettle), std::set<int>{5});
+  ASSERT_TRUE(recovery_.go_on_without(5, false));
+  EXPECT_TRUE(recovery_.hanging(now + 2 * Recovery::kSettle).empty()) << "a new generation";
+}
+
+TEST_F(RecoveryTest, ANewProcessThatFailsBeforeItHasComeChangesNothing) {
+  announce({4, 5, 6});
+  ASSERT_TRUE(recovery_.go_on_without(4, false));
+  folder_.forget(4);
+  recovery_.expect(4);
+  EXPECT_TRUE(recovery_.go_on_without(4, false));
   EXPECT_EQ(newest(), 1);
   EXPECT_TRUE(recovery_.expected().empty());
 }

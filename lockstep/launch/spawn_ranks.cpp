@@ -169,6 +169,8 @@ struct Parent {
       plan.serve = [listener] { return host_store(listener->release()); };
     }
     const bool forks = call.body && forks_can_go_on();
+    // Where one rank's output is shown, and another may take that rank's place.
+    const bool follows = call.recovers && call.stdout_ranks && !options.stdout_ranks;
     for (int i = 0; i < nprocs; ++i) {
       plan.workers.push_back(worker_plan(layout, i, number, argv, folder));
       if (forks) {
@@ -178,8 +180,10 @@ struct Parent {
         };
       }
       // What is not shown comes to us, who drop it, as in `lockstep run`.
-      plan.workers.back().out.inherit = !shown || shown->count(i) > 0;
+      plan.workers.back().out.console = follows;
+      plan.workers.back().out.inherit = !follows && (!shown || shown->count(i) > 0);
     }
+    plan.shows_first_member = follows;
     plan.scratch = folder;
     if (call.recovers) plan.generation_folder = folder;
     const auto timeout = shutdown_timeout(options.shutdown_timeout);

@@ -73,7 +73,8 @@ void WorkerStream::read(Time now) {
 void WorkerStream::take(std::string_view bytes, Time now) {
   tail_.feed(bytes);
   file_.write(bytes);
-  if (console_wanted_) cutter_.feed(bytes, now, [this](std::string_view line) { show(line); });
+  if (console_wanted_ && !is_muted_)
+    cutter_.feed(bytes, now, [this](std::string_view line) { show(line); });
 }
 
 void WorkerStream::show(std::string_view line) {
@@ -82,6 +83,11 @@ void WorkerStream::show(std::string_view line) {
   console_.write(line, this);
   console_.write("\n", this);
   copies_.take(prefix, line);
+}
+
+void WorkerStream::mute(bool is_muted) {
+  if (console_wanted_) cutter_.finish([this](std::string_view line) { show(line); });
+  is_muted_ = is_muted;
 }
 
 void WorkerStream::close() {

@@ -60,6 +60,8 @@ class WorkerStream {
   bool open() const { return static_cast<bool>(read_); }
   /// Takes in what is there now. Does not block.
   void read(Time now);
+  /// From now on the console gets nothing of it.
+  void mute(bool is_muted);
   /// Gives the stream up: its last line is passed on.
   void close();
   const Tail& tail() const { return tail_; }
@@ -74,6 +76,7 @@ class WorkerStream {
 
   bool inherit_;
   bool console_wanted_;
+  bool is_muted_ = false;
   int own_fd_;
   std::string prefix_;
   std::string own_mark_;  ///< "[rank3]", which our own messages and c10d's begin with.

@@ -78,8 +78,9 @@ Store store_of_launcher() {
 
 class ElasticJob::Impl {
  public:
-  explicit Impl(const StartOptions& options)
+  explicit Impl(const StartOptions& options, std::set<int> sizes = {})
       : options_(options),
+        sizes_(std::move(sizes)),
         folder_(folder_of_launcher()),
         worker_(static_cast<int>(env_int("RANK").value_or(0))) {}
 
@@ -96,7 +97,7 @@ class ElasticJob::Impl {
 
   void run(const std::function<void(World&)>& train) {
     keep_numbers();
-    if (folder_) folder_->announce(worker_);
+    if (folder_) folder_->announce(worker_, sizes_);
     for (auto generation = first_generation(); generation; generation = next_generation()) {
       number_ = generation->number;
       if (run_generation(*generation, train)) return;
@@ -112,6 +113,9 @@ class ElasticJob::Impl {
     }
   }
   int64_t commits() const { return progress_.commits; }
+  int64_t generation() const { return number_; }
+
+  std::shared_ptr<const void> kept;
 
  private:
   struct Number {
@@ -128,11 +132,11 @@ class ElasticJob::Impl {
 
   /// A process that takes a dead one's place waits until it is a member.
   std::optional<Generation> first_generation() {
-    if (!folder_ || !folder_->has_after(0)) {
+    if (!folder_ || !(folder_->has_after(0) || folder_->is_promised(1))) {
       progress_.complete = true;
       return Generation{};
     }
-    return await_generation(options_.init.timeout.value_or(std::chrono::minutes(2)));
+    return await_generation(kPatience);
   }
 
   std::optional<Generation> next_generation() {
@@ -141,10 +145,20 @@ class ElasticJob::Impl {
     return next;
   }
 
+  /// A new process may come late, as may the others to their next commit.
+  bool is_worth_waiting() const {
+    return folder_ && (!failure_ || folder_->is_promised(number_ + 1));
+  }
+
   /// The newest one after this, if this process is a member.
-  std::optional<Generation> await_generation(std::chrono::milliseconds timeout) const {
-    const auto deadline = Clock::now() + timeout;
-    for (PollPause pause; folder_ && Clock::now() < deadline; pause.sleep()) {
+  std::optional<Generation> await_generation(std::chrono::milliseconds patience) const {
+    const auto timeout =
+        std::chrono::milliseconds(options_.init.timeout.value_or(std::chrono::minutes(2)));
+    const auto begin = Clock::now();
+    const auto waits = [&] {
+      return Clock::now() < begin + (is_worth_waiting() ? timeout : patience);
+    };
+    for (PollPause pause; folder_ && waits(); pause.sleep()) {
       const auto newest = folder_->newest_after(number_);
       if (newest && rank_in(*newest) >= 0) return newest;
     }
@@ -164,7 +178,7 @@ class ElasticJob::Impl {
   InitOptions init_options(const Generation& generation) {
     InitOptions options = options_.init;
     options.cancelled = [folder = folder_, number = generation.number] {
-      return folder && folder->has_after(number);
+      return folder && (folder->has_after(number) || folder->is_promised(number + 1));
     };
     if (generation.number == 0) return options;
     if (!store_) store_ = store_of_launcher();
@@ -191,12 +205,14 @@ class ElasticJob::Impl {
       throw;
     } catch (const CommError&) {
       failure_ = std::current_exception();
+      if (folder_) folder_->leave(worker_, generation.number);
     }
     restore_numbers();
     return false;
   }
 
   const StartOptions options_;
+  const std::set<int> sizes_;
   const std::optional<GenerationFolder> folder_;
   const int worker_;  ///< The RANK that it was started with.
   std::vector<detail::NamedPart> parts_;
@@ -211,6 +227,9 @@ ElasticJob::ElasticJob(int nprocs, const StartOptions& options) {
   launch::start_ranks(nprocs, options, "ElasticJob", true);
   impl_ = std::make_unique<Impl>(options);
 }
+
+ElasticJob::ElasticJob(const InitOptions& init, const std::set<int>& sizes)
+    : impl_(std::make_unique<Impl>(StartOptions{.init = init}, sizes)) {}
 
 ElasticJob::~ElasticJob() = default;
 
@@ -259,6 +278,14 @@ void ElasticJob::commit() {
 
 int64_t ElasticJob::commits() const {
   return impl_->commits();
+}
+
+int64_t ElasticJob::generation() const {
+  return impl_->generation();
+}
+
+std::shared_ptr<const void>& ElasticJob::kept() {
+  return impl_->kept;
 }
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "lockstep/base/error.h"
@@ -56,6 +57,10 @@ class ElasticJob {
   /// As `start`, up to `init`: returns in a rank only. With `max_restarts` 0 no process takes a
   /// dead one's place.
   explicit ElasticJob(int nprocs, const StartOptions& options = {});
+  /// In a process that a launcher has started as a rank. The job goes on with so many ranks as
+  /// `sizes` has; empty: with any number. While there are others, those that live wait for new
+  /// processes. Where none will come, the attempt has failed.
+  explicit ElasticJob(const InitOptions& init, const std::set<int>& sizes = {});
   ~ElasticJob();
   ElasticJob(const ElasticJob&) = delete;
   ElasticJob& operator=(const ElasticJob&) = delete;
@@ -90,6 +95,12 @@ class ElasticJob {
   void commit();
   /// Steps that were committed, on whichever ranks.
   int64_t commits() const;
+  /// The number of the generation, from 0.
+  int64_t generation() const;
+
+  /// What one generation leaves to the next in this process, for code that shares it by itself, as
+  /// Trainer::live_on does. Null at first.
+  std::shared_ptr<const void>& kept();
 
  private:
   class Impl;

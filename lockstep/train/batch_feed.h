@@ -52,6 +52,9 @@ class BatchFeed {
   /// Of all ranks together, in a batch that is full; 0 where the loader does not say.
   virtual int64_t samples_per_batch() const = 0;
   virtual void start(int64_t epoch, int64_t first_batch) = 0;
+  /// From now on so many samples of an epoch's order are done: see DataLoader::skip. False where
+  /// the loader cannot.
+  virtual bool skip(int64_t samples) = 0;
   /// Takes the next batch; false at the epoch's end.
   virtual bool next() = 0;
   /// The same, less the sampler's padding. `has_samples` tells where nothing was left: then the
@@ -105,6 +108,11 @@ class FeedOf : public BatchFeed {
     return 0;
   }
   void start(int64_t epoch, int64_t first_batch) override { loader_.epoch(epoch, first_batch); }
+
+  bool skip(int64_t samples) override {
+    if constexpr (std::same_as<L, DataLoader>) loader_.skip(samples);
+    return std::same_as<L, DataLoader>;
+  }
 
   bool next() override {
     if (!load()) return false;

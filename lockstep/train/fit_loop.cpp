@@ -1,5 +1,7 @@
 #include "lockstep/train/fit_loop.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cmath>
 #include <iomanip>
@@ -14,6 +16,7 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/kept_state.h"
 #include "lockstep/train/random_state.h"
 #include "lockstep/train/same_settings.h"
 
@@ -23,7 +26,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Names in a checkpoint.
-constexpr const char* kEpoch = "epoch.";
 constexpr const char* kOptimizer = "optimizer.";
 constexpr const char* kPrecision = "precision.";
 
@@ -129,13 +131,14 @@ void detail::check_share(const BatchFeed& feed, const DataShare& share, const st
 }
 
 FitLoop::FitLoop(Trainer& trainer, detail::TrainTask task,
-                 const std::vector<std::shared_ptr<Callback>>& callbacks)
+                 const std::vector<std::shared_ptr<Callback>>& callbacks, ElasticJob* job)
     : trainer_(trainer),
       options_(trainer.options()),
       group_(trainer.world().group()),
       task_(ready(std::move(task), trainer)),
       loop_(task_, group_, options_),
       callbacks_(callbacks),
+      job_(job),
       start_(Clock::now()) {
   check_same_settings(settings_of_parts(loop_.parts()), group_);
   const std::string slow = loop_.parts().front()->precision().slow_because();
@@ -147,7 +150,6 @@ FitResult FitLoop::run() {
   signals_ = &signals;
   agreement_.emplace(group_, device());
   start_ = Clock::now();
-  logged_step_ = loop_.step();
   if (!random_state_.empty()) set_random_state(random_state_, device());
   for (const auto& callback : callbacks_) callback->on_start(trainer_);
   try {
@@ -170,11 +172,16 @@ FitResult FitLoop::run() {
 }
 
 void FitLoop::train() {
+  // A rank died before this step's own row was written.
+  const bool is_to_be_logged = loop_.step() % options_.log_every_n_steps == 0;
+  if (loop_.step() > logged_step_ && is_to_be_logged) log_step(last_step_);
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
     epoch_start_ = log_start_ = seconds();
     const bool whole = loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
       after_step(result);
-      return goes_on(agreement_->after_step(signals_->received()));
+      const bool on = goes_on(agreement_->after_step(signals_->received()));
+      if (on && job_) job_->commit();
+      return on;
     });
     if (whole && goes_on_now() && finish_epoch()) goes_on_now();
     if (stop_requested_ != 0) interrupt();
@@ -195,6 +202,7 @@ bool FitLoop::goes_on_now() {
 void FitLoop::after_step(const StepResult& result) {
   batches_ = result.batches;
   last_step_ = result;
+  if (job_) keep_step();
   // Logged first: a checkpoint of this step must not be on the disk before the step's own row is.
   if (result.step % options_.log_every_n_steps == 0) log_step(result);
   for (const auto& callback : callbacks_) callback->on_step(trainer_, result);
@@ -208,15 +216,19 @@ void FitLoop::collect_sums() {
 
 void FitLoop::log_step(const StepResult& result) {
   collect_sums();
-  logged_step_ = result.step;
   LogResult log;
   log.step = result;
   log.metrics = metrics_of(reduced(std::exchange(log_sums_, {})));
+  logged_step_ = result.step;
   log.save_seconds = std::exchange(save_seconds_, 0);
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
   log_start_ = now;
   for (const auto& callback : callbacks_) callback->on_log(trainer_, log);
+  if (!kept_) return;
+  for (const auto& [name, value] : MetricSums().values(detail::kLogSums))
+    kept_->info.values[name] = value;
+  kept_->info.values[detail::kLoggedStep] = static_cast<double>(logged_step_);
 }
 
 /// False when a signal ended the evaluation: the epoch is to be finished after a resume.
@@ -241,6 +253,7 @@ bool FitLoop::finish_epoch() {
   restored_samples_ = 0;
   ++epoch_;
   batches_ = 0;
+  loop_.skip(0);
   for (const auto& callback : callbacks_) callback->on_epoch_end(trainer_, result);
   return true;
 }
@@ -305,6 +318,50 @@ CheckpointShards FitLoop::shards_to_save(bool seen_by_all) {
   return shards;
 }
 
+/// Where training stands, but for tensors.
+CheckpointInfo FitLoop::position(const MetricSums& epoch_sums) const {
+  CheckpointInfo info;
+  info.step = loop_.step();
+  info.epoch = epoch_;
+  info.batches = batches_;
+  info.samples = loop_.samples_after(batches_);
+  info.values = epoch_sums.values(detail::kEpochSums);
+  info.values.merge(loop_.values());
+  info.values[detail::kSharesOfEpoch] = loop_.parts().front()->strategy().data_share().size;
+  const int64_t skipped = loop_.samples_after(0);
+  if (skipped > 0) info.values[detail::kSkippedOfEpoch] = static_cast<double>(skipped);
+  for (const auto& callback : callbacks_) info.values.merge(callback->values());
+  return info;
+}
+
+void FitLoop::keep_step() {
+  collect_sums();
+  // Without logical shards there is one of each: see Trainer::live_on.
+  KeptStep kept{position(epoch_sums_.front()), random_state(device()), {}};
+  kept.info.values.merge(log_sums_.front().values(detail::kLogSums));
+  kept.info.values[detail::kLoggedStep] = static_cast<double>(logged_step_);
+  for (const at::Tensor& buffer : task_.module->buffers()) kept.buffers.push_back(buffer.clone());
+  kept_ = std::move(kept);
+}
+
+std::shared_ptr<const StoredCheckpoint> FitLoop::state_of_last_step() {
+  if (!kept_) return nullptr;
+  const at::NoGradGuard no_grad;
+  auto buffers = task_.module->buffers();
+  for (size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(kept_->buffers[i]);
+  const detail::TrainedParts& parts = loop_.parts();
+  StoredCheckpoint state;
+  state.info = kept_->info;
+  state.model = detail::in_memory(whole_shards(detail::own_model_state(*task_.module, parts)));
+  std::vector<TensorShard> others = detail::optimizer_shards(parts);
+  for (TensorShard& shard : others) shard.name = kOptimizer + shard.name;
+  for (auto& shard : whole_shards(detail::precision_state(parts), kPrecision))
+    others.push_back(std::move(shard));
+  for (auto& shard : whole_shards(kept_->random, "rank0.")) others.push_back(std::move(shard));
+  state.state = detail::in_memory(others);
+  return std::make_shared<const StoredCheckpoint>(std::move(state));
+}
+
 FitLoop::SavedFolder& FitLoop::saved(const CheckpointFolder& folder) {
   const auto found = saved_folders_.find(folder.path());
   if (found != saved_folders_.end()) return found->second;
@@ -322,18 +379,9 @@ void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may
   // The epoch's sums of all ranks become rank 0's after a resume.
   const MetricSums sums = reduced(epoch_sums_);
   CheckpointShards shards = shards_to_save(target.seen_by_all);
-  CheckpointInfo& info = shards.info;
-  info.step = loop_.step();
-  info.epoch = epoch_;
-  info.batches = batches_;
-  const int64_t samples = task_.train->samples_per_batch();
-  info.samples = samples > 0 ? batches_ * samples : -1;
-  info.identity = options_.identity;
-  info.settings = options_.settings;
-  info.values = sums.values(kEpoch);
-  info.values.merge(loop_.values());
-  info.values[detail::kSharesOfEpoch] = loop_.parts().front()->strategy().data_share().size;
-  for (const auto& callback : callbacks_) info.values.merge(callback->values());
+  shards.info = position(sums);
+  shards.info.identity = options_.identity;
+  shards.info.settings = options_.settings;
   target.writer->save(shards, overlap);
   save_seconds_ += seconds() - begin;
 }
@@ -348,16 +396,22 @@ void FitLoop::finish_saves() {
   }
 }
 
-/// Where the epoch goes on. A step must begin where one of the checkpoint's ended.
-int64_t FitLoop::first_batch_of(const CheckpointInfo& info) const {
-  if (info.batches == 0) return 0;
+/// Where the epoch goes on. A step must begin where one of the checkpoint's ended. From a state
+/// `in_memory` the samples are skipped that are done.
+int64_t FitLoop::first_batch_of(const CheckpointInfo& info, bool in_memory) {
   const int64_t of_batch = task_.train->samples_per_batch();
-  if (info.samples >= 0 && of_batch > 0) {
+  if (info.samples > 0 && of_batch > 0) {
+    const auto skipped = info.values.find(detail::kSkippedOfEpoch);
+    const int64_t before = skipped == info.values.end() ? 0 : std::llround(skipped->second);
+    loop_.skip(before);
+    const int64_t done = info.samples - before;
     const int64_t end = loop_.batches_per_epoch();
-    if (info.samples >= end * of_batch) return end;
-    if (info.samples == info.batches * of_batch) return info.batches;
+    const SamplerOptions* const sampler = task_.train->sampler();
+    if (done >= end * of_batch || (sampler && info.samples >= sampler->dataset_size)) return end;
+    if (done == info.batches * of_batch) return info.batches;
     const int64_t of_step = of_batch * options_.accumulate_grad_batches;
-    if (info.samples % of_step == 0) return info.samples / of_batch;
+    if (done % of_step == 0) return done / of_batch;
+    if (in_memory && loop_.skip(info.samples)) return 0;
     throw CheckpointError("the checkpoint lies within an epoch, after " +
                               std::to_string(info.samples) +
                               " samples, where no step of this run begins: they have " +
@@ -365,6 +419,7 @@ int64_t FitLoop::first_batch_of(const CheckpointInfo& info) const {
                           "keep the samples of a step (--global-batch-size), or resume from a "
                           "checkpoint at the end of an epoch");
   }
+  if (info.batches == 0) return 0;
   const auto found = info.values.find(detail::kSharesOfEpoch);
   const int shares = loop_.parts().front()->strategy().data_share().size;
   if (found == info.values.end() || found->second == shares) return info.batches;
@@ -377,7 +432,7 @@ int64_t FitLoop::first_batch_of(const CheckpointInfo& info) const {
 
 void FitLoop::restore(const StoredCheckpoint& checkpoint) {
   const CheckpointInfo& info = checkpoint.info;
-  batches_ = first_batch_of(info);
+  batches_ = first_batch_of(info, checkpoint.folder.empty());
   loop_.warm_up();
   const detail::TrainedParts& parts = loop_.parts();
   const detail::NeededState needed(parts);
@@ -392,10 +447,18 @@ void FitLoop::restore(const StoredCheckpoint& checkpoint) {
   random_state_ = state_of_rank(checkpoint, group_.rank());
   loop_.load_values(info.step, info.values);
   epoch_ = info.epoch;
-  const MetricSums sums = MetricSums::from_values(info.values, kEpoch);
+  const MetricSums sums = MetricSums::from_values(info.values, detail::kEpochSums);
   restored_samples_ = sums.samples;
-  epoch_sums_ = ShardSums(task_.train->shards());
+  epoch_sums_ = log_sums_ = ShardSums(task_.train->shards());
   if (group_.rank() == 0) epoch_sums_.front() = sums;
+  log_sums_.front() = MetricSums::from_values(info.values, detail::kLogSums);
+  const auto logged = info.values.find(detail::kLoggedStep);
+  logged_step_ = logged == info.values.end() ? info.step : std::llround(logged->second);
+  last_step_.step = info.step;
+  last_step_.total_steps = loop_.total_steps(epoch_, batches_);
+  last_step_.epoch = epoch_;
+  last_step_.batches = batches_;
+  last_step_.lr = loop_.lr();
   for (const auto& callback : callbacks_) callback->load_values(info.values);
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/recovery/elastic_job.h"
 #include "lockstep/train/batch_feed.h"
 #include "lockstep/train/metric_sums.h"
 #include "lockstep/train/step_loop.h"
@@ -20,8 +21,10 @@ namespace lockstep {
 
 namespace detail {
 
-/// In how many shares an epoch was cut that a checkpoint lies in: CheckpointInfo::values.
+/// In how many shares an epoch was cut that a checkpoint lies in, and how many of its samples were
+/// done before: CheckpointInfo::values.
 inline constexpr const char* kSharesOfEpoch = "epoch.shares";
+inline constexpr const char* kSkippedOfEpoch = "epoch.skipped";
 
 /// Each rank must see what its strategy wants it to see, or samples count twice. Throws UsageError
 /// for a loader of another share. `use` is what the share is for: "this rank evaluates".
@@ -35,8 +38,9 @@ class FitLoop {
  public:
   /// Moves the module to the world's device and makes optimizers and strategy. See Trainer::fit for
   /// what is checked and thrown. `callbacks` must outlive the loop.
+  /// With a `job`, each step is committed.
   FitLoop(Trainer& trainer, detail::TrainTask task,
-          const std::vector<std::shared_ptr<Callback>>& callbacks);
+          const std::vector<std::shared_ptr<Callback>>& callbacks, ElasticJob* job = nullptr);
 
   FitResult run();
   /// Goes on from a checkpoint in `run`. Throws CheckpointError when the tensors do not fit.
@@ -49,6 +53,9 @@ class FitLoop {
   void finish_saves();
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
+  /// Once `run` has ended or thrown, in a job: the state after the last step that was finished.
+  /// Null before one. Tensors are those of the module and the optimizer.
+  std::shared_ptr<const StoredCheckpoint> state_of_last_step();
   StateDict model_state() { return detail::model_state(*task_.module, loop_.parts()); }
 
   TrainingModuleBase& module() { return *task_.module; }
@@ -63,7 +70,9 @@ class FitLoop {
   };
   SavedFolder& saved(const CheckpointFolder& folder);
   CheckpointShards shards_to_save(bool seen_by_all);
-  int64_t first_batch_of(const CheckpointInfo& info) const;
+  CheckpointInfo position(const MetricSums& epoch_sums) const;
+  void keep_step();
+  int64_t first_batch_of(const CheckpointInfo& info, bool in_memory);
   void train();
   void after_step(const StepResult& result);
   void log_step(const StepResult& result);
@@ -84,6 +93,14 @@ class FitLoop {
   detail::TrainTask task_;
   StepLoop loop_;
   const std::vector<std::shared_ptr<Callback>>& callbacks_;
+  ElasticJob* const job_;
+  /// What an unfinished step and an evaluation may change, as it was after the last step.
+  struct KeptStep {
+    CheckpointInfo info;
+    StateDict random;
+    std::vector<at::Tensor> buffers;
+  };
+  std::optional<KeptStep> kept_;
   const StopSignal* signals_ = nullptr;  ///< While `run` runs.
   std::optional<StopAgreement> agreement_;
   int64_t epoch_ = 0;

@@ -15,7 +15,8 @@ namespace lockstep {
 ///
 /// Keys: step, epoch (from 1, as it is shown), split, loss, accuracy (null for regression), lr,
 /// samples_per_s, seconds, and the other metrics of the module (Metrics::values) by name. Seconds
-/// are counted from the start of training in the process that wrote the row. A number that is not
+/// are counted from the start of training in the process that wrote the row, or from when its ranks
+/// last met again. A number that is not
 /// finite is written as null. Where checkpoints were saved since the last row, `save_seconds` is
 /// for how long they held up training.
 class MetricsFile : public Callback {

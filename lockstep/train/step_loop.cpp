@@ -66,7 +66,9 @@ StepLoop::StepLoop(detail::TrainTask& task, const ProcessGroup& group,
       options_(options),
       automatic_(task.module->automatic_optimization()),
       supervised_(task.module->as_supervised()),
-      parts_(detail::make_parts(task.module, group, task.train->device(), options, total_steps(),
+      steps_of_epoch_(steps_in(batches_per_epoch())),
+      parts_(detail::make_parts(task.module, group, task.train->device(), options,
+                                steps_of_epoch_ * options.max_epochs,
                                 [&task] { return task.train->example_input(); })),
       shares_(parts_.front()->strategy().data_share().size),
       start_(std::chrono::steady_clock::now()) {
@@ -89,6 +91,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   task_.module->on_train_epoch_start(epoch);
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
+  total_steps_ = total_steps(epoch, first_batch);
   task_.train->start(epoch, first_batch);
   for (int64_t i = first_batch, end = i; i < batches; i = end) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
@@ -104,7 +107,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     context_.step = ++step_;
     if (!after_step(result_of(epoch, end))) return false;
   }
-  for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0);
+  for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0 && skipped_ == 0);
   task_.module->on_train_epoch_end(epoch);
   return true;
 }
@@ -121,10 +124,26 @@ bool StepLoop::run_step(int64_t first, int64_t end) {
   return true;
 }
 
+int64_t StepLoop::total_steps(int64_t epoch, int64_t batches) const {
+  return step_ + steps_in(batches_per_epoch() - batches) +
+         steps_of_epoch_ * (options_.max_epochs - epoch - 1);
+}
+
+bool StepLoop::skip(int64_t samples) {
+  if (samples == skipped_) return true;
+  skipped_ = samples;
+  return task_.train->skip(samples);
+}
+
+int64_t StepLoop::samples_after(int64_t batches) const {
+  const int64_t of_batch = task_.train->samples_per_batch();
+  return of_batch > 0 ? skipped_ + batches * of_batch : -1;
+}
+
 StepResult StepLoop::result_of(int64_t epoch, int64_t batches) {
   StepResult result;
   result.step = step_;
-  result.total_steps = total_steps();
+  result.total_steps = total_steps_;
   result.epoch = epoch;
   result.batches = batches;
   result.samples = std::exchange(samples_of_step_, 0) * shares_;
@@ -258,11 +277,14 @@ void StepLoop::warm_up() {
 
 int64_t StepLoop::batches_per_epoch() const {
   const int64_t all = task_.train->batches_per_epoch();
-  return options_.limit_train_batches > 0 ? std::min(all, options_.limit_train_batches) : all;
+  if (options_.limit_train_batches == 0) return all;
+  const int64_t of_batch = std::max<int64_t>(task_.train->samples_per_batch(), 1);
+  const int64_t left = options_.limit_train_batches - ceil_div(skipped_, of_batch);
+  return std::clamp<int64_t>(left, 0, all);
 }
 
-int64_t StepLoop::steps_per_epoch() const {
-  return ceil_div(batches_per_epoch(), options_.accumulate_grad_batches);
+int64_t StepLoop::steps_in(int64_t batches) const {
+  return ceil_div(batches, options_.accumulate_grad_batches);
 }
 
 /// With automatic optimization a step is an update.

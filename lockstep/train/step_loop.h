@@ -34,6 +34,10 @@ class StepLoop : private detail::Updater {
 
   /// Trains from batch `first_batch` of the epoch to its end. False when `after_step` ended it.
   bool run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& after_step);
+  /// So many samples of the next epoch's order are done. False where the loader cannot skip them.
+  bool skip(int64_t samples);
+  /// All ranks' samples of the epoch that are done after so many of its batches; -1: not known.
+  int64_t samples_after(int64_t batches) const;
 
   /// One forward and backward on zeros, without a step: see Strategy::warm_up. It lets a reducer
   /// find the order in which gradients arrive, as it does in a run's first step. Without it a
@@ -45,14 +49,16 @@ class StepLoop : private detail::Updater {
   const detail::TrainedParts& parts() const { return parts_; }
   double lr() const { return parts_.front()->strategy().lr(); }
   int64_t step() const { return step_; }
+  /// Of the whole run, as it looks after so many batches of the epoch.
+  int64_t total_steps(int64_t epoch, int64_t batches) const;
+  bool automatic() const { return automatic_; }
   /// What a resumed run needs besides the step: numbers by name, for a checkpoint.
   std::map<std::string, double> values() const;
   void load_values(int64_t step, const std::map<std::string, double>& values);
   /// Throws UsageError for a name that no optimizer has. Empty stands for the only one.
   detail::TrainedPart& part_named(const std::string& name) const;
   int64_t batches_per_epoch() const;
-  int64_t steps_per_epoch() const;
-  int64_t total_steps() const { return steps_per_epoch() * options_.max_epochs; }
+  int64_t steps_in(int64_t batches) const;
   /// This rank's sums since the last call, over all batches of each of its shards.
   ShardSums take_sums();
 
@@ -72,6 +78,9 @@ class StepLoop : private detail::Updater {
   TrainerOptions options_;
   bool automatic_;
   SupervisedModule* supervised_;
+  int64_t skipped_ = 0;      ///< Samples of the epoch.
+  int64_t steps_of_epoch_;   ///< Of a whole one.
+  int64_t total_steps_ = 0;  ///< Of the run.
   detail::TrainedParts parts_;
   int shares_;  ///< Into how many different parts the data is cut.
   detail::TrainingContext context_;

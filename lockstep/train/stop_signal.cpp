@@ -45,14 +45,18 @@ void note(int number) {
 }  // namespace
 
 StopSignal::StopSignal() {
-  first = 0;
+  bool is_outermost = true;
+  for (size_t i = 0; i < std::size(kSignals); ++i) {
+    ::sigaction(kSignals[i], nullptr, &before_[i]);
+    if (before_[i].sa_handler == note) is_outermost = false;
+  }
+  if (is_outermost) first = 0;
   struct sigaction action {};
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
   for (size_t i = 0; i < std::size(kSignals); ++i) {
     const bool stops = kSignals[i] != SIGUSR2;
     action.sa_handler = stops ? note : SIG_IGN;
-    ::sigaction(kSignals[i], nullptr, &before_[i]);
     const auto before = before_[i].sa_handler;
     if (stops ? before != SIG_IGN : before == SIG_DFL) ::sigaction(kSignals[i], &action, nullptr);
   }

@@ -9,8 +9,8 @@ namespace lockstep {
 /// only set a flag, which the training loop looks at. A second signal of the same kind ends the
 /// process at once, unless it comes so soon that it is the first once more (kSameSignal). Signals
 /// that are ignored when it is made (nohup, background jobs) stay ignored. USR2, which a launcher
-/// forwards, is ignored where nothing handles it. One at a time in a process, since signal handlers
-/// are the process's own.
+/// forwards, is ignored where nothing handles it. Signal handlers are the process's own: of several
+/// at a time each lives within the one before, which tells of the same.
 class StopSignal {
  public:
   StopSignal();

@@ -33,6 +33,13 @@ TEST(StopSignal, StartsAnewAndPutsHandlersBack) {
   EXPECT_EQ(StopSignal().received(), 0);
 }
 
+TEST(StopSignal, OneWithinAnotherTellsOfTheSame) {
+  const StopSignal outer;
+  ::raise(SIGTERM);
+  { EXPECT_EQ(StopSignal().received(), SIGTERM); }
+  EXPECT_EQ(outer.received(), SIGTERM);
+}
+
 TEST(StopSignal, NotesEachThatAUserMaySend) {
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) {
     const StopSignal signals;

@@ -297,6 +297,13 @@ StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts)
   return all;
 }
 
+StateDict own_model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
+  StateDict all;
+  for (const auto& part : parts) append(all, prefix_of(*part, parts), state_dict(part->module()));
+  append(all, "", tensors_of_no_part(root, parts));
+  return all;
+}
+
 StateDict optimizer_state(const TrainedParts& parts) {
   StateDict all;
   for (const auto& part : parts) {

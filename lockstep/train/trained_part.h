@@ -108,6 +108,8 @@ class OnlyPart {
 /// part, else "PART.NAME". What belongs to no part has the root's names. Collectives.
 StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts);
 StateDict optimizer_state(const TrainedParts& parts);
+/// The model's, as this rank has it, where each has it whole. No collective.
+StateDict own_model_state(const TrainingModuleBase& root, const TrainedParts& parts);
 /// What this rank has of the same: see Strategy. Collectives.
 std::vector<TensorShard> model_shards(const TrainingModuleBase& root, const TrainedParts& parts);
 std::vector<TensorShard> optimizer_shards(const TrainedParts& parts);

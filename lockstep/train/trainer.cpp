@@ -8,8 +8,10 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/parallel/logical_shards.h"
+#include "lockstep/recovery/elastic_job.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/fit_loop.h"
+#include "lockstep/train/kept_state.h"
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/weights.h"
 
@@ -46,7 +48,10 @@ class Trainer::Impl {
 
   FitResult fit(Trainer& trainer, detail::TrainTask task) {
     fit_.reset();  // what it holds of the module goes first
-    fit_ = std::make_unique<FitLoop>(trainer, std::move(task), callbacks_);
+    if (job_ && fitted_) throw UsageError("a Trainer that lives on in an ElasticJob fits once");
+    fitted_ = true;
+    fit_ = std::make_unique<FitLoop>(trainer, std::move(task), callbacks_, job_);
+    if (job_) check_steps(fit_->steps());
     if (checkpoint_) {
       fit_->restore(*checkpoint_);
       checkpoint_.reset();
@@ -54,8 +59,9 @@ class Trainer::Impl {
       fit_->load_optimizer(optimizer_state_);
     }
     optimizer_state_.clear();
-    return fit_->run();
+    return job_ ? run_in_job() : fit_->run();
   }
+  std::optional<CheckpointInfo> live_on(ElasticJob& job);
   Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
   void restore(StoredCheckpoint checkpoint);
   /// The latest fit. `what` is the function that needs one.
@@ -65,13 +71,64 @@ class Trainer::Impl {
                      "call it in a callback or after fit");
   }
 
+  FitResult run_in_job();
+  static void check_steps(const StepLoop& steps);
+
   const World& world_;
+  ElasticJob* job_ = nullptr;
+  bool fitted_ = false;
   TrainerOptions options_;
   std::vector<std::shared_ptr<Callback>> callbacks_;
   std::optional<StoredCheckpoint> checkpoint_;  ///< From which the next fit goes on.
   StateDict optimizer_state_;                   ///< With which the next fit begins; empty: none.
   std::unique_ptr<FitLoop> fit_;
 };
+
+/// A step must be applied by all or by none.
+void Trainer::Impl::check_steps(const StepLoop& steps) {
+  const auto& part = *steps.parts().front();
+  if (steps.automatic() && !part.strategy().needs_closure()) return;
+  throw UsageError("Trainer::live_on: a step of this run makes several updates, or optimizer " +
+                       part.optimizer_name() + " evaluates the loss several times in it",
+                   "leave live_on out: all ranks then start again after a failure");
+}
+
+FitResult Trainer::Impl::run_in_job() {
+  const auto keep = [&] {
+    if (auto state = fit_->state_of_last_step()) job_->kept() = std::move(state);
+  };
+  try {
+    FitResult result = fit_->run();
+    keep();
+    return result;
+  } catch (const GenerationEnded&) {
+    keep();
+    throw;
+  } catch (const CommError&) {
+    keep();
+    throw;
+  }
+}
+
+std::optional<CheckpointInfo> Trainer::Impl::live_on(ElasticJob& job) {
+  if (options_.strategy_options.logical_shards > 0)
+    throw UsageError("Trainer::live_on: sums of metrics are kept without logical shards only",
+                     "leave live_on out: all ranks then start again after a failure");
+  if (options_.strategy != "ddp")
+    throw UsageError("Trainer::live_on: strategy " + options_.strategy +
+                         " has parts of the state on single ranks, and loses them with a rank",
+                     "take strategy ddp, or leave live_on out");
+  job_ = &job;
+  const auto kept = detail::share_kept_state(
+      std::static_pointer_cast<const StoredCheckpoint>(job.kept()), world_);
+  if (!kept && job.commits() > 0)
+    throw Error("the ranks that had the state of training have ended",
+                "with restarts left all ranks start again");
+  if (!kept) return std::nullopt;
+  job.kept() = kept;
+  checkpoint_ = *kept;
+  return kept->info;
+}
 
 Metrics Trainer::Impl::validate(TrainingModuleBase& module, detail::BatchFeed& feed) {
   check_same_settings({{"batches of an evaluation", std::to_string(feed.batches_per_epoch())},
@@ -113,6 +170,9 @@ Metrics Trainer::validate(TrainingModuleBase& module, detail::BatchFeed& feed) {
 }
 void Trainer::restore(StoredCheckpoint checkpoint) {
   impl_->restore(std::move(checkpoint));
+}
+std::optional<CheckpointInfo> Trainer::live_on(ElasticJob& job) {
+  return impl_->live_on(job);
 }
 void Trainer::load_optimizer(StateDict state) {
   impl_->optimizer_state_ = std::move(state);

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "lockstep/amp/precision.h"
@@ -16,6 +17,8 @@
 #include "lockstep/train/callback.h"
 
 namespace lockstep {
+
+class ElasticJob;
 
 /// What happens when a loss or gradient is NaN or infinite. Every rank does the same.
 enum class OnNan {
@@ -111,6 +114,15 @@ class Trainer {
   /// TrainerOptions::settings differ. `fit` throws CheckpointError if the tensors do not fit, and
   /// for a checkpoint within an epoch at a sample where no step of this run begins.
   void restore(StoredCheckpoint checkpoint);
+  /// In the function that `job` runs, before its `fit`, of which there is one: that lives on when
+  /// other ranks die. Each step is committed. In a later generation `fit` goes on after the last
+  /// step that any living rank has finished; then returns where that is. A loader of a type of
+  /// one's own may be asked to go on within an epoch only with as many ranks. Every rank calls.
+  ///
+  /// Throws UsageError for a strategy other than ddp, and Error where nobody has the state any
+  /// more. `fit` throws UsageError for a module that calls update itself, and for optimizers that
+  /// evaluate the loss several times in a step. The model is on the CPU.
+  std::optional<CheckpointInfo> live_on(ElasticJob& job);
   /// Lets the next `fit` begin with this state of the optimizer, whole, as Optimizer::load_state
   /// takes it, or with "OPTIMIZER." before where there are several. Every rank calls with the same
   /// one. A checkpoint to go on from has its own. `fit` throws CheckpointError if it does not fit.

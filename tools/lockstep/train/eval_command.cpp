@@ -25,7 +25,9 @@ int eval_command(const std::vector<std::string>& args) {
   }
   return run_ranks(
       config, "lockstep eval", [&] { return eval_command(args); },
-      [&](const World& world, Console& console) { run_evaluation(config, world, console); });
+      [&](const World& world, Console& console, ElasticJob*) {
+        run_evaluation(config, world, console);
+      });
 }
 
 }  // namespace lockstep::tool

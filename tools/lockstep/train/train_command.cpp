@@ -35,7 +35,9 @@ int train_command(const std::vector<std::string>& args) {
   check_config(config);
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },
-      [&](const World& world, Console& console) { run_training(config, world, console); });
+      [&](const World& world, Console& console, ElasticJob* job) {
+        run_training(config, world, console, job);
+      });
 }
 
 }  // namespace lockstep::tool

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <csignal>
 #include <exception>
+#include <optional>
+#include <set>
 #include <variant>
 
 #include "lockstep/base/cores.h"
@@ -13,7 +15,10 @@
 #include "lockstep/base/words.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/error_file.h"
+#include "lockstep/launch/generation_folder.h"
 #include "lockstep/launch/spawn_ranks.h"
+#include "lockstep/recovery/elastic_job.h"
+#include "lockstep/train/stop_signal.h"
 #include "tools/lockstep/train/placement.h"
 #include "tools/lockstep/train/snapshots.h"
 #include "tools/lockstep/train/training.h"
@@ -79,6 +84,31 @@ void tell_crowd(const RunConfig& config) {
            counted(processors, "processor") + ": it takes a while until all have come");
 }
 
+/// CUDA does not survive a fork.
+bool is_on_cpu(const RunConfig& config) {
+  return config.accelerator == "cpu" || !at::hasCUDA();
+}
+
+/// Whether those that live have all of the state, and a step is applied by all or by none.
+bool can_live_on(const RunConfig& config, const std::string& command) {
+  return command == "lockstep train" && config.strategy == "ddp" && config.logical_shards == 0 &&
+         config.optimizer != "lbfgs" && is_on_cpu(config);
+}
+
+/// With how many of `ranks` training goes on.
+std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
+  const auto fewest = static_cast<int>(config.min_ranks.value_or(ranks));
+  if (fewest > ranks)
+    throw UsageError("--min-ranks " + std::to_string(fewest) + " is more than the " +
+                     counted(ranks, "rank") + " of this run");
+  std::set<int> sizes{ranks};
+  for (int size = fewest; size < ranks; ++size) {
+    const int64_t batches = size * config.accumulate_grad_batches;
+    if (config.global_batch_size.value_or(0) % batches == 0) sizes.insert(size);
+  }
+  return sizes;
+}
+
 /// True in the parent, when all ranks are done.
 bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& again) {
@@ -87,6 +117,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   if (job.started_as_rank()) {
     tell_of_ignored_devices(config, job);
   } else {
+    sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
     check_files(config);
     tell_crowd(config);
   }
@@ -99,8 +130,12 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
             : "the same command with --resume auto goes on from the newest checkpoint; with "
               "--max-restarts N that happens by itself";
   call.signals.push_back(SIGUSR1);  // Training saves and ends, as after TERM.
-  // CUDA does not survive a fork.
-  if (config.accelerator == "cpu" || !at::hasCUDA()) {
+  call.recovers = can_live_on(config, command) && (config.max_restarts > 0 || config.min_ranks);
+  if (config.max_restarts > 0 && !call.recovers && !config.quiet && !job.started_as_rank())
+    log_info("--max-restarts: when a rank fails all start again" +
+             std::string(config.checkpoint_dir.empty() ? "" : ", from the newest checkpoint") +
+             ". With --strategy ddp on the CPU, and not with lbfgs, the others live on");
+  if (is_on_cpu(config)) {
     call.body = [&] { return run_guarded(command, again); };
   }
   SpawnOptions options;
@@ -118,21 +153,53 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   }
 }
 
+/// Failures that a next generation makes good are not on record.
+void run_generations(const RunConfig& config, const InitOptions& options,
+                     const std::function<void(const World&, Console&, ElasticJob*)>& body) {
+  ElasticJob job(options, sizes_to_go_on_with(config, read_job_environment().world_size));
+  std::optional<StopSignal> signals;  // Also of those that come while ranks meet again.
+  try {
+    job.run([&](World& world) {
+      if (!signals) signals.emplace();
+      Console console(world.rank() == 0, config.quiet);
+      try {
+        body(world, console, &job);
+      } catch (const GenerationEnded&) {
+        throw;
+      } catch (const CommError&) {
+        throw;
+      } catch (const std::exception& error) {
+        launch::write_error_file(error);
+        throw;
+      }
+    });
+  } catch (const std::exception& error) {
+    launch::write_error_file(error);
+    throw;
+  }
+}
+
 }  // namespace
 
 int run_ranks(const RunConfig& config, const std::string& command,
               const std::function<int()>& again,
-              const std::function<void(const World&, Console&)>& body) {
+              const std::function<void(const World&, Console&, ElasticJob*)>& body) {
   // Before anything that a process of its own would make again: data, threads, the group.
   if (spawn_ranks(config, command, again)) return 0;
   if (config.quiet) set_log_level(LogLevel::warning);
   const InitOptions options = init_options(config);
   // Threads and processors, before init() makes threads.
   apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
+  const bool may_recover = config.min_ranks || env_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0;
+  if (may_recover && can_live_on(config, command) &&
+      env_string(launch::kGenerationFolderVariable)) {
+    run_generations(config, options, body);
+    return 0;
+  }
   const World world = init(options);
   Console console(world.rank() == 0, config.quiet);
   try {
-    body(world, console);
+    body(world, console, nullptr);
   } catch (const std::exception& error) {
     // On record before the group closes: what the other ranks say after that is a consequence.
     launch::write_error_file(error);

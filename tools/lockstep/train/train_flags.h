@@ -9,6 +9,10 @@
 #include "tools/lockstep/train/console.h"
 #include "tools/lockstep/train/run_config.h"
 
+namespace lockstep {
+class ElasticJob;
+}
+
 namespace lockstep::tool {
 
 /// The flags of these groups of train_flags(). They write into `config`.
@@ -22,9 +26,10 @@ std::string config_file_in(const std::vector<std::string>& args);
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
 /// as a rank. What their rank 0 would check of the files is checked first. A rank is what `again`
 /// does, called again in a fork of this process, or this program where forks cannot go on (see
-/// launch::SpawnCall::body). `command` names it in errors.
+/// launch::SpawnCall::body). `command` names it in errors. Where ranks of `lockstep train` live on
+/// after another's failure, `body` is called for each generation, with the job; else that is null.
 int run_ranks(const RunConfig& config, const std::string& command,
               const std::function<int()>& again,
-              const std::function<void(const World&, Console&)>& body);
+              const std::function<void(const World&, Console&, ElasticJob*)>& body);
 
 }  // namespace lockstep::tool

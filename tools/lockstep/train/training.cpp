@@ -17,6 +17,7 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/parallel/strategies/strategies.h"
+#include "lockstep/recovery/elastic_job.h"
 #include "lockstep/tool/output_file.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/fit_loop.h"
@@ -251,18 +252,25 @@ std::optional<StoredCheckpoint> state_to_resume(const RunConfig& config, const T
   }
 }
 
-void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console) {
+void tell_resumed(const char* source, const CheckpointInfo& info, Console& console) {
+  console.line(
+      std::string(source) + " after step " + std::to_string(info.step) + " (epoch " +
+      std::to_string(info.epoch + 1) + ", after " +
+      (info.samples < 0 ? counted(info.batches, "batch") : counted(info.samples, "sample")) +
+      " of it)");
+}
+
+/// `config` has the batch of a rank.
+void resume(const RunConfig& config, Trainer& trainer, CheckpointFolder& folder, Console& console,
+            ElasticJob* job) {
+  const auto kept = job ? trainer.live_on(*job) : std::nullopt;
+  if (kept) return tell_resumed("resumed", *kept, console);
   bool is_snapshot = false;
   auto checkpoint = state_to_resume(config, trainer, folder, is_snapshot);
   if (!checkpoint) return;
   const CheckpointInfo info = checkpoint->info;
   trainer.restore(std::move(*checkpoint));
-  const std::string source = is_snapshot ? "resumed from a snapshot" : "resumed";
-  console.line(
-      source + " after step " + std::to_string(info.step) + " (epoch " +
-      std::to_string(info.epoch + 1) + ", after " +
-      (info.samples < 0 ? counted(info.batches, "batch") : counted(info.samples, "sample")) +
-      " of it)");
+  tell_resumed(is_snapshot ? "resumed from a snapshot" : "resumed", info, console);
   if (info.epoch >= config.max_epochs) {
     console.line("nothing to train: all of --max-epochs " + std::to_string(config.max_epochs) +
                  " are done; testing the model as it is");
@@ -304,9 +312,10 @@ CheckpointFolder check_files(const RunConfig& config) {
   return folder;
 }
 
-/// A launcher has started the ranks again: the same command goes on from what was saved.
-void go_on_after_restart(RunConfig& config) {
-  if (read_job_environment().restart_count == 0 || config.checkpoint_dir.empty()) return;
+/// Ranks have started again, or meet again: the same command goes on from what was saved.
+void go_on_after_restart(RunConfig& config, bool meets_again) {
+  const bool is_later = meets_again || read_job_environment().restart_count > 0;
+  if (!is_later || config.checkpoint_dir.empty()) return;
   if (config.resume == "none" || !checkpoint_folder(config).list().empty()) config.resume = "auto";
 }
 
@@ -326,22 +335,24 @@ RunConfig with_batch_of_rank(RunConfig config, const World& world) {
   return config;
 }
 
-FitResult run_training(const RunConfig& wanted, const World& world, Console& console) {
+FitResult run_training(const RunConfig& wanted, const World& world, Console& console,
+                       ElasticJob* job) {
   RunConfig config = resolved(wanted);
-  go_on_after_restart(config);
+  const bool meets_again = job && job->generation() > 0;
+  go_on_after_restart(config, meets_again);
   check_same_settings(settings_of_all_ranks(config), world.group());
   CheckpointFolder folder = world.rank() == 0 ? check_files(config) : checkpoint_folder(config);
   const RunConfig of_rank = with_batch_of_rank(config, world);
   ModelTask made = make_train_task(of_rank, world);
   config.memory_format = memory_format_name(made.memory_format);
-  print_opening(of_rank, world, made, console);
+  if (!meets_again) print_opening(of_rank, world, made, console);
   // After the trainer, which may still be writing.
   const std::shared_ptr<void> tidied(nullptr, [&](void*) {
     if (world.rank() == 0 && config.snapshot_every > 0) remove_old_snapshots(config);
   });
   Trainer trainer(world, trainer_options(config));
   add_callbacks(config, trainer, folder, console);
-  resume(of_rank, trainer, folder, console);
+  resume(of_rank, trainer, folder, console, job);
   trainer.load_optimizer(std::move(made.optimizer_state));
   const FitResult result =
       trainer.fit(made.module, std::move(made.train), std::move(made.validation));

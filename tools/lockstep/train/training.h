@@ -10,6 +10,8 @@
 
 namespace lockstep {
 
+class ElasticJob;
+
 /// How the process joins the job. Throws UsageError for an accelerator or backend that is not
 /// there.
 InitOptions init_options(const RunConfig& config);
@@ -24,7 +26,9 @@ CheckpointFolder check_files(const RunConfig& config);
 /// What `lockstep train` does in a rank: loads the data, makes the model from the seed, resumes,
 /// trains and saves. Prints the outcome as the last line of rank 0's standard output. Every rank
 /// of `world` calls with the same configuration. See Trainer::fit for what it throws.
-FitResult run_training(const RunConfig& config, const World& world, Console& console);
+/// `job`: in which it lives on; may be null.
+FitResult run_training(const RunConfig& config, const World& world, Console& console,
+                       ElasticJob* job);
 
 /// What `lockstep eval` does in a rank: the outcome of `config.load_weights` on the held-out part.
 Metrics run_evaluation(const RunConfig& config, const World& world, Console& console);

@@ -1,0 +1,259 @@
+"""Ranks of `lockstep train` are killed at random moments. The others keep what they have learnt, a new process takes the
+place of the dead and gets the state from them, and the weights are those of a run that nobody disturbed."""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+import unittest
+
+import lockstep_testing as t
+from left_behind import LeftBehind
+
+SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+LONG = bool(os.environ.get("LOCKSTEP_LONG_TESTS"))
+TRAINER_RANK = t.BUILD_DIR / "tests" / "lockstep_trainer_recovery_rank"
+SAMPLES, BATCH = 1437, 64
+
+
+def children(pid):
+    try:
+        return [int(word) for word in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+class Training:
+    """One run of `lockstep train` on digits."""
+
+    def __init__(self, *words, devices=2, epochs=40):
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(self._folder.name)
+        self.metrics = self.folder / "metrics.jsonl"
+        self.weights = self.folder / "w.safetensors"
+        command = [t.LOCKSTEP, "train", "--dataset", "digits", "--devices", devices, "--max-epochs", epochs, "--metrics-file",
+                   self.metrics, "--save-weights", self.weights, "--log-every-n-steps", 1, *words]
+        self.process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                        text=True, env=t.clean_environment(OMP_NUM_THREADS="1", LOCKSTEP_TIMEOUT="60"))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+        self._folder.cleanup()
+
+    def ranks(self):
+        return [pid for child in children(self.process.pid) for pid in children(child)]
+
+    def rows(self, split="train"):
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row for row in rows if row["split"] == split]
+
+    def last_step(self):
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def wait_for_step_after(self, step, what="step"):
+        """Seconds until there is one; none when the run has ended."""
+        begin = time.monotonic()
+        while self.last_step() <= step:
+            if self.process.poll() is not None:
+                return None
+            assert time.monotonic() < begin + 60, f"no {what} after {step} within 60 s: {self.stop()}"
+            time.sleep(0.001)
+        return time.monotonic() - begin
+
+    def kill(self, pid, number=signal.SIGKILL):
+        """Seconds until the others have finished a step of their next generation."""
+        os.kill(pid, number)
+        begin = time.monotonic()
+        while pid in self.ranks() and self.process.poll() is None:
+            time.sleep(0.0005)
+        self.wait_for_step_after(self.last_step())
+        return time.monotonic() - begin
+
+    def stop(self):
+        self.process.terminate()
+        return self.process.communicate()
+
+    def end(self, seconds=180):
+        output, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output, errors
+
+    def digest(self):
+        return hashlib.sha256(self.weights.read_bytes()).hexdigest()
+
+
+class TrainerRecovery(unittest.TestCase):
+    """A Trainer in an ElasticJob, which goes on with any number of ranks."""
+
+    def setUp(self):
+        self.left = LeftBehind()
+        self.random = random.Random(SEED)
+
+    def tearDown(self):
+        self.left.expect_nothing()
+
+    def check_samples(self, folder, epochs):
+        """Each sample is used once in each epoch, by the steps that count."""
+        generation_of, used = {}, {}
+        for path in folder.glob("finished-*"):
+            for line in path.read_text().splitlines():
+                generation, step = map(int, line.split())
+                generation_of[step] = max(generation_of.get(step, 0), generation)
+        for path in folder.glob("begun-*"):
+            for line in path.read_text().splitlines():
+                generation, step, epoch, *samples = map(int, line.split())
+                if generation_of.get(step) == generation:
+                    used.setdefault(epoch, []).extend(samples)
+        self.assertEqual(sorted(generation_of), list(range(1, len(generation_of) + 1)))
+        self.assertEqual(sorted(used), list(range(epochs)))
+        for epoch, samples in used.items():
+            self.assertEqual(sorted(samples), list(range(1000)), f"epoch {epoch}")
+
+    def test_each_sample_is_used_once(self):
+        kills, epochs = (40, 300) if LONG else (6, 60)
+        with t.temporary_folder() as folder:
+            process = subprocess.Popen([TRAINER_RANK, folder, "3", str(kills), str(epochs)], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True, env=t.clean_environment(LOCKSTEP_TIMEOUT="60"))
+            try:
+                t.wait_until(lambda: len([path for path in folder.glob("finished-*") if path.stat().st_size]) == 3, 60, "steps")
+                for _ in range(kills):
+                    time.sleep(self.random.choice([0.0, 0.05, 0.3, 1.0]) * self.random.random())
+                    # The state lies with those that have made a step.
+                    alive = [pid for child in children(process.pid) for pid in children(child)]
+                    made = [pid for pid in alive if (folder / f"finished-{pid}").exists()
+                            and (folder / f"finished-{pid}").stat().st_size]
+                    if process.poll() is None and len(made) >= 2:
+                        os.kill(self.random.choice(alive), signal.SIGKILL)
+                _, errors = process.communicate(timeout=180)
+            finally:
+                process.kill()
+                process.communicate()
+            self.assertEqual(process.returncode, 0, errors)
+            self.assertIn("go on without it", errors)
+            self.check_samples(folder, epochs)
+            ends = {path.read_text() for path in folder.glob("end-*")}
+            self.assertEqual(len(ends), 1, ends)
+
+
+class TrainRecovery(unittest.TestCase):
+    def setUp(self):
+        self.left = LeftBehind()
+        print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
+        self.random = random.Random(SEED)
+
+    def tearDown(self):
+        self.left.expect_nothing()
+
+    def check_rows(self, job, epochs):
+        """Each step has a row of its own, and each epoch one evaluation."""
+        steps = [row["step"] for row in job.rows()]
+        self.assertEqual(steps, list(range(1, len(steps) + 1)))
+        self.assertEqual([row["epoch"] for row in job.rows("test")], list(range(1, epochs + 1)))
+
+    def undisturbed(self, *words, **options):
+        with Training(*words, **options) as job:
+            code, output, errors = job.end()
+            self.assertEqual(code, 0, errors)
+            return job.digest(), [(row["epoch"], row["loss"]) for row in job.rows("test")], output.splitlines()[-1]
+
+    def check_kills(self, kills, devices, epochs, *words):
+        expected = self.undisturbed(devices=devices, epochs=epochs)
+        with Training("--max-restarts", kills, *words, devices=devices, epochs=epochs) as job:
+            took = []
+            for _ in range(kills):
+                # Into a step, an evaluation, a save, or the meeting after the kill before.
+                time.sleep(self.random.choice([0.0, 0.05, 0.2, 0.5]) * self.random.random())
+                if job.wait_for_step_after(0) is None:
+                    break
+                ranks = job.ranks()
+                if len(ranks) < 2 or job.process.poll() is not None:
+                    continue
+                took.append(job.kill(self.random.choice(ranks)))
+            code, output, errors = job.end()
+            self.assertEqual(code, 0, errors)
+            self.check_rows(job, epochs)
+            got = job.digest(), [(row["epoch"], row["loss"]) for row in job.rows("test")], output.splitlines()[-1]
+            self.assertEqual(got, expected)
+            self.assertIn("resumed after step", output)
+            self.assertNotIn("all ranks start again", errors)
+            print(f"{devices} ranks: {len(took)} kills, from one to the next step median {statistics.median(took):.3f} s, "
+                  f"longest {max(took):.3f} s", flush=True)
+            return job.folder
+
+    def test_the_bits_are_those_of_an_undisturbed_run(self):
+        for devices in (2, 3):
+            with self.subTest(devices=devices):
+                self.check_kills(30 if LONG else 4, devices, 600 if LONG else 100)
+
+    def test_with_checkpoints(self):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ("--checkpoint-dir", folder, "--checkpoint-every", 7, "--early-stop-patience", 1000)
+            self.check_kills(30 if LONG else 4, 2, 400 if LONG else 60, *words)
+            steps = 12 * (400 if LONG else 60)
+            self.assertEqual(os.readlink(f"{folder}/latest"), f"step-{steps:08}")
+            self.assertEqual([name for name in os.listdir(folder) if name.startswith(".tmp")], [])
+
+    def test_fewer_ranks_use_each_sample_once(self):
+        with Training("--min-ranks", 2, devices=3, epochs=100) as job:
+            job.wait_for_step_after(self.random.randrange(1, 200))
+            job.kill(self.random.choice(job.ranks()))
+            code, output, errors = job.end()
+            self.assertEqual(code, 0, errors)
+            self.check_rows(job, 100)
+            found = re.search(r"resumed after step (\d+) \(epoch (\d+), batch \d+\)", output)
+            step, epoch = int(found[1]), int(found[2])
+            of_three = step - 8 * (epoch - 1)  # an epoch of three ranks has 8 steps
+            left = max(0, SAMPLES - of_three * 3 * BATCH)
+            steps = of_three + -(-(-(-left // 2)) // BATCH)
+            self.assertEqual(len([row for row in job.rows() if row["epoch"] == epoch]), steps, (step, epoch))
+            self.assertEqual(len([row for row in job.rows() if row["epoch"] == 100]), 12)
+
+    def test_too_few_ranks_end_the_job(self):
+        with Training(devices=2, epochs=1000) as job:
+            job.wait_for_step_after(3)
+            os.kill(job.ranks()[0], signal.SIGKILL)
+            self.assertEqual(job.end()[0], 128 + signal.SIGKILL)
+
+    def test_a_signal_that_comes_with_a_kill_saves(self):
+        with tempfile.TemporaryDirectory() as folder:
+            with Training("--checkpoint-dir", folder, "--max-restarts", 3, epochs=1000) as job:
+                job.wait_for_step_after(30)
+                job.kill(self.random.choice(job.ranks()))
+                job.process.send_signal(signal.SIGTERM)
+                code, output, errors = job.end()
+                self.assertEqual(code, 128 + signal.SIGTERM, errors)
+                self.assertIn("; the same command with --resume auto goes on from there", output)
+
+    def test_under_lockstep_run(self):
+        expected = self.undisturbed(epochs=60)
+        with tempfile.TemporaryDirectory() as folder:
+            weights, metrics = f"{folder}/w.safetensors", pathlib.Path(folder, "m.jsonl")
+            words = [t.LOCKSTEP, "run", "--nproc-per-node", "2", "--max-restarts", "1", t.LOCKSTEP, "train", "--dataset", "digits",
+                     "--max-epochs", "60", "--save-weights", weights, "--metrics-file", metrics, "--log-every-n-steps", "1"]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                       env=t.clean_environment(OMP_NUM_THREADS="1"))
+            try:
+                t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 5000, 60, "steps")
+                os.kill(self.random.choice([pid for child in children(process.pid) for pid in children(child)]), signal.SIGKILL)
+                output, errors = process.communicate(timeout=120)
+            finally:
+                process.kill()
+                process.communicate()
+            self.assertEqual(process.returncode, 0, errors)
+            self.assertIn("resumed after step", output)
+            self.assertEqual(hashlib.sha256(pathlib.Path(weights).read_bytes()).hexdigest(), expected[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
