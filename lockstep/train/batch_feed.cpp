@@ -27,6 +27,11 @@ class ShardFeed : public BatchFeed {
   void start(int64_t epoch, int64_t first_batch) override {
     for (const auto& feed : feeds_) feed->start(epoch, first_batch);
   }
+  bool skip(int64_t samples) override {
+    bool can = true;
+    for (const auto& feed : feeds_) can = feed->skip(samples) && can;
+    return can;
+  }
   void move_to(c10::Device device) override {
     BatchFeed::move_to(device);
     for (const auto& feed : feeds_) feed->move_to(device);
