@@ -157,11 +157,13 @@ FitResult FitLoop::run() {
 }
 
 void FitLoop::train() {
+  // A stage of a pipeline has work of its own.
+  const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size();
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
     epoch_start_ = log_start_ = seconds();
     const bool whole = loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
       after_step(result);
-      return goes_on(agreement_->after_step(signals_->received()));
+      return goes_on(agreement_->after_step(signals_->received(), alike ? result.own_seconds : 0));
     });
     if (whole && goes_on_now() && finish_epoch()) goes_on_now();
     if (stop_requested_ != 0) interrupt();
