@@ -13,6 +13,9 @@ if(NOT status EQUAL 0)
   message(FATAL_ERROR "${BINARY} --gtest_list_tests ended with ${status}:\n${listing}${complaints}")
 endif()
 
+# Where ranks write their last calls when a test lets them fail.
+get_filename_component(traces ${BINARY} DIRECTORY)
+string(APPEND traces "/traces/rank_")
 set(lines "")
 string(REGEX MATCHALL "(^|\n)[A-Za-z_][A-Za-z0-9_/]*\\." suites "${listing}")
 foreach(suite IN LISTS suites)
@@ -21,6 +24,7 @@ foreach(suite IN LISTS suites)
   string(APPEND lines "add_test([==[${test}]==] [==[${BINARY}]==] [==[--gtest_filter=${suite}.*]==])\n")
   # A suite counts as skipped when none of its cases could run; then its output says why.
   string(APPEND lines "set_tests_properties([==[${test}]==] PROPERTIES TIMEOUT ${TIMEOUT} LABELS [==[${LABEL}]==]"
+                      " ENVIRONMENT [==[TORCH_FR_DUMP_TEMP_FILE=${traces}]==]"
                       " SKIP_REGULAR_EXPRESSION [==[PASSED  . 0 tests\\.[\n].  SKIPPED . [0-9]+ tests?, listed below:[^F]*$]==])\n")
 endforeach()
 if(lines STREQUAL "")

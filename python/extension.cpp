@@ -160,6 +160,7 @@ c10::intrusive_ptr<c10d::Backend> with_checks(MadeBackend made, const BackendOpt
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
   checks.convert = as_torch_error;
+  checks.recorded = true;
   return make_checked_backend(std::move(made.backend), options.store, std::move(checks));
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "lockstep/comm/checks/observed_call.h"
@@ -15,5 +16,10 @@ namespace lockstep {
 /// Call it while no collective of this rank is under way. Throws CommError when the group is
 /// closed.
 void observe_calls(const ProcessGroup& group, std::shared_ptr<CallObserver> observer);
+
+/// How long this thread has been held up by calls of process groups and by waits for them. A call
+/// counts that had ended when it came back. None counts where the flight recorder is off, and waits
+/// for futures of LibTorch's reducer do not.
+std::chrono::nanoseconds time_held_up();
 
 }  // namespace lockstep

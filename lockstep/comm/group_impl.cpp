@@ -88,6 +88,7 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   options.needs_comparison = made.traits.needs_comparison;
   options.names_failures = made.traits.names_failures;
   options.misses_deaths = made.traits.misses_deaths;
+  options.recorded = true;
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 

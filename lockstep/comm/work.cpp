@@ -9,10 +9,28 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/flight_recorder.h"
 #include "lockstep/comm/work_state.h"
 
 namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+thread_local Clock::duration in_waits{};
+
+struct WaitTimer {
+  const Clock::time_point begin = Clock::now();
+  ~WaitTimer() { in_waits += Clock::now() - begin; }
+};
+
+}  // namespace
+
+std::chrono::nanoseconds time_held_up() {
+  return FlightRecorder::time_in_calls() + in_waits;
+}
+
 namespace detail {
 
 struct WaiterPool::Waiter {
@@ -73,6 +91,8 @@ WorkState::~WorkState() = default;
 
 void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
   if (!work_) return;
+  std::optional<WaitTimer> timer;
+  if (!work_->isCompleted()) timer.emplace();
   if (!needs_waiter_) {
     translated([&] { work_->wait(timeout.value_or(kNoTimeout)); });
     return;

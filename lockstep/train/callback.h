@@ -28,6 +28,8 @@ struct StepResult {
   /// it on another rank.
   double loss = 0;
   double seconds = 0;  ///< Since training began in this process.
+  /// Of this step, what this rank itself took: with its data, without waits for other ranks.
+  double own_seconds = 0;
 };
 
 /// Every `log_every_n_steps` steps.

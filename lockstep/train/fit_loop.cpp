@@ -175,11 +175,15 @@ void FitLoop::train() {
   // A rank died before this step's own row was written.
   const bool is_to_be_logged = loop_.step() % options_.log_every_n_steps == 0;
   if (loop_.step() > logged_step_ && is_to_be_logged) log_step(last_step_);
+  // A stage of a pipeline has work of its own, and a rank may have one logical shard more.
+  const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size() &&
+                     options_.strategy_options.logical_shards % group_.size() == 0;
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
     epoch_start_ = log_start_ = seconds();
     const bool whole = loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
       after_step(result);
-      const bool on = goes_on(agreement_->after_step(signals_->received()));
+      const double own = alike ? result.own_seconds : 0;
+      const bool on = goes_on(agreement_->after_step(signals_->received(), own));
       if (on && job_) job_->commit();
       return on;
     });

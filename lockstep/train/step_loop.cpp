@@ -8,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/comm/call_observer.h"
 
 namespace lockstep {
 namespace {
@@ -93,6 +94,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
   total_steps_ = total_steps(epoch, first_batch);
   task_.train->start(epoch, first_batch);
+  step_start_ = own_seconds();
   for (int64_t i = first_batch, end = i; i < batches; i = end) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
     const int64_t first_of_step = i - i % accumulate_batches;
@@ -106,6 +108,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     }
     context_.step = ++step_;
     if (!after_step(result_of(epoch, end))) return false;
+    step_start_ = own_seconds();
   }
   for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0 && skipped_ == 0);
   task_.module->on_train_epoch_end(epoch);
@@ -150,7 +153,14 @@ StepResult StepLoop::result_of(int64_t epoch, int64_t batches) {
   result.lr = lr();
   result.loss = last_loss_ / static_cast<double>(last_rows_);
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  result.own_seconds = own_seconds() - step_start_;
   return result;
+}
+
+/// Of this thread, since some moment.
+double StepLoop::own_seconds() const {
+  const auto all = std::chrono::steady_clock::now() - start_;
+  return std::chrono::duration<double>(all - time_held_up()).count();
 }
 
 void StepLoop::run_batch(int64_t index, bool last_of_step) {

@@ -73,6 +73,7 @@ class StepLoop : private detail::Updater {
   double update(const std::string& name, const std::function<at::Tensor()>& loss,
                 bool last_of_step) override;
   StepResult result_of(int64_t epoch, int64_t batches);
+  double own_seconds() const;
 
   detail::TrainTask& task_;
   TrainerOptions options_;
@@ -94,6 +95,7 @@ class StepLoop : private detail::Updater {
   bool bad_batch_ = false;  ///< Its loss would hide that of all others.
   ShardSums sums_;
   std::chrono::steady_clock::time_point start_;
+  double step_start_ = 0;  ///< By `own_seconds`.
 };
 
 }  // namespace lockstep

@@ -4,8 +4,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/train/slow_rank.h"
 
 namespace lockstep {
 
@@ -15,15 +18,20 @@ namespace lockstep {
 /// A group of one looks at every step.
 class StopAgreement {
  public:
-  /// Steps that a signal waits at most.
-  static constexpr int64_t kMostSteps = 16;
+  /// Steps that a signal waits at most. A rank that takes twice as long is named within 20: more
+  /// than half of these, and then all.
+  static constexpr int64_t kMostSteps = 12;
 
   StopAgreement(const ProcessGroup& group, c10::Device device);
   /// Every rank calls after each step, with its own signal (0: none). The signal on which all ranks
-  /// agreed, the same at the same step on every rank; 0: go on.
-  int after_step(int signal_number);
+  /// agreed, the same at the same step on every rank; 0: go on. `own_seconds`: what this rank
+  /// itself took for a step in which all ranks do as much; 0: that is not to be compared. A rank
+  /// that is slow is told on rank 0.
+  int after_step(int signal_number, double own_seconds = 0);
   /// Every rank calls. Agrees at once.
   int now(int signal_number);
+  /// What was told last of slow ranks, on rank 0; empty: nothing.
+  const std::string& told() const { return told_; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -31,7 +39,11 @@ class StopAgreement {
   c10::Device device_;
   int64_t steps_ = 0;
   int64_t interval_ = 1;
-  double cost_ = 0;  ///< Seconds of the last agreement on this rank.
+  double cost_ = 0;                  ///< Seconds of the last agreement on this rank.
+  std::vector<double> own_seconds_;  ///< Of the steps since then.
+  bool warm_ = false;                ///< The first steps are behind us, in which ranks differ.
+  SlowRank slow_;
+  std::string told_;
   Clock::time_point last_;
 };
 

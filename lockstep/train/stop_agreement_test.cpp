@@ -38,6 +38,28 @@ TEST_P(StopAgreements, ASignalWaitsForFewStepsAndEndsAllRanksAtTheSameOne) {
   EXPECT_EQ(ends, std::vector<int64_t>(3, ends[0]));
 }
 
+TEST_P(StopAgreements, ASlowRankIsNamedWithinTwentySteps) {
+  constexpr int kSlowFrom = 1000;
+  std::vector<int> news;
+  std::string told;
+  test::run_group(3,
+                  [&](ProcessGroup group) {
+                    StopAgreement agreement(group, c10::kCPU);
+                    for (int step = 1; step <= kSlowFrom + 100; ++step) {
+                      const bool slow = group.rank() == 1 && step > kSlowFrom;
+                      agreement.after_step(0, slow ? 0.020 : 0.010);
+                      if (group.rank() != 0 || agreement.told() == told) continue;
+                      told = agreement.told();
+                      news.push_back(step - kSlowFrom);
+                    }
+                  },
+                  {.backend = GetParam()});
+  ASSERT_EQ(news.size(), 1U) << told;
+  EXPECT_GT(news[0], 0);
+  EXPECT_LE(news[0], 20);
+  EXPECT_TRUE(told.starts_with("rank 1 is slow")) << told;
+}
+
 TEST(StopAgreement, OneRankLooksAtEveryStep) {
   test::run_group(1, [](ProcessGroup group) {
     StopAgreement agreement(group, c10::kCPU);

@@ -13,6 +13,7 @@ import lockstep_testing as t
 # What is typed before TAB, and the words that it becomes.
 LINES = {
     "est": ["estimate-memory"],
+    "deb": ["debug"],
     "train --checkpoint-d": ["train", "--checkpoint-dir"],
     "train --optimizer adamw": ["train", "--optimizer", "adamw"],
     "train --optimizer rmsp": ["train", "--optimizer", "rmsprop"],

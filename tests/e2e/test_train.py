@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import unittest
 import zlib
@@ -613,6 +614,27 @@ class Ending(unittest.TestCase):
             self.assert_all_gone(process)
             self.assertFalse([pid for pid in ranks if alive(pid)])
             self.assertTrue((folder / "saved" / "latest" / "state.json").exists(), out + err)
+
+    def test_a_rank_that_is_stopped_again_and_again_is_told_as_slow(self):
+        with t.temporary_folder() as folder:
+            # Steps that are longer than the pauses.
+            process, metrics = self.start(folder, "--devices", 2, "--batch-size", 4096)
+            lines = []
+            reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stderr])
+            reader.start()
+            t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
+            victim = next(pid for pid, line in processes_below(process.pid) if not line.startswith(b"supervisor\0"))
+            told = re.compile(r"rank [01] is slow: its own part of a step takes [\d.]+ ms, that of the other ranks [\d.]+ ms")
+            deadline = time.monotonic() + 60
+            while not any(map(told.search, lines)) and time.monotonic() < deadline:
+                os.kill(victim, signal.SIGSTOP)
+                time.sleep(0.01)
+                os.kill(victim, signal.SIGCONT)
+                time.sleep(0.005)
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+            reader.join(30)
+            self.assertTrue(any(map(told.search, lines)), lines)
 
     def test_a_closed_pipe_is_no_success(self):
         for devices in (1, 2):

@@ -10,6 +10,9 @@
 //                                         as loop, but rank TEST_VICTIM is killed while a child of
 //                                         it holds its connections; prints "heir PID" before. The
 //                                         others close the group in order when a call has failed
+//   lockstep_fault_rank miss|differ INIT_METHOD SECONDS
+//                                         joins and makes five calls; the sixth rank TEST_VICTIM
+//                                         does not make, or with another tensor
 // Prints "joined" and "round N" lines. How it ended is its last line, `error TYPE TEXT` on one
 // line, and its exit code: 10 for PeerLostError, 11 for TimeoutError, 1 for any other.
 #include <ATen/ATen.h>
@@ -133,6 +136,22 @@ void bequeath(const std::string& method, double seconds) {
   if (failure) std::rethrow_exception(failure);
 }
 
+void miss(const std::string& method, double seconds) {
+  const auto world = join(method, seconds);
+  at::Tensor tensor = at::ones({3, 4});
+  for (int call = 0; call < 5; ++call) world.group().all_reduce(tensor);
+  if (is_victim(world)) std::this_thread::sleep_for(kLongest);
+  world.group().broadcast(tensor, 0);
+}
+
+void differ(const std::string& method, double seconds) {
+  const auto world = join(method, seconds);
+  at::Tensor tensor = at::ones({3, 4});
+  for (int call = 0; call < 5; ++call) world.group().all_reduce(tensor);
+  if (is_victim(world)) tensor = at::ones({5});
+  world.group().all_reduce(tensor);
+}
+
 int report(const char* type, const std::exception& error, int code) {
   std::string text = error.what();
   std::replace(text.begin(), text.end(), '\n', ' ');
@@ -147,10 +166,10 @@ int main(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "store") return host_store();
     const std::map<std::string, void (*)(const std::string&, double)> modes{
-        {"loop", loop}, {"form", form}, {"bequeath", bequeath}};
+        {"loop", loop}, {"form", form}, {"bequeath", bequeath}, {"miss", miss}, {"differ", differ}};
     const auto run = modes.find(mode);
     if (run == modes.end() || argc < 4)
-      throw lockstep::UsageError("store, or loop, form or bequeath METHOD SECONDS");
+      throw lockstep::UsageError("store, or loop, form, bequeath, miss or differ METHOD SECONDS");
     run->second(argv[2], std::strtod(argv[3], nullptr));
     return 0;
   } catch (const lockstep::PeerLostError& error) {

@@ -22,6 +22,7 @@ constexpr Row kCommands[] = {
     {"eval", eval_command},
     {"estimate-memory", estimate_memory_command},
     {"checkpoint", checkpoint_command},
+    {"debug", debug_command},
     {"env", env_command},
 };
 

@@ -12,6 +12,7 @@ using Command = int (*)(const std::vector<std::string>& args);
 int train_command(const std::vector<std::string>& args);
 int eval_command(const std::vector<std::string>& args);
 int estimate_memory_command(const std::vector<std::string>& args);
+int debug_command(const std::vector<std::string>& args);
 int checkpoint_command(const std::vector<std::string>& args);
 int env_command(const std::vector<std::string>& args);
 

@@ -51,6 +51,7 @@ constexpr Row kCommands[] = {
     {"bench", "measure steps, memory, scaling, all-reduce, loader and launch"},
     {"estimate-memory", "what each rank of a strategy keeps, before a run"},
     {"checkpoint", "look into checkpoints, Lockstep's and Python's, and convert them"},
+    {"debug", "which rank was missing in which call, after a job has failed"},
     {"env", "versions, backends and devices; what is missing"},
     {"completion", "complete this command in bash, zsh or fish"},
 };

@@ -14,6 +14,7 @@
 
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/flight_recorder.h"
 #include "lockstep/comm/shared_memory/shared_group.h"
 
 namespace at {
@@ -114,6 +115,10 @@ class TensorWork : public c10d::Work, public shm::Call {
   /// goes on.
   bool end(std::exception_ptr error);
   void run_callbacks();
+  /// Tells the flight recorder how the call ended. Once is enough.
+  void note_end(const std::exception_ptr& error) const {
+    FlightRecorder::of_process().end(recorded_, error);
+  }
 
  protected:
   /// Once, before the results are written. May throw.
@@ -132,6 +137,7 @@ class TensorWork : public c10d::Work, public shm::Call {
 
   const Request request_;
   const std::shared_ptr<const GroupNames> names_;
+  const uint64_t recorded_ = FlightRecorder::take();
   uint64_t sequence_ = 0;
   size_t given_bytes_ = 0;
   size_t taken_bytes_ = 0;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 
@@ -12,6 +13,7 @@
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
 #include "lockstep/comm/checks/failure_report.h"
+#include "lockstep/comm/checks/flight_recorder.h"
 #include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/checks/p2p_checks.h"
 #include "lockstep/comm/checks/rank_checks.h"
@@ -44,7 +46,7 @@ Tensors flattened(const TensorLists& lists) {
   return result;
 }
 
-/// What a call shows of itself; read only where it is compared or observed.
+/// What a call shows of itself.
 struct Arguments {
   c10::ArrayRef<Tensor> inputs = {};
   c10::ArrayRef<Tensor> outputs = {};
@@ -57,6 +59,16 @@ struct Arguments {
   Tensors results(Operation operation) const {
     if (operation == Operation::all_reduce_coalesced) return inputs.vec();
     return output_lists ? flattened(*output_lists) : outputs.size() > 1 ? outputs.vec() : Tensors();
+  }
+
+  void describe(RecordedCall& call) const {
+    const auto add = [](RecordedTensors& all, auto some, const TensorLists* lists) {
+      if (!lists) return all.add(some);
+      for (const Tensors& list : *lists) all.add(list);
+    };
+    add(call.inputs, inputs, input_lists);
+    add(call.outputs, outputs, output_lists);
+    if (call.outputs.empty()) call.outputs = call.inputs;
   }
 
   void describe(CallSignature& call) const {
@@ -79,6 +91,9 @@ class CheckedBackend final : public c10d::Backend {
                                         options_.group_name, options_.timeout)),
         checks_(*context_, comparison_limit()),
         p2p_checks_(context_, checks_) {
+    if (options_.recorded)
+      recorded_as_ = FlightRecorder::of_process().add_group(
+          context_->group(), inner_->getBackendName(), context_->names(), getRank());
     // While the store is there: a rank whose end takes it along is then known.
     if (comparison_limit() > 0 || options_.misses_deaths) context_->remember_identities();
   }
@@ -207,8 +222,10 @@ class CheckedBackend final : public c10d::Backend {
     CallSummary call;
     call.operation = Operation::monitored_barrier;
     converted([&] {
-      begin(call, opts.timeout, {});
-      translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+      noted(call, {}, [&] {
+        compare(call, opts.timeout, {});
+        translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+      });
     });
   }
 
@@ -306,9 +323,25 @@ class CheckedBackend final : public c10d::Backend {
     return lists;
   }
 
-  /// Numbers the call and, while the group is compared, compares it.
-  void begin(CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
-    call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  /// Numbers the call, and runs it with a note in the flight recorder.
+  template <class Run>
+  auto noted(CallSummary& call, const Arguments& arguments, Run run) -> decltype(run()) {
+    const bool is_message = call.operation >= Operation::send;
+    RecordedCall record;
+    record.operation = call.operation;
+    record.reduction = call.reduction;  // NOLINT(bugprone-signed-char-misuse): -1 is none.
+    record.root = call.root;
+    record.sequence = sequence_.fetch_add(is_message ? 0 : 1, std::memory_order_relaxed);
+    if (!is_message) call.sequence = ++record.sequence;
+    if (recorded_as_) {
+      record.group = *recorded_as_;
+      arguments.describe(record);
+    }
+    return recorded(recorded_as_.has_value(), record, run);
+  }
+
+  /// Compares the call while the group is compared.
+  void compare(const CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
     if (!checks_.compares(call.sequence)) return;
     CallSignature signature;
     signature.operation = call.operation;
@@ -370,8 +403,10 @@ class CheckedBackend final : public c10d::Backend {
     if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
       expect_apart(operation, arguments.results(operation));
-      begin(call, opts.timeout, arguments);
-      return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
+      return noted(call, arguments, [&] {
+        compare(call, opts.timeout, arguments);
+        return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
+      });
     };
     return converted([&] { return observer_ ? observed(operation, arguments, run) : run(); });
   }
@@ -436,8 +471,10 @@ class CheckedBackend final : public c10d::Backend {
     return converted([&] {
       const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
                             tensors[0].is_cpu() && checks_.compares(1);
-      return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
-                      : issue_decorated(tensors);
+      return noted(call, {.inputs = tensors}, [&] {
+        return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
+                        : issue_decorated(tensors);
+      });
     });
   }
 
@@ -445,6 +482,7 @@ class CheckedBackend final : public c10d::Backend {
   const CheckedBackendOptions options_;
   const std::shared_ptr<CheckContext> context_;
   RankChecks checks_;
+  std::optional<size_t> recorded_as_;  ///< FlightRecorder::add_group.
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
   std::shared_ptr<CallObserver> observer_;

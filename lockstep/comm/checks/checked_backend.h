@@ -49,6 +49,8 @@ struct CheckedBackendOptions {
   ErrorConversion convert = {};
   /// BackendOptions::steps.
   std::shared_ptr<const std::atomic<int64_t>> steps = {};
+  /// Its calls are noted in FlightRecorder::of_process. Not those of a group within a backend.
+  bool recorded = false;
   /// What the checks share, for code that tells and hears of failures there as well. It is
   /// of this group's store, rank, size, names, name and time-out. Empty: the backend makes it.
   std::shared_ptr<CheckContext> context = {};

@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -11,6 +12,7 @@
 
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/failure_report.h"
+#include "lockstep/comm/checks/flight_recorder.h"
 
 namespace lockstep {
 namespace {
@@ -112,10 +114,17 @@ struct Report {
   CallSummary call;
   std::chrono::milliseconds timeout;
   int peer;
+  uint64_t recorded = FlightRecorder::take();
 
-  std::exception_ptr translate(const std::exception_ptr& error,
-                               std::chrono::milliseconds waited) const {
-    return translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout, peer);
+  std::exception_ptr translate(const std::exception_ptr& error, std::chrono::milliseconds waited,
+                               const std::vector<int>& died = {}) const {
+    auto failure =
+        translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout, peer, died);
+    ended(failure);
+    return failure;
+  }
+  void ended(const std::exception_ptr& error) const {
+    FlightRecorder::of_process().end(recorded, error);
   }
 };
 
@@ -130,6 +139,23 @@ class CheckedWork final : public TranslatedWork {
         watch_(watch) {}
 
   bool wait(milliseconds timeout) override {
+    const bool done = wait_watched(timeout);
+    if (done) report_.ended(nullptr);
+    return done;
+  }
+  FuturePtr getFuture() override {
+    auto future = TranslatedWork::getFuture();
+    if (future && !future_is_noted_.exchange(true))
+      future->addCallback(
+          [report = report_](Future& done) {
+            if (!done.hasError()) report.ended(nullptr);
+          },
+          /*uses_future=*/false);
+    return future;
+  }
+
+ private:
+  bool wait_watched(milliseconds timeout) {
     if (watch_ == WorkWatch::limit && timeout == kNoTimeout) timeout = report_.timeout;
     if (watch_ != WorkWatch::deaths || timeout.count() < 0) return TranslatedWork::wait(timeout);
     const auto begin = Clock::now();
@@ -159,14 +185,12 @@ class CheckedWork final : public TranslatedWork {
     }
   }
 
- private:
   [[noreturn]] void give_up(const std::vector<int>& died, milliseconds timeout) const {
     report_.context->leave_work_behind();
     const std::lock_guard lock(mutex_);
     if (!failure_) {
-      failure_ = translate_failure(std::make_exception_ptr(std::runtime_error(kMissed)),
-                                   *report_.context, report_.call,
-                                   timeout.count() > 0 ? timeout : report_.timeout, -1, died);
+      failure_ =
+          report_.translate(std::make_exception_ptr(std::runtime_error(kMissed)), timeout, died);
     }
     std::rethrow_exception(failure_);
   }
@@ -185,6 +209,7 @@ class CheckedWork final : public TranslatedWork {
 
   const Report report_;
   const WorkWatch watch_;
+  std::atomic<bool> future_is_noted_{false};
   mutable std::exception_ptr failure_;
 };
 

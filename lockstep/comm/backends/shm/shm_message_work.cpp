@@ -82,7 +82,13 @@ void ShmMessageWork::watch() {
 }
 
 bool ShmMessageWork::wait(std::chrono::milliseconds timeout) {
-  message_->wait(timeout == kNoTimeout ? kNoLimit : timeout);
+  try {
+    message_->wait(timeout == kNoTimeout ? kNoLimit : timeout);
+  } catch (...) {
+    if (message_->done()) note_end(std::current_exception());
+    throw;
+  }
+  note_end(nullptr);
   return watched_ ? TensorWork::wait(timeout) : true;
 }
 

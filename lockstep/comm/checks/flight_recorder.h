@@ -1,0 +1,138 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "lockstep/comm/checks/call_signature.h"
+
+namespace lockstep {
+
+/// The tensors of a call. Several count as one flat tensor of all elements, and so does one of more
+/// than six dimensions.
+struct RecordedTensors {
+  static constexpr size_t kMaxDims = 6;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  int dims = -1;  ///< -1: no tensor.
+  std::array<int64_t, kMaxDims> sizes{};
+
+  void add(c10::ArrayRef<at::Tensor> tensors);
+  bool empty() const { return dims < 0; }
+};
+
+/// A call as this rank began it.
+struct RecordedCall {
+  size_t group = 0;  ///< What `add_group` gave.
+  Operation operation = Operation::barrier;
+  int reduction = -1;     ///< c10d::ReduceOp::RedOpType; -1: none.
+  int root = -1;          ///< Rank of the group; for a message the other side. -1: none, or any.
+  uint64_t sequence = 0;  ///< How many collectives of the group this rank has called by now.
+  RecordedTensors inputs;
+  RecordedTensors outputs;
+};
+
+/// A ring of this process's last calls in all groups of its World. Nothing is allocated per call.
+///
+/// The file has the format of PyTorch's flight recorder, which `lockstep debug` and
+/// `torch.distributed.flight_recorder.fr_trace` read. PyTorch's variables set it up:
+/// - TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE: the number of calls. 2000 as there; 0:
+/// off.
+/// - TORCH_FR_DUMP_TEMP_FILE, TORCH_NCCL_DEBUG_INFO_TEMP_FILE: the file without the rank at its
+///   end. By default ~/.cache/torch/comm_lib_trace_rank_ as there: a folder of the user's own.
+///
+/// It is written at the first failure of a World (late, lost or differing ranks), and by these
+/// signals where the program has left them alone when its first group forms:
+/// - USR2, at any time,
+/// - TERM, if no call has begun for a second. By that a launcher ends the rank that the others
+///   waited for in vain. The process then ends by TERM.
+///
+/// Any thread may call. One per process: handlers of signals have no other way to reach it.
+class FlightRecorder {
+ public:
+  static FlightRecorder& of_process();
+  /// `calls`: the size of the ring. `file`: where a rank's calls go, without the rank's number.
+  FlightRecorder(size_t calls, std::string file);
+
+  /// A group and its ranks, by their numbers in the default group. A second group of a name belongs
+  /// to the next World: from then on the calls of former ones are not written.
+  size_t add_group(const std::string& name, const std::string& backend, const RankNames& ranks,
+                   int rank);
+  /// Notes a call. Gives its number, 0 where nothing is noted. The calling thread begins this call
+  /// until it calls `begun`.
+  uint64_t begin(const RecordedCall& call);
+  static void begun();
+  /// The call that this thread begins, once: for the work that is made for it.
+  static uint64_t take();
+  /// The call has ended, with an error or none. Only the first end of a call counts. A failure
+  /// between ranks writes the file.
+  void end(uint64_t call, const std::exception_ptr& error) noexcept;
+  /// How long this thread has been in calls that had ended when they came back to it.
+  static std::chrono::nanoseconds time_in_calls();
+
+  /// Writes the file. False where it cannot be written.
+  bool dump();
+
+ private:
+  struct Entry {
+    RecordedCall call;
+    uint64_t number = 0;  ///< 0: none.
+    int64_t created = 0;  ///< By the steady clock, in nanoseconds.
+    int64_t ended = 0;    ///< 0: not yet.
+    bool failed = false;
+  };
+  struct Group {
+    std::string name, backend;
+    RankNames ranks;
+    std::string list;  ///< "[0, 2]"
+    int rank = 0;      ///< This process, in the group.
+  };
+  class Pickle;
+  static void on_signal(int number);
+  bool write_file() const noexcept;  ///< Allocates nothing, for a signal handler.
+  void write(Pickle& out) const;
+  void write(Pickle& out, const Entry& entry, int64_t clock_offset) const;
+
+  const std::string file_;
+  std::mutex mutex_;  ///< Guards what follows; a signal handler that cannot have it reads on.
+  std::vector<Entry> ring_;
+  uint64_t last_ = 0;         ///< Number of the last call.
+  std::deque<Group> groups_;  ///< Of all Worlds so far.
+  size_t first_group_ = 0;    ///< Of this World.
+  uint64_t first_call_ = 1;   ///< Likewise.
+  std::string path_;
+  std::atomic<bool> dumped_{false};  ///< Because of a failure of this World.
+};
+
+/// Runs what begins a call, and notes the call and how it ended as far as that is known when `run`
+/// returns. `noted` false: runs it only.
+template <class Run>
+auto recorded(bool noted, const RecordedCall& call, Run run) -> decltype(run()) {
+  if (!noted) return run();
+  struct Begun {
+    ~Begun() { FlightRecorder::begun(); }
+  } begun;
+  FlightRecorder& recorder = FlightRecorder::of_process();
+  const uint64_t number = recorder.begin(call);
+  try {
+    if constexpr (std::is_void_v<decltype(run())>) {
+      run();
+      recorder.end(number, nullptr);
+    } else {
+      return run();
+    }
+  } catch (...) {
+    recorder.end(number, std::current_exception());
+    throw;
+  }
+}
+
+}  // namespace lockstep
