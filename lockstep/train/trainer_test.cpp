@@ -81,6 +81,26 @@ TEST_F(TrainerTest, CallsBackInOrder) {
   EXPECT_EQ(samples, 80) << "every sample of both epochs is in exactly one log";
 }
 
+TEST_F(TrainerTest, TrainsAndTestsOnEachLogicalShardOnce) {
+  const auto loaders = [] {
+    std::vector<DataLoader> of_shards;
+    for (int shard = 0; shard < 2; ++shard)
+      of_shards.push_back(loader_of(noise_images(39), shard, 2));
+    return of_shards;
+  };
+  ModelTrainingOptions training;
+  training.optimizer.make = optimizer_factory("sgd");
+  const auto module = std::make_shared<ModelTraining>(make_model("mlp"), std::move(training));
+  TrainerOptions options;
+  options.max_epochs = 1;
+  options.strategy_options.logical_shards = 2;
+  const FitResult result = fit(detail::train_task(module, loaders(), loaders()), options);
+  EXPECT_EQ(result.steps, 3);
+  EXPECT_EQ(result.test.samples, 39);
+  EXPECT_EQ(recorder_->train_metrics.front().samples, 40);
+  EXPECT_THROW(fit(small_task(), options), UsageError);
+}
+
 TEST_F(TrainerTest, AccumulationMakesFewerStepsAndAShortLastOne) {
   TrainerOptions options;
   options.max_epochs = 1;

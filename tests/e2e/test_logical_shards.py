@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import os
 import unittest
 
 import lockstep_testing as t
 
-LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 # 10,000 digits, of which each shard has its part.
 SHORT = ("--dataset", "digits", "--limit-val-batches", 2, "--max-epochs", 1, "--log-every-n-steps", 2)
 # Everything that draws random numbers or sums over samples.
