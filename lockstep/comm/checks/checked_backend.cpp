@@ -83,7 +83,7 @@ class CheckedBackend final : public c10d::Backend {
     if (comparison_limit() > 0 || options_.misses_deaths) context_->remember_identities();
   }
 
-  bool has_left_work_behind() const { return context_->has_left_work_behind(); }
+  bool has_abandoned_work() const { return context_->has_abandoned_work(); }
 
   const BackendPtr& inner() const { return inner_; }
   void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
@@ -91,7 +91,6 @@ class CheckedBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return inner_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
-  bool supportsTimeEstimation() const override { return inner_->supportsTimeEstimation(); }
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
     return inner_->supportsTensorAlloc(device);
   }
@@ -204,11 +203,9 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    CallSummary call;
-    call.operation = Operation::monitored_barrier;
-    converted([&] {
-      begin(call, opts.timeout, {});
-      translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
+    collective(Operation::monitored_barrier, opts, {}, [&] {
+      inner_->monitoredBarrier(opts, wait_all_ranks);
+      return WorkPtr();
     });
   }
 
@@ -231,30 +228,15 @@ class CheckedBackend final : public c10d::Backend {
   }
   WorkPtr endCoalescing() override {
     coalescing_ = false;
-    CallSummary call;
-    call.operation = Operation::coalesced;
     return converted([&] {
-      WorkPtr work =
-          translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
-      return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
+      return issued([] { return CallSignature{.operation = Operation::coalesced}; },
+                    c10d::kUnsetTimeout, [&] { return inner_->endCoalescing(); });
     });
   }
 
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
-  void registerOnCompletionHook(
-      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
-    inner_->registerOnCompletionHook(std::move(hook));
-  }
-  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
   void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
-  void setGroupUid(const std::string& uid) override {
-    c10d::Backend::setGroupUid(uid);
-    inner_->setGroupUid(uid);
-  }
-  void eagerConnectSingleDevice(at::Device device) override {
-    inner_->eagerConnectSingleDevice(device);
-  }
   c10d::ErrorType getError() override { return inner_->getError(); }
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
   Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -306,38 +288,25 @@ class CheckedBackend final : public c10d::Backend {
     return lists;
   }
 
-  /// Numbers the call and, while the group is compared, compares it.
-  void begin(CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
-    call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
-    if (!checks_.compares(call.sequence)) return;
-    CallSignature signature;
-    signature.operation = call.operation;
-    signature.reduction = call.reduction;  // NOLINT(bugprone-signed-char-misuse): -1 is none.
-    signature.root = call.root;
-    signature.sequence = call.sequence;
-    arguments.describe(signature);
-    checks_.compare(signature, timeout_of(timeout));
-  }
-
-  template <class Issue>
-  auto translated(const CallSummary& call, Milliseconds timeout, int peer, Issue issue)
-      -> decltype(issue()) {
+  /// Makes a call by `issue`. Its error, and those of its work, become ours. `describe` makes its
+  /// signature, where an error or a work needs it.
+  template <class Describe, class Issue>
+  WorkPtr issued(Describe describe, Milliseconds timeout, Issue issue) {
+    WorkPtr work;
     try {
-      return issue();
+      work = issue();
     } catch (...) {
       std::rethrow_exception(
-          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout), peer));
+          translate_failure(std::current_exception(), *context_, describe(), timeout_of(timeout)));
     }
-  }
-
-  WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
     if (!work || options_.names_failures) return work;
-    const bool is_message = call.operation >= Operation::send;
+    CallSignature call = describe();
     const auto watch = !options_.misses_deaths || is_reduce_scatter(call.operation)
                            ? WorkWatch::none
-                       : is_message ? WorkWatch::limit
-                                    : WorkWatch::deaths;
-    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer, watch);
+                       : call.is_message() ? WorkWatch::limit
+                                           : WorkWatch::deaths;
+    return make_checked_work(std::move(work), context_, std::move(call), timeout_of(timeout),
+                             watch);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as
@@ -361,17 +330,19 @@ class CheckedBackend final : public c10d::Backend {
   template <class CallOptions, class Issue>
   WorkPtr collective(Operation operation, const CallOptions& opts, const Arguments& arguments,
                      Issue issue) {
-    CallSummary call;
-    call.operation = operation;
-    if constexpr (requires { opts.reduceOp; })
-      call.reduction = static_cast<int8_t>(opts.reduceOp.op_);
-    if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
-    const auto& shown = arguments.inputs.empty() ? arguments.outputs : arguments.inputs;
-    if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
       expect_apart(operation, arguments.results(operation));
-      begin(call, opts.timeout, arguments);
-      return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
+      const uint64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+      const auto describe = [&] {
+        CallSignature call{.operation = operation, .sequence = sequence};
+        if constexpr (requires { opts.reduceOp; })
+          call.reduction = static_cast<int>(opts.reduceOp.op_);
+        if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
+        arguments.describe(call);
+        return call;
+      };
+      if (checks_.compares(sequence)) checks_.compare(describe(), timeout_of(opts.timeout));
+      return issued(describe, opts.timeout, issue);
     };
     return converted([&] { return observer_ ? observed(operation, arguments, run) : run(); });
   }
@@ -425,18 +396,18 @@ class CheckedBackend final : public c10d::Backend {
 
   template <class Issue>
   WorkPtr point_to_point(Operation operation, Tensors& tensors, int peer, int tag, Issue issue) {
-    CallSummary call;
-    call.operation = operation;
-    call.root = peer;
-    if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
-    const auto issue_decorated = [this, call, peer, issue](Tensors& t) {
-      WorkPtr work = translated(call, c10d::kUnsetTimeout, peer, [&] { return issue(t); });
-      return decorated(std::move(work), call, c10d::kUnsetTimeout, peer);
+    const auto describe = [&] {
+      CallSignature call{.operation = operation, .root = peer};
+      (operation == Operation::send ? call.inputs : call.outputs) = signatures_of(tensors);
+      return call;
+    };
+    const auto issue_decorated = [&](Tensors& data) {
+      return issued(describe, c10d::kUnsetTimeout, [&] { return issue(data); });
     };
     return converted([&] {
       const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
                             tensors[0].is_cpu() && checks_.compares(1);
-      return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
+      return compared ? p2p_checks_.run(describe(), tensors, tag, issue_decorated)
                       : issue_decorated(tensors);
     });
   }
@@ -474,9 +445,9 @@ BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackend
   return c10::make_intrusive<CheckedBackend>(std::move(inner), store, std::move(options));
 }
 
-bool has_left_work_behind(const c10d::Backend& backend) {
+bool has_abandoned_work(const c10d::Backend& backend) {
   const auto* checked = dynamic_cast<const CheckedBackend*>(&backend);
-  return checked && checked->has_left_work_behind();
+  return checked && checked->has_abandoned_work();
 }
 
 BackendPtr unchecked_backend(const BackendPtr& backend) {

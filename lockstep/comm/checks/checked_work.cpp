@@ -109,13 +109,12 @@ constexpr const char* kMissed = "connection closed, which the backend did not no
 /// What a failure of the work is reported with; small enough to be copied into a callback.
 struct Report {
   std::shared_ptr<CheckContext> context;
-  CallSummary call;
+  std::shared_ptr<const CallSignature> call;
   std::chrono::milliseconds timeout;
-  int peer;
 
   std::exception_ptr translate(const std::exception_ptr& error,
                                std::chrono::milliseconds waited) const {
-    return translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout, peer);
+    return translate_failure(error, *context, *call, waited.count() > 0 ? waited : timeout);
   }
 };
 
@@ -161,12 +160,12 @@ class CheckedWork final : public TranslatedWork {
 
  private:
   [[noreturn]] void give_up(const std::vector<int>& died, milliseconds timeout) const {
-    report_.context->leave_work_behind();
+    report_.context->abandon_work();
     const std::lock_guard lock(mutex_);
     if (!failure_) {
-      failure_ = translate_failure(std::make_exception_ptr(std::runtime_error(kMissed)),
-                                   *report_.context, report_.call,
-                                   timeout.count() > 0 ? timeout : report_.timeout, -1, died);
+      failure_ =
+          translate_failure(std::make_exception_ptr(std::runtime_error(kMissed)), *report_.context,
+                            *report_.call, timeout.count() > 0 ? timeout : report_.timeout, died);
     }
     std::rethrow_exception(failure_);
   }
@@ -177,7 +176,7 @@ class CheckedWork final : public TranslatedWork {
                                std::chrono::milliseconds timeout) const override {
     if (timeout.count() > 0 && timeout < report_.timeout && !inner().isCompleted() &&
         failure_kind(error) == FailureKind::timeout)
-      return short_wait_error(*report_.context, report_.call, timeout);
+      return short_wait_error(*report_.context, *report_.call, timeout);
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = report_.translate(error, timeout);
     return failure_;
@@ -197,11 +196,12 @@ c10::intrusive_ptr<c10d::Work> make_translated_work(c10::intrusive_ptr<c10d::Wor
 
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
-                                                 const CallSummary& call,
-                                                 std::chrono::milliseconds timeout, int peer,
+                                                 CallSignature call,
+                                                 std::chrono::milliseconds timeout,
                                                  WorkWatch watch) {
-  return c10::make_intrusive<CheckedWork>(std::move(inner),
-                                          Report{std::move(context), call, timeout, peer}, watch);
+  auto shared = std::make_shared<const CallSignature>(std::move(call));
+  return c10::make_intrusive<CheckedWork>(
+      std::move(inner), Report{std::move(context), std::move(shared), timeout}, watch);
 }
 
 }  // namespace lockstep
