@@ -21,7 +21,7 @@
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/checks/checked_backend.h"
-#include "lockstep/comm/shared_memory/host_place.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
@@ -62,7 +62,7 @@ std::exception_ptr as_torch_error(std::exception_ptr error) {
 
 /// What a rank tells the others before they choose a backend.
 struct Member {
-  std::string place;     ///< Where it can share memory.
+  std::string host_key;  ///< See host_key.h.
   std::string identity;  ///< Of its process.
 };
 
@@ -75,7 +75,7 @@ class Forming {
   /// not.
   void meet() {
     options_.store->set(key(options_.rank),
-                        hierarchical::place_of(options_) + "\n" + process_identity());
+                        hierarchical::host_key_of(options_) + "\n" + process_identity());
     std::vector<std::string> keys;
     for (int rank = 0; rank < options_.size; ++rank) keys.push_back(key(rank));
     try {
@@ -90,10 +90,10 @@ class Forming {
     }
   }
 
-  std::vector<std::string> places() const {
-    std::vector<std::string> places;
-    for (const auto& member : members_) places.push_back(member.place);
-    return places;
+  std::vector<std::string> host_keys() const {
+    std::vector<std::string> host_keys;
+    for (const auto& member : members_) host_keys.push_back(member.host_key);
+    return host_keys;
   }
 
   /// BackendOptions::look.
@@ -133,14 +133,12 @@ struct Choice {
   std::string reason;
 };
 
-Choice choose(const std::vector<std::string>& places) {
-  const std::string ranks = std::to_string(places.size()) + " ranks";
-  const std::string name = hierarchical::backend_for(places);
-  if (places.size() == 1) return {name, "the group has one rank"};
+Choice choose(const std::vector<std::string>& host_keys) {
+  const std::string ranks = std::to_string(host_keys.size()) + " ranks";
+  const std::string name = hierarchical::backend_for(host_keys);
+  if (host_keys.size() == 1) return {name, "the group has one rank"};
   if (name == "shm") return {name, "all " + ranks + " share one host"};
-  if (std::find(places.begin(), places.end(), "") != places.end())
-    return {name, "a host of the " + ranks + " has no support for shared memory"};
-  const auto hosts = hierarchical::HostLayout::of(places, 0).hosts.size();
+  const auto hosts = hierarchical::HostLayout::of(host_keys, 0).hosts.size();
   return {name, ranks + " on " + std::to_string(hosts) + " hosts"};
 }
 
@@ -211,7 +209,7 @@ Made form(BackendOptions options) {
   const auto forming = std::make_shared<Forming>(options);
   forming->meet();
   options.look = [forming](const std::vector<int>& missing) { forming->look(missing); };
-  Choice choice = choose(forming->places());
+  Choice choice = choose(forming->host_keys());
   announce_checks(*options.store, options.rank, options.group_name, options.debug);
   MadeBackend made = make(choice.name, options);
   // Programs look for the name that they gave.

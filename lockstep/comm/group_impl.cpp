@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <future>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -130,26 +131,16 @@ std::string asked_key(const std::string& group, int rank) {
   return "new_group/" + group + "/" + std::to_string(rank);
 }
 
-/// What one rank asked for: "2 0,3 gloo". A list is in ascending order.
+/// What one rank asked for: "[2,[0,3],\"gloo\"]". A list is in ascending order.
 struct AskedGroup {
   int rank = -1;
   std::vector<int> ranks;
   std::string backend;
 
-  std::string list() const {
-    std::vector<std::string> numbers;
-    for (const int one : ranks) numbers.push_back(std::to_string(one));
-    return join(numbers, ",");
-  }
-  std::string encoded() const { return std::to_string(rank) + " " + list() + " " + backend; }
+  std::string encoded() const { return nlohmann::json::array({rank, ranks, backend}).dump(); }
   static AskedGroup decode(const std::string& text) {
-    const auto words = split(text, ' ');
-    AskedGroup asked;
-    asked.rank = static_cast<int>(parse_int(words.at(0)).value_or(-1));
-    for (const auto& number : split(words.at(1), ','))
-      asked.ranks.push_back(static_cast<int>(parse_int(number).value_or(-1)));
-    asked.backend = words.at(2);
-    return asked;
+    const auto fields = nlohmann::json::parse(text);
+    return {fields.at(0), fields.at(1), fields.at(2)};
   }
   bool agrees(const AskedGroup& other) const {
     return ranks == other.ranks && backend == other.backend;
@@ -159,8 +150,8 @@ struct AskedGroup {
 [[noreturn]] void throw_other_group(const AskedGroup& mine, const AskedGroup& other,
                                     const std::string& name) {
   const auto said = [](const AskedGroup& asked) {
-    return "rank " + std::to_string(asked.rank) + " gave the ranks {" + asked.list() +
-           "} and the backend " + asked.backend;
+    return "rank " + std::to_string(asked.rank) + " gave the ranks " +
+           nlohmann::json(asked.ranks).dump() + " and the backend " + asked.backend;
   };
   Failure failure{.kind = Failure::Kind::mismatch};
   for (const auto* asked : {&mine, &other})
@@ -298,7 +289,7 @@ void ProcessGroup::Impl::close(bool abort) noexcept {
     } else {
       await_formed_by_all();
       backend_->shutdown();
-      if (has_left_work_behind(*backend_))
+      if (has_abandoned_work(*backend_))
         release_impatiently(std::move(native_), std::move(backend_));
     }
   } catch (const std::exception& error) {

@@ -11,7 +11,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
-#include "lockstep/comm/store_host.h"
 #include "tests/support/message_of.h"
 #include "tests/support/run_ranks.h"
 
@@ -187,14 +186,8 @@ TEST(TcpStore, TakesOverASocketThatIsBound) {
   options.listen_fd = fd.release();
   Store server = tcp_store(options);
   EXPECT_EQ(tcp_store_port(server), port);
-}
-
-TEST(TcpStore, HostStoreServesUntilItIsReleased) {
-  UniqueFd fd = listen_on("127.0.0.1", 0);
-  TcpStoreOptions options;
-  options.port = bound_port(fd.get());
-  auto host = host_store(fd.release());
-  Store client = tcp_store(options);
+  std::shared_ptr<void> host = std::exchange(server, {}).native();
+  Store client = tcp_store({.port = port});
   client.set("a", "1");
   EXPECT_EQ(client.get("a"), "1");
   host.reset();

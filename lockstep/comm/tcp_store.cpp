@@ -9,7 +9,6 @@
 #include "lockstep/comm/checks/native_log.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/store.h"
-#include "lockstep/comm/store_host.h"
 
 namespace lockstep {
 namespace {
@@ -77,11 +76,6 @@ std::optional<std::pair<std::string, uint16_t>> tcp_endpoint(const Store& store)
   const auto* tcp = store ? tcp_store_of(native_store(store)) : nullptr;
   if (!tcp) return std::nullopt;
   return std::pair(tcp->getHost(), static_cast<uint16_t>(tcp->getPort()));
-}
-
-std::shared_ptr<void> host_store(int listen_fd) {
-  // The host's own connection is never used; a minute is for the handshake with itself.
-  return listen_store(UniqueFd(listen_fd), milliseconds(60'000)).native();
 }
 
 }  // namespace lockstep

@@ -27,7 +27,7 @@
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
-#include "lockstep/comm/shared_memory/host_place.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 
 namespace lockstep {
 namespace {
@@ -145,9 +145,9 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells,
 struct Vote {
   std::string asked;  ///< The backend it was told to use, or auto.
   std::string kind;   ///< nccl where `auto` found a device, else cpu.
-  std::string place;
+  std::string host_key;
 
-  std::string encoded() const { return asked + " " + kind + " " + place; }
+  std::string encoded() const { return asked + " " + kind + " " + host_key; }
   static Vote decode(const std::string& text) {
     const auto words = split(text, ' ');
     if (words.size() < 2) return {text, {}, {}};
@@ -159,7 +159,7 @@ struct Vote {
 Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
   const bool cuda = options.backend == "auto" && !options.cpu_only &&
                     backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
-  return {options.backend, cuda ? "nccl" : "cpu", shared_memory_place()};
+  return {options.backend, cuda ? "nccl" : "cpu", host_key()};
 }
 
 /// By rank; where not `all` are known to be there, those that are.
@@ -190,13 +190,13 @@ void expect_alike(const std::map<int, Vote>& votes, std::string Vote::*word,
 
 std::string choose_from(const std::map<int, Vote>& votes) {
   bool all_cuda = true;
-  std::vector<std::string> places;
+  std::vector<std::string> host_keys;
   for (const auto& [rank, vote] : votes) {
     if (vote.asked != "auto") return vote.asked;
     all_cuda = all_cuda && vote.kind == "nccl";
-    places.push_back(vote.place);
+    host_keys.push_back(vote.host_key);
   }
-  return all_cuda ? "nccl" : hierarchical::backend_for(places);
+  return all_cuda ? "nccl" : hierarchical::backend_for(host_keys);
 }
 
 // Every rank votes, so that all choose alike even where some hosts have fewer devices, and where

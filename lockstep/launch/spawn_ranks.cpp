@@ -17,7 +17,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
-#include "lockstep/comm/store_host.h"
+#include "lockstep/comm/store.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/supervisor.h"
@@ -166,7 +166,9 @@ struct Parent {
     LaunchPlan plan;
     if (layout.agent_store) {
       const auto listener = std::make_shared<UniqueFd>(listen_for_ranks(layout));
-      plan.serve = [listener] { return host_store(listener->release()); };
+      plan.serve = [listener] {
+        return tcp_store({.is_listener = true, .listen_fd = listener->release()}).native();
+      };
     }
     const bool forks = call.body && forks_can_go_on();
     // Where one rank's output is shown, and another may take that rank's place.

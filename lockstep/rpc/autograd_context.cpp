@@ -4,8 +4,8 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/checks/failure_kind.h"
-#include "lockstep/rpc/failure.h"
-#include "lockstep/rpc/worker.h"
+#include "lockstep/rpc/remote_failure.h"
+#include "lockstep/rpc/rpc_worker.h"
 
 namespace lockstep::rpc {
 namespace {

@@ -10,10 +10,10 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
-#include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/guarded_agent.h"
+#include "lockstep/rpc/remote_failure.h"
+#include "lockstep/rpc/rpc_worker.h"
 #include "lockstep/rpc/wire_call.h"
-#include "lockstep/rpc/worker.h"
 
 namespace lockstep::rpc::detail {
 namespace {

@@ -29,7 +29,7 @@ namespace detail {
 std::shared_ptr<CallState> send_call(const Destination& to, const Signature& signature,
                                      std::vector<at::IValue> arguments);
 /// To the worker of a number, where a name may be another one's by now. Such calls are not counted:
-/// a lifeline is pending as long as the other worker lives. Without a time-out it has none.
+/// a liveness call is pending as long as the other worker lives. Without a time-out it has none.
 std::shared_ptr<CallState> send_call_to(int id, const Signature& signature,
                                         std::vector<at::IValue> arguments,
                                         std::chrono::milliseconds timeout = {});

@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/function_registry.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/registry.h"
+#include "lockstep/rpc/remote_failure.h"
 
 namespace lockstep::rpc::detail {
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/fast_path.h"
+#include "lockstep/rpc/remote_failure.h"
 
 namespace lockstep::rpc::detail {
 std::shared_ptr<CallState> FastPath::call(int to, const Signature& signature,
@@ -45,8 +45,8 @@ std::optional<uint64_t> FastPath::enter(Pending pending) {
     if (deadline >= next_deadline_) return number;
     next_deadline_ = deadline;
   }
-  keeper_called_ = true;
-  link_->wake(FastLink::keeper);
+  poller_called_ = true;
+  link_->wake(FastLink::poller);
   return number;
 }
 
@@ -128,7 +128,7 @@ void FastPath::lose(int id) {
 
 void FastPath::fail_calls_to(int id) {
   const auto lost = take_pending_if([id](const Pending& call) { return call.to == id; });
-  for (const auto& call : lost) call.state->fail(lost_failure(call.what, link_->how_it_went(id)));
+  for (const auto& call : lost) call.state->fail(lost_failure(call.what, link_->describe_end(id)));
 }
 
 }  // namespace lockstep::rpc::detail

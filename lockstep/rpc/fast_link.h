@@ -38,15 +38,15 @@ struct FastCatch {
 /// thread.
 ///
 /// **Who is woken.** While a thread looks for messages (`begin_look`), others are woken for none.
-/// Else the first of the beds that is not empty is. A thread that ends its look, or gets up, must
+/// Else the first kind of waiter that sleeps is. A thread that ends its look, or wakes up, must
 /// look once more.
 class FastLink {
  public:
-  /// Where threads sleep, the first to be woken first.
-  enum Bed : uint32_t { caller, guest, keeper };
+  /// Who sleeps, the first to be woken first; see FastPath.
+  enum Waiter : uint32_t { caller, handler, poller };
   /// Of a message that is sent: a ring takes two of them at least.
   static constexpr size_t kMostBytes = 127 << 10;
-  static constexpr size_t kBeds = 3;
+  static constexpr size_t kWaiters = 3;
 
   FastLink() = default;
   virtual ~FastLink() = default;
@@ -69,17 +69,18 @@ class FastLink {
   /// Nothing is sent or comes any more. The others see it where they can.
   virtual void close() noexcept {}
   /// "rank 1 (process 4711) has ended".
-  virtual std::string how_it_went(int rank) const = 0;
+  virtual std::string describe_end(int rank) const = 0;
   /// How long a thread may look before it sleeps.
   virtual std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const = 0;
 
   virtual void begin_look() = 0;
   virtual void end_look() = 0;
-  /// Sleeps until it is woken or there is something to take, unless `enough()`. One thread a bed.
-  virtual void sleep(Bed bed, const std::function<bool()>& enough,
+  /// Sleeps until it is woken or there is something to take, unless `enough()`. One thread of a
+  /// kind at a time.
+  virtual void sleep(Waiter waiter, const std::function<bool()>& enough,
                      std::chrono::nanoseconds limit) = 0;
-  /// Wakes who sleeps there in this process.
-  virtual void wake(Bed bed) = 0;
+  /// Wakes the one of this kind that sleeps in this process.
+  virtual void wake(Waiter waiter) = 0;
 };
 
 }  // namespace lockstep::rpc::detail

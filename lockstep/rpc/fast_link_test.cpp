@@ -10,9 +10,9 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/failure.h"
 #include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/fast_path.h"
+#include "lockstep/rpc/remote_failure.h"
 #include "lockstep/rpc/ring_link.h"
 #include "tests/support/test_wait.h"
 
@@ -65,7 +65,7 @@ void await(FastLink& link, Messages& messages) {
     if (!messages.empty()) return;
     const auto begin = std::chrono::steady_clock::now();
     link.sleep(
-        FastLink::keeper, [] { return false; }, 20s);
+        FastLink::poller, [] { return false; }, 20s);
     ASSERT_LT(std::chrono::steady_clock::now() - begin, 15s) << "a wake-up was lost";
   }
 }

@@ -7,7 +7,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/shared_memory/host_place.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 #include "lockstep/rpc/ring_link.h"
 #include "lockstep/rpc/socket_meeting.h"
 
@@ -43,10 +43,10 @@ std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meet
   options.segment.timeout = store.timeout();
   options.segment.group = "rpc";
   options.segment.look = [&](const std::vector<int>&) { look(); };
-  const shm::Meeting place{[&](const std::string& value) { store.set(kKey, value); },
-                           [&] { return store.get(kKey); }};
+  const shm::Meeting over_store{[&](const std::string& value) { store.set(kKey, value); },
+                                [&] { return store.get(kKey); }};
   try {
-    return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, place));
+    return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, over_store));
   } catch (...) {
     if (meeting.rank == 0) store.set(kKey, kNone);  // Nobody need wait for it.
     throw;
@@ -74,9 +74,7 @@ std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& mee
 /// "none", "TCP", or where this rank can share memory.
 std::string wish_of(const FastMeeting& meeting) {
   if (!meeting.wanted) return kNone;
-  const bool memory = meeting.shared_memory && meeting.secret.empty();
-  const std::string place = memory ? shared_memory_place() : std::string();
-  return place.empty() ? "TCP" : "memory " + place;
+  return meeting.shared_memory && meeting.secret.empty() ? "memory " + host_key() : "TCP";
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/comm/shared_memory/futex.h"
-#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/remote_failure.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -20,8 +20,8 @@ constexpr int kMostDepth = 128;
 constexpr std::chrono::microseconds kLeastSpin{1}, kMostSpin{10};
 /// A sleep that a call's time-out does not end sooner.
 constexpr std::chrono::hours kLongSleep{1};
-/// The keeper's: it looks unasked as well, so that a wake-up that goes astray costs time only.
-constexpr std::chrono::seconds kKeepersSleep{1};
+/// The poller's: it looks unasked as well, so that a wake-up that goes astray costs time only.
+constexpr std::chrono::seconds kPollerSleep{1};
 /// A look at the clock costs as much as some at rings.
 constexpr int kLooksPerTime = 16;
 
@@ -35,14 +35,14 @@ FastPath::FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRun
       limits_{std::min<uint64_t>(FastLink::kMostBytes, limits.bytes),
               std::min(limits.depth, kMostDepth)},
       caller_budget_(kLeastSpin, kMostSpin),
-      guest_budget_(kLeastSpin, kMostSpin) {}
+      handler_budget_(kLeastSpin, kMostSpin) {}
 
 FastPath::~FastPath() {
   stop();
 }
 
 void FastPath::start() {
-  keeper_ = std::thread([this] { run_keeper(); });
+  poller_ = std::thread([this] { run_poller(); });
 }
 
 void FastPath::stop() noexcept {
@@ -50,19 +50,20 @@ void FastPath::stop() noexcept {
   for (const auto& call : take_pending_if([](const Pending&) { return true; })) {
     call.state->fail(lost_failure(call.what, "this worker has left"));
   }
-  for (const auto bed : {FastLink::caller, FastLink::guest, FastLink::keeper}) link_->wake(bed);
-  if (keeper_.joinable()) keeper_.join();
+  for (const auto waiter : {FastLink::caller, FastLink::handler, FastLink::poller})
+    link_->wake(waiter);
+  if (poller_.joinable()) poller_.join();
   link_->close();
 }
 
-void FastPath::take(bool is_guest) {
+void FastPath::take(bool is_handler) {
   FastCatch caught;
   link_->take(caught);
   for (auto& message : caught.messages) {
     if (static_cast<Kind>(message.head.kind) == Kind::request) requests_.push(std::move(message));
   }
-  // A guest runs what has come itself. Before answers, whose callbacks may take a while.
-  if (!is_guest) bring_helper();
+  // A polling handler runs what has come itself. Before answers, whose callbacks may take a while.
+  if (!is_handler) bring_helper();
   for (const auto& message : caught.messages) {
     if (static_cast<Kind>(message.head.kind) != Kind::request) on_answer(message);
   }
@@ -73,13 +74,13 @@ void FastPath::take_and_go() {
   if (!link_->look()) return;
   take();
   // More than a turn, or another thread was at it.
-  if (link_->look()) link_->wake(FastLink::keeper);
+  if (link_->look()) link_->wake(FastLink::poller);
 }
 
 void FastPath::bring_helper() {
   if (stopped_ || requests_.empty()) return;
-  if (has_guest_) {
-    link_->wake(FastLink::guest);
+  if (has_handler_) {
+    link_->wake(FastLink::handler);
   } else if (!helper_comes_.exchange(true)) {
     threads_->run([self = shared_from_this()] {
       self->helper_comes_ = false;
@@ -88,16 +89,18 @@ void FastPath::bring_helper() {
   }
 }
 
-// Takes out what comes until there is enough or it is late. Where a caller looks, a guest need not.
-void FastPath::look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_guest) {
+// Takes out what comes until there is enough or it is late. Where a caller looks, a handler need
+// not.
+void FastPath::look_for(Clock::time_point end, const std::function<bool()>& enough,
+                        bool is_handler) {
   for (int looks = 1; !enough(); ++looks) {
     if (looks % kLooksPerTime == 0 && Clock::now() >= end) return;
     if (link_->look()) {
-      take(is_guest);
+      take(is_handler);
     } else {
       shm::spin_pause();
     }
-    if (is_guest && callers_looking_ > 0) return;
+    if (is_handler && callers_looking_ > 0) return;
   }
 }
 
@@ -109,7 +112,7 @@ void FastPath::drive(const CallState& state, std::optional<Clock::time_point> en
     Look look(*link_);
     look.begin();
     ++callers_looking_;
-    look_for(std::min(begin + link_->spin(caller_budget_), latest), done, /*is_guest=*/false);
+    look_for(std::min(begin + link_->spin(caller_budget_), latest), done, /*is_handler=*/false);
     --callers_looking_;
   }
   take_and_go();
@@ -117,7 +120,7 @@ void FastPath::drive(const CallState& state, std::optional<Clock::time_point> en
   if (done()) caller_budget_.learn(Clock::now() - begin);
 }
 
-// One thread at a time: the others wait for what it, or the keeper, takes out.
+// One thread at a time: the others wait for what it, or the poller, takes out.
 void FastPath::sleep_over(const CallState& state, Clock::time_point end) {
   if (caller_sleeps_.exchange(true)) return;
   sleeps_over_ = &state;
@@ -161,10 +164,10 @@ void FastPath::run_elsewhere(std::shared_ptr<CallState> state,
   threads_->run([kept] { kept->run(); });
 }
 
-void FastPath::run_keeper() {
-  const auto called = [this] { return stopped_ || keeper_called_; };
+void FastPath::run_poller() {
+  const auto called = [this] { return stopped_ || poller_called_; };
   while (!stopped_) {
-    keeper_called_ = false;
+    poller_called_ = false;
     if (link_->look()) {
       take();
       if (link_->look()) std::this_thread::yield();  // Another thread is at it.
@@ -172,7 +175,7 @@ void FastPath::run_keeper() {
     const auto next = expire();
     const auto now = Clock::now();
     if (next <= now) continue;
-    link_->sleep(FastLink::keeper, called, std::min<Clock::duration>(next - now, kKeepersSleep));
+    link_->sleep(FastLink::poller, called, std::min<Clock::duration>(next - now, kPollerSleep));
   }
 }
 

@@ -32,9 +32,10 @@ namespace lockstep::rpc::detail {
 /// **Three kinds of threads take messages out.** All of them finish calls whose answers have come.
 /// Requests go into a queue.
 /// - *Callers*: a thread that waits for a call looks for a while, then sleeps.
-/// - *The guest*: a handler thread that has just run a function looks for the next request, and
-///   runs it itself. While it runs one, the next handler thread with nothing to do is the guest.
-/// - *The keeper*: a thread of this object that sleeps, and is woken when nobody else is at hand.
+/// - *The polling handler*: a handler thread that has just run a function looks for the next
+///   request, and runs it itself. While it runs one, the next handler thread with nothing to do
+///   polls.
+/// - *The poller*: a thread of this object that sleeps, and is woken when nobody else is at hand.
 ///   So no function keeps messages back, however long it runs. It also ends calls whose time is up.
 ///
 /// Callbacks of calls run on handler threads, as each of the three may hold others up.
@@ -118,19 +119,19 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
 
   // fast_serve.cpp: calls of others.
   void serve();
-  std::optional<FastMessage> wait_as_guest(Look& look);
+  std::optional<FastMessage> wait_as_handler(Look& look);
   void run(const FastMessage& request, Look& look);
   void answer(int caller, uint64_t number, const CallOutcome& outcome);
   void deliver(int caller, uint64_t number, const CallOutcome& outcome);
 
   // fast_threads.cpp: which thread takes messages out when.
-  void take(bool is_guest = false);
+  void take(bool is_handler = false);
   /// What a thread does last that others may have relied on.
   void take_and_go();
   void bring_helper();
-  void look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_guest);
+  void look_for(Clock::time_point end, const std::function<bool()>& enough, bool is_handler);
   void sleep_over(const CallState& state, Clock::time_point end);
-  void run_keeper();
+  void run_poller();
 
   const std::shared_ptr<FastLink> link_;
   const std::shared_ptr<const CallRunner> runner_;
@@ -144,12 +145,12 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   Clock::time_point next_deadline_ = Clock::time_point::max();
 
   RequestQueue requests_;
-  std::atomic<bool> has_guest_{false}, helper_comes_{false}, keeper_called_{false};
+  std::atomic<bool> has_handler_{false}, helper_comes_{false}, poller_called_{false};
   std::atomic<int> callers_looking_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<const CallState*> sleeps_over_{nullptr};
-  shm::SpinBudget caller_budget_, guest_budget_;
-  std::thread keeper_;
+  shm::SpinBudget caller_budget_, handler_budget_;
+  std::thread poller_;
 };
 
 }  // namespace lockstep::rpc::detail

@@ -21,8 +21,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/rpc/ring_link.h"
 #include "lockstep/rpc/rpc.h"
+#include "lockstep/rpc/rpc_worker.h"
 #include "lockstep/rpc/socket_link.h"
-#include "lockstep/rpc/worker.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"
 

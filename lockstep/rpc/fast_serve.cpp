@@ -4,7 +4,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/fast_path.h"
-#include "lockstep/rpc/worker.h"
+#include "lockstep/rpc/rpc_worker.h"
 
 namespace lockstep::rpc {
 
@@ -30,8 +30,8 @@ const auto delivery = function(
       path->on_delivery(from, static_cast<uint64_t>(number), outcome);
     });
 
-/// A guest without a request sleeps until it is woken; this only bounds a system call.
-constexpr std::chrono::hours kGuestSleep{1};
+/// A handler without a request sleeps until it is woken; this only bounds a system call.
+constexpr std::chrono::hours kHandlerSleep{1};
 
 }  // namespace
 
@@ -43,9 +43,9 @@ void FastPath::serve() {
     while (!stopped_) {
       auto request = requests_.pop();
       if (!request) {
-        if (has_guest_.exchange(true)) break;
-        request = wait_as_guest(look);
-        has_guest_ = false;
+        if (has_handler_.exchange(true)) break;
+        request = wait_as_handler(look);
+        has_handler_ = false;
         if (!request) break;
       }
       // Others take over before the function runs, as it may take long.
@@ -59,23 +59,23 @@ void FastPath::serve() {
   bring_helper();
 }
 
-std::optional<FastMessage> FastPath::wait_as_guest(Look& look) {
+std::optional<FastMessage> FastPath::wait_as_handler(Look& look) {
   const HandlerThreads::Waiting waiting;
   const auto ready = [this] { return stopped_ || !requests_.empty(); };
   const auto begin = Clock::now();
   while (true) {
     look.begin();
-    look_for(Clock::now() + link_->spin(guest_budget_), ready, /*is_guest=*/true);
+    look_for(Clock::now() + link_->spin(handler_budget_), ready, /*is_handler=*/true);
     if (stopped_) return std::nullopt;
     if (auto request = requests_.pop()) {
-      guest_budget_.learn(Clock::now() - begin);
+      handler_budget_.learn(Clock::now() - begin);
       return request;
     }
     look.end();
     if (link_->look()) {
-      take(/*is_guest=*/true);
+      take(/*is_handler=*/true);
     } else {
-      link_->sleep(FastLink::guest, ready, kGuestSleep);
+      link_->sleep(FastLink::handler, ready, kHandlerSleep);
     }
   }
 }

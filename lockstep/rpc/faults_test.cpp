@@ -7,7 +7,7 @@
 #include <string>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/remote_failure.h"
 #include "lockstep/rpc/rpc.h"
 #include "tests/support/run_workers.h"
 #include "tests/support/test_wait.h"

@@ -6,13 +6,14 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 #include "lockstep/rpc/call.h"
-#include "lockstep/rpc/worker.h"
+#include "lockstep/rpc/rpc_worker.h"
 
 namespace lockstep::rpc::detail {
 namespace {
 
-const auto lifeline_function = function(
-    "lockstep.rpc.lifeline", [] { return this_worker("rpc: a lifeline")->peers().lifeline(); });
+const auto liveness_function = function("lockstep.rpc.liveness", [] {
+  return this_worker("rpc: a liveness call")->peers().liveness();
+});
 
 }  // namespace
 
@@ -29,7 +30,7 @@ void Peers::watch(int id, const std::string& name) {
     const std::lock_guard lock(shared_->mutex);
     shared_->peers[id] = {name, State::here};
   }
-  const auto state = send_call_to(id, lifeline_function.signature(), {});
+  const auto state = send_call_to(id, liveness_function.signature(), {});
   state->when_done([shared = shared_, id, state = std::weak_ptr(state)] {
     State now = State::left;
     try {

@@ -14,8 +14,8 @@
 namespace lockstep::rpc::detail {
 
 /// The other workers, and whether they are still there. Each worker has a call pending at each
-/// other one, its lifeline, which is answered when that one leaves in order. A worker that dies
-/// breaks the connection, and so the call fails at once. Any thread.
+/// other one, its liveness call, which is answered when that one leaves in order. A worker that
+/// dies breaks the connection, and so the call fails at once. Any thread.
 class Peers {
  public:
   /// `names`: of those that start together, by rank; none for a worker that joins them. `id`: this
@@ -26,9 +26,9 @@ class Peers {
 
   /// Calls another worker, which is known to the transport.
   void watch(int id, const std::string& name);
-  /// What a lifeline from another worker waits for.
-  Future<void> lifeline() const { return leaves_.future(); }
-  /// Answers the lifelines of the others: this worker leaves.
+  /// What a liveness call from another worker waits for.
+  Future<void> liveness() const { return leaves_.future(); }
+  /// Answers the liveness calls of the others: this worker leaves.
   void let_go() const { leaves_.set_value(); }
 
   /// The ranks' names, then those that joined and are here.

@@ -33,27 +33,28 @@ RingLink::Inbox& RingLink::inbox(int rank) const {
   return *reinterpret_cast<Inbox*>(group_->segment().messages(rank, rank));
 }
 
-void RingLink::ring_bed(Inbox& inbox, uint32_t bed) {
-  inbox.bells[bed].fetch_add(1, std::memory_order_seq_cst);
-  shm::wake_all(inbox.bells[bed]);
+void RingLink::wake_waiter(Inbox& inbox, uint32_t waiter) {
+  inbox.bells[waiter].fetch_add(1, std::memory_order_seq_cst);
+  shm::wake_all(inbox.bells[waiter]);
 }
 
 void RingLink::ring(int rank) {
   Inbox& other = inbox(rank);
   if (other.lookers.load(std::memory_order_seq_cst) > 0) return;
-  const uint32_t beds = other.beds.load(std::memory_order_seq_cst);
-  if (beds != 0) ring_bed(other, static_cast<uint32_t>(std::countr_zero(beds)));
+  const uint32_t waiters = other.waiters.load(std::memory_order_seq_cst);
+  if (waiters != 0) wake_waiter(other, static_cast<uint32_t>(std::countr_zero(waiters)));
 }
 
-void RingLink::wake(Bed bed) {
-  if (inbox_->beds.load(std::memory_order_seq_cst) & 1U << bed) ring_bed(*inbox_, bed);
+void RingLink::wake(Waiter waiter) {
+  if (inbox_->waiters.load(std::memory_order_seq_cst) & 1U << waiter) wake_waiter(*inbox_, waiter);
 }
 
-void RingLink::sleep(Bed bed, const std::function<bool()>& enough, std::chrono::nanoseconds limit) {
-  inbox_->beds.fetch_or(1U << bed, std::memory_order_seq_cst);
-  const uint32_t seen = inbox_->bells[bed].load(std::memory_order_seq_cst);
-  if (!enough() && !look()) shm::sleep_on(inbox_->bells[bed], seen, limit);
-  inbox_->beds.fetch_and(~(1U << bed), std::memory_order_seq_cst);
+void RingLink::sleep(Waiter waiter, const std::function<bool()>& enough,
+                     std::chrono::nanoseconds limit) {
+  inbox_->waiters.fetch_or(1U << waiter, std::memory_order_seq_cst);
+  const uint32_t seen = inbox_->bells[waiter].load(std::memory_order_seq_cst);
+  if (!enough() && !look()) shm::sleep_on(inbox_->bells[waiter], seen, limit);
+  inbox_->waiters.fetch_and(~(1U << waiter), std::memory_order_seq_cst);
 }
 
 bool RingLink::send(int to, const FastHead& head, std::string_view bytes) {

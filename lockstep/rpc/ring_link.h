@@ -20,13 +20,13 @@ namespace lockstep::rpc::detail {
 /// Messages over shared memory. Each ordered pair of workers has a ring, as comm's messages have
 /// (message_ring.h). There a send and a receive of one size meet. Calls need less.
 ///
-/// Why no wake-up is lost: a sender publishes, then reads `lookers` and `beds`. A thread that goes
-/// to bed enters itself, reads the bell, then looks. All these steps are sequentially consistent,
-/// and Mailbox in message_ring.h says why that suffices.
+/// Why no wake-up is lost: a sender publishes, then reads `lookers` and `waiters`. A thread that is
+/// about to sleep enters itself, reads the bell, then looks. All these steps are sequentially
+/// consistent, and Mailbox in message_ring.h says why that suffices.
 ///
 /// A process that dies within a message has published nothing. What others of the same user write
 /// into the shared memory on purpose is not guarded against, as in comm. Nobody is told here when a
-/// worker dies: lifelines do that.
+/// worker dies: liveness calls do that.
 class RingLink final : public FastLink {
  public:
   explicit RingLink(std::unique_ptr<shm::SharedGroup> group);
@@ -41,21 +41,22 @@ class RingLink final : public FastLink {
   void take(FastCatch& caught) override;
   bool look() const override;
   void lose(int rank) override;
-  std::string how_it_went(int rank) const override { return group_->how_it_went(rank); }
+  std::string describe_end(int rank) const override { return describe(group_->end_of(rank)); }
   std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const override {
     return group_->spin(learnt);
   }
   void begin_look() override { inbox_->lookers.fetch_add(1, std::memory_order_seq_cst); }
   void end_look() override { inbox_->lookers.fetch_sub(1, std::memory_order_seq_cst); }
-  void sleep(Bed bed, const std::function<bool()>& enough, std::chrono::nanoseconds limit) override;
-  void wake(Bed bed) override;
+  void sleep(Waiter waiter, const std::function<bool()>& enough,
+             std::chrono::nanoseconds limit) override;
+  void wake(Waiter waiter) override;
 
  private:
   /// In shared memory, one a worker, all zero at the start.
   struct Inbox {
     alignas(64) std::atomic<uint32_t> lookers;
-    std::atomic<uint32_t> beds;  ///< A bit for each that is not empty.
-    alignas(64) std::array<std::atomic<uint32_t>, kBeds> bells;
+    std::atomic<uint32_t> waiters;  ///< A bit for each kind that sleeps.
+    alignas(64) std::array<std::atomic<uint32_t>, kWaiters> bells;
     /// A bit for each worker that has sent: the others' memory need not be touched.
     alignas(64) std::array<std::atomic<uint64_t>, 64> opened;
   };
@@ -68,7 +69,7 @@ class RingLink final : public FastLink {
 
   Inbox& inbox(int rank) const;
   void ring(int rank);
-  static void ring_bed(Inbox& inbox, uint32_t bed);
+  static void wake_waiter(Inbox& inbox, uint32_t waiter);
   void take_from(int rank, std::vector<FastMessage>& messages);
   template <class Visit>
   bool any_opened(Visit visit) const;

@@ -12,10 +12,9 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/shared_memory/host_place.h"
 #include "lockstep/rpc/fast_meeting.h"
+#include "lockstep/rpc/rpc_worker.h"
 #include "lockstep/rpc/seal.h"
-#include "lockstep/rpc/worker.h"
 
 namespace lockstep::rpc {
 namespace {
@@ -177,9 +176,7 @@ using detail::Carrier;
 
 Carrier carrier_of(const World& world, const Options& options) {
   if (world.local_size() != world.size()) return Carrier::network;
-  // TensorPipe needs what our own shared memory does.
-  return options.poll && !shared_memory_place().empty() ? Carrier::polled_memory
-                                                        : Carrier::loopback;
+  return options.poll ? Carrier::polled_memory : Carrier::loopback;
 }
 
 /// As rank 0 has told it.

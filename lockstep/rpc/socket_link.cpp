@@ -37,7 +37,7 @@ SocketLink::SocketLink(int rank, std::vector<SocketPeer> peers, bool has_process
     if (peer(other).ended) continue;
     epoll_event event{EPOLLIN, {}};
     event.data.u32 = static_cast<uint32_t>(other);
-    if (epoll_ctl(beds_.sockets(), EPOLL_CTL_ADD, peer(other).connection.get(), &event) != 0) {
+    if (epoll_ctl(waiters_.sockets(), EPOLL_CTL_ADD, peer(other).connection.get(), &event) != 0) {
       throw SystemError("rpc: watching the connection to " + peer(other).name, errno);
     }
   }
@@ -46,7 +46,7 @@ SocketLink::SocketLink(int rank, std::vector<SocketPeer> peers, bool has_process
 void SocketLink::watch(int rank, bool for_room) {
   epoll_event event{EPOLLIN | (for_room ? uint32_t{EPOLLOUT} : 0U), {}};
   event.data.u32 = static_cast<uint32_t>(rank);
-  epoll_ctl(beds_.sockets(), EPOLL_CTL_MOD, peer(rank).connection.get(), &event);
+  epoll_ctl(waiters_.sockets(), EPOLL_CTL_MOD, peer(rank).connection.get(), &event);
 }
 
 bool SocketLink::send(int to, const FastHead& head, std::string_view bytes) {
@@ -86,14 +86,14 @@ bool SocketLink::flush(Peer& peer) {
 
 bool SocketLink::look() const {
   epoll_event event{};
-  return epoll_wait(beds_.sockets(), &event, 1, 0) > 0;
+  return epoll_wait(waiters_.sockets(), &event, 1, 0) > 0;
 }
 
 void SocketLink::take(FastCatch& caught) {
   const std::unique_lock lock(taking_, std::try_to_lock);
   if (!lock) return;
   std::array<epoll_event, kReadyAtOnce> ready{};
-  const int count = epoll_wait(beds_.sockets(), ready.data(), kReadyAtOnce, 0);
+  const int count = epoll_wait(waiters_.sockets(), ready.data(), kReadyAtOnce, 0);
   for (int i = 0; i < count; ++i) {
     const auto& event = ready[static_cast<size_t>(i)];
     const auto other = static_cast<int>(event.data.u32);
@@ -150,7 +150,7 @@ bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
 // The descriptor stays open, as other threads may be about to send.
 void SocketLink::end(int rank, const std::string& how) {
   Peer& other = peer(rank);
-  epoll_ctl(beds_.sockets(), EPOLL_CTL_DEL, other.connection.get(), nullptr);
+  epoll_ctl(waiters_.sockets(), EPOLL_CTL_DEL, other.connection.get(), nullptr);
   const std::lock_guard lock(other.mutex);
   other.ended = true;
   other.how = how;
@@ -174,12 +174,12 @@ void SocketLink::close() noexcept {
     const std::lock_guard lock(other->mutex);
     other->ended = true;
     if (!other->connection) continue;
-    epoll_ctl(beds_.sockets(), EPOLL_CTL_DEL, other->connection.get(), nullptr);
+    epoll_ctl(waiters_.sockets(), EPOLL_CTL_DEL, other->connection.get(), nullptr);
     shutdown(other->connection.get(), SHUT_RDWR);
   }
 }
 
-std::string SocketLink::how_it_went(int rank) const {
+std::string SocketLink::describe_end(int rank) const {
   const Peer& other = *peers_[static_cast<size_t>(rank)];
   const std::lock_guard lock(other.mutex);
   return other.name + (other.how.empty() ? " has ended, or has closed its connection" : other.how);

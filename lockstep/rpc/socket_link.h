@@ -12,7 +12,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/unforked_fd.h"
 #include "lockstep/rpc/fast_link.h"
-#include "lockstep/rpc/socket_beds.h"
+#include "lockstep/rpc/socket_waiters.h"
 
 namespace lockstep::rpc::detail {
 
@@ -43,15 +43,15 @@ class SocketLink final : public FastLink {
   bool look() const override;
   void lose(int rank) override;
   void close() noexcept override;
-  std::string how_it_went(int rank) const override;
+  std::string describe_end(int rank) const override;
   std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const override;
-  void begin_look() override { beds_.begin_look(); }
-  void end_look() override { beds_.end_look(); }
-  void sleep(Bed bed, const std::function<bool()>& enough,
+  void begin_look() override { waiters_.begin_look(); }
+  void end_look() override { waiters_.end_look(); }
+  void sleep(Waiter waiter, const std::function<bool()>& enough,
              std::chrono::nanoseconds limit) override {
-    beds_.sleep(bed, enough, limit);
+    waiters_.sleep(waiter, enough, limit);
   }
-  void wake(Bed bed) override { beds_.wake(bed); }
+  void wake(Waiter waiter) override { waiters_.wake(waiter); }
 
   struct WireHead {
     uint32_t bytes;  ///< Of the message, without this head and the code.
@@ -87,7 +87,7 @@ class SocketLink final : public FastLink {
   const int rank_;
   const bool has_processor_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  SocketBeds beds_;
+  SocketWaiters waiters_;
   std::mutex taking_;
   std::vector<char> buffer_;  ///< Under `taking_`.
 };

@@ -62,7 +62,7 @@ std::string message(uint64_t count, const std::string& bytes, const std::string&
 void expect_end(const End& end, const std::string& how) {
   EXPECT_THAT(end.take().lost, ElementsAre(1));
   EXPECT_TRUE(end.take().lost.empty()) << "it is told once";
-  EXPECT_THAT(end.link->how_it_went(1), HasSubstr(how));
+  EXPECT_THAT(end.link->describe_end(1), HasSubstr(how));
   EXPECT_FALSE(end.link->send(1, {}, "x"));
   EXPECT_FALSE(end.link->look());
   char byte = 0;
@@ -130,7 +130,7 @@ TEST(SocketLink, AnEndedConnectionIsToldWithWhatCameBefore) {
   end.other.reset();
   EXPECT_TRUE(end.link->look());
   EXPECT_THAT(end.take().lost, ElementsAre(1));
-  EXPECT_THAT(end.link->how_it_went(1), HasSubstr("rank 1 has ended"));
+  EXPECT_THAT(end.link->describe_end(1), HasSubstr("rank 1 has ended"));
 }
 
 TEST(SocketLink, ASlowReaderGetsNoMore) {
@@ -181,24 +181,24 @@ TEST(SocketLink, AnyBytesEndAtMostTheConnection) {
 
 TEST(SocketLink, OneThreadIsWokenTheFirstInOrder) {
   const End end;
-  std::atomic<bool> keeper_woken{false}, caller_woken{false}, caller_sleeps{false};
-  const auto sleep = [&](FastLink::Bed bed, std::atomic<bool>& woken) {
+  std::atomic<bool> poller_woken{false}, caller_woken{false}, caller_sleeps{false};
+  const auto sleep = [&](FastLink::Waiter waiter, std::atomic<bool>& woken) {
     const auto entered = [&] {
-      if (bed == FastLink::caller) caller_sleeps = true;
+      if (waiter == FastLink::caller) caller_sleeps = true;
       return false;
     };
-    end.link->sleep(bed, entered, 60s);
+    end.link->sleep(waiter, entered, 60s);
     woken = true;
   };
-  std::thread keeper([&] { sleep(FastLink::keeper, keeper_woken); });
+  std::thread poller([&] { sleep(FastLink::poller, poller_woken); });
   std::thread caller([&] { sleep(FastLink::caller, caller_woken); });
   wait_until([&] { return caller_sleeps.load(); }, "the caller to lie down");
   end.write(message(0, "text"));
   wait_until([&] { return caller_woken.load(); }, "the caller to be woken");
   caller.join();
   // Nobody has taken the message out: now it wakes the next.
-  wait_until([&] { return keeper_woken.load(); }, "the keeper to be woken");
-  keeper.join();
+  wait_until([&] { return poller_woken.load(); }, "the poller to be woken");
+  poller.join();
   EXPECT_EQ(end.take().messages.size(), 1);
 }
 
@@ -209,7 +209,7 @@ TEST(SocketLink, WhileOneLooksNobodyIsWoken) {
   const auto begin = std::chrono::steady_clock::now();
   const auto sleep = [&] {
     end.link->sleep(
-        FastLink::keeper, [] { return false; }, 200ms);
+        FastLink::poller, [] { return false; }, 200ms);
     return std::chrono::steady_clock::now() - begin;
   };
   EXPECT_GE(sleep(), 200ms);

@@ -20,8 +20,8 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/rpc/rpc.h"
+#include "lockstep/rpc/rpc_worker.h"
 #include "lockstep/rpc/socket_link.h"
-#include "lockstep/rpc/worker.h"
 
 namespace {
 

@@ -47,14 +47,12 @@ inline std::string judge_plainly(const Disagreement& d) {
 /// small, so that little data takes many steps.
 class World {
  public:
-  explicit World(int size, MessagesOptions options = {}, size_t message_bytes = 64 << 10,
-                 size_t slot_bytes = 4096)
+  explicit World(int size, size_t message_bytes = 64 << 10, size_t slot_bytes = 4096)
       : groups_(static_cast<size_t>(size)), messages_(static_cast<size_t>(size)) {
     std::promise<std::string> name;
     const std::shared_future<std::string> told = name.get_future().share();
     const Meeting meeting{[&](const std::string& value) { name.set_value(value); },
                           [&] { return told.get(); }};
-    if (!options.judge) options.judge = judge_plainly;
     rethrow_first(run_ranks(size, [&](int rank) {
       SharedGroupOptions group;
       group.segment.rank = rank;
@@ -63,7 +61,7 @@ class World {
       group.segment.slot_bytes = slot_bytes;
       const auto at = static_cast<size_t>(rank);
       groups_[at] = std::make_unique<SharedGroup>(group, meeting);
-      messages_[at] = std::make_unique<Messages>(*groups_[at], options);
+      messages_[at] = std::make_unique<Messages>(*groups_[at], judge_plainly);
     }));
   }
   ~World() {

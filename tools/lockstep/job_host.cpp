@@ -12,7 +12,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/store_host.h"
+#include "lockstep/comm/store.h"
 #include "lockstep/elastic/agent_runner.h"
 #include "lockstep/elastic/embedded_registry.h"
 #include "lockstep/elastic/etcd_registry.h"
@@ -129,7 +129,7 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
 elastic::ServedStore serve_workers_store(const std::string& address) {
   UniqueFd listener = listen_as_master(address, 0, is_loopback_host(address));
   elastic::ServedStore store{address, bound_port(listener.get()), {}};
-  store.server = host_store(listener.release());
+  store.server = tcp_store({.is_listener = true, .listen_fd = listener.release()}).native();
   return store;
 }
 

@@ -21,23 +21,23 @@ Tensors list_of_root(Operation operation, const TensorLists& lists, int size, bo
 }
 
 /// A contiguous tensor cut into rows.
-Shares cut(const at::Tensor& tensor, const std::vector<int64_t>& rows) {
+Buffers cut(const at::Tensor& tensor, const std::vector<int64_t>& rows) {
   const int64_t all = tensor.dim() == 0 ? 1 : tensor.size(0);
   const int64_t row = all == 0 ? 0 : tensor.numel() / all;
   auto* data = static_cast<std::byte*>(tensor.data_ptr());
-  Shares shares;
+  Buffers buffers;
   for (const int64_t count : rows) {
     const size_t bytes = static_cast<size_t>(count * row) * tensor.element_size();
-    shares.push_back({data, bytes});
+    buffers.push_back({data, bytes});
     data += bytes;
   }
-  return shares;
+  return buffers;
 }
 
-Shares shares_of(const Tensors& tensors, const Blocks& memory) {
-  Shares shares;
-  for (size_t i = 0; i < tensors.size(); ++i) shares.push_back({memory[i], tensors[i].nbytes()});
-  return shares;
+Buffers buffers_of(const Tensors& tensors, const Blocks& memory) {
+  Buffers buffers;
+  for (size_t i = 0; i < tensors.size(); ++i) buffers.push_back({memory[i], tensors[i].nbytes()});
+  return buffers;
 }
 
 }  // namespace
@@ -339,8 +339,8 @@ WorkPtr TensorBackend::alltoall(Tensors& outputs, Tensors& inputs,
   expect_count(operation, "outputs", outputs.size(), static_cast<size_t>(getSize()));
   expect_one_dtype(operation, inputs, outputs);
   const auto work = begin(operation, options, {.inputs = inputs, .outputs = outputs});
-  add_all_to_all(*work, inputs[0].scalar_type(), shares_of(inputs, work->given(inputs)),
-                 shares_of(outputs, work->taken(outputs)));
+  add_all_to_all(*work, inputs[0].scalar_type(), buffers_of(inputs, work->given(inputs)),
+                 buffers_of(outputs, work->taken(outputs)));
   return issue(work);
 }
 

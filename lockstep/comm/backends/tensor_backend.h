@@ -12,7 +12,7 @@
 
 namespace lockstep::backends {
 
-using shm::Shares;
+using shm::Buffers;
 
 /// A backend of ours for CPU tensors, as c10d calls it. Each call is checked (UsageError, before
 /// anything is sent) and becomes a work with contiguous memory. The backend gives the work the
@@ -111,7 +111,7 @@ class TensorBackend : public c10d::Backend {
   virtual void add_scatter(TensorWork&, Blocks, const at::Tensor& /*output*/, int /*root*/) {
     throw_not_implemented();
   }
-  virtual void add_all_to_all(TensorWork&, at::ScalarType, Shares /*sends*/, Shares) {
+  virtual void add_all_to_all(TensorWork&, at::ScalarType, Buffers /*sends*/, Buffers) {
     throw_not_implemented();
   }
   /// Begins a send or a receive; `peer`: kAnyRank for a receive from any.

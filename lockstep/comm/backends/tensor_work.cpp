@@ -208,8 +208,10 @@ std::string TensorWork::encoded() const {
 }
 
 std::string TensorWork::text() const {
-  return describe(signature(), names_->ranks) + ", collective " + std::to_string(sequence_) +
-         " of group '" + names_->group + "',";
+  const CallSignature call = signature();
+  return describe(call, names_->ranks) +
+         (call.is_message() ? " in" : ", collective " + std::to_string(sequence_) + " of") +
+         " group '" + names_->group + "',";
 }
 
 at::Tensor TensorWork::given(const at::Tensor& tensor, at::ScalarType dtype) {

@@ -1,6 +1,7 @@
 #include "lockstep/comm/checks/call_signature.h"
 
 #include <algorithm>
+#include <array>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "lockstep/base/bytes.h"
@@ -79,16 +80,16 @@ std::string describe_all(const std::vector<TensorSignature>& tensors) {
 }
 
 /// "reduce(sum, root 1)", "send(to rank 1)", "barrier".
-std::string head(Operation operation, int reduction, int root, const RankNames& names) {
+std::string head(const CallSignature& call, const RankNames& names) {
   std::vector<std::string> arguments;
-  if (reduction >= 0) arguments.push_back(reduction_name(reduction));
-  if (root >= 0) {
-    const std::string_view label = operation == Operation::send   ? "to rank "
-                                   : operation == Operation::recv ? "from rank "
-                                                                  : "root ";
-    arguments.push_back(std::string(label) + number_of(root, names));
+  if (call.reduction >= 0) arguments.push_back(reduction_name(call.reduction));
+  if (call.root >= 0) {
+    const std::string_view label = call.operation == Operation::send   ? "to rank "
+                                   : call.operation == Operation::recv ? "from rank "
+                                                                       : "root ";
+    arguments.push_back(std::string(label) + number_of(call.root, names));
   }
-  std::string text(operation_name(operation));
+  std::string text(operation_name(call.operation));
   if (!arguments.empty()) text += "(" + join(arguments, ", ") + ")";
   return text;
 }
@@ -116,16 +117,8 @@ std::string_view operation_name(Operation operation) {
   return kOperationNames.at(static_cast<size_t>(operation));
 }
 
-void CallSummary::set_tensor(const at::Tensor& first, size_t count) {
-  tensors = static_cast<int>(count);
-  if (!first.defined()) return;
-  dtype = first.scalar_type();
-  const auto sizes = first.sizes();
-  dims = static_cast<int8_t>(std::min<size_t>(sizes.size(), kMaxDims));
-  std::copy_n(sizes.begin(), dims, shape.begin());
-}
-
 TensorSignature signature_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {c10::ScalarType::Undefined, {}};
   return {tensor.scalar_type(), tensor.sizes().vec()};
 }
 
@@ -156,21 +149,11 @@ std::string describe(const TensorSignature& tensor) {
 }
 
 std::string describe(const CallSignature& call, const RankNames& names) {
-  std::string text = head(call.operation, call.reduction, call.root, names);
+  std::string text = head(call, names);
   if (!call.inputs.empty()) text += " of " + describe_all(call.inputs);
   if (!call.outputs.empty()) text += " into " + describe_all(call.outputs);
   if (!call.input_splits.empty()) text += ", input splits " + bracketed(call.input_splits);
   if (!call.output_splits.empty()) text += ", output splits " + bracketed(call.output_splits);
-  return text;
-}
-
-std::string describe(const CallSummary& call, const RankNames& names) {
-  std::string text = head(call.operation, call.reduction, call.root, names);
-  if (call.dims < 0) return text;
-  const auto end = call.shape.begin() + call.dims;
-  text +=
-      " of " + describe(TensorSignature{call.dtype, std::vector<int64_t>(call.shape.begin(), end)});
-  if (call.tensors > 1) text += " and " + std::to_string(call.tensors - 1) + " more";
   return text;
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <exception>
 #include <optional>
@@ -15,22 +14,6 @@
 
 namespace lockstep {
 
-/// What one rank called, as far as messages need it once the call is under way. Made for every
-/// call: no allocation.
-struct CallSummary {
-  static constexpr int kMaxDims = 6;
-  Operation operation = Operation::barrier;
-  int8_t reduction = -1;  ///< c10d::ReduceOp::RedOpType; -1: none.
-  int8_t dims = -1;       ///< Of the first tensor; -1: no tensor.
-  c10::ScalarType dtype = c10::ScalarType::Float;
-  int root = -1;          ///< Rank of the group; -1: none. For P2P the other rank.
-  int tensors = 0;        ///< Including the first.
-  uint64_t sequence = 0;  ///< Of the group's collectives, from 1. For P2P of the channel.
-  std::array<int64_t, kMaxDims> shape{};
-
-  void set_tensor(const at::Tensor& first, size_t count);
-};
-
 struct TensorSignature {
   c10::ScalarType dtype;
   std::vector<int64_t> shape;
@@ -40,15 +23,20 @@ struct TensorSignature {
 /// What one rank called, as far as the ranks must agree on it.
 struct CallSignature {
   Operation operation = Operation::barrier;
-  int reduction = -1;
-  int root = -1;
-  uint64_t sequence = 0;
-  std::vector<TensorSignature> inputs;   ///< What this rank gives.
-  std::vector<TensorSignature> outputs;  ///< What it gets, where the ranks' views of it differ.
-  std::vector<int64_t> input_splits;     ///< all_to_all_single: rows for each rank.
-  std::vector<int64_t> output_splits;    ///< Likewise, from each rank.
+  int reduction = -1;     ///< c10d::ReduceOp::RedOpType; -1: none.
+  int root = -1;          ///< Rank of the group; -1: none. Of a message the other rank.
+  uint64_t sequence = 0;  ///< Of the group's collectives, from 1. Of a message that of its channel.
+  std::vector<TensorSignature> inputs{};   ///< What this rank gives.
+  std::vector<TensorSignature> outputs{};  ///< What it gets, where the ranks' views of it differ.
+  std::vector<int64_t> input_splits{};     ///< all_to_all_single: rows for each rank.
+  std::vector<int64_t> output_splits{};    ///< Likewise, from each rank.
+
+  bool is_message() const { return operation >= Operation::send; }
+  /// The other rank of a message; -1 for a collective, and for a receive from any.
+  int peer() const { return is_message() ? root : -1; }
 };
 
+/// Of an undefined tensor: no dtype and no shape.
 TensorSignature signature_of(const at::Tensor& tensor);
 std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensors);
 
@@ -65,7 +53,6 @@ std::string reduction_name(int reduction);
 /// "all_reduce(sum) of float32 [3, 4]", "broadcast(root 0) of int64 []",
 /// "scatter(root 1) of 2 x float32 [5] into float32 [5]", "barrier".
 std::string describe(const CallSignature& call, const RankNames& names);
-std::string describe(const CallSummary& call, const RankNames& names);
 std::string describe(const TensorSignature& tensor);
 
 /// "rank 3 called barrier as collective 7 of group 'default'".

@@ -62,14 +62,11 @@ TEST(CallSignature, Describes) {
   EXPECT_EQ(describe(all_to_all({1, 2}, {2, 1}, 3, 3), kNames),
             "all_to_all_single of float32 [3, 5] into float32 [3, 5], input splits [1, 2], output "
             "splits [2, 1]");
-  CallSummary summary;
-  EXPECT_EQ(describe(summary, kNames), "barrier");
-  summary.operation = Operation::send;
-  summary.root = 1;
-  summary.set_tensor(at::zeros({2, 0}, at::kBool), 1);
-  EXPECT_EQ(describe(summary, kNames), "send(to rank 1) of bool [2, 0]");
-  summary.set_tensor(at::zeros({1, 2, 3, 4, 5, 6, 7}), 3);
-  EXPECT_EQ(describe(summary, kNames), "send(to rank 1) of float32 [1, 2, 3, 4, 5, 6] and 2 more");
+  EXPECT_EQ(describe(CallSignature{}, kNames), "barrier");
+  CallSignature send{.operation = Operation::send, .root = 1};
+  send.inputs = signatures_of({at::zeros({2, 0}, at::kBool)});
+  EXPECT_EQ(describe(send, kNames), "send(to rank 1) of bool [2, 0]");
+  EXPECT_EQ(signature_of(at::Tensor()), (TensorSignature{at::ScalarType::Undefined, {}}));
 }
 
 TEST(CallSignature, EveryOperationHasAName) {

@@ -117,13 +117,13 @@ Failure CheckContext::tell_end(Failure::Kind kind, int64_t steps) noexcept {
   return end;
 }
 
-std::optional<Failure> CheckContext::end_told_by(int rank) {
+std::optional<Failure> CheckContext::known_end(int rank) {
   const std::lock_guard lock(mutex_);
   return ends_[static_cast<size_t>(rank)];
 }
 
-std::optional<Failure> CheckContext::how_it_left(int rank) {
-  if (auto known = end_told_by(rank)) return known;
+std::optional<Failure> CheckContext::told_end(int rank) {
+  if (auto known = known_end(rank)) return known;
   const QuietNativeLog quiet;
   try {
     if (!store_->check({end_key(rank)})) return std::nullopt;
@@ -138,17 +138,17 @@ std::optional<Failure> CheckContext::how_it_left(int rank) {
 }
 
 bool CheckContext::has_left_its_loop(int rank) {
-  const auto end = how_it_left(rank);
+  const auto end = told_end(rank);
   return end && end->kind == Failure::Kind::left;
 }
 
 std::vector<int> CheckContext::died() {
   // Asked while the store is there: it may end with that rank.
   for (const int rank : others())
-    if (is_first(rank)) how_it_left(rank);
+    if (is_first(rank)) told_end(rank);
   std::vector<int> ranks = ended(others());
   std::erase_if(ranks, [this](int rank) {
-    const auto end = how_it_left(rank);
+    const auto end = told_end(rank);
     return end && end->kind != Failure::Kind::gave_up;
   });
   return ranks;
@@ -223,7 +223,7 @@ Failure CheckContext::end_of(const std::vector<int>& ranks) {
   Failure ended, left;
   for (int rank : ranks) {
     if (has_left_its_loop(rank)) {
-      left.add(*end_told_by(rank));
+      left.add(*known_end(rank));
       continue;
     }
     ended.add(failure_of(rank, Failure::Kind::ended));

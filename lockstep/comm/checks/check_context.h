@@ -69,14 +69,14 @@ class CheckContext {
   Failure tell_end(Failure::Kind kind, int64_t steps = 0) noexcept;
   /// What a rank told so, whose process may live on. None when it told nothing so, or where the
   /// store is lost. Asks the store until it is known.
-  std::optional<Failure> how_it_left(int rank);
+  std::optional<Failure> told_end(int rank);
   bool has_left_its_loop(int rank);
   /// The ranks whose process has ended though they had not closed the group, as far as is known
   /// where the store is lost. See `ended`.
   std::vector<int> died();
   /// A wait has ended though the backend's work has not.
-  void leave_work_behind() { work_left_behind_ = true; }
-  bool has_left_work_behind() const { return work_left_behind_; }
+  void abandon_work() { has_abandoned_work_ = true; }
+  bool has_abandoned_work() const { return has_abandoned_work_; }
 
   /// Why the group is of no more use, as seen by other means than the store.
   using FailureCallback = std::function<std::optional<Failure>()>;
@@ -113,7 +113,7 @@ class CheckContext {
 
  private:
   void tell(const std::string& key, const std::string& word) noexcept;
-  std::optional<Failure> end_told_by(int rank);
+  std::optional<Failure> known_end(int rank);
   std::string identity_of(int rank);
   std::string known_identity(int rank) const;
   std::optional<Failure> why_store_is_lost();
@@ -121,7 +121,7 @@ class CheckContext {
   bool is_first(int rank) const { return names_[static_cast<size_t>(rank)] == 0; }
 
   const bool over_tcp_;
-  std::atomic<bool> work_left_behind_{false};
+  std::atomic<bool> has_abandoned_work_{false};
   const int rank_;
   const int size_;
   const RankNames names_;

@@ -62,7 +62,7 @@ TEST(CheckContext, RequestsToALostStoreFailAtOnce) {
   context->tell_failed("all_reduce", /*known=*/true);
   EXPECT_EQ(context->told(), "all_reduce");
   EXPECT_TRUE(context->ended({1}).empty());
-  EXPECT_FALSE(context->how_it_left(1));
+  EXPECT_FALSE(context->told_end(1));
   const Failure end = context->end_of({1});
   EXPECT_EQ(end.kind, Failure::Kind::ended);
   EXPECT_TRUE(end.tells_the_loss_of(1));
@@ -75,20 +75,20 @@ TEST(CheckContext, HowARankLeftIsToldOnce) {
     return std::make_shared<CheckContext>(store, rank, 4, RankNames{}, "default", seconds(60));
   };
   const auto here = context(0);
-  EXPECT_FALSE(here->how_it_left(1));
+  EXPECT_FALSE(here->told_end(1));
   context(1)->tell_end(Failure::Kind::closed, 287);
   EXPECT_TRUE(here->has_left_its_loop(1));
-  EXPECT_EQ(here->how_it_left(1)->ranks[0].steps, 287);
+  EXPECT_EQ(here->told_end(1)->ranks[0].steps, 287);
   const auto failed = context(2);
   failed->tell_failed("all_reduce", /*known=*/true);
   failed->tell_end(Failure::Kind::closed, 287);
   failed->tell_end(Failure::Kind::gave_up);
-  EXPECT_EQ(here->how_it_left(2)->kind, Failure::Kind::closed) << "who failed did not leave";
+  EXPECT_EQ(here->told_end(2)->kind, Failure::Kind::closed) << "who failed did not leave";
   const auto gave_up = context(3);
   gave_up->tell_failed("barrier", /*known=*/true);
   gave_up->tell_end(Failure::Kind::gave_up);
-  EXPECT_EQ(here->how_it_left(3)->kind, Failure::Kind::gave_up);
-  EXPECT_THAT(here->how_it_left(3)->detail, ::testing::HasSubstr("barrier"));
+  EXPECT_EQ(here->told_end(3)->kind, Failure::Kind::gave_up);
+  EXPECT_THAT(here->told_end(3)->detail, ::testing::HasSubstr("barrier"));
 }
 
 TEST(CheckContext, AFailureCallbackIsAskedUntilItIsReplaced) {
@@ -110,8 +110,7 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
   CheckContext context(store, 0, 3, RankNames{}, "default", seconds(60));
   CheckContext other(store, 1, 3, RankNames{}, "default", seconds(60));
   other.tell_failed("send(to rank 0)", /*known=*/false);
-  CallSummary call;
-  call.operation = Operation::recv_any;
+  const CallSignature call{.operation = Operation::recv_any};
   const auto failure_after = [&](bool given_up) {
     context.set_failure_callback([given_up] {
       const auto kind = given_up ? Failure::Kind::gave_up : Failure::Kind::closed;

@@ -98,7 +98,7 @@ class CheckedBackend final : public c10d::Backend {
     if (comparison_limit() > 0 || options_.misses_deaths) context_->remember_identities();
   }
 
-  bool has_left_work_behind() const { return context_->has_left_work_behind(); }
+  bool has_abandoned_work() const { return context_->has_abandoned_work(); }
 
   const BackendPtr& inner() const { return inner_; }
   void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
@@ -106,7 +106,6 @@ class CheckedBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return inner_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
-  bool supportsTimeEstimation() const override { return inner_->supportsTimeEstimation(); }
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
     return inner_->supportsTensorAlloc(device);
   }
@@ -219,13 +218,9 @@ class CheckedBackend final : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    CallSummary call;
-    call.operation = Operation::monitored_barrier;
-    converted([&] {
-      noted(call, {}, [&] {
-        compare(call, opts.timeout, {});
-        translated(call, opts.timeout, -1, [&] { inner_->monitoredBarrier(opts, wait_all_ranks); });
-      });
+    collective(Operation::monitored_barrier, opts, {}, [&] {
+      inner_->monitoredBarrier(opts, wait_all_ranks);
+      return WorkPtr();
     });
   }
 
@@ -248,30 +243,15 @@ class CheckedBackend final : public c10d::Backend {
   }
   WorkPtr endCoalescing() override {
     coalescing_ = false;
-    CallSummary call;
-    call.operation = Operation::coalesced;
     return converted([&] {
-      WorkPtr work =
-          translated(call, c10d::kUnsetTimeout, -1, [&] { return inner_->endCoalescing(); });
-      return decorated(std::move(work), call, c10d::kUnsetTimeout, -1);
+      return issued([] { return CallSignature{.operation = Operation::coalesced}; },
+                    c10d::kUnsetTimeout, [&] { return inner_->endCoalescing(); });
     });
   }
 
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
-  void registerOnCompletionHook(
-      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
-    inner_->registerOnCompletionHook(std::move(hook));
-  }
-  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
   void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
-  void setGroupUid(const std::string& uid) override {
-    c10d::Backend::setGroupUid(uid);
-    inner_->setGroupUid(uid);
-  }
-  void eagerConnectSingleDevice(at::Device device) override {
-    inner_->eagerConnectSingleDevice(device);
-  }
   c10d::ErrorType getError() override { return inner_->getError(); }
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
   Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -323,54 +303,35 @@ class CheckedBackend final : public c10d::Backend {
     return lists;
   }
 
-  /// Numbers the call, and runs it with a note in the flight recorder.
+  /// Runs a call with a note in the flight recorder.
   template <class Run>
-  auto noted(CallSummary& call, const Arguments& arguments, Run run) -> decltype(run()) {
-    const bool is_message = call.operation >= Operation::send;
-    RecordedCall record;
-    record.operation = call.operation;
-    record.reduction = call.reduction;  // NOLINT(bugprone-signed-char-misuse): -1 is none.
-    record.root = call.root;
-    record.sequence = sequence_.fetch_add(is_message ? 0 : 1, std::memory_order_relaxed);
-    if (!is_message) call.sequence = ++record.sequence;
+  WorkPtr noted(RecordedCall call, const Arguments& arguments, Run run) {
     if (recorded_as_) {
-      record.group = *recorded_as_;
-      arguments.describe(record);
+      call.group = *recorded_as_;
+      arguments.describe(call);
     }
-    return recorded(recorded_as_.has_value(), record, run);
+    return recorded(recorded_as_.has_value(), call, run);
   }
 
-  /// Compares the call while the group is compared.
-  void compare(const CallSummary& call, Milliseconds timeout, const Arguments& arguments) {
-    if (!checks_.compares(call.sequence)) return;
-    CallSignature signature;
-    signature.operation = call.operation;
-    signature.reduction = call.reduction;  // NOLINT(bugprone-signed-char-misuse): -1 is none.
-    signature.root = call.root;
-    signature.sequence = call.sequence;
-    arguments.describe(signature);
-    checks_.compare(signature, timeout_of(timeout));
-  }
-
-  template <class Issue>
-  auto translated(const CallSummary& call, Milliseconds timeout, int peer, Issue issue)
-      -> decltype(issue()) {
+  /// Makes a call by `issue`. Its error, and those of its work, become ours. `describe` makes its
+  /// signature, where an error or a work needs it.
+  template <class Describe, class Issue>
+  WorkPtr issued(Describe describe, Milliseconds timeout, Issue issue) {
+    WorkPtr work;
     try {
-      return issue();
+      work = issue();
     } catch (...) {
       std::rethrow_exception(
-          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout), peer));
+          translate_failure(std::current_exception(), *context_, describe(), timeout_of(timeout)));
     }
-  }
-
-  WorkPtr decorated(WorkPtr work, const CallSummary& call, Milliseconds timeout, int peer) {
     if (!work || options_.names_failures) return work;
-    const bool is_message = call.operation >= Operation::send;
+    CallSignature call = describe();
     const auto watch = !options_.misses_deaths || is_reduce_scatter(call.operation)
                            ? WorkWatch::none
-                       : is_message ? WorkWatch::limit
-                                    : WorkWatch::deaths;
-    return make_checked_work(std::move(work), context_, call, timeout_of(timeout), peer, watch);
+                       : call.is_message() ? WorkWatch::limit
+                                           : WorkWatch::deaths;
+    return make_checked_work(std::move(work), context_, std::move(call), timeout_of(timeout),
+                             watch);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as
@@ -394,18 +355,26 @@ class CheckedBackend final : public c10d::Backend {
   template <class CallOptions, class Issue>
   WorkPtr collective(Operation operation, const CallOptions& opts, const Arguments& arguments,
                      Issue issue) {
-    CallSummary call;
-    call.operation = operation;
-    if constexpr (requires { opts.reduceOp; })
-      call.reduction = static_cast<int8_t>(opts.reduceOp.op_);
-    if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
-    const auto& shown = arguments.inputs.empty() ? arguments.outputs : arguments.inputs;
-    if (!shown.empty()) call.set_tensor(shown[0], shown.size());
     const auto run = [&] {
       expect_apart(operation, arguments.results(operation));
-      return noted(call, arguments, [&] {
-        compare(call, opts.timeout, arguments);
-        return decorated(translated(call, opts.timeout, -1, issue), call, opts.timeout, -1);
+      RecordedCall record;
+      record.operation = operation;
+      record.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+      if constexpr (requires { opts.reduceOp; })
+        record.reduction = static_cast<int>(opts.reduceOp.op_);
+      if constexpr (requires { opts.rootRank; }) record.root = static_cast<int>(opts.rootRank);
+      const auto describe = [&] {
+        CallSignature call{.operation = operation,
+                           .reduction = record.reduction,
+                           .root = record.root,
+                           .sequence = record.sequence};
+        arguments.describe(call);
+        return call;
+      };
+      return noted(record, arguments, [&] {
+        if (checks_.compares(record.sequence))
+          checks_.compare(describe(), timeout_of(opts.timeout));
+        return issued(describe, opts.timeout, issue);
       });
     };
     return converted([&] { return observer_ ? observed(operation, arguments, run) : run(); });
@@ -460,19 +429,23 @@ class CheckedBackend final : public c10d::Backend {
 
   template <class Issue>
   WorkPtr point_to_point(Operation operation, Tensors& tensors, int peer, int tag, Issue issue) {
-    CallSummary call;
-    call.operation = operation;
-    call.root = peer;
-    if (!tensors.empty()) call.set_tensor(tensors[0], tensors.size());
-    const auto issue_decorated = [this, call, peer, issue](Tensors& t) {
-      WorkPtr work = translated(call, c10d::kUnsetTimeout, peer, [&] { return issue(t); });
-      return decorated(std::move(work), call, c10d::kUnsetTimeout, peer);
+    const auto describe = [&] {
+      CallSignature call{.operation = operation, .root = peer};
+      (operation == Operation::send ? call.inputs : call.outputs) = signatures_of(tensors);
+      return call;
+    };
+    const auto issue_decorated = [&](Tensors& data) {
+      return issued(describe, c10d::kUnsetTimeout, [&] { return issue(data); });
     };
     return converted([&] {
       const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
                             tensors[0].is_cpu() && checks_.compares(1);
-      return noted(call, {.inputs = tensors}, [&] {
-        return compared ? p2p_checks_.run(call, tensors, tag, issue_decorated)
+      RecordedCall record;
+      record.operation = operation;
+      record.root = peer;
+      record.sequence = sequence_.load(std::memory_order_relaxed);
+      return noted(record, {.inputs = tensors}, [&] {
+        return compared ? p2p_checks_.run(describe(), tensors, tag, issue_decorated)
                         : issue_decorated(tensors);
       });
     });
@@ -512,9 +485,9 @@ BackendPtr make_checked_backend(BackendPtr inner, StorePtr store, CheckedBackend
   return c10::make_intrusive<CheckedBackend>(std::move(inner), store, std::move(options));
 }
 
-bool has_left_work_behind(const c10d::Backend& backend) {
+bool has_abandoned_work(const c10d::Backend& backend) {
   const auto* checked = dynamic_cast<const CheckedBackend*>(&backend);
-  return checked && checked->has_left_work_behind();
+  return checked && checked->has_abandoned_work();
 }
 
 BackendPtr unchecked_backend(const BackendPtr& backend) {

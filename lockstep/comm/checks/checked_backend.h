@@ -94,7 +94,7 @@ c10::intrusive_ptr<c10d::Backend> make_checked_backend(c10::intrusive_ptr<c10d::
                                                        CheckedBackendOptions options = {});
 
 /// Whether such a wait has ended before the backend: then the backend's destructor may block.
-bool has_left_work_behind(const c10d::Backend& backend);
+bool has_abandoned_work(const c10d::Backend& backend);
 
 /// The backend inside a decorated one; `backend` itself when it is not decorated.
 c10::intrusive_ptr<c10d::Backend> unchecked_backend(

@@ -150,7 +150,7 @@ TEST(CheckedFailure, RankThatFailedAsWellSaysWhere) {
         std::rethrow_exception(outcome.error);
       });
   EXPECT_TRUE(outcomes[0].failure().concerns(2));
-  EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 1 failed in recv(from rank 2) of float32 [2]"));
+  EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 1 failed in recv(from rank 2) into float32 [2]"));
 }
 
 TEST(CheckedFailure, LostConnectionIsPeerLost) {

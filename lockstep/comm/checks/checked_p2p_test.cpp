@@ -392,7 +392,7 @@ TEST(CheckedP2P, NobodySends) {
       });
   EXPECT_TRUE(outcomes[0].is<TimeoutError>()) << outcomes[0].text();
   EXPECT_THAT(outcomes[0].text(),
-              HasSubstr("rank 0 called recv(from rank 1) of float32 [4] with tag 3 in group "
+              HasSubstr("rank 0 called recv(from rank 1) into float32 [4] with tag 3 in group "
                         "'default', but rank 1 did not call the send within 0.4 s"));
 }
 

@@ -111,15 +111,14 @@ constexpr const char* kMissed = "connection closed, which the backend did not no
 /// What a failure of the work is reported with; small enough to be copied into a callback.
 struct Report {
   std::shared_ptr<CheckContext> context;
-  CallSummary call;
+  std::shared_ptr<const CallSignature> call;
   std::chrono::milliseconds timeout;
-  int peer;
   uint64_t recorded = FlightRecorder::take();
 
   std::exception_ptr translate(const std::exception_ptr& error, std::chrono::milliseconds waited,
                                const std::vector<int>& died = {}) const {
     auto failure =
-        translate_failure(error, *context, call, waited.count() > 0 ? waited : timeout, peer, died);
+        translate_failure(error, *context, *call, waited.count() > 0 ? waited : timeout, died);
     ended(failure);
     return failure;
   }
@@ -186,7 +185,7 @@ class CheckedWork final : public TranslatedWork {
   }
 
   [[noreturn]] void give_up(const std::vector<int>& died, milliseconds timeout) const {
-    report_.context->leave_work_behind();
+    report_.context->abandon_work();
     const std::lock_guard lock(mutex_);
     if (!failure_) {
       failure_ =
@@ -201,7 +200,7 @@ class CheckedWork final : public TranslatedWork {
                                std::chrono::milliseconds timeout) const override {
     if (timeout.count() > 0 && timeout < report_.timeout && !inner().isCompleted() &&
         failure_kind(error) == FailureKind::timeout)
-      return short_wait_error(*report_.context, report_.call, timeout);
+      return short_wait_error(*report_.context, *report_.call, timeout);
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = report_.translate(error, timeout);
     return failure_;
@@ -222,11 +221,12 @@ c10::intrusive_ptr<c10d::Work> make_translated_work(c10::intrusive_ptr<c10d::Wor
 
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
-                                                 const CallSummary& call,
-                                                 std::chrono::milliseconds timeout, int peer,
+                                                 CallSignature call,
+                                                 std::chrono::milliseconds timeout,
                                                  WorkWatch watch) {
-  return c10::make_intrusive<CheckedWork>(std::move(inner),
-                                          Report{std::move(context), call, timeout, peer}, watch);
+  auto shared = std::make_shared<const CallSignature>(std::move(call));
+  return c10::make_intrusive<CheckedWork>(
+      std::move(inner), Report{std::move(context), std::move(shared), timeout}, watch);
 }
 
 }  // namespace lockstep

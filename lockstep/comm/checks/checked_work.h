@@ -27,12 +27,11 @@ enum class WorkWatch {
 c10::intrusive_ptr<c10d::Work> make_translated_work(c10::intrusive_ptr<c10d::Work> inner,
                                                     ErrorConversion convert);
 
-/// Decorates a backend's work: wait, exception and future give our errors. All else passes. `peer`
-/// is the other side of a message, -1 for a collective.
+/// Decorates a backend's work: wait, exception and future give our errors. All else passes.
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
-                                                 const CallSummary& call,
-                                                 std::chrono::milliseconds timeout, int peer = -1,
+                                                 CallSignature call,
+                                                 std::chrono::milliseconds timeout,
                                                  WorkWatch watch = WorkWatch::none);
 
 }  // namespace lockstep

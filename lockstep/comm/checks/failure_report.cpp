@@ -27,14 +27,9 @@ struct Findings {
   bool store_lost = false;
 };
 
-bool is_p2p(Operation operation) {
-  return operation >= Operation::send;
-}
-
-std::string what_i_did(const CheckContext& context, const CallSummary& call) {
+std::string what_i_did(const CheckContext& context, const CallSignature& call) {
   std::string text = describe(call, context.names());
-  if (is_p2p(call.operation) || call.sequence == 0)
-    return text + " in group '" + context.group() + "'";
+  if (call.is_message() || call.sequence == 0) return text + " in group '" + context.group() + "'";
   return text + ", collective " + std::to_string(call.sequence) + " of group '" + context.group() +
          "',";
 }
@@ -65,13 +60,13 @@ bool look(CheckContext& context, int peer, Findings& findings) {
   return !findings.ended.empty() || findings.seen || peer_knows;
 }
 
-Findings investigate(CheckContext& context, const CallSummary& call, int peer) {
+Findings investigate(CheckContext& context, const CallSignature& call) {
   Findings findings;
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
   context.tell_failed(what_i_did(context, call), /*known=*/false);
   try {
-    while (!look(context, peer, findings) && Clock::now() < deadline) pause();
+    while (!look(context, call.peer(), findings) && Clock::now() < deadline) pause();
   } catch (const std::exception&) {
     findings.store_lost = true;
     const auto looked = [&] {
@@ -115,11 +110,12 @@ std::string whole_cause(CheckContext& context, const Findings& findings, int pee
 }  // namespace
 
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
-                                     const CallSummary& call, std::chrono::milliseconds timeout,
-                                     int peer, const std::vector<int>& died) {
+                                     const CallSignature& call, std::chrono::milliseconds timeout,
+                                     const std::vector<int>& died) {
   const FailureKind kind = failure_kind(error);
   if (kind != FailureKind::timeout && !is_lost(kind)) return error;
-  Findings findings = investigate(context, call, peer);
+  const int peer = call.peer();
+  Findings findings = investigate(context, call);
   if (!died.empty()) findings.ended = died;
   const std::string mine = what_i_did(context, call);
   Failure failure = root_cause(context, findings);
@@ -146,7 +142,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
       failure));
 }
 
-std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSignature& call,
                                     std::chrono::milliseconds timeout) {
   return std::make_exception_ptr(TimeoutError(context.me() + ": " + what_i_did(context, call) +
                                               " is not finished after " + seconds_text(timeout) +

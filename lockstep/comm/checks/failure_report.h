@@ -14,15 +14,15 @@ inline constexpr std::chrono::milliseconds kReportPatience{1000};
 
 /// Turns what a backend threw for `call` into TimeoutError or PeerLostError. Other exceptions come
 /// back as they are. Tells the other ranks through the store that this one failed. Waits up to
-/// kReportPatience for their word: which have ended, which failed as well, which are silent. `peer`
-/// is the other side of a message, -1 for a collective. `timeout` is the one that applied. `died`:
-/// the ranks whose death is the cause, where that is known.
+/// kReportPatience for their word: which have ended, which failed as well, which are silent.
+/// `timeout` is the one that applied. `died`: the ranks whose death is the cause, where that is
+/// known.
 std::exception_ptr translate_failure(const std::exception_ptr& error, CheckContext& context,
-                                     const CallSummary& call, std::chrono::milliseconds timeout,
-                                     int peer = -1, const std::vector<int>& died = {});
+                                     const CallSignature& call, std::chrono::milliseconds timeout,
+                                     const std::vector<int>& died = {});
 
 /// For a wait that its caller limited to `timeout`, while the operation goes on.
-std::exception_ptr short_wait_error(const CheckContext& context, const CallSummary& call,
+std::exception_ptr short_wait_error(const CheckContext& context, const CallSignature& call,
                                     std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ using std::chrono::milliseconds, std::chrono::steady_clock;
 constexpr const char *kGivenUp = "!", *kAgreed = "=";
 
 template <class Request>
-auto at_store(CheckContext& context, const CallSummary& call, Request request) {
+auto at_store(CheckContext& context, const CallSignature& call, Request request) {
   try {
     return request(context.store());
   } catch (const std::exception& e) {
@@ -35,7 +35,7 @@ class ComparedWork final : public c10d::Work {
  public:
   struct Parts {
     std::shared_ptr<CheckContext> context;
-    CallSummary call;
+    CallSignature call;
     int tag = 0;
     std::shared_ptr<std::atomic<bool>> closed;
     std::string signature, key = {}, any_key = {};  ///< The last one for sends.
@@ -121,7 +121,7 @@ class ComparedWork final : public c10d::Work {
     auto& context = *its_.context;
     const int peer = its_.call.root;
     if (aborted_ || *its_.closed) throw CommError(context.me() + " closed the group of a message");
-    const auto left = context.how_it_left(peer);
+    const auto left = context.told_end(peer);
     // Its call may have come since the last look for it: that is done once more.
     const bool had_left = std::exchange(peer_had_left_, left.has_value());
     if (!context.ended({peer}).empty()) fail(context.end_of({peer}));
@@ -154,7 +154,7 @@ class ComparedWork final : public c10d::Work {
 
 }  // namespace
 
-P2PChecks::WorkPtr P2PChecks::run(CallSummary call, std::vector<at::Tensor>& tensors, int tag,
+P2PChecks::WorkPtr P2PChecks::run(CallSignature call, std::vector<at::Tensor>& tensors, int tag,
                                   const Issue& issue) {
   const auto at_key = [&](auto request) { return at_store(*context_, call, request); };
   const bool sends = call.operation == Operation::send;
@@ -169,9 +169,7 @@ P2PChecks::WorkPtr P2PChecks::run(CallSummary call, std::vector<at::Tensor>& ten
   uint64_t& number = (sends ? sends_ : receives_)[{call.root, tag}];
   if ((!sends && any_tags_.contains(tag)) || !checks_.compares(number + 1)) return issue(tensors);
   call.sequence = ++number;
-  CallSignature mine{call.operation, -1, call.root, number, {}, {}, {}, {}};
-  (sends ? mine.inputs : mine.outputs) = signatures_of(tensors);
-  ComparedWork::Parts parts{context_, call, tag, closed_, encode(mine)};
+  ComparedWork::Parts parts{context_, call, tag, closed_, encode(call)};
   parts.key = c10::str("p2p/", sender, "/", receiver, "/", tag, "/", number);
   if (sends) parts.any_key = any_key;
   const auto put = [&](const std::string& expected, const std::string& word) {
@@ -185,7 +183,7 @@ P2PChecks::WorkPtr P2PChecks::run(CallSummary call, std::vector<at::Tensor>& ten
                              " has given its ", sends ? "receive" : "send", " up"));
   const CallSignature other = decode(found);
   std::string difference =  // None for the first: of its own signature one half is empty.
-      find_p2p_mismatch(sends ? mine : other, sender, sends ? other : mine, receiver, tag, names,
+      find_p2p_mismatch(sends ? call : other, sender, sends ? other : call, receiver, tag, names,
                         context_->group())
           .value_or("");
   std::exception_ptr refused;

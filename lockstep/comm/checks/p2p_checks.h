@@ -29,7 +29,7 @@ class P2PChecks {
   P2PChecks(std::shared_ptr<CheckContext> context, RankChecks& checks)
       : context_(std::move(context)), checks_(checks) {}
   /// Makes the call of one tensor by `issue`: a send to `call.root`, or a receive from it or any.
-  WorkPtr run(CallSummary call, std::vector<at::Tensor>& tensors, int tag, const Issue& issue);
+  WorkPtr run(CallSignature call, std::vector<at::Tensor>& tensors, int tag, const Issue& issue);
   /// Fails the works whose other side has not come.
   void close() { *closed_ = true; }
 

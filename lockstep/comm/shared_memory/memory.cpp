@@ -2,12 +2,10 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -18,18 +16,6 @@
 
 namespace lockstep::shm {
 namespace {
-
-/// A write past RLIMIT_FSIZE ends the process by SIGXFSZ: look before.
-void check_file_limit(size_t bytes) {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
-  if (limit.rlim_cur < bytes) {
-    throw SystemError("shared memory: the limit on the size of files (ulimit -f) of " +
-                          std::to_string(limit.rlim_cur >> 10) + " KiB is below the " +
-                          mebibytes(bytes) + " that the group needs",
-                      EFBIG, "raise it with `ulimit -f unlimited`, or use the backend gloo");
-  }
-}
 
 /// Neither shorter than `bytes` nor ever made so: a look beyond its end is a SIGBUS.
 bool holds(int fd, size_t bytes) {
@@ -52,7 +38,6 @@ size_t whole_pages(size_t bytes) {
 }
 
 UniqueFd make_memory(size_t bytes, size_t reserved) {
-  check_file_limit(bytes);
   UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw SystemError("shared memory: memfd_create", errno, "use the backend gloo instead");
   // Nobody can shorten it afterwards, which would end the others by SIGBUS.
@@ -167,12 +152,6 @@ void SharedMemory::meet() {
     sleep_on(count, seen, kSlice);
   }
   memory_.reset();
-}
-
-std::string missing_support() {
-  const UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) return std::string("memfd_create: ") + std::strerror(errno);
-  return {};
 }
 
 }  // namespace lockstep::shm

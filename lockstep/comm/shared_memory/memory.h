@@ -22,7 +22,7 @@ inline size_t up_to_line(size_t bytes) {
 
 /// Zeroed memory without a name, for this user's processes only. Nobody can shorten or extend it.
 /// The pages of its first `reserved` bytes are there when it returns. So a lack of memory is an
-/// error here and no SIGBUS later. Throws SystemError.
+/// error here and no SIGBUS later. It counts towards `ulimit -f`. Throws SystemError.
 UniqueFd make_memory(size_t bytes, size_t reserved);
 
 /// Shared memory in this process' address space.
@@ -93,8 +93,5 @@ class SharedMemory {
   UniqueFd memory_;  ///< On rank 0, until all have come.
   Mapping mapping_;
 };
-
-/// Whether the system gives what shared memory needs; what is missing, else empty.
-std::string missing_support();
 
 }  // namespace lockstep::shm

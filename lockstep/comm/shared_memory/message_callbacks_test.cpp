@@ -54,7 +54,7 @@ class Busy {
 // Its answer found no room in the ring, and nothing else is under way here.
 TEST(MessageCallbacks, AnAnswerIsSentAlsoWhenItsReceiveIsDoneAtOnce) {
   constexpr int kSends = 60;
-  World world(2, {}, 8192);
+  World world(2, 8192);
   Bytes none(0), large(3 * world[0].chunk_bytes()), into(large.size());
   // The announcements have come: rank 0 was busy with a receive.
   std::vector<MessagePtr> sends;

@@ -292,12 +292,7 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
 }
 
 std::exception_ptr Messages::mismatch(const Disagreement& met) const {
-  return std::make_exception_ptr(MismatchError(
-      options_.judge
-          ? options_.judge(met)
-          : "message " + std::to_string(met.number) + " with tag " + std::to_string(met.tag) +
-                " from " + group_.name(met.sender) + " to " + group_.name(met.receiver) +
-                ": the send and the receive differ in size or dtype"));
+  return std::make_exception_ptr(MismatchError(judge_(met)));
 }
 
 }  // namespace lockstep::shm

@@ -10,6 +10,8 @@ namespace lockstep::shm {
 namespace {
 
 constexpr size_t kNotLive = SIZE_MAX;
+/// At most an eighth of the ring is used.
+constexpr size_t kEagerBytes = 4096;
 /// Of a message's pieces: while one is copied out, the next is copied in.
 constexpr size_t kMostOfPiece = 32 << 10;
 
@@ -20,9 +22,9 @@ MessagePtr Messages::take(Table& table, uint64_t id) {
   return node ? std::move(node.mapped()) : nullptr;
 }
 
-Messages::Messages(SharedGroup& group, MessagesOptions options)
+Messages::Messages(SharedGroup& group, Judge judge)
     : group_(group),
-      options_(std::move(options)),
+      judge_(std::move(judge)),
       rank_(group.rank()),
       size_(group.size()),
       caller_spin_(group.least_spin(), group.most_spin()),
@@ -38,7 +40,7 @@ Messages::Messages(SharedGroup& group, MessagesOptions options)
                      " are needed");
   constexpr size_t kLine = 64;
   chunk_ = std::min(ring_capacity(memory) / 4, kMostOfPiece) / kLine * kLine - kLine;
-  eager_ = std::min(options_.eager_bytes, ring_capacity(memory) / 8 - kLine);
+  eager_ = std::min(kEagerBytes, ring_capacity(memory) / 8 - kLine);
   mailbox_ = reinterpret_cast<Mailbox*>(segment.messages(rank_, rank_));
   for (int other = 0; other < size_; ++other) {
     if (other == rank_) continue;

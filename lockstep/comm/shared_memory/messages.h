@@ -88,14 +88,6 @@ struct Disagreement {
   uint64_t number = 0;  ///< Of the message from the sender to the receiver, counted from 1.
 };
 
-struct MessagesOptions {
-  /// The text of a MismatchError.
-  std::function<std::string(const Disagreement&)> judge;
-  /// Up to this size data goes with the announcement, and is copied once more when the receive
-  /// comes later. At most an eighth of the ring is used.
-  size_t eager_bytes = 4096;
-};
-
 /// What a send or a receive needs beside its peer.
 struct MessageCall {
   int tag = 0;
@@ -135,15 +127,16 @@ struct MessageCall {
 ///   what the peer left behind, and only then fails what is still unmet. The death of one rank
 ///   fails no message between others. The group's failure fails all.
 /// - Waiting. A thread in `wait` does the work itself: it looks for as long as waits have been
-/// worth
-///   it (see SpinBudget), then sleeps on the rank's Mailbox. When messages are under way and no
-///   thread waits, a thread of this object does the work, always asleep when there is none. It
+///   worth it (see SpinBudget), then sleeps on the rank's Mailbox. When messages are under way and
+///   no thread waits, a thread of this object does the work, always asleep when there is none. It
 ///   starts with the first message that cannot be finished at once. It takes over within some 200
 ///   us of the last wait.
 class Messages {
  public:
+  /// Makes the text of a MismatchError.
+  using Judge = std::function<std::string(const Disagreement&)>;
   /// `group` must outlive it. One for each group and rank.
-  explicit Messages(SharedGroup& group, MessagesOptions options = {});
+  Messages(SharedGroup& group, Judge judge);
   ~Messages() { close(); }
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
@@ -158,7 +151,8 @@ class Messages {
   /// while answers that others wait for do not fit into their rings. Idempotent.
   void close();
 
-  /// Up to which size a message travels with its announcement.
+  /// Up to which size a message travels with its announcement. It is copied once more when the
+  /// receive comes later.
   size_t eager_bytes() const { return eager_; }
   int size() const { return size_; }
   /// Announcements of others that wait here for their receives.
@@ -258,7 +252,7 @@ class Messages {
   bool await_work();  ///< Without the mutex. False when the thread shall end.
 
   SharedGroup& group_;
-  const MessagesOptions options_;
+  const Judge judge_;
   const int rank_;
   const int size_;
   size_t eager_ = 0;

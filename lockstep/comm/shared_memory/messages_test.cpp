@@ -38,7 +38,7 @@ std::vector<size_t> sizes_of(const Messages& messages) {
 class MessagesRings : public ::testing::TestWithParam<size_t> {};
 
 TEST_P(MessagesRings, EverySizeWhicheverSideIsFirst) {
-  World world(2, {}, GetParam());
+  World world(2, GetParam());
   uint64_t seed = 0;
   for (const size_t size : sizes_of(world[0])) {
     for (const bool send_first : {true, false}) {
@@ -57,7 +57,7 @@ TEST_P(MessagesRings, EverySizeWhicheverSideIsFirst) {
 }
 
 TEST_P(MessagesRings, BothSendLargeOnesFirst) {
-  World world(2, {}, GetParam());
+  World world(2, GetParam());
   expect_ok(run_ranks(2, [&](int rank) {
     for (uint64_t round = 0; round < 5; ++round) {
       const size_t size = 3 * GetParam() + round;
@@ -73,7 +73,7 @@ TEST_P(MessagesRings, BothSendLargeOnesFirst) {
 }
 
 TEST_P(MessagesRings, TagsAreApartAndInAnyOrder) {
-  World world(2, {}, GetParam());
+  World world(2, GetParam());
   for (const size_t size : {size_t{8}, 5 * GetParam()}) {
     expect_ok(run_ranks(2, [&](int rank) {
       Bytes one = pattern(size, 1);
@@ -95,7 +95,7 @@ TEST_P(MessagesRings, TagsAreApartAndInAnyOrder) {
 }
 
 TEST_P(MessagesRings, OneTagKeepsItsOrderWhateverTheSizes) {
-  World world(2, {}, GetParam());
+  World world(2, GetParam());
   const std::vector<size_t> sizes = sizes_of(world[0]);
   constexpr size_t kMessages = 100;
   expect_ok(run_ranks(2, [&](int rank) {
@@ -471,14 +471,14 @@ void outlive_a_killed_peer(std::chrono::microseconds after) {
   if (child == 0) {
     try {
       SharedGroup group(options, meeting_over(pipe_ends));
-      Messages messages(group);
+      Messages messages(group, judge_plainly);
       exchange_for_ever(messages, 0);
     } catch (...) {
       _exit(1);
     }
   }
   SharedGroup group(options, meeting_over(pipe_ends));
-  Messages messages(group);
+  Messages messages(group, judge_plainly);
   Clock::time_point killed;
   std::thread killer([&] {
     const auto end = Clock::now() + after;
@@ -591,7 +591,7 @@ TEST_P(MessagesTraffic, Random) {
   std::cout << "seed " << seed << "\n";
   std::mt19937_64 random(seed);
   for (int round = 0; round < 10; ++round) {
-    World world(ranks, {}, random() % 2 ? 4096 : 64 << 10);
+    World world(ranks, random() % 2 ? 4096 : 64 << 10);
     for (int again = 0; again < 3; ++again) {
       const std::vector<Parcel> parcels = draw_parcels(random, ranks, world[0]);
       const uint64_t order = random();

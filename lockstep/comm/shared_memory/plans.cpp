@@ -41,8 +41,8 @@ class Pieces {
 };
 
 /// What one rank of `size` has of `total` bytes that all share out.
-struct Part {
-  Part(size_t total, int rank, int size) {
+struct Shard {
+  Shard(size_t total, int rank, int size) {
     const auto ranks = static_cast<size_t>(size), index = static_cast<size_t>(rank);
     const size_t each = up_to_line((total + ranks - 1) / ranks);
     begin = std::min(total, index * each);
@@ -61,18 +61,8 @@ void find_sources(const SharedGroup& group, const std::byte* mine, size_t bytes,
 }
 
 /// For data that each rank has for each other: how much of it a slot holds for one.
-size_t share_of_slot(const SharedGroup& group) {
+size_t shard_of_slot(const SharedGroup& group) {
   return group.slot_bytes() / static_cast<size_t>(group.size()) / 64 * 64;
-}
-
-/// Puts what this rank has for each other one into its slot, `share` bytes apart.
-void give_each(SharedGroup& group, const std::vector<const std::byte*>& inputs, size_t share,
-               size_t at, size_t bytes) {
-  std::byte* slot = group.give(group.slot_bytes());
-  for (size_t rank = 0; rank < inputs.size(); ++rank) {
-    if (static_cast<int>(rank) != group.rank())
-      copy_bytes(slot + rank * share, inputs[rank] + at, bytes);
-  }
 }
 
 /// What all that reduces in slots knows. `takes`: this rank gets the result.
@@ -127,7 +117,7 @@ class SharedReduce final : public Reduce {
 
   void fill(int64_t step, SharedGroup& group) override {
     if (step == blocks_.count()) return;
-    const Part mine = part(step, group.rank(), group.size());
+    const Shard mine = shard(step, group.rank(), group.size());
     const size_t bytes = blocks_.bytes(step);
     std::byte* slot = group.give(group.slot_bytes());
     const std::byte* block = data_ + blocks_.offset(step);
@@ -141,10 +131,12 @@ class SharedReduce final : public Reduce {
   }
 
  private:
-  Part part(int64_t block, int rank, int size) const { return {blocks_.bytes(block), rank, size}; }
+  Shard shard(int64_t block, int rank, int size) const {
+    return {blocks_.bytes(block), rank, size};
+  }
 
   void reduce(int64_t block, SharedGroup& group) {
-    const Part mine = part(block, group.rank(), group.size());
+    const Shard mine = shard(block, group.rank(), group.size());
     if (mine.begin == mine.end) return;
     std::byte* own = data_ + blocks_.offset(block) + mine.begin;
     find_sources(group, own, group.slot_bytes(), mine.begin, sources_);
@@ -165,7 +157,7 @@ class SharedReduce final : public Reduce {
   void collect(int64_t block, SharedGroup& group) {
     for (int other = 0; other < group.size(); ++other) {
       if (other == group.rank()) continue;
-      const Part theirs = part(block, other, group.size());
+      const Shard theirs = shard(block, other, group.size());
       copy_bytes(data_ + blocks_.offset(block) + theirs.begin,
                  group.given(other, group.slot_bytes(), 1) + theirs.begin,
                  theirs.end - theirs.begin);
@@ -179,9 +171,9 @@ class ReduceInPlace : public Plan {
  public:
   ReduceInPlace(const SharedGroup& group, const Region& region, size_t offset, size_t count,
                 size_t element, ReduceKernel kernel)
-      : element_(element), kernel_(kernel), share_(count * element, group.rank(), group.size()) {
+      : element_(element), kernel_(kernel), shard_(count * element, group.rank(), group.size()) {
     for (int rank = 0; rank < group.size(); ++rank)
-      parts_.push_back(region.part(rank) + offset + share_.begin);
+      parts_.push_back(region.part(rank) + offset + shard_.begin);
   }
 
   int64_t steps() const override { return 2; }
@@ -190,8 +182,8 @@ class ReduceInPlace : public Plan {
     if (step > 0) return;
     std::vector<const void*> sources(parts_.begin(), parts_.end());
     // In pieces that are still in the first-level cache when they are copied.
-    for (size_t at = share_.begin; at < share_.end;) {
-      const size_t bytes = std::min(share_.end - at, kReduceBytes);
+    for (size_t at = shard_.begin; at < shard_.end;) {
+      const size_t bytes = std::min(shard_.end - at, kReduceBytes);
       std::byte* result = parts_[static_cast<size_t>(group.rank())];
       kernel_(result, sources.data(), group.size(), bytes / element_);
       for (size_t rank = 0; rank < parts_.size(); ++rank) {
@@ -205,7 +197,7 @@ class ReduceInPlace : public Plan {
  private:
   size_t element_;
   ReduceKernel kernel_;
-  Part share_;
+  Shard shard_;
   std::vector<std::byte*> parts_;  ///< What is left of this rank's share of each.
 };
 
@@ -265,18 +257,22 @@ class ReduceScatter : public Plan {
         output_(output),
         element_(element),
         kernel_(kernel),
-        share_(share_of_slot(group)),
-        pieces_(count * element, share_),
+        shard_(shard_of_slot(group)),
+        pieces_(count * element, shard_),
         sources_(static_cast<size_t>(group.size())) {}
 
   int64_t steps() const override { return pieces_.count(); }
   void fill(int64_t step, SharedGroup& group) override {
-    give_each(group, inputs_, share_, pieces_.offset(step), pieces_.bytes(step));
+    std::byte* slot = group.give(group.slot_bytes());
+    for (size_t rank = 0; rank < inputs_.size(); ++rank) {
+      if (static_cast<int>(rank) != group.rank())
+        copy_bytes(slot + rank * shard_, inputs_[rank] + pieces_.offset(step), pieces_.bytes(step));
+    }
   }
   void drain(int64_t step, SharedGroup& group) override {
     const size_t at = pieces_.offset(step);
     const auto me = static_cast<size_t>(group.rank());
-    find_sources(group, inputs_[me] + at, group.slot_bytes(), me * share_, sources_);
+    find_sources(group, inputs_[me] + at, group.slot_bytes(), me * shard_, sources_);
     kernel_(output_ + at, sources_.data(), group.size(), pieces_.bytes(step) / element_);
   }
 
@@ -285,7 +281,7 @@ class ReduceScatter : public Plan {
   std::byte* output_;
   size_t element_;
   ReduceKernel kernel_;
-  size_t share_;
+  size_t shard_;
   Pieces pieces_;
   std::vector<const void*> sources_;
 };
@@ -293,29 +289,29 @@ class ReduceScatter : public Plan {
 /// What each rank has for each other. `most`: the largest share of all, on which all agree.
 class Exchange : public Plan {
  public:
-  Exchange(const SharedGroup& group, Shares sends, Shares receives, size_t most)
-      : sends_(std::move(sends)), receives_(std::move(receives)), share_(share_of_slot(group)) {
+  Exchange(const SharedGroup& group, Buffers sends, Buffers receives, size_t most)
+      : sends_(std::move(sends)), receives_(std::move(receives)), shard_(shard_of_slot(group)) {
     limit_to(most);
   }
-  void limit_to(size_t most) { steps_ = static_cast<int64_t>((most + share_ - 1) / share_); }
+  void limit_to(size_t most) { steps_ = static_cast<int64_t>((most + shard_ - 1) / shard_); }
 
   int64_t steps() const override { return std::max<int64_t>(1, steps_); }
   void fill(int64_t step, SharedGroup& group) override {
     std::byte* slot = group.give(group.slot_bytes());
     for (size_t rank = 0; rank < sends_.size(); ++rank) {
       if (static_cast<int>(rank) == group.rank()) continue;
-      const auto [at, bytes] = piece(step, sends_[rank].bytes);
-      copy_bytes(slot + rank * share_, sends_[rank].data + at, bytes);
+      const auto [at, bytes] = piece(step, sends_[rank].size());
+      copy_bytes(slot + rank * shard_, sends_[rank].data() + at, bytes);
     }
   }
   void drain(int64_t step, SharedGroup& group) override {
     const auto me = static_cast<size_t>(group.rank());
-    if (step == 0) copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
+    if (step == 0) copy_bytes(receives_[me].data(), sends_[me].data(), receives_[me].size());
     for (size_t rank = 0; rank < receives_.size(); ++rank) {
       if (rank == me) continue;
-      const auto [at, bytes] = piece(step, receives_[rank].bytes);
-      copy_bytes(receives_[rank].data + at,
-                 group.given(static_cast<int>(rank), group.slot_bytes()) + me * share_, bytes);
+      const auto [at, bytes] = piece(step, receives_[rank].size());
+      copy_bytes(receives_[rank].data() + at,
+                 group.given(static_cast<int>(rank), group.slot_bytes()) + me * shard_, bytes);
     }
   }
 
@@ -324,21 +320,21 @@ class Exchange : public Plan {
     size_t at, bytes;
   };
   Piece piece(int64_t step, size_t total) const {
-    const size_t at = std::min(total, static_cast<size_t>(step) * share_);
-    return {at, std::min(share_, total - at)};
+    const size_t at = std::min(total, static_cast<size_t>(step) * shard_);
+    return {at, std::min(shard_, total - at)};
   }
 
-  Shares sends_;
-  Shares receives_;
-  size_t share_;
+  Buffers sends_;
+  Buffers receives_;
+  size_t shard_;
   int64_t steps_ = 0;
 };
 
 /// The first step tells everyone how much passes between any two ranks; all check all of it, so
-/// that all come to the same verdict, and know how many steps follow.
+/// that all come to the same result, and know how many steps follow.
 class AllToAll final : public Exchange {
  public:
-  AllToAll(const SharedGroup& group, const Call& call, Shares sends, Shares receives,
+  AllToAll(const SharedGroup& group, const Call& call, Buffers sends, Buffers receives,
            std::chrono::milliseconds timeout)
       : Exchange(group, std::move(sends), std::move(receives), 0), call_(call), timeout_(timeout) {}
 
@@ -347,9 +343,9 @@ class AllToAll final : public Exchange {
   void fill(int64_t step, SharedGroup& group) override {
     if (step > 0) return Exchange::fill(step - 1, group);
     std::byte* slot = group.give(group.slot_bytes());
-    for (const auto* shares : {&sends_, &receives_}) {
-      for (const Share& share : *shares) {
-        const uint64_t bytes = share.bytes;
+    for (const auto* buffers : {&sends_, &receives_}) {
+      for (const auto& buffer : *buffers) {
+        const uint64_t bytes = buffer.size();
         std::memcpy(slot, &bytes, sizeof(bytes));
         slot += sizeof(bytes);
       }
@@ -360,7 +356,7 @@ class AllToAll final : public Exchange {
     if (step > 0) return Exchange::drain(step - 1, group);
     agree(group);
     const auto me = static_cast<size_t>(group.rank());
-    if (steps_ == 0) copy_bytes(receives_[me].data, sends_[me].data, receives_[me].bytes);
+    if (steps_ == 0) copy_bytes(receives_[me].data(), sends_[me].data(), receives_[me].size());
   }
 
  private:
@@ -475,7 +471,7 @@ std::unique_ptr<Plan> all_gather_plan(const SharedGroup& group, const std::byte*
 std::unique_ptr<Plan> scatter_plan(const SharedGroup& group,
                                    const std::vector<const std::byte*>& inputs, std::byte* output,
                                    size_t bytes, int root) {
-  Shares sends(static_cast<size_t>(group.size())), receives(sends.size());
+  Buffers sends(static_cast<size_t>(group.size())), receives(sends.size());
   for (size_t rank = 0; group.rank() == root && rank < inputs.size(); ++rank)
     sends[rank] = {const_cast<std::byte*>(inputs[rank]), bytes};
   receives[static_cast<size_t>(root)] = {output, bytes};
@@ -498,8 +494,8 @@ std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group, const Region
   return std::make_unique<ReduceScatterInPlace>(std::move(sources), output, count, kernel);
 }
 
-std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,
-                                      Shares receives, std::chrono::milliseconds timeout) {
+std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Buffers sends,
+                                      Buffers receives, std::chrono::milliseconds timeout) {
   return std::make_unique<AllToAll>(group, call, std::move(sends), std::move(receives), timeout);
 }
 

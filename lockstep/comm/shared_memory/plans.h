@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/reduction_kernels.h"
@@ -23,13 +24,8 @@ class Plan {
   virtual void drain(int64_t step, SharedGroup& group) = 0;
 };
 
-/// What passes between this rank and another one.
-struct Share {
-  std::byte* data = nullptr;
-  size_t bytes = 0;
-};
-/// One per rank.
-using Shares = std::vector<Share>;
+/// What passes between this rank and each other one.
+using Buffers = std::vector<std::span<std::byte>>;
 
 /// In place. Data that fits the direct way is given whole and reduced by every rank. More is shared
 /// out. Each rank then reduces its part, and the parts are collected a step later, while the next
@@ -67,8 +63,8 @@ std::unique_ptr<Plan> reduce_scatter_plan(const SharedGroup& group, const Region
                                           DataType type, ReduceKernel kernel);
 /// `sends[r]` goes to rank r. What comes from it goes into `receives[r]`. Throws what
 /// `SharedGroup::differ` throws when two ranks do not agree on how much passes between them.
-std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Shares sends,
-                                      Shares receives, std::chrono::milliseconds timeout);
+std::unique_ptr<Plan> all_to_all_plan(const SharedGroup& group, const Call& call, Buffers sends,
+                                      Buffers receives, std::chrono::milliseconds timeout);
 /// One after the other, as one call. Without any it is a barrier.
 std::unique_ptr<Plan> sequence_plan(std::vector<std::unique_ptr<Plan>> plans);
 

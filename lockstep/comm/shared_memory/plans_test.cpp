@@ -94,7 +94,7 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
         return static_cast<size_t>(from * 3700 + to) * 4;
       };
       std::vector<std::vector<int32_t>> sent, received;
-      Shares from, to;
+      Buffers from, to;
       for (int other = 0; other < size; ++other) {
         sent.push_back(numbers(rank, length(rank, other) / 4, other));
         received.emplace_back(length(other, rank) / 4);
@@ -120,7 +120,7 @@ TEST_P(Plans, EveryCollectiveMovesWhatItShall) {
 
 TEST_P(Plans, EveryCollectiveDoesSoInLargeSlots) {
   const size_t slot = 64 << 10;
-  World world(GetParam(), {}, 64 << 10, slot);
+  World world(GetParam(), 64 << 10, slot);
   expect_every_collective_moves_what_it_shall(
       world, GetParam(), {2048, slot / 4, slot / 4 + 1, slot - 3, 100'003}, 10);
 }

@@ -19,13 +19,13 @@ void Regions::add(size_t number, const std::shared_ptr<const Region>& region) {
   entries_.push_back({number, region->mine(), region->bytes(), region});
 }
 
-std::optional<Place> Regions::find(const std::byte* data, size_t bytes) const {
+std::optional<RegionOffset> Regions::find(const std::byte* data, size_t bytes) const {
   const std::lock_guard lock(mutex_);
   for (const Entry& entry : entries_) {
     // A region that is gone may have left its addresses to other memory.
     if (data < entry.begin || data + bytes > entry.begin + entry.bytes) continue;
     if (auto region = entry.region.lock())
-      return Place{std::move(region), entry.number, static_cast<size_t>(data - entry.begin)};
+      return RegionOffset{std::move(region), entry.number, static_cast<size_t>(data - entry.begin)};
   }
   return std::nullopt;
 }

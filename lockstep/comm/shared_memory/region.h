@@ -28,8 +28,8 @@ class Region {
   SharedMemory memory_;
 };
 
-/// A place in a region, the same for all ranks: `offset` bytes into everyone's part.
-struct Place {
+/// An offset in a region, the same for all ranks: in bytes, into everyone's part.
+struct RegionOffset {
   std::shared_ptr<const Region> region;
   size_t number = 0;  ///< Of the region, counted from 1 in the order in which they were made.
   size_t offset = 0;
@@ -40,7 +40,7 @@ class Regions {
  public:
   void add(size_t number, const std::shared_ptr<const Region>& region);
   /// Where these bytes of this rank lie, when all of them lie in its part of a region.
-  std::optional<Place> find(const std::byte* data, size_t bytes) const;
+  std::optional<RegionOffset> find(const std::byte* data, size_t bytes) const;
 
  private:
   struct Entry {

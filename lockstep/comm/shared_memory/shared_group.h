@@ -133,7 +133,6 @@ class SharedGroup {
   std::vector<Failure::Rank> members(const std::vector<int>& ranks, Failure::Kind kind) const;
   /// How a rank that is gone went, and over what.
   Failure end_of(int rank) const;
-  std::string how_it_went(int rank) const { return describe(end_of(rank)); }
   /// Over what a rank's message failed. Null when none did.
   std::shared_ptr<const Failure> noted_cause(int rank) const;
   /// Of this rank, for the others. The first counts.

@@ -16,7 +16,7 @@ BackendInfo info();
 /// backend gloo.
 MadeBackend make(const BackendOptions& options);
 
-/// Where this rank runs: shared_memory_place, unless the options say it.
-std::string place_of(const BackendOptions& options);
+/// This rank's host_key, and BackendOptions::host.
+std::string host_key_of(const BackendOptions& options);
 
 }  // namespace lockstep::hierarchical

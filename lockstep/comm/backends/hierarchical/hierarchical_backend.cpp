@@ -250,8 +250,8 @@ void HierarchicalBackend::add_scatter(TensorWork& work, Blocks inputs, const at:
   });
 }
 
-void HierarchicalBackend::add_all_to_all(TensorWork& work, at::ScalarType, backends::Shares sends,
-                                         backends::Shares receives) {
+void HierarchicalBackend::add_all_to_all(TensorWork& work, at::ScalarType, backends::Buffers sends,
+                                         backends::Buffers receives) {
   own(work).add(
       [this, sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
         hierarchical::all_to_all(hierarchy, *flat_, sends, receives);

@@ -45,8 +45,8 @@ class HierarchicalBackend final : public backends::TensorBackend {
                   int root) override;
   void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override;
   void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override;
-  void add_all_to_all(TensorWork& work, at::ScalarType, backends::Shares sends,
-                      backends::Shares receives) override;
+  void add_all_to_all(TensorWork& work, at::ScalarType, backends::Buffers sends,
+                      backends::Buffers receives) override;
   WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override;
 
   bool run(TensorWork& work);

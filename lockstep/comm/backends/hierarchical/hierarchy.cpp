@@ -92,7 +92,7 @@ c10::intrusive_ptr<c10d::Backend> make_between(const BackendOptions& options,
 std::vector<Member> meet(const BackendOptions& options) {
   const auto keys = numbered_keys("member/", options.size);
   options.store->set(keys[static_cast<size_t>(options.rank)],
-                     place_of(options) + "\n" + process_identity());
+                     host_key_of(options) + "\n" + process_identity());
   options.store->wait(keys, options.timeout);
   std::vector<Member> members;
   for (const auto& one : keys) {

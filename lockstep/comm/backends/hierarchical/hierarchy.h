@@ -19,7 +19,7 @@ namespace lockstep::hierarchical {
 
 /// What ranks tell each other when a group forms.
 struct Member {
-  std::string place;     ///< See shared_memory_place.
+  std::string host_key;  ///< See host_key.h.
   std::string identity;  ///< See process_identity.
 };
 
@@ -94,7 +94,7 @@ class Hierarchy {
   void run_local(shm::Plan& plan);
   void run_local(const std::unique_ptr<shm::Plan>& plan) { run_local(*plan); }
   /// One of them, for which the ranks must agree on all sizes.
-  std::unique_ptr<shm::Plan> all_to_all_plan(shm::Shares sends, shm::Shares receives) {
+  std::unique_ptr<shm::Plan> all_to_all_plan(shm::Buffers sends, shm::Buffers receives) {
     return shm::all_to_all_plan(group_, *call_, std::move(sends), std::move(receives), timeout_);
   }
 

@@ -186,23 +186,23 @@ void large_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const
 
 // --- broadcast ----------------------------------------------------------------------------------
 
-/// A host's place in the binomial tree over `hosts` hosts from `root`: from whom it gets (-1 at the
+/// A host's node in the binomial tree over `hosts` hosts from `root`: from whom it gets (-1 at the
 /// root), and to whom it passes on.
-struct TreePlace {
+struct TreeNode {
   int parent = -1;
   std::vector<int> children;
 };
 
-TreePlace tree_place(int host, int root, int hosts) {
+TreeNode tree_node(int host, int root, int hosts) {
   const auto real = [&](int index) { return (index + root) % hosts; };
   const int index = (host - root + hosts) % hosts;
   int lowest = 1;  // The lowest set bit of the index; for the root the first power above all.
   while (lowest < hosts && (index & lowest) == 0) lowest *= 2;
-  TreePlace place;
-  if (index != 0) place.parent = real(index - lowest);
+  TreeNode node;
+  if (index != 0) node.parent = real(index - lowest);
   for (int bit = lowest / 2; bit > 0; bit /= 2)
-    if (index + bit < hosts) place.children.push_back(real(index + bit));
-  return place;
+    if (index + bit < hosts) node.children.push_back(real(index + bit));
+  return node;
 }
 
 void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
@@ -210,12 +210,12 @@ void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int ro
   const Chunks chunks = in_chunks(bytes, kLeastChunkBytes, kChunkBytes);
   const int host = layout.host_of(root);
   const bool first = layout.host == host;
-  const TreePlace place = tree_place(layout.host, host, static_cast<int>(layout.hosts.size()));
+  const TreeNode node = tree_node(layout.host, host, static_cast<int>(layout.hosts.size()));
   Transfers sends;
   std::array<Transfers, 2> receives;
   const auto receive = [&](size_t chunk) {
     if (layout.leads() && !first && chunk < chunks.count())
-      hierarchy.receive(place.parent, data + chunks.offset(chunk), chunks.bytes(chunk),
+      hierarchy.receive(node.parent, data + chunks.offset(chunk), chunks.bytes(chunk),
                         receives[chunk % 2]);
   };
   const auto local = [&](size_t chunk) {
@@ -232,7 +232,7 @@ void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int ro
     if (first && chunk > 0) local(chunk);
     if (layout.leads()) {
       if (!first) hierarchy.finish(receives[chunk % 2]);
-      for (const int child : place.children)
+      for (const int child : node.children)
         hierarchy.send(child, data + chunks.offset(chunk), chunks.bytes(chunk), sends);
     }
     if (!first) local(chunk);

@@ -45,8 +45,8 @@ void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::b
              std::byte* output, size_t bytes, int root);
 /// `sends[r]` goes to rank r, what comes from it into `receives[r]`. Throws MismatchError on all
 /// ranks where two do not agree on how much passes between them.
-void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const shm::Shares& sends,
-                const shm::Shares& receives);
+void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const shm::Buffers& sends,
+                const shm::Buffers& receives);
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
                     std::byte* output, size_t count, const Joining& joining);
 

@@ -10,8 +10,7 @@
 namespace lockstep::hierarchical {
 namespace {
 
-using shm::Share;
-using shm::Shares;
+using shm::Buffers;
 
 /// Of messages in the flat group that are no program's.
 constexpr int kTag = INT_MAX - 1;
@@ -19,24 +18,23 @@ constexpr int kTag = INT_MAX - 1;
 /// Ranks of one host reach each other in shared memory, those of different hosts by the flat group.
 /// All know already that they agree on the sizes. What passes between hosts has the group's
 /// time-out.
-void exchange(Hierarchy& hierarchy, c10d::Backend& flat, const Shares& sends,
-              const Shares& receives) {
+void exchange(Hierarchy& hierarchy, c10d::Backend& flat, const Buffers& sends,
+              const Buffers& receives) {
   const HostLayout& layout = hierarchy.layout();
   std::vector<c10::intrusive_ptr<c10d::Work>> under_way;
-  const auto bytes_in = [](const Share& share) {
+  const auto bytes_in = [](std::span<std::byte> buffer) {
     return std::vector<at::Tensor>{
-        at::from_blob(share.data, {static_cast<int64_t>(share.bytes)}, at::kByte)};
+        at::from_blob(buffer.data(), {static_cast<int64_t>(buffer.size())}, at::kByte)};
   };
   each_other_host(layout, [&](size_t host) {
     for (const int rank : layout.hosts[host]) {
-      const Share &to = sends[static_cast<size_t>(rank)],
-                  &from = receives[static_cast<size_t>(rank)];
+      const auto to = sends[static_cast<size_t>(rank)], from = receives[static_cast<size_t>(rank)];
       auto in = bytes_in(from), out = bytes_in(to);
-      if (from.bytes > 0) under_way.push_back(flat.recv(in, rank, kTag));
-      if (to.bytes > 0) under_way.push_back(flat.send(out, rank, kTag));
+      if (!from.empty()) under_way.push_back(flat.recv(in, rank, kTag));
+      if (!to.empty()) under_way.push_back(flat.send(out, rank, kTag));
     }
   });
-  Shares mine_out, mine_in;
+  Buffers mine_out, mine_in;
   for (const int rank : layout.mine()) {
     mine_out.push_back(sends[static_cast<size_t>(rank)]);
     mine_in.push_back(receives[static_cast<size_t>(rank)]);
@@ -46,39 +44,29 @@ void exchange(Hierarchy& hierarchy, c10d::Backend& flat, const Shares& sends,
 }
 
 /// The root's memory of one block per rank; nothing on the other ranks.
-Shares shares_of_root(size_t ranks, const std::vector<std::byte*>& blocks, size_t bytes) {
-  Shares shares(ranks);
-  for (size_t rank = 0; rank < blocks.size(); ++rank) shares[rank] = {blocks[rank], bytes};
-  return shares;
-}
-
-void agree(Hierarchy& hierarchy) {
-  hierarchy.begin();
-  hierarchy.conclude();
-}
-
-size_t ranks_of(const HostLayout& layout) {
-  size_t ranks = 0;
-  for (const auto& host : layout.hosts) ranks += host.size();
-  return ranks;
+Buffers buffers_of_root(size_t ranks, const std::vector<std::byte*>& blocks, size_t bytes) {
+  Buffers buffers(ranks);
+  for (size_t rank = 0; rank < blocks.size(); ++rank) buffers[rank] = {blocks[rank], bytes};
+  return buffers;
 }
 
 }  // namespace
 
 void gather(Hierarchy& hierarchy, c10d::Backend& flat, const std::byte* input, size_t bytes,
             const std::vector<std::byte*>& outputs, int root) {
-  const size_t ranks = ranks_of(hierarchy.layout());
+  const size_t ranks = hierarchy.layout().size();
   if (ranks * bytes <= SmallData::kMost) return all_gather(hierarchy, input, bytes, outputs);
-  agree(hierarchy);
-  Shares sends(ranks);
+  hierarchy.begin();
+  hierarchy.conclude();
+  Buffers sends(ranks);
   sends[static_cast<size_t>(root)] = {const_cast<std::byte*>(input), bytes};
-  exchange(hierarchy, flat, sends, shares_of_root(ranks, outputs, bytes));
+  exchange(hierarchy, flat, sends, buffers_of_root(ranks, outputs, bytes));
 }
 
 void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::byte*>& inputs,
              std::byte* output, size_t bytes, int root) {
   const HostLayout& layout = hierarchy.layout();
-  const size_t ranks = ranks_of(layout);
+  const size_t ranks = layout.size();
   const auto me = static_cast<size_t>(layout.mine()[static_cast<size_t>(layout.local)]);
   if (ranks * bytes <= SmallData::kMost) {
     std::vector<std::byte> all(ranks * bytes);
@@ -87,20 +75,21 @@ void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::b
     broadcast(hierarchy, all.data(), all.size(), root);
     return copy_bytes(output, all.data() + me * bytes, bytes);
   }
-  agree(hierarchy);
-  Shares receives(ranks);
+  hierarchy.begin();
+  hierarchy.conclude();
+  Buffers receives(ranks);
   receives[static_cast<size_t>(root)] = {output, bytes};
-  exchange(hierarchy, flat, shares_of_root(ranks, inputs, bytes), receives);
+  exchange(hierarchy, flat, buffers_of_root(ranks, inputs, bytes), receives);
 }
 
 // First all tell all how much passes between any two ranks: all check all of it, so that all come
-// to the same verdict.
-void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const Shares& sends,
-                const Shares& receives) {
+// to the same result.
+void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const Buffers& sends,
+                const Buffers& receives) {
   const size_t ranks = sends.size();
   std::vector<uint64_t> mine;
-  for (const auto* shares : {&sends, &receives})
-    for (const Share& share : *shares) mine.push_back(share.bytes);
+  for (const auto* buffers : {&sends, &receives})
+    for (const auto& buffer : *buffers) mine.push_back(buffer.size());
   std::vector<uint64_t> table(ranks * mine.size());
   std::vector<std::byte*> rows;
   for (size_t rank = 0; rank < ranks; ++rank)

@@ -2,19 +2,19 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 
 namespace lockstep::hierarchical {
 
-HostLayout HostLayout::of(const std::vector<std::string>& places, int rank) {
+HostLayout HostLayout::of(const std::vector<std::string>& host_keys, int rank) {
   HostLayout layout;
   std::map<std::string, size_t> known;
-  for (int other = 0; other < static_cast<int>(places.size()); ++other) {
-    const std::string& place = places[static_cast<size_t>(other)];
-    const auto [entry, first] = known.emplace(place, layout.hosts.size());
-    const bool alone = first || place.empty();
-    if (alone) layout.hosts.emplace_back();
-    const size_t host = alone ? layout.hosts.size() - 1 : entry->second;
+  for (int other = 0; other < static_cast<int>(host_keys.size()); ++other) {
+    const std::string& key = host_keys[static_cast<size_t>(other)];
+    const auto [entry, first] = known.emplace(key, layout.hosts.size());
+    if (first) layout.hosts.emplace_back();
+    const size_t host = entry->second;
     if (other == rank) {
       layout.host = static_cast<int>(host);
       layout.local = static_cast<int>(layout.hosts[host].size());
@@ -30,6 +30,11 @@ std::vector<int> HostLayout::leaders() const {
   return ranks;
 }
 
+size_t HostLayout::size() const {
+  return std::accumulate(hosts.begin(), hosts.end(), size_t{0},
+                         [](size_t sum, const auto& host) { return sum + host.size(); });
+}
+
 int HostLayout::host_of(int rank) const {
   for (size_t host = 0; host < hosts.size(); ++host) {
     if (std::binary_search(hosts[host].begin(), hosts[host].end(), rank))
@@ -43,9 +48,8 @@ int HostLayout::local_of(int rank) const {
   return static_cast<int>(std::lower_bound(host.begin(), host.end(), rank) - host.begin());
 }
 
-std::string backend_for(const std::vector<std::string>& places) {
-  if (std::find(places.begin(), places.end(), "") != places.end()) return "gloo";
-  const HostLayout layout = HostLayout::of(places, 0);
+std::string backend_for(const std::vector<std::string>& host_keys) {
+  const HostLayout layout = HostLayout::of(host_keys, 0);
   if (layout.one_host()) return "shm";
   return layout.one_rank_a_host() ? "gloo" : "hierarchical";
 }

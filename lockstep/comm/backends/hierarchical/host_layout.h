@@ -14,9 +14,8 @@ struct HostLayout {
   int host = 0;   ///< This rank's.
   int local = 0;  ///< This rank's index within it.
 
-  /// `places[r]`: where rank r runs; equal where ranks can share memory, empty for one that can
-  /// share it with none.
-  static HostLayout of(const std::vector<std::string>& places, int rank);
+  /// `host_keys[r]`: of rank r; equal where ranks can share memory.
+  static HostLayout of(const std::vector<std::string>& host_keys, int rank);
 
   const std::vector<int>& mine() const { return hosts[static_cast<size_t>(host)]; }
   bool leads() const { return local == 0; }
@@ -25,6 +24,8 @@ struct HostLayout {
     return std::ranges::all_of(hosts, [](const auto& ranks) { return ranks.size() == 1; });
   }
   std::vector<int> leaders() const;
+  /// Ranks of all hosts.
+  size_t size() const;
   /// The host of a rank.
   int host_of(int rank) const;
   /// The index of a rank within its host.
@@ -37,8 +38,8 @@ void each_other_host(const HostLayout& layout, Visit visit) {
     if (static_cast<int>(host) != layout.host) visit(host);
 }
 
-/// Which backend joins ranks of these places on the CPU: "shm", "hierarchical", or "gloo" where
-/// shared memory would join no two of them, or a place is empty.
-std::string backend_for(const std::vector<std::string>& places);
+/// Which backend joins ranks of these host keys on the CPU: "shm", "hierarchical", or "gloo" where
+/// shared memory would join no two of them.
+std::string backend_for(const std::vector<std::string>& host_keys);
 
 }  // namespace lockstep::hierarchical

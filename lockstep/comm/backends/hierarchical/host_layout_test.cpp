@@ -12,18 +12,12 @@ TEST(HostLayout, HostsComeInTheOrderOfTheirLowestRanks) {
   EXPECT_EQ(layout.hosts, (Hosts{{0, 2}, {1, 4}, {3}}));
   EXPECT_EQ(layout.host, 1);
   EXPECT_EQ(layout.local, 1);
+  EXPECT_EQ(layout.size(), 5U);
   EXPECT_FALSE(layout.leads());
   EXPECT_EQ(layout.leaders(), (std::vector<int>{0, 1, 3}));
   EXPECT_EQ(layout.host_of(2), 0);
   EXPECT_EQ(layout.local_of(2), 1);
   EXPECT_THROW(layout.host_of(5), std::out_of_range);
-}
-
-TEST(HostLayout, ARankThatCanShareWithNoneIsAHostOfItsOwn) {
-  const HostLayout layout = HostLayout::of({"", "a", "", "a"}, 2);
-  EXPECT_EQ(layout.hosts, (Hosts{{0}, {1, 3}, {2}}));
-  EXPECT_EQ(layout.host, 2);
-  EXPECT_TRUE(layout.leads());
 }
 
 TEST(HostLayout, KnowsWhenThereIsNoHierarchy) {

@@ -99,22 +99,23 @@ void HostLinks::throw_missing(int host, const std::string& why) const {
 }
 
 void HostLinks::connect_to_host(int host, const std::string& word) {
-  const Listener place = Listener::decode(word);
+  const Listener listener = Listener::decode(word);
   UniqueFd connection;
   while (!connection) {
     try {
-      connection = connect_to(place.address, place.port, std::min(kConnect, left()));
+      connection = connect_to(listener.address, listener.port, std::min(kConnect, left()));
     } catch (const TimeoutError&) {
       // It listened when it told where: it may have ended since.
       if (options_.look) options_.look({host});
       if (Clock::now() >= deadline_)
-        throw_missing(host, "nothing answers from " + endpoint_text(place.address, place.port));
+        throw_missing(host,
+                      "nothing answers from " + endpoint_text(listener.address, listener.port));
     } catch (const CommError& error) {
       throw_missing(host, error.what());
     }
   }
   Hello hello;
-  std::copy_n(place.token.begin(), std::min(kToken, place.token.size()), hello.token.begin());
+  std::copy_n(listener.token.begin(), std::min(kToken, listener.token.size()), hello.token.begin());
   hello.host = options_.host;
   // So few bytes fit into an empty buffer. Where the other has ended already it is found broken.
   if (send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) < 0)

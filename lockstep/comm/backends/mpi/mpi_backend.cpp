@@ -77,15 +77,12 @@ at::Tensor fresh(MpiWork& work, const at::Tensor& one, int size) {
 }
 
 /// What the blocks, of `one`'s size, hold, one after the other: where they lie if they adjoin.
-/// `own`: it will be changed.
-at::Tensor joined(MpiWork& work, const Blocks& blocks, const at::Tensor& one, bool own = false) {
-  const auto size = static_cast<int64_t>(blocks.size());
-  if (!own && adjoin_apart_from(one, blocks))
-    return at::from_blob(blocks.at(0), {size, one.numel()}, one.options());
-  const at::Tensor all = fresh(work, one, static_cast<int>(size));
+const void* joined(MpiWork& work, const Blocks& blocks, const at::Tensor& one) {
+  if (adjoin_apart_from(one, blocks)) return blocks.at(0);
+  const at::Tensor all = fresh(work, one, static_cast<int>(blocks.size()));
   auto* to = static_cast<std::byte*>(all.data_ptr());
   for (const auto* block : blocks) to = std::copy_n(block, one.nbytes(), to);
-  return all;
+  return all.data_ptr();
 }
 
 /// Memory for what MPI puts one after the other; at the end each block gets its part.
@@ -170,7 +167,6 @@ void MpiBackend::add_broadcast(TensorWork& work, const at::Tensor& data, int roo
 
 void MpiBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                 const c10d::ReduceOp& op) {
-  premultiply(data, op);
   add_pieces(work, "MPI_Iallreduce", data,
              [how = reduction_of(data.scalar_type(), op)](void* piece, int count, MPI_Comm comm,
                                                           MPI_Request* request) {
@@ -182,10 +178,7 @@ void MpiBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
 void MpiBackend::add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
                             int root) {
   const bool is_root = getRank() == root;
-  const bool scales = op.op_ == c10d::ReduceOp::PREMUL_SUM;
-  const at::Tensor mine = scales && !is_root ? own(work).keep(data.clone()) : data;
-  premultiply(mine, op);
-  add_pieces(work, "MPI_Ireduce", mine,
+  add_pieces(work, "MPI_Ireduce", data,
              [=, how = reduction_of(data.scalar_type(), op)](void* piece, int count, MPI_Comm comm,
                                                              MPI_Request* request) {
                return MPI_Ireduce(is_root ? MPI_IN_PLACE : piece, piece, count, how.type, how.op,
@@ -217,7 +210,7 @@ void MpiBackend::add_gather(TensorWork& work, const at::Tensor& input, Blocks ou
 void MpiBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) {
   const int count = count_of(Operation::scatter, output.numel());
   if (count == 0) return;
-  const void* from = inputs.empty() ? nullptr : joined(own(work), inputs, output).data_ptr();
+  const void* from = inputs.empty() ? nullptr : joined(own(work), inputs, output);
   own(work).add("MPI_Iscatter", [=, type = moved_type(output.scalar_type()),
                                  to = output.data_ptr()](MPI_Comm comm, MPI_Request* request) {
     return MPI_Iscatter(from, count, type, to, count, type, root, comm, request);
@@ -231,30 +224,27 @@ void MpiBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::T
   count_of(work.request().operation, output.numel() * getSize());
   const int count = static_cast<int>(output.numel());
   if (count == 0) return;
-  const at::Tensor from =
-      joined(own(work), inputs, output, /*own=*/op.op_ == c10d::ReduceOp::PREMUL_SUM);
-  premultiply(from, op);
-  own(work).add(
-      "MPI_Ireduce_scatter_block", [=, first = from.data_ptr(), result = output.data_ptr()](
-                                       MPI_Comm comm, MPI_Request* request) {
-        return MPI_Ireduce_scatter_block(first, result, count, how.type, how.op, comm, request);
-      });
+  const void* from = joined(own(work), inputs, output);
+  own(work).add("MPI_Ireduce_scatter_block", [=, to = output.data_ptr()](MPI_Comm comm,
+                                                                         MPI_Request* request) {
+    return MPI_Ireduce_scatter_block(from, to, count, how.type, how.op, comm, request);
+  });
   average_at_end(own(work), output, op, getSize());
 }
 
 // By messages, as every rank knows only its own splits. MPI's own call of this kind does the same.
-void MpiBackend::add_all_to_all(TensorWork& all, at::ScalarType dtype, Shares sends,
-                                Shares receives) {
+void MpiBackend::add_all_to_all(TensorWork& all, at::ScalarType dtype, Buffers sends,
+                                Buffers receives) {
   const size_t element = c10::elementSize(dtype);
-  for (const auto* shares : {&sends, &receives})
-    for (const auto& share : *shares)
-      count_of(all.request().operation, static_cast<int64_t>(share.bytes / element));
+  for (const auto* buffers : {&sends, &receives})
+    for (const auto& buffer : *buffers)
+      count_of(all.request().operation, static_cast<int64_t>(buffer.size() / element));
   const auto exchange = [=, type = moved_type(dtype), tag = engine_->largest_tag()](
                             MPI_Comm comm, std::vector<MPI_Request>& requests) {
     int code = MPI_SUCCESS;
-    const auto start = [&](auto call, const auto& shares) {
-      for (size_t peer = 0; peer < shares.size() && code == MPI_SUCCESS; ++peer)
-        code = call(shares[peer].data, static_cast<int>(shares[peer].bytes / element), type,
+    const auto start = [&](auto call, const auto& buffers) {
+      for (size_t peer = 0; peer < buffers.size() && code == MPI_SUCCESS; ++peer)
+        code = call(buffers[peer].data(), static_cast<int>(buffers[peer].size() / element), type,
                     static_cast<int>(peer), tag, comm, &requests.emplace_back(MPI_REQUEST_NULL));
     };
     start(MPI_Irecv, receives);

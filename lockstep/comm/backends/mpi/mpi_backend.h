@@ -18,7 +18,7 @@ struct MpiBackendOptions {
 };
 
 using backends::Blocks;
-using backends::Shares;
+using backends::Buffers;
 using backends::TensorWork;
 
 /// See mpi.h. Sums are MPI's: the same bits in every run with as many ranks, but in an order that
@@ -46,8 +46,8 @@ class MpiBackend final : public backends::TensorBackend {
                   int root) override;
   void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override;
   void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override;
-  void add_all_to_all(TensorWork& work, at::ScalarType dtype, Shares sends,
-                      Shares receives) override;
+  void add_all_to_all(TensorWork& work, at::ScalarType dtype, Buffers sends,
+                      Buffers receives) override;
   WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override;
 
   /// Adds one operation for each piece of a contiguous tensor.

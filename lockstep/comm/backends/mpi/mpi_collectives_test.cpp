@@ -172,21 +172,6 @@ TEST_F(Ranks, SumsHaveTheSameBitsInEveryRun) {
   }
 }
 
-TEST_F(Ranks, PremulSumScalesWhatEachRankGives) {
-  for (const auto type : {at::kFloat, at::kHalf, at::kDouble}) {
-    const at::Tensor mine = at::full({kPiece + 5}, rank() + 1, type);
-    all_reduce(*mpi, mine, c10d::makePreMulSum(2.0));
-    expect_same(mine, at::full({kPiece + 5}, size() * (size() + 1), type), c10::toString(type));
-  }
-  const at::Tensor input = at::ones({size()}), kept = input.clone();
-  at::Tensor from = input, to = at::zeros({1});
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = c10d::makePreMulSum(at::full({1}, 3.0));
-  mpi->_reduce_scatter_base(to, from, options)->wait();
-  EXPECT_EQ(to.item<float>(), 3.0F * static_cast<float>(size()));
-  expect_same(input, kept, "the input");
-}
-
 /// For Gloo, which does not move all types, the same memory as bytes.
 bool gloo_moves(at::ScalarType type) {
   return type != at::kBool && type != at::kBFloat16 && !at::isComplexType(type);

@@ -1,7 +1,6 @@
 #include "lockstep/comm/backends/mpi/mpi_types.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <array>
 #include <utility>
@@ -34,10 +33,9 @@ MPI_Datatype reduced_type(at::ScalarType dtype) {
 
 [[noreturn]] void throw_lacking(at::ScalarType dtype, Op::RedOpType op) {
   const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
-  throw UsageError(
-      std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
-      bitwise ? "bitwise reductions are for integers and bool"
-              : "bool has no average, complex numbers have no order, premul_sum is for fractions");
+  throw UsageError(std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
+                   bitwise ? "bitwise reductions are for integers and bool"
+                           : "bool has no average, complex numbers have no order");
 }
 
 /// The sum of small integers. Open MPI's own with AVX saturates in a part of the elements; this one
@@ -58,24 +56,25 @@ struct SmallSum {
 std::array<SmallSum, 3> small_sums{
     {{at::kChar, add_to<int8_t>}, {at::kByte, add_to<uint8_t>}, {at::kShort, add_to<int16_t>}}};
 
-/// The MPI operations in c10d's order, premul_sum last.
-using MpiOps = std::array<MPI_Op, 9>;
-static_assert(MpiOps().size() == size_t{Op::PREMUL_SUM} + 1);
+/// The MPI operations in c10d's order.
+using MpiOps = std::array<MPI_Op, 8>;
+static_assert(MpiOps().size() == size_t{Op::BXOR} + 1);
 
 MPI_Op op_for(at::ScalarType dtype, Op::RedOpType op) {
-  static const MpiOps logical{MPI_LOR,  MPI_OP_NULL, MPI_LAND, MPI_LAND,   MPI_LOR,
-                              MPI_LAND, MPI_LOR,     MPI_LXOR, MPI_OP_NULL};
-  static const MpiOps arithmetic{MPI_SUM,  MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX,
-                                 MPI_BAND, MPI_BOR, MPI_BXOR, MPI_SUM};
+  static const MpiOps logical{MPI_LOR, MPI_OP_NULL, MPI_LAND, MPI_LAND,
+                              MPI_LOR, MPI_LAND,    MPI_LOR,  MPI_LXOR};
+  static const MpiOps arithmetic{MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
+                                 MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
   const auto index = static_cast<size_t>(op);
-  if (index >= arithmetic.size()) throw UsageError("the backend mpi has no such reduction");
+  if (index >= arithmetic.size())
+    throw UsageError("the backend mpi has not the reduction premul_sum",
+                     "scale the tensor before and use sum");
   const bool ordered = op == Op::MIN || op == Op::MAX;
   const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
   const bool integral = at::isIntegralType(dtype, /*includeBool=*/false);
   const bool lacks = dtype == at::kBool
                          ? logical[index] == MPI_OP_NULL
-                         : (ordered && at::isComplexType(dtype)) || (bitwise && !integral) ||
-                               (op == Op::PREMUL_SUM && integral);
+                         : (ordered && at::isComplexType(dtype)) || (bitwise && !integral);
   if (lacks) throw_lacking(dtype, op);
   for (const auto& sum : small_sums)
     if (sum.dtype == dtype && arithmetic[index] == MPI_SUM) return sum.op;
@@ -96,18 +95,6 @@ Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op) {
   reduction.type = reduced_type(reduction.dtype);
   reduction.op = op_for(dtype, op.op_);
   return reduction;
-}
-
-void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op) {
-  if (op.op_ != Op::PREMUL_SUM) return;
-  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (!factor) throw UsageError("premul_sum without its factor");
-  const at::AutoDispatchBelowADInplaceOrView outside_autograd;
-  if (factor->tensor_factor.defined()) {
-    mine.mul_(factor->tensor_factor.to(mine.scalar_type()));
-  } else {
-    mine.mul_(factor->double_factor);
-  }
 }
 
 MPI_Datatype moved_type(at::ScalarType dtype) {

@@ -25,10 +25,6 @@ Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
 /// Once, on the MPI thread, when MPI has started: reductions use operations of our own.
 void make_small_sums();
 
-/// Before an MPI_SUM: multiplies by the factor of premul_sum, in place. `mine`: this rank's own
-/// copy of what it gives.
-void premultiply(const at::Tensor& mine, const c10d::ReduceOp& op);
-
 /// The MPI type of an element that is only moved.
 MPI_Datatype moved_type(at::ScalarType dtype);
 

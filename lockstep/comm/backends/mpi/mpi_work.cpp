@@ -89,11 +89,4 @@ void MpiWork::release() noexcept {
   next_ = 0;
 }
 
-std::string MpiWork::text() const {
-  const std::string name(operation_name(request().operation));
-  if (!is_collective()) return name + " in group '" + group_->name + "'";
-  return name + ", collective " + std::to_string(getSequencenumber()) + " of group '" +
-         group_->name + "',";
-}
-
 }  // namespace lockstep::mpi

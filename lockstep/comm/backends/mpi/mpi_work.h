@@ -25,8 +25,6 @@ class MpiWork final : public backends::TensorWork {
 
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override { return source_; }
-  /// "all_reduce, collective 3 of group '0',"
-  std::string text() const override;
 
   // Before `Engine::submit`, by the caller:
 

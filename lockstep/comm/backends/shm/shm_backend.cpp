@@ -58,12 +58,6 @@ Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::st
           [store, key] { return store->get_to_str(key); }};
 }
 
-MessagesOptions message_options(const std::shared_ptr<const backends::GroupNames>& names) {
-  MessagesOptions options;
-  options.judge = [names](const Disagreement& met) { return judge_messages(met, *names); };
-  return options;
-}
-
 }  // namespace
 
 ShmBackend::ShmBackend(const BackendOptions& options)
@@ -74,7 +68,9 @@ ShmBackend::ShmBackend(const BackendOptions& options)
       group_(group_options(options), meeting_over(options.store, "shm/meeting")),
       queue_({[this](TensorWork& work, bool blocking) { return run_here(own(work), blocking); },
               [this](TensorWork& work) { run_later(own(work)); }}),
-      messages_(group_, message_options(names())) {}
+      messages_(group_, [names = names()](const Disagreement& met) {
+        return judge_messages(met, *names);
+      }) {}
 
 ShmBackend::~ShmBackend() {
   shutdown();
@@ -114,10 +110,10 @@ void ShmBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
   const ReduceKernel kernel = kernel_for(data.scalar_type(), op);
   const DataType type = data_type(data.scalar_type());
   if (work.request().operation == Operation::all_reduce && pays_in_place(group_, data.nbytes())) {
-    if (auto place = regions_.find(bytes_of(data), data.nbytes())) {
+    if (auto found = regions_.find(bytes_of(data), data.nbytes())) {
       own(work).add(
-          all_reduce_plan(group_, *place->region, place->offset, count_of(data), type, kernel));
-      return own(work).set_place(std::move(*place));
+          all_reduce_plan(group_, *found->region, found->offset, count_of(data), type, kernel));
+      return own(work).set_region(std::move(*found));
     }
   }
   own(work).add(all_reduce_plan(group_, bytes_of(data), count_of(data), type, kernel));
@@ -138,11 +134,11 @@ void ShmBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::T
   if (work.request().operation == Operation::reduce_scatter_tensor &&
       pays_in_place(group_, whole) && !regions_.find(bytes_of(output), output.nbytes())) {
     // Its inputs lie one after the other.
-    if (auto place = regions_.find(inputs.front(), whole)) {
-      own(work).add(reduce_scatter_plan(group_, *place->region, place->offset, bytes_of(output),
+    if (auto found = regions_.find(inputs.front(), whole)) {
+      own(work).add(reduce_scatter_plan(group_, *found->region, found->offset, bytes_of(output),
                                         count_of(output), data_type(output.scalar_type()),
                                         kernel_for(output.scalar_type(), op)));
-      return own(work).set_place(std::move(*place));
+      return own(work).set_region(std::move(*found));
     }
   }
   own(work).add(reduce_scatter_plan(group_, {inputs.begin(), inputs.end()}, bytes_of(output),
@@ -166,7 +162,7 @@ void ShmBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& 
                              output.nbytes(), root));
 }
 
-void ShmBackend::add_all_to_all(TensorWork& work, at::ScalarType, Shares sends, Shares receives) {
+void ShmBackend::add_all_to_all(TensorWork& work, at::ScalarType, Buffers sends, Buffers receives) {
   own(work).add(
       all_to_all_plan(group_, work, std::move(sends), std::move(receives), work.request().timeout));
 }
@@ -243,8 +239,7 @@ void ShmBackend::shutdown() {
 }
 
 BackendInfo info() {
-  const std::string lack = missing_support();
-  return {"shm", lack.empty(), lack, lack.empty() ? "" : "use the backend gloo", kTraits};
+  return {"shm", true, {}, {}, kTraits};
 }
 
 MadeBackend make(const BackendOptions& options) {

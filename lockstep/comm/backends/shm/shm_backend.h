@@ -46,8 +46,8 @@ class ShmBackend final : public backends::TensorBackend, public backends::Common
                   int root) override;
   void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override;
   void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override;
-  void add_all_to_all(TensorWork& work, at::ScalarType dtype, Shares sends,
-                      Shares receives) override;
+  void add_all_to_all(TensorWork& work, at::ScalarType dtype, Buffers sends,
+                      Buffers receives) override;
   WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override;
 
   /// A region in which each rank's part has so many bytes. `what` is asked for, for messages. A

@@ -4,9 +4,9 @@ namespace lockstep::shm {
 
 uint64_t ShmWork::hash() const {
   uint64_t hash = TensorWork::hash();
-  if (!place_.region) return hash;
+  if (!region_.region) return hash;
   for (const uint64_t part :
-       {static_cast<uint64_t>(place_.number), static_cast<uint64_t>(place_.offset)})
+       {static_cast<uint64_t>(region_.number), static_cast<uint64_t>(region_.offset)})
     hash = (hash ^ part) * 0x9E3779B97F4A7C15U;
   return hash ^ hash >> 32;
 }

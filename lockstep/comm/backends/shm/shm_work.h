@@ -22,13 +22,13 @@ class ShmWork final : public backends::TensorWork {
   void close();
   Plan& plan() { return *plan_; }
   /// Of the data, where all ranks must use the same part of the same memory.
-  void set_place(Place place) { place_ = std::move(place); }
+  void set_region(RegionOffset region) { region_ = std::move(region); }
   bool begun = false;  ///< The others have been told.
 
  private:
   std::unique_ptr<Plan> plan_;
   std::vector<std::unique_ptr<Plan>> further_;
-  Place place_;
+  RegionOffset region_;
 };
 
 }  // namespace lockstep::shm

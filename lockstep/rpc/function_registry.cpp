@@ -1,4 +1,4 @@
-#include "lockstep/rpc/registry.h"
+#include "lockstep/rpc/function_registry.h"
 
 #include <map>
 #include <mutex>

@@ -1,4 +1,4 @@
-#include "lockstep/comm/shared_memory/host_place.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 
 #include <unistd.h>
 
@@ -6,7 +6,6 @@
 #include <fstream>
 
 #include "lockstep/base/env.h"
-#include "lockstep/comm/shared_memory/segment.h"
 
 namespace lockstep {
 
@@ -20,8 +19,7 @@ std::string host_id() {
   return id;
 }
 
-std::string shared_memory_place() {
-  if (!shm::missing_support().empty()) return {};
+std::string host_key() {
   std::error_code ignored;
   const auto processes = std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string();
   return host_id() + "/" + processes + "/" + std::to_string(geteuid());

@@ -1,4 +1,4 @@
-#include "lockstep/rpc/socket_beds.h"
+#include "lockstep/rpc/socket_waiters.h"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -29,33 +29,33 @@ void enter(int set, int fd, uint32_t events) {
 
 }  // namespace
 
-SocketBeds::SocketBeds() : sockets_(checked(epoll_create1(EPOLL_CLOEXEC))) {
-  for (Place& place : places_) {
-    place.bell = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    place.both = checked(epoll_create1(EPOLL_CLOEXEC));
-    enter(place.both.get(), place.bell.get(), EPOLLIN);
-    enter(place.both.get(), sockets_.get(), 0);
+SocketWaiters::SocketWaiters() : sockets_(checked(epoll_create1(EPOLL_CLOEXEC))) {
+  for (Sleeper& sleeper : sleepers_) {
+    sleeper.bell = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    sleeper.both = checked(epoll_create1(EPOLL_CLOEXEC));
+    enter(sleeper.both.get(), sleeper.bell.get(), EPOLLIN);
+    enter(sleeper.both.get(), sockets_.get(), 0);
   }
 }
 
-void SocketBeds::begin_look() {
+void SocketWaiters::begin_look() {
   const std::lock_guard lock(mutex_);
   ++lookers_;
   choose();
 }
 
-void SocketBeds::end_look() {
+void SocketWaiters::end_look() {
   const std::lock_guard lock(mutex_);
   --lookers_;
   choose();
 }
 
-void SocketBeds::sleep(Bed bed, const std::function<bool()>& enough,
-                       std::chrono::nanoseconds limit) {
-  Place& place = places_[bed];
+void SocketWaiters::sleep(Waiter waiter, const std::function<bool()>& enough,
+                          std::chrono::nanoseconds limit) {
+  Sleeper& sleeper = sleepers_[waiter];
   {
     const std::lock_guard lock(mutex_);
-    place.is_taken = true;
+    sleeper.sleeps = true;
     choose();
   }
   if (!enough()) {
@@ -63,30 +63,30 @@ void SocketBeds::sleep(Bed bed, const std::function<bool()>& enough,
         std::clamp<std::chrono::milliseconds>(std::chrono::ceil<std::chrono::milliseconds>(limit),
                                               std::chrono::milliseconds(0), kLongest);
     epoll_event event{};
-    epoll_wait(place.both.get(), &event, 1, static_cast<int>(most.count()));
+    epoll_wait(sleeper.both.get(), &event, 1, static_cast<int>(most.count()));
   }
   const std::lock_guard lock(mutex_);
-  place.is_taken = false;
-  if (place.is_rung) {  // Nobody rings for a bed that is not taken.
+  sleeper.sleeps = false;
+  if (sleeper.is_rung) {  // Nobody rings for one that does not sleep.
     uint64_t rings = 0;
-    static_cast<void>(read(place.bell.get(), &rings, sizeof(rings)) < 0);
-    place.is_rung = false;
+    static_cast<void>(read(sleeper.bell.get(), &rings, sizeof(rings)) < 0);
+    sleeper.is_rung = false;
   }
   choose();
 }
 
-void SocketBeds::wake(Bed bed) {
+void SocketWaiters::wake(Waiter waiter) {
   const std::lock_guard lock(mutex_);
-  if (!places_[bed].is_taken || places_[bed].is_rung) return;
-  places_[bed].is_rung = true;
+  if (!sleepers_[waiter].sleeps || sleepers_[waiter].is_rung) return;
+  sleepers_[waiter].is_rung = true;
   const uint64_t once = 1;
-  static_cast<void>(write(places_[bed].bell.get(), &once, sizeof(once)) < 0);
+  static_cast<void>(write(sleepers_[waiter].bell.get(), &once, sizeof(once)) < 0);
 }
 
-void SocketBeds::choose() {
+void SocketWaiters::choose() {
   std::optional<size_t> wanted;
-  for (size_t i = 0; i < places_.size() && lookers_ == 0 && !wanted; ++i) {
-    if (places_[i].is_taken) wanted = i;
+  for (size_t i = 0; i < sleepers_.size() && lookers_ == 0 && !wanted; ++i) {
+    if (sleepers_[i].sleeps) wanted = i;
   }
   if (wanted == chosen_) return;
   if (chosen_) let_wake(*chosen_, false);
@@ -94,9 +94,9 @@ void SocketBeds::choose() {
   chosen_ = wanted;
 }
 
-void SocketBeds::let_wake(size_t place, bool wakes) {
+void SocketWaiters::let_wake(size_t waiter, bool wakes) {
   epoll_event event{wakes ? uint32_t{EPOLLIN} : 0U, {}};
-  epoll_ctl(places_[place].both.get(), EPOLL_CTL_MOD, sockets_.get(), &event);
+  epoll_ctl(sleepers_[waiter].both.get(), EPOLL_CTL_MOD, sockets_.get(), &event);
 }
 
 }  // namespace lockstep::rpc::detail

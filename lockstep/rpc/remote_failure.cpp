@@ -1,4 +1,4 @@
-#include "lockstep/rpc/failure.h"
+#include "lockstep/rpc/remote_failure.h"
 
 #include <cxxabi.h>
 

@@ -9,9 +9,9 @@ namespace lockstep {
 /// different values count as of different hosts. So jobs for several hosts can be tried on one.
 std::string host_id();
 
-/// Processes of the same place can share memory: one host, one process namespace (through whose
-/// /proc the memory is opened), one user. Empty where the system has no support for it. Containers
-/// are places of their own unless they share the host's processes.
-std::string shared_memory_place();
+/// Equal for processes that can share memory: of one host_id, one process namespace (through whose
+/// /proc the memory is opened) and one user. Containers have keys of their own unless they share
+/// the host's processes.
+std::string host_key();
 
 }  // namespace lockstep

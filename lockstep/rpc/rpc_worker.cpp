@@ -1,4 +1,4 @@
-#include "lockstep/rpc/worker.h"
+#include "lockstep/rpc/rpc_worker.h"
 
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/request_callback.h>
@@ -186,7 +186,7 @@ void Worker::greet_others() {
     } catch (const TimeoutError&) {
       missing.push_back(name);
     } catch (const RemoteError&) {  // It has answered: it is connected.
-    } catch (const CommError&) {    // It was lost, of which its lifeline tells.
+    } catch (const CommError&) {    // It was lost, of which its liveness call tells.
     }
   }
   if (!missing.empty()) Peers::throw_missing(Peers::kStart, missing);
