@@ -38,7 +38,10 @@ class FlightRecorders : public ::testing::Test {
 };
 
 RecordedCall call_of(size_t group, uint64_t sequence, const at::Tensor& tensor = at::ones({3, 4})) {
-  RecordedCall call{.group = group, .operation = Operation::all_reduce, .sequence = sequence};
+  RecordedCall call;
+  call.group = group;
+  call.operation = Operation::all_reduce;
+  call.sequence = sequence;
   call.inputs.add(tensor);
   call.outputs = call.inputs;
   return call;
