@@ -160,7 +160,9 @@ class ElasticJob::Impl {
     };
     for (PollPause pause; folder_ && waits(); pause.sleep()) {
       const auto newest = folder_->newest_after(number_);
-      if (newest && rank_in(*newest) >= 0) return newest;
+      // One of its members has ended where the next is promised.
+      const bool lives = newest && !folder_->is_promised(newest->number + 1);
+      if (lives && rank_in(*newest) >= 0) return newest;
     }
     if (!failure_ && folder_)
       throw TimeoutError(

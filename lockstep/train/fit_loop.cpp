@@ -172,9 +172,12 @@ FitResult FitLoop::run() {
 }
 
 void FitLoop::train() {
-  // A rank died before this step's own row was written.
+  // A rank died before this step's own row was written, and callbacks were told of the step.
   const bool is_to_be_logged = loop_.step() % options_.log_every_n_steps == 0;
-  if (loop_.step() > logged_step_ && is_to_be_logged) log_step(last_step_);
+  if (loop_.step() > logged_step_ && is_to_be_logged) {
+    log_step(last_step_);
+    for (const auto& callback : callbacks_) callback->on_step(trainer_, last_step_);
+  }
   // A stage of a pipeline has work of its own, and a rank may have one logical shard more.
   const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size() &&
                      options_.strategy_options.logical_shards % group_.size() == 0;

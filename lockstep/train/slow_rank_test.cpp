@@ -5,9 +5,9 @@
 namespace lockstep {
 namespace slow_rank_test {
 
-/// After how many steps of these times there is news; 0: none within a hundred.
+/// After how many steps of these times there is news; 0: none within twelve looks.
 int64_t steps_to_news(SlowRank& watch, const std::vector<double>& own_seconds) {
-  for (int64_t step = 1; step <= 100; ++step)
+  for (int64_t step = 1; step <= 12 * SlowRank::kLeastSteps; ++step)
     if (!watch.after(1, own_seconds).empty()) return step;
   return 0;
 }

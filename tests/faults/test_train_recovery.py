@@ -211,7 +211,7 @@ class TrainRecovery(unittest.TestCase):
             code, output, errors = job.end()
             self.assertEqual(code, 0, errors)
             self.check_rows(job, 100)
-            found = re.search(r"resumed after step (\d+) \(epoch (\d+), batch \d+\)", output)
+            found = re.search(r"resumed after step (\d+) \(epoch (\d+), after", output)
             step, epoch = int(found[1]), int(found[2])
             of_three = step - 8 * (epoch - 1)  # an epoch of three ranks has 8 steps
             left = max(0, SAMPLES - of_three * 3 * BATCH)

@@ -305,7 +305,7 @@ class CheckedBackend final : public c10d::Backend {
 
   /// Runs a call with a note in the flight recorder.
   template <class Run>
-  WorkPtr noted(RecordedCall call, const Arguments& arguments, Run run) {
+  WorkPtr noted(RecordedCall& call, const Arguments& arguments, Run run) {
     if (recorded_as_) {
       call.group = *recorded_as_;
       arguments.describe(call);

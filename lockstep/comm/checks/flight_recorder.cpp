@@ -1,11 +1,13 @@
 #include "lockstep/comm/checks/flight_recorder.h"
 
+#include <c10/util/ApproximateClock.h>
 #include <c10/util/accumulate.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -25,9 +27,12 @@ constexpr int64_t kDefaultCalls = 2000, kMostCalls = 1'000'000;
 constexpr int64_t kQuietNs = 1'000'000'000;  ///< After it TERM counts as the end of a stuck rank.
 constexpr const char* kVersion = "2.10";     ///< Of PyTorch's format.
 
-thread_local uint64_t open_call = 0;     ///< Which this thread begins.
-thread_local uint64_t untaken_call = 0;  ///< The same, until a work has taken it.
-thread_local int64_t ns_in_calls = 0;
+struct OfThread {
+  uint64_t open_call = 0;     ///< Which this thread begins.
+  uint64_t untaken_call = 0;  ///< The same, until a work has taken it.
+  int64_t ticks_in_calls = 0;
+};
+thread_local OfThread of_thread;
 
 /// `fr_trace` accepts no other names than PyTorch's.
 std::string_view trace_name(Operation operation) {
@@ -58,6 +63,11 @@ int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 using Steady = std::chrono::steady_clock;
+
+/// Half as costly as the steady clock, where the processor has a time-stamp counter.
+int64_t ticks() {
+  return static_cast<int64_t>(c10::getApproximateTime());
+}
 
 std::string file_of_environment() {
   for (const char* name : {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"})
@@ -171,7 +181,15 @@ class FlightRecorder::Pickle {
 };
 
 FlightRecorder::FlightRecorder(size_t calls, std::string file)
-    : file_(std::move(file)), ring_(calls) {}
+    : file_(std::move(file)),
+      start_ns_(now_ns<Steady>()),
+      start_ticks_(ticks()),
+      ring_(calls == 0 ? 0 : std::bit_ceil(calls)) {}
+
+double FlightRecorder::ns_per_tick() const {
+  return static_cast<double>(now_ns<Steady>() - start_ns_) /
+         static_cast<double>(std::max<int64_t>(ticks() - start_ticks_, 1));
+}
 
 FlightRecorder& FlightRecorder::of_process() {
   // Never destroyed: works may end until the process does.
@@ -199,40 +217,44 @@ size_t FlightRecorder::add_group(const std::string& name, const std::string& bac
 
 uint64_t FlightRecorder::begin(const RecordedCall& call) {
   if (ring_.empty()) return 0;
-  const int64_t now = now_ns<Steady>();
+  const int64_t now = ticks();
   const std::lock_guard lock(mutex_);
-  Entry& entry = ring_[++last_ % ring_.size()];
+  const uint64_t number = ++last_;
+  Entry& entry = entry_of(number);
   entry.call = call;
-  entry.number = last_;
+  entry.number.store(number, std::memory_order_relaxed);
   entry.created = now;
-  entry.ended = 0;
-  entry.failed = false;
-  return open_call = untaken_call = last_;
+  entry.ended.store(0, std::memory_order_relaxed);
+  entry.failed.store(false, std::memory_order_relaxed);
+  OfThread& mine = of_thread;
+  return mine.open_call = mine.untaken_call = number;
 }
 
 void FlightRecorder::begun() {
-  open_call = untaken_call = 0;
+  OfThread& mine = of_thread;
+  mine.open_call = mine.untaken_call = 0;
 }
 
 uint64_t FlightRecorder::take() {
-  return std::exchange(untaken_call, 0);
+  return std::exchange(of_thread.untaken_call, 0);
 }
 
 std::chrono::nanoseconds FlightRecorder::time_in_calls() {
-  return std::chrono::nanoseconds(ns_in_calls);
+  const double ns = static_cast<double>(of_thread.ticks_in_calls) * of_process().ns_per_tick();
+  return std::chrono::nanoseconds(static_cast<int64_t>(ns));
 }
 
 void FlightRecorder::end(uint64_t call, const std::exception_ptr& error) noexcept {
   if (call == 0) return;
-  const int64_t now = now_ns<Steady>();
-  {
-    const std::lock_guard lock(mutex_);
-    Entry& entry = ring_[call % ring_.size()];
-    if (entry.number != call || entry.ended != 0) return;
-    entry.ended = now;
-    entry.failed = error != nullptr;
-    if (call == open_call) ns_in_calls += now - entry.created;
-  }
+  const int64_t now = ticks();
+  Entry& entry = entry_of(call);
+  if (entry.number.load(std::memory_order_relaxed) != call ||
+      entry.ended.load(std::memory_order_relaxed) != 0)
+    return;
+  entry.failed.store(error != nullptr, std::memory_order_relaxed);
+  entry.ended.store(now, std::memory_order_relaxed);
+  OfThread& mine = of_thread;
+  if (call == mine.open_call) mine.ticks_in_calls += now - entry.created;
   if (!error) return;
   try {
     std::rethrow_exception(error);
@@ -255,8 +277,8 @@ void FlightRecorder::on_signal(int number) {
   if (::getpid() == owner) {
     // The interrupted thread may hold the lock.
     const std::unique_lock lock(recorder.mutex_, std::try_to_lock);
-    const Entry& last = recorder.ring_[recorder.last_ % recorder.ring_.size()];
-    if (number != SIGTERM || now_ns<Steady>() - last.created > kQuietNs) recorder.write_file();
+    const auto quiet = static_cast<double>(ticks() - recorder.entry_of(recorder.last_).created);
+    if (number != SIGTERM || quiet * recorder.ns_per_tick() > kQuietNs) recorder.write_file();
   }
   if (number == SIGTERM) {
     ::signal(number, SIG_DFL);
@@ -299,19 +321,23 @@ void FlightRecorder::write(Pickle& out) const {
   out.close_dict();
   out.key("entries");
   out.open_list();
-  const int64_t clock_offset = now_ns<std::chrono::system_clock>() - now_ns<Steady>();
   for (uint64_t number = last_ - std::min<uint64_t>(last_, ring_.size()) + 1; number <= last_;
        ++number) {
-    const Entry& entry = ring_[number % ring_.size()];
+    const Entry& entry = entry_of(number);
     if (number >= first_call_ && entry.number == number && entry.call.group >= first_group_)
-      write(out, entry, clock_offset);
+      write(out, entry);
   }
   out.close_list();
   out.close_dict();
   out.raw(".");
 }
 
-void FlightRecorder::write(Pickle& out, const Entry& entry, int64_t clock_offset) const {
+void FlightRecorder::write(Pickle& out, const Entry& entry) const {
+  const auto ns_of = [end = now_ns<std::chrono::system_clock>(), last = ticks(),
+                      scale = ns_per_tick()](int64_t when) {
+    return end - static_cast<int64_t>(static_cast<double>(last - when) * scale);
+  };
+  const int64_t ended = entry.ended;
   const RecordedCall& call = entry.call;
   const Group& group = groups_[call.group];
   const bool is_message = call.operation >= Operation::send;
@@ -338,10 +364,10 @@ void FlightRecorder::write(Pickle& out, const Entry& entry, int64_t clock_offset
   out.field("profiling_name", std::string_view(name.data(), static_cast<size_t>(length)));
   out.field("reduction", call.reduction);  // Ours, and the next.
   out.field("root", call.root);
-  out.field("time_created_ns", entry.created + clock_offset);
+  out.field("time_created_ns", ns_of(entry.created));
   out.key("time_discovered_completed_ns");
-  entry.ended > 0 ? out.integer(entry.ended + clock_offset) : out.raw("N");
-  out.field("state", entry.ended > 0 && !entry.failed ? "completed" : "started");
+  ended > 0 ? out.integer(ns_of(ended)) : out.raw("N");
+  out.field("state", ended > 0 && !entry.failed ? "completed" : "started");
   for (const bool is_input : {true, false}) {
     const RecordedTensors& tensors = is_input ? call.inputs : call.outputs;
     out.key(is_input ? "input_sizes" : "output_sizes");

@@ -59,7 +59,8 @@ struct RecordedCall {
 class FlightRecorder {
  public:
   static FlightRecorder& of_process();
-  /// `calls`: the size of the ring. `file`: where a rank's calls go, without the rank's number.
+  /// `calls`: the size of the ring, which becomes a power of two; 0: nothing is noted. `file`:
+  /// where a rank's calls go, without the rank's number.
   FlightRecorder(size_t calls, std::string file);
 
   /// A group and its ranks, by their numbers in the default group. A second group of a name belongs
@@ -84,10 +85,10 @@ class FlightRecorder {
  private:
   struct Entry {
     RecordedCall call;
-    uint64_t number = 0;  ///< 0: none.
-    int64_t created = 0;  ///< By the steady clock, in nanoseconds.
-    int64_t ended = 0;    ///< 0: not yet.
-    bool failed = false;
+    std::atomic<uint64_t> number{0};  ///< 0: none.
+    int64_t created = 0;              ///< In ticks of LibTorch's approximate clock.
+    std::atomic<int64_t> ended{0};    ///< Likewise; 0: not yet.
+    std::atomic<bool> failed{false};
   };
   struct Group {
     std::string name, backend;
@@ -99,9 +100,13 @@ class FlightRecorder {
   static void on_signal(int number);
   bool write_file() const noexcept;  ///< Allocates nothing, for a signal handler.
   void write(Pickle& out) const;
-  void write(Pickle& out, const Entry& entry, int64_t clock_offset) const;
+  void write(Pickle& out, const Entry& entry) const;
+  double ns_per_tick() const;
+  Entry& entry_of(uint64_t call) { return ring_[call & (ring_.size() - 1)]; }
+  const Entry& entry_of(uint64_t call) const { return ring_[call & (ring_.size() - 1)]; }
 
   const std::string file_;
+  const int64_t start_ns_, start_ticks_;
   std::mutex mutex_;  ///< Guards what follows; a signal handler that cannot have it reads on.
   std::vector<Entry> ring_;
   uint64_t last_ = 0;         ///< Number of the last call.

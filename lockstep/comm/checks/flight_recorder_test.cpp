@@ -24,8 +24,8 @@ class FlightRecorders : public ::testing::Test {
   }
   std::vector<Dict> entries() const {
     std::vector<Dict> found;
-    for (const auto& value : written().at("entries").toListRef())
-      found.push_back(value.toGenericDict());
+    const c10::IValue list = written().at("entries");
+    for (const auto& value : list.toListRef()) found.push_back(value.toGenericDict());
     return found;
   }
   std::vector<int64_t> numbers(const char* key) const {
