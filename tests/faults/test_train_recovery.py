@@ -20,7 +20,11 @@ from left_behind import LeftBehind
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = bool(os.environ.get("LOCKSTEP_LONG_TESTS"))
 TRAINER_RANK = t.BUILD_DIR / "tests" / "lockstep_trainer_recovery_rank"
-SAMPLES, BATCH = 1437, 64
+SAMPLES, BATCH = 10_000, 64
+
+
+def steps_of(samples, ranks):
+    return -(-samples // (ranks * BATCH))
 
 
 def children(pid):
@@ -200,7 +204,7 @@ class TrainRecovery(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             words = ("--checkpoint-dir", folder, "--checkpoint-every", 7, "--early-stop-patience", 1000)
             self.check_kills(30 if LONG else 4, 2, 400 if LONG else 60, *words)
-            steps = 12 * (400 if LONG else 60)
+            steps = steps_of(SAMPLES, 2) * (400 if LONG else 60)
             self.assertEqual(os.readlink(f"{folder}/latest"), f"step-{steps:08}")
             self.assertEqual([name for name in os.listdir(folder) if name.startswith(".tmp")], [])
 
@@ -213,11 +217,10 @@ class TrainRecovery(unittest.TestCase):
             self.check_rows(job, 100)
             found = re.search(r"resumed after step (\d+) \(epoch (\d+), after", output)
             step, epoch = int(found[1]), int(found[2])
-            of_three = step - 8 * (epoch - 1)  # an epoch of three ranks has 8 steps
-            left = max(0, SAMPLES - of_three * 3 * BATCH)
-            steps = of_three + -(-(-(-left // 2)) // BATCH)
+            of_three = step - steps_of(SAMPLES, 3) * (epoch - 1)
+            steps = of_three + steps_of(max(0, SAMPLES - of_three * 3 * BATCH), 2)
             self.assertEqual(len([row for row in job.rows() if row["epoch"] == epoch]), steps, (step, epoch))
-            self.assertEqual(len([row for row in job.rows() if row["epoch"] == 100]), 12)
+            self.assertEqual(len([row for row in job.rows() if row["epoch"] == 100]), steps_of(SAMPLES, 2))
 
     def test_too_few_ranks_end_the_job(self):
         with Training(devices=2, epochs=1000) as job:
