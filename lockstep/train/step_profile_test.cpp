@@ -203,7 +203,9 @@ std::map<std::tuple<int, std::string, std::string>, double> check_and_sum(const 
     std::vector<double> ends;
     for (const auto& [begin, end] : events) {
       while (!ends.empty() && ends.back() <= begin + 1e-3) ends.pop_back();
-      if (!ends.empty()) EXPECT_LE(end, ends.back() + 1e-3) << names[row] << " at " << begin;
+      if (!ends.empty()) {
+        EXPECT_LE(end, ends.back() + 1e-3) << names[row] << " at " << begin;
+      }
       ends.push_back(end);
     }
   }
