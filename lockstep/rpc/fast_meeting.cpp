@@ -74,7 +74,9 @@ std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& mee
 /// "none", "TCP", or where this rank can share memory.
 std::string wish_of(const FastMeeting& meeting) {
   if (!meeting.wanted) return kNone;
-  return meeting.shared_memory && meeting.secret.empty() ? "memory " + host_key() : "TCP";
+  const bool memory = meeting.shared_memory && meeting.secret.empty();
+  const std::string key = memory ? host_key() : std::string();
+  return key.empty() ? "TCP" : "memory " + key;
 }
 
 }  // namespace

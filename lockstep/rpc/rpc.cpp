@@ -12,6 +12,7 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 #include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/rpc_worker.h"
 #include "lockstep/rpc/seal.h"
@@ -176,7 +177,8 @@ using detail::Carrier;
 
 Carrier carrier_of(const World& world, const Options& options) {
   if (world.local_size() != world.size()) return Carrier::network;
-  return options.poll ? Carrier::polled_memory : Carrier::loopback;
+  // TensorPipe needs what our own shared memory does.
+  return options.poll && !host_key().empty() ? Carrier::polled_memory : Carrier::loopback;
 }
 
 /// As rank 0 has told it.

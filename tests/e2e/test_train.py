@@ -449,7 +449,7 @@ class Files(unittest.TestCase):
             with t.temporary_folder() as folder:
                 optional = folder / "run.toml"
                 optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-val-batches = 1\nshutdown-timeout = 5\n"
-                                    "global-batch-size = 64\n" + own)
+                                    "global-batch-size = 64\nmin-ranks = 1\n" + own)
                 train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
                 keys |= set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))

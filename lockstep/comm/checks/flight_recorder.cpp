@@ -264,9 +264,10 @@ void FlightRecorder::end(uint64_t call, const std::exception_ptr& error) noexcep
     const std::string path = path_;
     const int reason = write_file() ? 0 : errno;
     lock.unlock();
-    log_info(reason == 0 ? "this rank's last calls are in " + path +
-                               "; `lockstep debug` compares those of all ranks"
-                         : "cannot write the last calls to " + path + ": " + std::strerror(reason));
+    log_debug(reason == 0
+                  ? "this rank's last calls are in " + path +
+                        "; `lockstep debug` compares those of all ranks"
+                  : "cannot write the last calls to " + path + ": " + std::strerror(reason));
   } catch (...) {  // Not between ranks.
   }
 }

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -152,6 +154,12 @@ void SharedMemory::meet() {
     sleep_on(count, seen, kSlice);
   }
   memory_.reset();
+}
+
+std::string missing_support() {
+  const UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return std::string("memfd_create: ") + std::strerror(errno);
+  return {};
 }
 
 }  // namespace lockstep::shm

@@ -94,4 +94,7 @@ class SharedMemory {
   Mapping mapping_;
 };
 
+/// Whether the system gives what shared memory needs; what is missing, else empty.
+std::string missing_support();
+
 }  // namespace lockstep::shm

@@ -8,11 +8,15 @@
 namespace lockstep::hierarchical {
 
 BackendInfo info() {
-  return {"hierarchical", true, {}, {}, kTraits};
+  BackendInfo info = shm::info();
+  info.name = "hierarchical";
+  info.traits = kTraits;
+  return info;
 }
 
 std::string host_key_of(const BackendOptions& options) {
-  return options.host.empty() ? host_key() : host_key() + "/" + options.host;
+  const std::string key = host_key();
+  return options.host.empty() || key.empty() ? key : key + "/" + options.host;
 }
 
 MadeBackend make(const BackendOptions& options) {

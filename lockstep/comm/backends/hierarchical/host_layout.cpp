@@ -13,8 +13,9 @@ HostLayout HostLayout::of(const std::vector<std::string>& host_keys, int rank) {
   for (int other = 0; other < static_cast<int>(host_keys.size()); ++other) {
     const std::string& key = host_keys[static_cast<size_t>(other)];
     const auto [entry, first] = known.emplace(key, layout.hosts.size());
-    if (first) layout.hosts.emplace_back();
-    const size_t host = entry->second;
+    const bool alone = first || key.empty();
+    if (alone) layout.hosts.emplace_back();
+    const size_t host = alone ? layout.hosts.size() - 1 : entry->second;
     if (other == rank) {
       layout.host = static_cast<int>(host);
       layout.local = static_cast<int>(layout.hosts[host].size());

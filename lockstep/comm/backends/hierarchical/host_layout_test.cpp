@@ -20,6 +20,13 @@ TEST(HostLayout, HostsComeInTheOrderOfTheirLowestRanks) {
   EXPECT_THROW(layout.host_of(5), std::out_of_range);
 }
 
+TEST(HostLayout, ARankThatCanShareWithNoneIsAHostOfItsOwn) {
+  const HostLayout layout = HostLayout::of({"", "a", "", "a"}, 2);
+  EXPECT_EQ(layout.hosts, (Hosts{{0}, {1, 3}, {2}}));
+  EXPECT_EQ(layout.host, 2);
+  EXPECT_TRUE(layout.leads());
+}
+
 TEST(HostLayout, KnowsWhenThereIsNoHierarchy) {
   EXPECT_TRUE(HostLayout::of({"a", "a"}, 1).one_host());
   EXPECT_FALSE(HostLayout::of({"a", "a"}, 1).one_rank_a_host());

@@ -239,7 +239,8 @@ void ShmBackend::shutdown() {
 }
 
 BackendInfo info() {
-  return {"shm", true, {}, {}, kTraits};
+  const std::string lack = missing_support();
+  return {"shm", lack.empty(), lack, lack.empty() ? "" : "use the backend gloo", kTraits};
 }
 
 MadeBackend make(const BackendOptions& options) {
