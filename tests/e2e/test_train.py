@@ -445,11 +445,12 @@ class Files(unittest.TestCase):
 
         keys = set()
         for own in ("weight-decay = 0\nstrategy = \"pipeline\"\nnum-micro-batches = 2\n",
-                    "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n"):
+                    "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n",
+                    "min-ranks = 1\n"):
             with t.temporary_folder() as folder:
                 optional = folder / "run.toml"
                 optional.write_text("threads = 1\ntimeout = 60\nlimit-train-batches = 1\nlimit-val-batches = 1\nshutdown-timeout = 5\n"
-                                    "global-batch-size = 64\nmin-ranks = 1\n" + own)
+                                    "global-batch-size = 64\n" + own)
                 train("--config", optional, "--checkpoint-dir", folder / "saved", "--max-epochs", 1)
                 keys |= set(tomllib.loads((folder / "saved" / "config.toml").read_text()))
         flags = set(re.findall(r"^  --([a-z-]+)", train("--help").stdout, re.M))
