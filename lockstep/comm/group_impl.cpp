@@ -240,7 +240,10 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {
-    watch->throw_if_lost(watch->others());  // Gloo does not see who ends while it connects.
+    watch->throw_if_found();
+    // Gloo does not see who ends while it connects.
+    if (failure_kind(std::current_exception()) == FailureKind::timeout)
+      watch->throw_if_lost(watch->others());
     Store view = wrap_store(backend_store);
     throw_forming(*this->context, this->name, this->global_ranks, view, *watch,
                   std::current_exception());

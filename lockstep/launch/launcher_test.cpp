@@ -15,6 +15,7 @@
 #include <future>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -88,6 +89,7 @@ struct Agent : HostAgent {
   int event_fd() const override { return event.get(); }
   HostOrder order() override {
     const std::lock_guard lock(mutex);
+    if (!std::exchange(was_asked, true)) asked.set_value();
     uint64_t count = 0;
     [[maybe_unused]] const auto read = ::read(event.get(), &count, sizeof count);
     return orders.at(at);
@@ -114,6 +116,8 @@ struct Agent : HostAgent {
   size_t at = 0;
   std::vector<HostEnd> ends;
   int left = 0;
+  bool was_asked = false;
+  std::promise<void> asked;  ///< The launcher runs, and handles signals.
 };
 
 HostOrder generation(int64_t number) {
@@ -352,7 +356,10 @@ TEST_F(LauncherTest, WorkersStopWhenTheAgentSaysSo) {
 TEST_F(LauncherTest, ASignalTellsTheAgentToLeave) {
   Agent agent;
   agent.orders = {{HostOrder::Kind::wait}, {HostOrder::Kind::interrupted}};
-  std::thread sender([] { kill(getpid(), SIGTERM); });
+  std::thread sender([&] {
+    agent.asked.get_future().wait();
+    kill(getpid(), SIGTERM);
+  });
   try {
     launch(agent, {SIGTERM}, [&](const HostGeneration&) { return plan({"true"}); });
     ADD_FAILURE() << "nothing was thrown";
