@@ -44,15 +44,17 @@ class Training:
         self.weights = self.folder / "w.safetensors"
         command = [t.LOCKSTEP, "train", "--dataset", "digits", "--devices", devices, "--max-epochs", epochs, "--metrics-file",
                    self.metrics, "--save-weights", self.weights, "--log-every-n-steps", 1, *words]
-        self.process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, env=t.clean_environment(OMP_NUM_THREADS="1", LOCKSTEP_TIMEOUT="60"))
+        # Files, as nobody reads a pipe while ranks are killed: a full one would stop rank 0.
+        with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
+            self.process = subprocess.Popen([str(word) for word in command], stdout=out, stderr=err,
+                                            env=t.clean_environment(OMP_NUM_THREADS="1", LOCKSTEP_TIMEOUT="60"))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
         self._folder.cleanup()
 
     def ranks(self):
@@ -87,11 +89,11 @@ class Training:
 
     def stop(self):
         self.process.terminate()
-        return self.process.communicate()
+        return self.end()
 
     def end(self, seconds=180):
-        output, errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode, output, errors
+        code = self.process.wait(seconds)
+        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
 
     def digest(self):
         return hashlib.sha256(self.weights.read_bytes()).hexdigest()
