@@ -544,5 +544,38 @@ class Quickstart(unittest.TestCase):
         self.assertIn("```diff\n" + "\n".join(changed) + "\n```", readme)
 
 
+class TutorialPage(unittest.TestCase):
+    """docs/tutorial.md shows lines that stand in the programs, and runs programs that exist."""
+    PAGE = t.SOURCE_DIR / "docs/tutorial.md"
+    LINK = re.compile(r"\]\(\.\./(examples/[\w/]+\.cpp)\)")
+
+    def blocks(self, language):
+        """Each block with the programs that the text before it links to."""
+        text = self.PAGE.read_text()
+        for match in re.finditer(rf"```{language}\n(.*?)```", text, re.DOTALL):
+            links = list(dict.fromkeys(self.LINK.findall(text[:match.start()])[-2:]))
+            yield match[1].splitlines(), [(t.SOURCE_DIR / link).read_text().splitlines() for link in links]
+
+    def test_differences_are_those_of_the_programs(self):
+        for lines, (before, after) in self.blocks("diff"):
+            for line in lines:
+                holder, other = (after, before) if line[0] == "+" else (before, after)
+                with self.subTest(line):
+                    self.assertIn(line[1:], holder)
+                    self.assertNotIn(line[1:], other)
+
+    def test_code_stands_in_the_program(self):
+        for lines, programs in self.blocks("cpp"):
+            program = [line.strip() for line in programs[-1]]
+            for line in lines:
+                self.assertIn(line.strip(), program)
+
+    def test_programs_exist(self):
+        programs = set(re.findall(r"build/examples/(\w+/\w+)", self.PAGE.read_text()))
+        self.assertGreater(len(programs), 10)
+        for program in programs:
+            self.assertTrue((EXAMPLES / program).exists(), program)
+
+
 if __name__ == "__main__":
     t.main()
