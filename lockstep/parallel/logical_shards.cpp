@@ -129,12 +129,9 @@ class LogicalShards::Impl {
       throw UsageError(place() + ": " + counted(of_own.size(), "number") + " for " +
                        counted(own_.size(), "shard"));
     }
-    detail::ShardTree<double> tree([](double& left, double& right) { left += right; });
-    int64_t shard = 0;
-    for (const nlohmann::json& of_rank : group_.all_gather_object(of_own)) {
-      for (const nlohmann::json& number : of_rank) tree.push({shard++, 1, number.get<double>()});
-    }
-    return tree.take_total();
+    return detail::sum_over_shards<double>(
+        group_, of_own, [](const nlohmann::json& number) { return number.get<double>(); },
+        [](double& left, double& right) { left += right; });
   }
 
  private:

@@ -2,8 +2,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
+
+#include "lockstep/comm/process_group.h"
 
 namespace lockstep::detail {
 
@@ -57,5 +60,18 @@ class ShardTree {
   Add add_;
   std::vector<Node> nodes_;
 };
+
+/// The tree's sum of one value for each shard, on all ranks. `own` has this rank's, in their order;
+/// `value` reads one. A collective.
+template <class T, class Value>
+T sum_over_shards(const ProcessGroup& group, const nlohmann::json& own, const Value& value,
+                  typename ShardTree<T>::Add add) {
+  ShardTree<T> tree(std::move(add));
+  int64_t shard = 0;
+  for (const nlohmann::json& of_rank : group.all_gather_object(own)) {
+    for (const nlohmann::json& of_shard : of_rank) tree.push({shard++, 1, value(of_shard)});
+  }
+  return tree.take_total();
+}
 
 }  // namespace lockstep::detail

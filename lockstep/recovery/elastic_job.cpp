@@ -112,6 +112,9 @@ class ElasticJob::Impl {
                             "let this exception pass: ElasticJob::run catches it");
     }
   }
+  void leave() {
+    if (folder_) folder_->leave(worker_, number_);
+  }
   int64_t commits() const { return progress_.commits; }
   int64_t generation() const { return number_; }
 
@@ -207,7 +210,7 @@ class ElasticJob::Impl {
       throw;
     } catch (const CommError&) {
       failure_ = std::current_exception();
-      if (folder_) folder_->leave(worker_, generation.number);
+      leave();
     }
     restore_numbers();
     return false;
@@ -276,6 +279,10 @@ void ElasticJob::run(const std::function<void(World&)>& train) {
 
 void ElasticJob::commit() {
   impl_->commit();
+}
+
+void ElasticJob::leave() {
+  impl_->leave();
 }
 
 int64_t ElasticJob::commits() const {

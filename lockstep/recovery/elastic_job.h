@@ -93,6 +93,9 @@ class ElasticJob {
   /// come between that and this. Costs some microseconds. Throws GenerationEnded where the ranks
   /// are to meet anew, because a process has come.
   void commit();
+  /// Says that a call between ranks has failed, to code that must wait for other ranks before it
+  /// lets the failure pass: those that hang are killed meanwhile. `run` says it by itself then.
+  void leave();
   /// Steps that were committed, on whichever ranks.
   int64_t commits() const;
   /// The number of the generation, from 0.

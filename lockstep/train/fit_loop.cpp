@@ -113,6 +113,12 @@ detail::TrainTask ready(detail::TrainTask task, const Trainer& trainer) {
   return task;
 }
 
+/// Whether each rank has all of the state after a step, which all have applied or none.
+bool is_whole_after_step(const TrainerOptions& options, const StepLoop& loop) {
+  return options.strategy == "ddp" && options.strategy_options.logical_shards == 0 &&
+         loop.automatic() && !loop.parts().front()->strategy().needs_closure();
+}
+
 }  // namespace
 
 void detail::check_share(const BatchFeed& feed, const DataShare& share, const std::string& use) {
@@ -139,6 +145,7 @@ FitLoop::FitLoop(Trainer& trainer, detail::TrainTask task,
       loop_(task_, group_, options_),
       callbacks_(callbacks),
       job_(job),
+      keeps_steps_(job && is_whole_after_step(options_, loop_)),
       start_(Clock::now()) {
   check_same_settings(settings_of_parts(loop_.parts()), group_);
   const std::string slow = loop_.parts().front()->precision().slow_because();
@@ -209,7 +216,7 @@ bool FitLoop::goes_on_now() {
 void FitLoop::after_step(const StepResult& result) {
   batches_ = result.batches;
   last_step_ = result;
-  if (job_) keep_step();
+  if (keeps_steps_) keep_step();
   // Logged first: a checkpoint of this step must not be on the disk before the step's own row is.
   if (result.step % options_.log_every_n_steps == 0) log_step(result);
   for (const auto& callback : callbacks_) callback->on_step(trainer_, result);

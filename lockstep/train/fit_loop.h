@@ -54,7 +54,8 @@ class FitLoop {
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
   /// Once `run` has ended or thrown, in a job: the state after the last step that was finished.
-  /// Null before one. Tensors are those of the module and the optimizer.
+  /// Null before one, and where ranks have parts of the state. Tensors are those of the module and
+  /// the optimizer.
   std::shared_ptr<const StoredCheckpoint> state_of_last_step();
   StateDict model_state() { return detail::model_state(*task_.module, loop_.parts()); }
 
@@ -94,6 +95,7 @@ class FitLoop {
   StepLoop loop_;
   const std::vector<std::shared_ptr<Callback>>& callbacks_;
   ElasticJob* const job_;
+  const bool keeps_steps_;
   /// What an unfinished step and an evaluation may change, as it was after the last step.
   struct KeptStep {
     CheckpointInfo info;

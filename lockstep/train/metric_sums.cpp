@@ -129,14 +129,12 @@ MetricSums reduce_over_shards(const ProcessGroup& group, c10::Device device, con
   own.resize(shards_of_rank(shards, group.rank(), group.size()).size());
   json values = json::array();
   for (const MetricSums& sums : own) values.push_back(sums.values(""));
-  detail::ShardTree<MetricSums> tree([](MetricSums& left, MetricSums& right) { left.add(right); });
-  int64_t shard = 0;
-  for (const json& of_rank : group.all_gather_object(values)) {
-    for (const json& of_shard : of_rank)
-      tree.push(
-          {shard++, 1, MetricSums::from_values(of_shard.get<std::map<std::string, double>>(), "")});
-  }
-  return tree.take_total();
+  return detail::sum_over_shards<MetricSums>(
+      group, values,
+      [](const json& of_shard) {
+        return MetricSums::from_values(of_shard.get<std::map<std::string, double>>(), "");
+      },
+      [](MetricSums& left, MetricSums& right) { left.add(right); });
 }
 
 Metrics metrics_of(const MetricSums& sums) {

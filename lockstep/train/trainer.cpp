@@ -51,7 +51,6 @@ class Trainer::Impl {
     if (job_ && fitted_) throw UsageError("a Trainer that lives on in an ElasticJob fits once");
     fitted_ = true;
     fit_ = std::make_unique<FitLoop>(trainer, std::move(task), callbacks_, job_);
-    if (job_) check_steps(fit_->steps());
     if (checkpoint_) {
       fit_->restore(*checkpoint_);
       checkpoint_.reset();
@@ -72,7 +71,6 @@ class Trainer::Impl {
   }
 
   FitResult run_in_job();
-  static void check_steps(const StepLoop& steps);
 
   const World& world_;
   ElasticJob* job_ = nullptr;
@@ -83,15 +81,6 @@ class Trainer::Impl {
   StateDict optimizer_state_;                   ///< With which the next fit begins; empty: none.
   std::unique_ptr<FitLoop> fit_;
 };
-
-/// A step must be applied by all or by none.
-void Trainer::Impl::check_steps(const StepLoop& steps) {
-  const auto& part = *steps.parts().front();
-  if (steps.automatic() && !part.strategy().needs_closure()) return;
-  throw UsageError("Trainer::live_on: a step of this run makes several updates, or optimizer " +
-                       part.optimizer_name() + " evaluates the loss several times in it",
-                   "leave live_on out: all ranks then start again after a failure");
-}
 
 FitResult Trainer::Impl::run_in_job() {
   const auto keep = [&] {
@@ -106,24 +95,15 @@ FitResult Trainer::Impl::run_in_job() {
     throw;
   } catch (const CommError&) {
     keep();
+    job_->leave();  // What writes checkpoints behind training waits for all ranks.
     throw;
   }
 }
 
 std::optional<CheckpointInfo> Trainer::Impl::live_on(ElasticJob& job) {
-  if (options_.strategy_options.logical_shards > 0)
-    throw UsageError("Trainer::live_on: sums of metrics are kept without logical shards only",
-                     "leave live_on out: all ranks then start again after a failure");
-  if (options_.strategy != "ddp")
-    throw UsageError("Trainer::live_on: strategy " + options_.strategy +
-                         " has parts of the state on single ranks, and loses them with a rank",
-                     "take strategy ddp, or leave live_on out");
   job_ = &job;
   const auto kept = detail::share_kept_state(
       std::static_pointer_cast<const StoredCheckpoint>(job.kept()), world_);
-  if (!kept && job.commits() > 0)
-    throw Error("the ranks that had the state of training have ended",
-                "with restarts left all ranks start again");
   if (!kept) return std::nullopt;
   job.kept() = kept;
   checkpoint_ = *kept;

@@ -284,6 +284,21 @@ class Bench(unittest.TestCase):
                          "--json", env=env, check=early is False)
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
+    def test_recovery(self):
+        rows = bench("recovery", "--kills", 1, "--kill-every", 1, "--rounds", 1, "--seed", 3, timeout=400)["results"]
+        self.assertEqual([(row["side"], row["devices"], row["replacement"]) for row in rows],
+                         [("ours", 2, True), ("ours", 2, False), ("restart", 2, True), ("torchrun", 2, True)])
+        for row in rows:
+            self.assertEqual((row["kills"], row["seed"], row["samples_lost"]), (1, 3, 0), row)
+            self.assertGreater(row["recovery_p50_s"], 0)
+            self.assertGreaterEqual(row["recovery_p99_s"], row["recovery_p50_s"])
+            self.assertEqual(row["goodput"] is None, not row["replacement"], row)
+        ours = rows[0]
+        self.assertEqual((ours["samples_repeated"], ours["sha256_equal"]), (0, True))
+        self.assertLess(ours["detection_p50_s"], ours["recovery_p50_s"])
+        self.assertEqual(rows[1]["samples_repeated"], 0)
+
+    @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_launch_against_python(self):
         row, = bench("launch", "--rounds", 1, "--compare-python", timeout=240)["results"]
         self.assertGreater(row["python_seconds"], 0.1)

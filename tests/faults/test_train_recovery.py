@@ -179,14 +179,15 @@ class TrainRecovery(unittest.TestCase):
             self.assertEqual(code, 0, errors)
             return job.digest(), [(row["epoch"], row["loss"]) for row in job.rows("test")], output.splitlines()[-1]
 
-    def check_kills(self, kills, devices, epochs, *words):
-        expected = self.undisturbed(devices=devices, epochs=epochs)
-        with Training("--max-restarts", kills, *words, devices=devices, epochs=epochs) as job:
+    def check_kills(self, kills, devices, epochs, *words, of=(), after=0):
+        """`of` are words of both runs. The kills come after so many steps."""
+        expected = self.undisturbed(*of, devices=devices, epochs=epochs)
+        with Training("--max-restarts", kills, *of, *words, devices=devices, epochs=epochs) as job:
             took = []
             for _ in range(kills):
                 # Into a step, an evaluation, a save, or the meeting after the kill before.
                 time.sleep(self.random.choice([0.0, 0.05, 0.2, 0.5]) * self.random.random())
-                if job.wait_for_step_after(0) is None:
+                if job.wait_for_step_after(after) is None:
                     break
                 ranks = job.ranks()
                 if len(ranks) < 2 or job.process.poll() is not None:
@@ -197,9 +198,9 @@ class TrainRecovery(unittest.TestCase):
             self.check_rows(job, epochs, kills)
             got = job.digest(), [(row["epoch"], row["loss"]) for row in job.rows("test")], output.splitlines()[-1]
             self.assertEqual(got, expected)
-            self.assertIn("resumed after step", output)
+            self.assertRegex(output, "resumed (from a snapshot )?after step")
             self.assertNotIn("all ranks start again", errors)
-            print(f"{devices} ranks: {len(took)} kills, from one to the next step median {statistics.median(took):.3f} s, "
+            print(f"{' '.join(map(str, of))} {devices} ranks: {len(took)} kills, from one to the next step median {statistics.median(took):.3f} s, "
                   f"longest {max(took):.3f} s", flush=True)
             return job.folder
 
@@ -215,6 +216,31 @@ class TrainRecovery(unittest.TestCase):
             steps = steps_of(SAMPLES, 2) * (400 if LONG else 60)
             self.assertEqual(os.readlink(f"{folder}/latest"), f"step-{steps:08}")
             self.assertEqual([name for name in os.listdir(folder) if name.startswith(".tmp")], [])
+
+    def test_parts_of_the_state_come_back_from_a_snapshot(self):
+        strategies = ["zero1", "zero2", "fsdp", "pipeline"]
+        for strategy in strategies if LONG else self.random.sample(strategies, 2):
+            with self.subTest(strategy=strategy), tempfile.TemporaryDirectory() as folder:
+                # Of the launcher's own folder, or in memory beside checkpoints.
+                words = self.random.choice([(), ("--checkpoint-dir", folder)])
+                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 30, "--snapshot-every", 20, *words,
+                                 of=("--strategy", strategy), after=100)
+
+    def test_logical_shards_have_the_same_bits_with_fewer_ranks_between(self):
+        shards = ("--logical-shards", 4, "--batch-size", 32)
+        self.check_kills(20 if LONG else 2, 3, 100 if LONG else 10, "--min-ranks", 1, "--snapshot-every", 20, of=shards,
+                         after=100)
+
+    def test_it_grows_when_a_new_process_comes(self):
+        with Training("--min-ranks", 1, "--max-restarts", 1, epochs=100) as job:
+            job.wait_for_step_after(self.random.randrange(1, 200))
+            job.kill(self.random.choice(job.ranks()))
+            code, output, errors = job.end()
+            self.assertEqual(code, 0, errors)
+            self.check_rows(job, 100)
+            # As one rank, unless the new process was quick, and as two.
+            self.assertIn(output.count("resumed after step"), (1, 2))
+            self.assertEqual(len([row for row in job.rows() if row["epoch"] == 100]), steps_of(SAMPLES, 2))
 
     def test_fewer_ranks_use_each_sample_once(self):
         with Training("--min-ranks", 2, devices=3, epochs=100) as job:

@@ -11,7 +11,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kTrainSamples = 60'000;
 constexpr int64_t kTestSamples = 10'000;
 
 /// The IDX format: two zeros, the type (8: unsigned byte), the number of dimensions, their sizes as

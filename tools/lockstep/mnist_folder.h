@@ -18,6 +18,7 @@ std::optional<std::filesystem::path> find_mnist_folder(const std::string& data_d
 /// it is found. Else they are as many of the built-in digits, written to a temporary folder.
 class BenchData {
  public:
+  static constexpr int64_t kTrainSamples = 60'000;
   explicit BenchData(const std::string& data_dir);
   const std::filesystem::path& folder() const { return folder_; }
   /// "mnist" or "digits".

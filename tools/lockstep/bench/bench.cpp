@@ -198,6 +198,12 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
     cli.choice(
         "--bind-to", options.bind_to, launch::binding_names(),
         "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
+  if (takes("--kills")) {
+    cli.option("--kills", options.kills, "Kills of each side", {1, 1e6});
+    cli.option("--kill-every", options.kill_every,
+               "Seconds between two kills where goodput is measured", {0.1, 3600});
+    cli.seed("--seed", options.seed, "Of who is killed when");
+  }
   if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
   if (takes("--data-dir"))
     cli.option(
@@ -312,6 +318,17 @@ const std::vector<Bench>& benches() {
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"},
        bench_allreduce,
        allreduce_worker},
+      {"recovery",
+       "Measures how a job goes on after kill -9 of a rank, in seconds: an MLP on MNIST whose "
+       "ranks "
+       "live on (ours), or all start again from checkpoints (restart), and torchrun with Python's "
+       "DDP. A row takes minutes.",
+       {"--kills", "--devices", "--threads", "--data-dir", "--compare-python"},
+       {"lockstep bench recovery --kills 100 --devices 2,4 --json"},
+       bench_recovery,
+       recovery_worker,
+       bench_table,
+       {.compare_python = true}},
       {"rpc",
        "Measures calls between two workers, in microseconds: a function of one-element tensors "
        "through LibTorch's RPC (own), the same in an autograd context (autograd) and by the fast "

@@ -60,6 +60,9 @@ struct BenchOptions {
   bool operations = false;  ///< With `profile`: also `operations`, the costliest of LibTorch's.
   std::string trace = {};   ///< With `profile`: the file for a Chrome trace; empty: none.
   PipelineBenchOptions pipeline = {};
+  int64_t kills = 100;      ///< Of bench recovery, of each row; as many as a p99 needs.
+  double kill_every = 10;   ///< The same: seconds from kill to kill where goodput is measured.
+  uint64_t seed = 0;        ///< The same: of what is killed when.
   bool json = false;        ///< Print one JSON object instead of a table.
   std::string output = {};  ///< The file for that object too; empty: none.
 
@@ -109,6 +112,10 @@ class BenchRunner {
                           bool with_python = false) const;
   /// Python's training as a whole: seconds, peak_bytes, accuracy.
   BenchRow run_python_training(BenchRow config);
+  /// The command of a torchrun of `ranks` ranks of one of Python's scripts.
+  std::vector<std::string> torchrun_command(const std::string& script, const BenchRow& config,
+                                            int64_t ranks,
+                                            const std::vector<std::string>& flags) const;
   /// The seconds of a torchrun of launch.py. One that crashes while it ends takes another time, so
   /// it is repeated.
   double torchrun_seconds(int64_t ranks);
@@ -167,8 +174,15 @@ BenchRows bench_scaling(BenchRunner& runner);
 /// Python's: torch_save_s, dcp_stall_ms, dcp_s; null where it has no such strategy.
 BenchRows bench_checkpoint(BenchRunner& runner);
 BenchRows bench_allreduce(
-    BenchRunner& runner);                     ///< bytes, ranks, backend, p50_us, bound_us, of_bound
-BenchRows bench_rpc(BenchRunner& runner);     ///< call, bytes, p50_us, p99_us, calls_per_s
+    BenchRunner& runner);                  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
+BenchRows bench_rpc(BenchRunner& runner);  ///< call, bytes, p50_us, p99_us, calls_per_s
+/// side (ours; restart, where all start again from checkpoints; torchrun, the same with Python's
+/// DDP), devices, replacement, recovery_p50_s and recovery_p99_s (from a kill to the next finished
+/// step), detection_p50_s (to the last survivor's failed call), samples_lost (in no step of their
+/// epoch), samples_repeated (of finished steps that were made again), goodput (steps in periods
+/// that begin with a kill, of those in others), sha256_equal (the weights after each epoch, to
+/// those of a run without kills). Null where there is none.
+BenchRows bench_recovery(BenchRunner& runner);
 BenchRows bench_loader(BenchRunner& runner);  ///< dataset, batch_size, workers, samples_per_s
 BenchRows bench_launch(BenchRunner& runner);  ///< ranks, backend, seconds
 BenchRows bench_train(

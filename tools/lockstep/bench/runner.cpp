@@ -253,16 +253,26 @@ Json BenchRunner::run_python_training(Json config) {
   return result;
 }
 
+std::vector<std::string> BenchRunner::torchrun_command(
+    const std::string& script, const Json& config, int64_t ranks,
+    const std::vector<std::string>& flags) const {
+  // Else ranks that start again meet by keys of those before them, and wait for ever.
+  std::vector<std::string> command = {"env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"};
+  command.insert(command.end(), {python_->path.string(), "-m", "torch.distributed.run",
+                                 "--nproc-per-node", std::to_string(ranks)});
+  command.insert(command.end(), flags.begin(), flags.end());
+  command.insert(command.end(), {(folder_.path() / script).string(), config.dump()});
+  return command;
+}
+
 double BenchRunner::torchrun_seconds(int64_t ranks) {
   constexpr int kMostCrashes = 3;
   for (int crashes = 0;; ++crashes) {
     const std::string result = fresh("result");
     // One that was free a moment ago: torchrun cannot be handed a socket.
     const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
-    const auto run =
-        run_python({python_->path.string(), "-m", "torch.distributed.run", "--nproc-per-node",
-                    std::to_string(ranks), "--master-port", std::to_string(port),
-                    (folder_.path() / "launch.py").string(), Json{{"result", result}}.dump()});
+    const auto run = run_python(torchrun_command("launch.py", {{"result", result}}, ranks,
+                                                 {"--master-port", std::to_string(port)}));
     if (run.status == 0) return run.seconds;
     if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
     tell_of_crash("torchrun", run, "it is repeated");

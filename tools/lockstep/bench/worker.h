@@ -74,6 +74,10 @@ nlohmann::json allreduce_worker(const nlohmann::json& config);
 nlohmann::json rpc_worker(const nlohmann::json& config);
 /// `samples_per_s`
 nlohmann::json loader_worker(const nlohmann::json& config);
+/// One job of `bench recovery`, of `ranks` forks that train on MNIST in `data`. `side`: "ours",
+/// with `replacement` or without, or "restart". Nothing is returned: what ranks do lies in
+/// `folder`, see bench/recovery.py.
+nlohmann::json recovery_worker(const nlohmann::json& config);
 /// Meets the others, sums one number, and ends.
 nlohmann::json launch_worker(const nlohmann::json& config);
 

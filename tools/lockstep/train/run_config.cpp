@@ -337,8 +337,9 @@ void check_config(const RunConfig& config) {
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }
-  if (config.snapshot_every > 0 && config.checkpoint_dir.empty()) {
-    throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written");
+  if (config.snapshot_every > 0 && config.checkpoint_dir.empty() && config.max_restarts == 0) {
+    throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written",
+                     "or --max-restarts, to go on from it after a failure");
   }
   if (config.resume == "auto" && config.checkpoint_dir.empty()) {
     throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");

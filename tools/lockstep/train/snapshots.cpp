@@ -7,10 +7,12 @@
 #include <cerrno>
 #include <filesystem>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
+#include "lockstep/launch/generation_folder.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -46,8 +48,13 @@ void make_own(const fs::path& folder) {
 
 std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
   if (config.snapshot_every == 0) return std::nullopt;
-  const fs::path path = "/dev/shm/lockstep-snapshots-" + std::to_string(::geteuid()) + "-" +
-                        folder_key(config.checkpoint_dir);
+  fs::path path = "/dev/shm/lockstep-snapshots-" + std::to_string(::geteuid()) + "-" +
+                  folder_key(config.checkpoint_dir);
+  if (config.checkpoint_dir.empty()) {
+    const auto of_launcher = env_string(launch::kGenerationFolderVariable);
+    if (!of_launcher) return std::nullopt;
+    path = fs::path(*of_launcher) / "snapshots";
+  }
   return CheckpointFolder(path, /*keep=*/1);
 }
 

@@ -8,7 +8,9 @@
 namespace lockstep {
 
 /// Where rank 0 keeps the checkpoints of `--snapshot-every`: in its host's memory (/dev/shm), apart
-/// for each user and --checkpoint-dir. They outlive the job's processes. None without the flag.
+/// for each user and --checkpoint-dir. They outlive the job's processes. Without a --checkpoint-dir
+/// it is a folder of the launcher's, if ranks live on, for as long as they do. None without the
+/// flag.
 std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config);
 
 /// Makes that folder, and empties it where the run does not go on from what is there: of --resume

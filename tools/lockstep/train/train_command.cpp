@@ -33,6 +33,7 @@ int train_command(const std::vector<std::string>& args) {
       "FILE");
   if (!cli.parse(args)) return 0;
   check_config(config);
+  choose_snapshots(config);
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },
       [&](const World& world, Console& console, ElasticJob* job) {

@@ -89,10 +89,8 @@ bool is_on_cpu(const RunConfig& config) {
   return config.accelerator == "cpu" || !at::hasCUDA();
 }
 
-/// Whether those that live have all of the state, and a step is applied by all or by none.
 bool can_live_on(const RunConfig& config, const std::string& command) {
-  return command == "lockstep train" && config.strategy == "ddp" && config.logical_shards == 0 &&
-         config.optimizer != "lbfgs" && is_on_cpu(config);
+  return command == "lockstep train" && is_on_cpu(config);
 }
 
 /// With how many of `ranks` training goes on.
@@ -134,7 +132,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   if (config.max_restarts > 0 && !call.recovers && !config.quiet && !job.started_as_rank())
     log_info("--max-restarts: when a rank fails all start again" +
              std::string(config.checkpoint_dir.empty() ? "" : ", from the newest checkpoint") +
-             ". With --strategy ddp on the CPU, and not with lbfgs, the others live on");
+             ". On the CPU the others live on");
   if (is_on_cpu(config)) {
     call.body = [&] { return run_guarded(command, again); };
   }
@@ -179,7 +177,24 @@ void run_generations(const RunConfig& config, const InitOptions& options,
   }
 }
 
+bool may_recover(const RunConfig& config) {
+  return config.min_ranks || env_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0;
+}
+
+/// How many steps are made again at most where those that live have not all of the state. One
+/// costs some milliseconds.
+constexpr int64_t kSnapshotEvery = 100;
+
 }  // namespace
+
+void choose_snapshots(RunConfig& config) {
+  const bool is_whole =
+      config.strategy == "dp" ||
+      (config.strategy == "ddp" && config.logical_shards == 0 && config.optimizer != "lbfgs");
+  const bool recovers = config.max_restarts > 0 || may_recover(config);
+  if (recovers && is_on_cpu(config) && !is_whole && config.snapshot_every == 0)
+    config.snapshot_every = kSnapshotEvery;
+}
 
 int run_ranks(const RunConfig& config, const std::string& command,
               const std::function<int()>& again,
@@ -190,8 +205,7 @@ int run_ranks(const RunConfig& config, const std::string& command,
   const InitOptions options = init_options(config);
   // Threads and processors, before init() makes threads.
   apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
-  const bool may_recover = config.min_ranks || env_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0;
-  if (may_recover && can_live_on(config, command) &&
+  if (may_recover(config) && can_live_on(config, command) &&
       env_string(launch::kGenerationFolderVariable)) {
     run_generations(config, options, body);
     return 0;

@@ -22,6 +22,10 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
 /// win.
 std::string config_file_in(const std::vector<std::string>& args);
 
+/// Where ranks that live on may have lost a part of the state with another one, they go on from a
+/// snapshot: asks for some if `config` asks for none.
+void choose_snapshots(RunConfig& config);
+
 /// Runs `body` in each rank of the job that `config` asks for, and gives the command's exit code.
 /// Starts `config.devices` processes where several are wanted and no launcher has started this one
 /// as a rank. What their rank 0 would check of the files is checked first. A rank is what `again`

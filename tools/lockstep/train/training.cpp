@@ -188,11 +188,11 @@ void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& 
     }
     if (saves) trainer.add_callback(std::make_shared<ConfigSaver>(config));
   }
-  if (!saves) return;
   if (auto snapshots = snapshot_folder(config)) {
     trainer.add_callback(
         std::make_shared<SnapshotSaver>(std::move(*snapshots), config.snapshot_every));
   }
+  if (!saves) return;
   trainer.add_callback(std::make_shared<Checkpointer>(
       folder, config.checkpoint_every,
       [&console](const fs::path& latest) {
@@ -228,8 +228,7 @@ std::optional<StoredCheckpoint> state_to_resume(const RunConfig& config, const T
   const int64_t shares =
       data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
   const auto load_from = [&](const CheckpointFolder& from) {
-    return load_checkpoint(world.group(), config.resume,
-                           config.checkpoint_dir.empty() ? nullptr : &from,
+    return load_checkpoint(world.group(), config.resume, from.path().empty() ? nullptr : &from,
                            trainer.options().identity, world.device(),
                            [&](const CheckpointInfo& found, auto& identity) {
                              adapt_batch(config, shares, found, identity);
@@ -315,8 +314,11 @@ CheckpointFolder check_files(const RunConfig& config) {
 /// Ranks have started again, or meet again: the same command goes on from what was saved.
 void go_on_after_restart(RunConfig& config, bool meets_again) {
   const bool is_later = meets_again || read_job_environment().restart_count > 0;
-  if (!is_later || config.checkpoint_dir.empty()) return;
-  if (config.resume == "none" || !checkpoint_folder(config).list().empty()) config.resume = "auto";
+  const auto snapshots = snapshot_folder(config);
+  if (!is_later || (config.checkpoint_dir.empty() && !snapshots)) return;
+  const bool has_saved =
+      !checkpoint_folder(config).list().empty() || (snapshots && !snapshots->list().empty());
+  if (config.resume == "none" || has_saved) config.resume = "auto";
 }
 
 /// With --global-batch-size the batch of a rank follows from their number.
