@@ -22,7 +22,7 @@ test: build      ## Run all tests
 	@scripts/test.sh $(BUILD) $(JOBS)
 wheel: setup     ## Build the Python wheel into build/wheel, against the torch of .venv or of an active environment
 	@scripts/setup.sh --test
-	@scripts/wheel.sh
+	@scripts/wheel.sh $(JOBS)
 bench: build     ## Measure against Python and print the ratios
 	@scripts/bench.sh $(BUILD)
 format:    ## Format the C++ files with clang-format
