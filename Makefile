@@ -7,7 +7,7 @@ endif
 PREFIX ?= /usr/local
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup build train test wheel bench format lint install clean
+.PHONY: help setup build train test wheel package bench format lint install clean
 help:            ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 setup:           ## Install what the build needs (Debian packages, a virtual environment with torch)
@@ -22,7 +22,9 @@ test: build      ## Run all tests
 	@scripts/test.sh $(BUILD) $(JOBS)
 wheel: setup     ## Build the Python wheel into build/wheel, against the torch of .venv or of an active environment
 	@scripts/setup.sh --test
-	@scripts/wheel.sh
+	@scripts/wheel.sh $(JOBS)
+package: setup   ## Build a .deb and a tar.gz into build/package
+	@scripts/package.sh $(JOBS)
 bench: build     ## Measure against Python and print the ratios
 	@scripts/bench.sh $(BUILD)
 format:    ## Format the C++ files with clang-format

@@ -95,8 +95,10 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::torch)
   target_link_libraries(LibTorch::torch INTERFACE ${_link})
   # A CUDA build's libraries need others that sit beside them or in the nvidia wheels;
   # the dynamic loader finds those by their own run paths, the linker need not.
-  target_link_options(LibTorch::torch INTERFACE "-Wl,--allow-shlib-undefined"
-                      "-Wl,-rpath,${_lib}")
+  target_link_options(LibTorch::torch INTERFACE "-Wl,--allow-shlib-undefined")
+  if(NOT LOCKSTEP_BUILD_WHEEL) # which has run paths of its own
+    target_link_options(LibTorch::torch INTERFACE "-Wl,-rpath,${_lib}")
+  endif()
   if(LibTorch_CUDA_HEADERS)
     set_property(
       TARGET LibTorch::torch

@@ -7,7 +7,8 @@ function(lockstep_install_library target export)
   install(
     TARGETS ${target}
     EXPORT ${export}
-    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
   install(
     EXPORT ${export}
     NAMESPACE Lockstep::
@@ -37,6 +38,13 @@ if(LOCKSTEP_BUILD_TOOLS)
     endforeach()")
 endif()
 
+set(lockstep_torch "${LibTorch_ROOT}")
+if(LOCKSTEP_BUILD_WHEEL)
+  set(lockstep_torch "\${PACKAGE_PREFIX_DIR}/../torch")
+  foreach(library HWLOC JPEG PNG MPI) # The shared library has found them.
+    set(LOCKSTEP_HAS_${library} OFF)
+  endforeach()
+endif()
 configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
                               INSTALL_DESTINATION ${lockstep_cmake_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/LockstepConfigVersion.cmake

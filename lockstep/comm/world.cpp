@@ -271,6 +271,18 @@ void expect_generation_exists(int64_t generation) {
                    " is no whole number of at least 0");
 }
 
+Rendezvous plan_of(const InitOptions& options, milliseconds timeout) {
+  if (options.mpi_communicator) {
+    if (!options.store && options.rank < 0 && options.world_size < 0)
+      return plan_over_mpi(options.mpi_communicator, timeout);
+    throw UsageError("init: mpi_communicator is given beside a store, a rank or a world_size",
+                     "leave those out: the communicator says who the ranks are");
+  }
+  if (options.store) return plan_over_store(options.store, options.rank, options.world_size);
+  return plan_rendezvous(options.init_method, options.rank, options.world_size,
+                         [](const std::string& name) { return env_string(name); });
+}
+
 }  // namespace
 
 class World::Impl {
@@ -303,10 +315,7 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   context->cancelled = options.cancelled;
   if (options.backend != "auto") backend_info(options.backend);
   expect_generation_exists(options.generation);
-  Rendezvous plan = options.store
-                        ? plan_over_store(options.store, options.rank, options.world_size)
-                        : plan_rendezvous(options.init_method, options.rank, options.world_size,
-                                          [](const std::string& name) { return env_string(name); });
+  Rendezvous plan = plan_of(options, timeout);
   find_master(plan, timeout);
   job = plan.job;
   generation = generation_of(options, job);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/backends/mpi/mpi_communicator.h"
 #include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
@@ -35,6 +36,12 @@ struct InitOptions {
   /// It must outlive every World over it, so hold it in a process that no rank's end takes along.
   /// The World has its own connection to a TCP store. Empty: as `init_method` says.
   Store store = {};
+  /// The ranks are those of this MPI_Comm of the program's own, in place of an init method, whoever
+  /// started them: docs/mpi.md. The program has started MPI, and ends it after the World. All ranks
+  /// of the communicator call. A World over it may follow another one. backend "mpi" needs
+  /// MPI_THREAD_MULTIPLE, the others any thread level, with `init` and `close` on a thread that may
+  /// call MPI. None: as `init_method` says.
+  MpiCommunicator mpi_communicator = {};
   /// Which World over one store this is. All its ranks give the same number, and a later World a
   /// greater one: see `init`. -1: how often torchrun has restarted the job's ranks, else 0.
   int64_t generation = -1;
@@ -76,7 +83,7 @@ class World {
   int local_rank() const;
   int local_size() const;
   int node_rank() const;
-  /// "torchrun", "lockstep", "slurm", "openmpi", "explicit" or "none".
+  /// "torchrun", "lockstep", "slurm", "openmpi", "mpi" (a communicator), "explicit" or "none".
   const std::string& launcher() const;
   int64_t generation() const;
   /// cuda:<local_rank> with nccl, else cpu.
@@ -123,7 +130,8 @@ class World {
 /// generation has formed, its rank 0 deletes the keys of earlier ones. A rank that is late and
 /// still in one of those gets an error. What was made over the former World (groups, DDP,
 /// samplers, ...) is made anew over the module that lives on, and must go first. Python's ranks can
-/// be members of generation 0 only. mpi starts once in a process: it has one World.
+/// be members of generation 0 only. mpi starts once in a process: it has one World, unless the
+/// program has started MPI.
 World init(const InitOptions& options = {});
 
 /// The keys of a job's World::store(), for a process that is none of its ranks. `address`: what

@@ -20,6 +20,15 @@ LIBRARY = t.SOURCE_DIR / "lockstep"
 CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_FLAGS_RELWITHDEBINFO",
            "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_HWLOC", "LOCKSTEP_UNITY")
 
+FETCHED = """cmake_minimum_required(VERSION 3.25)
+project(fetched LANGUAGES C CXX)
+include(FetchContent)
+FetchContent_Declare(Lockstep URL unused)
+FetchContent_MakeAvailable(Lockstep)
+add_executable(main main.cpp)
+target_link_libraries(main PRIVATE Lockstep::lockstep)
+"""
+
 
 def choices_of_the_tested_build():
     cache = (t.BUILD_DIR / "CMakeCache.txt").read_text()
@@ -53,9 +62,9 @@ class Subdirectory(unittest.TestCase):
 
     def test_consumer_with_the_source_tree_inside(self):
         with consumer_test.temporary() as folder:
-            build, index = pathlib.Path(folder) / "build", pathlib.Path(folder) / "index.json"
+            build = pathlib.Path(folder) / "build"
             env = consumer_test.consumer_environment()
-            launcher = [sys.executable, consumer_test.HERE / "reuse_object.py", index]
+            launcher = [sys.executable, t.SOURCE_DIR / "scripts" / "reuse_objects.py", t.BUILD_DIR]
             t.run("cmake", "-S", consumer_test.HERE / "subdirectory", "-B", build, "-G", "Ninja",
                   "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DLOCKSTEP_SOURCE_DIR={t.SOURCE_DIR}",
                   f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(map(str, launcher))}",
@@ -64,8 +73,6 @@ class Subdirectory(unittest.TestCase):
             self.assertGreater(len(ours.library), 50)
             self.assertEqual(theirs.library, ours.library)
             self.assertEqual(theirs.united, ours.united)
-            index.write_text(json.dumps({result: ours.results[command] for command, result in theirs.results.items()
-                                         if command in ours.results}))
             steps = t.run("ninja", "-C", build, "-n", env=env).stdout
             self.assertIn("liblockstep.a", steps)
             for unused in ("_test.cpp", "tools/lockstep", "examples/", "liblockstep_rpc.a"):
@@ -75,6 +82,20 @@ class Subdirectory(unittest.TestCase):
             self.assertTrue(pathlib.Path(theirs.results[command]).is_symlink())
             self.check_that_rooms_run(build / "comm_consumer", f"file://{folder}/meet")
             self.assertEqual(t.run(build / "consumer", timeout=120).stdout, "consumer: 2 ranks, sum 3\n")
+
+    def test_fetch_content_takes_the_library_only(self):
+        """As a user writes it, without EXCLUDE_FROM_ALL."""
+        with consumer_test.temporary() as folder:
+            folder = pathlib.Path(folder)
+            (folder / "CMakeLists.txt").write_text(FETCHED)
+            (folder / "main.cpp").write_text("int main() {}\n")
+            env = consumer_test.consumer_environment()
+            t.run("cmake", "-S", folder, "-B", folder / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                  f"-DFETCHCONTENT_SOURCE_DIR_LOCKSTEP={t.SOURCE_DIR}", timeout=120, env=env)
+            steps = t.run("ninja", "-C", folder / "build", "-n", env=env).stdout
+            results = set(re.findall(r"Linking \w+ (?:static library|shared library|executable) (\S+)", steps))
+            self.assertEqual({pathlib.Path(result).name for result in results}, {"main", "liblockstep.a"})
+            self.assertNotRegex(steps, r"_test\.|_deps/lockstep-build/(tools|examples|tests)/|lockstep_rpc\.dir")
 
     def check_that_rooms_run(self, program, method):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -155,6 +155,24 @@ class Launch(unittest.TestCase):
         out = self.run_ok(2, folder / "004_distributed_training" / "distributed_example", "--limit", 600, "--epochs", 1)
         self.assertIn("2 processes", out)
 
+    def test_a_simulation_hands_in_its_communicator(self):
+        program = t.BUILD_DIR / "examples" / "mpi_simulation" / "heat"
+        if not HAS_MPI or not program.exists():
+            self.skipTest("Lockstep was built without MPI or the examples")
+        for ranks in (1, 3):
+            learned = re.search(r"learned ([\d.]+) ([\d.]+) ([\d.]+) of", self.run_ok(ranks, program))
+            self.assertEqual(learned.groups(), ("0.20", "0.60", "0.20"))
+        with t.temporary_folder() as folder:  # No launcher at all.
+            alone = t.run(program, env=t.clean_environment(TMPDIR=folder, OMPI_MCA_orte_tmpdir_base=folder)).stdout
+            self.assertIn("1 ranks", alone)
+
+    def test_worlds_of_communicators_that_the_program_made(self):
+        if not HAS_MPI:
+            self.skipTest("Lockstep was built without MPI")
+        program = t.BUILD_DIR / "tests" / "lockstep_mpi_communicator_rank"
+        self.assertEqual(self.run_ok(5, program, "multiple", "mpi", "shm").split(), ["ok"] * 5)
+        self.assertEqual(self.run_ok(4, program, "funneled", "auto", "gloo").split(), ["ok"] * 4)
+
 
 AGENT = """#!/bin/sh
 # AGENT HOST COMMAND...: in place of ssh; runs the command here, where the host has that name.

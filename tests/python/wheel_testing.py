@@ -20,8 +20,8 @@ def require_tools():
     """Ends the script, as skipped, where the wheel cannot be built."""
     if not t.torch_is_the_linked_one():
         reason = "Python's torch is not the LibTorch that was linked"
-    elif not importlib.util.find_spec("scikit_build_core"):
-        reason = "scikit-build-core is missing: scripts/setup.sh --test installs it"
+    elif not all(map(importlib.util.find_spec, ("scikit_build_core", "auditwheel"))):
+        reason = "scikit-build-core or auditwheel is missing: scripts/setup.sh --test installs them"
     elif t.SANITIZED:
         reason = "a sanitizer's library cannot be loaded into Python"
     else:
@@ -30,12 +30,15 @@ def require_tools():
     sys.exit(77)
 
 
+def package_folder():
+    return pathlib.Path(t.run(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+
+
 def make_venv():
     """A fresh virtual environment that sees this Python's torch, and has nothing else."""
     t.run(sys.executable, "-m", "venv", "--clear", "--without-pip", VENV)
-    folder = t.run(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
     torch = pathlib.Path(importlib.util.find_spec("torch").origin).parents[1]
-    (pathlib.Path(folder) / "torch_of_the_tests.pth").write_text(f"{torch}\n")
+    (package_folder() / "torch_of_the_tests.pth").write_text(f"{torch}\n")
 
 
 def pip(*arguments, timeout=600):

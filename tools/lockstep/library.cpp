@@ -6,6 +6,7 @@
 #include <string>
 
 #include "entry.h"
+#include "libtorch.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/omp_waiting.h"
 
@@ -13,11 +14,7 @@ namespace lockstep::tool {
 namespace {
 
 constexpr const char* kCli = "liblockstep_cli.so";
-#ifdef LOCKSTEP_RUN_ONLY
-constexpr const char* kHosts = kCli;  // The wheel has one.
-#else
 constexpr const char* kHosts = "liblockstep_hosts.so";
-#endif
 
 /// A library beside the binary: in the build tree in ../lib, installed in the library folder.
 /// Never unloaded: LibTorch's threads and registrations do not survive that.
@@ -32,10 +29,11 @@ void* load_library(const std::string& name, const std::string& if_missing) {
     tried += (tried.empty() ? "" : ", ") + path.string();
     std::error_code ignored;
     if (!fs::exists(path, ignored)) continue;
+    load_libtorch();
     // Lazily: binding every symbol of LibTorch at once takes 40 ms more.
     if (void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_GLOBAL)) return handle;
     throw Error("cannot load " + path.string() + ": " + dlerror(),
-                "was LibTorch moved or updated since the build? Build again");
+                "was LibTorch updated since the build? Build again");
   }
   throw Error(name + " is missing; looked for " + tried, if_missing);
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -30,15 +29,6 @@ struct Row {
   const char* help;
 };
 
-// The Python wheel's binary (python/CMakeLists.txt) has `run` alone.
-#ifdef LOCKSTEP_RUN_ONLY
-constexpr const char* kAbout = "Starts Python programs as ranks of torch.distributed.";
-constexpr const char* kElsewhere =
-    "this is the Python wheel's lockstep, which has `run`; `make install` gives the others";
-constexpr const char* kExamples[] = {"lockstep run --nproc-per-node 4 script.py --its-own-flags"};
-constexpr Row kCommands[] = {{"run", "start a program as several ranks (torchrun's flags)"},
-                             {"completion", "complete this command in bash, zsh or fish"}};
-#else
 constexpr const char* kAbout = "Distributed training for LibTorch.";
 constexpr const char* kElsewhere = "'lockstep --help' lists the commands";
 constexpr const char* kExamples[] = {
@@ -55,7 +45,6 @@ constexpr Row kCommands[] = {
     {"env", "versions, backends and devices; what is missing"},
     {"completion", "complete this command in bash, zsh or fish"},
 };
-#endif
 
 std::string help_text() {
   const auto width = static_cast<size_t>(help_width());
@@ -99,16 +88,6 @@ void check_working_folder() {
                     "it was deleted, or may not be read: cd to another one");
 }
 
-/// A wheel's binary starts scripts with the Python beside it, as torchrun does, whatever PATH says.
-void choose_python() {
-#ifdef LOCKSTEP_RUN_ONLY
-  std::error_code failure;
-  const auto own = std::filesystem::read_symlink("/proc/self/exe", failure);
-  const auto python = own.parent_path() / "python3";
-  if (!failure && access(python.c_str(), X_OK) == 0) setenv("PYTHON_EXEC", python.c_str(), 0);
-#endif
-}
-
 int dispatch(const std::vector<std::string>& given) {
   const auto words = without_help(given);
   const std::string command = words.empty() ? "" : words[0];
@@ -137,14 +116,11 @@ int dispatch(const std::vector<std::string>& given) {
     const std::vector<std::string> args(words.begin() + 1, words.end());
     // A reader that is gone is seen when writing; it must not keep the exit code from being ours.
     std::signal(SIGPIPE, SIG_IGN);
-    choose_python();
     return run_guarded("lockstep run", [&] { return run_command(args); });
   }
-#ifndef LOCKSTEP_RUN_ONLY
   for (const auto& row : kCommands) {
     if (command == row.name) return run_from_library(words);
   }
-#endif
   const auto meant = did_you_mean(command, words_for_suggestion());
   throw UsageError(std::string("unknown ") + (command[0] == '-' ? "flag" : "command") + " '" +
                        command + "'" + (meant.empty() ? "" : "; " + meant),

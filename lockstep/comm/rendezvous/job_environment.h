@@ -10,7 +10,7 @@ namespace lockstep {
 
 /// This process's place in its job, as the launcher's variables say it.
 struct JobEnvironment {
-  std::string launcher = "none";  ///< "torchrun", "lockstep", "slurm", "openmpi", "none"
+  std::string launcher = "none";  ///< "torchrun", "lockstep", "slurm", "openmpi", "mpi", "none"
   int rank = 0;
   int world_size = 1;
   int local_rank = -1;      ///< -1: not said.

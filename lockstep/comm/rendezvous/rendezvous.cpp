@@ -6,6 +6,7 @@
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/rendezvous/mpirun_meeting.h"
 
 namespace lockstep {
@@ -156,6 +157,21 @@ Rendezvous plan_over_store(const Store& store, int rank, int world_size) {
     plan.job.master_port = endpoint->second;
   }
   plan.job.single_host = world_size == 1 || is_loopback_host(plan.job.master_addr);
+  return plan;
+}
+
+Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout) {
+  const auto place = mpi::use(communicator, timeout);
+  Rendezvous plan;
+  plan.job.launcher = "mpi";
+  plan.job.rank = place.rank;
+  plan.job.world_size = place.size;
+  plan.job.local_rank = place.local_rank;
+  plan.job.local_size = place.local_size;
+  plan.job.single_host = place.local_size == place.size;
+  plan.job.master_unknown = place.size > 1;
+  if (plan.job.single_host) plan.job.master_addr = "127.0.0.1";
+  if (place.size > 1) plan.kind = Rendezvous::Kind::tcp;
   return plan;
 }
 

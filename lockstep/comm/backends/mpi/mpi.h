@@ -1,8 +1,10 @@
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "lockstep/comm/backends/backend.h"
+#include "lockstep/comm/backends/mpi/mpi_communicator.h"
 
 /// MPI as a backend, and as a means by which the ranks of mpirun find each other. Built where CMake
 /// finds an MPI. mpi_absent.cpp stands in elsewhere.
@@ -24,13 +26,25 @@ MadeBackend make(const BackendOptions& options);
 /// "Open MPI 4.1.4"; empty where this build has no MPI. Does not start MPI.
 std::string version();
 
-/// Rank 0's text on every rank of the job. All ranks call. Starts MPI. `rank` and `size`: what the
+/// A process's place among the ranks of a communicator.
+struct Place {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  ///< Of those that share memory with it.
+};
+
+/// From now on, until `end`, the job's ranks are those of the communicator, by a duplicate of it.
+/// All its ranks call, on a thread that may call MPI. Throws UsageError where the program's MPI is
+/// not running or this build has none, TimeoutError where a rank does not come.
+Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout);
+
+/// Rank 0's text on every rank of the job. All ranks call. Starts MPI unless `use` was given
+/// a communicator. `rank` and `size`: what the
 /// launcher's variables say, for the check that MPI says the same. Throws as `make`.
 std::string broadcast_from_first(const std::string& text, int rank, int size);
 
-/// Ends MPI if it was started here: MPI_Finalize, which waits for the other ranks. `failing`: this
-/// rank has failed and will end with an exit code that is not 0. Then it waits for nobody, and
-/// mpirun ends the others. Nothing of `make` may be used after it.
+/// Lets go of what `use` was given, and ends MPI if it was started here: MPI_Finalize, which waits
+/// for the other ranks. `failing`: this rank has failed and will end with an exit code that is not
+/// 0. Then it waits for nobody, and mpirun ends the others. Nothing of `make` may be used after it.
 void end(bool failing) noexcept;
 
 }  // namespace lockstep::mpi

@@ -28,6 +28,10 @@ std::string version() {
   return {};
 }
 
+Place use(const MpiCommunicator&, std::chrono::milliseconds) {
+  throw_absent();
+}
+
 std::string broadcast_from_first(const std::string&, int, int) {
   throw_absent();
 }

@@ -30,11 +30,11 @@ int tag_of(const std::string& name) {
   return static_cast<int>(fnv1a(name) % 32768);
 }
 
-void make_communicator(Group& group) {
+void make_communicator(MPI_Comm world, Group& group) {
   MPI_Group all = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
-  check(MPI_Comm_group(MPI_COMM_WORLD, &all), "MPI_Comm_group");
+  check(MPI_Comm_group(world, &all), "MPI_Comm_group");
   check(MPI_Group_incl(all, group.size, group.world_ranks.data(), &members), "MPI_Group_incl");
-  check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag_of(group.name), &group.communicator),
+  check(MPI_Comm_create_group(world, members, tag_of(group.name), &group.communicator),
         "MPI_Comm_create_group");
   check(MPI_Comm_set_errhandler(group.communicator, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   MPI_Group_free(&members);
@@ -55,7 +55,7 @@ std::shared_ptr<Group> form(const BackendOptions& options, const RankNames& rank
     options.store->wait(keys, options.timeout);
     for (const auto& key : keys) group->identities.push_back(options.store->get_to_str(key));
   }
-  engine.run([group] { make_communicator(*group); }, options.timeout,
+  engine.run([group, world = engine.world()] { make_communicator(world, *group); }, options.timeout,
              "making the communicator of group '" + group->name + "'");
   return group;
 }

@@ -4,6 +4,7 @@
 #include <sys/prctl.h>
 
 #include <cstdlib>
+#include <utility>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -24,6 +25,7 @@ struct Slot {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;
   bool used = false;  ///< MPI has been started here.
+  MPI_Comm given = MPI_COMM_NULL;
 };
 Slot& slot() {
   static auto* const only = new Slot;
@@ -99,19 +101,31 @@ std::shared_ptr<Engine> Engine::get(int rank, int size) {
   Slot& own = slot();
   const std::lock_guard lock(own.mutex);
   if (!own.engine) {
-    if (own.used) {
+    const bool given = own.given != MPI_COMM_NULL;
+    if (own.used && !given) {
       throw CommError("MPI has ended in this process and cannot start again",
                       "keep the World that uses it until the last communication");
     }
-    check_launcher(rank, size);
+    if (!given) check_launcher(rank, size);
     auto engine = std::make_shared<Engine>();
-    own.used = true;
+    if (given) engine->world_ = own.given;
+    own.used = own.used || !given;
     engine->start();
     own.engine = std::move(engine);
   }
   const int mpi_rank = own.engine->rank(), mpi_size = own.engine->size();
   if (rank != mpi_rank || size > mpi_size) throw_elsewhere(rank, size, mpi_rank, mpi_size);
   return own.engine;
+}
+
+MPI_Comm Engine::give(MPI_Comm communicator) {
+  const std::lock_guard lock(slot().mutex);
+  return std::exchange(slot().given, communicator);
+}
+
+MPI_Comm Engine::given() {
+  const std::lock_guard lock(slot().mutex);
+  return slot().given;
 }
 
 std::shared_ptr<Engine> Engine::running() {
@@ -173,9 +187,9 @@ void Engine::start_mpi() {
   } else {
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread");
   }
-  check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  check(MPI_Comm_rank(MPI_COMM_WORLD, &rank_), "MPI_Comm_rank");
-  check(MPI_Comm_size(MPI_COMM_WORLD, &size_), "MPI_Comm_size");
+  check(MPI_Comm_set_errhandler(world_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check(MPI_Comm_rank(world_, &rank_), "MPI_Comm_rank");
+  check(MPI_Comm_size(world_, &size_), "MPI_Comm_size");
   int* bound = nullptr;
   int known = 0;
   check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, static_cast<void*>(&bound), &known),

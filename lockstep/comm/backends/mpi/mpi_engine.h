@@ -31,7 +31,7 @@ struct Group {
   std::string name;
   int rank = 0;
   int size = 1;
-  std::vector<int> world_ranks;         ///< In MPI_COMM_WORLD, by rank of the group.
+  std::vector<int> world_ranks;         ///< In Engine::world(), by rank of the group.
   std::vector<std::string> identities;  ///< See process_identity.h, by rank of the group.
 
   // Touched by the MPI thread alone:
@@ -62,12 +62,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::shared_ptr<Engine> running();
   /// "Open MPI 4.1.4". Does not start MPI.
   static std::string version();
+  /// The communicator of a program that runs MPI itself: engines started from now on take it in
+  /// place of MPI_COMM_WORLD. MPI_COMM_NULL: none. Gives the former one.
+  static MPI_Comm give(MPI_Comm communicator);
+  static MPI_Comm given();
 
   Engine() = default;
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  /// All ranks of the job.
+  MPI_Comm world() const { return world_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
   int largest_tag() const { return largest_tag_; }
@@ -127,6 +133,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pause();
   bool finished();
 
+  MPI_Comm world_ = MPI_COMM_WORLD;
   int rank_ = 0;
   int size_ = 1;
   int largest_tag_ = 32767;

@@ -94,7 +94,7 @@ void Engine::poll_works() {
   const auto now = Clock::now();
   if (active_.empty() && abandoned_.empty()) {
     int ignored = 0;  // What has been taken as sent may need progress to leave.
-    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &ignored, MPI_STATUS_IGNORE);
+    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, world_, &ignored, MPI_STATUS_IGNORE);
     return;
   }
   // By index, and a copy each: callbacks may start or finish other works.

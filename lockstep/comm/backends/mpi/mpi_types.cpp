@@ -85,7 +85,8 @@ MPI_Op op_for(at::ScalarType dtype, Op::RedOpType op) {
 
 void make_small_sums() {
   for (auto& sum : small_sums)
-    check(MPI_Op_create(sum.add, /*commute=*/1, &sum.op), "MPI_Op_create");
+    if (sum.op == MPI_OP_NULL)
+      check(MPI_Op_create(sum.add, /*commute=*/1, &sum.op), "MPI_Op_create");
 }
 
 Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op) {
