@@ -41,9 +41,7 @@ endif()
 set(lockstep_torch "${LibTorch_ROOT}")
 if(LOCKSTEP_BUILD_WHEEL)
   set(lockstep_torch "\${PACKAGE_PREFIX_DIR}/../torch")
-  foreach(library HWLOC JPEG PNG MPI) # The shared library has found them.
-    set(LOCKSTEP_HAS_${library} OFF)
-  endforeach()
+  set(LOCKSTEP_HAS_MPI OFF) # The shared library has found it.
 endif()
 configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
                               INSTALL_DESTINATION ${lockstep_cmake_dir})

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
-#include <set>
+#include <map>
 #include <string>
 
 #include "lockstep/base/error.h"
@@ -104,22 +104,22 @@ std::optional<double> processor_quota(const fs::path& proc_cgroup, const fs::pat
   return result;
 }
 
-int cores_of(const std::vector<int>& processors, const fs::path& system) {
-  std::set<std::string> cores;
+std::vector<std::vector<int>> cores_of(const std::vector<int>& processors, const fs::path& system) {
+  std::vector<std::vector<int>> cores;
+  std::map<std::string, size_t> known;
   for (const int processor : processors) {
     const std::string name = "cpu" + std::to_string(processor);
     const auto siblings = first_line(system / name / "topology" / "thread_siblings_list");
-    cores.insert(siblings.empty() ? name : siblings);
+    const auto at = known.try_emplace(siblings.empty() ? name : siblings, cores.size()).first;
+    cores.resize(known.size());
+    cores[at->second].push_back(processor);
   }
-  return static_cast<int>(cores.size());
-}
-
-bool has_one_memory_domain(const fs::path& system) {
-  return parse_int(first_line(system / "online")).has_value();  // Several are "0-1" or "0,2".
+  return cores;
 }
 
 int usable_cores() {
-  return usable_processors(cores_of(allowed_processors()), processor_quota());
+  const auto cores = cores_of(allowed_processors());
+  return usable_processors(static_cast<int>(cores.size()), processor_quota());
 }
 
 int usable_processors(int allowed, std::optional<double> quota) {

@@ -23,14 +23,11 @@ std::optional<double> processor_quota(
     const std::filesystem::path& proc_cgroup = "/proc/self/cgroup",
     const std::filesystem::path& cgroups = "/sys/fs/cgroup");
 
-/// How many cores the processors belong to. Hardware threads of one core count once. `system` is
-/// for tests.
-int cores_of(const std::vector<int>& processors,
-             const std::filesystem::path& system = "/sys/devices/system/cpu");
-
-/// Whether the machine's memory is one NUMA domain. False where the kernel does not say. `system`
-/// is for tests.
-bool has_one_memory_domain(const std::filesystem::path& system = "/sys/devices/system/node");
+/// The processors by the core that they belong to, as its hardware threads, cores in the order of
+/// their first one. Each is its own where the kernel does not say. `system` is for tests.
+std::vector<std::vector<int>> cores_of(
+    const std::vector<int>& processors,
+    const std::filesystem::path& system = "/sys/devices/system/cpu");
 
 /// How many threads can compute at once without sharing a core: the cores of allowed_processors(),
 /// within the quota.

@@ -79,24 +79,11 @@ TEST(Cores, HardwareThreadsOfACoreCountOnce) {
   files.write("cpu0/topology/thread_siblings_list", "0,2\n");
   files.write("cpu2/topology/thread_siblings_list", "0,2\n");
   files.write("cpu1/topology/thread_siblings_list", "1,3\n");
-  EXPECT_EQ(cores_of({0, 1, 2}, files.folder()), 2);
-  EXPECT_EQ(cores_of({0, 2}, files.folder()), 1);
-  EXPECT_EQ(cores_of({4, 5}, files.folder()), 2);  // Nothing known: each by itself.
+  using Cores = std::vector<std::vector<int>>;
+  EXPECT_EQ(cores_of({0, 1, 2}, files.folder()), (Cores{{0, 2}, {1}}));
+  EXPECT_EQ(cores_of({4, 5}, files.folder()), (Cores{{4}, {5}}));  // Nothing known.
   EXPECT_GE(usable_cores(), 1);
   EXPECT_LE(usable_cores(), usable_processors());
-}
-
-TEST(Cores, OneMemoryDomainIsASingleNumber) {
-  Cgroups files;
-  EXPECT_FALSE(has_one_memory_domain(files.folder())) << "the kernel does not say";
-  for (const char* text : {"0\n", "3\n"}) {
-    files.write("online", text);
-    EXPECT_TRUE(has_one_memory_domain(files.folder())) << text;
-  }
-  for (const char* text : {"0-1\n", "0,2\n", "\n"}) {
-    files.write("online", text);
-    EXPECT_FALSE(has_one_memory_domain(files.folder())) << text;
-  }
 }
 
 TEST(Cores, AThreadKeepsToWhatItMayUse) {

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -140,9 +139,6 @@ void unpack(const fs::path& archive, const fs::path& folder) {
 }
 
 void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10Source& source) {
-  std::string base = options.mirror;
-  if (base.empty()) base = env_string("LOCKSTEP_CIFAR10_URL").value_or(source.mirror);
-  if (!base.ends_with('/')) base += '/';
   const std::string& wanted = source.archive_md5;
   const fs::path archive = folder.parent_path() / kArchive;
   const auto verify = [&](const fs::path& path) {
@@ -153,23 +149,10 @@ void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10S
   };
   std::error_code ignored;
   if (!fs::exists(archive, ignored)) {
+    const auto base = mirrors(options.mirror, "LOCKSTEP_CIFAR10_URL", {source.mirror}).front();
     download({base + kArchive}, archive, verify, options.transfer);
   }
   unpack(archive, folder);
-}
-
-/// In one process of this host; the others wait for it.
-fs::path download_set(const DatasetOptions& options, const Cifar10Source& source) {
-  const fs::path folder = options.data_dir / kFolder;
-  std::error_code error;
-  fs::create_directories(options.data_dir, error);
-  if (error)
-    throw SystemError("cannot make the folder " + options.data_dir.string(), error.value());
-  const auto lock = FolderLock::acquire(
-      options.data_dir, [&] { return missing_in(folder).empty(); },
-      FolderLock::for_downloads(options.lock_timeout));
-  if (lock) fetch(folder, options, source);
-  return folder;
 }
 
 }  // namespace
@@ -185,7 +168,10 @@ DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& s
   auto folder = cifar10_folder(options.data_dir);
   if (!folder) {
     if (!options.download) throw_missing(options.data_dir);
-    folder = download_set(options, source);
+    folder = options.data_dir / kFolder;
+    fill_folder(
+        options.data_dir, [&] { return missing_in(*folder).empty(); },
+        [&] { fetch(*folder, options, source); }, options.lock_timeout);
   }
   return {load_part(*folder, train_files()), load_part(*folder, {"test_batch.bin"})};
 }

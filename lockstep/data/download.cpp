@@ -247,6 +247,14 @@ std::optional<std::string> fetch_verified(const std::string& url, PartFile& part
 
 }  // namespace
 
+std::vector<std::string> mirrors(std::string chosen, const std::string& variable,
+                                 const std::vector<std::string>& known) {
+  if (chosen.empty()) chosen = env_string(variable).value_or("");
+  if (chosen.empty()) return known;
+  if (!chosen.ends_with('/')) chosen += '/';
+  return {chosen};
+}
+
 void download(const std::vector<std::string>& urls, const fs::path& target,
               const VerifyFile& verify, const DownloadOptions& options) {
   PartFile part(target);

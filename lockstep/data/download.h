@@ -12,6 +12,11 @@ namespace lockstep {
 /// Throws DataError when a downloaded file is not what was wanted (its checksum is another).
 using VerifyFile = std::function<void(const std::filesystem::path&)>;
 
+/// The base URLs to fetch from, each ending in a slash: `chosen` alone, else that of the
+/// environment's `variable`, else `known`.
+std::vector<std::string> mirrors(std::string chosen, const std::string& variable,
+                                 const std::vector<std::string>& known);
+
 /// Fetches a file by HTTP or HTTPS from the first of `urls` that delivers it. Puts it at `target`
 /// only when it is complete, verified and flushed to the disk.
 ///

@@ -65,14 +65,18 @@ std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder,
   return nullptr;
 }
 
-FolderLock::Options FolderLock::for_downloads(std::chrono::milliseconds timeout) {
-  constexpr std::chrono::seconds kPatience{10};
-  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
-  return {.timeout = timeout, .patience = first ? std::chrono::milliseconds(0) : kPatience};
-}
-
 FolderLock::~FolderLock() {
   if (fd_) ::unlink(path_.c_str());  // It is not a forked child's.
+}
+
+void fill_folder(const fs::path& folder, const std::function<bool()>& filled,
+                 const std::function<void()>& fill, std::chrono::milliseconds timeout) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
+  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
+  const std::chrono::seconds patience(first ? 0 : 10);
+  if (const auto lock = FolderLock::acquire(folder, filled, {timeout, patience})) fill();
 }
 
 }  // namespace lockstep

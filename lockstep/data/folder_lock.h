@@ -23,9 +23,6 @@ class FolderLock {
     std::chrono::milliseconds patience{0};
   };
 
-  /// For what load_dataset downloads.
-  static Options for_downloads(std::chrono::milliseconds timeout);
-
   /// Waits until `filled()` (then returns nothing) or until this process holds the lock.
   /// Throws TimeoutError, SystemError (a read-only folder).
   static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,
@@ -44,5 +41,11 @@ class FolderLock {
   UnforkedFd fd_;
   std::filesystem::path path_;
 };
+
+/// Makes the folder where it is missing, and fills it with `fill` unless it is `filled()`. One
+/// process of this host does that, its first rank if that comes within 10 s, and the others wait
+/// for it. Throws as FolderLock::acquire and `fill`.
+void fill_folder(const std::filesystem::path& folder, const std::function<bool()>& filled,
+                 const std::function<void()>& fill, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

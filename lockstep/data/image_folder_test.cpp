@@ -7,9 +7,7 @@
 
 #include <cstdio>  // jpeglib.h needs it
 
-#ifdef LOCKSTEP_HAS_JPEG
 #include <jpeglib.h>
-#endif
 
 #include "lockstep/base/file.h"
 #include "lockstep/data/loader.h"
@@ -62,7 +60,6 @@ std::vector<uint8_t> bytes_of(std::initializer_list<int> values) {
   return {values.begin(), values.end()};
 }
 
-#ifdef LOCKSTEP_HAS_JPEG
 std::string jpeg(int width, int height, int channels, J_COLOR_SPACE space, std::string pixels) {
   jpeg_compress_struct encoder{};
   jpeg_error_mgr errors;
@@ -124,9 +121,7 @@ TEST(Jpeg, DamagedOnesAreNamed) {
   EXPECT_THAT(complaint<DataError>([&] { decode_jpeg(whole.substr(0, 20), "a.jpg"); }),
               HasSubstr("damaged"));
 }
-#endif
 
-#ifdef LOCKSTEP_HAS_PNG
 TEST(Png, EveryKindOfPixelBecomesRgb) {
   const auto pixels = [](const std::string& file) { return decode_png(file, "a.png").pixels; };
   const std::string colors = pattern(4 * 2 * 3);
@@ -273,7 +268,6 @@ TEST_F(ImageFolder, WhatIsWrongIsNamed) {
                   [&] { image_source(list_images(folder_.path()), {.resize = 8, .crop = 9}); }),
               HasSubstr("cannot have the middle 9 cut out"));
 }
-#endif
 
 TEST(RgbImage, AbsurdSizesAreRefused) {
   RgbImage image;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -51,14 +50,20 @@ at::Tensor load(const fs::path& path, const Unpacked& unpacked) {
   return load_idx(path, found->second);
 }
 
+/// `what`: images or labels, of `dim` dimensions.
+at::Tensor load_bytes(const fs::path& path, const Unpacked& unpacked, const char* what,
+                      int64_t dim) {
+  at::Tensor bytes = load(path, unpacked);
+  if (bytes.scalar_type() == at::kByte && bytes.dim() == dim) return bytes;
+  const auto wanted = std::to_string(dim);
+  throw DataError(path.string() + ", byte 2: holds " + std::to_string(bytes.dim()) +
+                      "-dimensional " + c10::toString(bytes.scalar_type()) + "; expected " + what +
+                      ", " + wanted + "-dimensional Byte (00 00 08 0" + wanted + ")",
+                  "are the files of images and labels exchanged?");
+}
+
 at::Tensor load_images(const fs::path& path, const Unpacked& unpacked) {
-  at::Tensor images = load(path, unpacked);
-  if (images.scalar_type() != at::kByte || images.dim() != 3) {
-    throw DataError(path.string() + ", byte 2: holds " + std::to_string(images.dim()) +
-                        "-dimensional " + c10::toString(images.scalar_type()) +
-                        "; expected images, 3-dimensional Byte (00 00 08 03)",
-                    "are the files of images and labels exchanged?");
-  }
+  at::Tensor images = load_bytes(path, unpacked, "images", 3);
   if (images.size(1) != kSide || images.size(2) != kSide) {
     throw DataError(path.string() + ", byte 8: images of " + std::to_string(images.size(1)) +
                     " x " + std::to_string(images.size(2)) + "; expected 28 x 28");
@@ -67,13 +72,7 @@ at::Tensor load_images(const fs::path& path, const Unpacked& unpacked) {
 }
 
 at::Tensor load_labels(const fs::path& path, const Unpacked& unpacked) {
-  const at::Tensor labels = load(path, unpacked);
-  if (labels.scalar_type() != at::kByte || labels.dim() != 1) {
-    throw DataError(path.string() + ", byte 2: holds " + std::to_string(labels.dim()) +
-                        "-dimensional " + c10::toString(labels.scalar_type()) +
-                        "; expected labels, 1-dimensional Byte (00 00 08 01)",
-                    "are the files of images and labels exchanged?");
-  }
+  const at::Tensor labels = load_bytes(path, unpacked, "labels", 1);
   const auto* values = labels.const_data_ptr<uint8_t>();
   const auto* end = values + labels.numel();
   const auto* wrong = std::find_if(values, end, [](uint8_t label) { return label >= kClasses; });
@@ -109,15 +108,6 @@ TensorDataset load_mnist_part(const std::string& name, const fs::path& images_pa
 
 namespace {
 
-/// The base URLs to fetch from, each ending in a slash.
-std::vector<std::string> mirrors_of(const MnistLike& source, const DatasetOptions& options) {
-  std::string chosen = options.mirror;
-  if (chosen.empty()) chosen = env_string(source.mirror_variable).value_or("");
-  if (chosen.empty()) return source.mirrors;
-  if (!chosen.ends_with('/')) chosen += '/';
-  return {chosen};
-}
-
 std::string content_md5(const fs::path& path, ContentOptions::Packing packing) {
   return content_hash(path, Hasher::Algorithm::md5, packing);
 }
@@ -141,26 +131,12 @@ void fetch_missing(const MnistLike& source, const DatasetOptions& options,
     if (!found.paths[i].empty()) continue;
     const MnistFile& file = source.files[i];
     std::vector<std::string> urls;
-    for (const std::string& mirror : mirrors_of(source, options)) {
+    for (const auto& mirror : mirrors(options.mirror, source.mirror_variable, source.mirrors))
       urls.push_back(mirror + file.name + ".gz");
-    }
     download(
         urls, found.folder / (file.name + ".gz"),
         [&file](const fs::path& path) { verify(path, file); }, options.transfer);
   }
-}
-
-/// Downloads what is missing, in one process of this host; the others wait for it.
-MnistFolder download_missing(const MnistLike& source, const DatasetOptions& options) {
-  const fs::path folder = find_mnist(options.data_dir, source).folder;
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
-  const auto filled = [&] { return find_mnist(options.data_dir, source).complete(); };
-  const auto lock =
-      FolderLock::acquire(folder, filled, FolderLock::for_downloads(options.lock_timeout));
-  if (lock) fetch_missing(source, options, find_mnist(options.data_dir, source));
-  return find_mnist(options.data_dir, source);
 }
 
 /// Whether the test labels begin as published. The sets' first labels differ, so such a file is no
@@ -198,10 +174,14 @@ void refuse_other_set(const MnistLike& source, const std::array<fs::path, 4>& pa
 }  // namespace
 
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
-  MnistFolder found = find_mnist(options.data_dir, source);
+  const auto find = [&] { return find_mnist(options.data_dir, source); };
+  MnistFolder found = find();
   if (!found.complete()) {
     if (!options.download) throw_missing(options.data_dir, source, found);
-    found = download_missing(source, options);
+    fill_folder(
+        found.folder, [&] { return find().complete(); },
+        [&] { fetch_missing(source, options, find()); }, options.lock_timeout);
+    found = find();
   }
   refuse_other_set(source, found.paths, options.unpacked);
   return {load_mnist_part(source.name, found.paths[0], found.paths[1], options.unpacked),

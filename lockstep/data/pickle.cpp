@@ -1,5 +1,6 @@
 #include "lockstep/data/pickle.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <unordered_map>
@@ -64,6 +65,18 @@ enum class Op : uint8_t {
   frame = 0x95,
 };
 
+/// Its bytes follow their number, of `size` bytes.
+struct TextOp {
+  Op op;
+  Kind kind;
+  size_t size;
+};
+constexpr TextOp kTexts[] = {
+    {Op::bin_unicode, Kind::text, 4},      {Op::short_bin_unicode, Kind::text, 1},
+    {Op::bin_unicode8, Kind::text, 8},     {Op::bin_string, Kind::text, 4},
+    {Op::short_bin_string, Kind::text, 1}, {Op::bin_bytes, Kind::bytes, 4},
+    {Op::short_bin_bytes, Kind::bytes, 1}, {Op::bin_bytes8, Kind::bytes, 8}};
+
 class PickleReader {
  public:
   PickleReader(std::string_view bytes,
@@ -120,7 +133,6 @@ class PickleReader {
     stack_.push_back(&value);
     return value;
   }
-  void push_text(Kind kind, uint64_t size) { push(kind).text = take(size); }
   void push_integer(int64_t integer) { push(Kind::integer).integer = integer; }
   PickleValue* pop() {
     if (stack_.size() <= floor()) fail("expected a value on the stack");
@@ -149,16 +161,12 @@ class PickleReader {
         push(Kind::none);
         return true;
       case Op::new_true:
-        push(Kind::boolean).integer = 1;
-        return true;
       case Op::new_false:
-        push(Kind::boolean);
+        push(Kind::boolean).integer = op == Op::new_true;
         return true;
       case Op::bin_int1:
-        push_integer(static_cast<int64_t>(number(1)));
-        return true;
       case Op::bin_int2:
-        push_integer(static_cast<int64_t>(number(2)));
+        push_integer(static_cast<int64_t>(number(op == Op::bin_int1 ? 1 : 2)));
         return true;
       case Op::bin_int:
         push_integer(static_cast<int32_t>(number(4)));
@@ -169,33 +177,17 @@ class PickleReader {
       case Op::bin_float:
         push(Kind::real).real = big_endian_double();
         return true;
-      case Op::bin_unicode:
-        push_text(Kind::text, number(4));
-        return true;
-      case Op::short_bin_unicode:
-        push_text(Kind::text, number(1));
-        return true;
-      case Op::bin_unicode8:
-        push_text(Kind::text, number(8));
-        return true;
-      case Op::bin_string:
-        push_text(Kind::text, number(4));
-        return true;
-      case Op::short_bin_string:
-        push_text(Kind::text, number(1));
-        return true;
-      case Op::bin_bytes:
-        push_text(Kind::bytes, number(4));
-        return true;
-      case Op::short_bin_bytes:
-        push_text(Kind::bytes, number(1));
-        return true;
-      case Op::bin_bytes8:
-        push_text(Kind::bytes, number(8));
-        return true;
       default:
-        return false;
+        return read_text(op);
     }
+  }
+
+  bool read_text(Op op) {
+    const auto found = std::find_if(std::begin(kTexts), std::end(kTexts),
+                                    [&](const TextOp& text) { return text.op == op; });
+    if (found == std::end(kTexts)) return false;
+    push(found->kind).text = take(number(found->size));
+    return true;
   }
 
   int64_t long_number(uint64_t size) {
@@ -232,13 +224,9 @@ class PickleReader {
         push_sequence(pop_items());
         return true;
       case Op::tuple1:
-        push_tuple(1);
-        return true;
       case Op::tuple2:
-        push_tuple(2);
-        return true;
       case Op::tuple3:
-        push_tuple(3);
+        push_tuple(static_cast<size_t>(op) - static_cast<size_t>(Op::tuple1) + 1);
         return true;
       case Op::append:
         add_items({pop()});
@@ -360,19 +348,15 @@ class PickleReader {
         stack_.push_back(&top());
         return;
       case Op::bin_put:
-        memo_[number(1)] = &top();
-        return;
       case Op::long_bin_put:
-        memo_[number(4)] = &top();
+        memo_[number(op == Op::bin_put ? 1 : 4)] = &top();
         return;
       case Op::memoize:
         memo_[memo_.size()] = &top();
         return;
       case Op::bin_get:
-        get(number(1));
-        return;
       case Op::long_bin_get:
-        get(number(4));
+        get(number(op == Op::bin_get ? 1 : 4));
         return;
       default:
         fail("an operation of pickle (" + std::to_string(static_cast<int>(op)) +

@@ -22,7 +22,7 @@ struct RgbImage {
 /// Decodes a JPEG or PNG file, whatever its extension, to what Pillow's
 /// Image.open(path).convert("RGB") gives: grey becomes colour, CMYK too, transparency and
 /// orientation are left out. Throws DataError for a file that is damaged, cut short, or another
-/// format, and where Lockstep was built without the library that it takes.
+/// format.
 RgbImage read_image(const std::filesystem::path& path);
 
 /// Whether the extension is one that read_image may know: .jpg, .jpeg, .png.

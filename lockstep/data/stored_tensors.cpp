@@ -26,21 +26,20 @@ bool overlap(const StoredChunk& a, const StoredChunk& b) {
   return true;
 }
 
-bool is_within(const StoredChunk& chunk, const std::vector<int64_t>& shape) {
-  if (chunk.sizes.size() != shape.size() || chunk.offsets.size() != shape.size()) return false;
-  for (size_t d = 0; d < shape.size(); ++d) {
-    if (chunk.offsets[d] < 0 || chunk.sizes[d] < 0 || chunk.sizes[d] > shape[d] ||
-        chunk.offsets[d] > shape[d] - chunk.sizes[d])
-      return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape) {
   return std::none_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; }) &&
          bytes_of_shape(dtype, unsigned_shape(shape)).has_value();
+}
+
+bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape) {
+  if (sizes.size() != shape.size() || offsets.size() != shape.size()) return false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (offsets[d] < 0 || sizes[d] < 0 || sizes[d] > shape[d] || offsets[d] > shape[d] - sizes[d])
+      return false;
+  }
+  return true;
 }
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
@@ -84,7 +83,7 @@ void check_chunks_cover(StoredTensor& tensor, const std::string& source) {
                chunks.end());
   uint64_t covered = 0;
   for (size_t i = 0; i < chunks.size(); ++i) {
-    if (!is_within(chunks[i], tensor.shape))
+    if (!is_within(chunks[i].offsets, chunks[i].sizes, tensor.shape))
       fail("has a shard beyond its shape: " + box_text(chunks[i]));
     const uint64_t bytes = bytes_of_shape(tensor.dtype, unsigned_shape(chunks[i].sizes)).value();
     covered += bytes;

@@ -53,6 +53,8 @@ void check_chunks_cover(StoredTensor& tensor, const std::string& source);
 
 /// Sizes that a reader takes memory for and multiplies.
 bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape);
+/// Whether a box lies in a tensor of this shape.
+bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape);
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);
 
 StoredTensors index_safetensors(const std::filesystem::path& path);

@@ -179,12 +179,7 @@ at::Tensor TensorReader::read(const std::string& name) const {
 at::Tensor TensorReader::read(const std::string& name, at::IntArrayRef offsets,
                               at::IntArrayRef sizes) const {
   const StoredTensor& tensor = tensor_named(*stored_, name);
-  bool fits = offsets.size() == tensor.shape.size() && sizes.size() == tensor.shape.size();
-  for (size_t d = 0; fits && d < offsets.size(); ++d) {
-    fits = offsets[d] >= 0 && sizes[d] >= 0 && sizes[d] <= tensor.shape[d] &&
-           offsets[d] <= tensor.shape[d] - sizes[d];
-  }
-  if (!fits)
+  if (!detail::is_within(offsets, sizes, tensor.shape))
     throw UsageError("a box " + c10::str(sizes) + " at " + c10::str(offsets) + " of tensor '" +
                      name + "', whose shape is " + c10::str(at::IntArrayRef(tensor.shape)));
   return read_box(tensor, {offsets.vec(), sizes.vec()});

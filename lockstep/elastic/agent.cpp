@@ -182,14 +182,14 @@ void Agent::lose_job(const std::string& why) {
 void Agent::on(const WorkersEnded& ended) {
   if (ended.generation != running_) return;
   using State = Report::State;
-  report_ = {.generation = running_, .state = ended.succeeded ? State::done : State::failed};
+  report_ = {.generation = running_, .state = ended.end.succeeded ? State::done : State::failed};
   if (stopping_) {
     report_.state = State::stopped;
-  } else if (!ended.succeeded) {
-    report_.exit_code = ended.exit_code;
-    report_.text = ended.text;
-    report_.can_retry = ended.can_retry;
-    report_.consequence = ended.consequence;
+  } else if (!ended.end.succeeded) {
+    report_.exit_code = ended.end.exit_code;
+    report_.text = ended.end.text;
+    report_.can_retry = ended.end.can_retry;
+    report_.consequence = ended.end.consequence;
   }
   running_ = 0;
   stopping_ = false;

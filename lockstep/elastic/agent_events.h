@@ -81,12 +81,7 @@ struct LeaseKept {
 /// All workers of a generation have ended, also because StopWorkers came.
 struct WorkersEnded {
   int64_t generation = 0;
-  bool succeeded = false;
-  // Of a failure; see Report.
-  int exit_code = 0;
-  std::string text = {};
-  bool can_retry = true;
-  bool consequence = false;
+  launch::HostEnd end = {};
 };
 /// Or not, where there is an error.
 struct StoreOpened {

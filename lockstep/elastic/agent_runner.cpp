@@ -1,14 +1,11 @@
 #include "lockstep/elastic/agent_runner.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <exception>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -16,7 +13,6 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/file.h"
 #include "lockstep/elastic/agent.h"
 #include "lockstep/elastic/event_queue.h"
 
@@ -29,12 +25,6 @@ using std::chrono::milliseconds;
 
 /// How long the end of the job waits for the registry to take the lease back.
 constexpr milliseconds kLetGo{1'000};
-
-UniqueFd new_event() {
-  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event) throw SystemError("eventfd", errno);
-  return event;
-}
 
 HostOrder order_of(const StartWorkers& start) {
   const GenerationRecord& record = *start.record;
@@ -71,42 +61,31 @@ class AgentRunner : public launch::HostAgent {
     thread_.join();
   }
 
-  int event_fd() const override { return changed_.get(); }
+  int event_fd() const override { return orders_.descriptor(); }
 
   HostOrder order() override {
-    const std::lock_guard lock(mutex_);
-    eventfd_t count = 0;
-    ::eventfd_read(changed_.get(), &count);
+    while (auto next = orders_.take(milliseconds(0))) order_ = std::move(*next);
     return order_;
   }
 
   void ended(int64_t generation, const launch::HostEnd& end) override {
-    handed_in_.push(WorkersEnded{.generation = generation,
-                                 .succeeded = end.succeeded,
-                                 .exit_code = end.exit_code,
-                                 .text = "on host " + where_ + ": " + end.text,
-                                 .can_retry = end.can_retry,
-                                 .consequence = end.consequence});
+    WorkersEnded ended{generation, end};
+    ended.end.text = "on host " + where_ + ": " + end.text;
+    handed_in_.push(std::move(ended));
   }
 
   void leave() override { handed_in_.push(Leave{}); }
 
  private:
-  void give(HostOrder order) {
-    const std::lock_guard lock(mutex_);
-    order_ = std::move(order);
-    ::eventfd_write(changed_.get(), 1);
-  }
-
   /// The agent's thread.
   void run() {
     try {
       perform(agent_.start(Clock::now()));
       while (!agent_.finished() && !over_) step();
     } catch (const std::exception& error) {
-      give({.kind = HostOrder::Kind::lost,
-            .exit_code = exit_code_of(error),
-            .text = std::string("the host's part in the job has failed: ") + error.what()});
+      orders_.push({.kind = HostOrder::Kind::lost,
+                    .exit_code = exit_code_of(error),
+                    .text = std::string("the host's part in the job has failed: ") + error.what()});
     }
   }
 
@@ -243,11 +222,11 @@ class AgentRunner : public launch::HostAgent {
       handed_in_.push(StoreOpened{.generation = action.generation, .error = error.what()});
     }
   }
-  void on(const StartWorkers& action) { give(order_of(action)); }
+  void on(const StartWorkers& action) { orders_.push(order_of(action)); }
   void on(const StopWorkers& action) {
-    give({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
+    orders_.push({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
   }
-  void on(const Finish& action) { give(action); }
+  void on(const Finish& action) { orders_.push(action); }
   void on(const Say& action) { options_.say(action.text); }
 
   const RunnerOptions options_;
@@ -257,10 +236,9 @@ class AgentRunner : public launch::HostAgent {
       options_.agent.node_rank ? std::to_string(*options_.agent.node_rank) : options_.agent.host;
   const std::unique_ptr<Registry> registry_;
   EventQueue<Event> handed_in_;
-  const UniqueFd changed_ = new_event();
+  EventQueue<HostOrder> orders_;
+  HostOrder order_;  ///< Of the launcher's thread.
   std::atomic<bool> over_{false};
-  std::mutex mutex_;  ///< Of the order.
-  HostOrder order_;
 
   // Of the agent's thread.
   Agent agent_;

@@ -50,12 +50,11 @@ class Job {
   void kill(const std::string& id) { hosts_.erase(id); }
   void cut_off(const std::string& id) { hosts_.at(id).online = false; }
   void reconnect(const std::string& id) { hosts_.at(id).online = true; }
-  void end_workers(const std::string& id, WorkersEnded ended) {
+  void end_workers(const std::string& id, const launch::HostEnd& end) {
     auto& host = hosts_.at(id);
     if (!host.running) throw std::logic_error("host " + id + " runs no workers");
-    ended.generation = host.running->number;
+    host.events.push_back(WorkersEnded{host.running->number, end});
     host.running.reset();
-    host.events.push_back(ended);
   }
   void succeed(const std::string& id) { end_workers(id, {.succeeded = true}); }
   void fail(const std::string& id, bool consequence = false) {

@@ -1,10 +1,11 @@
 #include "lockstep/launch/binding.h"
 
 #include <algorithm>
-#include <set>
+#include <map>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 
 namespace lockstep::launch {
@@ -27,7 +28,7 @@ std::string range_text(const char* what, int from, int to, int of) {
 Binding by_core(const BindingRequest& request, const Topology& topology) {
   const int cores = static_cast<int>(topology.cores.size());
   if (request.local_size > cores) {
-    const bool bound_before = request.allowed < request.online;
+    const bool bound_before = topology.processors() < topology.online;
     throw UsageError("--bind-to core: " + std::to_string(request.local_size) + " ranks, but " +
                          counted(cores, "core") + " that they may use",
                      bound_before ? "a launcher, taskset or a container has bound this rank "
@@ -59,80 +60,68 @@ Binding by_numa(const BindingRequest& request, const Topology& topology) {
   return binding;
 }
 
-constexpr const char* kOneDomain = "one NUMA domain";
-
 /// Why `auto` binds nothing; empty where it binds.
-std::string why_not(const BindingRequest& request) {
+std::string why_not(const BindingRequest& request, const Topology& topology) {
   if (request.local_size == 1) return "one rank on this host";
-  if (request.allowed < request.online) {
-    return "only " + std::to_string(request.allowed) + " of " + std::to_string(request.online) +
+  if (topology.processors() < topology.online) {
+    return "only " + std::to_string(topology.processors()) + " of " +
+           std::to_string(topology.online) +
            " processors may be used, which a launcher, taskset or a container has chosen";
   }
-  if (request.one_domain) return kOneDomain;
-  return {};
+  return topology.domains() < 2 ? "one NUMA domain" : "";
+}
+
+/// As the kernel counts domains; 0 where it does not say.
+int numa_of(int processor, const std::filesystem::path& system) {
+  std::error_code none;
+  const auto folder = system / ("cpu" + std::to_string(processor));
+  for (const auto& entry : std::filesystem::directory_iterator(folder, none)) {
+    const std::string name = entry.path().filename();
+    if (!name.starts_with("node")) continue;
+    if (const auto number = parse_int(name.substr(4))) return static_cast<int>(*number);
+  }
+  return 0;
 }
 
 }  // namespace
 
+int Topology::processors() const {
+  size_t count = 0;
+  for (const Core& core : cores) count += core.processors.size();
+  return static_cast<int>(count);
+}
+
 int Topology::domains() const {
-  std::set<int> known;
-  for (const Core& core : cores) known.insert(core.numa);
-  return static_cast<int>(known.size());
+  return cores.empty() ? 0 : cores.back().numa + 1;
+}
+
+Topology read_topology(const std::vector<int>& processors, const std::filesystem::path& system) {
+  std::map<int, std::vector<std::vector<int>>> domains;
+  for (auto& core : cores_of(processors, system))
+    domains[numa_of(core.front(), system)].push_back(core);
+  Topology topology{.online = online_processors()};
+  for (auto& [number, cores] : domains) {
+    const int numa = topology.domains();
+    for (auto& core : cores) topology.cores.push_back({std::move(core), numa});
+  }
+  return topology;
 }
 
 std::vector<std::string> binding_names() {
   return {"auto", "none", "core", "numa"};
 }
 
-Binding choose_binding(const BindingRequest& request, const Topology* topology) {
+Binding choose_binding(const BindingRequest& request, const Topology& topology) {
   expect_one_of("--bind-to", request.word, binding_names());
   if (request.word == "none") return {{}, "none: as asked for"};
-  const bool automatic = request.word == "auto";
-  if (automatic) {
-    if (const auto reason = why_not(request); !reason.empty()) return {{}, "none: " + reason};
+  if (request.word == "auto") {
+    if (const auto reason = why_not(request, topology); !reason.empty())
+      return {{}, "none: " + reason};
   }
-  if (!topology) {
-    if (automatic) return {{}, "none: " + no_topology_reason()};
-    throw UsageError("--bind-to " + request.word + ": " + no_topology_reason(),
-                     "install libhwloc-dev and build again, or use --bind-to none");
-  }
-  if (automatic && topology->domains() < 2) return {{}, std::string("none: ") + kOneDomain};
   Binding binding =
-      request.word == "core" ? by_core(request, *topology) : by_numa(request, *topology);
+      request.word == "core" ? by_core(request, topology) : by_numa(request, topology);
   std::sort(binding.processors.begin(), binding.processors.end());
   return binding;
-}
-
-namespace {
-
-void look_at_machine(BindingRequest& request) {
-  request.allowed = static_cast<int>(allowed_processors().size());
-  request.online = online_processors();
-  request.one_domain = has_one_memory_domain();
-}
-
-std::optional<Topology> topology_for(const BindingRequest& request) {
-  const bool asked = request.word == "core" || request.word == "numa";
-  const bool needed = asked || (request.word == "auto" && why_not(request).empty());
-  return needed ? read_topology() : std::nullopt;
-}
-
-}  // namespace
-
-Binding choose_binding(BindingRequest request) {
-  look_at_machine(request);
-  const auto topology = topology_for(request);
-  return choose_binding(request, topology ? &*topology : nullptr);
-}
-
-std::vector<Binding> choose_bindings(BindingRequest request) {
-  look_at_machine(request);
-  const auto topology = topology_for(request);
-  std::vector<Binding> bindings;
-  for (request.local_rank = 0; request.local_rank < request.local_size; ++request.local_rank) {
-    bindings.push_back(choose_binding(request, topology ? &*topology : nullptr));
-  }
-  return bindings;
 }
 
 }  // namespace lockstep::launch

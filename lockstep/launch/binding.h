@@ -1,8 +1,10 @@
 #pragma once
 
-#include <optional>
+#include <filesystem>
 #include <string>
 #include <vector>
+
+#include "lockstep/base/cores.h"
 
 namespace lockstep::launch {
 
@@ -14,15 +16,16 @@ struct Core {
 
 /// The cores that we may use, neighbours in the machine beside each other.
 struct Topology {
-  std::vector<Core> cores;
-  int domains() const;  ///< Of memory.
+  std::vector<Core> cores = {};  ///< By their domain.
+  int online = 1;                ///< Processors that the machine has switched on, ours or not.
+  int processors() const;        ///< Of the cores.
+  int domains() const;
 };
 
-/// Read with hwloc, which takes a few milliseconds. None when this build has no hwloc. See
-/// `no_topology_reason`.
-std::optional<Topology> read_topology();
-/// Why read_topology gives none, and what to do about it. Empty when it does.
-std::string no_topology_reason();
+/// Of these processors, as the kernel shows it: one core each and one domain where it does not say.
+/// Takes some 20 us for each core. `system` is for tests.
+Topology read_topology(const std::vector<int>& processors = allowed_processors(),
+                       const std::filesystem::path& system = "/sys/devices/system/cpu");
 
 /// What `--bind-to` takes, in the words of mpirun: auto, none, core, numa.
 std::vector<std::string> binding_names();
@@ -32,9 +35,6 @@ struct BindingRequest {
   std::string word = "auto";
   int local_rank = 0;
   int local_size = 1;
-  int allowed = 1;  ///< Processors that we may use. Fewer than `online`: some were taken away.
-  int online = 1;   ///< Processors that there are.
-  bool one_domain = false;  ///< The kernel shows one NUMA domain: `auto` needs no topology.
 };
 
 struct Binding {
@@ -53,15 +53,6 @@ struct Binding {
 ///    bound to a core has its helpers (loader workers, communication) there too. auto is also none
 ///    where somebody else, a launcher, taskset or a container, has dealt out the processors
 ///    already.
-///
-/// `topology` is null where it could not be read: then auto is none, and core and numa throw
-/// UsageError.
-Binding choose_binding(const BindingRequest& request, const Topology* topology);
-
-/// The same for this machine. Reads the topology only when it is needed. `allowed`, `online` and
-/// `one_domain` are filled in.
-Binding choose_binding(BindingRequest request);
-/// For all of this host's ranks, in their order. `local_rank` is filled in too.
-std::vector<Binding> choose_bindings(BindingRequest request);
+Binding choose_binding(const BindingRequest& request, const Topology& topology = read_topology());
 
 }  // namespace lockstep::launch

@@ -7,18 +7,22 @@
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 
 namespace lockstep::launch {
 namespace binding_test {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Pair;
 using ::testing::ThrowsMessage;
+using ::testing::UnorderedElementsAreArray;
 
 /// Cores of two hardware threads each: core i has the processors i and cores + i, as Linux numbers
 /// them.
 Topology machine(int cores, int domains) {
-  Topology topology;
+  Topology topology{.online = 2 * cores};
   for (int i = 0; i < cores; ++i) topology.cores.push_back({{i, cores + i}, i * domains / cores});
   return topology;
 }
@@ -28,12 +32,11 @@ BindingRequest request(const std::string& word, int rank, int size) {
   result.word = word;
   result.local_rank = rank;
   result.local_size = size;
-  result.allowed = result.online = 16;
   return result;
 }
 
 std::vector<int> processors(const std::string& word, int rank, int size, const Topology& topology) {
-  return choose_binding(request(word, rank, size), &topology).processors;
+  return choose_binding(request(word, rank, size), topology).processors;
 }
 
 TEST(Binding, CoresAreDealtOutInEqualParts) {
@@ -64,10 +67,9 @@ TEST(Binding, MoreRanksThanCoresIsAnError) {
 }
 
 TEST(Binding, ARankThatALauncherHasBoundIsTold) {
-  auto bound = request("core", 0, 2);
-  bound.allowed = 1;
-  const auto topology = machine(1, 1);
-  EXPECT_THAT([&] { choose_binding(bound, &topology); },
+  auto topology = machine(1, 1);
+  topology.online = 16;
+  EXPECT_THAT([&] { choose_binding(request("core", 0, 2), topology); },
               ThrowsMessage<UsageError>(HasSubstr("mpirun --bind-to none")));
 }
 
@@ -85,52 +87,60 @@ TEST(Binding, AutoBindsToDomainsOnly) {
   const auto one = machine(8, 1), two = machine(8, 2);
   EXPECT_EQ(processors("auto", 1, 2, two), processors("numa", 1, 2, two));
   EXPECT_THAT(processors("auto", 0, 2, one), IsEmpty());
-  EXPECT_THAT(choose_binding(request("auto", 0, 2), &one).reason, HasSubstr("one NUMA domain"));
-  EXPECT_THAT(choose_binding(request("auto", 0, 1), &two).reason, HasSubstr("one rank"));
+  EXPECT_THAT(choose_binding(request("auto", 0, 2), one).reason, HasSubstr("one NUMA domain"));
+  EXPECT_THAT(choose_binding(request("auto", 0, 1), two).reason, HasSubstr("one rank"));
 }
 
 TEST(Binding, AutoLeavesWhatALauncherHasDealtOut) {
-  const auto topology = machine(4, 2);
-  auto restricted = request("auto", 0, 2);
-  restricted.allowed = 8;
-  const auto binding = choose_binding(restricted, &topology);
+  auto topology = machine(4, 2);
+  topology.online = 16;
+  const auto binding = choose_binding(request("auto", 0, 2), topology);
   EXPECT_THAT(binding.processors, IsEmpty());
   EXPECT_THAT(binding.reason, HasSubstr("8 of 16 processors"));
-  restricted.word = "core";  // Asked for: among those that are left.
-  EXPECT_EQ(choose_binding(restricted, &topology).processors.size(), 4u);
+  // Asked for: among those that are left.
+  EXPECT_EQ(choose_binding(request("core", 0, 2), topology).processors.size(), 4u);
 }
 
-TEST(Binding, WithoutTopologyOnlyWhatIsAskedForFails) {
-  EXPECT_THAT(choose_binding(request("auto", 0, 2), nullptr).processors, IsEmpty());
-  EXPECT_THROW(choose_binding(request("numa", 0, 2), nullptr), UsageError);
-  EXPECT_THAT(choose_binding(request("none", 0, 2), nullptr).reason, HasSubstr("asked for"));
-}
-
-TEST(Binding, AutoNeedsNoTopologyOfOneDomain) {
-  auto known = request("auto", 0, 2);
-  known.one_domain = true;
-  EXPECT_EQ(choose_binding(known, nullptr).reason, "none: one NUMA domain");
-  const auto topology = machine(4, 1);
-  known.word = "core";  // Needs it still.
-  EXPECT_EQ(choose_binding(known, &topology).processors.size(), 4u);
-  EXPECT_THROW(choose_binding(known, nullptr), UsageError);
+TEST(Binding, NoneIsAsAskedFor) {
+  EXPECT_THAT(choose_binding(request("none", 0, 2)).reason, HasSubstr("asked for"));
 }
 
 TEST(Binding, AnUnknownWordIsNamed) {
-  EXPECT_THAT([] { choose_binding(request("cores", 0, 1), nullptr); },
+  EXPECT_THAT([] { choose_binding(request("cores", 0, 1)); },
               ThrowsMessage<UsageError>(HasSubstr("did you mean 'core'")));
+}
+
+TEST(Binding, TheKernelShowsCoresAndDomains) {
+  const TemporaryDirectory system("lockstep-binding");
+  // Two cores of two threads in each domain; the domains' numbers have a gap.
+  for (const int processor : {0, 1, 2, 3, 4, 5, 6, 7}) {
+    const auto folder = system.path() / ("cpu" + std::to_string(processor));
+    std::filesystem::create_directories(folder / (processor % 2 == 0 ? "node8" : "node2"));
+    std::filesystem::create_directories(folder / "topology");
+    const int first = processor % 4;
+    write_file_atomically(folder / "topology" / "thread_siblings_list",
+                          std::to_string(first) + "," + std::to_string(first + 4) + "\n");
+  }
+  const auto topology = read_topology({0, 1, 2, 4, 5, 6, 7}, system.path());
+  std::vector<std::pair<std::vector<int>, int>> cores;
+  for (const Core& core : topology.cores) cores.emplace_back(core.processors, core.numa);
+  EXPECT_THAT(cores, ElementsAre(Pair(ElementsAre(1, 5), 0), Pair(ElementsAre(7), 0),
+                                 Pair(ElementsAre(0, 4), 1), Pair(ElementsAre(2, 6), 1)));
+  EXPECT_EQ(topology.domains(), 2);
+  const auto unknown = read_topology({3, 5}, system.path() / "none");
+  EXPECT_EQ(unknown.cores.size(), 2u);
+  EXPECT_EQ(unknown.domains(), 1);
 }
 
 TEST(Binding, ThisMachinesCoresAreThoseThatWeMayUse) {
   const auto topology = read_topology();
-  if (!topology) GTEST_SKIP() << no_topology_reason();
   std::vector<int> all;
-  for (const Core& core : topology->cores) {
+  for (const Core& core : topology.cores) {
     all.insert(all.end(), core.processors.begin(), core.processors.end());
   }
-  std::sort(all.begin(), all.end());
-  EXPECT_EQ(all, allowed_processors());
-  EXPECT_GE(topology->domains(), 1);
+  EXPECT_THAT(all, UnorderedElementsAreArray(allowed_processors()));
+  EXPECT_GE(topology.domains(), 1);
+  EXPECT_LE(topology.processors(), topology.online);
 }
 
 }  // namespace binding_test

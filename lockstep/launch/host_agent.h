@@ -44,7 +44,8 @@ struct HostOrder {
   bool interrupted = false;
 };
 
-/// This host's part in a job of several hosts. No call blocks. Any thread may call.
+/// This host's part in a job of several hosts. No call blocks. One thread asks for the order; any
+/// may call the rest.
 class HostAgent {
  public:
   virtual ~HostAgent() = default;

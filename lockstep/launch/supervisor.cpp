@@ -17,7 +17,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <span>
 
@@ -86,41 +85,26 @@ bool run_on(const std::vector<int>& processors) {
   }
 }
 
-/// Where the kernel reads this process's command line. Empty where it does not say.
-std::span<char> own_arguments() {
+/// The fields of proc(5)'s stat from the third on: the state, the parent, ... Empty where the
+/// process is gone.
+std::vector<std::string> stat_of(const std::string& process) {
   char text[2048];
-  const UniqueFd file(::open("/proc/self/stat", O_RDONLY | O_CLOEXEC));
+  const UniqueFd file(::open(("/proc/" + process + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
   const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-  if (size <= 0) return {};
-  text[size] = 0;
-  const char* rest = std::strrchr(text, ')');
-  if (!rest) return {};
-  constexpr size_t kArgStart = 46;  // field 48 of proc(5), counted after the name
-  const auto fields = split(rest + 2, ' ');
-  if (fields.size() <= kArgStart + 1) return {};
-  const auto begin = std::strtoull(fields[kArgStart - 1].c_str(), nullptr, 10);
-  const auto end = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
-  if (begin == 0 || end < begin) return {};
-  return {reinterpret_cast<char*>(begin), end - begin};  // NOLINT(performance-no-int-to-ptr)
+  const std::string_view line(text, static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  const size_t name_end = line.rfind(") ");
+  return name_end == line.npos ? std::vector<std::string>() : split(line.substr(name_end + 2), ' ');
 }
 
-struct ParsedStat {
-  pid_t parent = 0;
-  char state = 'Z';
-};
-
-ParsedStat stat_of(pid_t pid) {
-  char text[512];
-  const auto path = "/proc/" + std::to_string(pid) + "/stat";
-  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  const ssize_t size = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-  if (size <= 0) return {};
-  text[size] = 0;
-  ParsedStat stat;
-  const char* name_end = std::strrchr(text, ')');
-  // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the kernel wrote it.
-  if (name_end) std::sscanf(name_end + 1, " %c %d", &stat.state, &stat.parent);
-  return stat;
+/// Where the kernel reads this process's command line. Empty where it does not say.
+std::span<char> own_arguments() {
+  constexpr size_t kArgStart = 45;  // field 48 of proc(5)
+  const auto fields = stat_of("self");
+  if (fields.size() <= kArgStart + 1) return {};
+  const auto begin = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
+  const auto end = std::strtoull(fields[kArgStart + 1].c_str(), nullptr, 10);
+  if (begin == 0 || end < begin) return {};
+  return {reinterpret_cast<char*>(begin), end - begin};  // NOLINT(performance-no-int-to-ptr)
 }
 
 /// 0 where the process is gone or the kernel does not say.
@@ -132,10 +116,10 @@ int threads_of(const std::string& process) {
 
 /// A process whose first thread alone has ended shows as a zombie too, but lives on in the others.
 bool has_ended(pid_t pid) {
-  const auto stat = stat_of(pid);
-  if (stat.parent == 0 || stat.state == 'X') return true;
-  if (stat.state != 'Z') return false;
-  return threads_of(std::to_string(pid)) <= 1;
+  const auto process = std::to_string(pid);
+  const auto stat = stat_of(process);
+  if (stat.empty() || stat[0] == "X") return true;
+  return stat[0] == "Z" && threads_of(process) <= 1;
 }
 
 /// The process that the supervisor becomes. It only makes system calls and allocates: after a fork
@@ -349,8 +333,8 @@ std::vector<pid_t> descendants_of(pid_t root) {
   while (const dirent* entry = readdir(folder)) {
     const auto pid = parse_int(entry->d_name);
     if (!pid) continue;
-    const auto stat = stat_of(static_cast<pid_t>(*pid));
-    if (stat.parent > 0) children.emplace(stat.parent, *pid);
+    const auto stat = stat_of(entry->d_name);
+    if (stat.size() > 1) children.emplace(parse_int(stat[1]).value_or(0), *pid);
   }
   closedir(folder);
   std::vector<pid_t> below = {root};

@@ -1,4 +1,4 @@
-#include "lockstep/rpc/call_count.h"
+#include "lockstep/rpc/rpc_worker.h"
 
 #include <gtest/gtest.h>
 

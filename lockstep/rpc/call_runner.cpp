@@ -1,16 +1,74 @@
 #include "lockstep/rpc/call_runner.h"
 
+#include <c10/util/ScopeExit.h>
+
+#include <map>
+#include <shared_mutex>
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/rpc/function_registry.h"
+#include "lockstep/base/hash.h"
+#include "lockstep/base/words.h"
+#include "lockstep/rpc/function.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/remote_failure.h"
 
 namespace lockstep::rpc::detail {
+namespace {
 
-CallRunner::CallRunner(std::string worker, RunningFunctions& running, const ServeLimits& limits)
-    : worker_(std::move(worker)), running_(running), limits_(limits) {}
+struct Registered {
+  Signature signature;
+  Handler handler;
+};
+
+/// The process's functions. They register themselves before main, so this belongs to the process.
+struct Registry {
+  std::shared_mutex mutex;
+  std::map<std::string, Registered, std::less<>> functions;
+};
+
+Registry& registry() {
+  static auto* const instance = new Registry;  // Threads may outlive static objects.
+  return *instance;
+}
+
+/// What it gives lives as long as the process.
+const Registered& registered(const std::string& name) {
+  Registry& all = registry();
+  const std::shared_lock lock(all.mutex);
+  const auto found = all.functions.find(name);
+  if (found != all.functions.end()) return found->second;
+  std::vector<std::string> names;
+  for (const auto& [known, entry] : all.functions) names.push_back(known);
+  throw UsageError("rpc: no function '" + name + "' is registered on the worker",
+                   did_you_mean(name, names));
+}
+
+}  // namespace
+
+Signature make_signature(std::string name, std::string types) {
+  if (name.empty()) throw UsageError("rpc: a function's name is empty");
+  const int64_t hash = fnv1a(types);
+  return {std::move(name), std::move(types), hash};
+}
+
+void register_function(const Signature& signature, Handler handler) {
+  Registry& all = registry();
+  const std::unique_lock lock(all.mutex);
+  const auto [place, added] =
+      all.functions.try_emplace(signature.name, Registered{signature, std::move(handler)});
+  if (!added) {
+    throw UsageError("rpc: the function '" + signature.name + "' is registered twice: " +
+                     place->second.signature.types + " and " + signature.types);
+  }
+}
+
+std::vector<std::string> CallRunner::running() const {
+  std::set<std::string> sorted;
+  const std::lock_guard lock(mutex_);
+  for (const auto* name : running_) sorted.insert(*name);
+  return {sorted.begin(), sorted.end()};
+}
 
 std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
   std::string name = std::move(call.name);
@@ -21,7 +79,14 @@ std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
     if (function.signature.hash != call.types_hash) {
       return CallOutcome{{}, encode_mismatch(name, worker_, function.signature.types)};
     }
-    const RunningFunctions::Scope runs(running_, function.signature.name);
+    std::unique_lock lock(mutex_);
+    const auto place = running_.insert(&function.signature.name);
+    lock.unlock();
+    const auto ended = c10::make_scope_exit([&] {
+      lock.lock();
+      running_.erase(place);
+      lock.unlock();
+    });
     HandlerResult result = function.handler(call.arguments);
     if (!result.later) return CallOutcome{std::move(result.value), std::nullopt};
     result.later->when_done([worker = worker_, name, served = std::move(served),

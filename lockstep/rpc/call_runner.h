@@ -7,10 +7,13 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "lockstep/rpc/running_functions.h"
 #include "lockstep/rpc/wire_call.h"
 
 namespace lockstep::rpc::detail {
@@ -31,8 +34,8 @@ class CallRunner {
  public:
   using Done = std::function<void(CallOutcome)>;
 
-  /// `running` must outlive it.
-  CallRunner(std::string worker, RunningFunctions& running, const ServeLimits& limits);
+  CallRunner(std::string worker, const ServeLimits& limits)
+      : worker_(std::move(worker)), limits_(limits) {}
 
   /// Runs the function on this thread. None when it has returned a Future: `done` is called with
   /// the outcome when that is done, perhaps at once. Does not throw.
@@ -40,14 +43,18 @@ class CallRunner {
   /// The outcome of a call that failed; by default before it named its function.
   CallOutcome refused(const std::exception_ptr& error, const std::string& function = "?") const;
 
+  /// The functions that run now, for messages. Sorted, each once.
+  std::vector<std::string> running() const;
+
  private:
   /// Counts a call until it is answered.
   using Served = std::shared_ptr<void>;
   Served begin(const WireCall& call) const;
 
   const std::string worker_;
-  RunningFunctions& running_;
   const ServeLimits limits_;
+  mutable std::mutex mutex_;
+  mutable std::multiset<const std::string*> running_;  ///< Names of functions.
   /// Answers may come when this is gone.
   const std::shared_ptr<std::atomic<int64_t>> served_ = std::make_shared<std::atomic<int64_t>>(0);
 };

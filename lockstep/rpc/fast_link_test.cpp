@@ -146,12 +146,11 @@ const auto twice = function("link.twice", [](int64_t number) {
 struct Served {
   explicit Served(std::shared_ptr<FastLink> link)
       : path(std::make_shared<FastPath>(std::move(link),
-                                        std::make_shared<CallRunner>("w1", running, ServeLimits{}),
-                                        threads, MessageLimits{1 << 20, 8})) {
+                                        std::make_shared<CallRunner>("w1", ServeLimits{}), threads,
+                                        MessageLimits{1 << 20, 8})) {
     path->start();
   }
   ~Served() { path->stop(); }
-  RunningFunctions running;
   std::shared_ptr<HandlerThreads> threads = std::make_shared<HandlerThreads>(4);
   std::shared_ptr<FastPath> path;
 };

@@ -12,17 +12,17 @@
 #include "lockstep/rpc/socket_meeting.h"
 
 namespace lockstep::rpc::detail {
+
+std::vector<std::string> exchange(Store& store, const std::string& key, int rank, int size,
+                                  const std::string& value) {
+  const auto keys = numbered_keys(key + "/", size);
+  store.set(keys[static_cast<size_t>(rank)], value);
+  return store.multi_get(keys);
+}
+
 namespace {
 
 constexpr const char* kNone = "none";
-
-/// What all ranks say, by rank.
-std::vector<std::string> exchange(Store& store, const std::string& what, const FastMeeting& meeting,
-                                  const std::string& value) {
-  const auto keys = numbered_keys("fast/" + what + "/", meeting.size);
-  store.set(keys[static_cast<size_t>(meeting.rank)], value);
-  return store.multi_get(keys);
-}
 
 bool are_all(const std::vector<std::string>& values, const std::string& wanted) {
   return std::all_of(values.begin(), values.end(),
@@ -62,7 +62,7 @@ std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& mee
   } catch (const Error& error) {
     lack = error.what();
   }
-  const auto addresses = exchange(store, "TCP/address", meeting, address);
+  const auto addresses = exchange(store, "fast/TCP/address", meeting.rank, meeting.size, address);
   if (!lack.empty()) throw CommError(lack);
   if (std::count(addresses.begin(), addresses.end(), "") > 0) {
     throw CommError("another rank cannot listen");
@@ -83,7 +83,7 @@ std::string wish_of(const FastMeeting& meeting) {
 
 std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting) {
   const std::string wish = wish_of(meeting);
-  const auto wishes = exchange(store, "wish", meeting, wish);
+  const auto wishes = exchange(store, "fast/wish", meeting.rank, meeting.size, wish);
   if (std::count(wishes.begin(), wishes.end(), kNone) > 0) {
     log_debug("rpc: calls go LibTorch's way only: a rank wants it so");
     return nullptr;
@@ -102,7 +102,7 @@ std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting) {
     lack = "rank " + std::to_string(meeting.rank) + ": " + error.what();
     store.set(kFailed, lack);
   }
-  const auto lacks = exchange(store, "made", meeting, lack);
+  const auto lacks = exchange(store, "fast/made", meeting.rank, meeting.size, lack);
   if (are_all(lacks, "")) return link;
   const auto is_lack = [](const std::string& one) { return !one.empty(); };
   log_debug("rpc: calls go LibTorch's way only: " +

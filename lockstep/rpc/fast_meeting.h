@@ -2,11 +2,17 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "lockstep/comm/store.h"
 #include "lockstep/rpc/fast_link.h"
 
 namespace lockstep::rpc::detail {
+
+/// Tells `value` under `key`. Gives what all ranks have told there, by rank. Blocks until they
+/// have.
+std::vector<std::string> exchange(Store& store, const std::string& key, int rank, int size,
+                                  const std::string& value);
 
 struct FastMeeting {
   int rank = 0;

@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,10 +21,34 @@
 #include "lockstep/rpc/function.h"
 #include "lockstep/rpc/future.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/request_queue.h"
 #include "lockstep/rpc/value_codec.h"
 
 namespace lockstep::rpc::detail {
+
+/// Requests that wait for a thread. Any thread.
+class RequestQueue {
+ public:
+  void push(FastMessage request) {
+    const std::lock_guard lock(mutex_);
+    requests_.push_back(std::move(request));
+    size_.store(requests_.size(), std::memory_order_seq_cst);
+  }
+  std::optional<FastMessage> pop() {
+    if (empty()) return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    if (requests_.empty()) return std::nullopt;
+    std::optional<FastMessage> first(std::move(requests_.front()));
+    requests_.pop_front();
+    size_.store(requests_.size(), std::memory_order_seq_cst);
+    return first;
+  }
+  bool empty() const { return size_.load(std::memory_order_seq_cst) == 0; }
+
+ private:
+  std::mutex mutex_;
+  std::deque<FastMessage> requests_;
+  std::atomic<size_t> size_{0};
+};
 
 /// Calls between ranks by a way of their own: plain values in messages of our own form over shared
 /// memory or TCP (FastLink). LibTorch's way costs a call several changes of threads. Here

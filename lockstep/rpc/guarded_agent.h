@@ -15,6 +15,9 @@
 
 namespace lockstep::rpc::detail {
 
+class CallRunner;
+class HandlerThreads;
+
 /// What guards a worker's messages, shared by what sends and what receives them.
 struct Guard {
   Guard(int self, const std::string& secret, const std::string& job, MessageLimits its_limits)
@@ -72,5 +75,13 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
   std::map<int, WorkerInfo> by_id_;  ///< Never removed: LibTorch keeps references to these.
   std::map<std::string, int> by_name_;
 };
+
+/// Answers what other workers ask: runs registered functions, and lets LibTorch do its own part for
+/// references and autograd. Requests run on the transport's own threads, which saves a change of
+/// threads, up to `on_transport`; the others on `threads`, which must outlive the result. What
+/// cannot be read, or is not sealed, fails the request.
+std::unique_ptr<torch::distributed::rpc::RequestCallback> make_request_handler(
+    std::shared_ptr<const CallRunner> runner, std::shared_ptr<Guard> guard, HandlerThreads& threads,
+    int on_transport);
 
 }  // namespace lockstep::rpc::detail

@@ -22,7 +22,6 @@
 #include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/request_handler.h"
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/rpc/wire_call.h"
 #include "tests/support/run_workers.h"
@@ -236,8 +235,8 @@ void spoil(std::vector<char>& bytes, Random& random) {
 struct Served {
   explicit Served(const std::string& secret, const ServeLimits& limits = {})
       : guard(std::make_shared<Guard>(0, secret, "job", MessageLimits{1 << 20, 8})),
-        handler(make_request_handler(std::make_shared<CallRunner>("w0", running, limits), guard,
-                                     threads, /*on_transport=*/8)) {}
+        handler(make_request_handler(std::make_shared<CallRunner>("w0", limits), guard, threads,
+                                     /*on_transport=*/8)) {}
 
   c10::intrusive_ptr<native::JitFuture> take(const MessagePtr& message) {
     return (*handler)(*message, {});
@@ -247,7 +246,6 @@ struct Served {
   }
 
   HandlerThreads threads{4};
-  RunningFunctions running;
   std::shared_ptr<Guard> guard;
   std::unique_ptr<native::RequestCallback> handler;
 };

@@ -1,4 +1,3 @@
-#include "lockstep/rpc/request_handler.h"
 
 #include <torch/csrc/distributed/autograd/autograd.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_req.h>

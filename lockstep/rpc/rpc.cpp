@@ -70,15 +70,13 @@ std::string secret_of(const Options& options) {
 std::string meet_with_secret(Store store, const World& world, const std::string& secret) {
   if (world.rank() == 0) store.set("job", random_hex(16));
   const std::string job = store.get("job");
-  const auto keys = numbered_keys("secret/", world.size());
   const auto proof = [&](size_t rank) {
     if (secret.empty()) return std::string("none");
     const std::string code = detail::hmac_sha256(secret, job + "/" + std::to_string(rank));
     return sha256_hex(code);
   };
   const auto self = static_cast<size_t>(world.rank());
-  store.set(keys[self], proof(self));
-  const auto proofs = store.multi_get(keys);
+  const auto proofs = detail::exchange(store, "secret", world.rank(), world.size(), proof(self));
   for (size_t rank = 0; rank < proofs.size(); ++rank) {
     if (proofs[rank] == proof(rank)) continue;
     throw UsageError("rpc::init: ranks " + std::to_string(std::min(rank, self)) + " and " +
@@ -90,9 +88,7 @@ std::string meet_with_secret(Store store, const World& world, const std::string&
 
 /// Each rank says its name, so that a name that is taken is an error which names both. Returns all.
 std::vector<std::string> meet(Store store, const World& world, const std::string& name) {
-  const auto keys = numbered_keys("name/", world.size());
-  store.set(keys[static_cast<size_t>(world.rank())], name);
-  std::vector<std::string> names = store.multi_get(keys);
+  auto names = detail::exchange(store, "name", world.rank(), world.size(), name);
   for (size_t rank = 0; rank < names.size(); ++rank) {
     const auto first = std::find(names.begin(), names.end(), names[rank]) - names.begin();
     if (static_cast<size_t>(first) == rank) continue;

@@ -17,8 +17,8 @@
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/call.h"
+#include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/guarded_agent.h"
-#include "lockstep/rpc/request_handler.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -102,9 +102,8 @@ Worker::Worker(const Setup& setup)
       stop_timeout_(setup.stop_timeout),
       guard_(std::make_shared<Guard>(setup.id, setup.secret, setup.job, setup.messages)),
       calls_(setup.max_pending),
-      running_(std::make_shared<RunningFunctions>()),
       threads_(std::make_shared<HandlerThreads>(setup.threads)),
-      runner_(std::make_shared<CallRunner>(setup.name, *running_, setup.serve)),
+      runner_(std::make_shared<CallRunner>(setup.name, setup.serve)),
       fast_path_(make_fast_path(setup, runner_, threads_)),
       peers_(setup.store.clone(), setup.names, setup.id,
              [guard = guard_, fast = std::weak_ptr(fast_path_)](int id) {
@@ -152,17 +151,13 @@ std::shared_ptr<Worker> Worker::start(const Setup& setup) {
 
 void Worker::meet(Store store) {
   const auto size = static_cast<int>(names_.size());
-  const auto addresses = numbered_keys("address/", size), ready = numbered_keys("ready/", size);
-  const auto self = static_cast<size_t>(id_);
-  store.set(addresses[self], packed_address(name_, agent_->address()));
-  const auto all = store.multi_get(addresses);
+  const auto all = exchange(store, "address", id_, size, packed_address(name_, agent_->address()));
   for (int id = 0; id < size; ++id) {
     const auto [name, address] = unpacked_address(all[static_cast<size_t>(id)]);
     agent_->add_worker(id, name, address);
   }
   // Nobody calls before all know all.
-  store.set(ready[self], "");
-  store.multi_get(ready);
+  exchange(store, "ready", id_, size, "");
   for (int id = 0; id < size; ++id) {
     if (id != id_) peers_.watch(id, names_[static_cast<size_t>(id)]);
   }
@@ -309,9 +304,8 @@ std::string Worker::leave() noexcept {
     if (stopped && ended) return {};
     keep_forever(agent_);
     keep_forever(threads_);
-    keep_forever(running_);
     keep_forever(fast_path_);
-    const auto names = running_->names();
+    const auto names = runner_->running();
     return "rpc: worker '" + name_ + "' left while " +
            (names.empty() ? std::string("an answer") : "'" + join(names, "', '") + "'") +
            " still ran there after " + seconds_text(stop_timeout_) +

@@ -18,7 +18,7 @@ import lockstep_testing as t
 LIBRARY = t.SOURCE_DIR / "lockstep"
 # What decides how a file is compiled, and is the user's to choose.
 CHOICES = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "CMAKE_CXX_FLAGS_RELWITHDEBINFO",
-           "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_HWLOC", "LOCKSTEP_UNITY")
+           "CMAKE_CXX_COMPILER", "LOCKSTEP_MPI", "LOCKSTEP_UNITY")
 
 FETCHED = """cmake_minimum_required(VERSION 3.25)
 project(fetched LANGUAGES C CXX)

@@ -440,14 +440,14 @@ void SimulatedWorld::workers_end(size_t i, bool succeeded, bool consequence) {
   rules_.no_longer_active(number);
   if (!succeeded || host.stopping) break_generation(number);
   if (!succeeded && !host.stopping) rules_.has_failed(number);
-  WorkersEnded ended{number, succeeded};
+  launch::HostEnd end{.succeeded = succeeded};
   if (!succeeded) {
-    ended.exit_code = SimulationRules::kWorkerExitCode;
-    ended.text = host.id + " failed in " + std::to_string(number);
-    ended.can_retry = mended_ || !chance(0.05);
-    ended.consequence = consequence;
+    end.exit_code = SimulationRules::kWorkerExitCode;
+    end.text = host.id + " failed in " + std::to_string(number);
+    end.can_retry = mended_ || !chance(0.05);
+    end.consequence = consequence;
   }
-  deliver(i, ended);
+  deliver(i, WorkersEnded{number, end});
 }
 
 /// The others lose a peer, and notice it sooner or later.

@@ -241,10 +241,11 @@ class TerminalSettings {
 };
 
 std::vector<launch::Binding> bindings_of(const RunOptions& options) {
-  launch::BindingRequest request;
-  request.word = options.bind_to;
-  request.local_size = options.nproc;
-  return launch::choose_bindings(request);
+  const auto topology = launch::read_topology();
+  std::vector<launch::Binding> bindings;
+  for (int rank = 0; rank < options.nproc; ++rank)
+    bindings.push_back(launch::choose_binding({options.bind_to, rank, options.nproc}, topology));
+  return bindings;
 }
 
 launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayout& layout,

@@ -47,10 +47,6 @@ TensorBackend::TensorBackend(const BackendOptions& options)
       names_(names_of(options)),
       timeout_(options.timeout) {}
 
-void TensorBackend::throw_not_implemented() {
-  throw CommError("a backend of Lockstep was asked for what it does not implement");
-}
-
 Request TensorBackend::message_request(Operation operation, const at::Tensor& tensor,
                                        int peer) const {
   Request request{.operation = operation, .root = peer, .timeout = timeout()};

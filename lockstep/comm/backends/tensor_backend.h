@@ -78,8 +78,7 @@ class TensorBackend : public c10d::Backend {
   static constexpr int kAnyRank = -1;
 
   // What a backend implements. Each `add` gives `work`, one of its `make_work`, an operation on
-  // memory that lives as long as the work. A coalesced call gets several. What a backend does not
-  // implement must not be called on it.
+  // memory that lives as long as the work. A coalesced call gets several.
 
   virtual OwnWork make_work(Request request) = 0;
   /// Begins the call. What becomes of it is left in the work.
@@ -101,23 +100,15 @@ class TensorBackend : public c10d::Backend {
   virtual void add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                                   const c10d::ReduceOp& op) = 0;
   /// Only the root's data changes, in place.
-  virtual void add_reduce(TensorWork&, const at::Tensor&, const c10d::ReduceOp&, int /*root*/) {
-    throw_not_implemented();
-  }
+  virtual void add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
+                          int root) = 0;
   /// The lists are empty on all but the root.
-  virtual void add_gather(TensorWork&, const at::Tensor& /*input*/, Blocks, int /*root*/) {
-    throw_not_implemented();
-  }
-  virtual void add_scatter(TensorWork&, Blocks, const at::Tensor& /*output*/, int /*root*/) {
-    throw_not_implemented();
-  }
-  virtual void add_all_to_all(TensorWork&, at::ScalarType, Buffers /*sends*/, Buffers) {
-    throw_not_implemented();
-  }
+  virtual void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) = 0;
+  virtual void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) = 0;
+  virtual void add_all_to_all(TensorWork& work, at::ScalarType dtype, Buffers sends,
+                              Buffers receives) = 0;
   /// Begins a send or a receive; `peer`: kAnyRank for a receive from any.
-  virtual WorkPtr message(Operation, const at::Tensor&, int /*peer*/, int /*tag*/) {
-    throw_not_implemented();
-  }
+  virtual WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) = 0;
 
   /// A barrier to which all ranks come with the same operation and a tensor of this shape and
   /// dtype. Throws MismatchError on all of them otherwise.
@@ -131,7 +122,6 @@ class TensorBackend : public c10d::Backend {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  [[noreturn]] static void throw_not_implemented();
   /// As `reduction_dtype`, whose error then tells of the call.
   at::ScalarType reduced_dtype(Operation operation, const at::Tensor& tensor,
                                const c10d::ReduceOp& op) const;
