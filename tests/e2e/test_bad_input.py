@@ -131,13 +131,13 @@ class Words(BadInput):
         commands = re.findall(r"^  ([a-z-]+) ", t.run(t.LOCKSTEP, "--help").stdout, re.M)
         self.assertIn("train", commands)
         for command in ([], *([name] for name in commands)):
-            page = t.run(t.LOCKSTEP, *command, "--man-page=1.2,2026-12-31").stdout
-            self.assertTrue(page.startswith(f'.TH {"-".join(["lockstep", *command]).upper()} 1 2026-12-31 "lockstep 1.2"'), page[:99])
+            page = t.run(t.LOCKSTEP, *command, "--man-page=1.2,2026-01-31").stdout
+            self.assertTrue(page.startswith(f'.TH {"-".join(["lockstep", *command]).upper()} 1 2026-01-31 "lockstep 1.2"'), page[:99])
             for reader in (["mandoc", "-T", "lint", "-W", "warning"], ["groff", "-man", "-ww", "-z", "-Tutf8"]):
                 if shutil.which(reader[0]):
                     said = subprocess.run(reader, input=page, capture_output=True, text=True, timeout=60)
                     self.assertEqual(said.stdout + said.stderr, "", command)
-        self.assertIn("\\fB\\-\\-max\\-epochs\\fR \\fIN\\fR", t.run(t.LOCKSTEP, "train", "--man-page=1,2026-12-31").stdout)
+        self.assertIn("\\fB\\-\\-max\\-epochs\\fR \\fIN\\fR", t.run(t.LOCKSTEP, "train", "--man-page=1,2026-01-31").stdout)
 
     def help_on_terminal(self, columns, *words):
         leader, follower = pty.openpty()
@@ -169,7 +169,7 @@ class Words(BadInput):
     def test_numbers_out_of_range_name_the_flag(self):
         for flags, message in (
             (("--devices", 0), "--devices"),
-            (("--devices", "two"), "--devices: 'two' is not a whole number"),
+            (("--devices", "two"), "--devices: 'two' is neither auto nor a whole number"),
             (("--batch-size", 0), "--batch-size"),
             (("--max-epochs", -1), "--max-epochs"),
             (("--lr", "fast"), "--lr: 'fast' is not a number"),
