@@ -7,7 +7,7 @@ endif
 PREFIX ?= /usr/local
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup build train test wheel package bench format lint install clean
+.PHONY: help setup build train test wheel package bench docs format lint install clean
 help:            ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 setup:           ## Install what the build needs (Debian packages, a virtual environment with torch)
@@ -27,6 +27,9 @@ package: setup   ## Build a .deb and a tar.gz into build/package
 	@scripts/package.sh $(JOBS)
 bench: build     ## Measure against Python and print the ratios
 	@scripts/bench.sh $(BUILD)
+docs:            ## Make one site of the pages and the public headers in build/docs
+	@scripts/setup.sh --docs
+	@scripts/docs.sh
 format:    ## Format the C++ files with clang-format
 	@scripts/setup.sh --dev
 	@git ls-files '*.h' '*.cpp' | grep -v gloo_stubs | xargs clang-format -i

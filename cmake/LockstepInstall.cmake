@@ -36,6 +36,16 @@ if(LOCKSTEP_BUILD_TOOLS)
       file(MAKE_DIRECTORY \${folder})
       execute_process(COMMAND $<TARGET_FILE:lockstep_bin> completion \${shell} OUTPUT_FILE \${file})
     endforeach()")
+  string(TIMESTAMP date "%Y-%m-%d" UTC)
+  install(CODE "
+    set(folder \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_MANDIR}/man1)
+    file(MAKE_DIRECTORY \${folder})
+    foreach(page lockstep lockstep-train lockstep-eval lockstep-run lockstep-bench lockstep-estimate-memory
+            lockstep-checkpoint lockstep-debug lockstep-env lockstep-completion)
+      string(REGEX REPLACE ^lockstep-? \"\" command \${page})
+      execute_process(COMMAND $<TARGET_FILE:lockstep_bin> \${command} --man-page=${PROJECT_VERSION},${date}
+                      OUTPUT_FILE \${folder}/\${page}.1)
+    endforeach()")
 endif()
 
 set(lockstep_torch "${LibTorch_ROOT}")

@@ -2,7 +2,7 @@
 # Installs what the build needs: Debian packages (as root or with sudo), then, unless a
 # LibTorch of the user's own is found, a virtual environment .venv with torch. Quick
 # when there is nothing to do. `setup.sh --test` adds what the tests build the Python wheel with, etcd and Slurm;
-# `setup.sh --dev` the formatter and the linter.
+# `setup.sh --dev` the formatter and the linter; `setup.sh --docs` Doxygen.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ ! -d /run/systemd/system ] || starts_service='etcd-server|munge|slurm'
@@ -14,6 +14,7 @@ packages() {
   [ "${1:-}" != --test ] || grep -vE "${starts_service:-^$}" scripts/packages-test.txt
   [ "${1:-}" != --test ] || [ -z "${LOCKSTEP_LONG_TESTS:-}" ] || printf '%s\n' clang libclang-rt-14-dev  # libFuzzer
   [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
+  [ "${1:-}" != --docs ] || echo doxygen
 }
 
 missing_packages() {

@@ -86,7 +86,7 @@ class World {
   /// "torchrun", "lockstep", "slurm", "openmpi", "mpi" (a communicator), "explicit" or "none".
   const std::string& launcher() const;
   int64_t generation() const;
-  /// cuda:<local_rank> with nccl, else cpu.
+  /// `cuda:LOCAL_RANK` with nccl, else cpu.
   c10::Device device() const;
   /// This host's address in numbers, as the job's other hosts reach it. "127.0.0.1" where the
   /// launcher says that there is one host.

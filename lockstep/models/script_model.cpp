@@ -4,10 +4,12 @@
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <filesystem>
+#include <sstream>
 #include <utility>
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -42,6 +44,16 @@ jit::Module read_script(const std::string& path) {
         "write it in Python by torch.jit.script(module).save(FILE); torch.save writes "
         "weights only, for --load-weights save them as safetensors");
   }
+}
+
+/// Puts a tensor into the place of the one of this name in a script.
+void replace(jit::Module script, const std::string& name, const at::Tensor& value) {
+  auto path = split(name, '.');
+  const std::string leaf = path.back();
+  path.pop_back();
+  for (const std::string& child : path) script = script.attr(child).toModule();
+  const bool trained = script.attr(leaf).toTensor().requires_grad();
+  script.setattr(leaf, value.detach().to(at::kCPU, false, true).set_requires_grad(trained));
 }
 
 /// The same tree of names as the script's. The tensors are the script's own.
@@ -92,6 +104,15 @@ class ScriptModel : public Model {
     script_.train(on);
   }
 
+  void save(const StateDict& state, const std::filesystem::path& path) const {
+    jit::Module copy = script_.clone(/*inplace=*/true);  // The tensors are shared until replaced.
+    for (const auto& [name, tensor] : state) replace(copy, name, tensor);
+    copy.eval();
+    std::ostringstream bytes;
+    copy.save(bytes);
+    write_file_atomically(path, bytes.view());
+  }
+
  private:
   void check_form() {
     const auto method = script_.find_method("forward");
@@ -131,6 +152,13 @@ bool names_script_file(const std::string& name) {
 
 std::shared_ptr<Model> load_script_model(const std::string& path) {
   return std::make_shared<ScriptModel>(path);
+}
+
+void save_script_model(const Model& model, const StateDict& state,
+                       const std::filesystem::path& path) {
+  const auto* script = dynamic_cast<const ScriptModel*>(&model);
+  if (!script) throw UsageError("model " + model.name() + " is no TorchScript");
+  script->save(state, path);
 }
 
 }  // namespace lockstep

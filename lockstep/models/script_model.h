@@ -1,8 +1,10 @@
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <string>
 
+#include "lockstep/base/state_dict.h"
 #include "lockstep/models/models.h"
 
 namespace lockstep {
@@ -16,5 +18,11 @@ bool names_script_file(const std::string& name);
 /// script. Throws UsageError for a file that is missing, that is no TorchScript or that has nothing
 /// to train, and for a forward of another form.
 std::shared_ptr<Model> load_script_model(const std::string& path);
+
+/// Writes a model of load_script_model as TorchScript again, with the tensors of `state`, which has
+/// all names of its state_dict, in place of its own. It is written for the CPU and in evaluation
+/// mode. The model stays as it is. Throws UsageError for any other model, and SystemError.
+void save_script_model(const Model& model, const StateDict& state,
+                       const std::filesystem::path& path);
 
 }  // namespace lockstep

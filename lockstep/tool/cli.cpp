@@ -19,6 +19,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/tool/cli_help.h"
+#include "lockstep/tool/man_page.h"
 
 namespace lockstep::tool {
 namespace {
@@ -125,12 +126,18 @@ struct Cli::Impl : HelpPage {
   std::string group = "Options";
   std::vector<std::string>* trailing = nullptr;
   bool help_asked = false;
+  bool all_help_asked = false;
   std::map<std::string, std::string> other_words;  // of other tools, and the flag for each
 
   OptionInfo& add(const std::string& names, const std::string& placeholder, const std::string& help,
                   const std::string& shown_default) {
-    options.push_back({split(names, ','), placeholder, help, shown_default, group, nullptr});
-    return options.back();
+    OptionInfo& info = options.emplace_back();
+    info.names = split(names, ',');
+    info.placeholder = placeholder;
+    info.help = help;
+    info.shown_default = shown_default;
+    info.group = group;
+    return info;
   }
 
   const OptionInfo* find(const std::string& name) const {
@@ -374,6 +381,12 @@ void Cli::also_called(const std::string& name, const std::vector<std::string>& w
   for (const auto& word : words) impl_->other_words[word] = name;
 }
 
+void Cli::common(const std::string& name, const std::string& line) {
+  for (auto& info : impl_->options) {
+    if (info.has(name)) info.line = line;
+  }
+}
+
 void Cli::positional(const std::string& name, std::string& value, const std::string& help,
                      bool required, const std::vector<std::string>& choices) {
   const auto set = [&value, name, choices](const std::string& text) {
@@ -402,7 +415,14 @@ bool Cli::parse(const std::vector<std::string>& args) {
   auto& impl = *impl_;
   if (!impl.find("--help")) {
     impl.group = "Help";
-    flag("-h,--help", impl.help_asked, "Print this text and exit");
+    flag("-h,--help", impl.help_asked,
+         impl.has_common() ? "Print the common flags, or those of a section, and exit"
+                           : "Print this text and exit");
+    if (impl.has_common()) flag("--help-all", impl.all_help_asked, "Print all flags and exit");
+  }
+  if (args.size() == 1 && args[0].starts_with(kManPage)) {
+    print(man_page(impl, args[0].substr(kManPage.size())));
+    return false;
   }
   if (args == std::vector<std::string>{kFlagTable}) {
     print(impl.table());
@@ -418,9 +438,11 @@ bool Cli::parse(const std::vector<std::string>& args) {
     throw UsageError(error.what(), "'" + impl.command + " --help' lists the flags");
   }
   auto words = impl.app.remaining();
-  if (impl.help_asked) {
+  if (impl.help_asked || impl.all_help_asked) {
     words.insert(words.end(), rest.begin(), rest.end());
-    print(impl.text(help_width(), words.empty() ? "" : words.front()));
+    const bool is_short = impl.has_common() && words.empty() && !impl.all_help_asked;
+    print(is_short ? impl.short_text(help_width())
+                   : impl.text(help_width(), words.empty() ? "" : words.front()));
     return false;
   }
   if (impl.trailing) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace lockstep::tool {
@@ -19,6 +20,9 @@ struct Range {
 
 /// As the only argument it has a command print HelpPage::table (cli_help.h).
 inline constexpr const char* kFlagTable = "--flag-table";
+
+/// As the only argument it has, with "VERSION,DATE" behind it, a command print its page for man(1).
+inline constexpr std::string_view kManPage = "--man-page=";
 
 /// Throws UsageError, "NAME is 0; it must be at least 1", unless the number is in the range.
 void check_range(const std::string& name, double value, Range range);
@@ -81,6 +85,9 @@ class Cli {
   /// Names in other tools for the flag `name`, such as "--gpus" for "--devices". They are not
   /// accepted, but the error message suggests the flag.
   void also_called(const std::string& name, const std::vector<std::string>& words);
+  /// Makes the flag one of the common ones, with this text in a line. Where a command has such,
+  /// --help prints them alone, and --help-all prints all.
+  void common(const std::string& name, const std::string& line);
   /// A word without dashes, in the order of these calls: `lockstep eval WEIGHTS`; one of `choices`
   /// where there are some.
   void positional(const std::string& name, std::string& value, const std::string& help,
@@ -90,13 +97,14 @@ class Cli {
   void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);
 
   /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
-  /// command then returns 0. "--help files" prints the heading "Files" alone. Throws UsageError.
+  /// command then returns 0. "--help files" prints the heading alone that has a word which begins
+  /// so. Throws UsageError.
   [[nodiscard]] bool parse(const std::vector<std::string>& args);
   /// True when the user gave the option ("--lr"), by any of its names. After `parse`.
   bool given(const std::string& name) const;
   /// Every long name, for suggestions in other places (configuration keys).
   std::vector<std::string> long_names() const;
-  /// The text of --help, wrapped to `width` columns.
+  /// The text of --help-all, wrapped to `width` columns.
   std::string help(int width) const;
 
  private:

@@ -26,8 +26,9 @@ std::vector<std::string> pieces_of(const std::string& word) {
 }
 
 /// "  --flag VALUE      what it does", the second column wrapped; on a narrow page below the first.
-std::string help_row(const std::string& left, const std::string& right, size_t width) {
-  const size_t column = width < kTwoColumns ? kIndent : kColumn;
+std::string help_row(const std::string& left, const std::string& right, size_t width,
+                     size_t wide_column = kColumn) {
+  const size_t column = width < kTwoColumns ? kIndent : wide_column;
   std::string row = "  " + wrapped(left, {2, kIndent, width});
   if (row.size() + 2 > column) {
     row += '\n';
@@ -101,22 +102,60 @@ std::string HelpPage::flags_of(const std::string& heading, size_t columns) const
   return text;
 }
 
+bool HelpPage::has_common() const {
+  return std::any_of(options.begin(), options.end(),
+                     [](const OptionInfo& info) { return !info.line.empty(); });
+}
+
+std::string HelpPage::usage() const {
+  std::string text = command + " [FLAGS]";
+  for (const auto& info : positionals) {
+    text += info.required ? " " + info.name : " [" + info.name + "]";
+  }
+  return trailing_name.empty() ? text : text + " " + trailing_name;
+}
+
+std::string HelpPage::short_text(int width) const {
+  constexpr size_t kLongest = 13;  // A longer list of choices is left to the line.
+  constexpr size_t kColumnOfLines = 26;
+  const auto columns = static_cast<size_t>(width);
+  std::string text = wrapped("Usage: " + usage() + ". " + summary, {0, kIndent, columns}) + "\n";
+  std::vector<std::string> sections;
+  for (const auto& group : headings()) {
+    sections.push_back(split(to_lower(group), ' ').back());
+    std::string rows;
+    for (const auto& info : options) {
+      if (info.group != group || info.line.empty()) continue;
+      std::string left = info.main_name();
+      if (!info.placeholder.empty())
+        left += info.placeholder.size() > kLongest ? " NAME" : " " + info.placeholder;
+      const bool has_default = !info.shown_default.empty();
+      rows += help_row(left, info.line + (has_default ? " [" + info.shown_default + "]" : ""),
+                       columns, kColumnOfLines);
+    }
+    if (!rows.empty()) text += group + ":\n" + rows;
+  }
+  if (!examples.empty()) {
+    const std::string line = "Example: " + examples.front().first;
+    text += wrapped(line, {0, kIndent, columns - 2, {}, " \\"}) + "\n";
+  }
+  const std::string more =
+      "'" + command + " --help SECTION' lists all flags of a section: " + join(sections, ", ") +
+      ". '" + command + " --help-all' lists all " + std::to_string(options.size()) + ".";
+  return text + wrapped(more, {0, 0, columns}) + "\n";
+}
+
 std::string HelpPage::text(int width, const std::string& section) const {
   constexpr size_t kWorthSections = 4;
   const auto columns = static_cast<size_t>(width);
   const auto groups = headings();
   for (const auto& group : groups) {
-    if (!section.empty() && to_lower(group).starts_with(to_lower(section))) {
+    if (!section.empty() && (" " + to_lower(group)).find(" " + to_lower(section)) != group.npos) {
       return flags_of(group, columns);
     }
   }
-  std::string usage = command + " [FLAGS]";
-  for (const auto& info : positionals) {
-    usage += info.required ? " " + info.name : " [" + info.name + "]";
-  }
-  if (!trailing_name.empty()) usage += " " + trailing_name;
   std::string text = wrapped(summary, {0, 0, columns}) +
-                     "\n\nUsage: " + wrapped(usage, {7, kIndent, columns}) + "\n";
+                     "\n\nUsage: " + wrapped(usage(), {7, kIndent, columns}) + "\n";
   if (!positionals.empty() || !trailing_name.empty()) text += "\nArguments:\n";
   for (const auto& info : positionals) text += help_row(info.name, info.help, columns);
   if (!trailing_name.empty()) text += help_row(trailing_name, trailing_help, columns);

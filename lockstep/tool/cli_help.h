@@ -19,6 +19,7 @@ struct OptionInfo {
   std::string help;
   std::string shown_default;
   std::string group;
+  std::string line = {};          // of the short page; empty: it is not there
   CLI::Option* option = nullptr;  // owned by the CLI::App
 
   std::string main_name() const { return names.back(); }
@@ -51,14 +52,19 @@ struct HelpPage {
   std::string trailing_help;
   std::vector<std::pair<std::string, std::string>> examples;  // command line, what it shows
 
-  /// The page, wrapped to `width` columns; only the flags of a heading that begins with `section`,
-  /// in any case, where there is one.
+  /// The page, wrapped to `width` columns; only the flags of the heading of which a word begins
+  /// with `section`, in any case, where there is one.
   std::string text(int width, const std::string& section = {}) const;
+  /// The common flags in a line each, below their headings.
+  std::string short_text(int width) const;
+  bool has_common() const;
+  /// "lockstep train [FLAGS]".
+  std::string usage() const;
+  std::vector<std::string> headings() const;
   /// For completion: a line for each flag or word, with tabs between its names, value and help.
   std::string table() const;
 
  private:
-  std::vector<std::string> headings() const;
   std::string flags_of(const std::string& heading, size_t columns) const;
 };
 

@@ -12,6 +12,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/variables.h"
+#include "lockstep/tool/man_page.h"
 
 namespace lockstep::tool {
 namespace cli_test {
@@ -265,6 +266,35 @@ TEST(Cli, HelpOfOneSection) {
     EXPECT_NE(text.find("--quiet"), std::string::npos);
     EXPECT_EQ(text.find("--loud") != std::string::npos, word == "elsewhere") << text;
   }
+}
+
+TEST(Cli, CommonFlagsInALineEachAndAllOfThemWhenAskedFor) {
+  for (const std::string words :
+       {"--help", "--help out", "--help-all", "--man-page=1.2,2026-12-31"}) {
+    std::string value = "a";
+    bool loud = false;
+    Cli cli("lockstep test", "Tests.");
+    cli.group("In and out");
+    cli.choice("--value", value, {"a", "bb", "a-long-choice"}, "Long text of value");
+    cli.flag("--loud", loud, "Long text of loud");
+    cli.common("--value", "Short text");
+    testing::internal::CaptureStdout();
+    EXPECT_FALSE(cli.parse(split(words, ' ')));
+    std::fflush(stdout);
+    const std::string text = testing::internal::GetCapturedStdout();
+    const bool is_short = words == "--help";
+    EXPECT_EQ(text.find("--value NAME            Short text [a]\n") != std::string::npos, is_short);
+    EXPECT_EQ(text.find("Long text of loud") == std::string::npos, is_short) << text;
+    EXPECT_EQ(text.find("'lockstep test --help SECTION'") != std::string::npos, is_short);
+    EXPECT_EQ(text.starts_with(".TH LOCKSTEP-TEST 1 2026-12-31 \"lockstep 1.2\""),
+              words.size() > 15);
+  }
+}
+
+TEST(RoffText, HasNoRequestsAndEscapes) {
+  EXPECT_EQ(roff_text(".a"), "\\&.a");
+  EXPECT_EQ(roff_text("'a"), "\\&\\(aqa");
+  EXPECT_EQ(roff_text("--a\\n`~^"), "\\-\\-a\\en\\(ga\\(ti\\(ha");
 }
 
 TEST(RunGuarded, ExitCodesAreThoseOfTheErrors) {

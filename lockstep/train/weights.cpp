@@ -11,6 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/pt_file.h"
 #include "lockstep/data/tensor_reader.h"
@@ -92,26 +93,63 @@ class Renames {
   std::vector<Rule> rules_;
 };
 
-/// Of the model's tensors those that are to be loaded.
-StateDict selected(const StateDict& own, const std::vector<std::string>& patterns) {
-  StateDict found;
-  const auto matches = [](const std::string& pattern, const std::string& name) {
-    return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
-  };
-  for (const auto& item : own) {
-    const bool wanted = std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
-      return matches(pattern, item.first);
-    });
-    if (wanted || patterns.empty()) found.push_back(item);
+/// Patterns that a user may have meant: each name, and each of its parents with ".*".
+std::string near_patterns(const std::string& pattern, const std::vector<std::string>& names) {
+  std::vector<std::string> known = names;
+  for (const std::string& name : names) {
+    for (size_t dot = 0; (dot = name.find('.', dot)) != std::string::npos; ++dot)
+      known.push_back(name.substr(0, dot) + ".*");
   }
+  std::sort(known.begin(), known.end());
+  known.erase(std::unique(known.begin(), known.end()), known.end());
+  const std::string meant = did_you_mean(pattern, known);
+  if (!meant.empty() || names.empty()) return meant;
+  return "its names are like " + names.front() + " and " + names.back();
+}
+
+/// Those of `names` that match one of the patterns. `kind` is what the names are of.
+std::set<std::string> matching(const std::vector<std::string>& names,
+                               const std::vector<std::string>& patterns, const std::string& kind) {
+  std::set<std::string> found;
   for (const std::string& pattern : patterns) {
-    const bool used = std::any_of(own.begin(), own.end(),
-                                  [&](const auto& item) { return matches(pattern, item.first); });
-    if (used) continue;
-    throw UsageError("the model has no tensor whose name matches '" + pattern + "'",
-                     own.empty() ? "" : "its names are like " + own.front().first);
+    bool used = false;
+    for (const std::string& name : names) {
+      if (::fnmatch(pattern.c_str(), name.c_str(), 0) != 0) continue;
+      found.insert(name);
+      used = true;
+    }
+    if (!used)
+      throw UsageError("the model has no " + kind + " whose name matches '" + pattern + "'",
+                       near_patterns(pattern, names));
   }
   return found;
+}
+
+/// Of the model's tensors those that are to be loaded.
+StateDict selected(const StateDict& own, const std::vector<std::string>& patterns) {
+  if (patterns.empty()) return own;
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : own) names.push_back(name);
+  const std::set<std::string> found = matching(names, patterns, "tensor");
+  StateDict wanted;
+  for (const auto& item : own) {
+    if (found.contains(item.first)) wanted.push_back(item);
+  }
+  return wanted;
+}
+
+/// Whether the tensor is of the layer that has the model's last parameters.
+bool is_of_head(const std::string& name, const torch::nn::Module& module) {
+  const auto parameters = module.named_parameters();
+  const std::string last = parameters.is_empty() ? "" : parameters.back().key();
+  const size_t dot = last.rfind('.');
+  return dot != std::string::npos && name.starts_with(last.substr(0, dot + 1));
+}
+
+/// Whether only the number of classes differs.
+bool has_other_classes(const at::Tensor& own, const at::Tensor& read) {
+  return own.dim() > 0 && own.dim() == read.dim() && own.size(0) != read.size(0) &&
+         own.sizes().slice(1) == read.sizes().slice(1);
 }
 
 /// What stands in `names` before the names of `wanted`. Empty where nothing that is known does.
@@ -190,18 +228,48 @@ void check_weights_exist(const fs::path& path) {
                   "give a safetensors file, as --save-weights writes, or a checkpoint's folder");
 }
 
-void load_weights(torch::nn::Module& module, const std::filesystem::path& path,
-                  const WeightsSelection& selection) {
+std::vector<std::string> load_weights(torch::nn::Module& module, const std::filesystem::path& path,
+                                      const WeightsSelection& selection) {
   check_weights_exist(path);
   const StateDict own = state_dict(module);
   const StateDict wanted = selected(own, selection.only);
   StateDict tensors = read_weights(path, wanted, selection);
   std::set<std::string> names;
   for (const auto& [name, tensor] : wanted) names.insert(name);
+  for (const auto& [name, tensor] : own) {
+    const auto same = [&, &wanted_name = name](const auto& item) {
+      return item.first == wanted_name;
+    };
+    const auto read = std::find_if(tensors.begin(), tensors.end(), same);
+    if (!selection.new_head || read == tensors.end() || !is_of_head(name, module)) continue;
+    if (!has_other_classes(tensor, read->second)) continue;
+    tensors.erase(read);
+    names.erase(name);
+  }
+  std::vector<std::string> kept;
   for (const auto& item : own) {
-    if (!names.contains(item.first)) tensors.push_back(item);  // It is copied to itself.
+    if (names.contains(item.first)) continue;
+    tensors.push_back(item);  // It is copied to itself.
+    kept.push_back(item.first);
   }
   load_state_dict(module, tensors, path.string());
+  return kept;
+}
+
+int64_t freeze_parameters(torch::nn::Module& module, const std::vector<std::string>& patterns) {
+  const auto parameters = module.named_parameters();
+  const std::set<std::string> frozen = matching(parameters.keys(), patterns, "parameter");
+  const bool all = std::all_of(parameters.begin(), parameters.end(), [&](const auto& item) {
+    return frozen.contains(item.key()) || !item.value().requires_grad();
+  });
+  if (all) throw UsageError("all parameters would be frozen: nothing is left to train");
+  int64_t elements = 0;
+  for (const auto& item : parameters) {
+    if (!frozen.contains(item.key())) continue;
+    at::Tensor(item.value()).set_requires_grad(false);
+    elements += item.value().numel();
+  }
+  return elements;
 }
 
 void check_weights_name(const std::string& what, const fs::path& path) {

@@ -27,6 +27,9 @@ struct WeightsSelection {
   /// "OLD=NEW" of names as `lockstep checkpoint inspect` shows them. Each side has one `*`
   /// ("encoder.*=backbone.*"), or neither has one. The first that matches a name counts.
   std::vector<std::string> rename = {};
+  /// The output layer, which has the model's last parameters, keeps its values where the file has
+  /// it for another number of classes (first dimension). All else must fit.
+  bool new_head = false;
 };
 
 /// Reads weights into a model. `path` is one of these:
@@ -42,8 +45,17 @@ struct WeightsSelection {
 ///
 /// Throws DataError for what cannot be read. Throws CheckpointError that lists all names and shapes
 /// that do not fit, and UsageError for a pattern that matches nothing. Then the model is as before.
-void load_weights(torch::nn::Module& module, const std::filesystem::path& path,
-                  const WeightsSelection& selection = {});
+/// Returns the names of the model's tensors that the file did not give, and which keep their
+/// values.
+std::vector<std::string> load_weights(torch::nn::Module& module, const std::filesystem::path& path,
+                                      const WeightsSelection& selection = {});
+
+/// Freezes the parameters whose names match one of the patterns (`*` is any text): they need no
+/// gradient any more. So they are averaged over no ranks, and no optimizer changes them or has a
+/// state of them. Buffers, such as the statistics of a batch norm, still change. Returns their
+/// number of elements. Throws UsageError, before it changes anything, for a pattern that matches no
+/// parameter, with those that may be meant, and where no parameter would be left to train.
+int64_t freeze_parameters(torch::nn::Module& module, const std::vector<std::string>& patterns);
 
 /// Throws UsageError, which begins with `what`, for the name of a file to be written that says
 /// another format than safetensors or .pt ("model.onnx"). A name without an extension says none.

@@ -102,6 +102,12 @@ class Words(BadInput):
         files = t.run(t.LOCKSTEP, "help", "train", "files").stdout
         self.assertIn("--checkpoint-dir", files)
         self.assertNotIn("--max-epochs", files)
+        data = t.run(t.LOCKSTEP, "help", "train", "data").stdout
+        self.assertIn("--num-workers", data)
+        self.assertNotIn("--checkpoint-dir", data)
+        everything = t.run(t.LOCKSTEP, "help", "train", "--help-all").stdout
+        for page in (files, data):
+            self.assertIn(page, everything)
         sizes = t.run(t.LOCKSTEP, "bench", "step", "--help").stdout
         self.assertNotIn("--sizes", sizes)
         self.refuse(("bench", "step", "--sizes", 4), 2, "unknown flag '--sizes'")
@@ -113,6 +119,25 @@ class Words(BadInput):
                 longest = max(text.splitlines(), key=len)
                 self.assertLessEqual(len(longest), columns, longest)
                 self.assertGreater(len(longest), columns - 12, "the width is made use of")
+
+    def test_help_of_train_is_one_screen(self):
+        for columns in (80, 100):
+            lines = self.help_on_terminal(columns, "train").splitlines()
+            self.assertLess(len(lines), 24, "the prompt has the last line")
+            self.assertGreater(sum(line.startswith("  --") for line in lines), 12)
+
+    def test_man_pages(self):
+        """Without a warning by who reads them, where one is installed; and with every flag."""
+        commands = re.findall(r"^  ([a-z-]+) ", t.run(t.LOCKSTEP, "--help").stdout, re.M)
+        self.assertIn("train", commands)
+        for command in ([], *([name] for name in commands)):
+            page = t.run(t.LOCKSTEP, *command, "--man-page=1.2,2026-01-31").stdout
+            self.assertTrue(page.startswith(f'.TH {"-".join(["lockstep", *command]).upper()} 1 2026-01-31 "lockstep 1.2"'), page[:99])
+            for reader in (["mandoc", "-T", "lint", "-W", "warning"], ["groff", "-man", "-ww", "-z", "-Tutf8"]):
+                if shutil.which(reader[0]):
+                    said = subprocess.run(reader, input=page, capture_output=True, text=True, timeout=60)
+                    self.assertEqual(said.stdout + said.stderr, "", command)
+        self.assertIn("\\fB\\-\\-max\\-epochs\\fR \\fIN\\fR", t.run(t.LOCKSTEP, "train", "--man-page=1,2026-01-31").stdout)
 
     def help_on_terminal(self, columns, *words):
         leader, follower = pty.openpty()
@@ -144,7 +169,7 @@ class Words(BadInput):
     def test_numbers_out_of_range_name_the_flag(self):
         for flags, message in (
             (("--devices", 0), "--devices"),
-            (("--devices", "two"), "--devices: 'two' is not a whole number"),
+            (("--devices", "two"), "--devices: 'two' is neither auto nor a whole number"),
             (("--batch-size", 0), "--batch-size"),
             (("--max-epochs", -1), "--max-epochs"),
             (("--lr", "fast"), "--lr: 'fast' is not a number"),

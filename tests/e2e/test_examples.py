@@ -532,16 +532,17 @@ class Quickstart(unittest.TestCase):
         shown = t.run(*command, "--local-ranks-filter", 0, program, env=environment_of()).stdout
         self.assertEqual(re.findall(r"\[rank0\]: (epoch .*)", shown), sorted(set(lines)))
 
-    def test_readme_shows_the_programs(self):
+    def test_pages_show_the_programs(self):
         sources = [(t.SOURCE_DIR / "examples/quickstart" / f"{name}.cpp").read_text() for name in
                    ("single", "distributed")]
         code = [text[text.index("#include"):] for text in sources]
-        readme = (t.SOURCE_DIR / "README.md").read_text()
-        self.assertIn(f"```cpp\n{code[0]}```", readme)
+        page, readme = ((t.SOURCE_DIR / name).read_text() for name in ("docs/program.md", "README.md"))
+        self.assertIn(f"```cpp\n{code[0]}```", page)
         changed = [line[0] + line[2:] for line in difflib.ndiff(*(text.splitlines() for text in code))
                    if line[:2] in ("+ ", "- ")]
         self.assertLessEqual(len(changed), 5, changed)
-        self.assertIn("```diff\n" + "\n".join(changed) + "\n```", readme)
+        for text in (page, readme):
+            self.assertIn("```diff\n" + "\n".join(changed) + "\n```", text)
 
 
 class TutorialPage(unittest.TestCase):

@@ -21,7 +21,7 @@ def data():
 
 
 def strategies():
-    text = t.run(t.LOCKSTEP, "train", "--help").stdout
+    text = t.run(t.LOCKSTEP, "train", "--help-all").stdout
     found = re.search(r"--strategy ([\w|]+)", text)
     assert found, text
     return found[1].split("|")

@@ -18,7 +18,7 @@ LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 
 def strategies():
     """Those of several processes."""
-    text = t.run(t.LOCKSTEP, "train", "--help").stdout
+    text = t.run(t.LOCKSTEP, "train", "--help-all").stdout
     return [name for name in re.search(r"--strategy ([\w|]+)", text)[1].split("|") if name != "dp"]
 
 

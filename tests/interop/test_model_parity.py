@@ -1,6 +1,7 @@
 """Fresh models have the names and bits of Python's, and compute the same."""
 
 import unittest
+import unittest.mock
 
 import lockstep_testing as testing
 from parity_testing import differences, parity, require_linked_torch, save
@@ -9,6 +10,7 @@ require_linked_torch()
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import parity_models  # noqa: E402
 
@@ -41,6 +43,28 @@ class ModelParity(unittest.TestCase):
                 save({**model.state_dict(), "input": x}, folder / "in.safetensors")
                 ours = parity(folder, mode="forward", model=name, input=str(folder / "in.safetensors"))
                 self.assertEqual(differences(ours, {"output": model(x)}), [])
+
+    def test_resnet18_is_torchvisions(self):
+        """Names, initial values and, from a .pt file of its weights, the logits."""
+        try:
+            # A torchvision for CUDA declares operators that a torch without it lacks. The model needs none.
+            with unittest.mock.patch("torch.library.register_fake", lambda *_, **__: lambda function: function):
+                from torchvision.models import resnet18
+        except ImportError as error:
+            self.skipTest(f"Python's torchvision is not installed: {error}")
+        torch.manual_seed(4)
+        model = resnet18(num_classes=7).eval()
+        with testing.temporary_folder() as folder:
+            self.assertEqual(differences(parity(folder, mode="init", model="resnet18:classes=7", seed=4),
+                                         model.state_dict()), [])
+            for parameter in model.parameters():
+                parameter.data.add_(torch.randn_like(parameter) * 1e-3)
+            torch.save(model.state_dict(), folder / "resnet18.pt")
+            testing.run(testing.LOCKSTEP, "checkpoint", "convert", folder / "resnet18.pt", folder / "w.safetensors")
+            x = torch.randn(2, 3, 64, 64)
+            save({**load_file(folder / "w.safetensors"), "input": x}, folder / "in.safetensors")
+            ours = parity(folder, mode="forward", model="resnet18:classes=7", input=str(folder / "in.safetensors"))
+            self.assertEqual(differences(ours, {"output": model(x)}), [])
 
     def test_a_step_has_pythons_bits(self):
         """Losses, gradients by way of two steps of SGD, and the statistics of batch norm; in training mode, with

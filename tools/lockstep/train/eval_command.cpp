@@ -18,7 +18,7 @@ int eval_command(const std::vector<std::string>& args) {
       "PATH");
   add_flags(cli, config, {"Processes"});
   if (!cli.parse(args)) return 0;
-  check_config(config);
+  finish_config(config);
   if (config.load_weights.empty()) {
     throw UsageError("--load-weights is missing: the file whose weights to test",
                      "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");

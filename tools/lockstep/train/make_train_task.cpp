@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/strategies/strategies.h"
@@ -91,6 +92,31 @@ WeightsSelection selection_of(const RunConfig& config) {
   return selection;
 }
 
+/// What of the model begins anew must be known, as its first predictions are worth nothing.
+void tell_what_begins_anew(const RunConfig& config, const std::vector<std::string>& names,
+                           int64_t classes) {
+  constexpr size_t kShown = 4;
+  if (names.empty()) return;
+  const std::vector<std::string> first(names.begin(),
+                                       names.begin() + std::min(kShown, names.size()));
+  std::string text = join(first, ", ");
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  if (config.load_only.empty()) {
+    log_warning("a new output layer for " + counted(classes, "class") + " begins: " + text + ". " +
+                config.load_weights + " has it for another number");
+  } else {
+    log_info("not loaded from " + config.load_weights + ": " + text);
+  }
+}
+
+void start_from_weights(const RunConfig& config, const World& world, int64_t classes, bool training,
+                        Model& model) {
+  WeightsSelection selection = selection_of(config);
+  selection.new_head = training && config.load_only.empty() && classes > 0;
+  const auto names = load_weights(model, config.load_weights, selection);
+  if (world.rank() == 0) tell_what_begins_anew(config, names, classes);
+}
+
 /// The module of the run, its parameters drawn from the seed.
 void make_module(const RunConfig& config, const World& world, const SampleSource& source,
                  ScheduleOptions schedule, ModelTask& made) {
@@ -99,8 +125,12 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
                     source);
   seed_everything(config.seed);
   const auto model = make_model(config.model, source.num_classes());
-  if (!config.load_weights.empty()) load_weights(*model, config.load_weights, selection_of(config));
-  if (!config.load_optimizer.empty() && !made.train.empty())
+  const bool training = !made.train.empty();
+  if (!config.load_weights.empty())
+    start_from_weights(config, world, source.num_classes(), training, *model);
+  if (!config.freeze.empty() && training)
+    made.frozen = freeze_parameters(*model, split(config.freeze, ','));
+  if (!config.load_optimizer.empty() && training)
     made.optimizer_state =
         load_python_optimizer(config.load_optimizer, *model, python_settings(config));
   model->to(world.device());

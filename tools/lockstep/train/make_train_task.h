@@ -22,6 +22,7 @@ struct ModelTask {
   std::vector<DataLoader> train;  ///< One, or one for each logical shard; none for an evaluation.
   std::vector<DataLoader> validation;
   int64_t parameters = 0;
+  int64_t frozen = 0;  ///< Of them, by --freeze.
   int64_t train_samples = 0;
   int64_t test_samples = 0;
   at::MemoryFormat memory_format = at::MemoryFormat::Contiguous;

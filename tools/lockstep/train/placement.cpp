@@ -29,6 +29,12 @@ ThreadChoice choose_threads(const ThreadRequest& request) {
               "; fewer for small models"};
 }
 
+int ranks_for(int cores) {
+  constexpr int kMost = 8;
+  const int cores_of_rank = (cores + kMost - 1) / kMost;
+  return std::max(1, cores / std::max(1, cores_of_rank));
+}
+
 Placement choose_placement(std::optional<int64_t> threads, const std::string& bind_to,
                            const JobEnvironment& job) {
   const bool known = job.local_size > 0 || job.single_host || job.world_size == 1;

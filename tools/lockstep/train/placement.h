@@ -28,6 +28,11 @@ struct ThreadChoice {
 /// the cores in equal parts, at least 1.
 ThreadChoice choose_threads(const ThreadRequest& request);
 
+/// How many ranks --devices auto starts on a host without GPUs: one for each core, but at most 8.
+/// Where there are more cores each rank gets the same number of them, and threads use it. More
+/// ranks would make larger steps, by --batch-size, and longer all-reduces.
+int ranks_for(int cores);
+
 /// Where and with how many threads a rank computes.
 struct Placement {
   ThreadChoice threads;

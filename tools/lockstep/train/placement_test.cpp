@@ -114,5 +114,15 @@ TEST_F(InEnvironment, CoresByRank) {
   EXPECT_THROW(choose_placement({}, "core", job(0, 100'000)), UsageError);
 }
 
+TEST(RanksFor, ACoreEachAndAtMostEight) {
+  EXPECT_EQ(ranks_for(0), 1);
+  EXPECT_EQ(ranks_for(1), 1);
+  EXPECT_EQ(ranks_for(2), 2);
+  EXPECT_EQ(ranks_for(8), 8);
+  EXPECT_EQ(ranks_for(12), 6);
+  EXPECT_EQ(ranks_for(13), 6);
+  EXPECT_EQ(ranks_for(64), 8);
+}
+
 }  // namespace placement_test
 }  // namespace lockstep

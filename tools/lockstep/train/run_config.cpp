@@ -101,7 +101,10 @@ void set(RunConfig& config, const Flag& flag, const toml::node& node, const std:
   std::visit(
       [&](auto member) {
         using T = Unwrapped<std::decay_t<decltype(config.*member)>>::type;
-        const auto value = value_of<T>(node);
+        auto value = value_of<T>(node);
+        if constexpr (std::is_same_v<T, int64_t>) {
+          if (flag.may_be_auto && node.value_exact<std::string>() == "auto") value = kAuto;
+        }
         if (!value) throw UsageError(key + " must be " + expected_text<T>());
         config.*member = *value;  // NOLINT(bugprone-optional-value-conversion): not all are.
       },
@@ -190,6 +193,9 @@ void check_value(const Flag& flag, const RunConfig& config, const std::string& n
         if constexpr (std::is_same_v<T, std::string>) {
           if (!flag.choices.empty()) expect_one_of(name, value, flag.choices);
           if (flag.check) flag.check(name, value);
+        } else if constexpr (std::is_same_v<T, int64_t>) {
+          if (!flag.may_be_auto || value != kAuto)
+            tool::check_range(name, static_cast<double>(value), flag.range);
         } else if constexpr (std::is_arithmetic_v<T>) {
           tool::check_range(name, static_cast<double>(value), flag.range);
         } else {
@@ -350,6 +356,14 @@ void check_config(const RunConfig& config) {
   }
   if (config.load_weights.empty() && !(config.load_only + config.load_rename).empty()) {
     throw UsageError("--load-only and --load-rename are for --load-weights, which is not given");
+  }
+  if (!config.save_model.empty() && !model_info(config.model).from_file) {
+    throw UsageError(
+        "--save-model writes TorchScript, which the C++ model " + config.model + " cannot become",
+        "--save-weights FILE.pt writes its weights. In Python a module of the same names takes "
+        "them "
+        "(load_state_dict(torch.load(FILE.pt))), and torch.jit.script(module).save makes "
+        "TorchScript");
   }
   if (config.resume != "none" && !config.load_optimizer.empty()) {
     throw UsageError("--resume and --load-optimizer exclude each other",

@@ -40,6 +40,9 @@ enum class OnRanks {
   all_or_none,  ///< What rank 0 writes with the help of all: its value is each rank's own.
 };
 
+/// The value of a flag that was given the word "auto".
+inline constexpr int64_t kAuto = -1;
+
 /// A row of run_flags.def.
 struct Flag {
   using Field =
@@ -58,6 +61,8 @@ struct Flag {
   std::string help;
   std::string placeholder = {};  ///< Of a text that is not one of `choices`.
   tool::Range range = {};        ///< Of a number.
+  std::string line = {};         ///< Of a common flag, in the short help: see Cli::common.
+  bool may_be_auto = false;      ///< A whole number may also be the word "auto": kAuto.
   std::vector<std::string> choices = {};
   /// Throws UsageError, which begins with the flag, for a text that it cannot have.
   void (*check)(const std::string& flag, const std::string& value) = nullptr;

@@ -32,7 +32,7 @@ int train_command(const std::vector<std::string>& args) {
       "The resolved configuration is saved as config.toml in --checkpoint-dir",
       "FILE");
   if (!cli.parse(args)) return 0;
-  check_config(config);
+  finish_config(config);
   choose_snapshots(config);
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },

@@ -11,7 +11,9 @@
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
+#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/error_file.h"
@@ -38,6 +40,22 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
             cli.flag(flag.name, value, flag.help);
           } else if constexpr (std::is_same_v<T, uint64_t>) {
             cli.seed(flag.name, value, flag.help);
+          } else if constexpr (std::is_same_v<T, int64_t>) {
+            if (!flag.may_be_auto) return cli.option(flag.name, value, flag.help, flag.range);
+            cli.custom(flag.name, "N|auto", flag.help,
+                       value == kAuto ? "auto" : std::to_string(value),
+                       [&value, &flag](const std::string& text) {
+                         if (text == "auto") {
+                           value = kAuto;
+                           return;
+                         }
+                         const auto number = parse_int(text);
+                         if (!number)
+                           throw UsageError(flag.name + ": '" + text +
+                                            "' is neither auto nor a whole number");
+                         value = *number;
+                         check_range(flag.name, static_cast<double>(value), flag.range);
+                       });
           } else if constexpr (!std::is_same_v<T, std::string>) {
             cli.option(flag.name, value, flag.help, flag.range);
           } else if (flag.choices.empty()) {
@@ -47,6 +65,7 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
           }
         },
         flag.field);
+    if (!flag.line.empty() && groups.size() > 2) cli.common(flag.name, flag.line);
   }
 }
 
@@ -177,6 +196,16 @@ void run_generations(const RunConfig& config, const InitOptions& options,
   }
 }
 
+/// One rank for each GPU, or as ranks_for says.
+int64_t devices_here(const RunConfig& config) {
+  const JobEnvironment job = read_job_environment();
+  if (job.started_as_rank()) return job.local_size > 0 ? job.local_size : job.world_size;
+  if (config.strategy == "dp") return 1;  // One process uses them all.
+  const bool may_use_cuda = config.accelerator != "cpu" && at::hasCUDA();
+  const auto gpus = may_use_cuda ? static_cast<int64_t>(at::getNumGPUs()) : 0;
+  return gpus > 0 ? gpus : ranks_for(usable_cores());
+}
+
 bool may_recover(const RunConfig& config) {
   return config.min_ranks || env_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0;
 }
@@ -186,6 +215,11 @@ bool may_recover(const RunConfig& config) {
 constexpr int64_t kSnapshotEvery = 100;
 
 }  // namespace
+
+void finish_config(RunConfig& config) {
+  if (config.devices == kAuto) config.devices = devices_here(config);
+  check_config(config);
+}
 
 void choose_snapshots(RunConfig& config) {
   const bool is_whole =

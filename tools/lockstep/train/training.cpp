@@ -16,6 +16,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/models/script_model.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/recovery/elastic_job.h"
 #include "lockstep/tool/output_file.h"
@@ -65,11 +66,13 @@ TrainerOptions trainer_options(const RunConfig& config) {
 void check_outputs(const RunConfig& config) {
   tool::check_output_file("--save-weights", config.save_weights, "weights.safetensors");
   tool::check_output_file("--save-best", config.save_best, "best.safetensors");
+  tool::check_output_file("--save-model", config.save_model, "model.pt");
   check_weights_name("--save-weights", config.save_weights);
   check_weights_name("--save-best", config.save_best);
   tool::check_output_file("--metrics-file", config.metrics_file, "metrics.jsonl",
                           check_metrics_file);
   const std::pair<const char*, std::string> files[] = {{"--save-weights", config.save_weights},
+                                                       {"--save-model", config.save_model},
                                                        {"--save-best", config.save_best},
                                                        {"--metrics-file", config.metrics_file}};
   for (const auto& [flag, file] : files) {
@@ -118,10 +121,10 @@ void check_resume(const std::string& resume) {
 void print_opening(const RunConfig& config, const World& world, const ModelTask& made,
                    Console& console) {
   const int64_t ranks = world.size();
-  console.line("model " + config.model + " (" + with_thousands(made.parameters) +
-               " parameters), dataset " + config.dataset + " (" +
-               with_thousands(made.train_samples) + " samples, " +
-               with_thousands(made.test_samples) + " held out)");
+  console.line("model " + config.model + " (" + with_thousands(made.parameters) + " parameters" +
+               (made.frozen > 0 ? ", " + with_thousands(made.frozen) + " of them frozen" : "") +
+               "), dataset " + config.dataset + " (" + with_thousands(made.train_samples) +
+               " samples, " + with_thousands(made.test_samples) + " held out)");
   const std::string over = ranks > 1 ? " over " + world.group().backend() : "";
   const int64_t shares =
       data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
@@ -363,6 +366,10 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
                  counted(config.early_stop_patience, "epoch"));
   }
   if (!config.save_weights.empty()) trainer.save_weights(config.save_weights);
+  if (!config.save_model.empty()) {
+    const StateDict state = trainer.model_state();
+    if (world.rank() == 0) save_script_model(made.module->model(), state, config.save_model);
+  }
   finish_output(config, world, result.test, made.test_samples, console);
   return result;
 }
