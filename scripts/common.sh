@@ -6,6 +6,8 @@ clang_tidy_version=22.1.8
 scikit_build_core_version=1.1.2
 expecttest_version=0.3.0
 pillow_version=13.0.0
+tensorboard_version=2.21.0
+mlflow_version=3.17.2
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {

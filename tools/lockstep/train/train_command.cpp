@@ -33,10 +33,11 @@ int train_command(const std::vector<std::string>& args) {
       "FILE");
   if (!cli.parse(args)) return 0;
   check_config(config);
+  std::vector<std::shared_ptr<Logger>> loggers;
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },
       [&](const World& world, Console& console, ElasticJob* job) {
-        run_training(config, world, console, job);
+        run_training(config, world, console, job, loggers);
       });
 }
 
