@@ -51,7 +51,8 @@ endif()
 set(lockstep_torch "${LibTorch_ROOT}")
 if(LOCKSTEP_BUILD_WHEEL)
   set(lockstep_torch "\${PACKAGE_PREFIX_DIR}/../torch")
-  set(LOCKSTEP_HAS_MPI OFF) # The shared library has found it.
+  set(LOCKSTEP_HAS_MPI OFF) # The shared library has found them.
+  set(LOCKSTEP_HAS_PROMETHEUS OFF)
 endif()
 configure_package_config_file(cmake/LockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/LockstepConfig.cmake
                               INSTALL_DESTINATION ${lockstep_cmake_dir})

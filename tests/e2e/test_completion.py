@@ -14,6 +14,8 @@ import lockstep_testing as t
 LINES = {
     "est": ["estimate-memory"],
     "deb": ["debug"],
+    "rep": ["report"],
+    "train --log-d": ["train", "--log-dir"],
     "train --checkpoint-d": ["train", "--checkpoint-dir"],
     "train --optimizer adamw": ["train", "--optimizer", "adamw"],
     "train --optimizer rmsp": ["train", "--optimizer", "rmsprop"],

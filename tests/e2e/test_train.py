@@ -412,7 +412,7 @@ class Files(unittest.TestCase):
             metrics = folder / "m.jsonl"
             result = train("--devices", 2, "--max-epochs", 2, "--metrics-file", metrics, "--log-every-n-steps", 20)
             rows = rows_of(metrics)
-        keys = ["step", "epoch", "split", "loss", "accuracy", "lr", "samples_per_s", "seconds"]
+        keys = ["step", "split", "epoch", "loss", "accuracy", "lr", "samples_per_s", "seconds"]
         self.assertTrue(all(list(row) == keys for row in rows))
         # 10000 samples over 2 ranks of 64: 79 steps an epoch, the last of each in a row of its own.
         self.assertEqual([row["step"] for row in rows if row["split"] == "train"],

@@ -23,6 +23,7 @@ constexpr Row kCommands[] = {
     {"estimate-memory", estimate_memory_command},
     {"checkpoint", checkpoint_command},
     {"debug", debug_command},
+    {"report", report_command},
     {"env", env_command},
 };
 

@@ -14,6 +14,7 @@ int eval_command(const std::vector<std::string>& args);
 int estimate_memory_command(const std::vector<std::string>& args);
 int debug_command(const std::vector<std::string>& args);
 int checkpoint_command(const std::vector<std::string>& args);
+int report_command(const std::vector<std::string>& args);
 int env_command(const std::vector<std::string>& args);
 
 }  // namespace lockstep::tool

@@ -43,6 +43,7 @@ constexpr Row kCommands[] = {
     {"estimate-memory", "what each rank of a strategy keeps, before a run"},
     {"checkpoint", "look into checkpoints, Lockstep's and Python's, and convert them"},
     {"debug", "which rank was missing in which call, after a job has failed"},
+    {"report", "a page of runs: curves, time by rank, failures, differences"},
     {"env", "versions, backends and devices; what is missing"},
     {"completion", "complete this command in bash, zsh or fish"},
 };

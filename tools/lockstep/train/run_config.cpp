@@ -40,6 +40,16 @@ std::string strategies_text() {
   return join(rows, "; ");
 }
 
+void check_logger_names(const std::string& flag, const std::string& value) {
+  if (value.empty()) return;
+  for (const auto& name : split(value, ','))
+    expect_one_of(flag, name, {"jsonl", "mlflow", "prometheus", "tensorboard"});
+}
+
+void check_address(const std::string& flag, const std::string& value) {
+  endpoint_of(flag, value);
+}
+
 std::vector<Flag> make_train_flags() {
   std::vector<Flag> flags;
   std::string heading;
@@ -253,6 +263,28 @@ RunConfig resolved(RunConfig config) {
   return config;
 }
 
+Endpoint endpoint_of(const std::string& flag, const std::string& value) {
+  const auto colon = value.rfind(':');
+  const auto port = colon == std::string::npos ? std::nullopt : parse_int(value.substr(colon + 1));
+  if (port && *port >= 0 && *port <= 65535 && colon > 0)
+    return {value.substr(0, colon), static_cast<uint16_t>(*port)};
+  throw UsageError(flag + " " + value + " is not HOST:PORT", flag + " 127.0.0.1:9400");
+}
+
+bool has_logger(const RunConfig& config, const std::string& name) {
+  const auto names = split(config.logger, ',');
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+std::map<std::string, std::string> hyperparameters_of(const RunConfig& config) {
+  std::map<std::string, std::string> values;
+  for (const Flag& flag : train_flags()) {
+    const std::string value = plain_text(flag, config);
+    if (value != "none") values[key_of(flag)] = value;
+  }
+  return values;
+}
+
 StrategyOptions strategy_options(const RunConfig& config) {
   StrategyOptions options;
   options.mesh = config.mesh;
@@ -346,6 +378,14 @@ void check_config(const RunConfig& config) {
   if (config.snapshot_every > 0 && config.checkpoint_dir.empty() && config.max_restarts == 0) {
     throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written",
                      "or --max-restarts, to go on from it after a failure");
+  }
+  const bool needs_folder = has_logger(config, "jsonl") || has_logger(config, "tensorboard");
+  if (needs_folder && config.log_dir.empty()) {
+    throw UsageError("--logger " + config.logger + " needs --log-dir, the folder to write to",
+                     "--log-dir runs/a");
+  }
+  if (config.log_histograms != "none" && !has_logger(config, "tensorboard")) {
+    throw UsageError("--log-histograms is for --logger tensorboard, which is not given");
   }
   if (config.resume == "auto" && config.checkpoint_dir.empty()) {
     throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");

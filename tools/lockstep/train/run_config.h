@@ -81,6 +81,19 @@ const std::vector<Flag>& train_flags();
 /// diverge with 0.05. Its momentum is 0.9, as most recipes have it.
 RunConfig resolved(RunConfig config);
 
+/// Of "HOST:PORT", where the port may be 0. Throws UsageError naming the flag.
+struct Endpoint {
+  std::string host;
+  uint16_t port = 0;
+};
+Endpoint endpoint_of(const std::string& flag, const std::string& value);
+
+/// Whether --logger names it.
+bool has_logger(const RunConfig& config, const std::string& name);
+
+/// What loggers are told of: the flags that have a value, without dashes.
+std::map<std::string, std::string> hyperparameters_of(const RunConfig& config);
+
 /// What a strategy is told.
 StrategyOptions strategy_options(const RunConfig& config);
 

@@ -34,10 +34,11 @@ int train_command(const std::vector<std::string>& args) {
   if (!cli.parse(args)) return 0;
   finish_config(config);
   choose_snapshots(config);
+  std::vector<std::shared_ptr<Logger>> loggers;
   return run_ranks(
       config, "lockstep train", [&] { return train_command(args); },
       [&](const World& world, Console& console, ElasticJob* job) {
-        run_training(config, world, console, job);
+        run_training(config, world, console, job, loggers);
       });
 }
 

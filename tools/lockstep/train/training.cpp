@@ -23,10 +23,10 @@
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/fit_loop.h"
 #include "lockstep/train/memory_format.h"
-#include "lockstep/train/metrics_file.h"
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
+#include "tools/lockstep/train/loggers.h"
 #include "tools/lockstep/train/make_train_task.h"
 #include "tools/lockstep/train/progress.h"
 #include "tools/lockstep/train/snapshots.h"
@@ -60,6 +60,10 @@ TrainerOptions trainer_options(const RunConfig& config) {
   options.precision.loss_scale = config.loss_scale;
   options.strategy = config.strategy;
   options.strategy_options = strategy_options(config);
+  const bool all = config.log_histograms == "all";
+  options.log_histograms.weights = all || config.log_histograms == "weights";
+  options.log_histograms.gradients = all || config.log_histograms == "gradients";
+  options.hyperparameters = hyperparameters_of(config);
   return options;
 }
 
@@ -69,12 +73,13 @@ void check_outputs(const RunConfig& config) {
   tool::check_output_file("--save-model", config.save_model, "model.pt");
   check_weights_name("--save-weights", config.save_weights);
   check_weights_name("--save-best", config.save_best);
-  tool::check_output_file("--metrics-file", config.metrics_file, "metrics.jsonl",
-                          check_metrics_file);
+  tool::check_output_file("--metrics-file", config.metrics_file, "metrics.jsonl", check_json_lines);
+  check_log_dir(config);
   const std::pair<const char*, std::string> files[] = {{"--save-weights", config.save_weights},
                                                        {"--save-model", config.save_model},
                                                        {"--save-best", config.save_best},
-                                                       {"--metrics-file", config.metrics_file}};
+                                                       {"--metrics-file", config.metrics_file},
+                                                       {"--logger jsonl", json_lines_path(config)}};
   for (const auto& [flag, file] : files) {
     for (const auto& [other_flag, other] : files) {
       if (flag == other_flag || file.empty() || other.empty()) continue;
@@ -186,9 +191,6 @@ void add_callbacks(const RunConfig& config, Trainer& trainer, CheckpointFolder& 
   const bool saves = !config.checkpoint_dir.empty();
   if (trainer.is_first_rank()) {
     trainer.add_callback(std::make_shared<Progress>(console));
-    if (!config.metrics_file.empty()) {
-      trainer.add_callback(std::make_shared<MetricsFile>(config.metrics_file));
-    }
     if (saves) trainer.add_callback(std::make_shared<ConfigSaver>(config));
   }
   if (auto snapshots = snapshot_folder(config)) {
@@ -341,7 +343,7 @@ RunConfig with_batch_of_rank(RunConfig config, const World& world) {
 }
 
 FitResult run_training(const RunConfig& wanted, const World& world, Console& console,
-                       ElasticJob* job) {
+                       ElasticJob* job, std::vector<std::shared_ptr<Logger>>& loggers) {
   RunConfig config = resolved(wanted);
   const bool meets_again = job && job->generation() > 0;
   go_on_after_restart(config, meets_again);
@@ -355,7 +357,10 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   const std::shared_ptr<void> tidied(nullptr, [&](void*) {
     if (world.rank() == 0 && config.snapshot_every > 0) remove_old_snapshots(config);
   });
-  Trainer trainer(world, trainer_options(config));
+  if (loggers.empty() && world.rank() == 0) loggers = make_loggers(config);
+  TrainerOptions options = trainer_options(config);
+  options.loggers = loggers;
+  Trainer trainer(world, std::move(options));
   add_callbacks(config, trainer, folder, console);
   resume(of_rank, trainer, folder, console, job);
   trainer.load_optimizer(std::move(made.optimizer_state));

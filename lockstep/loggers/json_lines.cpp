@@ -1,5 +1,3 @@
-#include "lockstep/train/metrics_file.h"
-
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -9,7 +7,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -17,42 +14,29 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
-#include "lockstep/train/trainer.h"
+#include "lockstep/loggers/json_rows.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
-using nlohmann::json;
 using nlohmann::ordered_json;
 namespace {
 
+constexpr const char* kRun = "run";
+constexpr const char* kRanks = "ranks";
+
+/// A whole number without a point, as a step is.
 ordered_json number(double value) {
-  return std::isfinite(value) ? ordered_json(value) : ordered_json();
+  if (!std::isfinite(value)) return {};
+  constexpr double kExact = 9007199254740992;  // 2^53
+  if (value == std::floor(value) && std::abs(value) < kExact) return static_cast<int64_t>(value);
+  return value;
 }
 
-ordered_json row_of(int64_t step, int64_t epoch, const char* split, const Metrics& metrics,
-                    double lr, double samples_per_s, double seconds) {
-  ordered_json row{{"step", step},
-                   {"epoch", epoch + 1},
-                   {"split", split},
-                   {"loss", number(metrics.loss)},
-                   {"accuracy", number(metrics.accuracy)},
-                   {"lr", lr},
-                   {"samples_per_s", std::round(samples_per_s)},
-                   {"seconds", std::round(seconds * 1e3) / 1e3}};
-  for (const auto& [name, value] : metrics.values) row.emplace(name, number(value));
-  return row;
-}
-
-/// A run that was killed may have written rows of steps that are now made again.
 std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
   std::string kept;
   for (const std::string& line : split(text, '\n')) {
-    const json row = json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!row.is_object()) continue;
-    const bool of_step = row.value("split", "") == "train";
-    const bool past =
-        of_step ? row.value("step", int64_t{0}) > step : row.value("epoch", int64_t{0}) > epochs;
-    if (!past) kept += line + "\n";
+    const auto row = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (row.is_object() && !detail::is_row_past(row, step, epochs)) kept += line + "\n";
   }
   return kept;
 }
@@ -75,22 +59,24 @@ bool is_in_place(int fd, const fs::path& path) {
          held.st_dev == named.st_dev && held.st_ino == named.st_ino;
 }
 
-}  // namespace
-
-class MetricsFile::File {
+class JsonLines : public detail::JsonRows {
  public:
-  explicit File(fs::path path) : path_(std::move(path)) {}
-  void open_at(int64_t step, int64_t epochs);
-  void write(const ordered_json& row);
+  explicit JsonLines(JsonLinesOptions options)
+      : path_(std::move(options.path)), only_metrics_(options.only_metrics) {}
+  void begin(int64_t step, int64_t epochs) override;
+
+ protected:
+  void write(const ordered_json& row) override;
 
  private:
   void open();
   void lock();
   fs::path path_;
+  bool only_metrics_;
   UniqueFd fd_;
 };
 
-void MetricsFile::File::open_at(int64_t step, int64_t epochs) {
+void JsonLines::begin(int64_t step, int64_t epochs) {
   open();
   if (!is_file_of_its_own(path_)) return;
   const std::string before = read_file(path_);
@@ -109,7 +95,7 @@ void MetricsFile::File::open_at(int64_t step, int64_t epochs) {
   open();
 }
 
-void MetricsFile::File::open() {
+void JsonLines::open() {
   bool done = false;
   while (!done) {
     fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
@@ -125,7 +111,7 @@ void MetricsFile::File::open() {
 
 /// A process that was just killed takes a moment to end. Where the file system has no locks, the
 /// file stays open to all.
-void MetricsFile::File::lock() {
+void JsonLines::lock() {
   constexpr std::chrono::seconds kPatience{2};
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (::flock(fd_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
@@ -137,37 +123,60 @@ void MetricsFile::File::lock() {
   }
 }
 
-void MetricsFile::File::write(const ordered_json& row) {
+void JsonLines::write(const ordered_json& row) {
+  const std::string split = row.value("split", "");
+  if (only_metrics_ && (split == kRun || split == kRanks)) return;
+  if (!fd_) Logger::begin();
   const std::string line = row.dump() + "\n";
   write_all(fd_.get(), line.data(), line.size(), path_);
 }
 
-MetricsFile::MetricsFile(fs::path path) : file_(std::make_unique<File>(std::move(path))) {}
-MetricsFile::~MetricsFile() = default;
+}  // namespace
 
-void MetricsFile::open_at(int64_t step, int64_t epochs) {
-  file_->open_at(step, epochs);
+bool detail::is_row_past(const ordered_json& row, int64_t step, int64_t epochs) {
+  const std::string split = row.value("split", "");
+  if (split == kRun) return false;
+  if (split == "test" && row.contains("epoch")) return row["epoch"] > epochs;
+  return row.value("step", int64_t{0}) > step;
 }
 
-void MetricsFile::on_start(Trainer& trainer) {
-  open_at(trainer.global_step(), trainer.current_epoch());
+void Logger::log_ranks(int64_t step, const std::vector<MetricValues>& ranks) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    log(step, ranks[rank], "rank" + std::to_string(rank));
 }
 
-void MetricsFile::on_log(Trainer& trainer, const LogResult& result) {
-  const StepResult& step = result.step;
-  ordered_json row = row_of(step.step, step.epoch, "train", result.metrics, step.lr,
-                            result.samples_per_s, step.seconds);
-  if (result.save_seconds > 0) row["save_seconds"] = std::round(result.save_seconds * 1e6) / 1e6;
-  file_->write(row);
+void detail::JsonRows::log(int64_t step, const MetricValues& values, const std::string& split) {
+  ordered_json row{{"step", step_ = step}};
+  if (!split.empty()) row["split"] = split;
+  for (const auto& [name, value] : values) row.emplace(name, number(value));
+  write(row);
 }
 
-void MetricsFile::on_epoch_end(Trainer& trainer, const EpochResult& result) {
-  if (result.test.samples == 0) return;
-  file_->write(row_of(result.step, result.epoch, "test", result.test, result.lr,
-                      result.test_samples_per_s, result.seconds));
+void detail::JsonRows::log_ranks(int64_t step, const std::vector<MetricValues>& ranks) {
+  ordered_json row{{"step", step_ = step}, {"split", kRanks}};
+  for (const MetricValues& values : ranks)
+    for (const auto& [name, value] : values) row[name].push_back(number(value));
+  write(row);
 }
 
-void check_metrics_file(const fs::path& path) {
+void detail::JsonRows::log_hyperparameters(const std::map<std::string, std::string>& values) {
+  write({{"step", step_}, {"split", kRun}, {"hyperparameters", values}});
+}
+
+void detail::JsonRows::close(const std::string& failure) noexcept {
+  if (failure.empty()) return;
+  try {
+    write({{"step", step_}, {"split", kRun}, {"failure", failure}});
+  } catch (const std::exception& error) {
+    log_warning(error.what());
+  }
+}
+
+std::shared_ptr<Logger> json_lines_logger(JsonLinesOptions options) {
+  return std::make_shared<JsonLines>(std::move(options));
+}
+
+void check_json_lines(const fs::path& path) {
   if (!fs::exists(path)) {
     const AtomicFile can_be_made(path);
   } else if (::access(path.c_str(), W_OK) != 0) {

@@ -1,0 +1,123 @@
+"""The page of `lockstep report` and of `lockstep train --dashboard`, as Chromium shows it."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import unittest
+import urllib.request
+
+import lockstep_testing as t
+from test_loggers import train, training, url_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PARTS = ("data_s", "compute_s", "optimizer_s", "waiting_s", "other_s")
+
+
+def made_run(folder, steps, ranks, slow=-1, **hyperparameters):
+    """The rows of a run of so many steps."""
+    folder.mkdir()
+    with open(folder / "metrics.jsonl", "w") as file:
+        def row(**values):
+            file.write(json.dumps(values) + "\n")
+        row(step=0, split="run", unix_time=1.8e9, ranks=ranks, restarts=0)
+        row(step=0, split="run", hyperparameters={"model": "mlp", "lr": "0.05", **hyperparameters})
+        for step in range(1, steps + 1):
+            loss = 2 / (1 + step / steps * 9) + 0.05 * math.sin(step)
+            row(step=step, split="train", epoch=1, loss=9.5 if step == steps // 2 else loss, accuracy=1 - loss / 3, lr=0.05,
+                samples_per_s=1000 + 50 * math.cos(step), seconds=step * 0.01)
+            times = {part: [0.1 * (i + 1)] * ranks for i, part in enumerate(PARTS)}
+            if slow >= 0:
+                times["waiting_s"] = [0.05 if rank == slow else 0.6 for rank in range(ranks)]
+                times["compute_s"] = [0.85 if rank == slow else 0.3 for rank in range(ranks)]
+            row(step=step, split="ranks", **times, memory_bytes=[3e8 + 1e6 * rank for rank in range(ranks)])
+        row(step=steps, split="test", epoch=1, loss=0.3, accuracy=0.9, lr=0.05, samples_per_s=5000, seconds=9)
+        row(step=steps, split="run", failure="rank 1 was lost </script><b>")
+    return folder
+
+
+def data_of(page):
+    return json.loads(re.search(r"^const DATA = (.*);$", page, re.M).group(1))
+
+
+class Report(unittest.TestCase):
+
+    def test_a_long_run_keeps_its_extremes_in_few_points(self):
+        with t.temporary_folder() as folder:
+            run = made_run(folder / "a", 30000, 2)
+            t.run(t.LOCKSTEP, "report", run, "-o", folder / "out.html")
+            page = (folder / "out.html").read_text()
+        (data,) = data_of(page)
+        loss = data["series"]["train/loss"]
+        self.assertLessEqual(len(loss["steps"]), 2000)
+        self.assertEqual(loss["steps"], sorted(set(loss["steps"])))
+        self.assertEqual(loss["values"][loss["steps"].index(15000)], 9.5)
+        self.assertAlmostEqual(data["ranks"]["compute_s"][1]["sum"], 0.2 * 30000, places=3)
+        self.assertLess(len(page), 1 << 20)
+        self.assertNotIn("</script><b>", page)
+        self.assertFalse(re.search(r"""(src|href)=["']?http""", page), "it needs no network")
+
+    def test_what_is_no_run_is_named(self):
+        with t.temporary_folder() as folder:
+            (folder / "empty").mkdir()
+            (folder / "empty" / "metrics.jsonl").write_text("no rows\n")
+            for run, code in ((folder / "none", 2), (folder / "empty", 1)):
+                result = t.run(t.LOCKSTEP, "report", run, "-o", folder / "out.html", check=False)
+                self.assertEqual(result.returncode, code)
+                self.assertIn(str(run), result.stderr)
+            self.assertEqual(t.run(t.LOCKSTEP, "report", check=False).returncode, 2)
+            self.assertFalse((folder / "out.html").exists())
+
+
+@unittest.skipUnless(CHROMIUM, "no Chromium is installed")
+class InABrowser(unittest.TestCase):
+
+    def shown(self, url, *flags, budget=5000):
+        """The page's elements after its scripts have run. An error of a script fails the test."""
+        with t.temporary_folder() as profile:
+            result = subprocess.run(
+                [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+                 "--enable-logging=stderr", "--log-level=0", f"--virtual-time-budget={budget}", *flags, "--dump-dom", str(url)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=180, check=True)
+        self.assertNotRegex(result.stderr, r"CONSOLE.*(?i:error|uncaught)")
+        return result.stdout
+
+    def test_runs_are_compared(self):
+        with t.temporary_folder() as folder:
+            runs = [made_run(folder / "a", 10, 1), made_run(folder / "b", 5000, 8, slow=3, lr="0.1")]
+            t.run(t.LOCKSTEP, "report", *runs, "-o", folder / "out.html")
+            dom = self.shown((folder / "out.html").as_uri())
+        self.assertGreaterEqual(dom.count("<canvas"), 6)
+        self.assertGreater(int(re.search(r'data-points="(\d+)"', dom).group(1)), 2000)
+        for text in ("Rank 3 is the slow one", "Differences", "rank 1 was lost", "Memory by rank", "Accuracy"):
+            self.assertIn(text, dom)
+        differences = dom[dom.index("Differences"):dom.index("Configuration")]
+        self.assertIn("0.1", differences)
+        self.assertNotIn("mlp", differences)
+
+    def test_a_run_is_shown_as_it_goes_on(self):
+        with training("--dashboard", "--devices", 2) as process:
+            url = url_of(process, "dashboard")
+            self.assertIn("<title>Lockstep", urllib.request.urlopen(url, timeout=30).read().decode())
+            with urllib.request.urlopen(url + "events", timeout=30) as events:
+                def steps():
+                    line = next(line for line in iter(events.readline, b"") if line.startswith(b"data: "))
+                    return (json.loads(line[6:])[0]["series"].get("train/loss") or {"steps": [0]})["steps"][-1]
+                first = steps()
+                self.assertGreater(steps(), first)
+            dom = self.shown(url)
+        self.assertGreaterEqual(dom.count("<canvas"), 4)
+        self.assertIn("rank 1", dom)
+
+    def test_a_run_that_was_trained(self):
+        with t.temporary_folder() as folder:
+            train(folder / "a", "--logger", "jsonl", "--max-epochs", 2)
+            t.run(t.LOCKSTEP, "report", folder / "a", "-o", folder / "out.html")
+            dom = self.shown((folder / "out.html").as_uri())
+        for text in ("Where the time of steps goes", "max-epochs", "begins, ranks: 1"):
+            self.assertIn(text, dom)
+
+
+if __name__ == "__main__":
+    t.main()

@@ -1,0 +1,116 @@
+#include "tools/lockstep/report/dashboard.h"
+
+#include <httplib.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/loggers/json_rows.h"
+#include "tools/lockstep/report/run_data.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::seconds kLeastPause{1};  ///< Between what a page is sent.
+constexpr size_t kMostPages = 32;               ///< Each keeps a thread.
+
+class Dashboard : public detail::JsonRows {
+ public:
+  explicit Dashboard(DashboardOptions options)
+      : options_(std::move(options)), run_(options_.name) {}
+  ~Dashboard() override {
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    server_.stop();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  void begin(int64_t step, int64_t epochs) override {
+    if (thread_.joinable()) return;
+    if (step > 0 && std::filesystem::exists(options_.rows)) run_ = read_run(options_.rows);
+    serve();
+  }
+
+ protected:
+  void write(const nlohmann::ordered_json& row) override {
+    if (!thread_.joinable()) Logger::begin();
+    {
+      const std::lock_guard lock(mutex_);
+      run_.add(row);
+      ++version_;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  void serve() {
+    server_.new_task_queue = [] { return new httplib::ThreadPool(kMostPages); };
+    server_.Get("/", [](const httplib::Request&, httplib::Response& response) {
+      response.set_content(live_page(), "text/html; charset=utf-8");
+    });
+    server_.Get("/events", [this](const httplib::Request&, httplib::Response& response) {
+      response.set_chunked_content_provider(
+          "text/event-stream", [this, seen = int64_t{0}](size_t, httplib::DataSink& sink) mutable {
+            return send_next(seen, sink);
+          });
+    });
+    const auto& [host, port, rows, name] = options_;
+    int bound = port;
+    if (port == 0) {
+      bound = server_.bind_to_any_port(host);
+    } else if (!server_.bind_to_port(host, port)) {
+      bound = -1;
+    }
+    if (bound < 0) {
+      throw Error("the dashboard cannot be served at " + endpoint_text(host, port),
+                  "another program may have the port; port 0 takes a free one");
+    }
+    thread_ = std::thread([this] { server_.listen_after_bind(); });
+    log_info("dashboard: http://" + endpoint_text(host, static_cast<uint16_t>(bound)) + "/");
+  }
+
+  /// One event, when there is news. False ends the stream.
+  bool send_next(int64_t& seen, httplib::DataSink& sink) {
+    std::string data;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kLeastPause, [&] { return ended_ || version_ != seen; });
+      if (ended_ && version_ == seen) return false;
+      if (version_ == seen) {
+        data = ":\n\n";  // A comment, which finds out whether the page is still there.
+      } else {
+        seen = version_;
+        data = "data: " + nlohmann::json::array({run_.json()}).dump() + "\n\n";
+      }
+    }
+    if (!sink.write(data.data(), data.size())) return false;
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kLeastPause, [&] { return ended_; });
+    return true;
+  }
+
+  DashboardOptions options_;
+  httplib::Server server_;
+  std::thread thread_;
+  std::mutex mutex_;  ///< Of what follows.
+  std::condition_variable changed_;
+  RunData run_;
+  int64_t version_ = 0;
+  bool ended_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Logger> dashboard(DashboardOptions options) {
+  return std::make_shared<Dashboard>(std::move(options));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,46 @@
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/tool/cli.h"
+#include "lockstep/tool/output_file.h"
+#include "tools/lockstep/commands.h"
+#include "tools/lockstep/report/run_data.h"
+
+namespace lockstep::tool {
+namespace {
+
+/// Flags first: they may also stand after the runs.
+std::vector<std::string> in_order(const std::vector<std::string>& args) {
+  std::vector<std::string> words;
+  std::vector<std::string> runs;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const bool takes_value = args[i] == "-o" || args[i] == "--output";
+    (args[i].starts_with('-') ? words : runs).push_back(args[i]);
+    if (takes_value && i + 1 < args.size()) words.push_back(args[++i]);
+  }
+  words.insert(words.end(), runs.begin(), runs.end());
+  return words;
+}
+
+}  // namespace
+
+int report_command(const std::vector<std::string>& args) {
+  std::string output = "report.html";
+  std::vector<std::string> paths;
+  Cli cli("lockstep report",
+          "Writes runs as one HTML page: curves, where the time of steps goes by rank, failures, "
+          "configuration, and how the runs differ. It needs no network.");
+  cli.example("lockstep report runs/a runs/b",
+              "Of `lockstep train --logger jsonl --log-dir runs/a`");
+  cli.option("-o,--output", output, "The page's file", "FILE");
+  cli.trailing("RUN...", paths, "Folders of --log-dir, or JSON lines of --metrics-file");
+  if (!cli.parse(in_order(args))) return kExitSuccess;
+  if (paths.empty()) throw UsageError("no run was named", "lockstep report runs/a");
+  check_output_file("--output", output, "report.html");
+  std::vector<RunData> runs;
+  for (const auto& path : paths) runs.push_back(read_run(path));
+  write_file_atomically(output, report_page(runs));
+  print(output + "\n");
+  return kExitSuccess;
+}
+
+}  // namespace lockstep::tool
