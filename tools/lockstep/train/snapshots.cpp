@@ -48,7 +48,7 @@ std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
   if (config.snapshot_every == 0) return std::nullopt;
   const fs::path path = "/dev/shm/lockstep-snapshots-" + std::to_string(::geteuid()) + "-" +
                         folder_key(config.checkpoint_dir);
-  return CheckpointFolder(path, /*keep=*/1);
+  return CheckpointFolder(path, /*keep=*/1, checkpoint_hash(config.checkpoint_hash));
 }
 
 void prepare_snapshots(const RunConfig& config) {
