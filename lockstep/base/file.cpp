@@ -68,6 +68,12 @@ void flush_folder_of(const fs::path& file) {
   }
 }
 
+/// A disk may take smaller or other pieces through the cache only. Whether that was so.
+bool leave_direct_writes(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return (flags & O_DIRECT) != 0 && ::fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0;
+}
+
 }  // namespace
 
 UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
@@ -142,7 +148,7 @@ void write_all(int fd, const void* data, size_t size, const fs::path& name) {
     if (n >= 0) {
       next += n;
       size -= static_cast<size_t>(n);
-    } else if (errno != EINTR) {
+    } else if (errno != EINTR && !(errno == EINVAL && leave_direct_writes(fd))) {
       throw SystemError("cannot write " + name.string(), errno,
                         errno == ENOSPC ? "free some space there or choose another folder" : "");
     }

@@ -9,10 +9,11 @@
 
 namespace lockstep {
 
-/// A running digest of bytes, by OpenSSL. One thread at a time.
+/// A running digest of bytes. One thread at a time. xxh128 (XXH3 of 128 bits) is as fast as memory;
+/// it finds damage, but somebody can make other bytes with the same digest.
 class Hasher {
  public:
-  enum class Algorithm { md5, sha256 };
+  enum class Algorithm { md5, sha256, xxh128 };
   explicit Hasher(Algorithm algorithm);
   ~Hasher();
   void update(const void* data, size_t size);

@@ -12,6 +12,22 @@ TEST(Hash, KnownDigests) {
   EXPECT_EQ(sha256_hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
 
+// As `xxh128sum` prints them: of short, middling and long inputs the algorithm is another.
+TEST(Hash, KnownXxh128) {
+  const auto xxh128 = [](size_t size) {
+    Hasher hasher(Hasher::Algorithm::xxh128);
+    for (size_t i = 0; i < size; ++i) {
+      const auto byte = static_cast<char>(i);
+      hasher.update(&byte, 1);
+    }
+    return hasher.finish();
+  };
+  EXPECT_EQ(xxh128(0), "99aa06d3014798d86001c324468d497f");
+  EXPECT_EQ(xxh128(3), "e3b55f57945a17cf5f4299fc161c9cbb");
+  EXPECT_EQ(xxh128(200), "cb0395310643ba0edd97e9af3609d9f5");
+  EXPECT_EQ(xxh128(5000), "7a681524919c28221b74bda2c82a8c7a");
+}
+
 TEST(Hash, PiecesGiveTheDigestOfTheWhole) {
   Hasher hasher(Hasher::Algorithm::md5);
   hasher.update("a", 1);

@@ -37,14 +37,22 @@ struct Checkpoint {
   StateDict state;  ///< "optimizer.*" and, per rank, "rank0.*".
 };
 
+/// What finds damage of a checkpoint's files.
+enum class CheckpointHash {
+  xxh3,    ///< Of 128 bits, as `xxh128sum` prints it. As fast as memory.
+  sha256,  ///< For hashes that are kept elsewhere: nobody can make other files that have them.
+};
+/// "xxh3", "sha256". Throws UsageError.
+CheckpointHash checkpoint_hash(const std::string& name);
+
 /// A checkpoint whose files are missing, cut short or altered.
 class DamagedCheckpointError : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-/// The version of the layout that is written. Version 1 is read, too.
-inline constexpr int kCheckpointVersion = 2;
+/// The version of the layout that is written. Those before it are read, too.
+inline constexpr int kCheckpointVersion = 3;
 
 /// Reads a whole checkpoint, after comparing sizes and hashes. Throws DamagedCheckpointError naming
 /// the file and what is wrong with it, and CheckpointError for another version of the layout,

@@ -1,6 +1,7 @@
 // Saves that are killed at any byte and between any two calls, and whose calls fail or come short.
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,12 +9,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <functional>
+#include <thread>
 
 #include "lockstep/base/file.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
 #include "tests/support/run_group.h"
 
 namespace lockstep {
@@ -21,7 +25,7 @@ namespace fs = std::filesystem;
 namespace checkpoint_faults_test {
 namespace {
 
-/// What befalls the calls of this thread that change files.
+/// What befalls the calls that change files.
 struct Fault {
   enum class Kind {
     none,
@@ -34,24 +38,34 @@ struct Fault {
   Kind kind = Kind::none;
   int64_t number = 0;
 };
-thread_local Fault fault;
+thread_local Fault fault;  ///< Of this thread.
+Fault everywhere;          ///< Of all others.
+
+/// Each fsync waits for its end.
+std::atomic<bool> held_up = false;
+
+Fault& current() {
+  return fault.kind == Fault::Kind::none ? everywhere : fault;
+}
 
 /// Whether the call fails instead of being made.
 bool strikes() {
   using Kind = Fault::Kind;
-  if (fault.kind == Kind::kill_at_call && fault.number-- == 0) ::kill(::getpid(), SIGKILL);
-  const bool once = fault.kind == Kind::fail_once && fault.number-- == 0;
-  const bool on = fault.kind == Kind::fail_from && fault.number-- <= 0;
+  Fault& met = current();
+  if (met.kind == Kind::kill_at_call && met.number-- == 0) ::kill(::getpid(), SIGKILL);
+  const bool once = met.kind == Kind::fail_once && met.number-- == 0;
+  const bool on = met.kind == Kind::fail_from && met.number-- <= 0;
   if (once || on) errno = EIO;
   return once || on;
 }
 
 /// How many of the bytes are written before this process ends or the call returns.
 size_t allowed(size_t size) {
-  const auto most = static_cast<size_t>(fault.number);
-  if (fault.kind == Fault::Kind::short_writes) return std::min(size, most);
-  if (fault.kind != Fault::Kind::kill_at_byte) return size;
-  fault.number -= static_cast<int64_t>(std::min(size, most));
+  Fault& met = current();
+  const auto most = static_cast<size_t>(met.number);
+  if (met.kind == Fault::Kind::short_writes) return std::min(size, most);
+  if (met.kind != Fault::Kind::kill_at_byte) return size;
+  met.number -= static_cast<int64_t>(std::min(size, most));
   return std::min(size, most);
 }
 
@@ -67,14 +81,15 @@ IN_PLACE_OF_LIBC ssize_t write(int fd, const void* data, size_t size) {
   if (faults::strikes()) return -1;
   const size_t part = faults::allowed(size);
   const ssize_t written = ::syscall(SYS_write, fd, data, part);
-  if (part < size && faults::fault.kind == faults::Fault::Kind::kill_at_byte)
+  if (part < size && faults::current().kind == faults::Fault::Kind::kill_at_byte)
     ::kill(::getpid(), SIGKILL);
   return written;
 }
 IN_PLACE_OF_LIBC int fsync(int fd) {
+  if (faults::held_up.load()) faults::held_up.wait(true);
   if (faults::strikes()) return -1;
   // What lies in memory only outlives a process; a sweep of thousands need not wait for the disk.
-  return faults::fault.kind == faults::Fault::Kind::none
+  return faults::current().kind == faults::Fault::Kind::none
              ? static_cast<int>(::syscall(SYS_fsync, fd))
              : 0;
 }
@@ -102,10 +117,10 @@ namespace checkpoint_faults_test {
 
 using Kind = Fault::Kind;
 
-Checkpoint checkpoint_of(int64_t step) {
+Checkpoint checkpoint_of(int64_t step, int64_t elements = 3) {
   Checkpoint checkpoint;
   checkpoint.info.step = step;
-  checkpoint.model = {{"w", at::full({3}, static_cast<double>(step))}};
+  checkpoint.model = {{"w", at::full({elements}, static_cast<double>(step))}};
   checkpoint.state = {{"optimizer.step.0", at::full({1}, step)}};
   return checkpoint;
 }
@@ -120,12 +135,12 @@ class CheckpointFaults : public ::testing::Test {
   Outcome save(Fault met, int64_t step = 2, int64_t keep = 0) {
     fs::remove_all(folder_);
     fs::copy(first_, folder_, fs::copy_options::recursive | fs::copy_options::copy_symlinks);
-    const Checkpoint checkpoint = checkpoint_of(step);
+    const Checkpoint checkpoint = checkpoint_of(step, elements_);
     const pid_t child = ::fork();
     if (child == 0) {
       int code = 0;
       try {
-        fault = met;
+        everywhere = met;
         CheckpointFolder(folder_, keep).write(checkpoint);
       } catch (const CheckpointError&) {
         code = 1;
@@ -150,8 +165,8 @@ class CheckpointFaults : public ::testing::Test {
     EXPECT_TRUE(found);
     if (!found) return 0;
     const int64_t step = found->second.info.step;
-    EXPECT_TRUE(
-        at::equal(found->second.model.at(0).second, at::full({3}, static_cast<double>(step))));
+    const at::Tensor& model = found->second.model.at(0).second;
+    EXPECT_TRUE(at::equal(model, at::full_like(model, static_cast<double>(step))));
     EXPECT_EQ(found->second.state.at(0).second.item<int64_t>(), step);
     return step;
   }
@@ -166,6 +181,7 @@ class CheckpointFaults : public ::testing::Test {
     return names;
   }
 
+  int64_t elements_ = 3;  ///< Of the second one's model.
   TemporaryDirectory temporary_;
   fs::path first_ = temporary_.path() / "first";
   fs::path folder_ = temporary_.path() / "folder";
@@ -195,7 +211,7 @@ TEST_F(CheckpointFaults, KilledBetweenAnyTwoCallsTheNewestIsWhole) {
       CheckpointFolder(folder_).prepare();
       ASSERT_EQ(newest(), found);
     }
-    EXPECT_GT(call, 15);
+    EXPECT_GT(call, 12);
     EXPECT_EQ(newest(), step);
   }
 }
@@ -215,7 +231,7 @@ TEST_F(CheckpointFaults, ADiskThatFailsForGoodLeavesThePreviousOne) {
   for (; save({Kind::fail_from, call}) == Outcome::refused; ++call) {
     ASSERT_GE(newest(), 1) << "call " << call;
   }
-  EXPECT_GT(call, 15);
+  EXPECT_GT(call, 12);
   EXPECT_EQ(newest(), 2);
 }
 
@@ -226,6 +242,62 @@ TEST_F(CheckpointFaults, ShortWritesAreWrittenToTheirEnd) {
   }
 }
 
+/// One of several blocks, which a thread of the writer writes.
+TEST_F(CheckpointFaults, ALargeOneIsAsSafe) {
+  elements_ = (int64_t{10} << 20) / 4;
+  for (const int64_t byte : {int64_t{1}, int64_t{1} << 20, int64_t{9} << 20}) {
+    ASSERT_EQ(save({Kind::kill_at_byte, byte}), Outcome::killed);
+    ASSERT_EQ(newest(), 1) << "killed at byte " << byte;
+  }
+  for (const Kind kind : {Kind::kill_at_call, Kind::fail_once}) {
+    for (int64_t call = 0; call < 25; ++call) {
+      const Outcome outcome = save({kind, call});
+      const int64_t found = newest();
+      ASSERT_TRUE(found == 2 || (found == 1 && outcome != Outcome::saved)) << "call " << call;
+      if (kind == Kind::fail_once) {
+        ASSERT_THAT(left_behind(), ::testing::IsEmpty());
+      }
+    }
+  }
+  // Pieces that no disk takes past the cache.
+  EXPECT_EQ(save({Kind::short_writes, (1 << 20) + 1}), Outcome::saved);
+  EXPECT_EQ(newest(), 2);
+}
+
+TEST_F(CheckpointFaults, ASaveThatOvertakesTheDiskWaitsOrIsLeftOut) {
+  const auto shards_at = [](int64_t step) {
+    CheckpointShards shards;
+    shards.info.step = step;
+    shards.model = whole_shards({{"w", at::full({3}, 1.0)}});
+    return shards;
+  };
+  test::run_group(2, [&](const ProcessGroup& group) {
+    CheckpointWriter writer(group, CheckpointFolder(folder_));
+    if (group.rank() == 0) held_up = true;
+    group.barrier();
+    EXPECT_TRUE(writer.save(shards_at(1), CheckpointOverlap::skip));
+    EXPECT_FALSE(writer.save(shards_at(2), CheckpointOverlap::skip));
+    group.barrier();
+    std::thread release;
+    if (group.rank() == 0) {
+      release = std::thread([] {
+        held_up = false;
+        held_up.notify_all();
+      });
+    }
+    EXPECT_TRUE(writer.save(shards_at(3), CheckpointOverlap::wait)) << "when 1 is on the disk";
+    EXPECT_EQ(fs::exists(folder_ / checkpoint_name(1)), true);
+    if (release.joinable()) release.join();
+    writer.finish();
+    EXPECT_TRUE(writer.save(shards_at(4), CheckpointOverlap::skip)) << "nothing is being written";
+    writer.finish();
+  });
+  std::vector<std::string> saved;
+  for (const fs::path& path : CheckpointFolder(folder_).list()) saved.push_back(path.filename());
+  EXPECT_THAT(saved,
+              ::testing::ElementsAre(checkpoint_name(4), checkpoint_name(3), checkpoint_name(1)));
+}
+
 TEST_F(CheckpointFaults, AnErrorOfOneRankIsEveryRanks) {
   fs::copy(first_, folder_, fs::copy_options::recursive | fs::copy_options::copy_symlinks);
   for (const int struck : {0, 1}) {
@@ -234,7 +306,7 @@ TEST_F(CheckpointFaults, AnErrorOfOneRankIsEveryRanks) {
       CheckpointShards shards;
       shards.info.step = 2;
       shards.model = whole_shards({{"r" + std::to_string(group.rank()), at::full({3}, 2.0)}});
-      if (group.rank() == struck) fault = {Kind::fail_from, 3};
+      if (group.rank() == struck) fault = {Kind::fail_from, struck == 0 ? 5 : 1};
       EXPECT_THAT([&] { save_checkpoint(group, folder, shards); },
                   ::testing::ThrowsMessage<CheckpointError>(::testing::HasSubstr("Input/output")));
       fault = {};

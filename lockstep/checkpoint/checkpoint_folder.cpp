@@ -107,8 +107,8 @@ std::string checkpoint_name(int64_t step) {
   return std::string(kStepPrefix) + digits;
 }
 
-CheckpointFolder::CheckpointFolder(fs::path path, int64_t keep)
-    : path_(std::move(path)), keep_(keep) {}
+CheckpointFolder::CheckpointFolder(fs::path path, int64_t keep, CheckpointHash hash)
+    : path_(std::move(path)), keep_(keep), hash_(hash) {}
 
 /// Made and taken anew where it was removed meanwhile.
 void CheckpointFolder::take() {

@@ -39,7 +39,8 @@ class FolderInUseError : public CheckpointError {
 class CheckpointFolder {
  public:
   /// Does not touch the disk. `keep` newest checkpoints stay when one is written; 0: all.
-  explicit CheckpointFolder(std::filesystem::path path, int64_t keep = 0);
+  explicit CheckpointFolder(std::filesystem::path path, int64_t keep = 0,
+                            CheckpointHash hash = CheckpointHash::xxh3);
 
   /// Makes the folder where it is missing, takes it for this process, removes what a killed writer
   /// left (`.tmp-*`), and writes and removes a file to see that it can. Throws CheckpointError
@@ -68,6 +69,7 @@ class CheckpointFolder {
   std::optional<std::pair<std::filesystem::path, Checkpoint>> read_newest() const;
 
   const std::filesystem::path& path() const { return path_; }
+  CheckpointHash hash() const { return hash_; }  ///< Of what is written.
 
  private:
   void take();
@@ -77,6 +79,7 @@ class CheckpointFolder {
 
   std::filesystem::path path_;
   int64_t keep_;
+  CheckpointHash hash_;
   std::shared_ptr<CheckpointLock> lock_;
   bool told_of_links_ = false;
 };

@@ -10,11 +10,15 @@
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <random>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
+#include "lockstep/base/random.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/safetensors.h"
+#include "tests/support/damaged.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -52,6 +56,25 @@ class CheckpointFiles : public testing::Test {
                     testing::AllOf(HasSubstr(folder_.string()), HasSubstr(what))));
   }
 
+  /// A warning names the file of the newest one.
+  void expect_the_one_before(const std::string& file) {
+    testing::internal::CaptureStderr();
+    const auto found = CheckpointFolder(directory_.path()).read_newest();
+    const std::string told = testing::internal::GetCapturedStderr();
+    ASSERT_TRUE(found);
+    ASSERT_EQ(found->second.info.step, 1000);
+    ASSERT_THAT(told, testing::AllOf(HasSubstr(folder_.string()), HasSubstr(file)));
+  }
+
+  /// Makes it one of an earlier version of Lockstep.
+  void set_version(const fs::path& folder, int version) {
+    auto document = nlohmann::json::parse(read_file(folder / "state.json"));
+    document.erase("checksum");
+    document["version"] = version;
+    document["checksum"] = sha256_hex(document.dump());
+    std::ofstream(folder / "state.json") << document.dump() << "\n";
+  }
+
   TemporaryDirectory directory_;
   fs::path folder_;
   Checkpoint checkpoint_;
@@ -75,18 +98,50 @@ TEST_F(CheckpointFiles, ComeBackAsTheyWere) {
   EXPECT_EQ(read.state.size(), 2u);
 }
 
-TEST_F(CheckpointFiles, EveryFlippedByteIsNoticed) {
+/// What is found is named, and the one before is taken.
+TEST_F(CheckpointFiles, EveryFlippedBitAndTruncationIsFound) {
+  checkpoint_.info.step = 1000;
+  CheckpointFolder(directory_.path()).write(checkpoint_);
+  size_t corruptions = 0;
   for (const std::string name : {kModel, kState, kIndex, "state.json"}) {
     const std::string good = content(name);
-    for (size_t at = 0; at < good.size(); at += 1 + good.size() / 40) {
+    for (size_t bit = 0; bit < good.size() * 8; ++bit) {
       std::string bad = good;
-      bad[at] ^= 0x04;
+      bad[bit / 8] = static_cast<char>(bad[bit / 8] ^ (1 << (bit % 8)));
       put(name, bad);
-      EXPECT_THROW(read_checkpoint(folder_), CheckpointError) << name << " byte " << at;
+      ASSERT_NO_FATAL_FAILURE(expect_the_one_before(name)) << "bit " << bit;
+      if (bit % 8 != 0) continue;
+      put(name, good.substr(0, bit / 8));
+      ASSERT_NO_FATAL_FAILURE(expect_the_one_before(name)) << "cut to " << bit / 8 << " bytes";
+      ++corruptions;
     }
+    corruptions += good.size() * 8;
     put(name, good);
   }
-  EXPECT_NO_THROW(read_checkpoint(folder_));
+  EXPECT_GE(corruptions, 10'000u);
+  EXPECT_EQ(CheckpointFolder(directory_.path()).read_newest()->second.info.step, 1234);
+}
+
+TEST_F(CheckpointFiles, RandomDamageIsFound) {
+  checkpoint_.info.step = 1000;
+  CheckpointFolder(directory_.path()).write(checkpoint_);
+  const auto seed =
+      static_cast<uint64_t>(env_int("LOCKSTEP_TEST_SEED").value_or(std::random_device{}()));
+  std::printf("seed %llu (set LOCKSTEP_TEST_SEED to repeat)\n",
+              static_cast<unsigned long long>(seed));
+  const uint64_t rounds = env_flag("LOCKSTEP_LONG_TESTS") ? 1'000'000 : 1000;
+  const std::string names[] = {kModel, kState, kIndex, "state.json"};
+  const std::string goods[] = {content(names[0]), content(names[1]), content(names[2]),
+                               content(names[3])};
+  for (uint64_t round = 0; round < rounds; ++round) {
+    KeyedRandom random(seed, round);
+    const size_t file = round % 4;
+    const std::string bad = damaged(goods[file], random);
+    if (bad == goods[file]) continue;
+    put(names[file], bad);
+    ASSERT_NO_FATAL_FAILURE(expect_the_one_before(names[file])) << "round " << round;
+    put(names[file], goods[file]);
+  }
 }
 
 TEST_F(CheckpointFiles, MissingOrTruncatedOnesAreNamed) {
@@ -101,13 +156,27 @@ TEST_F(CheckpointFiles, MissingOrTruncatedOnesAreNamed) {
 }
 
 TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
-  std::string text = content("state.json");
-  const std::string now = "\"version\":2";
-  text.replace(text.find(now), now.size(), "\"version\":3");
-  put("state.json", text);
+  set_version(folder_, 4);
   EXPECT_THAT([&] { read_checkpoint(folder_); },
               ThrowsMessage<CheckpointError>(
-                  HasSubstr("has version 3 of the layout; this Lockstep reads versions 1 and 2")));
+                  HasSubstr("has version 4 of the layout; this Lockstep reads versions 1 to 3")));
+}
+
+TEST_F(CheckpointFiles, Sha256IsWrittenWhereItIsWanted) {
+  const auto files = nlohmann::json::parse(content("state.json")).at("files");
+  EXPECT_EQ(files.at(kModel).at("xxh3").get<std::string>().size(), 32u);
+  checkpoint_.info.step = 5;
+  folder_ = CheckpointFolder(directory_.path(), 0, checkpoint_hash("sha256")).write(checkpoint_);
+  const auto other = nlohmann::json::parse(content("state.json")).at("files");
+  EXPECT_EQ(other.at(kModel).at("sha256"), sha256_hex(content(kModel)));
+  EXPECT_FALSE(other.at(kModel).contains("xxh3"));
+  set_version(folder_, 2);
+  EXPECT_EQ(read_checkpoint(folder_).info.step, 5) << "as version 2 has it";
+  std::string bad = content(kState);
+  bad.back() ^= 1;
+  put(kState, bad);
+  expect_damaged(std::string(kState) + " has the sha256");
+  EXPECT_THROW(checkpoint_hash("md5"), UsageError);
 }
 
 /// What earlier versions of Lockstep wrote: two files, and the number of ranks in the identity.

@@ -6,9 +6,7 @@
 #include <tuple>
 #include <utility>
 
-#include "lockstep/base/file.h"
-#include "lockstep/base/hash.h"
-#include "lockstep/data/safetensors.h"
+#include "lockstep/base/file_writer.h"
 #include "lockstep/data/stored_tensors.h"
 
 namespace lockstep::detail {
@@ -126,6 +124,38 @@ std::optional<json> index_of(const std::vector<PlannedPart>& plan) {
   return json{{"metadata", {{"total_size", bytes}}}, {"weight_map", std::move(map)}};
 }
 
+/// A file of a checkpoint. A piece is hashed and copied while the processor's cache has it.
+class HashedFile {
+ public:
+  HashedFile(const fs::path& path, CheckpointHash hash)
+      : name_(path.filename().string()), file_(path), hasher_(algorithm_of(hash)) {}
+
+  void write(const void* data, size_t size) {
+    constexpr size_t kPiece = size_t{256} << 10;
+    const char* next = static_cast<const char*>(data);
+    size_ += size;
+    while (size > 0) {
+      const size_t part = std::min(size, kPiece);
+      hasher_.update(next, part);
+      file_.write(next, part);
+      next += part;
+      size -= part;
+    }
+  }
+
+  /// On the disk. Gives name, size and hash.
+  json finish() {
+    file_.finish();
+    return {name_, size_, hasher_.finish()};
+  }
+
+ private:
+  std::string name_;
+  FileWriter file_;
+  Hasher hasher_;
+  uint64_t size_ = 0;
+};
+
 }  // namespace
 
 int64_t PlannedPart::bytes() const {
@@ -167,9 +197,9 @@ ShardedSave::ShardedSave(const ProcessGroup& group, const CheckpointShards& shar
 }
 
 /// Gives "files", each with its size and hash, and "begins", where each part lies.
-json ShardedSave::write_own(const fs::path& folder, int rank) const {
-  std::map<std::string, std::map<std::string, size_t>> files;
-  for (const auto& [index, tensor] : tensors_) files[plan_[index].file][plan_[index].name] = index;
+json ShardedSave::write_own(const fs::path& folder, int rank, CheckpointHash hash) const {
+  std::map<std::string, std::vector<size_t>> files;
+  for (const auto& [index, tensor] : tensors_) files[plan_[index].file].push_back(index);
   json result = {{"files", json::array()}, {"begins", json::array()}};
   if (!files.empty() && !fs::exists(folder)) {
     throw CheckpointError("rank " + std::to_string(rank) + " does not see " + folder.string() +
@@ -177,25 +207,26 @@ json ShardedSave::write_own(const fs::path& folder, int rank) const {
                           "give a --checkpoint-dir on a file system that all hosts share");
   }
   for (const auto& [file, parts] : files) {
-    StateDict tensors;
+    std::vector<TensorInfo> infos;
     json sharding = json::object();
-    for (const auto& [name, index] : parts) {
-      tensors.emplace_back(name, tensors_.at(index));
-      sharding[name] = {{"saved_offsets", plan_[index].box.offsets}};
+    for (const size_t index : parts) {
+      const at::Tensor& tensor = tensors_.at(index);
+      infos.push_back({plan_[index].name, tensor.scalar_type(), tensor.sizes().vec()});
+      sharding[plan_[index].name] = {{"saved_offsets", plan_[index].box.offsets}};
     }
-    std::string sha256;
-    save_safetensors(
-        folder / file, tensors,
-        {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}},
-        &sha256);
-    result["files"].push_back({file, fs::file_size(folder / file), sha256});
-    for (const auto& entry : index_safetensors(folder / file).tensors)
-      result["begins"].push_back({parts.at(entry.name), entry.chunks[0].bytes->where.begin});
+    HashedFile out(folder / file, hash);
+    const auto begins = write_safetensors(
+        infos, {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}},
+        [&](size_t i) { return tensors_.at(parts[i]); },
+        [&](const void* data, size_t size) { out.write(data, size); });
+    result["files"].push_back(out.finish());
+    for (size_t i = 0; i < parts.size(); ++i) result["begins"].push_back({parts[i], begins[i]});
   }
   return result;
 }
 
-void ShardedSave::complete(const fs::path& folder, const std::vector<json>& results) const {
+void ShardedSave::complete(const fs::path& folder, const std::vector<json>& results,
+                           CheckpointHash hash) const {
   StoredCheckpoint stored;
   stored.info = info_;
   stored.folder = folder;
@@ -203,7 +234,7 @@ void ShardedSave::complete(const fs::path& folder, const std::vector<json>& resu
   for (const json& result : results) {
     if (result.is_string()) throw CheckpointError(result.get<std::string>());
     for (const json& file : result.at("files"))
-      stored.files.push_back({file.at(0), file.at(1), file.at(2)});
+      stored.files.push_back({file.at(0), file.at(1), hash, file.at(2)});
     for (const json& item : result.at("begins")) begins[item.at(0).get<size_t>()] = item.at(1);
   }
   std::map<std::pair<bool, std::string>, size_t> known;
@@ -217,8 +248,9 @@ void ShardedSave::complete(const fs::path& folder, const std::vector<json>& resu
   }
   if (const auto index = index_of(plan_)) {
     const std::string text = index->dump(2) + "\n";
-    write_file_atomically(folder / kIndexFile, text);
-    stored.files.push_back({kIndexFile, text.size(), sha256_hex(text)});
+    HashedFile file(folder / kIndexFile, hash);
+    file.write(text.data(), text.size());
+    stored.files.push_back({kIndexFile, text.size(), hash, file.finish().at(2)});
   }
   write_description(stored);
 }
@@ -229,18 +261,19 @@ std::string ShardedSave::write_as_first(const ProcessGroup& group, CheckpointFol
   bool begun = false;
   const auto begin = [&](const fs::path& aside) {
     begun = true;
-    if (!is_alone(group)) group.broadcast_object(aside.string(), 0);
+    if (!is_alone(group)) group.broadcast_object({aside.string(), folder.hash()}, 0);
   };
   try {
     folder.write(info_.step, [&](const fs::path& aside) {
       begin(aside);
       json own;
       try {
-        own = write_own(aside, 0);
+        own = write_own(aside, 0, folder.hash());
       } catch (const std::exception& failure) {
         own = std::string(failure.what());
       }
-      complete(aside, is_alone(group) ? std::vector<json>{own} : group.gather_object(own, 0));
+      complete(aside, is_alone(group) ? std::vector<json>{own} : group.gather_object(own, 0),
+               folder.hash());
     });
   } catch (const CommError&) {
     throw;
@@ -255,11 +288,13 @@ std::string ShardedSave::write_as_first(const ProcessGroup& group, CheckpointFol
 }
 
 void ShardedSave::write_as_other(const ProcessGroup& group) const {
-  const fs::path aside = group.broadcast_object({}, 0).get<std::string>();
+  const json told = group.broadcast_object({}, 0);
+  const fs::path aside = told.at(0).get<std::string>();
+  const auto hash = told.at(1).get<CheckpointHash>();
   if (aside.empty()) return;
   json own;
   try {
-    own = write_own(aside, group.rank());
+    own = write_own(aside, group.rank(), hash);
   } catch (const std::exception& failure) {
     own = std::string(failure.what());
   }

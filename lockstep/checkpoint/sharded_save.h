@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/hash.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/stored_checkpoint.h"
 
@@ -29,6 +30,8 @@ struct PlannedPart {
 /// have not all of a tensor.
 std::vector<PlannedPart> plan_of(const std::vector<nlohmann::json>& described);
 
+Hasher::Algorithm algorithm_of(CheckpointHash kind);
+
 /// One checkpoint that all ranks of a group write together.
 class ShardedSave {
  public:
@@ -45,9 +48,10 @@ class ShardedSave {
   std::string write(const ProcessGroup& group, CheckpointFolder& folder) const;
 
  private:
-  nlohmann::json write_own(const std::filesystem::path& folder, int rank) const;
-  void complete(const std::filesystem::path& folder,
-                const std::vector<nlohmann::json>& results) const;
+  nlohmann::json write_own(const std::filesystem::path& folder, int rank,
+                           CheckpointHash hash) const;
+  void complete(const std::filesystem::path& folder, const std::vector<nlohmann::json>& results,
+                CheckpointHash hash) const;
   std::string write_as_first(const ProcessGroup& group, CheckpointFolder& folder) const;
   void write_as_other(const ProcessGroup& group) const;
 

@@ -13,9 +13,11 @@
 #include <optional>
 #include <utility>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/file_writer.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/words.h"
+#include "lockstep/checkpoint/sharded_save.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/safetensors.h"
@@ -30,6 +32,7 @@ namespace {
 
 constexpr char kFormat[] = "lockstep-checkpoint";
 constexpr char kInfoFile[] = "state.json";
+constexpr const char* kHashNames[] = {"xxh3", "sha256"};  ///< By their CheckpointHash.
 constexpr size_t kMostOfInfo = size_t{1} << 30;
 
 [[noreturn]] void damaged(const fs::path& folder, const std::string& what) {
@@ -55,19 +58,24 @@ std::string read_info_file(const fs::path& folder) {
 }
 
 json read_document(const fs::path& folder) {
-  json document = json::parse(read_info_file(folder), nullptr, /*allow_exceptions=*/false);
+  const std::string text = read_info_file(folder);
+  json document = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!document.is_object() || document.value("format", json()) != kFormat) {
     damaged(folder, std::string(kInfoFile) + " is not the description of a Lockstep checkpoint");
   }
+  if (document.value("checksum", json()) != checksum_of(document)) {
+    damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
+  }
   const json version = document.value("version", json());
-  if (version != kCheckpointVersion && version != 1) {
+  if (!version.is_number_unsigned() || version < 1 || version > kCheckpointVersion) {
     throw CheckpointError("checkpoint " + folder.string() + " has version " + version.dump() +
-                              " of the layout; this Lockstep reads versions 1 and " +
+                              " of the layout; this Lockstep reads versions 1 to " +
                               std::to_string(kCheckpointVersion),
                           "read it with the Lockstep that wrote it");
   }
-  if (document.value("checksum", json()) != checksum_of(document)) {
-    damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
+  // Version 1 was laid out otherwise. Of later ones each byte counts, also those that say nothing.
+  if (version != 1 && text != document.dump() + "\n") {
+    damaged(folder, std::string(kInfoFile) + " was altered");
   }
   return document;
 }
@@ -104,17 +112,29 @@ bool lies_within(const TensorBox& box, const std::vector<int64_t>& sizes) {
   return true;
 }
 
-StoredTensor tensor_from(const fs::path& folder, const json& item) {
+bool is_within(const std::vector<StoredFile>& files, const StoredPart& part, at::ScalarType dtype) {
+  const auto bytes = static_cast<uint64_t>(numel_of(part.box.sizes)) * c10::elementSize(dtype);
+  return std::any_of(files.begin(), files.end(), [&](const StoredFile& file) {
+    return file.name == part.file && part.begin <= file.bytes && bytes <= file.bytes - part.begin;
+  });
+}
+
+StoredTensor tensor_from(const StoredCheckpoint& checkpoint, const json& item) {
+  const fs::path& folder = checkpoint.folder;
   StoredTensor tensor;
   tensor.name = item.at("name");
   const auto dtype = dtype_of_name(&DtypeNames::safetensors, item.at("dtype").get<std::string>());
   if (!dtype) damaged(folder, tensor.name + " has the unknown dtype " + item.at("dtype").dump());
   tensor.dtype = *dtype;
   item.at("shape").get_to(tensor.sizes);
+  if (!detail::is_possible_shape(tensor.dtype, tensor.sizes))
+    damaged(folder, tensor.name + " has the shape " + item.at("shape").dump());
   int64_t elements = 0;
   for (const json& each : item.at("parts")) {
     StoredPart part{{each.at("offsets"), each.at("sizes")}, each.at("file"), each.at("begin")};
     if (!lies_within(part.box, tensor.sizes)) damaged(folder, tensor.name + " has a part outside");
+    if (!is_within(checkpoint.files, part, tensor.dtype))
+      damaged(folder, tensor.name + " has a part outside of " + part.file);
     elements += numel_of(part.box.sizes);
     tensor.parts.push_back(std::move(part));
   }
@@ -144,7 +164,10 @@ std::vector<StoredTensor> tensors_in(const fs::path& folder, const char* file) {
 void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& checkpoint) {
   checkpoint.info = detail::info_from(document);
   for (const auto& [name, file] : document.at("files").items()) {
-    checkpoint.files.push_back({name, file.at("bytes"), file.at("sha256")});
+    if (fs::path(name).filename() != name) damaged(folder, name + " is no name of a file");
+    const auto kind = file.contains(kHashNames[0]) ? CheckpointHash::xxh3 : CheckpointHash::sha256;
+    checkpoint.files.push_back(
+        {name, file.at("bytes"), kind, file.at(kHashNames[static_cast<int>(kind)])});
   }
   if (document.at("version") == 1) {
     // Sizes first: a file that was cut has no good header.
@@ -155,9 +178,9 @@ void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& c
   }
   const json& tensors = document.at("tensors");
   for (const json& item : tensors.at("model"))
-    checkpoint.model.push_back(tensor_from(folder, item));
+    checkpoint.model.push_back(tensor_from(checkpoint, item));
   for (const json& item : tensors.at("state"))
-    checkpoint.state.push_back(tensor_from(folder, item));
+    checkpoint.state.push_back(tensor_from(checkpoint, item));
 }
 
 /// Zeros that take no memory where nobody writes to them.
@@ -291,6 +314,11 @@ at::Tensor read_tensor(const StoredCheckpoint& checkpoint, const StoredTensor& t
 
 }  // namespace
 
+CheckpointHash checkpoint_hash(const std::string& name) {
+  expect_one_of("checkpoint hash", name, {std::begin(kHashNames), std::end(kHashNames)});
+  return name == kHashNames[0] ? CheckpointHash::xxh3 : CheckpointHash::sha256;
+}
+
 StoredCheckpoint open_checkpoint(const fs::path& folder) {
   const json document = read_document(folder);
   StoredCheckpoint checkpoint;
@@ -322,11 +350,12 @@ void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
     const auto least = std::min_element(loads.begin(), loads.end());
     *least += file->bytes;
     if (least - loads.begin() != part) continue;
-    const std::string sha256 = content_hash(
-        checkpoint.folder / file->name, Hasher::Algorithm::sha256, ContentOptions::Packing::plain);
-    if (sha256 == file->sha256) continue;
-    damaged(checkpoint.folder,
-            file->name + " has SHA-256 " + sha256 + " in place of " + file->sha256);
+    const std::string hash =
+        content_hash(checkpoint.folder / file->name, detail::algorithm_of(file->kind),
+                     ContentOptions::Packing::plain);
+    if (hash == file->hash) continue;
+    damaged(checkpoint.folder, file->name + " has the " + kHashNames[static_cast<int>(file->kind)] +
+                                   " " + hash + " in place of " + file->hash);
   }
 }
 
@@ -351,6 +380,10 @@ Checkpoint read_checkpoint(const fs::path& folder) {
   return {stored.info, read_tensors(stored, stored.model), read_tensors(stored, stored.state)};
 }
 
+Hasher::Algorithm detail::algorithm_of(CheckpointHash kind) {
+  return kind == CheckpointHash::sha256 ? Hasher::Algorithm::sha256 : Hasher::Algorithm::xxh128;
+}
+
 json detail::to_json(const CheckpointInfo& info) {
   json values = json::object();
   for (const auto& [name, value] : info.values) {
@@ -371,7 +404,7 @@ CheckpointInfo detail::info_from(const json& object) {
   object.at("values").get_to(info.values);
   info.settings = object.value("settings", info.settings);
   info.samples = object.value("samples", info.samples);
-  info.ranks = object.value("ranks", 1);
+  info.ranks = std::max(1, object.value("ranks", 1));
   // In version 1 it had to be the same.
   if (auto ranks = info.identity.extract("number of ranks")) {
     info.ranks = std::max(1, std::atoi(ranks.mapped().c_str()));
@@ -384,7 +417,8 @@ void detail::write_description(const StoredCheckpoint& checkpoint) {
   json document = to_json(checkpoint.info);
   json files = json::object();
   for (const StoredFile& file : checkpoint.files) {
-    files[file.name] = {{"bytes", file.bytes}, {"sha256", file.sha256}};
+    files[file.name] = {{"bytes", file.bytes},
+                        {kHashNames[static_cast<int>(file.kind)], file.hash}};
   }
   document["format"] = kFormat;
   document["version"] = kCheckpointVersion;
@@ -393,7 +427,9 @@ void detail::write_description(const StoredCheckpoint& checkpoint) {
   document["tensors"] = {{"model", tensors_as_json(checkpoint.model)},
                          {"state", tensors_as_json(checkpoint.state)}};
   document["checksum"] = checksum_of(document);
-  write_file_atomically(checkpoint.folder / kInfoFile, document.dump() + "\n");
+  FileWriter file(checkpoint.folder / kInfoFile);
+  file.write(document.dump() + "\n");
+  file.finish();
   fsync_path(checkpoint.folder);
 }
 

@@ -34,7 +34,8 @@ struct StoredTensor {
 struct StoredFile {
   std::string name;
   uint64_t bytes = 0;
-  std::string sha256;
+  CheckpointHash kind = CheckpointHash::xxh3;
+  std::string hash;  ///< Hexadecimal.
 };
 
 /// A checkpoint of which any part can be read. Its files must stay as long as it is read.

@@ -21,10 +21,14 @@ bool make_empty_folder(const fs::path& folder) {
 }
 
 /// On failure nothing of it stays.
-void write_folder(const TensorReader& source, const fs::path& folder) {
+void write_folder(const TensorReader& source, const fs::path& folder, int64_t shards) {
   const bool is_new = make_empty_folder(folder);
   try {
-    detail::write_safetensors_folder(folder, source, kLargestFile);
+    if (shards > 0) {
+      detail::write_safetensors_shards(folder, source, shards);
+    } else {
+      detail::write_safetensors_folder(folder, source, kLargestFile);
+    }
   } catch (...) {
     std::error_code ignored;
     for (const auto& entry : fs::directory_iterator(folder, ignored))
@@ -46,12 +50,12 @@ std::string format_of_name(const fs::path& path) {
   return extension == ".pt" || extension == ".pth" || extension == ".bin" ? "pt" : "";
 }
 
-void convert_tensors(const TensorReader& source, const fs::path& target,
-                     const std::string& format) {
+void convert_tensors(const TensorReader& source, const fs::path& target, const std::string& format,
+                     int64_t shards) {
   expect_one_of("format", format, tensor_formats());
   const auto& tensors = source.tensors();
   if (format == "hf") {
-    write_folder(source, target);
+    write_folder(source, target, shards);
   } else if (format == "safetensors") {
     detail::write_safetensors(target, tensors, {{"format", "pt"}},
                               [&](size_t i) { return source.read(tensors[i].name); });

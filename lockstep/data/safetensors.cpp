@@ -4,7 +4,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <future>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -12,7 +11,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/hash.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/stored_tensors.h"
@@ -283,39 +281,39 @@ detail::StoredTensors detail::index_safetensors(const std::filesystem::path& pat
   return Reader(path).index();
 }
 
+std::vector<uint64_t> detail::write_safetensors(
+    const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata,
+    const std::function<at::Tensor(size_t)>& read,
+    const std::function<void(const void*, size_t)>& write) {
+  const std::vector<size_t> order = in_file_order(tensors);
+  const std::string header = header_of(tensors, order, metadata);
+  std::array<char, kLengthSize> length;
+  for (size_t i = 0; i < kLengthSize; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));
+  write(length.data(), length.size());
+  write(header.data(), header.size());
+  std::vector<uint64_t> begins(tensors.size());
+  uint64_t next = length.size() + header.size();
+  for (const size_t i : order) {
+    const at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
+    write(plain.const_data_ptr(), plain.nbytes());
+    begins[i] = next;
+    next += plain.nbytes();
+  }
+  return begins;
+}
+
 void detail::write_safetensors(const std::filesystem::path& path,
                                const std::vector<TensorInfo>& tensors,
                                const std::map<std::string, std::string>& metadata,
-                               const std::function<at::Tensor(size_t)>& read, std::string* sha256) {
-  const std::vector<size_t> order = in_file_order(tensors);
-  const std::string header = header_of(tensors, order, metadata);
-  const auto write_to = [&](const auto& take) {
-    std::array<char, kLengthSize> length;
-    for (size_t i = 0; i < kLengthSize; ++i)
-      length[i] = static_cast<char>(header.size() >> (8 * i));
-    take(length.data(), length.size());
-    take(header.data(), header.size());
-    for (const size_t i : order) {
-      const at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
-      take(plain.const_data_ptr(), plain.nbytes());
-    }
-  };
-  std::future<std::string> hash;
-  if (sha256) {
-    hash = std::async(std::launch::async, [&] {
-      Hasher hasher(Hasher::Algorithm::sha256);
-      write_to([&](const void* data, size_t size) { hasher.update(data, size); });
-      return hasher.finish();
-    });
-  }
+                               const std::function<at::Tensor(size_t)>& read) {
   AtomicFile file(path);
-  write_to([&](const void* data, size_t size) { file.write(data, size); });
+  write_safetensors(tensors, metadata, read,
+                    [&](const void* data, size_t size) { file.write(data, size); });
   file.commit();
-  if (sha256) *sha256 = hash.get();
 }
 
 void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
-                      const std::map<std::string, std::string>& metadata, std::string* sha256) {
+                      const std::map<std::string, std::string>& metadata) {
   std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) throw Error("tensor '" + name + "' is undefined: nothing to save");
@@ -323,8 +321,7 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
       throw Error("tensor '" + name + "' is sparse, which safetensors cannot hold");
     infos.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
-  detail::write_safetensors(
-      path, infos, metadata, [&](size_t i) { return tensors[i].second; }, sha256);
+  detail::write_safetensors(path, infos, metadata, [&](size_t i) { return tensors[i].second; });
 }
 
 }  // namespace lockstep

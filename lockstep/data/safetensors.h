@@ -30,9 +30,8 @@ SafetensorsFile load_safetensors(const std::filesystem::path& path);
 /// little-endian. Tensors with wider elements come first, so that each starts aligned. Otherwise
 /// the given order is kept. Throws SystemError (a full disk, a read-only folder) and leaves nothing
 /// behind. Throws Error for a tensor that the format cannot hold and for a name that is given twice
-/// or reserved. `sha256` gets the hash of the file, which another thread makes meanwhile.
+/// or reserved.
 void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
-                      const std::map<std::string, std::string>& metadata = {},
-                      std::string* sha256 = nullptr);
+                      const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace lockstep

@@ -104,6 +104,12 @@ void check_weight_map(const std::map<std::string, std::string>& weight_map,
   }
 }
 
+std::string file_name(size_t index, size_t count) {
+  char name[64];
+  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
+  return name;
+}
+
 }  // namespace
 
 StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only) {
@@ -159,8 +165,7 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
   nlohmann::ordered_json index = {{"metadata", {{"total_size", total}}},
                                   {"weight_map", nlohmann::ordered_json::object()}};
   for (size_t i = 0; i < files.size(); ++i) {
-    char name[64];
-    std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", i + 1, files.size());
+    const std::string name = file_name(i, files.size());
     nlohmann::ordered_json shards = nlohmann::ordered_json::object();
     for (const TensorInfo& tensor : files[i]) {
       shards[tensor.name] = {{kSavedOffsets, std::vector<int64_t>(tensor.shape.size())}};
@@ -171,6 +176,32 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
                       [&](size_t tensor) { return source.read(files[i][tensor].name); });
   }
   write_file_atomically(folder / kIndexFile, index.dump(2) + "\n");
+}
+
+void write_safetensors_shards(const fs::path& folder, const TensorReader& source, int64_t shards) {
+  for (int64_t i = 0; i < shards; ++i) {
+    std::vector<TensorInfo> parts;
+    std::vector<std::vector<int64_t>> offsets;
+    nlohmann::ordered_json sharding = nlohmann::ordered_json::object();
+    for (TensorInfo part : source.tensors()) {
+      std::vector<int64_t> offset(part.shape.size());
+      const int64_t rows = part.shape.empty() ? 0 : part.shape[0];
+      const int64_t of_each = (rows + shards - 1) / shards;
+      if (rows == 0 ? i > 0 : i * of_each >= rows) continue;
+      if (rows > 0) {
+        offset[0] = i * of_each;
+        part.shape[0] = std::min(of_each, rows - offset[0]);
+      }
+      sharding[part.name] = {{kSavedOffsets, offset}};
+      offsets.push_back(std::move(offset));
+      parts.push_back(std::move(part));
+    }
+    if (parts.empty()) continue;
+    write_safetensors(
+        folder / file_name(static_cast<size_t>(i), static_cast<size_t>(shards)), parts,
+        {{kShardingInfo, sharding.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
+        [&](size_t at) { return source.read(parts[at].name, offsets[at], parts[at].shape); });
+  }
 }
 
 }  // namespace lockstep::detail

@@ -60,11 +60,15 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);
 StoredTensors index_safetensors(const std::filesystem::path& path);
 
 /// save_safetensors of tensors that `read` gives one after another, by their place in `tensors`.
-/// With `sha256` it is called twice for each, from two threads.
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorInfo>& tensors,
                        const std::map<std::string, std::string>& metadata,
-                       const std::function<at::Tensor(size_t)>& read,
-                       std::string* sha256 = nullptr);
+                       const std::function<at::Tensor(size_t)>& read);
+
+/// The bytes of such a file, from front to back, to `write`. Gives where each of `tensors` begins.
+std::vector<uint64_t> write_safetensors(
+    const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata,
+    const std::function<at::Tensor(size_t)>& read,
+    const std::function<void(const void* data, size_t size)>& write);
 
 /// Of a .pt file, or of one that lies within another file (`begin`, `size`). `root` is the name of
 /// what was saved, before those of its parts.
@@ -79,6 +83,11 @@ StoredTensors index_safetensors_folder(const std::filesystem::path& folder,
 /// Python's HuggingFaceStorageReader and Hugging Face's libraries read it.
 void write_safetensors_folder(const std::filesystem::path& folder, const TensorReader& source,
                               uint64_t largest_file);
+
+/// Writes so many files, each with as many rows of every tensor, as torch.distributed.checkpoint
+/// has them of so many ranks. What has no rows is in the first.
+void write_safetensors_shards(const std::filesystem::path& folder, const TensorReader& source,
+                              int64_t shards);
 
 /// A folder of torch.distributed.checkpoint.
 StoredTensors index_dcp_folder(const std::filesystem::path& folder);

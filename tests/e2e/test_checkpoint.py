@@ -1,9 +1,11 @@
 """Checkpoints: runs that are killed, stopped and damaged go on to the bits of one that was not."""
 
+import hashlib
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -160,6 +162,12 @@ class Folder(unittest.TestCase):
         state = json.loads((self.saved / "latest" / "state.json").read_text())
         self.assertEqual((state["step"], state["epoch"], state["batches"]), (10, 2, 0))
 
+    def test_sha256_where_it_is_wanted(self):
+        self.save("--checkpoint-hash", "sha256")
+        files = json.loads((self.saved / "latest" / "state.json").read_text())["files"]
+        self.assertEqual(files[MODEL]["sha256"], hashlib.sha256((self.saved / "latest" / MODEL).read_bytes()).hexdigest())
+        self.assertIn("resumed after step 10 ", self.resume().stdout)
+
     def test_three_are_kept(self):
         self.save(epochs=5)
         self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (15, 20, 25)])
@@ -187,7 +195,7 @@ class Folder(unittest.TestCase):
         newest = self.saved / "step-00000010"
         flip_a_byte(newest / MODEL)
         result = self.resume("--devices", 1)
-        self.assertIn(f"{newest} is damaged: {MODEL} has SHA-256", result.stderr)
+        self.assertIn(f"{newest} is damaged: {MODEL} has the xxh3 ", result.stderr)
         self.assertIn("resumed after step 5 ", result.stdout)
 
     def test_a_damaged_one_asked_for_by_name_is_refused(self):
@@ -244,10 +252,12 @@ class Folder(unittest.TestCase):
         self.save()
         for folder in self.saved.glob("step-*"):
             path = folder / "state.json"
-            path.write_text(path.read_text().replace('"version":2', '"version":99'))
+            text = re.sub('"checksum":"[0-9a-f]*",', "", path.read_text()).replace('"version":3', '"version":99')
+            checksum = hashlib.sha256(text.strip().encode()).hexdigest()
+            path.write_text(text.replace("{", f'{{"checksum":"{checksum}",', 1))
         result = self.resume(check=False)
         self.assertEqual(result.returncode, 1)
-        self.assertIn("has version 99 of the layout; this Lockstep reads versions 1 and 2", result.stderr)
+        self.assertIn("has version 99 of the layout; this Lockstep reads versions 1 to 3", result.stderr)
 
     def test_a_new_run_does_not_mix_with_an_old_one(self):
         self.save()
@@ -264,6 +274,27 @@ class Folder(unittest.TestCase):
         self.assertIn("superseded-step-00000010", result.stderr)
         self.assertEqual(steps_in(self.saved), [f"step-{n:08}" for n in (5, 10, 15)])
         self.assertTrue((self.saved / "superseded-step-00000010").is_dir())
+
+    def test_a_part_of_the_weights_is_loaded_by_other_names(self):
+        self.save("--save-weights", self.folder / "w.safetensors")
+        flags = ("--load-weights", self.saved, "--load-only", "layers.0.*,layers.4.bias", "--lr", 0, "--max-epochs", 1,
+                 "--limit-train-batches", 1, "--save-weights")
+        train(*flags, self.folder / "part.safetensors")
+        diff = json.loads(t.run(t.LOCKSTEP, "checkpoint", "diff", self.folder / "w.safetensors", self.folder / "part.safetensors",
+                                "--json", check=False).stdout)
+        self.assertEqual({row["name"] for row in diff["differences"]},
+                         {"layers.2.weight", "layers.2.bias", "layers.4.weight"})
+        refused = train(*flags, self.folder / "x.safetensors", "--load-rename", "layers.0.*=body.*", check=False)
+        self.assertEqual(refused.returncode, 1, refused.stderr)
+        for name in ("layers.0.weight", "layers.0.bias"):
+            self.assertIn(name, refused.stderr)
+
+    def test_metrics_say_how_long_saves_held_up_training(self):
+        metrics = self.folder / "m.jsonl"
+        self.save("--checkpoint-every", 2, "--metrics-file", metrics, "--log-every-n-steps", 1, epochs=1)
+        waited = {row["step"]: row.get("save_seconds") for row in map(json.loads, metrics.read_text().splitlines())
+                  if row["split"] == "train"}
+        self.assertEqual([step for step, seconds in waited.items() if seconds], [3, 5], waited)
 
     def test_nothing_to_resume(self):
         self.assertIn("test accuracy", self.resume().stdout, "auto starts anew in an empty folder")

@@ -132,6 +132,21 @@ class Checkpoints(unittest.TestCase):
                             "hf": lambda: load_file(folder / "read.safetensors")}[target]
                     self.assert_same(read(), wanted)
 
+    def test_reshard_cuts_into_shards(self):
+        """Python reshards what it writes, and so does merge."""
+        folder = self.folder / "2"
+        wanted = load_file(folder / "whole.safetensors")
+        for shards in (1, 3):
+            with self.subTest(shards=shards):
+                out, merged = self.scratch / f"of {shards}", self.scratch / f"{shards}.safetensors"
+                self.checkpoint("reshard", folder / "whole.pt", out, "--shards", shards)
+                self.assertEqual(len(list(out.iterdir())), shards)
+                run_writer(2, folder, out)
+                self.assert_same(load_file(folder / "read.safetensors"), wanted)
+                self.checkpoint("merge", out, merged)
+                self.assert_same(load_file(merged), wanted)
+        self.checkpoint("reshard", folder / "whole.pt", self.scratch / "none", "--shards", 0, code=2)
+
     def test_merge_joins_shards(self):
         out = self.scratch / "out.safetensors"
         self.checkpoint("merge", self.folder / "4" / "dcp", out)

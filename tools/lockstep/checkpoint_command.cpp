@@ -209,29 +209,42 @@ void expect_whole(const fs::path& source) {
   if (fs::exists(source / "state.json")) check_files(open_checkpoint(source));
 }
 
-/// "convert" and "merge": the latter writes one file.
+constexpr const char* kConvertsTo =
+    "Writes the tensors of a checkpoint or file in another format; of a checkpoint of Lockstep, "
+    "the "
+    "model's. Values that are no tensors are left out, with a note.";
+constexpr const char* kMerges =
+    "Writes all tensors of a folder, whose files hold them or shards of them, into one file.";
+constexpr const char* kReshards =
+    "Writes a new folder of so many safetensors files, each with a part of every tensor, as "
+    "torch.distributed.checkpoint has them of so many ranks. It reads them at any number of ranks.";
+
+/// "convert", "merge", which writes one file, and "reshard", which writes a folder of shards.
 int convert(const std::string& action, const Words& args) {
-  const bool merges = action == "merge";
   std::string source_path;
   std::string target;
-  std::string to;
-  Cli cli("lockstep checkpoint " + action,
-          merges
-              ? "Writes all tensors of a folder, whose files hold them or shards of them, into "
-                "one file."
-              : "Writes the tensors of a checkpoint or file in another format; of a checkpoint of "
-                "Lockstep, the model's. Values that are no tensors are left out, with a note.");
+  std::string to = action == "reshard" ? "hf" : "";
+  int64_t shards = action == "reshard" ? 2 : 0;
+  Cli cli("lockstep checkpoint " + action, action == "merge"     ? kMerges
+                                           : action == "reshard" ? kReshards
+                                                                 : kConvertsTo);
   cli.positional("SOURCE", source_path, kSources);
-  cli.positional("TARGET", target, merges ? "The file" : "The file, or for hf a new folder");
+  cli.positional("TARGET", target, action == "merge" ? "The file" : "The file, or a new folder");
   Words formats = tensor_formats();
-  if (merges) {
+  if (action == "reshard") {
+    cli.example("lockstep checkpoint reshard model.pt dcp-folder --shards 4");
+    cli.option("--shards", shards, "How many files", {.min = 1});
+  } else if (action == "merge") {
     formats.pop_back();  // hf
     cli.example("lockstep checkpoint merge hf-folder model.safetensors");
   } else {
+    formats.push_back("dcp");
     cli.example("lockstep checkpoint convert dcp-folder model.pt");
     cli.example("lockstep checkpoint convert runs/a hf-folder --to hf");
   }
-  cli.option("--to", to, join(formats, ", ") + "; without it as the name of TARGET says", "FORMAT");
+  if (action != "reshard")
+    cli.option("--to", to, join(formats, ", ") + "; without it as the name of TARGET says",
+               "FORMAT");
   if (!cli.parse(args)) return 0;
   if (to.empty()) to = format_of_name(target);
   if (to.empty()) throw UsageError("TARGET " + target + " does not tell its format", "give --to");
@@ -242,7 +255,8 @@ int convert(const std::string& action, const Words& args) {
   const fs::path newest = newest_in(source_path);
   expect_whole(newest);
   const TensorReader source(newest, /*weights_only=*/true);
-  convert_tensors(source, target, to);
+  // torch.distributed.checkpoint reads the folder of safetensors by its HuggingFaceStorageReader.
+  convert_tensors(source, target, to == "dcp" ? "hf" : to, shards);
   std::string text =
       target + ": " + counted(static_cast<int64_t>(source.tensors().size()), "tensor");
   if (!source.values().empty())
@@ -260,8 +274,8 @@ int checkpoint_command(const Words& args) {
   if (action == "inspect") return inspect(rest);
   if (action == "verify") return verify(rest);
   if (action == "diff") return diff(rest);
-  if (action == "convert" || action == "merge") return convert(action, rest);
-  const Words actions = {"inspect", "verify", "diff", "convert", "merge"};
+  if (action == "convert" || action == "reshard" || action == "merge") return convert(action, rest);
+  const Words actions = {"inspect", "verify", "diff", "convert", "reshard", "merge"};
   if (!action.empty() && action[0] != '-') expect_one_of("ACTION", action, actions);
   Cli cli("lockstep checkpoint",
           "Looks into checkpoints and files of weights, Lockstep's and Python's, and converts "
@@ -269,7 +283,8 @@ int checkpoint_command(const Words& args) {
   std::string none;
   cli.positional("ACTION", none,
                  "inspect: lists tensors; verify: says what is damaged; diff: compares two; "
-                 "convert: writes another format; merge: joins shards into one file",
+                 "convert: writes another format; reshard: cuts tensors into shards; merge: joins "
+                 "shards into one file",
                  /*required=*/false, actions);
   cli.example("lockstep checkpoint inspect runs/a");
   cli.example("lockstep checkpoint convert runs/a model.pt");

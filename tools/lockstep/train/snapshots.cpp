@@ -55,7 +55,7 @@ std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
     if (!of_launcher) return std::nullopt;
     path = fs::path(*of_launcher) / "snapshots";
   }
-  return CheckpointFolder(path, /*keep=*/1);
+  return CheckpointFolder(path, /*keep=*/1, checkpoint_hash(config.checkpoint_hash));
 }
 
 void prepare_snapshots(const RunConfig& config) {

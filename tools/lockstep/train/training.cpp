@@ -91,7 +91,8 @@ void check_outputs(const RunConfig& config) {
 }
 
 CheckpointFolder checkpoint_folder(const RunConfig& config) {
-  return CheckpointFolder(config.checkpoint_dir, config.keep_checkpoints);
+  return CheckpointFolder(config.checkpoint_dir, config.keep_checkpoints,
+                          checkpoint_hash(config.checkpoint_hash));
 }
 
 void check_checkpoint_dir(const RunConfig& config, CheckpointFolder& folder) {
