@@ -195,7 +195,7 @@ class TrainRecovery(unittest.TestCase):
                 took.append(job.kill(self.random.choice(ranks)))
             code, output, errors = job.end()
             self.assertEqual(code, 0, errors)
-            self.check_rows(job, epochs, kills)
+            self.check_rows(job, epochs, len(took))
             got = job.digest(), [(row["epoch"], row["loss"]) for row in job.rows("test")], output.splitlines()[-1]
             self.assertEqual(got, expected)
             self.assertRegex(output, "resumed (from a snapshot )?after step")
@@ -222,14 +222,21 @@ class TrainRecovery(unittest.TestCase):
         for strategy in strategies if LONG else self.random.sample(strategies, 2):
             with self.subTest(strategy=strategy), tempfile.TemporaryDirectory() as folder:
                 # Of the launcher's own folder, or in memory beside checkpoints.
-                words = self.random.choice([(), ("--checkpoint-dir", folder)])
-                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 30, "--snapshot-every", 20, *words,
-                                 of=("--strategy", strategy), after=100)
+                words = self.random.choice([(), ("--checkpoint-dir", folder)]) + self.random.choice([(), ("--snapshot-every", 20)])
+                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 30, *words, of=("--strategy", strategy), after=250)
 
     def test_logical_shards_have_the_same_bits_with_fewer_ranks_between(self):
         shards = ("--logical-shards", 4, "--batch-size", 32)
         self.check_kills(20 if LONG else 2, 3, 100 if LONG else 10, "--min-ranks", 1, "--snapshot-every", 20, of=shards,
                          after=100)
+
+    @unittest.skipUnless(LONG, "LOCKSTEP_LONG_TESTS is not set: this takes ten minutes")
+    def test_soak(self):
+        end = time.monotonic() + 600
+        while time.monotonic() < end:
+            strategy = self.random.choice(["ddp", "zero1", "zero2", "fsdp", "pipeline"])
+            self.check_kills(10_000, self.random.choice([2, 3]), 60, "--snapshot-every", 20, of=("--strategy", strategy),
+                             after=100)
 
     def test_it_grows_when_a_new_process_comes(self):
         with Training("--min-ranks", 1, "--max-restarts", 1, epochs=100) as job:

@@ -116,6 +116,7 @@ class RecoveryJob {
       throw;
     } catch (const std::exception&) {  // It was told to end.
     }
+    read_finished();
   }
 
   struct Times {
