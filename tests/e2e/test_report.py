@@ -1,9 +1,14 @@
 """The page of `lockstep report` and of `lockstep train --dashboard`, as Chromium shows it."""
 
+import contextlib
+import itertools
 import json
 import math
+import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import unittest
 import urllib.request
@@ -96,6 +101,46 @@ class InABrowser(unittest.TestCase):
         self.assertIn("0.1", differences)
         self.assertNotIn("mlp", differences)
 
+    @contextlib.contextmanager
+    def page(self, url):
+        """A function that evaluates JavaScript in the page, which is open as long as this lasts: virtual time would wait for
+        the end of its stream. It is asked over pipes, in texts that end in zero bytes."""
+        command_out, command_in = os.pipe()
+        answer_out, answer_in = os.pipe()
+        with t.temporary_folder() as profile:
+            words = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+                     "--remote-debugging-pipe"]
+            browser = subprocess.Popen(["bash", "-c", f'exec "$@" 3<&{command_out} 4>&{answer_in}', "bash", *words],
+                                       pass_fds=(command_out, answer_in), stderr=subprocess.DEVNULL, start_new_session=True)
+            os.close(command_out)
+            os.close(answer_in)
+            received, numbers, session = b"", itertools.count(1), {}
+
+            def ask(method, **parameters):
+                nonlocal received
+                number = next(numbers)
+                os.write(command_in, json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0")
+                while True:
+                    while b"\0" not in received:
+                        self.assertTrue(select.select([answer_out], [], [], 60)[0], f"no answer to {method}")
+                        received += os.read(answer_out, 1 << 16)
+                    text, received = received.split(b"\0", 1)
+                    message = json.loads(text)
+                    self.assertNotEqual(message.get("method"), "Runtime.exceptionThrown", message)
+                    if message.get("id") == number:
+                        return message["result"]
+
+            try:
+                target = ask("Target.createTarget", url=url)["targetId"]
+                session["sessionId"] = ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+                ask("Runtime.enable")
+                yield lambda script: ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+            finally:
+                os.killpg(browser.pid, signal.SIGKILL)
+                browser.wait()
+                os.close(command_in)
+                os.close(answer_out)
+
     def test_a_run_is_shown_as_it_goes_on(self):
         with training("--dashboard", "--devices", 2) as process:
             url = url_of(process, "dashboard")
@@ -106,9 +151,15 @@ class InABrowser(unittest.TestCase):
                     return (json.loads(line[6:])[0]["series"].get("train/loss") or {"steps": [0]})["steps"][-1]
                 first = steps()
                 self.assertGreater(steps(), first)
-            dom = self.shown(url)
-        self.assertGreaterEqual(dom.count("<canvas"), 4)
-        self.assertIn("rank 1", dom)
+            with self.page(url) as ask:
+                step = "charts.has('metric loss') && charts.get('metric loss').plot.data[0].at(-1)"
+                t.wait_until(lambda: ask(step), 60, "the first curve")
+                first = ask(step)
+                t.wait_until(lambda: ask(step) > first, 60, "a later step")
+                self.assertGreaterEqual(ask("document.querySelectorAll('canvas').length"), 4)
+                self.assertIn("rank 1", ask("document.body.innerText"))
+                process.send_signal(signal.SIGINT)
+                t.wait_until(lambda: "has ended" in ask("document.getElementById('state').textContent"), 60, "the end")
 
     def test_a_run_that_was_trained(self):
         with t.temporary_folder() as folder:
