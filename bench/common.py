@@ -33,6 +33,10 @@ def join(config):
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 
 
+def device(config):
+    return torch.device("cuda" if config["backend"] == "nccl" else "cpu")
+
+
 def write_result(config, result):
     if int(os.environ.get("RANK", 0)) == 0:
         pathlib.Path(config["result"]).write_text(json.dumps(result))
@@ -54,6 +58,8 @@ def median_us(run, warmup, steps):
     for _ in range(steps):
         start = time.perf_counter()
         run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
@@ -125,7 +131,7 @@ class GptEmbedding(nn.Module):
         self.wpe = nn.Embedding(context, channels)
 
     def forward(self, tokens):
-        return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 def make_gpt(vocabulary=65, context=128, layers=6, heads=6, channels=384, **_):

@@ -11,18 +11,18 @@ from torch import nn
 MICRO_BATCHES = 4  # As StrategyOptions has it.
 
 
-def autocast(precision):
+def autocast(precision, device):
     if precision == "32-true":
         return contextlib.nullcontext()
     if precision == "bf16-mixed":
-        return torch.autocast("cpu", torch.bfloat16)
+        return torch.autocast(device.type, torch.bfloat16)
     raise ValueError(f"no twin of --precision {precision}")
 
 
 def whole_model_step(model, optimizer, loss_of, x, y, precision):
     def step():
         optimizer.zero_grad()
-        with autocast(precision):
+        with autocast(precision, x.device):
             loss = loss_of(model(x), y)
         loss.backward()
         optimizer.step()
@@ -58,14 +58,14 @@ def pipeline(module, optimizer, loss_of, x, y, precision):
     layers = common.chain(module)
     cuts = common.balanced_cuts(layers, size)
     stage_module = nn.Sequential(*layers[cuts[rank]:cuts[rank + 1]])
-    stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
+    stage = PipelineStage(stage_module, rank, size, x.device)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
     own = common.make_optimizer(optimizer, stage_module.parameters())
     first, last = rank == 0, rank == size - 1
 
     def step():
         own.zero_grad()
-        with autocast(precision):
+        with autocast(precision, x.device):
             schedule.step(*((x,) if first else ()), **({"target": y} if last else {}))
         own.step()
 
@@ -80,8 +80,8 @@ def main():
     common.join(config)
     task = common.Task(config["model"])
     torch.manual_seed(0)
-    module = task.make()
-    x, y = task.batch(config["batch_size"])
+    module = task.make().to(common.device(config))
+    x, y = (tensor.to(common.device(config)) for tensor in task.batch(config["batch_size"]))
     step = STRATEGIES[config["strategy"]](module, config["optimizer"], task.loss, x, y, config["precision"])
     us = common.median_us(step, config["warmup"], config["steps"])
     common.finish(config, {"us_per_step": us})

@@ -75,8 +75,17 @@ void check_tensors(const Impl& impl, Operation operation, at::TensorList some,
   expect_one_dtype(operation, some, others);
 }
 
-void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
+/// LibTorch's Gloo copies tensors of a device for collectives, but not for messages.
+void check_message(const Impl& impl, Operation operation, const at::Tensor& tensor) {
   check_tensors(impl, operation, tensor);
+  if (!impl.traits().takes_cuda || tensor.is_cpu()) return;
+  throw UsageError(std::string(operation_name(operation)) + ": a tensor on " +
+                       tensor.device().str() + "; messages over gloo are of CPU tensors",
+                   "send tensor.cpu(), or use a group over nccl");
+}
+
+void check_received(const Impl& impl, Operation operation, const at::Tensor& tensor) {
+  check_message(impl, operation, tensor);
   if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);
 }
 
@@ -283,7 +292,7 @@ at::Tensor ProcessGroup::symmetric_empty(int64_t numel, at::ScalarType dtype) co
 Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   auto& impl = checked(impl_);
   check_rank(Operation::send, "dst", dst, impl.size);
-  check_tensors(impl, Operation::send, tensor);
+  check_message(impl, Operation::send, tensor);
   Tensors tensors{tensor};
   return started(
       impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, Tells::waiters);

@@ -144,7 +144,7 @@ bool all_vote(Store store, Store gloo, int world_size, bool tells,
 /// What a rank says of itself before the group is formed.
 struct Vote {
   std::string asked;  ///< The backend it was told to use, or auto.
-  std::string kind;   ///< nccl where `auto` found a device, else cpu.
+  std::string kind;   ///< nccl where it has a device and may use it, else cpu.
   std::string host_key;
 
   std::string encoded() const { return asked + " " + kind + " " + host_key; }
@@ -157,8 +157,10 @@ struct Vote {
 };
 
 Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
-  const bool cuda = options.backend == "auto" && !options.cpu_only &&
-                    backend_info("nccl").available && cuda_devices() >= std::max(1, job.local_size);
+  // Of a launcher that shows each rank its own device only, all local ranks are 0.
+  const bool may = options.backend == "nccl" || (options.backend == "auto" && !options.cpu_only);
+  const bool cuda =
+      may && backend_info("nccl").available && cuda_devices() > std::max(0, job.local_rank);
   return {options.backend, cuda ? "nccl" : "cpu", host_key()};
 }
 
@@ -199,6 +201,16 @@ std::string choose_from(const std::map<int, Vote>& votes) {
   return all_cuda ? "nccl" : hierarchical::backend_for(host_keys);
 }
 
+/// NCCL waits without an end for a rank that cannot come.
+void expect_devices(const std::map<int, Vote>& votes) {
+  for (const auto& [rank, vote] : votes) {
+    if (vote.kind == "nccl") continue;
+    throw UsageError("init: rank " + std::to_string(rank) +
+                         " has no CUDA device of its own, which backend 'nccl' needs",
+                     "start at most one rank a device, or use --backend gloo");
+  }
+}
+
 // Every rank votes, so that all choose alike even where some hosts have fewer devices, and where
 // they cannot, all are told. Python's ranks do not vote: who may meet those does not wait for it.
 std::string choose_backend(const InitOptions& options, Store store, Store gloo,
@@ -208,7 +220,7 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
   std::map<int, Vote> votes{{job.rank, mine}};
   if (job.world_size > 1) {
     store.set("vote/" + std::to_string(job.rank), mine.encoded());
-    const bool waits = options.backend != "gloo" && options.backend != "nccl";
+    const bool waits = options.backend != "gloo";
     const bool all =
         waits && all_vote(store, gloo, job.world_size, job.rank == 0, options.cancelled);
     votes = read_votes(store, job.world_size, all);
@@ -219,7 +231,9 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
                               options.backend + "', but Python's ranks are of the job",
                           "use --backend gloo, or auto, which takes it then");
   }
-  return automatic ? choose_from(votes) : options.backend;
+  const std::string chosen = automatic ? choose_from(votes) : options.backend;
+  if (chosen == "nccl" && backend_info(chosen).available) expect_devices(votes);
+  return chosen;
 }
 
 constexpr const char* kGenerations = "generation/";

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 
 #include <atomic>
@@ -63,12 +64,11 @@ bool all_finite(const std::vector<at::Tensor>& tensors) {
   }
   if (others.empty()) return true;
   const c10::AutoGradMode no_grad(false);
-  // The largest of a tensor cannot overflow, as a sum can, and keeps NaN.
-  for (const at::Tensor& largest :
-       at::_foreach_norm(others, std::numeric_limits<double>::infinity())) {
-    if (!std::isfinite(largest.item<double>())) return false;
-  }
-  return true;
+  // The largest of a tensor cannot overflow, as a sum can, and keeps NaN. One wait for a device.
+  std::vector<at::Tensor> largest =
+      at::_foreach_norm(others, std::numeric_limits<double>::infinity());
+  for (at::Tensor& one : largest) one = one.to(others.front().device());
+  return std::isfinite(at::stack(largest).max().item<double>());
 }
 
 }  // namespace lockstep

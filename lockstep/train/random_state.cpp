@@ -34,6 +34,7 @@ void set_random_state(const StateDict& state, c10::Device device) {
     for (const auto& [key, tensor] : state) {
       if (key == name) found = &tensor;
     }
+    if (!found && !where.is_cpu()) continue;  // Saved by a run on the CPU.
     if (!found) throw CheckpointError("the checkpoint lacks the random state " + name);
     at::Generator generator = at::globalContext().defaultGenerator(where);
     const std::lock_guard lock(generator.mutex());

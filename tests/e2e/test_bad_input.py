@@ -223,6 +223,7 @@ class Devices(BadInput):
 
     def test_a_backend_that_cannot_work_on_the_accelerator(self):
         self.refuse(("train", "--accelerator", "cpu", "--backend", "nccl"), 2, "--backend nccl needs CUDA")
+        self.refuse(("train", "--accelerator", "cuda", "--backend", "gloo"), 2, "computes on the CPU")
 
 
 class Surroundings(BadInput):

@@ -1,4 +1,4 @@
-"""The Python script whose weights `lockstep train` must reach: DDP over Gloo on MNIST or digits, SGD or LBFGS.
+"""The Python script whose weights `lockstep train` must reach: DDP over Gloo (or NCCL) on MNIST or digits, SGD or LBFGS.
 
 Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-FOR-MEETING OUT MNIST-FOLDER OPTIONS-AS-JSON
 """
@@ -116,12 +116,15 @@ def main():
     rank, world_size, meeting, out, folder, options = sys.argv[1:]
     rank, world_size, options = int(rank), int(world_size), json.loads(options)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    backend = options.get("backend", "gloo")
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    torch.use_deterministic_algorithms(options.get("deterministic", False))
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     data = windows(folder, options["context"]) if "context" in options else mnist(pathlib.Path(folder))
     sampler = DistributedSampler(data, world_size, rank, seed=options["seed"])
     loader = DataLoader(data, batch_size=options["batch_size"], sampler=sampler)
     torch.manual_seed(options["seed"])
-    model = make_model(options["model"])
+    model = make_model(options["model"]).to(device)
     ddp = nn.parallel.DistributedDataParallel(model)
     if options.get("optimizer") == "lbfgs":
         search_in_doubles(options["lr"])
@@ -137,6 +140,7 @@ def main():
 
     def evaluate(images, labels):
         optimizer.zero_grad()
+        images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(ddp(images).flatten(0, -2), labels.flatten())
         loss.backward()
         if options.get("clip"):
@@ -166,7 +170,7 @@ def main():
                 evaluate(images, labels)
                 optimizer.step()
     if rank == 0:
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}, out)
     dist.destroy_process_group()
 
 

@@ -89,6 +89,10 @@ def lockstep_weights(folder, data, world_size, options, start=()):
         "--max-epochs", options["epochs"], "--limit-train-batches", options["batches"], "--limit-val-batches", 1,
         "--save-weights", out, *start, "--threads", 1, "--memory-format", options.get("memory_format", "contiguous")
     ]
+    if options.get("backend") == "nccl":
+        flags += ["--accelerator", "cuda"]
+    if options.get("deterministic"):
+        flags.append("--deterministic")
     if options.get("nesterov"):
         flags.append("--nesterov")
     if options.get("clip"):
@@ -165,6 +169,17 @@ class SameWeights(unittest.TestCase):
             with self.subTest(world_size=world_size):
                 self.check(world_size, tolerance=5e-6, model="convnet", epochs=1, batches=4, lr=0.01,
                            memory_format="auto")
+
+    def test_on_a_gpu(self):
+        """The algorithms of convolutions that cuDNN takes by default add in another order in each run."""
+        import torch
+
+        if not torch.cuda.is_available():
+            self.skipTest("there is no CUDA device")
+        for model in ("mlp", "convnet"):
+            for optimizer in ({}, {"optimizer": "adam", "lr": 0.001}):
+                with self.subTest(model=model, **optimizer):
+                    self.check(1, model=model, epochs=1, batches=40, backend="nccl", deterministic=True, **optimizer)
 
     def test_lbfgs(self):
         """Its scalars are doubles in C++ and float32 tensors in Python. The script searches in doubles too. Without a

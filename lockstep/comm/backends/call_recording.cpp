@@ -6,6 +6,12 @@
 
 #include "lockstep/comm/backends/tensor_work.h"
 
+#ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
+#define LOCKSTEP_RECORD_CALL(...) RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(__VA_ARGS__, call.async)
+#else  // The events of LibTorch 2.11 do not say whether a call is asynchronous.
+#define LOCKSTEP_RECORD_CALL RECORD_PARAM_COMMS_DATA
+#endif
+
 namespace lockstep::backends {
 namespace {
 
@@ -42,11 +48,11 @@ int stride_of(const RankNames& ranks) {
 void record_sizes(const Request& call, const GroupNames& names, int rank) {
   const Tensors& outputs = call.outputs.empty() ? call.inputs : call.outputs;
   const Tensors& shown = call.inputs.empty() ? outputs : call.inputs;
-  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(
-      int64_t{0}, std::make_tuple(names.group, std::string()), call.inputs, outputs, rank,
-      title_of(call.operation), elements_of(call.inputs), elements_of(outputs),
-      shown.empty() ? at::kByte : shown[0].scalar_type(), call.input_splits, call.output_splits,
-      names.ranks.at(0), stride_of(names.ranks), static_cast<int>(names.ranks.size()), call.async);
+  LOCKSTEP_RECORD_CALL(int64_t{0}, std::make_tuple(names.group, std::string()), call.inputs,
+                       outputs, rank, title_of(call.operation), elements_of(call.inputs),
+                       elements_of(outputs), shown.empty() ? at::kByte : shown[0].scalar_type(),
+                       call.input_splits, call.output_splits, names.ranks.at(0),
+                       stride_of(names.ranks), static_cast<int>(names.ranks.size()));
 }
 
 }  // namespace

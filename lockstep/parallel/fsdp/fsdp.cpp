@@ -33,6 +33,13 @@ bool has_deferred(const ModuleState& state) {
          std::any_of(state.buffers.begin(), state.buffers.end(), deferred);
 }
 
+/// Where the first parameter is that has memory.
+c10::Device device_of(const ModuleState& state) {
+  for (const NamedTensor& item : state.parameters)
+    if (!is_deferred(item.tensor)) return item.tensor.device();
+  return c10::kCPU;
+}
+
 /// How a state of the whole module's parameters is spread, by their indices.
 StateSpread spread_of(const ShardedParameters& parameters) {
   struct Place {
@@ -71,7 +78,7 @@ struct FsdpCore::Impl {
   std::unique_ptr<ShardedGradients> gradients;
 
   Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
-       const FsdpOptions& options, c10::Device device)
+       const FsdpOptions& options, std::optional<c10::Device> device)
       : module(std::move(wrapped)) {
     if (!group) throw UsageError(std::string(kName) + ": the process group is null");
     const ModuleState state = whole_module_state(*module);
@@ -87,7 +94,7 @@ struct FsdpCore::Impl {
     parameters = std::make_unique<ShardedParameters>(
         lay_out(plan_units(*module, options.units, options.min_unit_elements), *module,
                 group.size()),
-        group, options, device);
+        group, options, device.value_or(device_of(state)));
     if (has_deferred(state)) initialise(syncs);
     parameters->adopt_module();
     convert_buffers(state, options);
@@ -168,7 +175,7 @@ struct FsdpCore::Impl {
 };
 
 FsdpCore::FsdpCore(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
-                   const FsdpOptions& options, c10::Device device)
+                   const FsdpOptions& options, std::optional<c10::Device> device)
     : impl_(std::make_unique<Impl>(std::move(module), group, options, device)) {}
 
 FsdpCore::~FsdpCore() = default;

@@ -74,7 +74,7 @@ struct SpreadOptimizer;
 class FsdpCore {
  public:
   FsdpCore(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
-           const FsdpOptions& options, c10::Device device);
+           const FsdpOptions& options, std::optional<c10::Device> device);
   ~FsdpCore();
   FsdpCore(FsdpCore&&) noexcept;
   FsdpCore& operator=(FsdpCore&&) noexcept;
@@ -176,8 +176,10 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   using Base = WrappedModule<ModulePtr, detail::FsdpCore>;
 
  public:
+  /// `device`: where the module computes. Unset: where its parameters are, or the CPU where they
+  /// are deferred.
   FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
-                           const FsdpOptions& options = {}, c10::Device device = c10::kCPU)
+                           const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
       : Base(module, detail::module_pointer(module), group, options, device) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as

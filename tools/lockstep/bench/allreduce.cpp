@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <torch/cuda.h>
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -105,7 +106,11 @@ PlainJson measure(const ProcessGroup& group, const Slots* slots, at::Tensor tens
   for (int64_t i = 0; i < warmup; ++i) group.all_reduce(tensor);
   for (size_t turn = 0; turn < turns; ++turn) {
     if (slots) group.all_reduce(tensor);  // The caches are full of copies.
-    reduced[turn] = timed([&] { group.all_reduce(tensor); }, 0, steps_of_turn);
+    const auto reduce = [&] {
+      group.all_reduce(tensor);
+      if (tensor.is_cuda()) torch::cuda::synchronize(tensor.device().index());
+    };
+    reduced[turn] = timed(reduce, 0, steps_of_turn);
     for (size_t i = 0; slots && i < kPieces.size(); ++i) {
       group.barrier();
       copied[i][turn] = timed([&] { slots->copy(tensor, kPieces[i]); }, 0, steps_of_turn);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <torch/cuda.h>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -105,6 +106,7 @@ void StepBench::step(StateBytes* kept) {
   strategy_->run_batch(work());
   if (kept) *kept = strategy_->state_bytes();
   update();
+  if (device_.is_cuda()) torch::cuda::synchronize(device_.index());
 }
 
 void StepBench::profiled_step(StepProfiler& profiler, DataLoader& loader) {

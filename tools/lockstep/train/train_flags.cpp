@@ -1,6 +1,7 @@
 #include "tools/lockstep/train/train_flags.h"
 
 #include <ATen/Context.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <csignal>
@@ -248,6 +249,12 @@ int run_ranks(const RunConfig& config, const std::string& command,
   Console console(world.rank() == 0, config.quiet);
   try {
     body(world, console, nullptr);
+  } catch (const c10::OutOfMemoryError& error) {
+    const Error plain(error.what_without_backtrace(),
+                      "give a smaller --batch-size, --precision bf16-mixed, or more devices with "
+                      "--strategy fsdp");
+    launch::write_error_file(plain);
+    throw plain;
   } catch (const std::exception& error) {
     // On record before the group closes: what the other ranks say after that is a consequence.
     launch::write_error_file(error);

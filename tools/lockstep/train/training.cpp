@@ -288,6 +288,11 @@ InitOptions init_options(const RunConfig& config) {
   InitOptions options;
   options.backend = config.backend;
   const bool wants_cuda = config.accelerator == "cuda" || config.accelerator == "gpu";
+  if (wants_cuda && config.backend != "auto" && config.backend != "nccl") {
+    throw UsageError("--accelerator " + config.accelerator + ": with --backend " + config.backend +
+                         " a run computes on the CPU",
+                     "leave --backend out, or use --accelerator cpu");
+  }
   if (wants_cuda && cuda_devices() == 0) {
     throw UsageError("--accelerator " + config.accelerator + ": there is no CUDA device here",
                      "use --accelerator cpu, or a LibTorch with CUDA and a driver that works");
