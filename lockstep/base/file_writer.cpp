@@ -14,8 +14,6 @@
 namespace lockstep {
 namespace {
 
-/// Smaller ones leave a fast disk idle between calls.
-constexpr size_t kBlock = size_t{4} << 20;
 /// Of memory that any disk reads by itself.
 constexpr size_t kPage = 4096;
 
@@ -44,21 +42,20 @@ void FileWriter::write(const void* data, size_t size) {
   }
 }
 
-void FileWriter::wait() {
-  if (writing_.valid()) writing_.get();
-}
-
 void FileWriter::write_block() {
-  wait();
-  writing_ = std::async(std::launch::async, [this, block = blocks_[filling_].get()] {
+  const auto write = [this, block = blocks_[filling_].get(), before = newest_]() mutable {
+    if (before.valid()) before.get();
+    before = {};  // Else each of them would keep all before it.
     write_all(fd_.get(), block, kBlock, path_);
-  });
-  filling_ = 1 - filling_;
+  };
+  newest_ = writing_[filling_] = std::async(std::launch::async, write).share();
+  filling_ = (filling_ + 1) % kBlocks;
   filled_ = 0;
+  if (writing_[filling_].valid()) writing_[filling_].get();
 }
 
 void FileWriter::finish() {
-  wait();
+  if (newest_.valid()) newest_.get();
   ::fcntl(fd_.get(), F_SETFL, 0);  // The rest is no whole number of a disk's sectors.
   write_all(fd_.get(), blocks_[filling_].get(), filled_, path_);
   if (::fsync(fd_.get()) != 0) throw SystemError("cannot flush " + path_.string(), errno);

@@ -11,12 +11,14 @@
 
 namespace lockstep {
 
-/// Writes a new file from front to back, in blocks of 4 MiB, past the kernel's cache (O_DIRECT)
-/// where the file system can. So it has the disk's speed, and the cache keeps what others read. A
-/// thread writes a block while the caller gives the next. Every call throws SystemError naming the
-/// file. A file that is not finished stays as it is.
+/// Writes a new file from front to back, in blocks, past the kernel's cache (O_DIRECT) where the
+/// file system can. So it has the disk's speed, and the cache keeps what others read. Threads write
+/// while the caller gives more. Every call throws SystemError naming the file. A file that is not
+/// finished stays as it is. Takes 32 MiB.
 class FileWriter {
  public:
+  static constexpr size_t kBlock = size_t{8} << 20;
+
   /// Nothing may have this name yet.
   explicit FileWriter(std::filesystem::path path);
   FileWriter(const FileWriter&) = delete;
@@ -32,14 +34,17 @@ class FileWriter {
     void operator()(char* memory) const { std::free(memory); }
   };
   void write_block();
-  void wait();
 
   std::filesystem::path path_;
   UniqueFd fd_;
-  std::unique_ptr<char, Free> blocks_[2];
-  int filling_ = 0;  ///< Of the blocks.
+  /// Several, as on a busy machine the caller or a thread comes late.
+  static constexpr size_t kBlocks = 4;
+  std::unique_ptr<char, Free> blocks_[kBlocks];
+  size_t filling_ = 0;  ///< Of the blocks.
   size_t filled_ = 0;
-  std::future<void> writing_;  ///< Last: it is waited for before the rest goes.
+  std::shared_future<void> newest_;  ///< Of what follows. It waits for those before it.
+  /// Of each block. Last: they are waited for before the rest goes.
+  std::shared_future<void> writing_[kBlocks];
 };
 
 }  // namespace lockstep

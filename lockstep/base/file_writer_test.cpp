@@ -18,9 +18,9 @@ std::string bytes_of(size_t size) {
 }
 
 TEST(FileWriter, WritesWhatItWasGivenInPiecesOfAnySize) {
-  constexpr size_t kBlock = size_t{4} << 20;
+  constexpr size_t kBlock = FileWriter::kBlock;
   for (const size_t size :
-       {size_t{0}, size_t{5}, kBlock, kBlock + 1, 3 * kBlock, 3 * kBlock + 4099}) {
+       {size_t{0}, size_t{5}, kBlock, kBlock + 1, 5 * kBlock, 6 * kBlock + 4099}) {
     const TemporaryDirectory folder;
     const std::string bytes = bytes_of(size);
     FileWriter file(folder.path() / "x");
@@ -44,10 +44,10 @@ TEST(FileWriter, SaysWhereTheDiskIsFull) {
   const TemporaryDirectory folder;
   struct rlimit before {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const struct rlimit small = {size_t{6} << 20, before.rlim_max};
+  const struct rlimit small = {FileWriter::kBlock + 5000, before.rlim_max};
   const auto handler = ::signal(SIGXFSZ, SIG_IGN);
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  const std::string bytes = bytes_of(size_t{30} << 20);
+  const std::string bytes = bytes_of(6 * FileWriter::kBlock);
   FileWriter file(folder.path() / "x");
   EXPECT_THROW(
       {

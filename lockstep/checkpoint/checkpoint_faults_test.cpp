@@ -244,8 +244,8 @@ TEST_F(CheckpointFaults, ShortWritesAreWrittenToTheirEnd) {
 
 /// One of several blocks, which a thread of the writer writes.
 TEST_F(CheckpointFaults, ALargeOneIsAsSafe) {
-  elements_ = (int64_t{10} << 20) / 4;
-  for (const int64_t byte : {int64_t{1}, int64_t{1} << 20, int64_t{9} << 20}) {
+  elements_ = (int64_t{20} << 20) / 4;
+  for (const int64_t byte : {int64_t{1}, int64_t{1} << 20, int64_t{9} << 20, int64_t{19} << 20}) {
     ASSERT_EQ(save({Kind::kill_at_byte, byte}), Outcome::killed);
     ASSERT_EQ(newest(), 1) << "killed at byte " << byte;
   }

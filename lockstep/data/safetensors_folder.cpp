@@ -179,6 +179,10 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
 }
 
 void write_safetensors_shards(const fs::path& folder, const TensorReader& source, int64_t shards) {
+  int64_t most_rows = 1;
+  for (const TensorInfo& tensor : source.tensors())
+    most_rows = std::max(most_rows, tensor.shape.empty() ? 0 : tensor.shape[0]);
+  shards = std::min(shards, most_rows);  // More would be empty.
   for (int64_t i = 0; i < shards; ++i) {
     std::vector<TensorInfo> parts;
     std::vector<std::vector<int64_t>> offsets;
@@ -186,17 +190,16 @@ void write_safetensors_shards(const fs::path& folder, const TensorReader& source
     for (TensorInfo part : source.tensors()) {
       std::vector<int64_t> offset(part.shape.size());
       const int64_t rows = part.shape.empty() ? 0 : part.shape[0];
-      const int64_t of_each = (rows + shards - 1) / shards;
-      if (rows == 0 ? i > 0 : i * of_each >= rows) continue;
+      const int64_t begin = rows * i / shards, end = rows * (i + 1) / shards;
+      if (rows == 0 ? i > 0 : begin == end) continue;
       if (rows > 0) {
-        offset[0] = i * of_each;
-        part.shape[0] = std::min(of_each, rows - offset[0]);
+        offset[0] = begin;
+        part.shape[0] = end - begin;
       }
       sharding[part.name] = {{kSavedOffsets, offset}};
       offsets.push_back(std::move(offset));
       parts.push_back(std::move(part));
     }
-    if (parts.empty()) continue;
     write_safetensors(
         folder / file_name(static_cast<size_t>(i), static_cast<size_t>(shards)), parts,
         {{kShardingInfo, sharding.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},

@@ -80,7 +80,7 @@ void run_dd(const fs::path& file, int64_t bytes) {
 /// Saves in turns with memcpy and dd.
 PlainJson measure_saves(Strategy& strategy, const ProcessGroup& group, const fs::path& folder,
                         int saves_wanted) {
-  CheckpointWriter writer(group, CheckpointFolder(folder, 1));
+  CheckpointWriter writer(group, CheckpointFolder(folder));
   Memcpy copy(group, strategy);
   int64_t bytes = copy.bytes(), rank_bytes = copy.bytes();
   group.all_reduce_values(bytes);
@@ -95,6 +95,8 @@ PlainJson measure_saves(Strategy& strategy, const ProcessGroup& group, const fs:
     const double copied = seconds_of(group, [&] { copy.run(); });
     const double stall = seconds_of(group, [&] { writer.save(shards_of(strategy, i)); });
     const double written = seconds_of(group, [&] { writer.finish(); });
+    // What dd wrote is removed beside the measurement, too.
+    if (group.rank() == 0 && i > 0) fs::remove_all(folder / checkpoint_name(i - 1));
     if (i == 0) continue;
     stalls.push_back(stall * 1e3);
     saves.push_back(stall + written);
