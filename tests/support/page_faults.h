@@ -18,6 +18,19 @@ inline long page_faults() {
   return usage.ru_minflt;
 }
 
+/// The same, while so many bytes are allocated in blocks of 1 kB, written, and freed.
+inline long page_faults_of_small_blocks(size_t bytes) {
+  constexpr size_t kBlock = 1000;
+  const long before = page_faults();
+  std::vector<std::unique_ptr<char[]>> blocks(bytes / kBlock);
+  for (auto& block : blocks) {
+    block = std::make_unique<char[]>(kBlock);
+    static_cast<volatile char*>(block.get())[0] = 1;
+  }
+  blocks.clear();
+  return page_faults() - before;
+}
+
 /// How often the kernel gave this process a page during some steps that allocate, write and free.
 inline long page_faults_of_steps() {
   const auto step = [] {

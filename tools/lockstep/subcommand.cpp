@@ -2,10 +2,16 @@
 
 #include "entry.h"
 #include "library.h"
+#include "lockstep/base/heap.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "unpack_ahead.h"
 
 namespace lockstep::tool {
+namespace {
+
+constexpr size_t kLoadedLibTorch = 64 << 20;  ///< 42 MB are allocated by its loading.
+
+}  // namespace
 
 int run_from_library(const std::vector<std::string>& words) {
   std::vector<std::string> all = {"lockstep"};
@@ -14,6 +20,7 @@ int run_from_library(const std::vector<std::string>& words) {
   for (auto& word : all) argv.push_back(word.data());
   argv.push_back(nullptr);
   launch::choose_omp_waiting();  // Before there is a thread of ours to be taken for others' work.
+  grow_heap_in_huge_pages(kLoadedLibTorch);
   if (words[0] == "bench") {
     auto* bench =
         reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));
