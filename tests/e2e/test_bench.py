@@ -285,7 +285,8 @@ class Bench(unittest.TestCase):
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_recovery(self):
-        rows = bench("recovery", "--kills", 1, "--kill-every", 1, "--rounds", 1, "--seed", 3, timeout=400)["results"]
+        rows = bench("recovery", "--kills", 1, "--kill-every", 1, "--rounds", 1, "--seed", 3, timeout=400,
+                     LOCKSTEP_PYTHON=os.sys.executable)["results"]
         self.assertEqual([(row["side"], row["devices"], row["replacement"]) for row in rows],
                          [("ours", 2, True), ("ours", 2, False), ("restart", 2, True), ("torchrun", 2, True)])
         for row in rows:
