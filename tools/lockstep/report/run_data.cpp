@@ -56,15 +56,11 @@ void Series::add(int64_t step, double value) {
   buckets_.push_back(bucket);
   if (buckets_.size() <= kMostBuckets) return;
   per_bucket_ *= 2;
-  std::vector<Bucket> wider;
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (i % 2 == 0) {
-      wider.push_back(buckets_[i]);
-    } else {
-      merge(wider.back(), buckets_[i]);
-    }
+    if (i % 2 == 0) buckets_[i / 2] = buckets_[i];
+    if (i % 2 == 1) merge(buckets_[i / 2], buckets_[i]);
   }
-  buckets_ = std::move(wider);
+  buckets_.resize((buckets_.size() + 1) / 2);
 }
 
 json Series::points() const {
@@ -85,17 +81,13 @@ json Series::points() const {
 json Series::means() const {
   json steps = json::array();
   json values = json::array();
+  double sum = 0;
   for (const Bucket& bucket : buckets_) {
+    sum += bucket.sum;
     steps.push_back(bucket.last_step);
     values.push_back(bucket.sum / static_cast<double>(bucket.count));
   }
-  return {{"steps", std::move(steps)}, {"values", std::move(values)}, {"sum", sum()}};
-}
-
-double Series::sum() const {
-  double all = 0;
-  for (const Bucket& bucket : buckets_) all += bucket.sum;
-  return all;
+  return {{"steps", std::move(steps)}, {"values", std::move(values)}, {"sum", sum}};
 }
 
 void RunData::add(const ordered_json& row) {

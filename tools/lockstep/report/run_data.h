@@ -16,10 +16,10 @@ class Series {
  public:
   /// Steps rise. An earlier step takes back what is there of it and of later ones.
   void add(int64_t step, double value);
-  /// {"steps": [...], "values": [...]}: the lowest and highest point of each bucket, or its mean.
+  /// {"steps": [...], "values": [...]}: the lowest and highest point of each bucket. Or its mean,
+  /// and the "sum" of all values.
   nlohmann::json points() const;
   nlohmann::json means() const;
-  double sum() const;
 
  private:
   struct Point {

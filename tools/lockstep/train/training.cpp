@@ -363,6 +363,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   const std::shared_ptr<void> tidied(nullptr, [&](void*) {
     if (world.rank() == 0 && config.snapshot_every > 0) remove_old_snapshots(config);
   });
+  if (world.rank() != 0) loggers.clear();  // Another process has them now.
   if (loggers.empty() && world.rank() == 0) loggers = make_loggers(config);
   TrainerOptions options = trainer_options(config);
   options.loggers = loggers;
