@@ -30,6 +30,8 @@ struct PickleShape {
 /// Looks whether LibTorch can read the bytes without danger. It knows the part of pickle that its
 /// RPC writes: None, numbers, bool, strings, tuples, tensors and references. LibTorch's own reader
 /// trusts counts that it is given, such as the places of its memo: 5 bytes make it take 64 GB.
+/// The machine in lockstep/data/pickle.h makes values of what files hold. A message's values are
+/// made by LibTorch, so here nothing is made: a walk that counts, on the path of every call.
 /// Throws DataError, with the place and what is wrong there. Takes time and memory in proportion to
 /// the bytes.
 PickleShape check_pickle(std::string_view bytes, const PickleLimits& limits);
