@@ -118,7 +118,7 @@ def table(targets):
 def chart(targets):
     """A bar for each figure, from 0 to the other's time or size, and a mark at the target."""
     rows = list(rows_of(targets))
-    left, scale, height = 330, 300, 22 * len(rows) + 34
+    left, scale, height = 345, 300, 22 * len(rows) + 34
     largest = max(max(row[1:3]) for row in rows if not isinstance(row, str))
     width = int(left + scale * max(largest, 1) + 60)
     parts = [f'<rect class="back" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>',
