@@ -263,7 +263,9 @@ TEST(Fsdp, TorchSaveOfOneRankIsAnErrorAndOfWholeParametersIsRight) {
       fsdp.forward(input(group.rank())).sum().backward();
       optimizer->step();
       std::stringstream file;
-      if (group.rank() == 0) EXPECT_THROW(torch::save(net, file), c10::Error);
+      if (group.rank() == 0) {
+        EXPECT_THROW(torch::save(net, file), c10::Error);
+      }
       const StateDict state = fsdp.full_state_dict();
       file.str({});
       {
@@ -274,8 +276,9 @@ TEST(Fsdp, TorchSaveOfOneRankIsAnErrorAndOfWholeParametersIsRight) {
       torch::load(saved, file);
       const auto parameters = saved->named_parameters();
       for (const auto& [name, tensor] : state)
-        if (const auto* parameter = parameters.find(name))
+        if (const auto* parameter = parameters.find(name)) {
           EXPECT_TRUE(at::equal(*parameter, tensor)) << name;
+        }
     });
   }
 }
