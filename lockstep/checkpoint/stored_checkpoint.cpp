@@ -37,7 +37,7 @@ constexpr size_t kMostOfInfo = size_t{1} << 30;
 
 [[noreturn]] void damaged(const fs::path& folder, const std::string& what) {
   throw DamagedCheckpointError("checkpoint " + folder.string() + " is damaged: " + what,
-                               "resume from an older one, or start anew with --resume none");
+                               "take an older one; training begins anew with --resume none");
 }
 
 /// The hash of everything in state.json but the hash itself. nlohmann's objects are ordered by key,

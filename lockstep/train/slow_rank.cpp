@@ -39,8 +39,11 @@ std::string SlowRank::after(int64_t steps, const std::vector<double>& own_second
   others.erase(slowest);
   const double usual = median(others);
   const bool is_slow = own > kFactor * usual && own - usual >= kLeastCost;
-  const int before = std::exchange(slow_, is_slow ? rank : -1);
-  if (slow_ == before) return {};
+  const int now = is_slow ? rank : -1;
+  times_ = std::exchange(seen_, now) == now ? times_ + 1 : 1;
+  if (now == slow_ || times_ < patience_) return {};
+  const int before = std::exchange(slow_, now);
+  if (!is_slow) patience_ *= 2;
   if (!is_slow) return "rank " + std::to_string(before) + " is as fast as the other ranks again";
   return "rank " + std::to_string(rank) + " is slow: its own part of a step takes " + ms(own) +
          ", that of the other ranks " + ms(usual) + ", so each step waits " + ms(own - usual) +

@@ -26,6 +26,17 @@ TEST(SlowRanks, OneIsNamedOnceAndToldWhenItIsOver) {
   EXPECT_EQ(steps_to_news(watch, even), 0);
 }
 
+TEST(SlowRanks, ChangesOfMindBecomeRare) {
+  SlowRank watch;
+  int told = 0;
+  for (int step = 0; step < 200 * SlowRank::kLeastSteps; ++step) {
+    const bool is_slow = step / SlowRank::kLeastSteps % 2 == 0;
+    if (!watch.after(1, {0.010, is_slow ? 0.030 : 0.010}).empty()) ++told;
+  }
+  EXPECT_EQ(told, 2);
+  EXPECT_GT(steps_to_news(watch, {0.010, 0.030}), 0);
+}
+
 TEST(SlowRanks, WhatItCostsIsSaid) {
   SlowRank watch;
   EXPECT_EQ(

@@ -575,7 +575,9 @@ class Snapshots(unittest.TestCase):
     def test_one_of_a_folder_that_is_gone_is_not_taken(self):
         self.killed(whom=lambda pid: pid)
         shutil.rmtree(self.saved)
+        self.assertEqual(len(self.left()), 1)
         self.assertNotIn("resumed", train(*self.flags("--resume", "auto", "--limit-train-batches", 10)).stdout)
+        self.assertEqual(self.left(), [])
 
 
 class Metrics(unittest.TestCase):

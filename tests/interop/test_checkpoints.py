@@ -198,6 +198,9 @@ class Checkpoints(unittest.TestCase):
         got = json.loads(self.checkpoint("verify", run, "--json", code=1))
         self.assertEqual((got["checked"], [row["path"] for row in got["damaged"]]), (len(steps), [str(steps[0])]))
         self.assertIn("optimizer.", self.checkpoint("inspect", run))
+        shown = json.loads(self.checkpoint("inspect", run, "--json"))
+        self.assertEqual((shown["format"], shown["values"]["step"]), ("lockstep", int(steps[1].name[5:])))
+        self.assertEqual(self.checkpoint("diff", steps[0], steps[1], code=1), "", "an error, and no differences")
         whole = self.checkpoint("inspect", run / "latest")
         (run / "latest").unlink()  # As on a file system that has no links.
         self.assertEqual(self.checkpoint("inspect", run), whole)

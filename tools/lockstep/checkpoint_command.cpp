@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -33,6 +34,18 @@ constexpr const char* kSources =
 fs::path newest_in(const fs::path& source) {
   const auto all = CheckpointFolder(source).list();
   return all.empty() ? source : all.front();
+}
+
+/// One of Lockstep, whose description is then read and compared with its checksum.
+std::optional<StoredCheckpoint> own_checkpoint(const fs::path& source) {
+  if (!fs::exists(source / "state.json")) return std::nullopt;
+  return open_checkpoint(source);
+}
+
+/// Compares the hashes of a checkpoint of Lockstep. All other sources have none, or are compared
+/// while they are read.
+void expect_whole(const fs::path& source) {
+  if (const auto own = own_checkpoint(source)) check_files(*own);
 }
 
 Json json_of(const PtFile::Value& value) {
@@ -83,7 +96,10 @@ int inspect(const Words& args) {
   cli.positional("SOURCE", source_path, kSources);
   cli.flag("--json", json, "Print one JSON object, with the metadata and what is no tensor");
   if (!cli.parse(args)) return 0;
-  const TensorReader source(newest_in(source_path));
+  const fs::path newest = newest_in(source_path);
+  const auto own = own_checkpoint(newest);
+  const TensorReader source(newest);
+  const std::string format = own ? "lockstep" : source.format();
   BenchRows rows;
   uint64_t bytes = 0;
   for (const TensorInfo& tensor : source.tensors()) {
@@ -92,14 +108,15 @@ int inspect(const Words& args) {
   }
   Json values = Json::object();
   for (const auto& [name, value] : source.values()) values[name] = json_of(value);
+  if (own) values.update({{"step", own->info.step}, {"epoch", own->info.epoch}});
   print_rows({{"path", source_path},
-              {"format", source.format()},
+              {"format", format},
               {"bytes", bytes},
               {"metadata", source.metadata()},
               {"values", values}},
              "tensors", rows, json);
   if (json) return 0;
-  print(source.format() + ": " + counted(static_cast<int64_t>(rows.size()), "tensor") + ", " +
+  print(format + ": " + counted(static_cast<int64_t>(rows.size()), "tensor") + ", " +
         human_bytes(bytes) + ", " + counted(static_cast<int64_t>(values.size()), "other value") +
         "\n");
   return 0;
@@ -179,8 +196,12 @@ int diff(const Words& args) {
   cli.positional("B", path_b, "The same");
   cli.flag("--json", json, "Print one JSON object instead of the table");
   if (!cli.parse(args)) return 0;
-  const TensorReader source_a(newest_in(path_a));
-  const TensorReader source_b(newest_in(path_b));
+  for (std::string* path : {&path_a, &path_b}) {
+    *path = newest_in(*path);
+    expect_whole(*path);
+  }
+  const TensorReader source_a(path_a);
+  const TensorReader source_b(path_b);
   std::map<std::string, std::array<const TensorInfo*, 2>> names;
   for (const TensorInfo& tensor : source_a.tensors()) names[tensor.name][0] = &tensor;
   for (const TensorInfo& tensor : source_b.tensors()) names[tensor.name][1] = &tensor;
@@ -201,12 +222,6 @@ int diff(const Words& args) {
   if (!json && rows.empty())
     print("the same " + counted(static_cast<int64_t>(names.size()), "tensor") + "\n");
   return rows.empty() ? kExitSuccess : kExitFailure;
-}
-
-/// Compares the hashes of a checkpoint of Lockstep. All other sources have none, or are compared
-/// while they are read.
-void expect_whole(const fs::path& source) {
-  if (fs::exists(source / "state.json")) check_files(open_checkpoint(source));
 }
 
 constexpr const char* kConvertsTo =
@@ -233,7 +248,7 @@ int convert(const std::string& action, const Words& args) {
   Words formats = tensor_formats();
   if (action == "reshard") {
     cli.example("lockstep checkpoint reshard model.pt dcp-folder --shards 4");
-    cli.option("--shards", shards, "How many files", {.min = 1});
+    cli.option("--shards", shards, "How many files, at most 128", {.min = 1, .max = 128});
   } else if (action == "merge") {
     formats.pop_back();  // hf
     cli.example("lockstep checkpoint merge hf-folder model.safetensors");

@@ -33,6 +33,25 @@ std::string folder_key(const fs::path& folder) {
   return sha256_hex(text).substr(0, 16);
 }
 
+std::string shared_prefix() {
+  return "lockstep-snapshots-" + std::to_string(::geteuid()) + "-";
+}
+
+/// Names the folder of checkpoints.
+constexpr const char* kOwnerFile = "checkpoint-dir";
+
+/// Snapshots whose folder of checkpoints was deleted, moved or made anew: nobody finds them again.
+void remove_orphans() {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator("/dev/shm", ignored)) {
+    const std::string name = entry.path().filename();
+    if (!name.starts_with(shared_prefix()) || !fs::exists(entry.path() / kOwnerFile, ignored))
+      continue;
+    if (name != shared_prefix() + folder_key(read_file(entry.path() / kOwnerFile)))
+      fs::remove_all(entry.path(), ignored);
+  }
+}
+
 /// Its name can be guessed, so that another user may have made it.
 void make_own(const fs::path& folder) {
   if (::mkdir(folder.c_str(), 0700) == 0) return;
@@ -48,8 +67,7 @@ void make_own(const fs::path& folder) {
 
 std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
   if (config.snapshot_every == 0) return std::nullopt;
-  fs::path path = "/dev/shm/lockstep-snapshots-" + std::to_string(::geteuid()) + "-" +
-                  folder_key(config.checkpoint_dir);
+  fs::path path = "/dev/shm/" + shared_prefix() + folder_key(config.checkpoint_dir);
   if (config.checkpoint_dir.empty()) {
     const auto of_launcher = env_string(launch::kGenerationFolderVariable);
     if (!of_launcher) return std::nullopt;
@@ -61,10 +79,15 @@ std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
 void prepare_snapshots(const RunConfig& config) {
   const auto snapshots = snapshot_folder(config);
   if (!snapshots) return;
+  remove_orphans();
   make_own(snapshots->path());
+  if (!config.checkpoint_dir.empty())
+    write_file_atomically(snapshots->path() / kOwnerFile,
+                          fs::absolute(config.checkpoint_dir).string());
   if (config.resume == "auto" && is_newer(*snapshots, CheckpointFolder(config.checkpoint_dir)))
     return;
-  for (const auto& entry : fs::directory_iterator(snapshots->path())) fs::remove_all(entry.path());
+  for (const auto& entry : fs::directory_iterator(snapshots->path()))
+    if (entry.path().filename() != kOwnerFile) fs::remove_all(entry.path());
 }
 
 bool is_newer(const CheckpointFolder& a, const CheckpointFolder& b) {

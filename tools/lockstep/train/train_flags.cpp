@@ -127,6 +127,17 @@ std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
   return sizes;
 }
 
+/// With --min-ranks ranks go on as fewer, but not as any number with a batch that is given.
+void warn_of_sizes(const RunConfig& config) {
+  const auto ranks = static_cast<int>(config.devices);
+  const auto sizes = sizes_to_go_on_with(config, ranks);  // It checks.
+  if (!config.min_ranks || *config.min_ranks == ranks || sizes.contains(ranks - 1)) return;
+  log_warning("--min-ranks: " + counted(ranks - 1, "rank") +
+              " cannot go on, as they do not divide --global-batch-size " +
+              std::to_string(config.global_batch_size.value_or(0)) +
+              ": a failure without a restart that is left ends the job");
+}
+
 /// True in the parent, when all ranks are done.
 bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& again) {
@@ -135,7 +146,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   if (job.started_as_rank()) {
     tell_of_ignored_devices(config, job);
   } else {
-    sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
+    warn_of_sizes(config);
     check_files(config);
     tell_crowd(config);
   }
