@@ -33,7 +33,7 @@ class Prometheus : public Logger {
     try {
       exposer_.emplace(endpoint_text(options_.host, options_.port));
     } catch (const std::exception&) {
-      const int error = errno;
+      const int error = errno != 0 ? errno : EADDRNOTAVAIL;  // The host has no address.
       throw SystemError(
           "cannot serve Prometheus at " + endpoint_text(options_.host, options_.port), error,
           error == EADDRINUSE ? "another program may have the port; port 0 takes a free one" : "");
