@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <thread>
 
 #include "lockstep/base/error.h"
@@ -41,15 +42,6 @@ std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
   return kept;
 }
 
-/// False for a device or a pipe, and for names of open files such as /dev/stdout, also where that
-/// is a file: others write there. /dev/shm is a folder as any other.
-bool is_file_of_its_own(const fs::path& path) {
-  const std::string name = path.string();
-  for (const char* open : {"/dev/std", "/dev/fd/", "/proc/"})
-    if (name.starts_with(open)) return false;
-  return fs::is_regular_file(path);
-}
-
 /// Whether `fd` is what the name stands for, now that it is locked: another run may have replaced
 /// the file meanwhile.
 bool is_in_place(int fd, const fs::path& path) {
@@ -57,6 +49,23 @@ bool is_in_place(int fd, const fs::path& path) {
   }, named{};
   return ::fstat(fd, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
          held.st_dev == named.st_dev && held.st_ino == named.st_ino;
+}
+
+/// Standard output or error, where the name stands for that: /dev/stdout, or the file it goes to.
+/// Opened anew it would have an offset of its own, and each would overwrite the other's lines.
+std::optional<int> standard_stream(const fs::path& path) {
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO})
+    if (is_in_place(fd, path)) return fd;
+  return std::nullopt;
+}
+
+/// False for a device, a pipe or another open file, also where that is a file: others write there.
+/// /dev/shm is a folder as any other.
+bool is_file_of_its_own(const fs::path& path) {
+  const std::string name = path.string();
+  for (const char* open : {"/dev/std", "/dev/fd/", "/proc/"})
+    if (name.starts_with(open)) return false;
+  return fs::is_regular_file(path) && !standard_stream(path);
 }
 
 class JsonLines : public detail::JsonRows {
@@ -96,6 +105,11 @@ void JsonLines::begin(int64_t step, int64_t epochs) {
 }
 
 void JsonLines::open() {
+  if (const auto stream = standard_stream(path_)) {
+    fd_.reset(::fcntl(*stream, F_DUPFD_CLOEXEC, 0));
+    if (!fd_) throw SystemError("cannot write metrics file " + path_.string(), errno);
+    return;
+  }
   bool done = false;
   while (!done) {
     fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));

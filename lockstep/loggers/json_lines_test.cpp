@@ -139,13 +139,17 @@ TEST_F(MetricsRows, APipeIsOnlyWrittenTo) {
 }
 
 TEST_F(MetricsRows, WhatElseGoesToStandardOutputStays) {
-  write_file_atomically(path_, "a line of the log\n");
-  const UniqueFd output(::open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
-  const RedirectedOutput redirected(output.get());
-  const Lines file = json_lines_logger({"/dev/stdout"});
-  file->begin();
-  log(file, 50, 0);
-  EXPECT_THAT(read_file(path_), testing::StartsWith("a line of the log\n{\"step\":50"));
+  for (const std::filesystem::path& name : {std::filesystem::path("/dev/stdout"), path_}) {
+    const UniqueFd output(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+    const RedirectedOutput redirected(output.get());
+    write_all(STDOUT_FILENO, "before\n", 7, name);
+    const Lines file = json_lines_logger({name});
+    file->begin();
+    log(file, 50, 0);
+    write_all(STDOUT_FILENO, "after\n", 6, name);
+    EXPECT_THAT(split(read_file(path_), '\n'),
+                ElementsAre("before", testing::StartsWith("{\"step\":50"), "after", ""));
+  }
 }
 
 TEST_F(MetricsRows, WhatCannotBeWrittenIsFoundWithoutATrace) {

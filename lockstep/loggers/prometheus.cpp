@@ -3,6 +3,7 @@
 #include <prometheus/registry.h>
 
 #include <cctype>
+#include <cerrno>
 #include <cmath>
 #include <optional>
 
@@ -28,16 +29,20 @@ class Prometheus : public Logger {
 
   void begin(int64_t step, int64_t epochs) override {
     if (exposer_) return;
+    errno = 0;
     try {
       exposer_.emplace(endpoint_text(options_.host, options_.port));
-    } catch (const std::exception& error) {
-      throw Error("cannot serve Prometheus at " + endpoint_text(options_.host, options_.port) +
-                      ": " + error.what(),
-                  "another program may have the port; port 0 takes a free one");
+    } catch (const std::exception&) {
+      const int error = errno != 0 ? errno : EADDRNOTAVAIL;  // The host has no address.
+      throw SystemError(
+          "cannot serve Prometheus at " + endpoint_text(options_.host, options_.port), error,
+          error == EADDRINUSE ? "another program may have the port; port 0 takes a free one" : "");
     }
     exposer_->RegisterCollectable(registry_);
     const auto port = static_cast<uint16_t>(exposer_->GetListeningPorts().at(0));
-    log_info("prometheus: http://" + endpoint_text(options_.host, port) + "/metrics");
+    // Also with --quiet: nothing else says where it is.
+    lockstep::log(LogLevel::quiet,
+                  "prometheus: http://" + endpoint_text(options_.host, port) + "/metrics");
   }
 
   void log(int64_t step, const MetricValues& values, const std::string& split) override {

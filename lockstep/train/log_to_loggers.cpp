@@ -34,8 +34,10 @@ MetricValues values_of(int64_t epoch, const Metrics& metrics, double lr, double 
 void LogToLoggers::on_start(Trainer& trainer) {
   const double now =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  begun_ = 0;
   for (const auto& logger : options_.loggers) {
     logger->begin(trainer.global_step(), trainer.current_epoch());
+    ++begun_;
     logger->log(trainer.global_step(),
                 {{"unix_time", rounded(now, 1)},
                  {"ranks", static_cast<double>(trainer.world().size())},
@@ -97,7 +99,7 @@ void LogToLoggers::log_histograms(int64_t step, bool gradients) {
 }
 
 void LogToLoggers::close(const std::string& failure) {
-  for (const auto& logger : options_.loggers) logger->close(failure);
+  for (size_t i = 0; i < begun_; ++i) options_.loggers[i]->close(failure);
 }
 
 }  // namespace lockstep::detail

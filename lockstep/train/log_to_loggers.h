@@ -31,6 +31,7 @@ class LogToLoggers : public Callback {
   const TrainerOptions& options_;
   const TrainedParts* parts_ = nullptr;
   int64_t restarts_ = 0;
+  size_t begun_ = 0;  ///< So many loggers, in order. Others are not to be opened for a failure.
 };
 
 }  // namespace lockstep::detail

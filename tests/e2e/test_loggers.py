@@ -1,6 +1,7 @@
 """Where `lockstep train` logs to: what TensorBoard and other programs read."""
 
 import contextlib
+import errno
 import http.server
 import importlib.util
 import json
@@ -82,10 +83,23 @@ class JsonLines(unittest.TestCase):
         whole = [sum(sum(row[part][rank] for part in parts) for row in rows if row["split"] == "ranks") for rank in (0, 1)]
         self.assertLess(abs(whole[0] - whole[1]), 0.5 * max(whole))
 
+    def test_rows_on_standard_output_stand_between_the_lines(self):
+        with t.temporary_folder() as folder:
+            with open(folder / "out", "w") as out:
+                result = subprocess.run([*map(str, (t.LOCKSTEP, "train", *MODEL, "--max-epochs", 1, "--metrics-file", "/dev/stdout"))],
+                                        stdout=out, stderr=subprocess.PIPE, text=True, env=t.clean_environment(), check=True)
+            lines = (folder / "out").read_text().splitlines()
+        rows = [json.loads(line)["step"] for line in lines if line.startswith("{")]
+        self.assertEqual(rows, [2, 4, 6, 8, 8], result.stderr)
+        self.assertNotIn("\0", "".join(lines))
+        self.assertFalse(lines[-1].startswith("{"), "the outcome is last")
+
     def test_what_is_missing_or_unknown_is_named(self):
         with t.temporary_folder() as folder:
             for flags, word in ((("--logger", "jsonl"), "--log-dir"), (("--logger", "json", "--log-dir", folder), "jsonl"),
-                                (("--log-histograms", "all"), "--logger tensorboard")):
+                                (("--log-histograms", "all"), "--logger tensorboard"), (("--logger", ""), "jsonl"),
+                                (("--log-dir", folder), "--logger"), (("--dashboard-address", "127.0.0.1:9"), "--dashboard"),
+                                (("--prometheus-address", "127.0.0.1:9"), "--logger prometheus")):
                 result = t.run(t.LOCKSTEP, "train", *MODEL, *flags, check=False)
                 self.assertEqual(result.returncode, 2)
                 self.assertIn(word, result.stderr)
@@ -145,6 +159,13 @@ class TensorBoard(unittest.TestCase):
             steps = [event.step for event in self.read(folder).Scalars("train/loss")]
         self.assertEqual(steps, [2, 4, 6, 8, 10, 12, 14, 16])
 
+    def test_a_second_run_in_the_folder_takes_the_place_of_the_first(self):
+        with t.temporary_folder() as folder:
+            for epochs, warns in ((2, False), (1, True)):
+                result = train(folder, "--logger", "tensorboard", "--max-epochs", epochs)
+                self.assertEqual(f"{folder} holds event files" in result.stderr, warns)
+            self.assertEqual([event.step for event in self.read(folder).Scalars("train/loss")], [2, 4, 6, 8])
+
     def test_records_are_whole_and_their_checksums_right(self):
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
@@ -185,12 +206,13 @@ class Prometheus(unittest.TestCase):
         self.assertEqual(first["lockstep_restarts", "split", "run"], 0)
 
     def test_a_port_that_is_taken_is_named(self):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            address = "127.0.0.1:%d" % taken.getsockname()[1]
-            for flags in (("--logger", "prometheus", "--prometheus-address", address), ("--dashboard", "--dashboard-address", address)):
-                result = t.run(t.LOCKSTEP, "train", *MODEL, *flags, check=False)
-                self.assertNotEqual(result.returncode, 0)
-                self.assertIn(address, result.stderr)
+        for flags in (("--logger", "prometheus", "--prometheus-address"), ("--dashboard", "--dashboard-address")):
+            with training(*flags, "127.0.0.1:0", "--quiet") as process:
+                address = url_of(process, flags[-1].split("-")[2]).split("/")[2]
+                result = t.run(t.LOCKSTEP, "train", *MODEL, *flags, address, check=False)
+            self.assertNotEqual(result.returncode, 0)
+            self.assertEqual(result.stderr.count(f"{address}: {os.strerror(errno.EADDRINUSE)}"), 1, result.stderr)
+            self.assertEqual(result.stderr.count("hint: "), 1, result.stderr)
 
 
 class MlflowServer(http.server.BaseHTTPRequestHandler):

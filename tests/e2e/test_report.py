@@ -36,7 +36,8 @@ def made_run(folder, steps, ranks, slow=-1, **hyperparameters):
             if slow >= 0:
                 times["waiting_s"] = [0.05 if rank == slow else 0.6 for rank in range(ranks)]
                 times["compute_s"] = [0.85 if rank == slow else 0.3 for rank in range(ranks)]
-            row(step=step, split="ranks", **times, memory_bytes=[3e8 + 1e6 * rank for rank in range(ranks)])
+            memory = 9e9 if step == steps // 2 else 3e8
+            row(step=step, split="ranks", **times, memory_bytes=[memory] * ranks)
         row(step=steps, split="test", epoch=1, loss=0.3, accuracy=0.9, lr=0.05, samples_per_s=5000, seconds=9)
         row(step=steps, split="run", failure="rank 1 was lost </script><b>")
     return folder
@@ -59,6 +60,10 @@ class Report(unittest.TestCase):
         self.assertEqual(loss["steps"], sorted(set(loss["steps"])))
         self.assertEqual(loss["values"][loss["steps"].index(15000)], 9.5)
         self.assertAlmostEqual(data["ranks"]["compute_s"][1]["sum"], 0.2 * 30000, places=3)
+        for name, wanted in (("train/samples_per_s", 30000), ("train/loss", 30000), ("test/loss", 30000)):
+            self.assertEqual(data["series"][name]["steps"][-1], wanted, name)
+        self.assertEqual(loss["steps"][0], 1)
+        self.assertEqual(max(data["ranks"]["memory_bytes"][1]["values"]), 9e9)
         self.assertLess(len(page), 1 << 20)
         self.assertNotIn("</script><b>", page)
         self.assertFalse(re.search(r"""(src|href)=["']?http""", page), "it needs no network")

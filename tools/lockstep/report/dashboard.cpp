@@ -2,6 +2,7 @@
 
 #include <httplib.h>
 
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -62,6 +63,12 @@ class Dashboard : public detail::JsonRows {
             return send_next(seen, sink);
           });
     });
+    // Without SO_REUSEPORT, httplib's default, with which two runs would share a port.
+    server_.set_socket_options([this](int socket) {
+      knows_host_ = true;
+      const int yes = 1;
+      ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    });
     const auto& [host, port, rows, name] = options_;
     int bound = port;
     if (port == 0) {
@@ -70,11 +77,15 @@ class Dashboard : public detail::JsonRows {
       bound = -1;
     }
     if (bound < 0) {
-      throw Error("the dashboard cannot be served at " + endpoint_text(host, port),
-                  "another program may have the port; port 0 takes a free one");
+      const int error = knows_host_ ? errno : EADDRNOTAVAIL;
+      throw SystemError(
+          "the dashboard cannot be served at " + endpoint_text(host, port), error,
+          error == EADDRINUSE ? "another program may have the port; port 0 takes a free one" : "");
     }
     thread_ = std::thread([this] { server_.listen_after_bind(); });
-    log_info("dashboard: http://" + endpoint_text(host, static_cast<uint16_t>(bound)) + "/");
+    // Also with --quiet: nothing else says where it is.
+    lockstep::log(LogLevel::quiet,
+                  "dashboard: http://" + endpoint_text(host, static_cast<uint16_t>(bound)) + "/");
   }
 
   /// One event, when there is news. False ends the stream.
@@ -100,7 +111,8 @@ class Dashboard : public detail::JsonRows {
   DashboardOptions options_;
   httplib::Server server_;
   std::thread thread_;
-  std::mutex mutex_;  ///< Of what follows.
+  bool knows_host_ = false;  ///< It has an address.
+  std::mutex mutex_;         ///< Of what follows.
   std::condition_variable changed_;
   RunData run_;
   int64_t version_ = 0;

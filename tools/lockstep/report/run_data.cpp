@@ -14,7 +14,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 namespace {
 
-constexpr size_t kMostBuckets = 1000;  ///< About as many as a wide screen has columns.
+constexpr size_t kMostBuckets = 999;  ///< About as many as a wide screen has columns.
 
 std::string replaced(std::string text, const std::string& what, const std::string& with) {
   const size_t at = text.find(what);
@@ -41,14 +41,16 @@ std::string page(const std::string& data) {
 void Series::merge(Bucket& into, const Bucket& next) {
   if (next.low.value < into.low.value) into.low = next.low;
   if (next.high.value > into.high.value) into.high = next.high;
-  into.last_step = next.last_step;
+  into.last = next.last;
   into.count += next.count;
   into.sum += next.sum;
 }
 
 void Series::add(int64_t step, double value) {
-  while (!buckets_.empty() && buckets_.back().last_step >= step) buckets_.pop_back();
-  const Bucket bucket{{step, value}, {step, value}, step, 1, value};
+  while (!buckets_.empty() && buckets_.back().last.step >= step) buckets_.pop_back();
+  const Point point{step, value};
+  if (buckets_.empty()) first_ = point;
+  const Bucket bucket{point, point, point, 1, value};
   if (!buckets_.empty() && buckets_.back().count < per_bucket_) {
     merge(buckets_.back(), bucket);
     return;
@@ -66,27 +68,20 @@ void Series::add(int64_t step, double value) {
 json Series::points() const {
   json steps = json::array();
   json values = json::array();
+  double sum = 0;
   const auto push = [&](const Point& point) {
+    if (!steps.empty() && steps.back() >= point.step) return;
     steps.push_back(point.step);
     values.push_back(point.value);
   };
+  if (!buckets_.empty()) push(first_);
   for (const Bucket& bucket : buckets_) {
     const bool falls = bucket.high.step < bucket.low.step;
     push(falls ? bucket.high : bucket.low);
-    if (bucket.low.step != bucket.high.step) push(falls ? bucket.low : bucket.high);
-  }
-  return {{"steps", std::move(steps)}, {"values", std::move(values)}};
-}
-
-json Series::means() const {
-  json steps = json::array();
-  json values = json::array();
-  double sum = 0;
-  for (const Bucket& bucket : buckets_) {
+    push(falls ? bucket.low : bucket.high);
     sum += bucket.sum;
-    steps.push_back(bucket.last_step);
-    values.push_back(bucket.sum / static_cast<double>(bucket.count));
   }
+  if (!buckets_.empty()) push(buckets_.back().last);
   return {{"steps", std::move(steps)}, {"values", std::move(values)}, {"sum", sum}};
 }
 
@@ -118,7 +113,7 @@ json RunData::json() const {
   for (const auto& [name, one] : series_) series[name] = one.points();
   nlohmann::json ranks = nlohmann::json::object();
   for (const auto& [name, all] : ranks_)
-    for (const Series& one : all) ranks[name].push_back(one.means());
+    for (const Series& one : all) ranks[name].push_back(one.points());
   return {{"name", name_},
           {"series", std::move(series)},
           {"ranks", std::move(ranks)},

@@ -11,15 +11,14 @@
 namespace lockstep {
 
 /// A curve of bounded size: where it has many points, those next to each other become one bucket,
-/// which keeps its lowest and its highest. So a page of 100,000 steps shows each spike.
+/// which keeps its lowest and its highest. So a page of 100,000 steps shows each spike. The first
+/// and the last point stay.
 class Series {
  public:
   /// Steps rise. An earlier step takes back what is there of it and of later ones.
   void add(int64_t step, double value);
-  /// {"steps": [...], "values": [...]}: the lowest and highest point of each bucket. Or its mean,
-  /// and the "sum" of all values.
+  /// {"steps": [...], "values": [...], "sum": of all values, also of those that are left out}.
   nlohmann::json points() const;
-  nlohmann::json means() const;
 
  private:
   struct Point {
@@ -27,12 +26,13 @@ class Series {
     double value;
   };
   struct Bucket {
-    Point low, high;
-    int64_t last_step, count;
+    Point low, high, last;
+    int64_t count;
     double sum;
   };
   static void merge(Bucket& into, const Bucket& next);
   std::vector<Bucket> buckets_;
+  Point first_{};
   int64_t per_bucket_ = 1;
 };
 

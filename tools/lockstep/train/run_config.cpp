@@ -41,7 +41,6 @@ std::string strategies_text() {
 }
 
 void check_logger_names(const std::string& flag, const std::string& value) {
-  if (value.empty()) return;
   for (const auto& name : split(value, ','))
     expect_one_of(flag, name, {"jsonl", "mlflow", "prometheus", "tensorboard"});
 }
@@ -232,6 +231,23 @@ void refuse_if_it_does_not_count(const Flag& flag, const RunConfig& config) {
                    "leave it out, or train with " + owner);
 }
 
+void check_loggers(const RunConfig& config) {
+  const bool has_events = has_logger(config, "tensorboard");
+  const bool needs_folder = has_events || has_logger(config, "jsonl");
+  if (needs_folder && config.log_dir.empty()) {
+    throw UsageError("--logger " + config.logger + " needs --log-dir, the folder to write to",
+                     "--log-dir runs/a");
+  }
+  const auto expect_owner = [&](const std::string& name, const std::string& owner, bool is_given) {
+    if (!is_given && !is_default(*find_flag(name), config))
+      throw UsageError(name + " is for " + owner + ", which is not given");
+  };
+  expect_owner("--log-dir", "--logger jsonl or tensorboard", needs_folder);
+  expect_owner("--log-histograms", "--logger tensorboard", has_events);
+  expect_owner("--prometheus-address", "--logger prometheus", has_logger(config, "prometheus"));
+  expect_owner("--dashboard-address", "--dashboard", config.dashboard);
+}
+
 double default_lr(const RunConfig& config) {
   const std::string& optimizer = config.optimizer;
   if (optimizer == "sgd") {
@@ -379,14 +395,7 @@ void check_config(const RunConfig& config) {
     throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written",
                      "or --max-restarts, to go on from it after a failure");
   }
-  const bool needs_folder = has_logger(config, "jsonl") || has_logger(config, "tensorboard");
-  if (needs_folder && config.log_dir.empty()) {
-    throw UsageError("--logger " + config.logger + " needs --log-dir, the folder to write to",
-                     "--log-dir runs/a");
-  }
-  if (config.log_histograms != "none" && !has_logger(config, "tensorboard")) {
-    throw UsageError("--log-histograms is for --logger tensorboard, which is not given");
-  }
+  check_loggers(config);
   if (config.resume == "auto" && config.checkpoint_dir.empty()) {
     throw UsageError("--resume auto needs --checkpoint-dir, the folder to look in");
   }

@@ -59,6 +59,12 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
                        });
           } else if constexpr (!std::is_same_v<T, std::string>) {
             cli.option(flag.name, value, flag.help, flag.range);
+          } else if (flag.check) {  // Also of an empty text.
+            cli.custom(flag.name, flag.placeholder, flag.help, value,
+                       [&value, &flag](const std::string& text) {
+                         flag.check(flag.name, text);
+                         value = text;
+                       });
           } else if (flag.choices.empty()) {
             cli.option(flag.name, value, flag.help, flag.placeholder);
           } else {
