@@ -96,6 +96,7 @@ TEST_F(Text, IsADataSetByName) {
   EXPECT_EQ(splits.train.name, "text:" + path.string());
   EXPECT_EQ(splits.train.size(), 10);  // 72 characters
   EXPECT_EQ(splits.test.size(), 1);
+  EXPECT_THAT(complaint<DataError>([] { load_dataset("text:/no/such"); }), HasSubstr("--dataset"));
   EXPECT_THAT(complaint<UsageError>([] { load_dataset("text:"); }),
               HasSubstr("'text:' names no file"));
   EXPECT_THAT(complaint<UsageError>([] { check_dataset_name("--dataset", "txt:a"); }),
