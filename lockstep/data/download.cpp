@@ -271,10 +271,9 @@ void download(const std::vector<std::string>& urls, const fs::path& target,
   if (part.size() == 0) fs::remove(part.path());
   throw DataError("cannot download " + target.string() + ":\n  " + join(problems, "\n  "),
                   "try again (what has arrived is kept), " +
-                      (mirror_variable.empty()
-                           ? ""
-                           : "set " + mirror_variable + " to the URL of a folder that has it, ") +
-                      "or get the file by other means and put it there");
+                      (mirror_variable.empty() ? "name another mirror"
+                                               : "set " + mirror_variable + " to a mirror's URL") +
+                      ", or get the file by other means and put it there");
 }
 
 }  // namespace lockstep
