@@ -11,5 +11,5 @@ set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS ${LibTorch_ROOT}/lib)
 # What programs of one's own need to link the static library. The binary does without.
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS
-    "cmake, g++, libcurl4-openssl-dev, libisal-dev, libjpeg62-turbo-dev | libjpeg-dev, libopenmpi-dev, libpng-dev, libssl-dev, nlohmann-json3-dev")
+    "cmake, g++, libcurl4-openssl-dev, libisal-dev, libjpeg-dev, libopenmpi-dev, libpng-dev, libssl-dev, nlohmann-json3-dev")
 include(CPack)

@@ -120,7 +120,7 @@ def chart(targets):
     rows = list(rows_of(targets))
     left, scale, height = 345, 300, 22 * len(rows) + 34
     largest = max(max(row[1:3]) for row in rows if not isinstance(row, str))
-    width = int(left + scale * max(largest, 1) + 60)
+    width = int(left + scale * max(largest, 1) + 130)
     parts = [f'<rect class="back" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>',
              f'<line class="one" x1="{left + scale}" y1="12" x2="{left + scale}" y2="{height - 24}"/>',
              f'<text class="sans dim" x="{left + scale}" y="{height - 8}" text-anchor="middle">1: as the other</text>',
@@ -135,7 +135,8 @@ def chart(targets):
         parts += [f'<text class="sans dim" x="20" y="{y + 16}">{html.escape(text.replace("`", ""))}</text>',
                   f'<rect class="bar" x="{left}" y="{y + 5}" width="{scale * measured:.1f}" height="13"/>',
                   f'<line class="mark" x1="{left + scale * bound:.1f}" y1="{y + 3}" x2="{left + scale * bound:.1f}" y2="{y + 20}"/>',
-                  f'<text class="sans" x="{left + scale * max(measured, bound) + 6:.1f}" y="{y + 16}">{number(measured)}</text>']
+                  f'<text class="sans" x="{left + scale * max(measured, bound) + 6:.1f}" y="{y + 16}">'
+                  f"{number(measured)} (target {number(bound)})</text>"]
     return svg(width, height, parts)
 
 

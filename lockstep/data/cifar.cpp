@@ -27,6 +27,7 @@ constexpr int64_t kRecord = 1 + kPixels;
 
 constexpr const char* kFolder = "cifar-10-batches-bin";
 constexpr const char* kArchive = "cifar-10-binary.tar.gz";
+constexpr const char* kMirrorVariable = "LOCKSTEP_CIFAR10_URL";
 
 const std::vector<std::string>& train_files() {
   static const std::vector<std::string> files{"data_batch_1.bin", "data_batch_2.bin",
@@ -149,8 +150,8 @@ void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10S
   };
   std::error_code ignored;
   if (!fs::exists(archive, ignored)) {
-    const auto base = mirrors(options.mirror, "LOCKSTEP_CIFAR10_URL", {source.mirror}).front();
-    download({base + kArchive}, archive, verify, options.transfer);
+    const auto base = mirrors(options.mirror, kMirrorVariable, {source.mirror}).front();
+    download({base + kArchive}, archive, verify, options.transfer, kMirrorVariable);
   }
   unpack(archive, folder);
 }

@@ -256,7 +256,8 @@ std::vector<std::string> mirrors(std::string chosen, const std::string& variable
 }
 
 void download(const std::vector<std::string>& urls, const fs::path& target,
-              const VerifyFile& verify, const DownloadOptions& options) {
+              const VerifyFile& verify, const DownloadOptions& options,
+              const std::string& mirror_variable) {
   PartFile part(target);
   std::vector<std::string> problems;
   for (const std::string& url : urls) {
@@ -269,8 +270,10 @@ void download(const std::vector<std::string>& urls, const fs::path& target,
   }
   if (part.size() == 0) fs::remove(part.path());
   throw DataError("cannot download " + target.string() + ":\n  " + join(problems, "\n  "),
-                  "try again (what has arrived is kept), name another mirror, or get the file by "
-                  "other means and put it there");
+                  "try again (what has arrived is kept), " +
+                      (mirror_variable.empty() ? "name another mirror"
+                                               : "set " + mirror_variable + " to a mirror's URL") +
+                      ", or get the file by other means and put it there");
 }
 
 }  // namespace lockstep

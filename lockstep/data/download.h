@@ -24,9 +24,10 @@ std::vector<std::string> mirrors(std::string chosen, const std::string& variable
 /// is killed, and the next try resumes there. A part that turns out wrong is fetched again from its
 /// start once. Progress goes to standard error: a bar on a terminal, else a line at the end. There
 /// is neither with --quiet. Call it from one process at a time for a target (see FolderLock).
-/// Blocks. Throws DataError naming each address and what was wrong there, SystemError for the local
-/// file.
+/// Blocks. Throws DataError naming each address and what was wrong there, with the variable of
+/// another mirror, and SystemError for the local file.
 void download(const std::vector<std::string>& urls, const std::filesystem::path& target,
-              const VerifyFile& verify, const DownloadOptions& options = {});
+              const VerifyFile& verify, const DownloadOptions& options = {},
+              const std::string& mirror_variable = {});
 
 }  // namespace lockstep

@@ -412,6 +412,16 @@ TEST_F(MnistDownload, MirrorsOfTheUser) {
   EXPECT_EQ(server_.requests().size(), 8u);
 }
 
+TEST_F(MnistDownload, AFailureNamesTheVariableAndLeavesNoEmptyFolder) {
+  options_.mirror = "http://127.0.0.1:1/";
+  EXPECT_THAT(complaint<DataError>([&] { load_mnist(source_, options_); }),
+              HasSubstr("LOCKSTEP_MNIST_URL"));
+  EXPECT_FALSE(fs::exists(options_.data_dir));
+  fs::create_directories(options_.data_dir);
+  EXPECT_THROW(load_mnist(source_, options_), DataError);
+  EXPECT_TRUE(fs::is_empty(options_.data_dir)) << "the user made it";
+}
+
 TEST_F(MnistDownload, FolderThatCannotBeMade) {
   test_files::write(options_.data_dir, "a file where the folder should be");
   server_.start();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <thread>
+#include <vector>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
@@ -25,6 +26,12 @@ bool is_current(int fd, const fs::path& path) {
   struct stat named {};
   return ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
          opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+
+void make_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
 }
 
 }  // namespace
@@ -50,9 +57,14 @@ std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder,
   const auto start = Clock::now();
   auto patience_ends = start + options.patience;
   while (!filled()) {
-    auto lock = try_acquire(path);
-    if (lock && Clock::now() >= patience_ends) return lock;
-    if (!lock) patience_ends = Clock::now() + options.patience;  // someone is at work
+    const bool patient = Clock::now() < patience_ends;
+    if (!patient) make_folder(folder);  // Who fails to fill it may have removed it.
+    std::error_code ignored;
+    const bool is_there = fs::exists(folder, ignored);
+    auto lock = is_there ? try_acquire(path) : nullptr;
+    if (lock && !patient) return lock;
+    const bool at_work = is_there && !lock;
+    if (at_work) patience_ends = Clock::now() + options.patience;
     lock.reset();
     if (Clock::now() - start >= options.timeout) {
       throw TimeoutError("waited " +
@@ -71,12 +83,18 @@ FolderLock::~FolderLock() {
 
 void fill_folder(const fs::path& folder, const std::function<bool()>& filled,
                  const std::function<void()>& fill, std::chrono::milliseconds timeout) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
+  std::error_code ignored;
+  std::vector<fs::path> missing;  // The innermost first.
+  for (auto path = folder; !path.empty() && !fs::exists(path, ignored); path = path.parent_path())
+    missing.push_back(path);
   const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
   const std::chrono::seconds patience(first ? 0 : 10);
-  if (const auto lock = FolderLock::acquire(folder, filled, {timeout, patience})) fill();
+  try {
+    if (const auto lock = FolderLock::acquire(folder, filled, {timeout, patience})) fill();
+  } catch (...) {
+    for (const fs::path& path : missing) fs::remove(path, ignored);  // Unless something is in it.
+    throw;
+  }
 }
 
 }  // namespace lockstep

@@ -23,7 +23,8 @@ class FolderLock {
     std::chrono::milliseconds patience{0};
   };
 
-  /// Waits until `filled()` (then returns nothing) or until this process holds the lock.
+  /// Waits until `filled()` (then returns nothing) or until this process holds the lock. Makes the
+  /// folder where it is missing.
   /// Throws TimeoutError, SystemError (a read-only folder).
   static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,
                                              const std::function<bool()>& filled,
@@ -44,7 +45,8 @@ class FolderLock {
 
 /// Makes the folder where it is missing, and fills it with `fill` unless it is `filled()`. One
 /// process of this host does that, its first rank if that comes within 10 s, and the others wait
-/// for it. Throws as FolderLock::acquire and `fill`.
+/// for it. Where that fails, removes the folders that it made and that are empty. Throws as
+/// FolderLock::acquire and `fill`.
 void fill_folder(const std::filesystem::path& folder, const std::function<bool()>& filled,
                  const std::function<void()>& fill, std::chrono::milliseconds timeout);
 

@@ -75,6 +75,14 @@ TEST(FolderLock, PatienceLeavesTheWorkToOthers) {
   EXPECT_GE(std::chrono::steady_clock::now() - start, 300ms);
 }
 
+TEST(FolderLock, AFolderThatWasRemovedIsMadeAgainOncePatienceEnds) {
+  const TemporaryDirectory folder;
+  const auto inner = folder.path() / "inner";
+  const auto lock = FolderLock::acquire(inner, never, {.timeout = 60s, .patience = 100ms});
+  EXPECT_NE(lock, nullptr);
+  EXPECT_TRUE(fs::is_directory(inner));
+}
+
 TEST(FolderLock, DeadOwnersLeaveNoLock) {
   const TemporaryDirectory folder;
   int ready[2];

@@ -135,7 +135,8 @@ void fetch_missing(const MnistLike& source, const DatasetOptions& options,
       urls.push_back(mirror + file.name + ".gz");
     download(
         urls, found.folder / (file.name + ".gz"),
-        [&file](const fs::path& path) { verify(path, file); }, options.transfer);
+        [&file](const fs::path& path) { verify(path, file); }, options.transfer,
+        source.mirror_variable);
   }
 }
 

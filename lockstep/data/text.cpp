@@ -103,6 +103,11 @@ DatasetSplits load_text(const fs::path& path, const DatasetOptions& options) {
                      " and a stride of " + std::to_string(stride) + "; expected at least 1");
   }
   check_test_fraction(options.test_fraction);
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) {
+    throw DataError("data set text:" + path.string() + ": there is no such file",
+                    "--dataset text:PATH takes a text file");
+  }
   const std::vector<char32_t> characters = characters_of(path, read_file(path));
   std::vector<int64_t> number(kCharacters, kAbsent);
   for (const char32_t character : characters) number[character] = 0;

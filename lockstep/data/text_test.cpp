@@ -11,6 +11,7 @@ namespace lockstep {
 namespace text_test {
 
 using test_files::complaint;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
@@ -86,8 +87,8 @@ TEST_F(Text, ATextThatIsTooShortIsNamed) {
               HasSubstr("the held-out part has 2 characters; expected at least 4"));
   EXPECT_THAT(complaint<DataError>([&] { load("", 3); }), HasSubstr("has 0 characters"));
   EXPECT_THAT(complaint<UsageError>([&] { load("abcdef", 0); }), HasSubstr("a context of 0"));
-  EXPECT_THAT(complaint<SystemError>([&] { load_text("/no/such.txt", {}); }),
-              HasSubstr("/no/such.txt"));
+  EXPECT_THAT(complaint<DataError>([&] { load_text("/no/such.txt", {}); }),
+              AllOf(HasSubstr("/no/such.txt"), HasSubstr("--dataset")));
 }
 
 TEST_F(Text, IsADataSetByName) {

@@ -1,5 +1,6 @@
 #include "lockstep/models/script_model.h"
 
+#include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/import.h>
 
@@ -30,6 +31,15 @@ std::string cause_of(const std::string& text) {
   return cause.empty() ? first : cause;
 }
 
+/// torch.save's archives have no constants.
+bool is_script(const std::string& path) {
+  try {
+    return caffe2::serialize::PyTorchStreamReader(path).hasRecord("constants.pkl");
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 jit::Module read_script(const std::string& path) {
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) {
@@ -40,9 +50,11 @@ jit::Module read_script(const std::string& path) {
     return jit::load(path, c10::kCPU);
   } catch (const c10::Error& error) {
     throw UsageError(
-        "model '" + path + "' is no TorchScript: " + cause_of(error.what_without_backtrace()),
-        "write it in Python by torch.jit.script(module).save(FILE); torch.save writes "
-        "weights only, for --load-weights save them as safetensors");
+        "model '" + path + "' is no TorchScript" +
+            (is_script(path) ? " that can be read: " + cause_of(error.what_without_backtrace())
+                             : ", or a damaged one"),
+        "in Python torch.jit.script(module).save(FILE) writes a module; give the weights that "
+        "torch.save wrote to --load-weights as they are");
   }
 }
 

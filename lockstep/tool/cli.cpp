@@ -195,7 +195,7 @@ struct Cli::Impl : HelpPage {
     const auto meant = other == other_words.end() ? did_you_mean(dashed, all_names())
                                                   : "did you mean '" + other->second + "'?";
     throw UsageError("unknown flag '" + name + "'" + (meant.empty() ? "" : "; " + meant),
-                     "'" + command + " --help' lists the flags");
+                     lists_the_flags());
   }
 
   /// The words that are ours, the name and the value of a flag each in a word of its own, and how
@@ -435,7 +435,7 @@ bool Cli::parse(const std::vector<std::string>& args) {
     std::vector<std::string> reversed(own.rbegin(), own.rend());
     impl.app.parse(std::move(reversed));
   } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what(), "'" + impl.command + " --help' lists the flags");
+    throw UsageError(error.what(), impl.lists_the_flags());
   }
   auto words = impl.app.remaining();
   if (impl.help_asked || impl.all_help_asked) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
 
 namespace lockstep::tool {
@@ -89,6 +90,12 @@ std::vector<std::string> HelpPage::headings() const {
   return all;
 }
 
+std::vector<std::string> HelpPage::sections() const {
+  std::vector<std::string> all;
+  for (const auto& heading : headings()) all.push_back(split(to_lower(heading), ' ').back());
+  return all;
+}
+
 std::string HelpPage::flags_of(const std::string& heading, size_t columns) const {
   std::string text = heading + ":\n";
   for (const auto& info : options) {
@@ -107,6 +114,10 @@ bool HelpPage::has_common() const {
                      [](const OptionInfo& info) { return !info.line.empty(); });
 }
 
+std::string HelpPage::lists_the_flags() const {
+  return "'" + command + (has_common() ? " --help-all" : " --help") + "' lists the flags";
+}
+
 std::string HelpPage::usage() const {
   std::string text = command + " [FLAGS]";
   for (const auto& info : positionals) {
@@ -120,9 +131,7 @@ std::string HelpPage::short_text(int width) const {
   constexpr size_t kColumnOfLines = 26;
   const auto columns = static_cast<size_t>(width);
   std::string text = wrapped("Usage: " + usage() + ". " + summary, {0, kIndent, columns}) + "\n";
-  std::vector<std::string> sections;
   for (const auto& group : headings()) {
-    sections.push_back(split(to_lower(group), ' ').back());
     std::string rows;
     for (const auto& info : options) {
       if (info.group != group || info.line.empty()) continue;
@@ -140,7 +149,7 @@ std::string HelpPage::short_text(int width) const {
     text += wrapped(line, {0, kIndent, columns - 2, {}, " \\"}) + "\n";
   }
   const std::string more =
-      "'" + command + " --help SECTION' lists all flags of a section: " + join(sections, ", ") +
+      "'" + command + " --help SECTION' lists all flags of a section: " + join(sections(), ", ") +
       ". '" + command + " --help-all' lists all " + std::to_string(options.size()) + ".";
   return text + wrapped(more, {0, 0, columns}) + "\n";
 }
@@ -154,6 +163,8 @@ std::string HelpPage::text(int width, const std::string& section) const {
       return flags_of(group, columns);
     }
   }
+  if (!section.empty() && positionals.empty() && trailing_name.empty())
+    expect_one_of("--help", section, sections());
   std::string text = wrapped(summary, {0, 0, columns}) +
                      "\n\nUsage: " + wrapped(usage(), {7, kIndent, columns}) + "\n";
   if (!positionals.empty() || !trailing_name.empty()) text += "\nArguments:\n";

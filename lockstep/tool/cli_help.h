@@ -53,14 +53,19 @@ struct HelpPage {
   std::vector<std::pair<std::string, std::string>> examples;  // command line, what it shows
 
   /// The page, wrapped to `width` columns; only the flags of the heading of which a word begins
-  /// with `section`, in any case, where there is one.
+  /// with `section`, in any case, where there is one. Throws UsageError where there is none, unless
+  /// `section` may be an argument of the command.
   std::string text(int width, const std::string& section = {}) const;
   /// The common flags in a line each, below their headings.
   std::string short_text(int width) const;
   bool has_common() const;
+  /// The hint of an error, with the command that lists them.
+  std::string lists_the_flags() const;
   /// "lockstep train [FLAGS]".
   std::string usage() const;
   std::vector<std::string> headings() const;
+  /// A word of each heading, to ask for it.
+  std::vector<std::string> sections() const;
   /// For completion: a line for each flag or word, with tabs between its names, value and help.
   std::string table() const;
 

@@ -225,7 +225,8 @@ void check_weights_exist(const fs::path& path) {
   std::error_code ignored;
   if (fs::exists(path, ignored)) return;
   throw DataError("no weights at " + path.string() + ": there is no such file or folder",
-                  "give a safetensors file, as --save-weights writes, or a checkpoint's folder");
+                  "give a safetensors or .pt file, as --save-weights or torch.save writes, or a "
+                  "checkpoint's folder");
 }
 
 std::vector<std::string> load_weights(torch::nn::Module& module, const std::filesystem::path& path,

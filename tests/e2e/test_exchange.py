@@ -88,6 +88,9 @@ class Scripts(Exchange):
                 # torch::jit::load in C++ takes it, and tests it to the same outcome.
                 again = train("--model", saved, "--dataset", "digits", "--max-epochs", 0, "--devices", 2)
                 self.assertEqual(last_line(again), outcome)
+                # As eval does, without --load-weights.
+                tested = t.run(t.LOCKSTEP, "eval", "--model", saved, "--dataset", "digits", "--devices", 2, "--threads", 1)
+                self.assertEqual(last_line(tested), outcome)
 
     def test_it_may_replace_its_own_file(self):
         import torch
@@ -150,6 +153,7 @@ class Frozen(Exchange):
         self.refuse(["--model", "mlp", "--freeze", "layer.0.*"], "no parameter whose name matches 'layer.0.*'",
                     "did you mean 'layers.0.*'")
         self.refuse(["--model", "mlp", "--freeze", "layers.*"], "nothing is left to train")
+        self.refuse(["--model", "mlp", "--freeze", ""], "--freeze is empty")
 
 
 @unittest.skipUnless(HAS_TORCH, NO_TORCH)

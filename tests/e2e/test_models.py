@@ -107,7 +107,7 @@ class Models(unittest.TestCase):
                     "begin it with Flatten")
         train(*script("more.pt", flat, torch.nn.Linear(784, 12)), "--limit-train-batches", 2, "--max-epochs", 1)
         torch.save({"weight": torch.zeros(2)}, self.folder / "weights.pt")
-        self.refuse(["--model", self.folder / "weights.pt"], "is no TorchScript")
+        self.refuse(["--model", self.folder / "weights.pt"], "is no TorchScript", "--load-weights as they are")
         self.refuse(["--model", self.folder / "none.pt"], "there is no such file")
 
     def test_models_and_data_that_do_not_fit(self):

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <filesystem>
+#include <set>
 #include <string>
 
 #include "entry.h"
@@ -23,9 +24,8 @@ void* load_library(const std::string& name, const std::string& if_missing) {
   namespace fs = std::filesystem;
   const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
   std::string tried;
-  for (const auto& candidate :
-       {folder / ".." / "lib" / name, folder / ".." / LOCKSTEP_LIBDIR / name}) {
-    const auto path = candidate.lexically_normal();
+  for (const std::string& libdir : std::set<std::string>{"lib", LOCKSTEP_LIBDIR}) {
+    const auto path = (folder / ".." / libdir / name).lexically_normal();
     tried += (tried.empty() ? "" : ", ") + path.string();
     std::error_code ignored;
     if (!fs::exists(path, ignored)) continue;

@@ -1,4 +1,5 @@
 #include "lockstep/base/error.h"
+#include "lockstep/models/models.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/train/train_flags.h"
 #include "tools/lockstep/train/training.h"
@@ -14,12 +15,12 @@ int eval_command(const std::vector<std::string>& args) {
   cli.option(
       "--load-weights", config.load_weights,
       "The weights: a safetensors or .pt file, a checkpoint's folder (step-*), or a folder of "
-      "checkpoints, whose newest is taken",
+      "checkpoints, whose newest is taken. Without it those of a TorchScript --model",
       "PATH");
   add_flags(cli, config, {"Processes"});
   if (!cli.parse(args)) return 0;
   finish_config(config);
-  if (config.load_weights.empty()) {
+  if (config.load_weights.empty() && !model_info(config.model).from_file) {
     throw UsageError("--load-weights is missing: the file whose weights to test",
                      "lockstep eval --load-weights weights.safetensors, or a checkpoint's folder");
   }

@@ -261,6 +261,30 @@ bool rate_falls_to_the_end(const RunConfig& config) {
   return config.schedule == "cosine" || config.schedule == "linear";
 }
 
+void check_torch_script(const RunConfig& config) {
+  const bool from_file = model_info(config.model).from_file;
+  if (from_file && config.strategy == "pipeline") {
+    throw UsageError(
+        "--strategy pipeline: a TorchScript model, " + config.model + ", cannot be cut into layers",
+        "take another strategy, such as fsdp");
+  }
+  if (config.save_model.empty()) return;
+  if (!from_file) {
+    throw UsageError(
+        "--save-model writes TorchScript, which the C++ model " + config.model + " cannot become",
+        "--save-weights FILE.pt writes its weights. In Python a module of the same names takes "
+        "them "
+        "(load_state_dict(torch.load(FILE.pt))), and torch.jit.script(module).save makes "
+        "TorchScript");
+  }
+  const std::filesystem::path path(config.save_model);
+  if (path.extension() == ".pt") return;
+  throw UsageError(
+      "--save-model " + path.string() + ": TorchScript is written to a file that ends in .pt",
+      "--save-model " + std::filesystem::path(path).replace_extension(".pt").string() +
+          "; --save-weights writes weights as safetensors");
+}
+
 }  // namespace
 
 const std::vector<Flag>& train_flags() {
@@ -406,14 +430,7 @@ void check_config(const RunConfig& config) {
   if (config.load_weights.empty() && !(config.load_only + config.load_rename).empty()) {
     throw UsageError("--load-only and --load-rename are for --load-weights, which is not given");
   }
-  if (!config.save_model.empty() && !model_info(config.model).from_file) {
-    throw UsageError(
-        "--save-model writes TorchScript, which the C++ model " + config.model + " cannot become",
-        "--save-weights FILE.pt writes its weights. In Python a module of the same names takes "
-        "them "
-        "(load_state_dict(torch.load(FILE.pt))), and torch.jit.script(module).save makes "
-        "TorchScript");
-  }
+  check_torch_script(config);
   if (config.resume != "none" && !config.load_optimizer.empty()) {
     throw UsageError("--resume and --load-optimizer exclude each other",
                      "a checkpoint has the state of its optimizer");

@@ -211,5 +211,26 @@ TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
   expect_refused([](auto& c) { c.load_rename = "a.*=b.*"; }, "are for --load-weights");
 }
 
+TEST(CheckConfig, WhatATorchScriptModelCannot) {
+  RunConfig config;
+  config.model = "net.pt";
+  config.save_model = "out.pt";
+  EXPECT_NO_THROW(check_config(config));
+  expect_refused(
+      [&](auto& c) {
+        c = config;
+        c.strategy = "pipeline";
+      },
+      "--strategy pipeline");
+  for (const char* name : {"out.safetensors", "out"}) {
+    expect_refused(
+        [&](auto& c) {
+          c = config;
+          c.save_model = name;
+        },
+        "out.pt");
+  }
+}
+
 }  // namespace run_config_test
 }  // namespace lockstep

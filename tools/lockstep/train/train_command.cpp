@@ -1,3 +1,4 @@
+#include "lockstep/base/error.h"
 #include "tools/lockstep/commands.h"
 #include "tools/lockstep/train/train_flags.h"
 #include "tools/lockstep/train/training.h"
@@ -32,6 +33,9 @@ int train_command(const std::vector<std::string>& args) {
       "The resolved configuration is saved as config.toml in --checkpoint-dir",
       "FILE");
   if (!cli.parse(args)) return 0;
+  if (cli.given("--freeze") && config.freeze.empty()) {
+    throw UsageError("--freeze is empty", "leave it out to train all parameters");
+  }
   finish_config(config);
   choose_snapshots(config);
   std::vector<std::shared_ptr<Logger>> loggers;
