@@ -2,7 +2,8 @@
 //   lockstep_fault_rank store             hosts a store, prints its port, ends with standard input
 //   lockstep_fault_rank loop INIT_METHOD SECONDS
 //                                         joins and runs collectives and messages until one fails
-//                                         or its time is over; SECONDS is the group's time-out
+//                                         or its time is over; SECONDS is the group's time-out once
+//                                         all have joined, for which they get TEST_JOIN_SECONDS
 //   lockstep_fault_rank form INIT_METHOD SECONDS
 //                                         joins and forms a second group of all ranks, to which
 //                                         rank TEST_VICTIM never comes
@@ -75,10 +76,13 @@ lockstep::World join(const std::string& method, double seconds) {
   const char* backend = std::getenv("TEST_BACKEND");
   options.backend = backend ? backend : "gloo";
   options.init_method = method;
-  options.timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+  const char* join_seconds = std::getenv("TEST_JOIN_SECONDS");
+  options.timeout = std::chrono::seconds(join_seconds ? std::atoi(join_seconds) : 60);
   if (const char* rank = std::getenv("RANK")) options.rank = std::atoi(rank);
   if (const char* size = std::getenv("WORLD_SIZE")) options.world_size = std::atoi(size);
   auto world = lockstep::init(options);
+  lockstep::ProcessGroup group = world.group();
+  group.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
   std::cout << "joined\n" << std::flush;
   return world;
 }

@@ -18,7 +18,7 @@ RANK = t.BUILD_DIR / "tests" / "lockstep_fault_rank"
 SIZE = 4
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 PEER_LOST, TIMEOUT = 10, 11
-# A time-out to run into; the ranks must start within it, on a busy machine as well.
+# A time-out to run into. The ranks have longer to join.
 SHORT = 5
 
 

@@ -40,13 +40,13 @@ def started(commands, seconds):
 
 
 @contextlib.contextmanager
-def declared_hosts(placement, seconds=30):
+def declared_hosts(placement, seconds=30, join_seconds=60):
     """A job on hosts declared by hand; `placement[r]` names the one of rank r."""
     with hosted_store() as (_, port):
         commands = []
         for rank, host in enumerate(placement):
             commands.append(([], t.clean_environment(
-                RANK=rank, WORLD_SIZE=len(placement), LOCKSTEP_HOST_ID=host, TEST_BACKEND="auto",
+                RANK=rank, WORLD_SIZE=len(placement), LOCKSTEP_HOST_ID=host, TEST_BACKEND="auto", TEST_JOIN_SECONDS=join_seconds,
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")))
         with started(commands, seconds) as ranks:
             yield ranks
@@ -122,7 +122,7 @@ class HostsFaults(unittest.TestCase):
         for number in range(40 if LONG else 3):
             seed = SEED + 1000 + number
             choose = random.Random(seed)
-            with self.subTest(f"seed {seed}"), declared_hosts("aabb", 3) as ranks:
+            with self.subTest(f"seed {seed}"), declared_hosts("aabb", join_seconds=3) as ranks:
                 time.sleep(choose.uniform(0, 0.6))  # The random moment; nothing is waited for.
                 victim = choose.randrange(4)
                 ranks[victim].process.kill()

@@ -61,7 +61,8 @@ class ShmFaults(unittest.TestCase):
         for number in range(60 if LONG else 4):
             seed = SEED + 1000 + number
             choose = random.Random(seed)
-            with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(3, "info", port, size=3, backend="shm") as ranks:
+            with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(
+                    30, "info", port, size=3, backend="shm", TEST_JOIN_SECONDS=3) as ranks:
                 time.sleep(choose.uniform(0, 0.6))  # The random moment; nothing is waited for.
                 victim = choose.randrange(3)
                 ranks[victim].process.kill()
