@@ -53,14 +53,15 @@ def declared_hosts(placement, seconds=30, join_seconds=60):
 
 
 @contextlib.contextmanager
-def joined_hosts(pair, placement, seconds=30):
+def joined_hosts(pair, placement, seconds=30, join_seconds=60):
     """A job on the two hosts of hosts_testing; rank 0, on the first of them, holds the store."""
     commands = []
     for rank, host in enumerate(placement):
         local = [r for r, other in enumerate(placement) if other == host]
         env = t.clean_environment(RANK=rank, WORLD_SIZE=len(placement), LOCAL_RANK=local.index(rank),
                                   LOCAL_WORLD_SIZE=len(local), GROUP_RANK=host, GROUP_WORLD_SIZE=2,
-                                  TEST_BACKEND="auto", MASTER_ADDR=pair[0].address, MASTER_PORT=29500)
+                                  TEST_BACKEND="auto", TEST_JOIN_SECONDS=join_seconds,
+                                  MASTER_ADDR=pair[0].address, MASTER_PORT=29500)
         commands.append((pair[host].command(), env))
     with started(commands, seconds) as ranks:
         yield ranks
@@ -163,7 +164,8 @@ class HostsFaults(unittest.TestCase):
     @unittest.skipIf(WHY_NO_HOSTS, WHY_NO_HOSTS)
     def test_a_host_that_is_cut_off_runs_into_the_time_out(self):
         for lost in (1, 0):  # With the first host the store goes, too, and answers nothing.
-            with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], SHORT) as ranks:
+            # Requests to the store keep the time-out of joining.
+            with self.subTest(lost), hosts.two_hosts() as pair, joined_hosts(pair, [0, 0, 1, 1], SHORT, 20) as ranks:
                 begun(ranks, "round 3")
                 pair[lost].kill()
                 survivors_name(self, ranks, {0, 1} if lost == 0 else {2, 3}, {TIMEOUT, PEER_LOST}, 60,

@@ -3,6 +3,7 @@
 Started once a rank by test_train_parity.py: ddp_script.py RANK WORLD_SIZE FILE-FOR-MEETING OUT MNIST-FOLDER OPTIONS-AS-JSON
 """
 
+import faulthandler
 import functools
 import gzip
 import itertools
@@ -115,6 +116,7 @@ def save_start(folder, ddp, optimizer, rank):
 def main():
     rank, world_size, meeting, out, folder, options = sys.argv[1:]
     rank, world_size, options = int(rank), int(world_size), json.loads(options)
+    faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
     backend = options.get("backend", "gloo")
     device = torch.device("cuda" if backend == "nccl" else "cpu")

@@ -50,25 +50,33 @@ class Data:
             write_digits(folder)
 
 
-def python_weights(folder, data, world_size, options):
-    from safetensors.torch import load_file
-
-    out = folder / "python.safetensors"
-    command = [sys.executable, SCRIPT]
-    rest = [world_size, folder / "meeting", out, data.folder, json.dumps(options)]
+def python_outputs(command, world_size):
     ranks = [
-        subprocess.Popen([str(c) for c in (*command, rank, *rest)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         text=True, env=t.clean_environment()) for rank in range(world_size)
+        subprocess.Popen([str(c) for c in command(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         env=t.clean_environment()) for rank in range(world_size)
     ]
     try:
-        for rank, process in enumerate(ranks):
-            output, _ = process.communicate(timeout=200)
-            if process.returncode != 0:
-                raise AssertionError(f"Python's rank {rank} failed:\n{output}")
+        return [(process.communicate(timeout=200)[0], process.returncode) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def python_weights(folder, data, world_size, options):
+    """Python's ranks have hung, though rarely. They then end with the stack of each thread, and get a second try."""
+    from safetensors.torch import load_file
+
+    out = folder / "python.safetensors"
+    for attempt in range(2):
+        rest = [world_size, folder / f"meeting{attempt}", out, data.folder, json.dumps(options)]
+        outputs = python_outputs(lambda rank: [sys.executable, SCRIPT, rank, *rest], world_size)
+        if not any("Timeout (0:" in output for output, _ in outputs):
+            break
+        print(f"Python's ranks hung: {outputs}", flush=True)
+    for rank, (output, code) in enumerate(outputs):
+        if code != 0:
+            raise AssertionError(f"Python's rank {rank} failed:\n{output}")
     return load_file(out)
 
 
