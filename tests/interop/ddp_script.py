@@ -120,7 +120,8 @@ def main():
     torch.set_num_threads(1)
     backend = options.get("backend", "gloo")
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    torch.use_deterministic_algorithms(options.get("deterministic", False))
+    if options.get("deterministic"):  # The call imports the compiler, which takes seconds.
+        torch.use_deterministic_algorithms(True)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     data = windows(folder, options["context"]) if "context" in options else mnist(pathlib.Path(folder))
     sampler = DistributedSampler(data, world_size, rank, seed=options["seed"])
