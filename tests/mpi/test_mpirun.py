@@ -17,15 +17,12 @@ import unittest
 import lockstep_testing as t
 import mpi_testing
 import run_testing
+from left_behind import LeftBehind
 
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 TRAIN = (t.LOCKSTEP, "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1)
 HAS_MPI = None
-
-
-def shared_memory():
-    return set(os.listdir("/dev/shm"))
 
 
 def losses(path):
@@ -36,10 +33,10 @@ def losses(path):
 
 class Launch(unittest.TestCase):
     def setUp(self):
-        self.before = shared_memory()
+        self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(shared_memory() - self.before, set())
+        self.left_behind.expect_nothing()
 
     def run_ok(self, ranks, *words, **kwargs):
         code, out, err = mpi_testing.mpirun(ranks, *words, **kwargs)
@@ -232,10 +229,10 @@ class Faults(unittest.TestCase):
     """mpirun ends the job when a rank dies; nothing of it may stay, and its exit code is not 0."""
 
     def setUp(self):
-        self.before = shared_memory()
+        self.left_behind = LeftBehind()
 
     def tearDown(self):
-        self.assertEqual(shared_memory() - self.before, set())
+        self.left_behind.expect_nothing()
 
     def kill_one(self, number, backend):
         seed = SEED + number

@@ -5,15 +5,19 @@ import pathlib
 
 from lockstep_testing import JOB_MARK, wait_until
 
-# Of Open MPI, PMIx and UCX, which keep files in /dev/shm while a job of theirs runs.
-OF_MPI = ("vader_segment", "sm_segment", "btl_", "osc_", "pmix", "psm", "ucx")
 PATIENCE = 10
 
 
 def shared_memory():
-    """The entries of /dev/shm, but for those of MPI."""
+    """Our entries of /dev/shm. Snapshots are left behind once the folder of checkpoints that they belong to is gone."""
+    def belongs_to_a_folder(entry):
+        try:
+            return pathlib.Path((entry / "checkpoint-dir").read_text()).exists()
+        except OSError:
+            return False
+
     folder = pathlib.Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir() if not entry.name.startswith(OF_MPI)} if folder.is_dir() else set()
+    return {entry.name for entry in folder.glob("*lockstep*") if not belongs_to_a_folder(entry)}
 
 
 def meeting_sockets():
