@@ -180,7 +180,8 @@ TEST(CheckedP2P, ACallThatTimedOutFailsItsCounterpart) {
           is_late = true;
         });
     EXPECT_TRUE(outcomes[0].ok()) << outcomes[0].text();
-    EXPECT_TRUE(outcomes[1].is<CommError>() && !outcomes[1].is<TimeoutError>())
+    EXPECT_TRUE(outcomes[1].is<PeerLostError>() &&
+                tells(outcomes[1].failure(), Failure::Kind::gave_up, 0))
         << outcomes[1].text();
   }
 }

@@ -178,9 +178,12 @@ P2PChecks::WorkPtr P2PChecks::run(CallSignature call, std::vector<at::Tensor>& t
   const std::string found = put("", parts.signature);
   const bool is_first = found == parts.signature;
   const auto& names = context_->names();
-  if (found == kGivenUp)
-    throw CommError(c10::str(describe(call, names), ": ", rank_list({call.root}, names),
-                             " has given its ", sends ? "receive" : "send", " up"));
+  if (found == kGivenUp) {
+    Failure failure = context_->failure_of(call.root, Failure::Kind::gave_up);
+    failure.text = c10::str(rank_list({call.root}, names), " has given its ",
+                            sends ? "receive" : "send", " up");
+    throw_failure(describe(call, names) + ": ", failure);
+  }
   const CallSignature other = decode(found);
   std::string difference =  // None for the first: of its own signature one half is empty.
       find_p2p_mismatch(sends ? call : other, sender, sends ? other : call, receiver, tag, names,
