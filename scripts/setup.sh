@@ -57,12 +57,7 @@ install_packages() {
 install_torch() {
   local torch
   torch=$(find_libtorch)
-  if [ -n "$torch" ] && [ "$torch" != "$(echo "$root"/.venv/lib*/python3*/site-packages/torch)" ]; then
-    return 0
-  fi
-  if [ -n "$torch" ] && [ -e .venv/.complete ]; then
-    return 0
-  fi
+  [ -z "$torch" ] || { [[ $torch = "$root"/.venv/* ]] && [ ! -e .venv/.complete ]; } || return 0
   say "Making the virtual environment .venv with torch $torch_version (this downloads it once)"
   [ -x .venv/bin/python3 ] || python3 -m venv .venv ||
     fail "python3 -m venv .venv failed" "install python3-venv, remove .venv and run this again"
