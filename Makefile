@@ -35,7 +35,8 @@ format:    ## Format the C++ files with clang-format
 	@git ls-files '*.h' '*.cpp' | grep -v gloo_stubs | xargs clang-format -i
 lint: setup      ## Check the C++ files with clang-format and clang-tidy
 	@scripts/lint.sh
-install: build   ## Install the library and the binary: make install PREFIX=/usr/local
+install: setup   ## Install the library and the binary: make install PREFIX=/usr/local
+	@scripts/build.sh $(PRESET) $(JOBS) lockstep_bin lockstep_bench lockstep_hosts lockstep_rpc_library
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 clean:           ## Remove the build folders
 	@rm -rf build build-dev build-debug build-asan build-tsan

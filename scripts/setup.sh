@@ -57,17 +57,16 @@ install_packages() {
 install_torch() {
   local torch
   torch=$(find_libtorch)
-  if [ -n "$torch" ] && [ "$torch" != "$(echo "$root"/.venv/lib*/python3*/site-packages/torch)" ]; then
-    return 0
-  fi
-  if [ -n "$torch" ] && [ -e .venv/.complete ]; then
-    return 0
-  fi
+  [ -z "$torch" ] || { [[ $torch = "$root"/.venv/* ]] && [ ! -e .venv/.complete ]; } || return 0
   say "Making the virtual environment .venv with torch $torch_version (this downloads it once)"
   [ -x .venv/bin/python3 ] || python3 -m venv .venv ||
     fail "python3 -m venv .venv failed" "install python3-venv, remove .venv and run this again"
   .venv/bin/python3 -m pip install -q --disable-pip-version-check "torch==$torch_version" numpy safetensors ||
     fail "pip could not install torch $torch_version" "check the network, or set LOCKSTEP_TORCH to a LibTorch you have"
+  # PyPI's torch is a CUDA build. NCCL's backend needs two folders of headers more, of the version of its other wheels.
+  ! ls .venv/lib*/python3*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1 ||
+    .venv/bin/python3 -m pip install -q --disable-pip-version-check 'cuda-toolkit[cccl,crt]' ||
+    say "note: pip could not install cuda-toolkit[cccl,crt]; the build will lack the backend nccl"
   touch .venv/.complete
 }
 

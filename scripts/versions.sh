@@ -32,13 +32,14 @@ fetch() {
 # check VERSION FOLDER: builds the library and the core, and runs it.
 check() {
   fetch "$1" "$2" || return 1
-  cmake -S . -B "$2/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" \
+  cmake -S . -B "$2/build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O0 -DNDEBUG" \
     -DLOCKSTEP_TORCH="$root/$2/torch" || return 1
-  local targets=(lockstep lockstep_rpc_library example_quickstart_distributed) test
+  local targets=(lockstep_bin lockstep_rpc_library example_quickstart_distributed) test
   for test in "${tests[@]}"; do targets+=("lockstep_${test}_test"); done
   ninja -k 0 -C "$2/build" -j "${JOBS:-2}" "${targets[@]}" || return 1
   for test in "${tests[@]}"; do "$2/build/tests/lockstep_${test}_test" --gtest_brief=1 || return 1; done
-  "$2/build/examples/quickstart/distributed"
+  "$2/build/examples/quickstart/distributed" || return 1
+  "$2/build/bin/lockstep" train --model mlp --dataset digits --devices 2 --max-epochs 1
 }
 
 export OMP_NUM_THREADS=1

@@ -327,7 +327,8 @@ class Mlflow(unittest.TestCase):
                 (experiment,) = post("experiments/search", {"filter": "name = 'digits'", "max_results": 5})["experiments"]
                 runs = post("runs/search", {"experiment_ids": [experiment["experiment_id"]]})["runs"]
                 self.assertEqual([run["info"]["status"] for run in runs], ["FINISHED"] * 2)
-                self.assertIn({"key": "model", "value": "mlp"}, runs[0]["data"]["params"])
+                (wanted,) = (row["hyperparameters"] for row in rows_of(folder, "run") if "hyperparameters" in row)
+                self.assertEqual({one["key"]: one["value"] for one in runs[0]["data"]["params"]}, wanted)
                 metrics = {}
                 for key in ("train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy", "test/lr"):
                     history = json.loads(fetched(f"{url}/api/2.0/mlflow/metrics/get-history?run_id={runs[0]['info']['run_id']}&metric_key={key}"))

@@ -19,6 +19,18 @@ from test_loggers import train, training, url_of
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PARTS = ("data_s", "compute_s", "optimizer_s", "waiting_s", "other_s")
 
+LAST_STEP = "charts.has('metric loss') && charts.get('metric loss').plot.data[0].at(-1)"
+GRIDS = ("#dde1e8", "#333a45")  # page.html's lines: light, dark
+# How many pixels of a chart have about this colour.
+PIXELS = """(() => {
+  const {canvas} = charts.get('%s').plot.ctx, {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  const wanted = [1, 3, 5].map(at => parseInt('%s'.slice(at, at + 2), 16));
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4)
+    count += data[i + 3] > 200 && wanted.every((value, at) => Math.abs(value - data[i + at]) < 5);
+  return count;
+})()"""
+
 
 def made_run(folder, steps, ranks, slow=-1, **hyperparameters):
     """The rows of a run of so many steps."""
@@ -108,8 +120,9 @@ class InABrowser(unittest.TestCase):
 
     @contextlib.contextmanager
     def page(self, url):
-        """A function that evaluates JavaScript in the page, which is open as long as this lasts: virtual time would wait for
-        the end of its stream. It is asked over pipes, in texts that end in zero bytes."""
+        """A function that evaluates JavaScript in the page, and one for Chromium's other commands. The page is open as long
+        as this lasts: virtual time would wait for the end of its stream. It is asked over pipes, in texts that end in zero
+        bytes."""
         command_out, command_in = os.pipe()
         answer_out, answer_in = os.pipe()
         with t.temporary_folder() as profile:
@@ -139,7 +152,7 @@ class InABrowser(unittest.TestCase):
                 target = ask("Target.createTarget", url=url)["targetId"]
                 session["sessionId"] = ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
                 ask("Runtime.enable")
-                yield lambda script: ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+                yield lambda script: ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value"), ask
             finally:
                 os.killpg(browser.pid, signal.SIGKILL)
                 browser.wait()
@@ -156,15 +169,36 @@ class InABrowser(unittest.TestCase):
                     return (json.loads(line[6:])[0]["series"].get("train/loss") or {"steps": [0]})["steps"][-1]
                 first = steps()
                 self.assertGreater(steps(), first)
-            with self.page(url) as ask:
-                step = "charts.has('metric loss') && charts.get('metric loss').plot.data[0].at(-1)"
-                t.wait_until(lambda: ask(step), 60, "the first curve")
-                first = ask(step)
-                t.wait_until(lambda: ask(step) > first, 60, "a later step")
-                self.assertGreaterEqual(ask("document.querySelectorAll('canvas').length"), 4)
-                self.assertIn("rank 1", ask("document.body.innerText"))
+            with self.page(url) as (evaluate, _):
+                t.wait_until(lambda: evaluate(LAST_STEP), 60, "the first curve")
+                first = evaluate(LAST_STEP)
+                t.wait_until(lambda: evaluate(LAST_STEP) > first, 60, "a later step")
+                self.assertGreaterEqual(evaluate("document.querySelectorAll('canvas').length"), 4)
+                self.assertIn("rank 1", evaluate("document.body.innerText"))
                 process.send_signal(signal.SIGINT)
-                t.wait_until(lambda: "has ended" in ask("document.getElementById('state').textContent"), 60, "the end")
+                t.wait_until(lambda: "has ended" in evaluate("document.getElementById('state').textContent"), 60, "the end")
+
+    @unittest.skipUnless(os.environ.get("LOCKSTEP_LONG_TESTS"), "the long form only (LOCKSTEP_LONG_TESTS=1)")
+    def test_any_window_shows_a_run_of_one_rank_or_eight(self):
+        for ranks in (1, 8):
+            with training("--dashboard", "--devices", ranks) as process, \
+                    self.page(url_of(process, "dashboard")) as (evaluate, ask):
+                t.wait_until(lambda: evaluate(LAST_STEP), 180, "the first curve")
+                for dark, width in itertools.product((False, True), (360, 1400)):
+                    with self.subTest(ranks=ranks, dark=dark, width=width):
+                        ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+                        ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+                        first = evaluate(LAST_STEP)
+                        t.wait_until(lambda: evaluate(LAST_STEP) > first, 120, "a later step")
+                        self.assertLessEqual(evaluate("document.documentElement.scrollWidth"), width)
+                        self.assertEqual(evaluate("document.querySelectorAll('.rank').length"), ranks)
+                        self.assertEqual(evaluate("charts.get('ranks memory_bytes').plot.series.length"), 1 + ranks)
+                        for name in evaluate("[...charts.keys()]"):
+                            last = evaluate(f"charts.get('{name}').plot.series.at(-1).stroke()")  # drawn over the others
+                            curve, grid, other_grid = (evaluate(PIXELS % (name, color)) for color in (last, GRIDS[dark], GRIDS[not dark]))
+                            self.assertGreater(curve, 10, name)
+                            self.assertGreater(grid, 100, name)
+                            self.assertEqual(other_grid, 0, name)
 
     def test_a_run_that_was_trained(self):
         with t.temporary_folder() as folder:
