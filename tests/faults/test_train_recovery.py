@@ -231,7 +231,8 @@ class TrainRecovery(unittest.TestCase):
             with self.subTest(strategy=strategy), tempfile.TemporaryDirectory() as folder:
                 # Of the launcher's own folder, or in memory beside checkpoints.
                 words = self.random.choice([(), ("--checkpoint-dir", folder)]) + self.random.choice([(), ("--snapshot-every", 20)])
-                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 20, *words, of=("--strategy", strategy), after=250)
+                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 30, *words, after=250,
+                                 of=("--strategy", strategy, "--limit-train-batches", 60))
 
     def test_logical_shards_have_the_same_bits_with_fewer_ranks_between(self):
         shards = ("--logical-shards", 4, "--batch-size", 32)
