@@ -14,6 +14,7 @@ import sys
 import unittest
 
 import lockstep_testing as t
+import torch_forks
 
 
 def train(*flags, **kwargs):
@@ -413,7 +414,8 @@ os._exit(0)
                   "--checkpoint-dir", folder / "run", "--save-weights", folder / "w.safetensors")
             script = folder / "read.py"
             script.write_text(self.SCRIPT)
-            ranks = [subprocess.Popen([sys.executable, script, folder / "run/latest", folder / "w.safetensors", str(rank),
+            python = torch_forks.python("torch.distributed.checkpoint", "torch.distributed.tensor")
+            ranks = [subprocess.Popen([*python, script, folder / "run/latest", folder / "w.safetensors", str(rank),
                                        "2", folder / "meeting"], stderr=subprocess.PIPE, text=True)
                      for rank in range(2)]
             for rank in ranks:
@@ -550,6 +552,17 @@ class Snapshots(unittest.TestCase):
             job.kill()
             job.wait()
 
+    def resumed(self):
+        """What a run that goes on says of that. It is stopped then."""
+        job = subprocess.Popen([str(word) for word in (t.LOCKSTEP, "train", *self.flags("--resume", "auto"))], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=t.clean_environment())
+        self.addCleanup(job.kill)
+        said = next((line for line in job.stdout if "resumed" in line), "")
+        job.terminate()
+        _, err = job.communicate(timeout=60)
+        self.assertEqual(job.returncode, 143, err)
+        return said
+
     def rank_of(self, pid):
         """A rank, below the supervisor."""
         for _ in range(2):
@@ -571,12 +584,12 @@ class Snapshots(unittest.TestCase):
         step, = steps_in(self.saved)
         self.assertIn(f"the last snapshot is saved as {self.saved / step}", err)
         self.assertEqual(self.left(), [])
-        self.assertIn(f"resumed after step {int(step[5:]):,} ".replace(",", ""), train(*self.flags("--resume", "auto")).stdout)
+        self.assertIn(f"resumed after step {int(step[5:]):,} ".replace(",", ""), self.resumed())
 
     def test_the_next_start_finds_what_a_killed_launcher_left(self):
         self.killed(whom=lambda pid: pid)
         self.assertEqual((steps_in(self.saved), len(self.left())), ([], 1))
-        self.assertIn("resumed from a snapshot after step", train(*self.flags("--resume", "auto")).stdout)
+        self.assertIn("resumed from a snapshot after step", self.resumed())
         self.assertEqual(self.left(), [])
 
     def test_one_of_a_folder_that_is_gone_is_not_taken(self):

@@ -1,10 +1,13 @@
 """Preemption, and the templates of deploy/. Slurm, mpirun and systemd's checks are real where they are installed. PBS's commands
-are stand-ins, and nodes and pods are network namespaces. What is compared are the bits of a run that nobody disturbs."""
+are stand-ins, and nodes and pods are network namespaces. What is compared are the bits of a run that nobody disturbs.
+
+A run has epochs without end until it is preempted, and then one or two more: so no machine is too fast or too slow."""
 
 import contextlib
 import functools
 import getpass
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -23,13 +26,22 @@ from test_elastic import Job, free_port
 
 TEMPLATES = t.SOURCE_DIR / "deploy"
 SNAPSHOTS = t.BUILD_DIR / "examples/002_ddp_series/multigpu_torchrun"
-LENGTH = ("--dataset", "digits", "--max-epochs", "60")
 WHY_NO_HOSTS = hosts_testing.why_no_hosts()
+
+
+def data(folder):
+    """Of training for as many epochs as the folder says."""
+    return ("--dataset", "digits", "--config", folder / "length.toml")
 
 
 def flags(folder):
     """Of training in this folder, which goes on from its newest checkpoint."""
-    return (*LENGTH, "--checkpoint-dir", folder / "run", "--resume", "auto", "--save-weights", folder / "w.safetensors")
+    return (*data(folder), "--checkpoint-dir", folder / "run", "--resume", "auto", "--save-weights", folder / "w.safetensors")
+
+
+def set_epochs(folder, epochs):
+    (folder / "length.toml").write_text(f"max-epochs = {epochs}\n")
+    return epochs
 
 
 def digest(file):
@@ -37,9 +49,10 @@ def digest(file):
 
 
 @functools.cache
-def undisturbed(ranks):
+def undisturbed(ranks, epochs):
     """The weights of such training."""
     with t.temporary_folder() as folder:
+        set_epochs(folder, epochs)
         t.run(t.LOCKSTEP, "train", *flags(folder), "--devices", ranks)
         return digest(folder / "w.safetensors")
 
@@ -47,7 +60,7 @@ def undisturbed(ranks):
 def template(name, folder, **words):
     """A template's text, with the length and the folder of our training and these words in place of those there."""
     text = (TEMPLATES / name).read_text()
-    words = {"--dataset digits": " ".join(map(str, LENGTH)) + f" --save-weights {folder}/w.safetensors", **words}
+    words = {"--dataset digits": " ".join(map(str, data(folder))) + f" --save-weights {folder}/w.safetensors", **words}
     for old, new in words.items():
         assert old in text, f"{name} has no '{old}'"
         text = text.replace(old, str(new))
@@ -59,12 +72,14 @@ def path_with_lockstep(*first):
 
 
 class Deployed(unittest.TestCase):
-    RANKS = 2
-
     def setUp(self):
-        self.folder = self.enterContext(t.temporary_folder())
+        self.new_folder()
         self.env, self.mark = marked_environment()
         self.addCleanup(self.nothing_left)
+
+    def new_folder(self):
+        self.folder = self.enterContext(t.temporary_folder())
+        self.epochs = set_epochs(self.folder, 100_000)
 
     def nothing_left(self):
         """Ends what a failed test has left."""
@@ -96,22 +111,25 @@ class Deployed(unittest.TestCase):
     def expect_preempted(self):
         self.assertNotIn("start again", self.said())
         self.assertFalse((self.folder / "w.safetensors").exists(), "it was over already")
+        latest, = self.folder.glob("run*/latest/state.json")
+        self.epochs = set_epochs(self.folder, json.loads(latest.read_text())["epoch"] + 2)
 
-    def expect_the_bits(self):
-        self.assertEqual(digest(self.folder / "w.safetensors"), undisturbed(self.RANKS))
+    def expect_the_bits(self, ranks=2):
+        self.assertEqual(digest(self.folder / "w.safetensors"), undisturbed(ranks, self.epochs))
         self.assertIn("resumed after step", self.said())
 
 
 class Preemption(Deployed):
     def check(self, number, ranks, *command):
-        with self.subTest(number=number, command=command), t.temporary_folder() as self.folder:
+        with self.subTest(number=number, command=command):
+            self.new_folder()
             process = self.start(*command, *flags(self.folder))
             self.until_saved(process)
             process.send_signal(number)
             self.expect_ends([process], 128 + number)
             self.expect_preempted()
             self.expect_ends([self.start(*command, *flags(self.folder))], 0)
-            self.assertEqual(digest(self.folder / "w.safetensors"), undisturbed(ranks))
+            self.expect_the_bits(ranks)
 
     def test_train_alone(self):
         self.check(signal.SIGUSR1, 1, t.LOCKSTEP, "train")
@@ -144,7 +162,8 @@ class Preemption(Deployed):
 
     def test_one_of_two_hosts_is_told_and_all_ranks_save_the_same_step(self):
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            with self.subTest(number=number), t.temporary_folder() as self.folder:
+            with self.subTest(number=number):
+                self.new_folder()
                 for attempt in range(2):
                     run = (t.LOCKSTEP, "run", "--nnodes", 2, "--max-restarts", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint",
                            f"127.0.0.1:{free_port()}", t.LOCKSTEP, "train", *flags(self.folder))
@@ -260,12 +279,15 @@ class Slurm(Deployed):
         self.call("scancel", "--signal=USR1", "--batch", job)  # What --signal=B:USR1@120 has Slurm do.
         self.until_training(job, 2)
         self.assertIn("stopped by SIGUSR1", self.log())
-        self.call("scontrol", "requeue", job)  # As after a preemption: TERM.
+        self.call("scontrol", "requeuehold", job)  # As after a preemption: TERM. And wait for the number of epochs.
+        t.wait_until(lambda: self.about(job, "JobState") == "PENDING", 120, "the requeued job")
+        self.expect_preempted()
+        self.call("scontrol", "release", job)
         t.wait_until(lambda: self.about(job, "JobState") in ("COMPLETED", "FAILED", "TIMEOUT"), 120, "the end of the job")
         self.assertEqual((self.about(job, "JobState"), self.about(job, "Restarts")), ("COMPLETED", "2"), self.log())
         self.assertNotIn("start again", self.log())
         self.assertEqual(self.log().count("resumed after step"), 2, self.log())
-        self.assertEqual(digest(self.folder / "w.safetensors"), undisturbed(2))
+        self.assertEqual(digest(self.folder / "w.safetensors"), undisturbed(2, self.epochs))
 
 
 PBS_TMRSH = """#!/bin/sh
@@ -324,7 +346,7 @@ class OnTwoHosts(Deployed):
         text = (TEMPLATES / "kubernetes.yaml").read_text()
         command = [word.strip().strip('"') for word in re.search(r"command: \[(.*?)\]", text, re.S)[1].split(",")]
         command = " ".join(command).replace("lockstep ", f"{t.LOCKSTEP} ").replace("/data", str(self.folder))
-        command = command.replace("--dataset digits", " ".join((*LENGTH, f"--save-weights {self.folder}/w.safetensors")))
+        command = command.replace("--dataset digits", " ".join((*map(str, data(self.folder)), f"--save-weights {self.folder}/w.safetensors")))
         command = command.replace("--nproc-per-node 4", "--nproc-per-node 1")
         self.name_hosts({f"lockstep-{index}.lockstep": host for index, host in enumerate(self.hosts)}, "pods")
         pods = lambda: [self.start(*host.command(*command.split()), LOCKSTEP_TOKEN="a token of sixteen letters") for host in self.hosts]

@@ -18,26 +18,31 @@ PEER = t.SOURCE_DIR / "tests/interop/comm_peer.py"
 LAST_STEP = 150
 
 # Trains nothing, but as programs do: a collective, then a snapshot, and from there after a restart. What `fault` names it does.
-PYTHON_WORKER = f"""
+# A minute is for those that start. Rank 0 has all end when the folder holds `end`.
+PYTHON_WORKER = """
 import ctypes, datetime, os, signal, sys, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+steps = dist.new_group(timeout=datetime.timedelta(seconds=5))
 rank = dist.get_rank()
 step = int(open("snapshot").read()) if os.path.exists("snapshot") else 0
-faults = {{
+faults = {
     "sleep": lambda: time.sleep(1000),
     "abort": os.abort,
     "lock held": lambda: ctypes.PyDLL(None).sleep(1000),
     "segfault": lambda: ctypes.string_at(0),
-}}
-dist.barrier()
-while step < {LAST_STEP}:
-    dist.all_reduce(torch.ones(1))
+}
+while True:
+    last = torch.tensor(int(rank == 0 and os.path.exists("end")))
+    dist.all_reduce(last, group=steps)
+    if last:
+        break
     step += 1
     if rank == 0:
         with open("snapshot.new", "w") as file:
             file.write(str(step))
         os.replace("snapshot.new", "snapshot")
+        open("lived." + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()
     if rank == 1 and os.path.exists("fault"):
         name = open("fault").read()
         os.remove("fault")
@@ -46,14 +51,15 @@ while step < {LAST_STEP}:
 """
 
 SIGNALS = {name: getattr(signal, "SIG" + name) for name in ("SEGV", "ABRT", "INT", "KILL", "TERM", "STOP")}
-# Who is hit, and how. A worker is hit from outside, or does it to itself.
+# Who is hit, and how.
 FAULTS = [
     *(("C++ worker", name) for name in SIGNALS),
-    *(("Python worker", name) for name in ("INT", "KILL", "TERM", "STOP", "sleep", "abort", "lock held", "segfault")),
     *(("launcher", name) for name in SIGNALS),
     *(("embedded registry", name) for name in ("STOP",)),
     *(("etcd", name) for name in SIGNALS),
 ]
+# From outside, or it does it to itself.
+FAULTS_OF_PYTHON = ("INT", "KILL", "TERM", "STOP", "sleep", "abort", "lock held", "segfault")
 
 
 class Faults(unittest.TestCase):
@@ -83,19 +89,31 @@ class Faults(unittest.TestCase):
             os.kill(self.chance.choice(running(job.mark, SNAPSHOTS)), SIGNALS[name])
             self.survive(job)
 
-    def python(self, folder, name):
-        (folder / "worker.py").write_text(PYTHON_WORKER)
-        with Launched("--max-restarts", 3, "--nproc-per-node", 2, "worker.py", cwd=folder,
-                      env={"PYTHON_EXEC": sys.executable}) as job:
-            t.wait_until((folder / "snapshot").exists, 120, "the first snapshot")
-            self.moment()
-            if name in SIGNALS:
-                os.kill(self.chance.choice(running(job.mark, os.path.realpath(sys.executable))), SIGNALS[name])
-            else:
-                (folder / "new").write_text(name)
-                (folder / "new").rename(folder / "fault")
-            self.survive(job)
-            self.assertEqual((folder / "snapshot").read_text(), str(LAST_STEP))
+    def test_each_kind_against_a_worker_in_python(self):
+        """One job has them all, as it takes long to start."""
+        with t.temporary_folder() as folder:
+            (folder / "worker.py").write_text(PYTHON_WORKER)
+            with Launched("--max-restarts", len(FAULTS_OF_PYTHON), "--nproc-per-node", 2, "worker.py", cwd=folder,
+                          env={"PYTHON_EXEC": sys.executable}) as job:
+                for restarts, name in enumerate(FAULTS_OF_PYTHON):
+                    self.wait_for_life(folder, job, restarts)
+                    self.moment()
+                    if name in SIGNALS:
+                        os.kill(self.chance.choice(running(job.mark, os.path.realpath(sys.executable))), SIGNALS[name])
+                    else:
+                        (folder / "new").write_text(name)
+                        (folder / "new").rename(folder / "fault")
+                self.wait_for_life(folder, job, len(FAULTS_OF_PYTHON))
+                before = int((folder / "snapshot").read_text())
+                t.wait_until(lambda: int((folder / "snapshot").read_text()) > before, 60, "a step")
+                (folder / "end").touch()
+                self.survive(job, f"(restart {len(FAULTS_OF_PYTHON)} of {len(FAULTS_OF_PYTHON)})")
+
+    def wait_for_life(self, folder, job, restarts):
+        """Until the workers have made a step after so many restarts."""
+        lives = (folder / f"lived.{restarts}").exists
+        t.wait_until(lambda: lives() or job.process.poll() is not None, 120, f"a step after {restarts} restarts")
+        self.assertIsNone(job.process.poll(), f"it has ended after {restarts} restarts")
 
     def launcher(self, folder, name):
         """Of a host that does not serve the registry. The others go on; one that only stood still is back in its place."""

@@ -4,13 +4,14 @@ and what bad input gets."""
 import json
 import os
 import pathlib
+import shlex
 import socket
 import subprocess
-import sys
 import time
 import unittest
 
 import lockstep_testing as lt
+import torch_forks
 
 RANK = lt.BUILD_DIR / "tests" / "lockstep_comm_rank"
 PEER = pathlib.Path(__file__).parent / "comm_peer.py"
@@ -139,7 +140,7 @@ class WithPython(unittest.TestCase):
     """The same operations in a group of C++ ranks, of Python ranks and of both: the same bits."""
 
     def results(self, mode, kinds):
-        commands = [[RANK, mode] if kind == "c" else [sys.executable, PEER, mode] for kind in kinds]
+        commands = [[RANK, mode] if kind == "c" else [*torch_forks.python(), PEER, mode] for kind in kinds]
         results = run_ranks(commands, lambda r, p: torchrun_variables(r, len(kinds), p))
         for code, _, err in results:
             self.assertEqual(code, 0, err)
@@ -163,7 +164,7 @@ class WithPython(unittest.TestCase):
         self.assertEqual(self.results("groups", "ccp"), python)
 
     def test_torchrun_starts_a_cpp_program(self):
-        result = lt.run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        result = lt.run(*torch_forks.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                         "--no-python", RANK, "init", timeout=120)
         ranks = sorted((json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")),
                        key=lambda out: out["rank"])
@@ -173,10 +174,10 @@ class WithPython(unittest.TestCase):
     def test_torchrun_starts_python_and_cpp_ranks(self):
         with lt.temporary_folder() as folder:
             script = folder / "rank.sh"
-            script.write_text(f'#!/bin/sh\nif [ "$RANK" = 1 ]; then exec "{sys.executable}" "{PEER}" init; fi\n'
+            script.write_text(f'#!/bin/sh\nif [ "$RANK" = 1 ]; then exec {shlex.join(torch_forks.python())} "{PEER}" init; fi\n'
                               f'exec "{RANK}" init\n')
             script.chmod(0o755)
-            result = lt.run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            result = lt.run(*torch_forks.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                             "--no-python", script, timeout=120)
         sums = [json.loads(line)["sum"] for line in result.stdout.splitlines() if line.startswith("{")]
         self.assertEqual(sums, [3, 3])

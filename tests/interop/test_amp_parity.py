@@ -1,10 +1,10 @@
 """Autocast, the gradient scaler and the precisions against torch.amp, to the last bit, over Gloo. An infinity on one
 rank alone is compared with ShardedGradScaler, whose ranks all skip."""
 
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import HERE, differences, require_linked_torch, run_job, save
 
 require_linked_torch()
@@ -101,7 +101,7 @@ class AmpParity(unittest.TestCase):
                 made = batches(config, ranks)
             save(made, config["input"])
             configs.append(config)
-        for side, command in (("cpp", [AMP_PARITY]), ("python", [sys.executable, HERE / "amp_parity_worker.py"])):
+        for side, command in (("cpp", [AMP_PARITY]), ("python", [*torch_forks.python("torch.distributed.fsdp.sharded_grad_scaler"), HERE / "amp_parity_worker.py"])):
             run_job(command, ranks, folder, side, configs)
         for number, name in enumerate(RUNS[ranks]):
             for rank in range(ranks):

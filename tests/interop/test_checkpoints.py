@@ -9,6 +9,7 @@ import sys
 import unittest
 
 import lockstep_testing as t
+import torch_forks
 
 for package in ("torch", "safetensors"):
     if importlib.util.find_spec(package) is None:
@@ -31,9 +32,9 @@ def bits(tensor):
 def run_writer(world_size, folder, *more):
     """checkpoint_writer.py as a job of this many ranks."""
     (folder / "meeting").unlink(missing_ok=True)
+    python = torch_forks.python("torch.distributed.checkpoint", "torch.distributed.tensor")
     ranks = [
-        subprocess.Popen([str(word) for word in (sys.executable, WRITER, rank, world_size, folder / "meeting", folder,
-                                                 *more)],
+        subprocess.Popen([str(word) for word in (*python, WRITER, rank, world_size, folder / "meeting", folder, *more)],
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=t.clean_environment())
         for rank in range(world_size)
     ]

@@ -1,10 +1,10 @@
 """Losses and weights of DistributedDataParallel over Gloo equal Python's to the last bit."""
 
 import pathlib
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import PARITY, differences, require_linked_torch, run_job, save
 
 require_linked_torch()
@@ -79,7 +79,7 @@ class DdpParity(unittest.TestCase):
                           "python_view": False, "input": str(folder / f"in.{number}"), **config}
                 save(data(config["model"], config["steps"], ranks, config["batch"]), config["input"])
                 configs.append(config)
-            for side, command in (("cpp", [PARITY]), ("python", [sys.executable, HERE / "ddp_parity_worker.py"])):
+            for side, command in (("cpp", [PARITY]), ("python", [*torch_forks.python(), HERE / "ddp_parity_worker.py"])):
                 run_job(command, ranks, folder, side, configs, mode="train")
             for number, name in enumerate(runs):
                 for rank in range(ranks):

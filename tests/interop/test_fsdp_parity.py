@@ -1,10 +1,10 @@
 """FullyShardedDataParallel trains as Python's FSDP2 (fully_shard on each layer and the whole) does."""
 
 import pathlib
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import require_linked_torch, run_job, save
 
 require_linked_torch()
@@ -48,7 +48,7 @@ class FsdpParity(unittest.TestCase):
                           **RUNS[name]}
                 save(data(config, ranks), config["input"])
                 configs.append(config)
-            for side, command in (("cpp", [RANK]), ("python", [sys.executable, HERE / "fsdp_worker.py"])):
+            for side, command in (("cpp", [RANK]), ("python", [*torch_forks.python("torch.distributed.fsdp"), HERE / "fsdp_worker.py"])):
                 run_job(command, ranks, folder, side, configs, mode="train", backend=backend)
             for number, name in enumerate(names):
                 tolerance = HALF_TOLERANCE if "bfloat16" in RUNS[name] else TOLERANCE

@@ -2,10 +2,10 @@
 rank that is killed in the middle of each schedule."""
 
 import pathlib
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import differences, require_linked_torch, run_job, save
 
 require_linked_torch()
@@ -49,7 +49,7 @@ class Parity(unittest.TestCase):
             write_input(folder / "input.safetensors")
             runs = [config_of(folder, schedule, ranks * (2 if schedule.startswith("inter") else 1))
                     for schedule in SCHEDULES]
-            run_job([sys.executable, HERE / "pipeline_worker.py"], ranks, folder, "python", runs, backend="gloo")
+            run_job([*torch_forks.python("torch.distributed.pipelining"), HERE / "pipeline_worker.py"], ranks, folder, "python", runs, backend="gloo")
             for backend in ("shm", "gloo"):
                 run_job([RANK], ranks, folder, backend, runs, backend=backend)
                 for i, run in enumerate(runs):

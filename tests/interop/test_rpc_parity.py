@@ -2,10 +2,10 @@
 
 import pathlib
 import subprocess
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import require_linked_torch
 
 require_linked_torch()
@@ -18,8 +18,9 @@ HERE = pathlib.Path(__file__).parent
 class RpcParity(unittest.TestCase):
     def run_python(self, folder, output):
         env = testing.clean_environment(TP_SOCKET_IFNAME="lo")
-        workers = [subprocess.Popen([sys.executable, str(HERE / "rpc_parity_worker.py"), str(rank),
-                                     str(folder / "store"), str(output)], env=env) for rank in range(3)]
+        python = torch_forks.python("torch.distributed.rpc", "torch.distributed.optim")
+        workers = [subprocess.Popen([*python, str(HERE / "rpc_parity_worker.py"), str(rank), str(folder / "store"), str(output)],
+                                    env=env) for rank in range(3)]
         try:
             self.assertEqual([worker.wait(timeout=120) for worker in workers], [0, 0, 0])
         finally:

@@ -1,10 +1,10 @@
 """ZeRO and Join give Python's losses, weights and optimizer state, to the last bit where the sums are the same."""
 
 import pathlib
-import sys
 import unittest
 
 import lockstep_testing as testing
+import torch_forks
 from parity_testing import differences, require_linked_torch, run_job, save
 
 require_linked_torch()
@@ -57,7 +57,7 @@ class ZeroParity(unittest.TestCase):
                 config = {"seed": 5, "input": str(folder / f"in.{number}"), **config}
                 save(data(config["model"], config["steps"], ranks, config["batch"]), config["input"])
                 configs.append(config)
-            sides = {"gloo": [PARITY], "python": [sys.executable, HERE / "zero_parity_worker.py"]}
+            sides = {"gloo": [PARITY], "python": [*torch_forks.python("torch.distributed.optim"), HERE / "zero_parity_worker.py"]}
             if ranks in SAME_SUMS:
                 sides["shm"] = [PARITY]
             for side, command in sides.items():

@@ -15,6 +15,7 @@ import threading
 import unittest
 
 import lockstep_testing as t
+import torch_forks
 import wheel_testing as w
 
 w.require_tools()
@@ -45,7 +46,7 @@ class Ranks:
         self.processes, self.answers = [], []
         for rank in range(RANKS):
             process = subprocess.Popen(
-                [w.PYTHON, w.HERE / "suite_rank.py", str(rank), str(RANKS)], text=True, bufsize=1,
+                [*torch_forks.python("torch.testing._internal.common_distributed", executable=w.PYTHON), w.HERE / "suite_rank.py", str(rank), str(RANKS)], text=True, bufsize=1,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
                 env=t.clean_environment(PYTHONUNBUFFERED=1))
             self.processes.append(process)

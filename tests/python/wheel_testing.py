@@ -9,6 +9,7 @@ import sys
 import uuid
 
 import lockstep_testing as t
+import torch_forks
 
 FOLDER = t.BUILD_DIR / "python"
 VENV = FOLDER / "venv"
@@ -54,7 +55,7 @@ def run_ranks(ranks, script, *arguments, timeout=120, check=True, each=None, **e
     with t.temporary_folder() as folder:
         meet = folder / uuid.uuid4().hex
         started = [subprocess.Popen(
-            [str(word) for word in (PYTHON, script, rank, ranks, meet, *arguments)], text=True,
+            [str(word) for word in (*torch_forks.python(executable=PYTHON), script, rank, ranks, meet, *arguments)], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
             env=t.clean_environment(PYTHONFAULTHANDLER=1, **environment, **(each[rank] if each else {}))) for rank in range(ranks)]
         results = []
