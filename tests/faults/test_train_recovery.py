@@ -197,7 +197,9 @@ class TrainRecovery(unittest.TestCase):
                 if job.wait_for_step_after(after) is None:
                     break
                 ranks = job.ranks()
-                if len(ranks) < 2 or job.process.poll() is not None:
+                if job.process.poll() is not None:
+                    break
+                if len(ranks) < 2:
                     continue
                 took.append(job.kill(self.random.choice(ranks)))
             code, output, errors = job.end()
