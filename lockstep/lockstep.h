@@ -15,7 +15,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/random.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/device_mesh.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"

@@ -18,11 +18,6 @@ constexpr std::array<std::string_view, 10> kKindNames{"unknown",  "ended",      
 constexpr uint32_t kMark = 0x316c4146;
 constexpr int kMostCauses = 8;
 
-bool is_of(const Failure::Rank& rank, int number) {
-  return rank.number == number ||
-         std::find(rank.host.begin(), rank.host.end(), number) != rank.host.end();
-}
-
 std::string who(const Failure::Rank& rank) {
   std::string text = "rank " + std::to_string(rank.number);
   if (rank.process > 0) text += " (process " + std::to_string(rank.process) + ")";
@@ -141,15 +136,11 @@ bool Failure::has(Kind what) const {
 }
 
 bool Failure::concerns(int rank) const {
-  const auto is = [&](const Rank& one) { return is_of(one, rank); };
-  return std::any_of(ranks.begin(), ranks.end(), is) || (cause && cause->concerns(rank));
-}
-
-bool Failure::tells_the_loss_of(int rank) const {
   const auto is = [&](const Rank& one) {
-    return is_of(one, rank) && one.kind != Kind::unknown && one.kind <= Kind::unreachable;
+    return one.number == rank ||
+           std::find(one.host.begin(), one.host.end(), rank) != one.host.end();
   };
-  return std::any_of(ranks.begin(), ranks.end(), is) || (cause && cause->tells_the_loss_of(rank));
+  return std::any_of(ranks.begin(), ranks.end(), is) || (cause && cause->concerns(rank));
 }
 
 void Failure::add(const Failure& other) {

@@ -53,8 +53,6 @@ struct Failure {
   bool has(Kind what) const;
   /// Whether it, or one of its causes, concerns the rank, or the whole host of the rank.
   bool concerns(int rank) const;
-  /// The same, and whether it says that the rank is gone. A late rank may still be alive.
-  bool tells_the_loss_of(int rank) const;
   /// Adds the other failure's ranks. If the kinds differ, the result is `left` if one of them is,
   /// else the first kind.
   void add(const Failure& other);

@@ -25,13 +25,9 @@ std::optional<std::string> heap_chosen() {
 }
 
 bool keep_freed_memory() {
-#ifdef __GLIBC__
   constexpr int kLargest = 32 << 20;  // glibc takes no more.
   return !heap_chosen() && mallopt(M_MMAP_THRESHOLD, kLargest) == 1 &&
          mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
-#else
-  return false;
-#endif
 }
 
 namespace {
@@ -39,14 +35,10 @@ namespace {
 /// A wish only: `madvise` must be allowed (/sys/kernel/mm/transparent_hugepage/enabled), and the
 /// memory must not be in use already.
 void prefer_huge_pages(const void* data, size_t bytes) {
-#ifdef MADV_HUGEPAGE
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  static_cast<void>(data), static_cast<void>(bytes);
-#endif
 }
 
 /// Allocates until the heap's end moves, or as many bytes.
@@ -63,7 +55,6 @@ void grow_heap_past(const void* end, size_t bytes) {
 }  // namespace
 
 bool grow_heap_in_huge_pages(size_t bytes) {
-#ifdef __GLIBC__
   if (heap_chosen() || bytes > INT_MAX || mallopt(M_TOP_PAD, static_cast<int>(bytes)) != 1)
     return false;
   const auto* const before = static_cast<std::byte*>(sbrk(0));
@@ -75,10 +66,6 @@ bool grow_heap_in_huge_pages(size_t bytes) {
   }
   mallopt(M_TOP_PAD, 128 << 10);  // glibc's own.
   return false;
-#else
-  static_cast<void>(bytes);
-  return false;
-#endif
 }
 
 }  // namespace lockstep

@@ -8,9 +8,7 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/checks/check_context.h"
-#include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/group_impl.h"
 
 namespace lockstep {
@@ -24,23 +22,6 @@ std::string identity_of(Store store, int rank) {
   const std::string key =
       check_part(kDefaultGroup) + "/" + check_prefix(kDefaultGroup) + "/" + announcement_key(rank);
   return store.check({key}) ? store.get(key) : std::string();
-}
-
-/// How the default group's backend knows by now that the rank was lost; none where it does not.
-std::optional<Failure> loss_of(GroupContext& context, const Failure::Rank& rank) {
-  const std::lock_guard lock(context.mutex);
-  const auto group = context.groups.empty() ? nullptr : context.groups.front().lock();
-  if (!group) return std::nullopt;
-  const auto backend = unchecked_backend(group->handle());
-  const auto* ours = dynamic_cast<const backends::TensorBackend*>(backend.get());
-  if (!ours) return std::nullopt;
-  // A failure over others than this rank does not count.
-  const auto failure = ours->failure();
-  if (failure && failure->tells_the_loss_of(rank.number)) return failure;
-  if (!ours->has_lost(rank.number)) return std::nullopt;
-  Failure loss{.kind = Failure::Kind::ended, .ranks = {rank}};
-  if (failure) loss.cause = std::make_shared<const Failure>(*failure);
-  return loss;
 }
 
 class WatchedStore final : public c10d::PrefixStore {
@@ -137,11 +118,8 @@ std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {
     Failure::Rank rank{.number = ranks_[static_cast<size_t>(member)], .kind = Failure::Kind::ended};
     if (identity.empty()) identity = identity_of(store_, rank.number);
     rank.process = process_number(identity);
-    // The default group's backend knows of ranks on other hosts.
-    auto loss = loss_of(*context_, rank);
-    if (process_state(identity) == ProcessState::ended)
-      loss = Failure{.kind = rank.kind, .ranks = {rank}};
-    if (loss && !may_be_missed(rank.number)) found = loss;
+    if (process_state(identity) == ProcessState::ended && !may_be_missed(rank.number))
+      found = Failure{.kind = rank.kind, .ranks = {rank}};
   }
   if (found) store_.set(key, encode(*found));
   return found;

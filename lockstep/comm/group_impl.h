@@ -104,9 +104,8 @@ void agree_on_group(const std::shared_ptr<GroupContext>& context, const std::str
                     const std::vector<int>& ranks, const std::string& backend);
 
 /// Forms a group of `global_ranks`, of which this process is one. All of them call it with the
-/// same name. Blocks until all have come. Throws TimeoutError naming the missing ones, and
-/// PeerLostError naming one that has ended, or was lost with its host, before it came to a further
-/// group.
+/// same name. Blocks until all have come. Throws TimeoutError naming the missing ones, also those
+/// whose whole host was lost, and PeerLostError naming one that has ended before it came.
 std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,
                                                const std::string& name,
                                                const std::vector<int>& global_ranks,

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/call_observer.h"
+#include "lockstep/comm/process_group.h"
 #include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
 

@@ -9,9 +9,8 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/first_step.h"
-#include "lockstep/comm/backends/common_memory.h"
+#include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/backends/tensor_checks.h"
-#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/checks/failure_kind.h"
@@ -44,20 +43,17 @@ using backends::expect_one_dtype;
 using backends::rows_of_ranks;
 using Impl = ProcessGroup::Impl;
 
-/// A blocking call says so to backends that then work in the calling thread.
-enum class Mode { async, blocking };
-
 template <class CallOptions>
-CallOptions options_of(const Impl& impl, Mode mode) {
+CallOptions options_of(const Impl& impl, bool blocking) {
   CallOptions options;
   options.timeout = impl.timeout;
-  options.asyncOp = mode == Mode::async || !impl.traits().runs_in_caller;
+  options.asyncOp = !blocking || !impl.traits().runs_in_caller;
   return options;
 }
 
 template <class CallOptions>
-CallOptions options_of(const Impl& impl, Mode mode, ReduceOp op) {
-  auto options = options_of<CallOptions>(impl, mode);
+CallOptions options_of(const Impl& impl, bool blocking, ReduceOp op) {
+  auto options = options_of<CallOptions>(impl, blocking);
   options.reduceOp = native_op(op);
   return options;
 }
@@ -109,144 +105,6 @@ at::Tensor without_grad(const at::Tensor& tensor) {
 Tensors without_grad(Tensors tensors) {
   for (auto& tensor : tensors) tensor = without_grad(tensor);
   return tensors;
-}
-
-Work all_reduce(const Impl& impl, Mode mode, at::Tensor& tensor, ReduceOp op) {
-  check_tensors(impl, Operation::all_reduce, tensor);
-  const auto options = options_of<c10d::AllreduceOptions>(impl, mode, op);
-  Tensors tensors{without_grad(tensor)};
-  return started(impl, {tensor}, {}, [&] { return impl.backend().allreduce(tensors, options); });
-}
-
-Work all_reduce_coalesced(const Impl& impl, Mode mode, Tensors& tensors, ReduceOp op) {
-  if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
-  check_tensors(impl, Operation::all_reduce_coalesced, tensors);
-  const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, mode, op);
-  Tensors results = without_grad(tensors);
-  return started(impl, tensors, {},
-                 [&] { return impl.backend().allreduce_coalesced(results, options); });
-}
-
-Work reduce(const Impl& impl, Mode mode, at::Tensor& tensor, int dst, ReduceOp op) {
-  check_rank(Operation::reduce, "dst", dst, impl.size);
-  check_tensors(impl, Operation::reduce, tensor);
-  auto options = options_of<c10d::ReduceOptions>(impl, mode, op);
-  options.rootRank = dst;
-  Tensors tensors{without_grad(tensor)};
-  return started(impl, {tensor}, {}, [&] { return impl.backend().reduce(tensors, options); });
-}
-
-Work broadcast(const Impl& impl, Mode mode, at::Tensor& tensor, int src) {
-  check_rank(Operation::broadcast, "src", src, impl.size);
-  check_tensors(impl, Operation::broadcast, tensor);
-  auto options = options_of<c10d::BroadcastOptions>(impl, mode);
-  options.rootRank = src;
-  Tensors tensors{without_grad(tensor)};
-  return started(impl, {tensor}, {}, [&] { return impl.backend().broadcast(tensors, options); });
-}
-
-Work all_gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input) {
-  check_count(impl, Operation::all_gather, "outputs", outputs.size());
-  check_tensors(impl, Operation::all_gather, input, outputs);
-  const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
-  std::vector<Tensors> lists{without_grad(outputs)};
-  Tensors inputs{input};
-  return started(impl, outputs, inputs,
-                 [&] { return impl.backend().allgather(lists, inputs, options); });
-}
-
-Work all_gather_into_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input) {
-  check_tensors(impl, Operation::all_gather_into_tensor, output, input);
-  expect_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
-  const auto options = options_of<c10d::AllgatherOptions>(impl, mode);
-  at::Tensor result = without_grad(output);
-  return started(impl, {output}, {input},
-                 [&] { return impl.backend()._allgather_base(result, input, options); });
-}
-
-Work gather(const Impl& impl, Mode mode, Tensors& outputs, const at::Tensor& input, int dst) {
-  check_rank(Operation::gather, "dst", dst, impl.size);
-  check_count(impl, Operation::gather, "outputs", outputs.size(), impl.rank == dst);
-  check_tensors(impl, Operation::gather, input, outputs);
-  auto options = options_of<c10d::GatherOptions>(impl, mode);
-  options.rootRank = dst;
-  std::vector<Tensors> lists;
-  if (impl.rank == dst) lists.push_back(without_grad(outputs));
-  Tensors inputs{input};
-  return started(impl, outputs, inputs,
-                 [&] { return impl.backend().gather(lists, inputs, options); });
-}
-
-Work scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs, int src) {
-  check_rank(Operation::scatter, "src", src, impl.size);
-  check_count(impl, Operation::scatter, "inputs", inputs.size(), impl.rank == src);
-  check_tensors(impl, Operation::scatter, output, inputs);
-  auto options = options_of<c10d::ScatterOptions>(impl, mode);
-  options.rootRank = src;
-  std::vector<Tensors> lists;
-  if (impl.rank == src) lists.push_back(inputs);
-  Tensors outputs{without_grad(output)};
-  return started(impl, {output}, inputs,
-                 [&] { return impl.backend().scatter(outputs, lists, options); });
-}
-
-Work reduce_scatter(const Impl& impl, Mode mode, at::Tensor& output, const Tensors& inputs,
-                    ReduceOp op) {
-  check_count(impl, Operation::reduce_scatter, "inputs", inputs.size());
-  check_tensors(impl, Operation::reduce_scatter, output, inputs);
-  const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
-  Tensors outputs{without_grad(output)};
-  std::vector<Tensors> lists{inputs};
-  return started(
-      impl, {output}, inputs,
-      [&] { return impl.backend().reduce_scatter(outputs, lists, options); }, Tells::waiters);
-}
-
-Work reduce_scatter_tensor(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
-                           ReduceOp op) {
-  check_tensors(impl, Operation::reduce_scatter_tensor, output, input);
-  expect_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
-  const auto options = options_of<c10d::ReduceScatterOptions>(impl, mode, op);
-  at::Tensor result = without_grad(output);
-  return started(
-      impl, {output}, {input},
-      [&] { return impl.backend()._reduce_scatter_base(result, input, options); }, Tells::waiters);
-}
-
-Work all_to_all(const Impl& impl, Mode mode, Tensors& outputs, Tensors inputs) {
-  check_count(impl, Operation::all_to_all, "outputs", outputs.size());
-  check_count(impl, Operation::all_to_all, "inputs", inputs.size());
-  check_tensors(impl, Operation::all_to_all, outputs, inputs);
-  const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
-  Tensors results = without_grad(outputs);
-  return started(impl, outputs, inputs,
-                 [&] { return impl.backend().alltoall(results, inputs, options); });
-}
-
-Work all_to_all_single(const Impl& impl, Mode mode, at::Tensor& output, at::Tensor input,
-                       std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
-  constexpr Operation operation = Operation::all_to_all_single;
-  check_tensors(impl, operation, output, input);
-  const auto received = rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
-  const auto sent = rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
-  const auto own = static_cast<size_t>(impl.rank);
-  if (sent[own] != received[own]) {
-    throw UsageError("all_to_all_single: rank " + std::to_string(impl.rank) + " sends itself " +
-                         std::to_string(sent[own]) + " rows and receives " +
-                         std::to_string(received[own]),
-                     "a rank's own entry is the same in input_splits and output_splits");
-  }
-  const auto options = options_of<c10d::AllToAllOptions>(impl, mode);
-  at::Tensor result = without_grad(output);
-  return started(impl, {output}, {input}, [&] {
-    return impl.backend().alltoall_base(result, input, output_splits, input_splits, options);
-  });
-}
-
-Work barrier(const Impl& impl, Mode mode) {
-  auto options = options_of<c10d::BarrierOptions>(impl, mode);
-  if (impl.device().is_cuda()) options.device_ids = {impl.device().index()};
-  return started(impl, {}, {}, [&] { return impl.backend().barrier(options); });
 }
 
 }  // namespace
@@ -348,98 +206,172 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
   return {impl.make_work(std::move(work), all, {})};
 }
 
-void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op) const {
-  made_first_step.store(true, std::memory_order_relaxed);
-  lockstep::all_reduce(checked(impl_), Mode::blocking, tensor, op).wait();
-}
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   made_first_step.store(true, std::memory_order_relaxed);
-  return lockstep::all_reduce(checked(impl_), Mode::async, tensor, op);
+  const auto& impl = checked(impl_);
+  check_tensors(impl, Operation::all_reduce, tensor);
+  const auto options = options_of<c10d::AllreduceOptions>(impl, blocking_, op);
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().allreduce(tensors, options); });
 }
-void ProcessGroup::all_reduce_coalesced(Tensors& tensors, ReduceOp op) const {
-  lockstep::all_reduce_coalesced(checked(impl_), Mode::blocking, tensors, op).wait();
-}
+
 Work ProcessGroup::all_reduce_coalesced_async(Tensors& tensors, ReduceOp op) const {
-  return lockstep::all_reduce_coalesced(checked(impl_), Mode::async, tensors, op);
+  const auto& impl = checked(impl_);
+  if (tensors.empty()) throw UsageError("all_reduce_coalesced: no tensors");
+  check_tensors(impl, Operation::all_reduce_coalesced, tensors);
+  const auto options = options_of<c10d::AllreduceCoalescedOptions>(impl, blocking_, op);
+  Tensors results = without_grad(tensors);
+  return started(impl, tensors, {},
+                 [&] { return impl.backend().allreduce_coalesced(results, options); });
 }
-void ProcessGroup::reduce(at::Tensor& tensor, int dst, ReduceOp op) const {
-  lockstep::reduce(checked(impl_), Mode::blocking, tensor, dst, op).wait();
-}
+
 Work ProcessGroup::reduce_async(at::Tensor& tensor, int dst, ReduceOp op) const {
-  return lockstep::reduce(checked(impl_), Mode::async, tensor, dst, op);
+  const auto& impl = checked(impl_);
+  check_rank(Operation::reduce, "dst", dst, impl.size);
+  check_tensors(impl, Operation::reduce, tensor);
+  auto options = options_of<c10d::ReduceOptions>(impl, blocking_, op);
+  options.rootRank = dst;
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().reduce(tensors, options); });
 }
-void ProcessGroup::broadcast(at::Tensor& tensor, int src) const {
-  lockstep::broadcast(checked(impl_), Mode::blocking, tensor, src).wait();
-}
+
 Work ProcessGroup::broadcast_async(at::Tensor& tensor, int src) const {
-  return lockstep::broadcast(checked(impl_), Mode::async, tensor, src);
+  const auto& impl = checked(impl_);
+  check_rank(Operation::broadcast, "src", src, impl.size);
+  check_tensors(impl, Operation::broadcast, tensor);
+  auto options = options_of<c10d::BroadcastOptions>(impl, blocking_);
+  options.rootRank = src;
+  Tensors tensors{without_grad(tensor)};
+  return started(impl, {tensor}, {}, [&] { return impl.backend().broadcast(tensors, options); });
 }
-void ProcessGroup::all_gather(Tensors& outputs, const at::Tensor& input) const {
-  lockstep::all_gather(checked(impl_), Mode::blocking, outputs, input).wait();
-}
+
 Work ProcessGroup::all_gather_async(Tensors& outputs, const at::Tensor& input) const {
-  return lockstep::all_gather(checked(impl_), Mode::async, outputs, input);
+  const auto& impl = checked(impl_);
+  check_count(impl, Operation::all_gather, "outputs", outputs.size());
+  check_tensors(impl, Operation::all_gather, input, outputs);
+  const auto options = options_of<c10d::AllgatherOptions>(impl, blocking_);
+  std::vector<Tensors> lists{without_grad(outputs)};
+  Tensors inputs{input};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().allgather(lists, inputs, options); });
 }
-void ProcessGroup::all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const {
-  lockstep::all_gather_into_tensor(checked(impl_), Mode::blocking, output, input).wait();
-}
+
 Work ProcessGroup::all_gather_into_tensor_async(at::Tensor& output, const at::Tensor& input) const {
-  return lockstep::all_gather_into_tensor(checked(impl_), Mode::async, output, input);
+  const auto& impl = checked(impl_);
+  at::Tensor given = input;
+  check_tensors(impl, Operation::all_gather_into_tensor, output, input);
+  expect_multiple(Operation::all_gather_into_tensor, output, input, impl.size);
+  const auto options = options_of<c10d::AllgatherOptions>(impl, blocking_);
+  at::Tensor result = without_grad(output);
+  return started(impl, {output}, {input},
+                 [&] { return impl.backend()._allgather_base(result, given, options); });
 }
-void ProcessGroup::gather(Tensors& outputs, const at::Tensor& input, int dst) const {
-  lockstep::gather(checked(impl_), Mode::blocking, outputs, input, dst).wait();
-}
+
 Work ProcessGroup::gather_async(Tensors& outputs, const at::Tensor& input, int dst) const {
-  return lockstep::gather(checked(impl_), Mode::async, outputs, input, dst);
+  const auto& impl = checked(impl_);
+  check_rank(Operation::gather, "dst", dst, impl.size);
+  check_count(impl, Operation::gather, "outputs", outputs.size(), impl.rank == dst);
+  check_tensors(impl, Operation::gather, input, outputs);
+  auto options = options_of<c10d::GatherOptions>(impl, blocking_);
+  options.rootRank = dst;
+  std::vector<Tensors> lists;
+  if (impl.rank == dst) lists.push_back(without_grad(outputs));
+  Tensors inputs{input};
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().gather(lists, inputs, options); });
 }
-void ProcessGroup::scatter(at::Tensor& output, const Tensors& inputs, int src) const {
-  lockstep::scatter(checked(impl_), Mode::blocking, output, inputs, src).wait();
-}
+
 Work ProcessGroup::scatter_async(at::Tensor& output, const Tensors& inputs, int src) const {
-  return lockstep::scatter(checked(impl_), Mode::async, output, inputs, src);
+  const auto& impl = checked(impl_);
+  check_rank(Operation::scatter, "src", src, impl.size);
+  check_count(impl, Operation::scatter, "inputs", inputs.size(), impl.rank == src);
+  check_tensors(impl, Operation::scatter, output, inputs);
+  auto options = options_of<c10d::ScatterOptions>(impl, blocking_);
+  options.rootRank = src;
+  std::vector<Tensors> lists;
+  if (impl.rank == src) lists.push_back(inputs);
+  Tensors outputs{without_grad(output)};
+  return started(impl, {output}, inputs,
+                 [&] { return impl.backend().scatter(outputs, lists, options); });
 }
-void ProcessGroup::reduce_scatter(at::Tensor& output, const Tensors& inputs, ReduceOp op) const {
-  lockstep::reduce_scatter(checked(impl_), Mode::blocking, output, inputs, op).wait();
-}
+
 Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& inputs,
                                         ReduceOp op) const {
-  return lockstep::reduce_scatter(checked(impl_), Mode::async, output, inputs, op);
+  const auto& impl = checked(impl_);
+  check_count(impl, Operation::reduce_scatter, "inputs", inputs.size());
+  check_tensors(impl, Operation::reduce_scatter, output, inputs);
+  const auto options = options_of<c10d::ReduceScatterOptions>(impl, blocking_, op);
+  Tensors outputs{without_grad(output)};
+  std::vector<Tensors> lists{inputs};
+  return started(
+      impl, {output}, inputs,
+      [&] { return impl.backend().reduce_scatter(outputs, lists, options); }, Tells::waiters);
 }
-void ProcessGroup::reduce_scatter_tensor(at::Tensor& output, const at::Tensor& input,
-                                         ReduceOp op) const {
-  lockstep::reduce_scatter_tensor(checked(impl_), Mode::blocking, output, input, op).wait();
-}
+
 Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
                                                ReduceOp op) const {
-  return lockstep::reduce_scatter_tensor(checked(impl_), Mode::async, output, input, op);
+  const auto& impl = checked(impl_);
+  at::Tensor given = input;
+  check_tensors(impl, Operation::reduce_scatter_tensor, output, input);
+  expect_multiple(Operation::reduce_scatter_tensor, input, output, impl.size);
+  const auto options = options_of<c10d::ReduceScatterOptions>(impl, blocking_, op);
+  at::Tensor result = without_grad(output);
+  return started(
+      impl, {output}, {input},
+      [&] { return impl.backend()._reduce_scatter_base(result, given, options); }, Tells::waiters);
 }
-void ProcessGroup::all_to_all(Tensors& outputs, const Tensors& inputs) const {
-  lockstep::all_to_all(checked(impl_), Mode::blocking, outputs, inputs).wait();
-}
+
 Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) const {
-  return lockstep::all_to_all(checked(impl_), Mode::async, outputs, inputs);
+  const auto& impl = checked(impl_);
+  Tensors given = inputs;
+  check_count(impl, Operation::all_to_all, "outputs", outputs.size());
+  check_count(impl, Operation::all_to_all, "inputs", inputs.size());
+  check_tensors(impl, Operation::all_to_all, outputs, inputs);
+  const auto options = options_of<c10d::AllToAllOptions>(impl, blocking_);
+  Tensors results = without_grad(outputs);
+  return started(impl, outputs, inputs,
+                 [&] { return impl.backend().alltoall(results, given, options); });
 }
-void ProcessGroup::all_to_all_single(at::Tensor& output, const at::Tensor& input,
-                                     const std::vector<int64_t>& output_splits,
-                                     const std::vector<int64_t>& input_splits) const {
-  lockstep::all_to_all_single(checked(impl_), Mode::blocking, output, input, output_splits,
-                              input_splits)
-      .wait();
-}
+
 Work ProcessGroup::all_to_all_single_async(at::Tensor& output, const at::Tensor& input,
                                            const std::vector<int64_t>& output_splits,
                                            const std::vector<int64_t>& input_splits) const {
-  return lockstep::all_to_all_single(checked(impl_), Mode::async, output, input, output_splits,
-                                     input_splits);
+  const auto& impl = checked(impl_);
+  at::Tensor given = input;
+  auto rows_in = input_splits, rows_out = output_splits;
+  constexpr Operation operation = Operation::all_to_all_single;
+  check_tensors(impl, operation, output, input);
+  const auto received = rows_of_ranks(operation, "output_splits", output, output_splits, impl.size);
+  const auto sent = rows_of_ranks(operation, "input_splits", input, input_splits, impl.size);
+  const auto own = static_cast<size_t>(impl.rank);
+  if (sent[own] != received[own]) {
+    throw UsageError("all_to_all_single: rank " + std::to_string(impl.rank) + " sends itself " +
+                         std::to_string(sent[own]) + " rows and receives " +
+                         std::to_string(received[own]),
+                     "a rank's own entry is the same in input_splits and output_splits");
+  }
+  const auto options = options_of<c10d::AllToAllOptions>(impl, blocking_);
+  at::Tensor result = without_grad(output);
+  return started(impl, {output}, {input}, [&] {
+    return impl.backend().alltoall_base(result, given, rows_out, rows_in, options);
+  });
 }
+
+Work ProcessGroup::barrier_async() const {
+  const auto& impl = checked(impl_);
+  auto options = options_of<c10d::BarrierOptions>(impl, blocking_);
+  if (impl.device().is_cuda()) options.device_ids = {impl.device().index()};
+  return started(impl, {}, {}, [&] { return impl.backend().barrier(options); });
+}
+
 at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType dtype) {
   if (!group) throw UsageError("common_empty: the process group is null");
   if (numel < 0)
     throw UsageError("common_empty: " + std::to_string(numel) + " elements, expected 0 or more");
   impl_of(group).backend();  // Throws once the group is closed.
   const auto backend = unchecked_backend(impl_of(group).handle());
-  auto* const memory = dynamic_cast<backends::CommonMemory*>(backend.get());
-  return memory != nullptr ? memory->allocate_common(numel, dtype) : at::Tensor();
+  auto* const ours = dynamic_cast<backends::TensorBackend*>(backend.get());
+  return ours ? ours->allocate_common(numel, dtype) : at::Tensor();
 }
 
 void observe_calls(const ProcessGroup& group, std::shared_ptr<CallObserver> observer) {
@@ -453,18 +385,6 @@ void ProcessGroup::note_steps(int64_t steps) const noexcept {
   // Written by one thread, that of the loop.
   if (steps > impl_->steps->load(std::memory_order_relaxed))
     impl_->steps->store(steps, std::memory_order_relaxed);
-}
-void ProcessGroup::barrier() const {
-  lockstep::barrier(checked(impl_), Mode::blocking).wait();
-}
-Work ProcessGroup::barrier_async() const {
-  return lockstep::barrier(checked(impl_), Mode::async);
-}
-void ProcessGroup::send(const at::Tensor& tensor, int dst, int tag) const {
-  isend(tensor, dst, tag).wait();
-}
-void ProcessGroup::recv(at::Tensor& tensor, int src, int tag) const {
-  irecv(tensor, src, tag).wait();
 }
 
 }  // namespace lockstep

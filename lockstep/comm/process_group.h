@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "lockstep/comm/checks/observed_call.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/comm/work.h"
 
@@ -104,54 +105,78 @@ class ProcessGroup {
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
 
-  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const {
+    blocking().all_reduce_async(tensor, op).wait();
+  }
   [[nodiscard]] Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
   /// Several tensors of one dtype in one operation.
-  void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const;
+  void all_reduce_coalesced(std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::sum) const {
+    blocking().all_reduce_coalesced_async(tensors, op).wait();
+  }
   [[nodiscard]] Work all_reduce_coalesced_async(std::vector<at::Tensor>& tensors,
                                                 ReduceOp op = ReduceOp::sum) const;
   /// The result lands in `tensor` of rank `dst`. What the others' tensors hold after is undefined.
-  void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
+  void reduce(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const {
+    blocking().reduce_async(tensor, dst, op).wait();
+  }
   [[nodiscard]] Work reduce_async(at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::sum) const;
-  void broadcast(at::Tensor& tensor, int src) const;
+  void broadcast(at::Tensor& tensor, int src) const {
+    blocking().broadcast_async(tensor, src).wait();
+  }
   [[nodiscard]] Work broadcast_async(at::Tensor& tensor, int src) const;
   /// `outputs` has one tensor per rank, each of `input`'s shape.
-  void all_gather(std::vector<at::Tensor>& outputs, const at::Tensor& input) const;
+  void all_gather(std::vector<at::Tensor>& outputs, const at::Tensor& input) const {
+    blocking().all_gather_async(outputs, input).wait();
+  }
   [[nodiscard]] Work all_gather_async(std::vector<at::Tensor>& outputs,
                                       const at::Tensor& input) const;
   /// `output` holds size() times `input`'s elements, in the order of ranks.
-  void all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const;
+  void all_gather_into_tensor(at::Tensor& output, const at::Tensor& input) const {
+    blocking().all_gather_into_tensor_async(output, input).wait();
+  }
   [[nodiscard]] Work all_gather_into_tensor_async(at::Tensor& output,
                                                   const at::Tensor& input) const;
   /// `outputs` has one tensor per rank on rank `dst` and is empty on the others.
-  void gather(std::vector<at::Tensor>& outputs, const at::Tensor& input, int dst) const;
+  void gather(std::vector<at::Tensor>& outputs, const at::Tensor& input, int dst) const {
+    blocking().gather_async(outputs, input, dst).wait();
+  }
   [[nodiscard]] Work gather_async(std::vector<at::Tensor>& outputs, const at::Tensor& input,
                                   int dst) const;
   /// `inputs` has one tensor per rank on rank `src` and is empty on the others.
-  void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int src) const;
+  void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int src) const {
+    blocking().scatter_async(output, inputs, src).wait();
+  }
   [[nodiscard]] Work scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                    int src) const;
   /// `inputs` has one tensor per rank. `output` gets the reduction of all ranks' inputs[rank()].
   void reduce_scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs,
-                      ReduceOp op = ReduceOp::sum) const;
+                      ReduceOp op = ReduceOp::sum) const {
+    blocking().reduce_scatter_async(output, inputs, op).wait();
+  }
   [[nodiscard]] Work reduce_scatter_async(at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                           ReduceOp op = ReduceOp::sum) const;
   void reduce_scatter_tensor(at::Tensor& output, const at::Tensor& input,
-                             ReduceOp op = ReduceOp::sum) const;
+                             ReduceOp op = ReduceOp::sum) const {
+    blocking().reduce_scatter_tensor_async(output, input, op).wait();
+  }
   [[nodiscard]] Work reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
                                                  ReduceOp op = ReduceOp::sum) const;
   /// Rank j's outputs[i] gets rank i's inputs[j].
-  void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const;
+  void all_to_all(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) const {
+    blocking().all_to_all_async(outputs, inputs).wait();
+  }
   [[nodiscard]] Work all_to_all_async(std::vector<at::Tensor>& outputs,
                                       const std::vector<at::Tensor>& inputs) const;
   /// Cuts along dimension 0, by `input_splits`, into `output_splits`. Both are empty for even cuts.
   void all_to_all_single(at::Tensor& output, const at::Tensor& input,
                          const std::vector<int64_t>& output_splits = {},
-                         const std::vector<int64_t>& input_splits = {}) const;
+                         const std::vector<int64_t>& input_splits = {}) const {
+    blocking().all_to_all_single_async(output, input, output_splits, input_splits).wait();
+  }
   [[nodiscard]] Work all_to_all_single_async(at::Tensor& output, const at::Tensor& input,
                                              const std::vector<int64_t>& output_splits = {},
                                              const std::vector<int64_t>& input_splits = {}) const;
-  void barrier() const;
+  void barrier() const { blocking().barrier_async().wait(); }
   [[nodiscard]] Work barrier_async() const;
   /// A barrier over the store that throws TimeoutError naming every rank that did not come.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
@@ -163,8 +188,10 @@ class ProcessGroup {
   /// same arguments, and use it alike afterwards (MismatchError). It may outlive the group.
   at::Tensor symmetric_empty(int64_t numel, at::ScalarType dtype) const;
 
-  void send(const at::Tensor& tensor, int dst, int tag = 0) const;
-  void recv(at::Tensor& tensor, int src, int tag = 0) const;
+  void send(const at::Tensor& tensor, int dst, int tag = 0) const {
+    isend(tensor, dst, tag).wait();
+  }
+  void recv(at::Tensor& tensor, int src, int tag = 0) const { irecv(tensor, src, tag).wait(); }
   /// Receives from the rank that sends first, and returns that rank. Over gloo and hierarchical it
   /// notices a dead rank at the time-out only, and a longer message ends the process. There this
   /// rank's own send must come before it.
@@ -225,8 +252,15 @@ class ProcessGroup {
 
  private:
   friend Impl& impl_of(const ProcessGroup& group) { return *group.impl_; }
+  /// The handle by which a synchronous call tells the backend that its caller waits.
+  ProcessGroup blocking() const {
+    ProcessGroup handle = *this;
+    handle.blocking_ = true;
+    return handle;
+  }
 
   std::shared_ptr<Impl> impl_;
+  bool blocking_ = false;
 };
 
 /// A tensor of `numel` elements that is the same memory on all ranks of the group: what one rank
@@ -238,5 +272,19 @@ class ProcessGroup {
 /// the same arguments (MismatchError). The tensor may outlive the group. Collective calls take it
 /// as any other tensor.
 at::Tensor common_empty(const ProcessGroup& group, int64_t numel, at::ScalarType dtype);
+
+/// From here on `observer` is told of every collective that goes through the group on this rank,
+/// those of DistributedDataParallel too. Null ends it. Sends, receives and monitored_barrier are
+/// not told of. It costs two readings of the clock and a callback per collective. Without an
+/// observer it costs the check of a pointer. For NCCL the times are the host's, not the device's.
+///
+/// Call it while no collective of this rank is under way. Throws CommError when the group is
+/// closed.
+void observe_calls(const ProcessGroup& group, std::shared_ptr<CallObserver> observer);
+
+/// How long this thread has been held up by calls of process groups and by waits for them. A call
+/// counts that had ended when it came back. None counts where the flight recorder is off, and waits
+/// for futures of LibTorch's reducer do not.
+std::chrono::nanoseconds time_held_up();
 
 }  // namespace lockstep

@@ -62,12 +62,11 @@ class Store {
 };
 
 struct TcpStoreOptions {
-  std::string host = "127.0.0.1";  ///< The address of the process that listens.
+  /// The address of the process that listens. "0.0.0.0" there: on all interfaces, for several
+  /// hosts.
+  std::string host = "127.0.0.1";
   uint16_t port = 0;         ///< 0: any free port, for the listener only; see `tcp_store_port`.
   bool is_listener = false;  ///< True in the one process that holds the store.
-  /// The listener: accept connections on all interfaces, for a job on several hosts. False: on
-  /// `host`'s address only, which is loopback by default.
-  bool all_interfaces = false;
   int listen_fd = -1;  ///< A bound and listening socket to take over: no race for a free port.
   /// How many processes will connect, for Python's rank 0, whose store waits until that many have
   /// come; 0: nobody counts. The listener here never waits.

@@ -9,9 +9,9 @@
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/call_observer.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/checks/flight_recorder.h"
+#include "lockstep/comm/process_group.h"
 #include "lockstep/comm/work_state.h"
 
 namespace lockstep {

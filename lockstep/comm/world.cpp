@@ -174,19 +174,19 @@ std::map<int, Vote> read_votes(Store store, int world_size, bool all) {
   return votes;
 }
 
-// Two different words of a list by rank, `auto` agreeing with all.
-void expect_alike(const std::map<int, Vote>& votes, std::string Vote::*word,
-                  const std::string& what, const std::string& remedy) {
+// `auto` agrees with all.
+void expect_one_backend(const std::map<int, Vote>& votes) {
   const std::pair<const int, Vote>* first = nullptr;
   for (const auto& vote : votes) {
-    if (vote.second.*word == "auto") continue;
+    if (vote.second.asked == "auto") continue;
     if (!first) first = &vote;
-    if (vote.second.*word == first->second.*word) continue;
+    if (vote.second.asked == first->second.asked) continue;
     const auto said = [&](const auto& one) {
-      return "rank " + std::to_string(one.first) + " has '" + one.second.*word + "'";
+      return "rank " + std::to_string(one.first) + " has '" + one.second.asked + "'";
     };
-    throw MismatchError("init: the ranks' " + what + " differ: " + said(*first) + ", " + said(vote),
-                        remedy, mismatch_of({first->first, vote.first}));
+    throw MismatchError("init: the ranks' backends differ: " + said(*first) + ", " + said(vote),
+                        "give all ranks the same --backend",
+                        mismatch_of({first->first, vote.first}));
   }
 }
 
@@ -224,7 +224,7 @@ std::string choose_backend(const InitOptions& options, Store store, Store gloo,
     const bool all =
         waits && all_vote(store, gloo, job.world_size, job.rank == 0, options.cancelled);
     votes = read_votes(store, job.world_size, all);
-    expect_alike(votes, &Vote::asked, "backends", "give all ranks the same --backend");
+    expect_one_backend(votes);
     if (waits && !all && automatic) return "gloo";
     if (waits && !all)
       throw MismatchError("init: rank " + std::to_string(job.rank) + " has the backend '" +

@@ -1,4 +1,4 @@
-#include "lockstep/rpc/batched.h"
+#include "lockstep/rpc/function.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>

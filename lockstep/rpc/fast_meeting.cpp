@@ -1,15 +1,22 @@
 #include "lockstep/rpc/fast_meeting.h"
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <functional>
 #include <string>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/hmac.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/socket.h"
+#include "lockstep/base/socket_meeting.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/shared_memory/host_key.h"
 #include "lockstep/rpc/ring_link.h"
-#include "lockstep/rpc/socket_meeting.h"
+#include "lockstep/rpc/socket_link.h"
 
 namespace lockstep::rpc::detail {
 
@@ -23,11 +30,6 @@ std::vector<std::string> exchange(Store& store, const std::string& key, int rank
 namespace {
 
 constexpr const char* kNone = "none";
-
-bool are_all(const std::vector<std::string>& values, const std::string& wanted) {
-  return std::all_of(values.begin(), values.end(),
-                     [&](const std::string& value) { return value == wanted; });
-}
 
 /// Throws when another rank has failed.
 using Look = std::function<void()>;
@@ -43,32 +45,45 @@ std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meet
   options.segment.timeout = store.timeout();
   options.segment.group = "rpc";
   options.segment.look = [&](const std::vector<int>&) { look(); };
-  const shm::Meeting over_store{[&](const std::string& value) { store.set(kKey, value); },
-                                [&] { return store.get(kKey); }};
-  try {
-    return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, over_store));
-  } catch (...) {
-    if (meeting.rank == 0) store.set(kKey, kNone);  // Nobody need wait for it.
-    throw;
-  }
+  const shm::Meeting over_store{
+      [&](const std::string& value) { store.set(kKey, value); },
+      [&] { return store.check({kKey}) ? store.get(kKey) : std::string(); }};
+  return std::make_shared<RingLink>(std::make_unique<shm::SharedGroup>(options, over_store));
+}
+
+/// A connection to a host that was cut off without a word fails after so long.
+constexpr std::chrono::milliseconds kSilence{60'000};
+
+SocketPeer peer_of(MetPeer met, int other, int self, const std::string& key, bool sealed) {
+  SocketPeer peer;
+  peer.connection = std::move(met.connection);
+  const int on = 1;
+  setsockopt(peer.connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  limit_silence_of(peer.connection.get(), kSilence);
+  peer.name = "rank " + std::to_string(other);
+  if (!sealed) return peer;
+  peer.key_in = hmac_sha256(key, met.session + (other < self ? "upwards" : "downwards"));
+  peer.key_out = hmac_sha256(key, met.session + (other < self ? "downwards" : "upwards"));
+  return peer;
 }
 
 std::shared_ptr<FastLink> meet_over_sockets(Store& store, const FastMeeting& meeting,
                                             const Look& look) {
-  SocketMeeting sockets(meeting.rank, meeting.size, meeting.secret, meeting.job);
-  std::string address, lack;
-  try {
-    address = sockets.listen(meeting.host);
-  } catch (const Error& error) {
-    lack = error.what();
+  const std::string key = hmac_sha256(meeting.secret, "small calls of " + meeting.job);
+  SocketMeeting sockets({.self = meeting.rank,
+                         .names = numbered_keys("rank ", meeting.size),
+                         .key = key,
+                         .hint = "TP_SOCKET_IFNAME names the network interface"});
+  const auto addresses =
+      exchange(store, "fast/TCP/address", meeting.rank, meeting.size, sockets.listen(meeting.host));
+  auto met = sockets.connect(addresses, store.timeout(), [&](const auto&) { look(); });
+  std::vector<SocketPeer> peers(met.size());
+  for (int other = 0; other < meeting.size; ++other) {
+    const auto at = static_cast<size_t>(other);
+    if (other != meeting.rank)
+      peers[at] = peer_of(std::move(met[at]), other, meeting.rank, key, !meeting.secret.empty());
   }
-  const auto addresses = exchange(store, "fast/TCP/address", meeting.rank, meeting.size, address);
-  if (!lack.empty()) throw CommError(lack);
-  if (std::count(addresses.begin(), addresses.end(), "") > 0) {
-    throw CommError("another rank cannot listen");
-  }
-  return std::make_shared<SocketLink>(
-      meeting.rank, sockets.connect(addresses, store.timeout(), look), meeting.has_processor);
+  return std::make_shared<SocketLink>(meeting.rank, std::move(peers), meeting.has_processor);
 }
 
 /// "none", "TCP", or where this rank can share memory.
@@ -88,26 +103,27 @@ std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting) {
     log_debug("rpc: calls go LibTorch's way only: a rank wants it so");
     return nullptr;
   }
-  const bool memory = wish != "TCP" && are_all(wishes, wish);
+  const bool memory =
+      wish != "TCP" && std::count(wishes.begin(), wishes.end(), wish) == meeting.size;
   static constexpr const char* kFailed = "fast/failed";
   const Look look = [&] {
     if (store.check({kFailed})) throw CommError(store.get(kFailed));
   };
   std::shared_ptr<FastLink> link;
-  std::string lack;
+  std::string failed;
   try {
     link =
         memory ? meet_over_memory(store, meeting, look) : meet_over_sockets(store, meeting, look);
   } catch (const std::exception& error) {
-    lack = "rank " + std::to_string(meeting.rank) + ": " + error.what();
-    store.set(kFailed, lack);
+    const std::string mine = "rank " + std::to_string(meeting.rank) + ": " + error.what();
+    failed = store.compare_set(kFailed, "", mine);
   }
-  const auto lacks = exchange(store, "fast/made", meeting.rank, meeting.size, lack);
-  if (are_all(lacks, "")) return link;
-  const auto is_lack = [](const std::string& one) { return !one.empty(); };
-  log_debug("rpc: calls go LibTorch's way only: " +
-            *std::find_if(lacks.begin(), lacks.end(), is_lack));
-  return nullptr;
+  for (const auto& one : exchange(store, "fast/made", meeting.rank, meeting.size, failed)) {
+    if (!one.empty())
+      throw CommError("rpc: the ranks cannot connect for small calls: " + one,
+                      "Options::fast_calls = false sends them through LibTorch's RPC");
+  }
+  return link;
 }
 
 }  // namespace lockstep::rpc::detail

@@ -28,8 +28,8 @@ struct FastMeeting {
 
 /// The link between the ranks of a job. All ranks call it, and all get one or none: over shared
 /// memory where all are of one host and want that, else over TCP. None when a rank does not want
-/// it, or cannot have its part. Why is written with LOCKSTEP_LOG_LEVEL=debug. Blocks until all have
-/// come. Throws what the store throws.
+/// it. Blocks until all have come. Throws CommError on all where one cannot have its part, and what
+/// the store throws.
 std::shared_ptr<FastLink> meet(Store store, const FastMeeting& meeting);
 
 }  // namespace lockstep::rpc::detail

@@ -26,13 +26,13 @@ void join_all(Threads& threads) {
 
 }  // namespace
 
-struct HandlerThreads::Core {
+struct HandlerThreads::Core : std::enable_shared_from_this<Core> {
   explicit Core(size_t may_be_busy) : busy(may_be_busy) {}
 
-  static void add_if_needed(const std::shared_ptr<Core>& core, bool stalled);
-  static void use_thread(const std::shared_ptr<Core>& core);
-  static void watch_if_needed(const std::shared_ptr<Core>& core);
-  static void watch(const std::shared_ptr<Core>& core);
+  void add_if_needed(bool stalled);
+  void use_thread();
+  void watch_if_needed();
+  void watch();
   void work(Threads::iterator self);
   /// Empty: the thread is to end.
   std::function<void()> next(Threads::iterator self);
@@ -47,16 +47,13 @@ struct HandlerThreads::Core {
   size_t free = 0, waiting = 0;
   int64_t taken = 0;
   bool ends = false;
-  std::weak_ptr<Core> self;
 };
 
 thread_local HandlerThreads::Core* HandlerThreads::core_of_this_thread = nullptr;
 thread_local int64_t HandlerThreads::depth_here = 0;
 
 HandlerThreads::HandlerThreads(int busy)
-    : core_(std::make_shared<Core>(static_cast<size_t>(busy))) {
-  core_->self = core_;
-}
+    : core_(std::make_shared<Core>(static_cast<size_t>(busy))) {}
 
 HandlerThreads::~HandlerThreads() {
   end(kLastWait);
@@ -96,8 +93,8 @@ void HandlerThreads::run(std::function<void()> task) {
     if (core_->ends) return;
     ended.swap(core_->ended);
     core_->tasks.push_back(std::move(task));
-    Core::use_thread(core_);
-    Core::watch_if_needed(core_);
+    core_->use_thread();
+    core_->watch_if_needed();
   }
   join_all(ended);
 }
@@ -106,29 +103,30 @@ void HandlerThreads::run_later(std::chrono::milliseconds delay, std::function<vo
   const std::lock_guard lock(core_->mutex);
   if (core_->ends) return;
   core_->later.emplace(Clock::now() + delay, std::move(task));
-  Core::watch_if_needed(core_);
+  core_->watch_if_needed();
 }
 
 // With the lock, for the task that is the last now.
-void HandlerThreads::Core::use_thread(const std::shared_ptr<Core>& core) {
-  if (core->free < core->tasks.size()) return add_if_needed(core, false);
-  core->changed.notify_one();
+void HandlerThreads::Core::use_thread() {
+  if (free < tasks.size()) return add_if_needed(false);
+  changed.notify_one();
 }
 
 // With the lock.
-void HandlerThreads::Core::add_if_needed(const std::shared_ptr<Core>& core, bool stalled) {
-  if (core->ends || core->tasks.size() <= core->free) return;
-  if (!stalled && core->threads.size() - core->waiting >= core->busy) return;
+void HandlerThreads::Core::add_if_needed(bool stalled) {
+  if (ends || tasks.size() <= free) return;
+  if (!stalled && threads.size() - waiting >= busy) return;
   // The thread takes its first task once it gets the lock, and so finds its own handle.
-  const auto self = core->threads.emplace(core->threads.end());
-  *self = std::thread([core, self] { core->work(self); });
+  const auto self = threads.emplace(threads.end());
+  *self = std::thread([core = shared_from_this(), self] { core->work(self); });
 }
 
 // With the lock.
-void HandlerThreads::Core::watch_if_needed(const std::shared_ptr<Core>& core) {
-  if (core->tasks.size() <= core->free && core->later.empty()) return;
-  if (!core->watch_thread.joinable()) core->watch_thread = std::thread([core] { watch(core); });
-  core->watched.notify_one();
+void HandlerThreads::Core::watch_if_needed() {
+  if (tasks.size() <= free && later.empty()) return;
+  if (!watch_thread.joinable())
+    watch_thread = std::thread([core = shared_from_this()] { core->watch(); });
+  watched.notify_one();
 }
 
 size_t HandlerThreads::size() const {
@@ -162,23 +160,22 @@ void HandlerThreads::Core::work(Threads::iterator self_thread) {
   while (auto task = next(self_thread)) task();
 }
 
-void HandlerThreads::Core::watch(const std::shared_ptr<Core>& core) {
-  std::unique_lock lock(core->mutex);
-  while (!core->ends) {
-    auto& later = core->later;
+void HandlerThreads::Core::watch() {
+  std::unique_lock lock(mutex);
+  while (!ends) {
     while (!later.empty() && later.begin()->first <= Clock::now()) {
-      core->tasks.push_back(std::move(later.extract(later.begin()).mapped()));
-      use_thread(core);
+      tasks.push_back(std::move(later.extract(later.begin()).mapped()));
+      use_thread();
     }
-    if (!core->tasks.empty()) {  // Another one whose time comes would wait as well.
-      const int64_t before = core->taken;
-      core->watched.wait_for(lock, kStall, [&] { return core->ends; });
-      if (core->taken == before) add_if_needed(core, true);
+    if (!tasks.empty()) {  // Another one whose time comes would wait as well.
+      const int64_t before = taken;
+      watched.wait_for(lock, kStall, [&] { return ends; });
+      if (taken == before) add_if_needed(true);
     } else if (later.empty()) {
-      core->watched.wait(lock);
+      watched.wait(lock);
     } else {
-      const auto next = later.begin()->first;
-      core->watched.wait_until(lock, next);
+      const auto when = later.begin()->first;
+      watched.wait_until(lock, when);
     }
   }
 }
@@ -187,7 +184,7 @@ HandlerThreads::Waiting::Waiting() : core_(core_of_this_thread) {
   if (!core_) return;
   const std::lock_guard lock(core_->mutex);
   ++core_->waiting;
-  if (const auto shared = core_->self.lock()) Core::add_if_needed(shared, false);
+  core_->add_if_needed(false);
 }
 
 HandlerThreads::Waiting::~Waiting() {

@@ -9,7 +9,6 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/rpc/autograd_context.h"
-#include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/distributed_optimizer.h"
 #include "lockstep/rpc/function.h"
@@ -106,7 +105,8 @@ class Agent {
 ///   too short or not the others', and for a second agent in this process: LibTorch keeps the
 ///   references of the first,
 /// - TimeoutError when ranks do not come within the World's time-out, or do not answer within
-///   Options::timeout, at least a minute.
+///   Options::timeout, at least a minute,
+/// - CommError when a rank cannot connect to the others for small calls.
 Agent init(const World& world, const std::string& name, const Options& options = {});
 
 /// Makes this process a further worker of a group that `init` has made: it comes later, perhaps in

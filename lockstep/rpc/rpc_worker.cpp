@@ -15,7 +15,6 @@
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/failure_kind.h"
-#include "lockstep/rpc/batched.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/fast_meeting.h"
 #include "lockstep/rpc/guarded_agent.h"

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,9 +14,44 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/unforked_fd.h"
 #include "lockstep/rpc/fast_link.h"
-#include "lockstep/rpc/socket_waiters.h"
 
 namespace lockstep::rpc::detail {
+
+/// Where threads of this process sleep until something can be read from or written to one of many
+/// sockets, of which only the first of the threads is woken. Each has an eventfd of its own, and
+/// the set of all sockets while it is the one to be woken. What can be read keeps that set ready,
+/// so that a thread which begins to sleep late wakes at once. Any thread.
+class SocketWaiters {
+ public:
+  using Waiter = FastLink::Waiter;
+  /// Throws SystemError.
+  SocketWaiters();
+  SocketWaiters(const SocketWaiters&) = delete;
+  SocketWaiters& operator=(const SocketWaiters&) = delete;
+
+  /// The set (epoll) of all sockets. Their owner enters and removes them.
+  int sockets() const { return sockets_.get(); }
+
+  void begin_look();
+  void end_look();
+  void sleep(Waiter waiter, const std::function<bool()>& enough, std::chrono::nanoseconds limit);
+  void wake(Waiter waiter);
+
+ private:
+  struct Sleeper {
+    UniqueFd bell, both;  ///< An eventfd, and the set of it and perhaps of the sockets' set.
+    bool sleeps = false, is_rung = false;
+  };
+  /// With the mutex: lets the sockets wake the one that they should.
+  void choose();
+  void let_wake(size_t waiter, bool wakes);
+
+  UniqueFd sockets_;
+  std::mutex mutex_;
+  std::array<Sleeper, FastLink::kWaiters> sleepers_;
+  int lookers_ = 0;
+  std::optional<size_t> chosen_;
+};
 
 /// A connection to another worker, which has shown who it is.
 struct SocketPeer {

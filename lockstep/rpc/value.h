@@ -67,17 +67,6 @@ concept TensorNumber = std::same_as<T, double> || std::same_as<T, float> ||
     std::same_as<T, int64_t> || std::same_as<T, int32_t> || std::same_as<T, int16_t> ||
     std::same_as<T, uint8_t> || std::same_as<T, int8_t>;
 
-template <TensorNumber T>
-constexpr at::ScalarType dtype_of() {
-  if constexpr (std::same_as<T, double>) return at::kDouble;
-  if constexpr (std::same_as<T, float>) return at::kFloat;
-  if constexpr (std::same_as<T, int64_t>) return at::kLong;
-  if constexpr (std::same_as<T, int32_t>) return at::kInt;
-  if constexpr (std::same_as<T, int16_t>) return at::kShort;
-  if constexpr (std::same_as<T, uint8_t>) return at::kByte;
-  if constexpr (std::same_as<T, int8_t>) return at::kChar;
-}
-
 /// "a, b" of the types' names.
 template <class... T>
 std::string type_names() {
@@ -163,7 +152,7 @@ struct Value<std::vector<T>> {
   static at::IValue to(std::vector<T> value) {
     if constexpr (detail::TensorNumber<T>) {
       return detail::number_tensor(value.data(), static_cast<int64_t>(value.size()),
-                                   detail::dtype_of<T>());
+                                   c10::CppTypeToScalarType<T>::value);
     } else {
       std::vector<at::IValue> elements;
       elements.reserve(value.size());
@@ -174,10 +163,11 @@ struct Value<std::vector<T>> {
   static std::vector<T> from(const at::IValue& sent) {
     std::vector<T> value;
     if constexpr (detail::TensorNumber<T>) {
-      detail::copy_numbers(sent, type(), detail::dtype_of<T>(), [&](int64_t size) -> void* {
-        value.resize(static_cast<size_t>(size));
-        return value.data();
-      });
+      detail::copy_numbers(sent, type(), c10::CppTypeToScalarType<T>::value,
+                           [&](int64_t size) -> void* {
+                             value.resize(static_cast<size_t>(size));
+                             return value.data();
+                           });
     } else {
       const auto elements = detail::elements(sent, type());
       value.reserve(elements.size());

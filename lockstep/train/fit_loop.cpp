@@ -17,7 +17,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/comm/call_observer.h"
+#include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/kept_state.h"

@@ -11,7 +11,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/comm/call_observer.h"
+#include "lockstep/comm/process_group.h"
 
 namespace lockstep {
 namespace {

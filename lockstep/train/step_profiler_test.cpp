@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/call_observer.h"
+#include "lockstep/comm/process_group.h"
 #include "lockstep/models/models.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/run_group.h"

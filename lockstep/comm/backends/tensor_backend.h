@@ -28,11 +28,8 @@ class TensorBackend : public c10d::Backend {
   /// Under which name calls show in LibTorch's traces, in place of the backend's own. Before the
   /// first call.
   void record_as(std::string name) { recorded_as_ = std::move(name); }
-  /// Why the group is of no more use, as this rank knows by now. Any thread.
-  virtual std::optional<Failure> failure() const { return std::nullopt; }
-  /// Whether the rank, of the default group, was lost, as far as this rank knows by now. False
-  /// where it cannot tell. Any thread.
-  virtual bool has_lost(int /*rank*/) const { return false; }
+  /// See common_empty: undefined where the ranks have no memory in common. A collective.
+  virtual at::Tensor allocate_common(int64_t, at::ScalarType) { return {}; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

@@ -65,7 +65,7 @@ TEST(CheckContext, RequestsToALostStoreFailAtOnce) {
   EXPECT_FALSE(context->told_end(1));
   const Failure end = context->end_of({1});
   EXPECT_EQ(end.kind, Failure::Kind::ended);
-  EXPECT_TRUE(end.tells_the_loss_of(1));
+  EXPECT_TRUE(end.concerns(1));
   EXPECT_LT(Clock::now() - before, seconds(5));
 }
 

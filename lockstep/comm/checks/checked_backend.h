@@ -101,7 +101,7 @@ c10::intrusive_ptr<c10d::Backend> unchecked_backend(
     const c10::intrusive_ptr<c10d::Backend>& backend);
 
 class CallObserver;
-/// See observe_calls (call_observer.h), which is the way for a group. `backend` must be a decorated
+/// See observe_calls, which is the way for a group. `backend` must be a decorated
 /// one.
 void set_call_observer(c10d::Backend& backend, std::shared_ptr<CallObserver> observer);
 

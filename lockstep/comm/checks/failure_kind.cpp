@@ -2,8 +2,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
+#include <string_view>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -11,8 +12,10 @@
 namespace lockstep {
 namespace {
 
-// "timed out" stands in messages of all three kinds: what says more comes first.
-constexpr std::array kFailureWords = std::to_array<FailureWords>({
+/// Words, in lower case, by which another library's message tells its kind: Gloo and NCCL throw
+/// std::runtime_error and c10::Error for everything. The only list of them. The first row counts:
+/// "timed out" stands in messages of all three kinds.
+constexpr auto kFailureWords = std::to_array<std::pair<std::string_view, FailureKind>>({
     {"connection timed out", FailureKind::silence},                     // the kernel
     {"application timeout caused pair closure", FailureKind::silence},  // Gloo
     {"connection closed", FailureKind::connection},                     // Gloo, NCCL
@@ -33,8 +36,10 @@ constexpr std::array kFailureWords = std::to_array<FailureWords>({
 });
 
 FailureKind kind_of_text(std::string_view message) {
-  const FailureWords* found = failure_words_in(message);
-  return found ? found->kind : FailureKind::other;
+  const std::string text = to_lower(message);
+  for (const auto& [words, kind] : kFailureWords)
+    if (text.find(words) != std::string::npos) return kind;
+  return FailureKind::other;
 }
 
 }  // namespace
@@ -49,18 +54,6 @@ std::string whole_text(const std::exception_ptr& error) {
   } catch (...) {
     return "an exception of unknown type";
   }
-}
-
-std::span<const FailureWords> failure_words() {
-  return kFailureWords;
-}
-
-const FailureWords* failure_words_in(std::string_view message) {
-  const std::string text = to_lower(message);
-  const auto* found = std::find_if(
-      kFailureWords.begin(), kFailureWords.end(),
-      [&](const FailureWords& row) { return text.find(row.words) != std::string::npos; });
-  return found == kFailureWords.end() ? nullptr : found;
 }
 
 FailureKind failure_kind(const std::exception_ptr& error) noexcept {

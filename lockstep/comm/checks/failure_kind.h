@@ -1,9 +1,7 @@
 #pragma once
 
 #include <exception>
-#include <span>
 #include <string>
-#include <string_view>
 
 namespace lockstep {
 
@@ -20,17 +18,6 @@ enum class FailureKind {
 inline bool is_lost(FailureKind kind) {
   return kind == FailureKind::connection || kind == FailureKind::silence;
 }
-
-/// Words by which another library's message tells its kind: Gloo and NCCL throw std::runtime_error
-/// and c10::Error for everything.
-struct FailureWords {
-  std::string_view words;  ///< In lower case.
-  FailureKind kind;
-};
-/// The only list of them. The first row counts whose words a message holds.
-std::span<const FailureWords> failure_words();
-/// The row that counts for a message; null when it holds no words of the list.
-const FailureWords* failure_words_in(std::string_view message);
 
 /// Looks at the type and, where that says too little, at the text.
 FailureKind failure_kind(const std::exception_ptr& error) noexcept;

@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <set>
 #include <stdexcept>
 
 #include "lockstep/base/error.h"
@@ -58,15 +57,10 @@ std::exception_ptr as_runtime_error(const char* message) {
   return std::make_exception_ptr(std::runtime_error(message));
 }
 
-TEST(FailureKind, EveryRowOfTheTableIsMetByAMessageOfItsKind) {
-  std::set<const FailureWords*> met;
+TEST(FailureKind, AMessagesWordsTellItsKind) {
   for (const auto& [message, kind] : kExamples) {
     EXPECT_EQ(failure_kind(as_runtime_error(message)), kind) << message;
-    met.insert(failure_words_in(message));
   }
-  for (const FailureWords& row : failure_words())
-    EXPECT_EQ(met.count(&row), 1U)
-        << "no example meets '" << row.words << "', or a row above takes it";
 }
 
 TEST(FailureKind, TheTypeSaysMoreThanTheText) {

@@ -258,7 +258,7 @@ void read_slurm_master(const Variables& env, JobEnvironment& job) {
     if (job.single_host) {
       job.master_addr = "127.0.0.1";
     } else if (list) {
-      job.master_addr = expand_slurm_nodelist(*env.text(*list)).front();
+      job.master_addr = first_slurm_node(*env.text(*list));
     } else {
       throw UsageError("Slurm's variables lack SLURM_STEP_NODELIST, which names the first host",
                        "start the program by srun, or set MASTER_ADDR to the host of rank 0");
@@ -309,6 +309,28 @@ bool is_slurm_step(const Lookup& lookup) {
     if (const auto number = lookup(name)) return is_step_number(*number);
   }
   return false;
+}
+
+std::string first_slurm_node(const std::string& list) {
+  std::string name;
+  bool is_wrong = false, within = false, taken = false;  // Within a bracket; it has its number.
+  for (size_t at = 0; at < list.size() && (within || list[at] != ','); ++at) {
+    const char c = list[at];
+    if (c == '[' || c == ']') {
+      is_wrong = is_wrong || within == (c == '[');
+      within = c == '[';
+      taken = false;
+    } else if (within && (c == ',' || c == '-')) {
+      taken = true;
+    } else if (!taken) {
+      name += c;
+    }
+  }
+  if (is_wrong || within || name.empty()) {
+    throw UsageError("Slurm's node list '" + list +
+                     "' does not parse: expected names such as node[01-03,7],gpu-a");
+  }
+  return name;
 }
 
 JobEnvironment read_job_environment(const Lookup& lookup) {

@@ -4,7 +4,6 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <vector>
 
 namespace lockstep {
 
@@ -61,8 +60,8 @@ JobEnvironment read_job_environment(const Lookup& lookup);
 /// The same of this process's environment.
 JobEnvironment read_job_environment();
 
-/// "node[01-03,7],gpu-a" as node01, node02, node03, node7, gpu-a. Throws UsageError for a list that
+/// The first of Slurm's nodes: node01 of "node[01-03,7],gpu-a". Throws UsageError for a list that
 /// does not parse.
-std::vector<std::string> expand_slurm_nodelist(const std::string& list);
+std::string first_slurm_node(const std::string& list);
 
 }  // namespace lockstep

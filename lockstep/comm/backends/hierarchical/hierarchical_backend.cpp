@@ -8,7 +8,9 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
+#include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
+#include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -89,10 +91,6 @@ Joining joining_of(const at::Tensor& tensor, const c10d::ReduceOp& op, int ranks
   return joining;
 }
 
-c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
-  return c10::make_intrusive<c10d::PrefixStore>("flat", options.store);
-}
-
 // Through it the flat group's failures are known to the hierarchy and the other way round.
 std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
   auto checks =
@@ -103,7 +101,8 @@ std::shared_ptr<CheckContext> flat_checks(const BackendOptions& options) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
-                                            const std::shared_ptr<CheckContext>& context) {
+                                            const std::shared_ptr<CheckContext>& context,
+                                            Hierarchy& hierarchy) {
   BackendOptions flat = options;
   flat.store = flat_store(options);
   CheckedBackendOptions checks;
@@ -112,15 +111,15 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
   checks.timeout = options.timeout;
   checks.group_name = options.group_name;
   checks.context = context;
-  announce_checks(*flat.store, options.rank, options.group_name, options.debug);
   try {
     const auto made = gloo::make(flat);
     checks.needs_comparison = made.traits.needs_comparison;
     checks.names_failures = made.traits.names_failures;
     checks.misses_deaths = made.traits.misses_deaths;
+    hierarchy.exchange_over(made.backend);
     return make_checked_backend(made.backend, flat.store, checks);
   } catch (const std::exception&) {
-    if (const auto failure = context->seen_failure())
+    if (const auto failure = hierarchy.await_failure(kLostPatience))
       throw_failure(context->me() + ": forming group '" + options.group_name + "' failed: ",
                     *failure);
     throw;
@@ -129,14 +128,13 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
 
 }  // namespace
 
-HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,
-                                         const std::vector<Member>& members)
+HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const HostLayout& layout)
     : TensorBackend(options),
       checks_(flat_checks(options)),
-      hierarchy_(options, layout, members, checks_),
+      hierarchy_(options, layout, checks_),
       queue_({[this](TensorWork& work, bool blocking) { return blocking && run(work); },
               [this](TensorWork& work) { run(work); }}),
-      flat_(make_flat(options, checks_)) {}
+      flat_(make_flat(options, checks_, hierarchy_)) {}
 
 HierarchicalBackend::~HierarchicalBackend() {
   queue_.close();
@@ -145,10 +143,6 @@ HierarchicalBackend::~HierarchicalBackend() {
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
   TensorBackend::setTimeout(timeout);
   flat_->setTimeout(timeout);
-}
-
-std::optional<Failure> HierarchicalBackend::failure() const {
-  return hierarchy_.failure();
 }
 
 bool HierarchicalBackend::run(TensorWork& work) {
@@ -291,6 +285,20 @@ void HierarchicalBackend::shutdown() {
   queue_.close();
   hierarchy_.leave();
   flat_->shutdown();
+}
+
+BackendInfo info() {
+  BackendInfo info = shm::info();
+  info.name = "hierarchical";
+  info.traits = kTraits;
+  return info;
+}
+
+MadeBackend make(const BackendOptions& options) {
+  const HostLayout layout = HostLayout::of(meet(options), options.rank);
+  if (layout.one_host()) return shm::make(options);
+  if (layout.one_rank_a_host()) return gloo::make(options);
+  return {c10::make_intrusive<HierarchicalBackend>(options, layout), kTraits};
 }
 
 }  // namespace lockstep::hierarchical

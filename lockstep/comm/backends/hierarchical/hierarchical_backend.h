@@ -20,14 +20,11 @@ using backends::TensorWork;
 /// sender, receiver and tag, and gets copies of tensors that are not contiguous.
 class HierarchicalBackend final : public backends::TensorBackend {
  public:
-  HierarchicalBackend(const BackendOptions& options, const HostLayout& layout,
-                      const std::vector<Member>& members);
+  HierarchicalBackend(const BackendOptions& options, const HostLayout& layout);
   ~HierarchicalBackend() override;
 
   const std::string getBackendName() const override { return "hierarchical"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  std::optional<Failure> failure() const override;
-  bool has_lost(int rank) const override { return hierarchy_.has_lost(rank); }
   void abort() override;
   void shutdown() override;
 
@@ -54,7 +51,8 @@ class HierarchicalBackend final : public backends::TensorBackend {
   const std::shared_ptr<CheckContext> checks_;  ///< Of the flat group.
   Hierarchy hierarchy_;
   backends::CallQueue queue_;
-  c10::intrusive_ptr<c10d::Backend> flat_;  ///< All ranks, over Gloo: for messages.
+  c10::intrusive_ptr<c10d::Backend>
+      flat_;  ///< All ranks, over Gloo: for messages, and between leaders.
 };
 
 }  // namespace lockstep::hierarchical

@@ -7,7 +7,6 @@
 #include <atomic>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/process_identity.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
 #include "tests/support/run_hosts.h"
 #include "tests/support/test_wait.h"
@@ -43,41 +42,6 @@ TEST(HierarchicalBackend, ARankThatDoesNotComeIsNamedOnAllHosts) {
                                   ": all_reduce\\(sum\\) of float32 \\[4\\], collective 2.*rank " +
                                   std::to_string(late) + " \\(process .*within 0.5 s.*"));
     }
-  }
-}
-
-TEST(HierarchicalBackend, ARankThatIsLateIsNotLost) {
-  expect_ok(run(
-      "aabb",
-      [](int rank, c10d::Backend& backend, const auto&) {
-        if (rank == 3) return;
-        EXPECT_THROW(all_reduce(backend, at::ones({4})), TimeoutError);
-        const auto& ours = dynamic_cast<const backends::TensorBackend&>(backend);
-        EXPECT_TRUE(ours.failure() && ours.failure()->timed_out());
-        EXPECT_FALSE(ours.has_lost(3));
-      },
-      500));
-}
-
-// As a leader tells its host of it, for new groups, who wait for ranks that do not lead as well.
-TEST(HierarchicalBackend, WithAHostAllItsRanksAreLost) {
-  for (const bool late : {false, true}) {
-    const auto store = c10::make_intrusive<c10d::HashStore>();
-    std::vector<std::unique_ptr<Hierarchy>> ends(4);
-    expect_ok(test::run_ranks(4, [&](int rank) {
-      const auto options = options_of(store, "aabb", rank, std::chrono::milliseconds(20'000));
-      const auto checks = std::make_shared<CheckContext>(
-          c10::make_intrusive<c10d::PrefixStore>("flat", options.store), rank, options.size,
-          options.global_ranks, options.group_name, options.timeout);
-      checks->remember_identities();
-      ends[static_cast<size_t>(rank)] = std::make_unique<Hierarchy>(
-          options, HostLayout::of({"a", "a", "b", "b"}, rank), meet(options), checks);
-    }));
-    const auto kind = late ? Failure::Kind::late : Failure::Kind::unreachable;
-    ends[0]->local().fail({.kind = kind, .ranks = {{.number = 2, .kind = kind, .host = {2, 3}}}});
-    for (const int rank : {0, 1}) EXPECT_FALSE(ends[1]->has_lost(rank));
-    for (const int rank : {2, 3}) EXPECT_EQ(ends[1]->has_lost(rank), !late);
-    for (const size_t rank : {3, 2, 1, 0}) ends[rank]->leave();
   }
 }
 
@@ -261,7 +225,7 @@ TEST(HierarchicalBackend, AHostThatIsLostEndsAGather) {
   }
 }
 
-// Host b's leader meets the others and goes no further: Gloo waits for it between the hosts.
+// Host b's leader meets the others and goes no further: Gloo waits for it.
 TEST(HierarchicalBackend, FormingBetweenHostsTakesTheTimeOutAndNamesAHostThatWasLost) {
   for (const bool lost : {false, true}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();

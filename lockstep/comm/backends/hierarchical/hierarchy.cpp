@@ -9,15 +9,13 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
-#include "lockstep/base/log.h"
-#include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
 #include "lockstep/comm/backends/tensor_work.h"
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/check_context.h"
-#include "lockstep/comm/checks/failure_kind.h"
+#include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -33,7 +31,7 @@ constexpr milliseconds kSlack{4'000};
 /// other host tells. The ranks there notice their own dead within some 20 ms, and their own late at
 /// about the same time as the leader its own. The one that was too late for a leader's time-out is
 /// the less sure cause, so the other waits longer.
-constexpr milliseconds kLatePatience{600}, kLostPatience{1'000};
+constexpr milliseconds kLatePatience{600};
 
 c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& store,
                                         const std::string& part) {
@@ -74,33 +72,25 @@ shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layo
           [store] { return store->get_to_str("meeting"); }};
 }
 
-/// The leaders' group over Gloo.
-c10::intrusive_ptr<c10d::Backend> make_between(const BackendOptions& options,
-                                               const HostLayout& layout) {
-  BackendOptions between = options;
-  between.store = part_of(options.store, "leaders");
-  between.group_name = options.group_name + "/leaders";
-  between.rank = layout.host;
-  between.size = static_cast<int>(layout.hosts.size());
-  between.look = look_of(options, layout.leaders());
-  between.global_ranks = picked(names_of(options)->ranks, layout.leaders());
-  return gloo::make(between).backend;
-}
-
 }  // namespace
 
-std::vector<Member> meet(const BackendOptions& options) {
-  const auto keys = numbered_keys("member/", options.size);
-  options.store->set(keys[static_cast<size_t>(options.rank)],
-                     host_key_of(options) + "\n" + process_identity());
+std::string host_key_of(const BackendOptions& options) {
+  const std::string key = host_key();
+  return options.host.empty() || key.empty() ? key : key + "/" + options.host;
+}
+
+c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
+  return part_of(options.store, "flat");
+}
+
+std::vector<std::string> meet(const BackendOptions& options) {
+  announce_checks(*flat_store(options), options.rank, options.group_name, options.debug);
+  const auto keys = numbered_keys("host_key/", options.size);
+  options.store->set(keys[static_cast<size_t>(options.rank)], host_key_of(options));
   options.store->wait(keys, options.timeout);
-  std::vector<Member> members;
-  for (const auto& one : keys) {
-    const std::string word = options.store->get_to_str(one);
-    const size_t line = word.find('\n');
-    members.push_back({word.substr(0, line), word.substr(line + 1)});
-  }
-  return members;
+  std::vector<std::string> host_keys;
+  for (const auto& one : keys) host_keys.push_back(options.store->get_to_str(one));
+  return host_keys;
 }
 
 struct Hierarchy::Frame {
@@ -110,10 +100,9 @@ struct Hierarchy::Frame {
   std::array<std::byte, SmallData::kMost> data{};
 };
 
-Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
+Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout,
                      std::shared_ptr<CheckContext> checks)
     : layout_(std::move(layout)),
-      members_(std::move(members)),
       names_(names_of(options)->ranks),
       group_name_(options.group_name),
       steps_(options.steps),
@@ -122,9 +111,20 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
   told_left_.resize(static_cast<size_t>(group_.size()));
-  if (layout_.leads()) form_between(options);
+  if (layout_.leads()) {
+    leaders_ = std::make_unique<Leaders>(layout_.leaders());
+    frames_.resize(layout_.hosts.size());
+    links_->watch({.failed = [this](const Failure& failure) { hear(failure); },
+                   .left = [this](const Failure& left) { left_elsewhere_.push_back(left); },
+                   .lost = [this](int host, const std::string& why) { hear(how_lost(host, why)); },
+                   .tick = [this] { look_around(); }});
+  }
   // Last: the checks outlive a failed start.
   checks_->set_failure_callback([this] { return failure(); });
+}
+
+void Hierarchy::exchange_over(c10::intrusive_ptr<c10d::Backend> flat) {
+  if (leaders_) leaders_->use(std::move(flat));
 }
 
 std::unique_ptr<HostLinks> Hierarchy::make_links(const BackendOptions& options) const {
@@ -141,40 +141,10 @@ std::unique_ptr<HostLinks> Hierarchy::make_links(const BackendOptions& options) 
   return std::make_unique<HostLinks>(std::move(links));
 }
 
-void Hierarchy::form_between(const BackendOptions& options) {
-  try {
-    between_ = make_between(options, layout_);
-    leaders_ = std::make_unique<Leaders>(between_);
-    frames_.resize(layout_.hosts.size());
-  } catch (const std::exception&) {
-    const std::string native = failure_text(std::current_exception());
-    watch_links();
-    const auto cause = await_failure(kLostPatience);
-    links_.reset();
-    if (!cause) throw;
-    throw PeerLostError(group_.name(layout_.local) + ": forming group '" + group_name_ +
-                            "' failed: " + describe(*cause) + " [" + native + "]",
-                        kPeerLostHint, *cause);
-  }
-  watch_links();
-}
-
-void Hierarchy::watch_links() {
-  links_->watch({.failed = [this](const Failure& failure) { hear(failure); },
-                 .left = [this](const Failure& left) { left_elsewhere_.push_back(left); },
-                 .lost = [this](int host, const std::string& why) { hear(how_lost(host, why)); },
-                 .tick = [this] { look_around(); }});
-}
-
 Hierarchy::~Hierarchy() {
   checks_->set_failure_callback({});
-  try {
-    tell_failure();
-    links_.reset();
-    if (between_) group_.failed() ? between_->abort() : between_->shutdown();
-  } catch (const std::exception& error) {
-    log_debug(std::string("closing the connections between hosts: ") + error.what());
-  }
+  tell_failure();
+  links_.reset();
 }
 
 void Hierarchy::run(const shm::Call& call, milliseconds timeout,
@@ -343,11 +313,9 @@ void Hierarchy::finish(Transfers& transfers) {
 
 Failure::Rank Hierarchy::leader_of(int host, Failure::Kind kind) const {
   const auto& ranks = layout_.hosts[static_cast<size_t>(host)];
-  const auto leader = static_cast<size_t>(ranks.front());
-  return {.number = names_[leader],
-          .kind = kind,
-          .process = process_number(members_[leader].identity),
-          .host = picked(names_, ranks)};
+  Failure::Rank leader = checks_->member(ranks.front(), kind);
+  leader.host = picked(names_, ranks);
+  return leader;
 }
 
 std::optional<Failure> Hierarchy::await_failure(milliseconds patience) const {
@@ -404,16 +372,6 @@ void Hierarchy::look_around() {
 
 std::optional<Failure> Hierarchy::failure() const {
   return group_.failure();
-}
-
-bool Hierarchy::has_lost(int rank) const {
-  const auto name = std::find(names_.begin(), names_.end(), rank);
-  if (name == names_.end()) return false;
-  const int group_rank = static_cast<int>(name - names_.begin());
-  const int host = layout_.host_of(group_rank);
-  if (host == layout_.host) return group_.segment().has_ended(layout_.local_of(group_rank));
-  const auto cause = failure();
-  return cause && cause->tells_the_loss_of(rank);
 }
 
 void Hierarchy::fail(const HostFailure& failure) {

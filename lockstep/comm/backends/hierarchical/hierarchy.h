@@ -17,14 +17,15 @@
 
 namespace lockstep::hierarchical {
 
-/// What ranks tell each other when a group forms.
-struct Member {
-  std::string host_key;  ///< See host_key.h.
-  std::string identity;  ///< See process_identity.
-};
+/// How long a rank that lost another host looks for the cause, which that host may tell.
+inline constexpr std::chrono::milliseconds kLostPatience{1'000};
 
-/// Tells this rank's and reads all ranks'. Blocks until all have come. Throws the store's errors.
-std::vector<Member> meet(const BackendOptions& options);
+/// Of the group of all ranks over Gloo.
+c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options);
+
+/// Tells this rank's host key (host_key.h), and its process to the flat group's checks. Gives all
+/// ranks' keys. Blocks until all have come. Throws the store's errors.
+std::vector<std::string> meet(const BackendOptions& options);
 
 /// A call's small data, which travels with the comparison of the calls: nothing else is sent for
 /// it. All sizes are the same on all ranks whose calls are the same. None is above kMost.
@@ -60,9 +61,10 @@ class Hierarchy {
  public:
   /// Forms the groups: blocks until all have come. `checks`: of the flat group, which get a failure
   /// check. Throws PeerLostError when a host was lost meanwhile.
-  Hierarchy(const BackendOptions& options, HostLayout layout, std::vector<Member> members,
-            std::shared_ptr<CheckContext> checks);
+  Hierarchy(const BackendOptions& options, HostLayout layout, std::shared_ptr<CheckContext> checks);
   ~Hierarchy();
+  /// Before the first call: the group of all ranks over Gloo, by which the leaders exchange data.
+  void exchange_over(c10::intrusive_ptr<c10d::Backend> flat);
 
   const HostLayout& layout() const { return layout_; }
   shm::SharedGroup& local() { return group_; }
@@ -113,9 +115,8 @@ class Hierarchy {
 
   /// Why the group is of no more use, as this host knows by now. Any thread.
   std::optional<Failure> failure() const;
-  /// Whether the rank, of the default group, has ended on this host, or was lost with its host, as
-  /// far as this host knows by now. Any thread.
-  bool has_lost(int rank) const;
+  /// The same, for which it waits.
+  std::optional<Failure> await_failure(std::chrono::milliseconds patience) const;
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
   void abort(const std::string& failed_in = {}) noexcept;
   /// Tells the others that this rank calls nothing any more.
@@ -130,12 +131,9 @@ class Hierarchy {
   std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
   Failure cause_of(const HostFailure& failure);
-  std::optional<Failure> await_failure(std::chrono::milliseconds patience) const;
   /// The leader of a host, to which this has happened, for the ranks of its host.
   Failure::Rank leader_of(int host, Failure::Kind kind) const;
   std::unique_ptr<HostLinks> make_links(const BackendOptions& options) const;
-  void form_between(const BackendOptions& options);
-  void watch_links();
   /// Writes it on the board of this host, whose ranks then throw it.
   void hear(const Failure& failure) noexcept;
   void look_around();
@@ -143,7 +141,6 @@ class Hierarchy {
   Failure how_lost(int host, const std::string& why) const;
 
   const HostLayout layout_;
-  const std::vector<Member> members_;
   std::vector<int> names_;  ///< The ranks' numbers in the default group.
   const std::string group_name_;
   const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
@@ -155,10 +152,9 @@ class Hierarchy {
   std::atomic<bool> told_failure_{false};
   std::atomic<int64_t> call_number_{0};  ///< Of the present call; 0: none.
   // The thread of the links only.
-  std::vector<bool> told_left_;                ///< By rank of this host.
-  std::vector<Failure> left_elsewhere_;        ///< Ranks of other hosts.
-  c10::intrusive_ptr<c10d::Backend> between_;  ///< Of the leaders, by host. Null on other ranks.
-  std::unique_ptr<Leaders> leaders_;
+  std::vector<bool> told_left_;          ///< By rank of this host.
+  std::vector<Failure> left_elsewhere_;  ///< Ranks of other hosts.
+  std::unique_ptr<Leaders> leaders_;     ///< Null on a rank that does not lead.
 
   std::unique_ptr<std::byte[]> scratch_;
   size_t scratch_bytes_ = 0;

@@ -62,12 +62,8 @@ class HostLinks {
 
  private:
   static constexpr size_t kMostBytes = 2'000;
-  struct Listener;
-  void connect_to_host(int host, const std::string& word);
-  void accept_hosts(int listener, const std::string& token);
-  std::vector<int> hosts_to_accept() const;
-  [[noreturn]] void throw_missing(int host, const std::string& why) const;
-  std::chrono::milliseconds left() const;
+  /// What a host has told under a key of the store.
+  std::string told_by(int host, const std::string& key) const;
   void tell(char kind, const std::string& text) noexcept;
   void receive(size_t host);
   bool take_words(size_t host);
@@ -75,11 +71,10 @@ class HostLinks {
   void end() noexcept;
 
   const Options options_;
-  const std::chrono::steady_clock::time_point deadline_;  ///< Of the meeting.
-  std::atomic<bool> closing_{false};                      ///< The others may end connections first.
-  std::mutex mutex_;                                      ///< Held to send or to end a connection.
-  std::vector<UnforkedFd> connections_;                   ///< By host; null: its own, or ended.
-  std::vector<std::string> received_;                     ///< By host: what is not complete yet.
+  std::atomic<bool> closing_{false};     ///< The others may end connections first.
+  std::mutex mutex_;                     ///< Held to send or to end a connection.
+  std::vector<UnforkedFd> connections_;  ///< By host; null: its own, or ended.
+  std::vector<std::string> received_;    ///< By host: what is not complete yet.
   UniqueFd wake_;
   Events events_;
   std::thread thread_;

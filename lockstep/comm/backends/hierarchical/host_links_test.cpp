@@ -166,14 +166,13 @@ TEST(HostLinks, WhoEndedAfterItToldWhereItListensIsLookedAfter) {
 
 TEST(HostLinks, AStrangerIsNotTakenForALeader) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  // Host 1 as one who does not know the token, which host 0 made up.
+  // Host 1 as one who does not know the secret, which host 0 made up.
   std::thread stranger([&] {
     store->wait({"0"}, std::chrono::seconds(20));
-    const std::string place = store->get_to_str("0");
     const c10::intrusive_ptr<c10d::Store> other = c10::make_intrusive<c10d::HashStore>();
-    other->set("0", place.substr(0, place.find(' ')) + " " + std::string(32, '0') +
-                        place.substr(place.rfind(' ')));
-    HostLinks line(options_of(other, 1, 2, 2'000));
+    other->set("secret", std::string(32, '0'));
+    other->set("0", store->get_to_str("0"));
+    EXPECT_THROW(HostLinks(options_of(other, 1, 2, 2'000)), CommError);
   });
   EXPECT_THROW(HostLinks(options_of(store, 0, 2, 1'000)), TimeoutError);
   stranger.join();

@@ -2,15 +2,25 @@
 
 #include <ATen/ATen.h>
 
+#include <climits>
+
 #include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
+namespace {
+
+/// Of messages in the flat group that are no program's; the one above is host_exchange's.
+constexpr int kLeadersTag = INT_MAX - 2;
+
+}  // namespace
 
 void Leaders::post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers) {
   if (bytes == 0) return;
   std::vector<at::Tensor> tensors{at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
   try {
-    auto work = sends ? backend_->send(tensors, host, 0) : backend_->recv(tensors, host, 0);
+    const int rank = ranks_[static_cast<size_t>(host)];
+    auto work = sends ? backend_->send(tensors, rank, kLeadersTag)
+                      : backend_->recv(tensors, rank, kLeadersTag);
     transfers.push_back({std::move(work), host});
   } catch (const std::exception&) {
     throw HostFailure{Kind::lost, host, failure_text(std::current_exception())};

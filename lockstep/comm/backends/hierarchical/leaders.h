@@ -28,15 +28,18 @@ struct Transfer {
 };
 using Transfers = std::vector<Transfer>;
 
-/// How the leaders of hosts exchange bytes: in messages over Gloo. Between two hosts they arrive in
-/// the order in which they are posted. Both sides post the same sizes. Memory must live until the
-/// transfer has ended. One thread at a time, except where said.
+/// How the leaders of hosts exchange bytes: in messages of a group of all ranks over Gloo. Between
+/// two hosts they arrive in the order in which they are posted. Both sides post the same sizes.
+/// Memory must live until the transfer has ended. One thread at a time, except where said.
 ///
 /// Gloo closes its connections when a send or a receive runs into a time-out of its own. So waits
 /// have none. Another thread ends them by `look` and `interrupt`.
 class Leaders {
  public:
-  explicit Leaders(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  /// `ranks`: the leaders, by host.
+  explicit Leaders(std::vector<int> ranks) : ranks_(std::move(ranks)) {}
+  /// The group, before the first message.
+  void use(c10::intrusive_ptr<c10d::Backend> backend) { backend_ = std::move(backend); }
 
   /// Appended to `transfers`, but not for 0 bytes. Do not block. Throw HostFailure.
   void send(int host, const std::byte* data, size_t bytes, Transfers& transfers) {
@@ -62,6 +65,7 @@ class Leaders {
   void post(bool sends, int host, std::byte* data, size_t bytes, Transfers& transfers);
   void wait(const Transfer& transfer);
 
+  const std::vector<int> ranks_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::atomic<int> awaited_{-1};
   std::mutex mutex_;

@@ -7,7 +7,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/shm/shm.h"
-#include "lockstep/comm/backends/shm/shm_message_work.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/shared_memory/processors.h"
 
@@ -212,12 +211,6 @@ ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& t
   record(*work);
   work->begin(messages_, queue_, tag);
   return work;
-}
-
-bool ShmBackend::has_lost(int rank) const {
-  const auto& names = group_.names();
-  const auto name = std::find(names.begin(), names.end(), rank);
-  return name != names.end() && group_.segment().has_ended(static_cast<int>(name - names.begin()));
 }
 
 void ShmBackend::abort() {

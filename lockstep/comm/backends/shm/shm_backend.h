@@ -1,10 +1,7 @@
 #pragma once
 
-#include "lockstep/comm/backends/call_queue.h"
-#include "lockstep/comm/backends/common_memory.h"
 #include "lockstep/comm/backends/shm/shm_work.h"
 #include "lockstep/comm/backends/tensor_backend.h"
-#include "lockstep/comm/shared_memory/messages.h"
 
 namespace lockstep::shm {
 
@@ -19,7 +16,7 @@ using backends::TensorWork;
 /// nothing that it waits for depends on their programs any more. So finishing it in the caller
 /// cannot dead-lock, whatever the order in which ranks call into several groups. Else the thread
 /// goes on with it.
-class ShmBackend final : public backends::TensorBackend, public backends::CommonMemory {
+class ShmBackend final : public backends::TensorBackend {
  public:
   explicit ShmBackend(const BackendOptions& options);
   ~ShmBackend() override;
@@ -29,7 +26,6 @@ class ShmBackend final : public backends::TensorBackend, public backends::Common
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocate_common(int64_t numel, at::ScalarType dtype) override;
-  bool has_lost(int rank) const override;
   void abort() override;
   void shutdown() override;
 
