@@ -1,0 +1,192 @@
+"""Ranks of a job on several hosts live on when a rank or a whole host is lost, and take in a host that comes.
+
+The hosts are declared by LOCKSTEP_HOST_ID, or network namespaces where a host vanishes."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import time
+import unittest
+
+import lockstep_testing as t
+from left_behind import LeftBehind
+from run_testing import alive
+
+RANK = t.BUILD_DIR / "tests" / "lockstep_recovery_rank"
+SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
+BATCH = 4  # Of a rank of that program.
+NPROC = 2
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Host:
+    """The launcher of a host, and what its ranks write into a folder of their own."""
+
+    def __init__(self, number, folder, flags, program, namespace=None):
+        self.folder = folder / f"host-{number}"
+        self.folder.mkdir()
+        self.namespace = namespace
+        words = [t.LOCKSTEP, "run", "--nproc-per-node", NPROC, *flags, *program(self.folder)]
+        env = t.clean_environment(LOCKSTEP_TIMEOUT="60", **({} if namespace else {"LOCKSTEP_HOST_ID": f"host{number}"}))
+        with open(self.folder / "said", "w") as said:
+            self.process = subprocess.Popen(namespace.command(*words) if namespace else list(map(str, words)), stdout=said,
+                                            stderr=said, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+
+    def said(self):
+        return (self.folder / "said").read_text()
+
+    def pids(self):
+        """Of all ranks that ever were, as their host numbers them."""
+        return {int(path.name[4:]) for path in self.folder.glob("pid-*")}
+
+    def steps(self):
+        """By process: (number, samples seen, ranks, microseconds, generation) of each whole line."""
+        found = {}
+        for path in self.folder.glob("steps-*"):
+            lines = path.read_text().splitlines(keepends=True)
+            found[int(path.name[6:])] = [tuple(map(int, line.split())) for line in lines if line.endswith("\n")]
+        return found
+
+    def last(self):
+        """The last step of this host, or zeros."""
+        return max((steps[-1] for steps in self.steps().values() if steps), default=(0, 0, 0, 0, 0))
+
+    def close(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class HostsRecovery(unittest.TestCase):
+    def setUp(self):
+        self.left = LeftBehind()
+        print(f"LOCKSTEP_FAULT_SEED={SEED}", flush=True)
+        self.random = random.Random(SEED)
+        self.folder = self.enterContext(t.temporary_folder())
+        self.stack = self.enterContext(contextlib.ExitStack())
+        self.hosts = []
+
+    def tearDown(self):
+        self.stack.close()
+        self.left.expect_nothing()
+
+    def add(self, *flags, program, namespace=None):
+        host = Host(len(self.hosts), self.folder, flags, program, namespace)
+        self.stack.callback(host.close)
+        self.hosts.append(host)
+        return host
+
+    def steps_program(self, samples, restarts=3):
+        return lambda folder: (RANK, folder, NPROC, restarts, samples, "adam", 300, "auto")
+
+    def told(self):
+        return "\n".join(f"host {i}: {host.said()}" for i, host in enumerate(self.hosts))
+
+    def wait_for(self, condition, what, hosts=None):
+        """None of these hosts ends before."""
+        limit = time.monotonic() + 120
+        while not condition():
+            for host in hosts or self.hosts:
+                self.assertIsNone(host.process.poll(), f"it ended before {what}: {self.told()}")
+            self.assertLess(time.monotonic(), limit, f"no {what}: {self.told()}")
+            time.sleep(0.005)
+
+    def end(self, hosts=None):
+        for host in hosts or self.hosts:
+            self.assertEqual(host.process.wait(180), 0, self.told())
+
+    def check_history(self, samples, hosts=None):
+        """All processes tell of the same steps, one after the other, and end with the same weights."""
+        seen = {}
+        for host in self.hosts:
+            for steps in host.steps().values():
+                for number, so_far, ranks, _, _ in steps:
+                    self.assertEqual(seen.setdefault(number, (so_far, ranks)), (so_far, ranks), f"step {number}")
+        self.assertEqual(sorted(seen), list(range(1, len(seen) + 1)))
+        before = 0
+        for number in sorted(seen):
+            so_far, ranks = seen[number]
+            self.assertEqual(so_far, before + BATCH * ranks, f"step {number}")
+            before = so_far
+        self.assertGreaterEqual(before, samples)
+        ends = [path.read_text() for host in hosts or self.hosts for path in host.folder.glob("end-*")]
+        self.assertEqual(len(ends), NPROC * len(hosts or self.hosts))
+        self.assertEqual(len(set(ends)), 1, ends)
+
+    def test_a_rank_that_is_killed_is_replaced_and_all_others_live_on(self):
+        port, kills, samples = free_port(), 3, 80_000
+        for number in range(2):
+            self.add("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", kills,
+                     program=self.steps_program(samples))
+        took = []
+        for _ in range(kills):
+            self.wait_for(lambda: all(sum(bool(s) and alive(p) for p, s in h.steps().items()) == NPROC for h in self.hosts),
+                          "steps of all ranks")
+            time.sleep(self.random.random() * 0.2)  # The random moment.
+            before = {pid for host in self.hosts for pid in host.pids() if alive(pid)}
+            generation = max(host.last()[4] for host in self.hosts)
+            victim = self.random.choice(sorted(before))
+            begin = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            self.wait_for(lambda: all(host.last()[4] > generation for host in self.hosts), "the next generation")
+            took.append(time.monotonic() - begin)
+            self.assertEqual({pid for pid in before if alive(pid)}, before - {victim})
+        self.end()
+        self.check_history(samples)
+        self.assertEqual(sum(len(host.pids()) for host in self.hosts), 2 * NPROC + kills)
+        print(f"from the kill to a step on all hosts: {', '.join(f'{one:.2f}' for one in took)} s", flush=True)
+
+    def train(self, kills):
+        """`lockstep train` on two hosts. The digest of its weights, and how many ranks were killed."""
+        self.hosts, killed, port = [], 0, free_port()
+        base = self.enterContext(t.temporary_folder())
+        self.folder = base
+        for number in range(2):
+            self.add("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", kills + 1, program=lambda folder: (
+                t.LOCKSTEP, "train", "--dataset", "digits", "--max-epochs", 60, "--log-every-n-steps", 1, "--metrics-file",
+                folder / "metrics", "--save-weights", folder / "weights"))
+        metrics, weights = self.hosts[0].folder / "metrics", self.hosts[0].folder / "weights"
+        ranks = lambda: [rank for host in self.hosts for child in children(host.process.pid) for rank in children(child)]
+        rows = lambda: metrics.read_text().count('"split":"train"') if metrics.exists() else 0
+        for _ in range(kills):
+            seen = rows() + self.random.randrange(1, 60)
+            t.wait_until(lambda: rows() > seen or any(h.process.poll() is not None for h in self.hosts), 120, "steps")
+            before = ranks()
+            if len(before) < 2 * NPROC or any(host.process.poll() is not None for host in self.hosts):
+                break
+            victim = self.random.choice(before)
+            os.kill(victim, signal.SIGKILL)
+            killed += 1
+            seen = rows()
+            t.wait_until(lambda: rows() > seen + 2 or self.hosts[0].process.poll() is not None, 120, "a step after the kill")
+            if self.hosts[0].process.poll() is None:
+                self.assertLessEqual(set(before) - {victim}, set(ranks()), self.told())
+        self.end()
+        return hashlib.sha256(weights.read_bytes()).hexdigest(), killed
+
+    def test_the_weights_of_training_are_those_of_an_undisturbed_run(self):
+        expected, _ = self.train(0)
+        got, killed = self.train(3)
+        self.assertGreater(killed, 0)
+        self.assertEqual(got, expected, self.told())
+
+
+def children(pid):
+    try:
+        return [int(word) for word in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    unittest.main()
