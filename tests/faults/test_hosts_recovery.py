@@ -13,6 +13,7 @@ import subprocess
 import time
 import unittest
 
+import hosts_testing
 import lockstep_testing as t
 from left_behind import LeftBehind
 from run_testing import alive
@@ -20,7 +21,6 @@ from run_testing import alive
 RANK = t.BUILD_DIR / "tests" / "lockstep_recovery_rank"
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 BATCH = 4  # Of a rank of that program.
-NPROC = 2
 
 
 def free_port():
@@ -32,11 +32,11 @@ def free_port():
 class Host:
     """The launcher of a host, and what its ranks write into a folder of their own."""
 
-    def __init__(self, number, folder, flags, program, namespace=None):
+    def __init__(self, number, folder, nproc, flags, program, namespace=None):
         self.folder = folder / f"host-{number}"
         self.folder.mkdir()
         self.namespace = namespace
-        words = [t.LOCKSTEP, "run", "--nproc-per-node", NPROC, *flags, *program(self.folder)]
+        words = [t.LOCKSTEP, "run", "--nproc-per-node", nproc, *flags, *program(self.folder)]
         env = t.clean_environment(LOCKSTEP_TIMEOUT="60", **({} if namespace else {"LOCKSTEP_HOST_ID": f"host{number}"}))
         with open(self.folder / "said", "w") as said:
             self.process = subprocess.Popen(namespace.command(*words) if namespace else list(map(str, words)), stdout=said,
@@ -74,20 +74,20 @@ class HostsRecovery(unittest.TestCase):
         self.random = random.Random(SEED)
         self.folder = self.enterContext(t.temporary_folder())
         self.stack = self.enterContext(contextlib.ExitStack())
-        self.hosts = []
+        self.hosts, self.nproc = [], 2
 
     def tearDown(self):
         self.stack.close()
         self.left.expect_nothing()
 
     def add(self, *flags, program, namespace=None):
-        host = Host(len(self.hosts), self.folder, flags, program, namespace)
+        host = Host(len(self.hosts), self.folder, self.nproc, flags, program, namespace)
         self.stack.callback(host.close)
         self.hosts.append(host)
         return host
 
     def steps_program(self, samples, restarts=3):
-        return lambda folder: (RANK, folder, NPROC, restarts, samples, "adam", 300, "auto")
+        return lambda folder: (RANK, folder, self.nproc, restarts, samples, "adam", 1000, "auto")
 
     def told(self):
         return "\n".join(f"host {i}: {host.said()}" for i, host in enumerate(self.hosts))
@@ -120,17 +120,17 @@ class HostsRecovery(unittest.TestCase):
             before = so_far
         self.assertGreaterEqual(before, samples)
         ends = [path.read_text() for host in hosts or self.hosts for path in host.folder.glob("end-*")]
-        self.assertEqual(len(ends), NPROC * len(hosts or self.hosts))
+        self.assertEqual(len(ends), self.nproc * len(hosts or self.hosts))
         self.assertEqual(len(set(ends)), 1, ends)
 
     def test_a_rank_that_is_killed_is_replaced_and_all_others_live_on(self):
-        port, kills, samples = free_port(), 3, 80_000
+        port, kills, samples = free_port(), 3, 200_000
         for number in range(2):
             self.add("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", kills,
                      program=self.steps_program(samples))
         took = []
         for _ in range(kills):
-            self.wait_for(lambda: all(sum(bool(s) and alive(p) for p, s in h.steps().items()) == NPROC for h in self.hosts),
+            self.wait_for(lambda: all(sum(bool(s) and alive(p) for p, s in h.steps().items()) == self.nproc for h in self.hosts),
                           "steps of all ranks")
             time.sleep(self.random.random() * 0.2)  # The random moment.
             before = {pid for host in self.hosts for pid in host.pids() if alive(pid)}
@@ -143,7 +143,7 @@ class HostsRecovery(unittest.TestCase):
             self.assertEqual({pid for pid in before if alive(pid)}, before - {victim})
         self.end()
         self.check_history(samples)
-        self.assertEqual(sum(len(host.pids()) for host in self.hosts), 2 * NPROC + kills)
+        self.assertEqual(sum(len(host.pids()) for host in self.hosts), 2 * self.nproc + kills)
         print(f"from the kill to a step on all hosts: {', '.join(f'{one:.2f}' for one in took)} s", flush=True)
 
     def train(self, kills):
@@ -162,7 +162,7 @@ class HostsRecovery(unittest.TestCase):
             seen = rows() + self.random.randrange(1, 60)
             t.wait_until(lambda: rows() > seen or any(h.process.poll() is not None for h in self.hosts), 120, "steps")
             before = ranks()
-            if len(before) < 2 * NPROC or any(host.process.poll() is not None for host in self.hosts):
+            if len(before) < 2 * self.nproc or any(host.process.poll() is not None for host in self.hosts):
                 break
             victim = self.random.choice(before)
             os.kill(victim, signal.SIGKILL)
@@ -179,6 +179,32 @@ class HostsRecovery(unittest.TestCase):
         got, killed = self.train(3)
         self.assertGreater(killed, 0)
         self.assertEqual(got, expected, self.told())
+
+    @unittest.skipIf(hosts_testing.why_no_hosts(), hosts_testing.why_no_hosts())
+    def test_the_others_go_on_without_a_host_that_vanishes_and_with_one_that_comes(self):
+        self.nproc = self.random.choice([1, 2])  # Over Gloo, or by the hierarchy.
+        with hosts_testing.bridged_hosts(4) as machines:
+            samples = 120_000 * self.nproc
+            flags = ("--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:29400",
+                     "--rdzv-id", "job")
+            for machine in machines[:3]:
+                self.add(*flags, program=self.steps_program(samples), namespace=machine)
+            sizes = lambda hosts, ranks: all(host.last()[2] == ranks * self.nproc for host in hosts)
+            self.wait_for(lambda: sizes(self.hosts, 3), "steps of three hosts")
+            time.sleep(self.random.random() * 0.5)  # The random moment.
+            lost = self.random.choice(self.hosts[1:])
+            survivors = [host for host in self.hosts if host is not lost]
+            pids = [host.pids() for host in survivors]
+            lost.namespace.kill()
+            begin = time.monotonic()
+            self.wait_for(lambda: sizes(survivors, 2), "steps of the two that are left", survivors)
+            print(f"{self.nproc} ranks a host, from the loss of one to the next step of the others: {time.monotonic() - begin:.2f} s", flush=True)
+            comes = self.add(*flags, program=self.steps_program(samples), namespace=machines[3])
+            survivors.append(comes)
+            self.wait_for(lambda: sizes(survivors, 3), "steps with the host that comes", survivors)
+            self.end(survivors)
+            self.assertEqual([host.pids() for host in survivors[:2]], pids)
+            self.check_history(samples, survivors)
 
 
 def children(pid):

@@ -118,6 +118,7 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout, std::vect
       group_name_(options.group_name),
       steps_(options.steps),
       checks_(std::move(checks)),
+      look_(options.look),
       links_(make_links(options)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
@@ -393,6 +394,11 @@ void Hierarchy::look_around() {
       links_->tell_left(end);
       told_left_[at] = true;
     }
+  }
+  try {
+    if (look_) look_({});
+  } catch (const CommError& error) {
+    hear(error.failure());
   }
   for (const Failure& left : left_elsewhere_)
     if (!left.ranks.empty() && left.ranks[0].calls < call_number_) hear(left);
